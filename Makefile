@@ -1,0 +1,35 @@
+# Every target does the set-up it needs; a second call reuses .venv.
+#
+#   make demo                      serve the bundled model, write a run folder
+#   make test                      the quick tests;  PYTEST_ARGS='-m slow' picks others
+#   make lint                      ruff and ty
+#   make setup                     only the environment, in .venv
+#
+# PYTHON=/path/to/python   the interpreter to build .venv from (3.12 or newer)
+# EXTRAS=dev,cuda          the extras to install
+# JAX='>=0.12,<0.13'       another jax than the one constraints.txt pins
+
+PYTHON ?=
+EXTRAS ?= dev
+JAX ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+export PYTHON EXTRAS JAX
+
+BIN := .venv/bin
+
+.PHONY: setup demo test lint
+
+setup:
+	@sh .ci/setup
+
+demo: setup
+	$(BIN)/jaxkv demo $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ty check --python .venv

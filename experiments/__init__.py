@@ -1,0 +1,1 @@
+"""One module per question, and the only command line."""

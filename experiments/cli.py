@@ -1,0 +1,276 @@
+"""The only command line: `jaxkv`.
+
+Every command is a function from its arguments to an `Answer`; `main` prints that as
+one JSON document (`--json`) or as tables, and turns errors into exit statuses. Only
+the standard library is imported up here, so that `--help` answers at once: an
+experiment, and with it jax, is imported when its name has been read.
+
+To add a command, write such a function and give it a line in `_COMMANDS`. To add an
+experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME` too.
+"""
+
+import contextlib
+import dataclasses
+import dis
+import io
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from experiments import catalogue, documents, running
+from experiments.running import Answer
+
+_PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      args: the words after `jaxkv`; those of the process by default.
+
+    Returns:
+      0 when done, 2 on bad input, 1 on failure, 130 after Ctrl-C.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    as_json = "--json" in args
+    args = [arg for arg in args if arg != "--json"]
+    try:
+        # Whatever else a library prints must not stand beside the document.
+        with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+            answer = _dispatch(args)
+        _print(answer, as_json)
+        return answer.status
+    except SystemExit as done:  # help was asked for, and has been printed
+        return int(done.code or 0)
+    except KeyboardInterrupt as error:
+        return _complain(str(error) or "interrupted", 130)
+    except Exception as error:
+        if _is_refusal(error):
+            return _complain(error, 2)
+        traceback.print_exc()
+        return 1
+
+
+def _dispatch(args: list[str]) -> Answer:
+    """Finds the command that the first word names, and calls it with the others."""
+    name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
+    return _COMMANDS[name].call(args[1:])
+
+
+def _demo(args: list[str]) -> Answer:
+    return _lift_metrics(_experiment("demo", args, "jaxkv demo"))
+
+
+def _bench(args: list[str]) -> Answer:
+    known = [x for x in catalogue.entries() if x.name.startswith("bench_")]
+    questions = {x.name.removeprefix("bench_"): x.question for x in known}
+    name = _word(args, "benchmark", questions, "usage: jaxkv bench BENCHMARK [OPTIONS]")
+    return _lift_metrics(_experiment(f"bench_{name}", args[1:], f"jaxkv bench {name}"))
+
+
+def _run(args: list[str]) -> Answer:
+    args = [args[0].replace("-", "_"), *args[1:]] if _is_word(args) else args
+    questions = {x.name: x.question for x in catalogue.entries()}
+    name = _word(args, "experiment", questions, _RUN_USAGE)
+    return _experiment(name, args[1:], f"jaxkv run {name}")
+
+
+def _list(args: list[str]) -> Answer:
+    from experiments import reporting
+
+    _parse(_NoOptions, args, "jaxkv list", "The experiments and their configs.")
+    known = catalogue.entries()
+    rows = [(x.name, x.question, " ".join(x.configs)) for x in known]
+    sheet = reporting.Sheet("", ("experiment", "question", "configs"), rows)
+    return Answer({"experiments": known}, [sheet], [])
+
+
+class Command(NamedTuple):
+    """A command: what its line of help says, and what carries it out."""
+
+    help: str
+    call: Callable[[list[str]], Answer]
+
+
+_COMMANDS = {
+    "demo": Command("serve the bundled model: static batching against ours", _demo),
+    "list": Command("the experiments and their configs", _list),
+    "run": Command("run an experiment and keep its folder", _run),
+    "bench": Command("measure speed on this machine", _bench),
+}
+
+_USAGE = """usage: jaxkv COMMAND [OPTIONS]
+
+Every command takes --help, and --json for one JSON document on standard output."""
+
+_RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
+       jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
+
+
+def _experiment(name: str, args: list[str], prog: str) -> Answer:
+    """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
+    experiment = catalogue.load(name)
+    config_name = args[0] if _is_word(args) else None
+    if config_name is not None and config_name not in experiment.configs:
+        line = documents.unknown("config", config_name, experiment.configs)
+        raise ValueError(f"{prog}: {line}")
+    config, out = _read_config(experiment, config_name, args, prog)
+    return running.run(experiment, config, out)
+
+
+def _read_config(
+    experiment: catalogue.Experiment,
+    config_name: str | None,
+    args: list[str],
+    prog: str,
+) -> tuple[Any, Path | None]:
+    """Reads an experiment's config and `--out` from its arguments."""
+    import tyro
+
+    base = experiment.configs[config_name or next(iter(experiment.configs))]
+    config_type: Any = type(base)
+    flags = args if config_name is None else args[1:]
+    file = _value_of(flags, "--config")
+    if file is not None:
+        if config_name is not None:
+            raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
+        base = documents.config_loads(config_type, _read_text(file), file)
+    bare = tyro.conf.arg(name="")  # the config's fields are flags without a prefix
+    options = dataclasses.make_dataclass(
+        "Options",
+        [
+            ("settings", Annotated[config_type, bare], base),
+            ("out", Annotated[Path | None, tyro.conf.arg(help=_OUT_HELP)], None),
+            ("config", Annotated[Path | None, tyro.conf.arg(help=_CONFIG_HELP)], None),
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+    description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
+    parsed: Any = _parse(options, flags, f"{prog} [CONFIG]", description)
+    return parsed.settings, parsed.out
+
+
+_OUT_HELP = "Folder for the results; a new one under runs/ by default."
+_CONFIG_HELP = "A config.json to start from, in place of a named config."
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoOptions:
+    """A command that takes nothing but --help and --json."""
+
+
+def _lift_metrics(answer: Answer) -> Answer:
+    """Puts metrics beside the document's other keys, as a command of its own has."""
+    document = {k: v for k, v in answer.document.items() if k != "metrics"}
+    return answer._replace(document=document | answer.document["metrics"])
+
+
+def _is_word(args: list[str]) -> bool:
+    return bool(args) and not args[0].startswith("-")
+
+
+def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> str:
+    """Reads the first word as one of the choices, or prints help that lists them."""
+    if args[:1] in (["-h"], ["--help"]):
+        width = max(map(len, choices), default=0)
+        lines = [f"  {name:{width}}  {help}" for name, help in choices.items()]
+        print("\n".join([usage, "", *lines]))
+        raise SystemExit(0)
+    if not _is_word(args):
+        raise ValueError(f"which {kind}? One of: {', '.join(choices)}")
+    if args[0] not in choices:
+        raise ValueError(documents.unknown(kind, args[0], choices))
+    return args[0]
+
+
+def _parse[T](options: type[T], args: list[str], prog: str, description: str) -> T:
+    """Parses flags into a dataclass; tyro's framed errors become one line."""
+    import tyro
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(options, args=args, prog=prog, description=description)
+    except SystemExit as done:
+        if done.code:
+            line = _one_line(errors.getvalue())
+            raise ValueError(f"{prog}: {line}") from None
+        raise
+
+
+def _one_line(framed: str) -> str:
+    """Takes what is wrong, and the nearest flags, out of a framed error of tyro's."""
+    # A title, then sections between rules; the frame is drawn only on a UTF-8 terminal.
+    lines = [line.strip("│ ") for line in framed.splitlines()]
+    sections: list[list[str]] = [[]]
+    for line in lines[1:]:
+        if line.strip("─-╰╯"):
+            sections[-1].append(line)
+        elif sections[-1]:
+            sections.append([])
+    said = re.sub(r"^Error parsing (settings(\.|: )?)?", "", " ".join(sections[0]))
+    near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]
+    if near and "Perhaps you meant" in framed:
+        said += f"; did you mean {' or '.join(dict.fromkeys(near))}?"
+    return said or " ".join(framed.split())
+
+
+def _value_of(args: list[str], flag: str) -> str | None:
+    """Looks ahead for the value of a flag, `--flag value` or `--flag=value`."""
+    for arg, following in zip(args, [*args, None][1:], strict=True):
+        if arg == flag:
+            return following
+        if arg.startswith(f"{flag}="):
+            return arg.partition("=")[2]
+    return None
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def _print(answer: Answer, as_json: bool) -> None:
+    if as_json:
+        print(documents.dumps(answer.document))
+        return
+    from experiments import terminal
+
+    terminal.print_sheets(answer.sheets)
+    for line in answer.lines:
+        print(line)
+
+
+def _complain(what: object, status: int) -> int:
+    print("jaxkv:", " ".join(str(what).split()), file=sys.stderr)
+    return status
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Tells input refused in so many words from a failure.
+
+    A refusal is a missing file, or a ValueError that one of our own `raise` statements
+    made. One that Python or a library made is a mistake of ours, and deserves its
+    traceback.
+    """
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return True
+    end = error.__traceback__
+    if not isinstance(error, ValueError) or end is None:
+        return False
+    while end.tb_next:
+        end = end.tb_next
+    module = end.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    raised = end.tb_frame.f_code.co_code[end.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raised and module in _PACKAGES
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""JSON in and out: plain values from anything we hold, configs back from JSON."""
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """Reduces a value to what JSON knows.
+
+    Dataclasses and NamedTuples become objects, arrays become lists, numbers of any
+    library become Python's. A number that is not finite becomes `None`: JSON has no
+    word for it.
+
+    Args:
+      value: numbers, strings, arrays, and any nesting of mappings, sequences,
+        dataclasses and NamedTuples of them.
+
+    Returns:
+      The same content as dicts, lists, strings, numbers, booleans and `None`.
+
+    Raises:
+      TypeError: the value holds something else.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    raise TypeError(f"cannot be written as JSON: {value!r}")
+
+
+def dumps(value: Any, *, indent: int | None = 2) -> str:
+    """Writes a value as one JSON document, non-finite numbers as `null`."""
+    return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def config_dumps(config: Any) -> str:
+    """Writes a config so that `config_loads` gives it back, infinities included."""
+
+    def spell(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {key: spell(item) for key, item in value.items()}
+        return [spell(x) for x in value] if isinstance(value, list | tuple) else value
+
+    return dumps(spell(dataclasses.asdict(config)))
+
+
+def config_loads[T](config_type: type[T], text: str, where: str) -> T:
+    """Builds a config from a `config.json`, checked as one built by hand is.
+
+    Args:
+      config_type: the config's dataclass; nested dataclasses, tuples, literals and
+        unions of them are understood. A field that the text leaves out keeps its
+        default.
+      text: the JSON document.
+      where: what to call the document in an error, such as its path.
+
+    Returns:
+      The config.
+
+    Raises:
+      ValueError: not JSON, an unknown or missing field, a value of the wrong type,
+        or one that the config refuses; one line that says where.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    return _restore(config_type, data, where)
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> str:
+    """Says that a name is not known, and which ones come nearest.
+
+    Args:
+      kind: what the name should have been, such as "experiment".
+      name: the name given.
+      choices: the names there are.
+
+    Returns:
+      One line with up to three near names, or with every choice if none is near.
+    """
+    names = list(choices)
+    near = difflib.get_close_matches(name, names, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"one of: {_list(names)}"
+    return f"unknown {kind} {name!r}; {hint}"
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) if names else "(there are none)"
+
+
+def _restore(hint: Any, value: Any, where: str) -> Any:
+    """Turns parsed JSON into a value of the hinted type."""
+    if dataclasses.is_dataclass(hint):
+        return _restore_dataclass(hint, value, where)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _restore(args[0], value, where)
+    if origin in (typing.Union, types.UnionType):
+        for choice in args:
+            try:
+                return _restore(choice, value, where)
+            except ValueError:
+                continue
+    elif origin is typing.Literal:
+        if value in args:
+            return value
+    elif origin is tuple and isinstance(value, list):
+        if len(args) == 2 and args[1] is Ellipsis:
+            args = (args[0],) * len(value)
+        if len(args) == len(value):
+            pairs = enumerate(zip(args, value, strict=True))
+            return tuple(_restore(arg, x, f"{where}[{i}]") for i, (arg, x) in pairs)
+    elif origin is dict and isinstance(value, dict):
+        return {key: _restore(args[1], x, f"{where}.{key}") for key, x in value.items()}
+    elif hint is float:
+        spelled = isinstance(value, str) and value in ("inf", "-inf", "nan")
+        if spelled or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return float(value)
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif hint in (None, type(None)):
+        if value is None:
+            return None
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    name = hint.__name__ if isinstance(hint, type) else str(hint)
+    raise ValueError(f"{where}: {value!r} is not of type {name}")
+
+
+def _restore_dataclass(hint: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: {value!r} is not an object")
+    hints = typing.get_type_hints(hint, include_extras=True)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(hint)}
+    for name in value:
+        if name not in fields:
+            raise ValueError(f"{where}: {unknown('field', name, fields)}")
+    restored = {
+        name: _restore(fields[name], item, f"{where}: {name}")
+        for name, item in value.items()
+    }
+    try:
+        return hint(**restored)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None

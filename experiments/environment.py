@@ -1,0 +1,85 @@
+"""What a run ran on: versions, devices, processor, commit."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("jaxkv", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def describe() -> dict[str, Any]:
+    """Describes the machine and the software, as JSON values.
+
+    Devices are named only if jax is already imported: asking would start it.
+
+    Returns:
+      `versions` by package, `platform`, `cpu`, `num_cpus`, `memory_bytes` (`None`
+      where the system does not say), `devices`, `commit` (`None` outside git; with
+      "+" if files differ from it), `xla_flags` and `started_at` (UTC).
+    """
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "num_cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "devices": devices(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def devices() -> list[str]:
+    """Names the devices, platform first; none if jax is not imported."""
+    jax = sys.modules.get("jax")
+    return [f"{x.platform}: {x.device_kind}" for x in jax.devices()] if jax else []
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # a plain checkout has no version of jaxkv; the commit says more
+    return versions
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+    return next(names, platform.processor() or platform.machine())
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _commit() -> str | None:
+    def git(*args: str) -> str:
+        folder = Path(__file__).parent
+        command = ["git", "-C", str(folder), *args]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        if not git("ls-files", Path(__file__).name):
+            return None  # installed into an unrelated checkout
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

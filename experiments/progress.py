@@ -1,0 +1,53 @@
+"""How a run tells a person how far it is, and hears that it should stop."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """What a run is given to report to.
+
+    A long run calls `track` or `bar` as it goes, looks at `stopped` between pieces of
+    work (as `track` does by itself), and when it is set returns what it has.
+    """
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the person asked to stop."""
+        ...
+
+    def bar(
+        self, label: str, total: float | None, unit: str
+    ) -> Callable[[float], None]:
+        """Opens a bar; the function returned takes how much is done, of `total`."""
+        ...
+
+    def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
+        """Yields the items under a bar, until they end or the person stops them."""
+        ...
+
+    def show(self, content: str) -> None:
+        """Replaces the text that stands under the bars."""
+        ...
+
+
+class Quiet:
+    """Progress that tells nobody and never stops."""
+
+    stopped = False
+
+    def bar(
+        self, label: str, total: float | None, unit: str
+    ) -> Callable[[float], None]:
+        """Opens nothing."""
+        return lambda done: None
+
+    def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
+        """Yields every item."""
+        return iter(items)
+
+    def show(self, content: str) -> None:
+        """Shows nothing."""
+
+
+QUIET = Quiet()

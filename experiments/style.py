@@ -1,0 +1,77 @@
+"""The one matplotlib style: small columns, Okabe and Ito's colours, stable bytes."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+# matplotlib is imported where it is used: this module is read by the command line,
+# which answers --help before it.
+
+PANEL_SIZE_INCHES = (3.4, 2.4)
+
+STYLE: dict[str, Any] = {
+    "axes.linewidth": 0.6,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 8,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same on every machine
+    "font.size": 7,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3,
+    "savefig.dpi": 200,
+    "svg.hashsalt": "jaxkv",  # element ids do not change from run to run
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+}
+
+
+def colors() -> tuple[tuple[float, float, float], ...]:
+    """Returns the eight colours of Okabe and Ito, black first, as RGB in [0, 1].
+
+    Source: Okabe & Ito 2008, "Color Universal Design", figure 16.
+    """
+    import matplotlib
+    from matplotlib.colors import to_rgb
+
+    return tuple(to_rgb(color) for color in matplotlib.color_sequences["okabe_ito"])
+
+
+def render(
+    plot: Callable[[Any], None],
+    *,
+    panels: tuple[int, int] = (1, 1),
+    size_inches: tuple[float, float] = PANEL_SIZE_INCHES,
+) -> dict[str, bytes]:
+    """Draws a figure and returns its files; equal data give equal SVG bytes.
+
+    Neither pyplot nor a user's matplotlibrc has a say, and no file is opened.
+
+    Args:
+      plot: draws on the axes it is given: one `Axes`, or an array of them with the
+        shape of `panels` less the axes of length 1.
+      panels: rows and columns of axes, each at least 1.
+      size_inches: width and height of one panel.
+
+    Returns:
+      The contents of `figure.svg` and `figure.png`, by name.
+    """
+    import matplotlib.style
+    from cycler import cycler
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows, columns = panels
+    width, height = size_inches
+    files = {}
+    cycle = {"axes.prop_cycle": cycler(color=colors())}
+    with matplotlib.style.context(["default", STYLE | cycle]):
+        figure = Figure(figsize=(columns * width, rows * height))
+        FigureCanvasAgg(figure)
+        plot(figure.subplots(rows, columns))
+        for kind, metadata in (("svg", {"Date": None}), ("png", {})):
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, metadata=metadata)
+            files[f"figure.{kind}"] = buffer.getvalue()
+    return files

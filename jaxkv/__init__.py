@@ -1,0 +1,1 @@
+"""A serving system as a value: pools, tables, schedules and keys in one pytree."""

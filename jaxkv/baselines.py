@@ -1,0 +1,46 @@
+"""Policies to compare with: what serving did before continuous batching."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxkv import scheduling, tables
+
+
+class Static(NamedTuple):
+    """Static batching: a batch runs to its end before the next one starts.
+
+    Admits only into an empty engine, reserves the longest sequence for every slot, and
+    a finished sequence keeps slot and reservation until the last one ends.
+
+    Source: the request-level scheduling that Yu et al. 2022 (Orca), section 3, and
+    Kwon et al. 2023, arXiv:2309.06180, section 2.2, compare with.
+    """
+
+    holds_finished = True
+
+    def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
+        """Runs the batch, or admits the next one."""
+        c = counts
+        busy = jnp.any(c.running | c.held)
+        each = tables.pages_for(
+            jnp.asarray(c.max_length, jnp.int32), page_size=c.page_size
+        )
+        rank = jnp.arange(1, c.waiting.shape[0] + 1, dtype=jnp.int32)
+        admit = c.waiting & ~busy & (rank * each <= c.free_pages)
+        num_rows, head_rows = scheduling.share_budget(
+            c, c.running, admit, scheduling.NO_LIMIT
+        )
+        return scheduling.Plan(
+            preempt=jnp.zeros_like(c.running),
+            places=jnp.zeros_like(c.length),
+            num_rows=num_rows,
+            admit=admit,
+            head_places=jnp.where(admit, jnp.asarray(c.max_length, jnp.int32), 0),
+            head_rows=head_rows,
+        )
+
+
+def static() -> Static:
+    """Makes a `Static` policy."""
+    return Static()

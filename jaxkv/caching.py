@@ -1,0 +1,237 @@
+"""The K and V arrays that hold the pages, all layers together, and their rows' places.
+
+Layout. Every leaf of `Pages` leads with `[layers, pages]`; a page id means token places
+and is shared by all leaves. Inside a page the heads stand before the tokens, so that
+one head's keys of a page are contiguous: `[layers, pages, kv_heads, page_size,
+head_dim]`.
+
+In place. The pages are the largest thing in memory and must never be copied. Donate
+them to the outermost `jit`, and carry them through loops: a `lax.scan` that takes them
+as scanned input and returns them as scanned output copies them three times, and a
+`lax.cond` around unrolled layers once more. `write` indexes the whole array by (layer,
+page, offset), and kernels read the `flat` view, `[layers * pages, ...]`, through ids
+that `flat_ids` has offset by the layer: neither ever slices a layer out.
+
+Sentinels. `NO_PAGE` plus an offset would be the last page of another layer, so unmapped
+places become an out-of-range id after the offset, never before.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from jaxkv import paging
+from jaxkv.paging import NO_PAGE
+
+
+class Pages(NamedTuple):
+    """K and V of every page. Sizes are read from the shapes."""
+
+    k: Float[Array, "layers pages kv_heads page_size head_dim"]
+    """Keys, positions already encoded in them."""
+    v: Float[Array, "layers pages kv_heads page_size head_dim"]
+    """Values."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that write here."""
+        return self.k.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, each with K and V of all layers."""
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Token places in a page."""
+        return self.k.shape[3]
+
+
+class Rows(NamedTuple):
+    """The packed rows of one step: one token each, of any mix of sequences."""
+
+    token: Int32[Array, " rows"]
+    """Token id to feed."""
+    position: Int32[Array, " rows"]
+    """Position in its sequence, from 0; -1 on a padding row."""
+    slot: Int32[Array, " rows"] | None
+    """Slot of its sequence. None where row i is slot i, one row for each slot."""
+    page_ids: Int32[Array, "slots pages_per_slot"]
+    """The page table, which already maps the places that the rows write to."""
+    logit_rows: Int32[Array, " logit_rows"]
+    """Index of every row whose logits are wanted; -1 where unused."""
+    ancestors: Bool[Array, "rows columns"] | UInt32[Array, "rows words"] | None = None
+    """Which provisional tokens each row may see; None where they form a chain."""
+
+
+def make_pages(
+    *,
+    num_layers: int,
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+) -> Pages:
+    """Makes the K and V arrays, filled with zeros.
+
+    Args:
+      num_layers: layers that write K and V, at least 1.
+      num_pages: pages in the pool, at least 1.
+      num_kv_heads: key and value heads of a layer, at least 1.
+      page_size: token places in a page, at least 1.
+      head_dim: elements of one key or value, at least 1.
+      dtype: floating type of the elements.
+
+    Returns:
+      The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
+      elements in all.
+
+    Raises:
+      ValueError: a size is below 1, or the type is not a floating one.
+    """
+    if num_layers < 1:
+        raise ValueError(f"{num_layers=} must be at least 1")
+    if num_pages < 1:
+        raise ValueError(f"{num_pages=} must be at least 1")
+    if num_kv_heads < 1:
+        raise ValueError(f"{num_kv_heads=} must be at least 1")
+    if page_size < 1:
+        raise ValueError(f"{page_size=} must be at least 1")
+    if head_dim < 1:
+        raise ValueError(f"{head_dim=} must be at least 1")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{dtype=} must be a floating type")
+    shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+    # Two arrays, not one twice: a buffer can be donated only once.
+    return Pages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+
+def locate(
+    rows: Rows, *, page_size: int
+) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
+    """Finds the page and the offset inside it where each row's K and V belong.
+
+    Args:
+      rows: the packed rows.
+      page_size: token places in a page, static.
+
+    Returns:
+      Page ids, `NO_PAGE` on padding rows and where the table maps nothing; and offsets
+      in [0, page_size), without meaning where the page is `NO_PAGE`.
+
+    Raises:
+      ValueError: `rows.slot` is None and there are not as many rows as slots.
+    """
+    slot = rows.slot
+    if slot is None:
+        num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
+        if num_rows != num_slots:
+            raise ValueError(f"{num_rows=} must be {num_slots=} when slot is None")
+        slot = jnp.arange(num_rows, dtype=jnp.int32)
+    # Position -1 falls into place -1 of its row, which `take` treats as unmapped.
+    index = (slot, rows.position // page_size)
+    page = paging.take(rows.page_ids, index, fill=NO_PAGE)
+    return page, rows.position % page_size
+
+
+def write(
+    pages: Pages,
+    layer: int | Int32[Array, ""],
+    k: Float[Array, "rows kv_heads head_dim"],
+    v: Float[Array, "rows kv_heads head_dim"],
+    rows: Rows,
+) -> Pages:
+    """Writes one layer's K and V of every row to the row's page, in place.
+
+    Padding rows and rows whose place is unmapped are dropped. No two rows may have the
+    same slot and position, and a page written to must have a count of one (I3).
+
+    Args:
+      pages: the pages, donated or carried.
+      layer: layer to write, in [0, layers).
+      k: keys, cast to the type of the pages.
+      v: values, likewise.
+      rows: where each row belongs; only position, slot and page_ids are read.
+
+    Returns:
+      The new pages.
+
+    Raises:
+      ValueError: `rows.slot` is None and there are not as many rows as slots.
+    """
+    page, offset = locate(rows, page_size=pages.page_size)
+
+    def one_leaf(leaf: Array, new: Array) -> Array:
+        index = (layer, page, slice(None), offset)
+        return paging.put(leaf, index, new.astype(leaf.dtype), "set")
+
+    return jax.tree.map(one_leaf, pages, Pages(k=k, v=v))
+
+
+def flat(pages: Pages) -> Pages:
+    """Views every leaf as `[layers * pages, ...]`, without a copy.
+
+    Args:
+      pages: the pages.
+
+    Returns:
+      The same leaves, to be indexed with what `flat_ids` returns.
+    """
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
+
+
+def flat_ids(
+    page_ids: Int32[Array, "..."],
+    layer: int | Int32[Array, ""],
+    *,
+    num_layers: int,
+    num_pages: int,
+) -> Int32[Array, "..."]:
+    """Turns page ids into indices of one layer's pages in the `flat` view.
+
+    Args:
+      page_ids: page ids, `NO_PAGE` where unmapped.
+      layer: layer to reach, in [0, num_layers).
+      num_layers: layers of the leaf that will be indexed, static.
+      num_pages: pages in the pool, static.
+
+    Returns:
+      Indices in [0, num_layers * num_pages); unmapped places are num_layers *
+      num_pages, one past the end.
+    """
+    mapped = (page_ids >= 0) & (page_ids < num_pages)
+    return jnp.where(mapped, page_ids + layer * num_pages, num_layers * num_pages)
+
+
+def gather(
+    pages: Pages, layer: int | Int32[Array, ""], page_ids: Int32[Array, "n columns"]
+) -> tuple[
+    Float[Array, "n tokens kv_heads head_dim"],
+    Float[Array, "n tokens kv_heads head_dim"],
+]:
+    """Copies one layer's K and V out of the pages, in token order.
+
+    For checks and for research code: attention reads the pages where they are.
+
+    Args:
+      pages: the pages.
+      layer: layer to read, in [0, layers).
+      page_ids: rows of a page table.
+
+    Returns:
+      K and V with tokens = columns * page_size, as `write` was given them; zeros where
+      no page is mapped.
+    """
+
+    def one_leaf(leaf: Array) -> Array:
+        found = paging.take(leaf, (layer, page_ids), fill=0)
+        num_rows, columns, kv_heads, page_size, head_dim = found.shape
+        tokens = found.swapaxes(2, 3)
+        return tokens.reshape(num_rows, columns * page_size, kv_heads, head_dim)
+
+    return one_leaf(pages.k), one_leaf(pages.v)

@@ -1,0 +1,91 @@
+"""What the engine asks of a model, and the one call that its layers need.
+
+A forward pass takes the packed rows of one step, writes their K and V to pages, and
+returns logits. Any function with this signature can be served: `Forward` is a protocol,
+and `attend` does the paged part of a layer.
+"""
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+from jaxtyping import Array, Float
+
+from jaxkv import caching
+from pallas_kernels import attention
+
+
+class ForwardResult(NamedTuple):
+    """What a forward pass returns."""
+
+    logits: Float[Array, "logit_rows vocab"]
+    """Next-token logits of `rows.logit_rows`; any numbers on unused ones."""
+    pages: caching.Pages
+    """The pages with K and V of every row written."""
+    hidden: Float[Array, "logit_rows hidden"] | None = None
+    """Last hidden states of the same rows, for drafting heads."""
+
+
+class Forward(Protocol):
+    """A model as the engine sees it: hashable, and equal where it computes the same."""
+
+    def __call__(
+        self, params: Any, pages: caching.Pages, rows: caching.Rows
+    ) -> ForwardResult:
+        """Feeds the rows.
+
+        Args:
+          params: any pytree of arrays.
+          pages: K and V arrays; return them updated, never a copy of another shape.
+          rows: tokens, positions and slots; `rows.logit_rows` says whose logits to
+            return, -1 where a logit row is unused.
+
+        Returns:
+          The logits and the written pages.
+        """
+        ...
+
+
+def attend(
+    pages: caching.Pages,
+    layer: int,
+    q: Float[Array, "rows q_heads head_dim"],
+    k: Float[Array, "rows kv_heads head_dim"],
+    v: Float[Array, "rows kv_heads head_dim"],
+    rows: caching.Rows,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+) -> tuple[Float[Array, "rows q_heads head_dim"], caching.Pages]:
+    """Writes one layer's K and V of the rows, then attends over the pages.
+
+    Args:
+      pages: K and V arrays, carried.
+      layer: which layer of them, in [0, layers).
+      q: queries, positions already encoded in them.
+      k: keys, likewise.
+      v: values.
+      rows: the packed rows.
+      scale: factor on the scores; None means head_dim ** -0.5.
+      window: latest keys a row sees; None means all.
+      numerics: "reproducible" gives a row the same bits in any company.
+
+    Returns:
+      The attention output of every row, 0 on padding rows; and the pages.
+    """
+    pages = caching.write(pages, layer, k, v, rows)
+    flat = caching.flat(pages)
+    ids = caching.flat_ids(
+        rows.page_ids, layer, num_layers=pages.num_layers, num_pages=pages.num_pages
+    )
+    state = attention.paged_attention(
+        q,
+        flat.k,
+        flat.v,
+        ids,
+        rows.position,
+        rows.slot,
+        scale=scale,
+        window=window,
+        numerics=numerics,
+    )
+    return state.out, pages

@@ -1,0 +1,198 @@
+"""What each model family calls things in a Hugging Face folder: tables, no code.
+
+`hf_configs.py` reads the first half of a table, `hf_tensors.py` the second. Another
+family with the same arithmetic is another entry here. Defaults are transformers'.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Family(NamedTuple):
+    """How one family writes its configuration and names its tensors."""
+
+    architecture: str
+    """The name under `architectures`."""
+    keys: Mapping[str, tuple[str, ...]]
+    """Hugging Face's key -> the fields of ours that it sets."""
+    implied: Mapping[str, Any]
+    """Fields of ours that the family fixes."""
+    defaults: Mapping[str, Any]
+    """Values of keys that may be left out."""
+    only: Mapping[str, Any]
+    """Keys of which one value is supported: the default."""
+    derived: tuple[str, ...]
+    """Fields of ours that follow from others where their key is left out."""
+    base: str
+    """Prefix of every tensor but the head's; some files leave it out."""
+    layer: str
+    """Prefix of a layer's tensors, with a place for its number."""
+    modules: Mapping[str, tuple[str, ...]]
+    """Our module -> the modules that it is made of. One of a layer starts with a dot.
+
+    Several are joined in the order of `qkv` (query, key, value) or of `up` (gate, up).
+    """
+    is_conv1d: bool = False
+    """Whether a layer's matrices are stored `[in, out]` (and q, k, v as one)."""
+
+
+_LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    keys={
+        "vocab_size": ("vocab_size",),
+        "hidden_size": ("hidden_size",),
+        "num_hidden_layers": ("num_layers",),
+        "num_attention_heads": ("num_q_heads",),
+        "num_key_value_heads": ("num_kv_heads",),
+        "head_dim": ("head_dim",),
+        "intermediate_size": ("mlp_size",),
+        "max_position_embeddings": ("max_positions",),
+        "rms_norm_eps": ("norm_eps",),
+        "hidden_act": ("activation",),
+        "tie_word_embeddings": ("tie_embeddings",),
+        "attention_bias": ("qkv_bias", "out_bias"),
+        "mlp_bias": ("mlp_bias",),
+    },
+    implied={"norm": "rms", "gated": True},
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    only={},
+    derived=("num_kv_heads", "head_dim"),
+    base="model.",
+    layer="model.layers.{}",
+    modules={
+        "embed": ("model.embed_tokens",),
+        "final_norm": ("model.norm",),
+        "head": ("lm_head",),
+        ".attention_norm": (".input_layernorm",),
+        ".qkv": (".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj"),
+        ".q_norm": (".self_attn.q_norm",),
+        ".k_norm": (".self_attn.k_norm",),
+        ".out": (".self_attn.o_proj",),
+        ".mlp_norm": (".post_attention_layernorm",),
+        ".up": (".mlp.gate_proj", ".mlp.up_proj"),
+        ".down": (".mlp.down_proj",),
+    },
+)
+
+
+def _without(keys: Mapping[str, tuple[str, ...]], *names: str):
+    return {key: ours for key, ours in keys.items() if key not in names}
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA._replace(
+        architecture="MistralForCausalLM",
+        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
+        defaults={**_LLAMA.defaults, "num_key_value_heads": 8},
+    ),
+    "qwen2": _LLAMA._replace(
+        architecture="Qwen2ForCausalLM",
+        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
+        implied={**_LLAMA.implied, "qkv_bias": True},
+    ),
+    "qwen3": _LLAMA._replace(
+        architecture="Qwen3ForCausalLM",
+        keys=_without(_LLAMA.keys, "mlp_bias"),
+        implied={**_LLAMA.implied, "qk_norm": True},
+        defaults={**_LLAMA.defaults, "head_dim": 128},
+    ),
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        keys={
+            "vocab_size": ("vocab_size",),
+            "n_embd": ("hidden_size",),
+            "n_layer": ("num_layers",),
+            "n_head": ("num_q_heads",),
+            "n_inner": ("mlp_size",),
+            "n_positions": ("max_positions",),
+            "layer_norm_epsilon": ("norm_eps",),
+            "activation_function": ("activation",),
+            "tie_word_embeddings": ("tie_embeddings",),
+        },
+        implied={
+            "norm": "layer",
+            "positions": "learned",
+            "gated": False,
+            **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+        },
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+        },
+        only={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        derived=("mlp_size",),
+        base="transformer.",
+        layer="transformer.h.{}",
+        modules={
+            "embed": ("transformer.wte",),
+            "embed_positions": ("transformer.wpe",),
+            "final_norm": ("transformer.ln_f",),
+            "head": ("lm_head",),
+            ".attention_norm": (".ln_1",),
+            ".qkv": (".attn.c_attn",),
+            ".out": (".attn.c_proj",),
+            ".mlp_norm": (".ln_2",),
+            ".up": (".mlp.c_fc",),
+            ".down": (".mlp.c_proj",),
+        },
+        is_conv1d=True,
+    ),
+    "opt": Family(
+        architecture="OPTForCausalLM",
+        keys={
+            "vocab_size": ("vocab_size",),
+            "hidden_size": ("hidden_size",),
+            "num_hidden_layers": ("num_layers",),
+            "num_attention_heads": ("num_q_heads",),
+            "ffn_dim": ("mlp_size",),
+            "max_position_embeddings": ("max_positions",),
+            "activation_function": ("activation",),
+            "tie_word_embeddings": ("tie_embeddings",),
+            "enable_bias": ("qkv_bias", "out_bias", "mlp_bias"),
+        },
+        implied={
+            "norm": "layer",
+            "norm_eps": 1e-5,
+            "positions": "learned",
+            "position_offset": 2,
+            "gated": False,
+        },
+        defaults={
+            "activation_function": "relu",
+            "tie_word_embeddings": True,
+            "enable_bias": True,
+        },
+        only={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+        },
+        derived=(),
+        base="model.",
+        layer="model.decoder.layers.{}",
+        modules={
+            "embed": ("model.decoder.embed_tokens",),
+            "embed_positions": ("model.decoder.embed_positions",),
+            "final_norm": ("model.decoder.final_layer_norm",),
+            "head": ("lm_head",),
+            ".attention_norm": (".self_attn_layer_norm",),
+            ".qkv": (".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj"),
+            ".out": (".self_attn.out_proj",),
+            ".mlp_norm": (".final_layer_norm",),
+            ".up": (".fc1",),
+            ".down": (".fc2",),
+        },
+    ),
+}

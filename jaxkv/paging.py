@@ -1,0 +1,217 @@
+"""The page pool: who uses which page, and which pages are free.
+
+A pool is a value. Every operation takes one and returns the next, all shapes are
+fixed, and what an operation costs depends on the pages it moves, never on the size
+of the pool: free pages are kept on a stack, so that none has to be looked for.
+
+Page ids carry a sentinel, `NO_PAGE`, wherever no page is meant. JAX wraps negative
+indices, even where out-of-range ones are dropped, so -1 would reach the last page of
+the pool. `put` and `take` switch the wrapping off; all indexing by page id, or by
+anything else that may be a sentinel, goes through them.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, Shaped
+
+NO_PAGE = -1
+"""Stands in a table, or in a list of ids, where no page is mapped."""
+
+
+class Pool(NamedTuple):
+    """Reference counts of all pages, and the free ones ready to be handed out."""
+
+    ref: Int32[Array, " pages"]
+    """Uses of each page: places in tables plus pins of caches. 0 means free."""
+    stack: Int32[Array, " pages"]
+    """The first `num_free` entries are the free page ids, the next one to be taken
+    last. The entries beyond mean nothing."""
+    num_free: Int32[Array, ""]
+    """Pages that are free."""
+
+
+def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Pool:
+    """Makes a pool whose pages are all free.
+
+    Args:
+      num_pages: pages in the pool, at least 1, static.
+      order: every page id once, in the order in which they will be handed out; None
+        hands out the lowest ids first.
+
+    Returns:
+      The pool. An `order` that is not a permutation shows up in `unsound`.
+
+    Raises:
+      ValueError: `num_pages` is below 1, or `order` has another length.
+    """
+    if num_pages < 1:
+        raise ValueError(f"{num_pages=} must be at least 1")
+    if order is None:
+        order = jnp.arange(num_pages, dtype=jnp.int32)
+    if order.shape != (num_pages,):
+        raise ValueError(f"{order.shape=} must be {(num_pages,)}")
+    return Pool(
+        ref=jnp.zeros(num_pages, jnp.int32),
+        stack=jnp.flip(order),
+        num_free=jnp.full((), num_pages, jnp.int32),
+    )
+
+
+def allocate(
+    pool: Pool, want: Int32[Array, " n"], *, max_pages: int
+) -> tuple[Pool, Int32[Array, "n {max_pages}"], Bool[Array, ""]]:
+    """Takes free pages for every row, all or nothing.
+
+    Row 0 is served first, and the page released last goes first, so equal inputs give
+    equal page ids.
+
+    Args:
+      pool: the pool to take from.
+      want: pages wanted by each row, in [0, max_pages].
+      max_pages: width of the result, static.
+
+    Returns:
+      The new pool, each page taken with a count of one; the page ids, `NO_PAGE` past
+      `want[row]`; and whether there were enough. If not, or if a row's wish is out of
+      range, the pool is unchanged bit for bit and every id is `NO_PAGE`.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.2.
+    """
+    in_range = jnp.all((want >= 0) & (want <= max_pages))
+    enough = in_range & (jnp.sum(want, dtype=jnp.int32) <= pool.num_free)
+    want = jnp.where(enough, want, 0)
+    # The k-th page asked for is the k-th from the top: equal ranks meet in one gather.
+    end = jnp.cumsum(want, dtype=jnp.int32)
+    place = jnp.arange(max_pages, dtype=jnp.int32)[None, :]
+    rank = (end - want)[:, None] + place
+    asked = place < want[:, None]
+    depth = jnp.where(asked, pool.num_free - 1 - rank, NO_PAGE)
+    ids = take(pool.stack, depth, fill=NO_PAGE)
+    num_free = pool.num_free - jnp.sum(want, dtype=jnp.int32)
+    return (
+        pool._replace(ref=put(pool.ref, ids, 1, "add"), num_free=num_free),
+        ids,
+        enough,
+    )
+
+
+def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
+    """Adds one use to every page in `ids`.
+
+    Args:
+      pool: the pool that holds the pages.
+      ids: page ids in use, in [0, pages); `NO_PAGE` is ignored, and an id that stands
+        m times gains m uses. Sharing a free page is misuse, which `unsound` shows.
+
+    Returns:
+      The new pool.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
+    """
+    return pool._replace(ref=put(pool.ref, ids, 1, "add"))
+
+
+def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
+    """Takes one use from every page in `ids`; pages without uses become free.
+
+    They go on the stack in the order in which they stand in `ids`, row by row, an id
+    that stands several times at its last place. Counts are never clamped: a page
+    released more often than it was used keeps a negative count, which `unsound` shows.
+
+    Args:
+      pool: the pool that holds the pages.
+      ids: page ids in use, in [0, pages); `NO_PAGE` is ignored, and an id that stands
+        m times loses m uses.
+
+    Returns:
+      The new pool.
+    """
+    ids = ids.reshape(-1)
+    ref = put(pool.ref, ids, -1, "add")
+    zeroed = jnp.where(take(ref, ids, fill=1) == 0, ids, NO_PAGE)
+    # An id may stand several times but is pushed once. The counts that reached zero
+    # serve as scratch: every entry bids for its page there, and the last one wins.
+    bid = -1 - jnp.arange(ids.size, dtype=jnp.int32)
+    ref = put(ref, zeroed, bid, "min")
+    won = take(ref, zeroed, fill=0) == bid
+    rank = jnp.cumsum(won, dtype=jnp.int32) - 1
+    # Only winners write the zero back. To let all bidders do it would be as right, but
+    # XLA then no longer sees that the bids were read before, and copies the counts.
+    ref = put(ref, jnp.where(won, ids, NO_PAGE), 0, "set")
+    top = jnp.where(won, pool.num_free + rank, NO_PAGE)
+    return Pool(
+        ref=ref,
+        stack=put(pool.stack, top, ids, "set"),
+        num_free=pool.num_free + jnp.sum(won, dtype=jnp.int32),
+    )
+
+
+def unsound(pool: Pool) -> Int32[Array, ""]:
+    """Counts what breaks conservation (I2): 0 on a sound pool.
+
+    The free entries of the stack are distinct and are exactly the pages with count
+    zero, and no count is negative. Looks at every page: for tests and debug mode.
+
+    Args:
+      pool: the pool to check.
+
+    Returns:
+      Pages whose count is negative, plus pages that are free by count but not once on
+      the stack or the reverse, plus free entries of the stack that are no page id,
+      plus 1 if `num_free` is out of range.
+    """
+    (num_pages,) = pool.ref.shape
+    free = jnp.arange(num_pages, dtype=jnp.int32) < pool.num_free
+    stack = jnp.where(free, pool.stack, NO_PAGE)
+    strange = free & ((stack < 0) | (stack >= num_pages))
+    stacked = put(jnp.zeros_like(pool.ref), stack, 1, "add")
+    differs = stacked != (pool.ref == 0).astype(jnp.int32)
+    impossible = (pool.num_free < 0) | (pool.num_free > num_pages)
+    return (
+        jnp.sum(differs | (pool.ref < 0), dtype=jnp.int32)
+        + jnp.sum(strange, dtype=jnp.int32)
+        + impossible.astype(jnp.int32)
+    )
+
+
+def put(
+    values: Shaped[Array, "..."],
+    index: Int32[Array, "..."] | tuple,
+    updates: Shaped[Array, "..."] | int,
+    how: Literal["set", "add", "min"],
+) -> Shaped[Array, "..."]:
+    """Writes `updates` at `index`, dropping what is out of range, sentinels included.
+
+    Args:
+      values: the array to write to.
+      index: as in `values.at[index]`; negative entries do not wrap.
+      updates: new values, summands or bounds, one for each entry of `index`.
+      how: the method of `values.at[index]` to use.
+
+    Returns:
+      The new array.
+    """
+    write = getattr(values.at[index], how)
+    return write(updates, mode="drop", wrap_negative_indices=False)
+
+
+def take(
+    values: Shaped[Array, "..."],
+    index: Int32[Array, "..."] | tuple,
+    *,
+    fill: int | float,
+) -> Shaped[Array, "..."]:
+    """Reads at `index`, with `fill` for what is out of range, sentinels included.
+
+    Args:
+      values: the array to read.
+      index: as in `values.at[index]`; negative entries do not wrap.
+      fill: what to return where `index` is out of range.
+
+    Returns:
+      The values read, in the shape that `values[index]` has.
+    """
+    return values.at[index].get(
+        mode="fill", fill_value=fill, wrap_negative_indices=False
+    )

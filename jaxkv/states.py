@@ -1,0 +1,247 @@
+"""The serving system as one value: its static bounds and its state.
+
+Everything a step needs stands here as arrays of fixed size: the pages and their pool,
+the tables, the sequences with their tokens and parameters, the slots, the queue. A
+state can be snapshotted, branched, replayed, and mapped over with `vmap`.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv import caching, paging, sampling, tables
+
+NOBODY = -1
+"""Stands where a slot, a line or a queue could name a sequence and does not."""
+
+TILE = 64
+"""Rows that every reduction sees under `numerics="reproducible"`."""
+
+EMPTY, WAITING, RUNNING, FINISHED = range(4)
+"""Status of a row of `Sequences`."""
+
+REASONS = (None, "stop", "length", "cancelled", "nan")
+"""Why a sequence ended, by the code that stands in `Sequences.reason`."""
+NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The static bounds of an engine. Each one fixes a shape, none a policy."""
+
+    num_pages: int = 512
+    """Pages in the pool."""
+    page_size: int = 16
+    """Token places in a page."""
+    max_slots: int = 8
+    """Sequences that run at once."""
+    max_length: int = 512
+    """Longest sequence, prompt and answer, in tokens."""
+    max_sequences: int = 64
+    """Sequences known at once: waiting, running, and finished but not drained."""
+    queue_capacity: int = 64
+    """Requests that can wait."""
+    token_budget: int = 64
+    """Rows that a step feeds when it feeds more than one a slot."""
+    max_logit_rows: int = 0
+    """Rows of a step that can have logits; 0 means one for each slot, which leaves none
+    for the log-probabilities of prompts."""
+    max_stop_tokens: int = 4
+    """Token ids, the model's own end token among them, that can end a sequence."""
+    max_logprobs: int = 0
+    """Alternatives reported with each token."""
+    emit_width: int = 1
+    """Tokens that a sequence can gain in a step."""
+    submit_width: int = 8
+    """Requests that one call of `submit` hands over."""
+    steps_per_call: int = 16
+    """Steps between two looks of the host."""
+    numerics: Literal["fast", "reproducible"] = "fast"
+    """Whether a request gets the same bits in any company, or the fastest program."""
+    seed: int = 0
+    """Draws of requests that bring no seed of their own."""
+    debug: bool = False
+    """Whether each step also counts violated invariants."""
+
+    def __post_init__(self) -> None:
+        """Refuses bounds that leave no room for a single sequence."""
+        at_least_one = (
+            *("num_pages", "page_size", "max_slots", "max_sequences"),
+            *("queue_capacity", "max_stop_tokens", "submit_width", "steps_per_call"),
+        )
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_length < 2:
+            raise ValueError(f"{self.max_length=} must be at least 2")
+        if self.token_budget < self.max_slots:
+            raise ValueError(
+                f"{self.token_budget=} must be at least {self.max_slots=}, "
+                "one row for each decoding slot"
+            )
+        if self.max_logit_rows and self.max_logit_rows < self.max_slots:
+            raise ValueError(
+                f"{self.max_logit_rows=} must be 0 or at least {self.max_slots=}"
+            )
+        if self.max_logprobs < 0:
+            raise ValueError(f"{self.max_logprobs=} must be at least 0")
+        if self.emit_width != 1:
+            raise ValueError(f"{self.emit_width=} must be 1 without speculation")
+        if self.numerics not in ("fast", "reproducible"):
+            raise ValueError(f"{self.numerics=} must be 'fast' or 'reproducible'")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"{self.seed=} must be in [0, 2**64)")
+
+    @property
+    def max_pages_per_slot(self) -> int:
+        """Pages that the longest sequence needs."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows of a step that can have logits; the first `max_slots` draw tokens."""
+        return self.max_logit_rows or self.max_slots
+
+
+class Sequences(NamedTuple):
+    """Everything known of a sequence; outlives its slot and any preemption."""
+
+    tokens: Int32[Array, "sequences max_length"]
+    """Prompt, then answer."""
+    status: Int32[Array, " sequences"]
+    """EMPTY, WAITING, RUNNING or FINISHED."""
+    reason: Int32[Array, " sequences"]
+    """Why it ended: an index into `REASONS`."""
+    request_id: Int32[Array, " sequences"]
+    """The caller's name for the request that owns the sequence."""
+    prompt_length: Int32[Array, " sequences"]
+    """Tokens of the prompt."""
+    num_tokens: Int32[Array, " sequences"]
+    """Tokens known: prompt and answer so far."""
+    limit: Int32[Array, " sequences"]
+    """Tokens at which it ends, prompt included."""
+    stop_tokens: Int32[Array, "sequences max_stop_tokens"]
+    """Tokens that end it; -1 where unused."""
+    params: sampling.Params
+    """How its tokens are drawn."""
+    scored: Bool[Array, " sequences"]
+    """Whether the log-probabilities of its tokens are kept."""
+    prompt_scored: Bool[Array, " sequences"]
+    """Whether those of its prompt are kept, too."""
+    logprobs: Float[Array, "sequences max_length"]
+    """Log-probability of each token given those before it, where kept; else 0."""
+    top_ids: Int32[Array, "sequences max_length max_logprobs"]
+    """Most likely tokens at each place of the answer, where kept."""
+    top_logprobs: Float[Array, "sequences max_length max_logprobs"]
+    """Their log-probabilities."""
+    arrival: Int32[Array, "sequences 2"]
+    """When the request arrives, (seconds, microseconds)."""
+    first_token: Int32[Array, "sequences 2"]
+    """The clock when its first token was drawn."""
+    finish: Int32[Array, "sequences 2"]
+    """The clock when it ended."""
+    num_cached: Int32[Array, " sequences"]
+    """Prompt tokens whose K and V were found rather than computed."""
+    num_recomputed: Int32[Array, " sequences"]
+    """Tokens whose K and V were lost to preemption and computed again."""
+
+
+class Slots(NamedTuple):
+    """The running batch."""
+
+    sequence: Int32[Array, " slots"]
+    """Row of `Sequences` that each slot runs, or NOBODY."""
+    held: Bool[Array, " slots"]
+    """Slots whose sequence has finished, but which a policy keeps occupied."""
+    line: Int32[Array, " slots"]
+    """All slots once: the occupied ones in order of admission, then the rest."""
+
+
+class Queue(NamedTuple):
+    """The requests that wait, first come first."""
+
+    sequence: Int32[Array, " places"]
+    """Rows of `Sequences`; NOBODY from `length` on."""
+    length: Int32[Array, ""]
+    """How many wait."""
+
+
+class EngineState(NamedTuple):
+    """The whole engine."""
+
+    pages: caching.Pages
+    pool: paging.Pool
+    table: tables.Table
+    sequences: Sequences
+    slots: Slots
+    queue: Queue
+    clock: Int32[Array, " 2"]
+    """Seconds and microseconds, as the host last said."""
+
+
+def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
+    """Makes an idle engine.
+
+    Args:
+      config: the bounds.
+      pages: K and V arrays of the model that will be served, `num_pages` pages of
+        `page_size` places each.
+
+    Returns:
+      The state.
+
+    Raises:
+      ValueError: the pages have other sizes than the configuration.
+    """
+    for leaf in pages:
+        if leaf.shape[1] != config.num_pages:
+            raise ValueError(f"{leaf.shape[1]=} must be {config.num_pages=}")
+    if pages.page_size != config.page_size:
+        raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
+    num, length = config.max_sequences, config.max_length
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((num, *shape), dtype)
+
+    sequences = Sequences(
+        tokens=zeros(length),
+        status=zeros(),
+        reason=zeros(),
+        request_id=zeros(),
+        prompt_length=zeros(),
+        num_tokens=zeros(),
+        limit=zeros(),
+        stop_tokens=zeros(config.max_stop_tokens) - 1,
+        params=sampling.greedy_params(num),
+        scored=zeros(dtype=bool),
+        prompt_scored=zeros(dtype=bool),
+        logprobs=zeros(length, dtype=jnp.float32),
+        top_ids=zeros(length, config.max_logprobs),
+        top_logprobs=zeros(length, config.max_logprobs, dtype=jnp.float32),
+        arrival=zeros(2),
+        first_token=zeros(2),
+        finish=zeros(2),
+        num_cached=zeros(),
+        num_recomputed=zeros(),
+    )
+    slots = config.max_slots
+    return EngineState(
+        pages=pages,
+        pool=paging.make_pool(config.num_pages),
+        table=tables.make_table(slots, config.max_pages_per_slot),
+        sequences=sequences,
+        slots=Slots(
+            sequence=jnp.full((slots,), NOBODY, jnp.int32),
+            held=jnp.zeros((slots,), bool),
+            line=jnp.arange(slots, dtype=jnp.int32),
+        ),
+        queue=Queue(
+            # Preempted sequences must find a place however many new ones wait.
+            sequence=jnp.full((config.queue_capacity + slots,), NOBODY, jnp.int32),
+            length=jnp.zeros((), jnp.int32),
+        ),
+        clock=jnp.zeros((2,), jnp.int32),
+    )

@@ -1,0 +1,132 @@
+"""The door to attention over pages: checks shapes, then picks an implementation.
+
+A row is one query token: its slot names the table row with its keys, its position how
+many of them it sees. Decode (one row a slot), chunks of prompts and drafts to verify
+are all just rows. Kernels know pages and nothing above them: a layer is an offset that
+the caller has added to the page ids, a request does not exist.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import reference
+
+type Implementation = Literal["reference"]
+"""Implementations by name; `None` takes the best one for platform and shape."""
+
+
+class AttentionState(NamedTuple):
+    """Attention of rows over some keys, ready to be merged with that over others."""
+
+    out: Float[Array, "rows q_heads head_dim"]
+    """Softmax-weighted values; 0 where a row saw no key."""
+    lse: Float[Array, "rows q_heads"]
+    """Natural log of the sum of exponentials of the scores; -inf where no key."""
+
+
+def paged_attention(
+    q: Float[Array, "rows q_heads head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, "slots pages_per_slot"],
+    positions: Int[Array, " rows"],
+    slots: Int[Array, " rows"] | None = None,
+    *,
+    context: Int[Array, " slots"] | None = None,
+    ancestors: Bool[Array, "rows columns"] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+    implementation: Implementation | None = None,
+) -> AttentionState:
+    """Attends from ragged rows to the pages of their slots.
+
+    A row sees the keys at places 0 to its position, the last `window` of them if one is
+    given. With `ancestors` it sees instead all places below `context` of its slot, and
+    place `context + j` where `ancestors[row, j]`: a token tree's branches stand side
+    by side there, and a chain is the lower triangle.
+
+    Args:
+      q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
+      k_pages: keys of one layer, or of all layers with ids offset by the layer.
+      v_pages: values, likewise.
+      page_ids: page of every place / page_size; an id outside [0, pages) is unmapped
+        and must lie beyond what any row sees.
+      positions: position of each row; -1 for a padding row, which sees nothing.
+      slots: slot of each row, the rows of a slot side by side and in ascending order;
+        None where row i is slot i.
+      context: places that every row of the slot sees; needed with `ancestors`.
+      ancestors: see above.
+      scale: factor on the scores; None means head_dim ** -0.5.
+      window: latest keys seen, at least 1; None means all.
+      numerics: "reproducible" gives a row the same bits in any company.
+      implementation: None, or a name that must serve this call.
+
+    Returns:
+      Output in the type of q, and the log-sum-exp in float32 (float64 if q is).
+
+    Raises:
+      ValueError: shapes that do not fit each other, or an unknown implementation.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, eq. 4; trees: Miao et al. 2024,
+    arXiv:2305.09781, section 4.
+    """
+    if implementation not in (None, "reference"):
+        raise ValueError(f"{implementation=} must be None or 'reference'")
+    q_heads, kv_heads = q.shape[1], k_pages.shape[1]
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
+    if slots is None and q.shape[0] != page_ids.shape[0]:
+        raise ValueError(
+            f"{q.shape[0]=} must be {page_ids.shape[0]=} when slots is None"
+        )
+    if (context is None) != (ancestors is None):
+        raise ValueError("context and ancestors must be given together")
+    if window is not None and window < 1:
+        raise ValueError(f"{window=} must be at least 1, or None")
+    view = reference.View(
+        page_ids=page_ids,
+        positions=positions,
+        slots=slots,
+        context=context,
+        ancestors=ancestors,
+    )
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(
+        q.shape[0], kv_heads, q_heads // kv_heads, q.shape[2]
+    )
+    if slots is None or numerics == "reproducible":
+        attend = reference.attend_per_row
+    else:
+        attend = reference.attend_per_tile
+    out, lse = attend(q, k_pages, v_pages, view, window=window)
+    rows, head_dim = q.shape[0], q.shape[3]
+    return AttentionState(
+        out.reshape(rows, q_heads, head_dim), lse.reshape(rows, q_heads)
+    )
+
+
+def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:
+    """Attention over the keys of both states, which must be disjoint.
+
+    Associative and commutative up to rounding; a state without keys is neutral.
+
+    Args:
+      first: state of some rows.
+      second: state of the same rows over other keys.
+
+    Returns:
+      The state over all of these keys.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
+    """
+    lse = jnp.logaddexp(first.lse, second.lse)
+    total = jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
+    wide = lse.dtype
+    parts = (
+        state.out.astype(wide) * jnp.exp(state.lse - total)[..., None]
+        for state in (first, second)
+    )
+    return AttentionState(sum(parts).astype(first.out.dtype), lse)

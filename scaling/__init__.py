@@ -1,0 +1,1 @@
+"""Which model to build: costs, laws, training and the budgets between them."""

@@ -1,0 +1,119 @@
+"""What every test runs under: the CPU, no silent broadcasting, no silent casts."""
+
+import dataclasses
+import os
+import tempfile
+import types
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+# Before jax is imported. A GPU run names its platform: JAX_PLATFORMS=cuda pytest -m gpu
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import catalogue, documents
+from experiments.claims import Claim, judge
+from experiments.progress import QUIET, Progress
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def _keep_programs() -> None:
+    """Keeps compiled programs from one run to the next: half of the suite's time.
+
+    They lie in the temporary folder, unless the variable names another place, and only
+    if the folder is ours: whoever writes a program there has it run. The variables are
+    for the tests' subprocesses.
+    """
+    folder = Path(tempfile.gettempdir()) / f"jaxkv-tests-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return
+    path = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    jax.config.update("jax_compilation_cache_dir", path)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+_keep_programs()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """A nested part of a config."""
+
+    rate: float = 2.0
+    """Requests per second."""
+    lengths: tuple[int, ...] = (1, 2)
+    kind: Literal["steady", "bursty"] = "steady"
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise ValueError(f"{self.rate=} must be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A config with every kind of field."""
+
+    load: Load = Load()
+    num_points: int = 5
+    limit: float = float("inf")
+    name: str | None = None
+    greedy: bool = False
+
+
+class Tail(NamedTuple):
+    p95_s: float
+    label: str
+
+
+class Result(NamedTuple):
+    time_s: np.ndarray
+    done: np.ndarray
+    tail: Tail
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    if config.name == "broken":
+        int("not a number")
+    if config.name == "refused":
+        documents.config_loads(Config, "{", "model/config.json")
+    done = list(progress.track(range(config.num_points), "points", "points"))
+    time_s = np.linspace(0, 1, len(done)) / config.load.rate
+    return Result(time_s, np.asarray(done), Tail(0.5 * len(done), "µ|s"))
+
+
+def plot(ax: Any, result: Result) -> None:
+    ax.plot(result.time_s, result.done)
+    ax.set_xlabel("time [s]")
+
+
+def claims(result: Result) -> list[Claim]:
+    ours = result.tail.p95_s
+    return [judge("the tail is short", source="us", published=3, ours=ours, unit="s")]
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    return {"points": len(result.done), "tail": result.tail._asdict()}
+
+
+@pytest.fixture
+def experiment() -> catalogue.Experiment:
+    """A small experiment with everything an experiment can have."""
+    module = types.SimpleNamespace(
+        __name__="experiments.made_up",
+        __doc__="Does a made-up experiment leave a whole folder?\n\nMore words.",
+        Config=Config,
+        CONFIGS={"smoke": Config(), "paper": Config(num_points=9)},
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=metrics,
+        PANELS=(1, 1),
+    )
+    return catalogue.of_module(module)

@@ -1,0 +1,329 @@
+"""Writes the golden models of this folder with transformers (run by hand).
+
+Each folder holds what `save_pretrained` writes for a tiny random model of one family
+and what transformers then computes with it in float32 on a CPU, in `expected.npz`:
+
+* `ids` [2, 24] and their `logits` [2, 24, vocab] of one full forward pass;
+* `prompt` and `greedy`, the 64 tokens that greedy decoding adds to it (without stops);
+* `margin`, the smallest gap between the best two logits over those 64 choices.
+
+`tokenized` also has a byte-level BPE tokenizer, trained on a few modules of the
+standard library, and `expected_text.json`: texts with their ids, chats as rendered.
+
+Weights come from NumPy's seeded generator, not from torch's, so the models do not
+change with torch. Run it again, in an environment with torch and transformers, only
+when a family is added:
+
+    python tests/golden/make_golden.py
+"""
+
+import argparse
+import copy
+import inspect
+import json
+import pathlib
+import shutil
+import sys
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+
+HERE = pathlib.Path(__file__).parent
+NUM_GREEDY = 64
+# A greedy path must not hang on rounding, nor go round in a circle of a few tokens.
+MIN_MARGIN = 0.02
+MIN_DISTINCT = 16
+
+# Small but not degenerate: several heads, fewer K/V heads, an MLP width of its own.
+BASE = dict(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+    attn_implementation="eager",
+)
+
+TOKENIZER_MODULES = ("bisect", "heapq", "keyword", "textwrap")
+TOKENIZER_VOCAB = 320
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('Unknown role: ' + message['role']) }}
+    {%- endif %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- '<|role|>system\\nYou write Python.<|end|>\\n' }}
+    {%- endif %}
+    {{- '<|role|>' + message['role'] + '\\n' + message['content'] | trim }}
+    {{- '<|end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+    {{- '<|role|>assistant\\n' }}
+{% endif %}
+"""
+TEXTS = (
+    "def bisect_left(a, x, lo=0, hi=None):\n    while lo < hi:\n",
+    "",
+    "  spaces   and\ttabs\r\n",
+    "naïve café, Ω ≈ 3.14, 漢字, \U0001f469\u200d\U0001f680 e\u0301",
+    "a special <|end|> in the middle",
+)
+CHATS = (
+    [{"role": "user", "content": "  Sort a list, please. "}],
+    [
+        {"role": "system", "content": "Be terse <&> 'quoted'."},
+        {"role": "user", "content": "Hello\nworld"},
+        {"role": "assistant", "content": "Ω!"},
+        {"role": "user", "content": "again"},
+    ],
+)
+
+
+def configs() -> dict[str, transformers.PretrainedConfig]:
+    """Returns the configuration of every golden model by folder name."""
+    llama, mistral = transformers.LlamaConfig, transformers.MistralConfig
+    qwen2, qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
+    rope = dict(
+        rope_type="llama3",
+        rope_theta=10_000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=24,
+    )
+    ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    eager = dict(attn_implementation="eager")
+    return {
+        "llama": llama(**BASE),
+        "llama3": llama(**BASE | dict(rope_parameters=rope, tie_word_embeddings=True)),
+        "qwen2": qwen2(**BASE),
+        # 4 heads of 24 are 96 wide in a model of width 32.
+        "qwen3": qwen3(**BASE, head_dim=24, tie_word_embeddings=True),
+        "mistral": mistral(**BASE, sliding_window=8),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=128,
+            n_positions=96,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            **ids,
+            **eager,
+        ),
+        "opt": transformers.OPTConfig(
+            vocab_size=128,
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=96,
+            word_embed_proj_dim=32,
+            do_layer_norm_before=True,
+            **ids,
+            **eager,
+        ),
+        "sharded": llama(
+            **BASE | dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True)
+        ),
+        "bfloat16": llama(**BASE | dict(rope_parameters=dict(rope_theta=500_000.0))),
+        "tokenized": llama(
+            **BASE
+            | dict(
+                vocab_size=TOKENIZER_VOCAB,
+                num_hidden_layers=1,
+                tie_word_embeddings=True,
+                bos_token_id=0,
+                eos_token_id=1,
+            )
+        ),
+    }
+
+
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Overwrites every parameter; wide enough that no two logits are nearly equal."""
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            draw = rng.standard_normal(tuple(parameter.shape))
+            if parameter.ndim == 1:  # norms' scales about 1, biases about 0
+                is_scale = "norm" in name or ".ln_" in name
+                draw = (is_scale and not name.endswith("bias")) + 0.2 * draw
+            elif "position" in name or "wpe" in name:
+                draw = 0.3 * draw
+            elif "emb" in name or "wte" in name or "lm_head" in name:
+                draw = 0.6 * draw
+            else:
+                draw = 0.3 * draw
+            parameter.copy_(torch.tensor(draw, dtype=torch.float32))
+
+
+def logits_of(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
+    """Returns the logits [batch, length, vocab] of a full forward pass."""
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.float().numpy()
+
+
+def greedy_tokens(
+    model: torch.nn.Module, prompt: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Returns the greedy continuation of a prompt and its narrowest choice."""
+    ids, margin = prompt[None], np.inf
+    for _ in range(NUM_GREEDY):
+        last = logits_of(model, ids)[0, -1]
+        second, first = np.sort(last)[-2:]
+        margin = min(margin, float(first - second))
+        ids = np.append(ids, [[last.argmax()]], axis=1)
+        if margin < MIN_MARGIN:
+            return ids[0, len(prompt) :], margin
+    cached = model.generate(
+        torch.tensor(prompt[None]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NUM_GREEDY,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert np.array_equal(cached.numpy(), ids), "cached decoding differs"
+    return ids[0, len(prompt) :], margin
+
+
+def expected(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray] | None:
+    """Computes `expected.npz`'s arrays; None if the greedy choices prove little."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, model.config.vocab_size, (2, 24))
+    prompt = ids[0, :7]
+    greedy, margin = greedy_tokens(model, prompt)
+    if margin < MIN_MARGIN or len(set(greedy.tolist())) < MIN_DISTINCT:
+        return None
+    return {
+        "ids": ids.astype(np.int32),
+        "logits": logits_of(model, ids),
+        "prompt": prompt.astype(np.int32),
+        "greedy": greedy.astype(np.int32),
+        "margin": np.asarray(margin, np.float32),
+    }
+
+
+def check_feature_counts(name: str, model: torch.nn.Module, ids: np.ndarray) -> None:
+    """Asserts that leaving out what a model is here for would change its logits."""
+    config = copy.deepcopy(model.config)
+    if name == "llama3":
+        config.rope_parameters = dict(rope_type="default", rope_theta=10_000.0)
+    elif name == "mistral":
+        config.sliding_window = None
+    else:
+        return
+    other = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    gap = np.abs(logits_of(model, ids) - logits_of(other, ids)).max()
+    assert gap > 0.1, f"{name}: its feature moves the logits by {gap:.1e} only"
+
+
+def make_tokenizer(folder: pathlib.Path) -> None:
+    """Trains the tokenizer of `tokenized`; records what transformers makes of it."""
+    source = "".join(
+        inspect.getsource(__import__(module)) for module in TOKENIZER_MODULES
+    )
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.train_from_iterator(
+        source.splitlines(keepends=True),
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=TOKENIZER_VOCAB,
+            special_tokens=["<|begin|>", "<|end|>", "<|role|>"],
+            initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    assert core.get_vocab_size() == TOKENIZER_VOCAB
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    texts = [
+        dict(
+            text=text,
+            ids=tokenizer.encode(text),
+            ids_without_special=tokenizer.encode(text, add_special_tokens=False),
+            decoded=tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True),
+        )
+        for text in TEXTS
+    ]
+    chats = [
+        dict(
+            messages=messages,
+            add_generation_prompt=prompted,
+            rendered=tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompted
+            ),
+            ids=tokenizer.apply_chat_template(
+                messages, add_generation_prompt=prompted, return_dict=False
+            ),
+        )
+        for messages in CHATS
+        for prompted in (True, False)
+    ]
+    (folder / "expected_text.json").write_text(
+        json.dumps(dict(texts=texts, chats=chats), indent=1) + "\n"
+    )
+
+
+def make_model(name: str, config: transformers.PretrainedConfig) -> None:
+    """Writes one golden folder anew, from the first seed that makes a good test."""
+    folder = HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    auto = transformers.AutoModelForCausalLM
+    shard = "32KB" if name == "sharded" else "1GB"
+    arrays, seed = None, -1
+    while arrays is None:
+        seed += 1
+        model = auto.from_config(config)
+        draw_weights(model, seed)
+        if name == "bfloat16":
+            model = model.bfloat16()
+        model.save_pretrained(folder, max_shard_size=shard)
+        # What counts is what a reader of the folder computes, in float32.
+        model = auto.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        arrays = expected(model, seed)
+    check_feature_counts(name, model, arrays["ids"])
+    np.savez_compressed(folder / "expected.npz", allow_pickle=False, **arrays)
+    if name == "tokenized":
+        make_tokenizer(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(
+        f"{name:10} seed {seed}  {size / 1e3:4.0f} kB  margin {arrays['margin']:.3f}  "
+        f"distinct tokens {len(set(arrays['greedy'].tolist()))}"
+    )
+
+
+def main() -> None:
+    """Writes the folders named on the command line, or all of them."""
+    parser = argparse.ArgumentParser(description=sys.modules[__name__].__doc__)
+    parser.add_argument("names", nargs="*", help="golden models (default: all)")
+    names = parser.parse_args().names
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    for name, config in configs().items():
+        if not names or name in names:
+            make_model(name, config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""A page manager in plain Python lists: slow, obvious, and by the same rules.
+
+It hands out the very page ids that `jaxkv.paging` and `jaxkv.tables` hand out, so that
+tests compare states and not just sizes.
+"""
+
+import numpy as np
+
+from jaxkv.paging import NO_PAGE, Pool
+from jaxkv.tables import Table
+
+
+class Oracle:
+    """Pool and tables of one engine. A refused operation returns False or None."""
+
+    def __init__(
+        self, num_pages: int, max_slots: int, max_pages_per_slot: int, page_size: int
+    ) -> None:
+        self.ref = [0] * num_pages
+        self.free = list(reversed(range(num_pages)))  # the next page to take is last
+        self.rows: list[list[int]] = [[] for _ in range(max_slots)]
+        self.length = [0] * max_slots
+        self.ahead = [0] * max_slots
+        self.max_pages_per_slot = max_pages_per_slot
+        self.page_size = page_size
+
+    def places(self, slot: int) -> int:
+        return self.length[slot] + self.ahead[slot]
+
+    def pages_for(self, places: int) -> int:
+        return sum(1 for _ in range(0, places, self.page_size))
+
+    def live(self) -> list[bool]:
+        return [self.places(slot) > 0 for slot in range(len(self.rows))]
+
+    def allocate(self, want: list[int], max_pages: int) -> list[list[int]] | None:
+        if any(n < 0 or n > max_pages for n in want) or sum(want) > len(self.free):
+            return None
+        taken = [[self.free.pop() for _ in range(n)] for n in want]
+        self.share([page for row in taken for page in row])
+        return taken
+
+    def share(self, ids: list[int]) -> None:
+        for page in ids:
+            self.ref[page] += 1
+
+    def release(self, ids: list[int]) -> None:
+        for page in ids:
+            self.ref[page] -= 1
+            assert self.ref[page] >= 0, "the test released a page that nobody used"
+            if self.ref[page] == 0:
+                self.free.append(page)
+
+    def reserve(self, places: list[int], max_new_pages: int) -> bool:
+        goal = [max(self.places(slot), n) for slot, n in enumerate(places)]
+        if any(self.pages_for(n) > self.max_pages_per_slot for n in goal):
+            return False
+        want = [self.pages_for(n) - len(self.rows[i]) for i, n in enumerate(goal)]
+        taken = self.allocate(want, max_new_pages)
+        if taken is None:
+            return False
+        for slot, ids in enumerate(taken):
+            self.rows[slot] += ids
+            self.ahead[slot] = goal[slot] - self.length[slot]
+        return True
+
+    def drop(self, mask: list[bool]) -> None:
+        for slot, dropped in enumerate(mask):
+            if dropped:
+                self.release(self.rows[slot])
+                self.rows[slot], self.length[slot], self.ahead[slot] = [], 0, 0
+
+    def advance(self, accepted: list[int]) -> None:
+        for slot, n in enumerate(accepted):
+            self.length[slot] += n
+            self.ahead[slot] -= n
+
+    def truncate(self, places: list[int]) -> None:
+        for slot, n in enumerate(places):
+            keep = max(self.length[slot], n)
+            if keep < self.places(slot):
+                self.ahead[slot] = keep - self.length[slot]
+                self.release(self.rows[slot][self.pages_for(keep) :])
+                self.rows[slot] = self.rows[slot][: self.pages_for(keep)]
+
+    def fork(self, source: list[int]) -> None:
+        before = [(list(row), *n) for row, *n in self._slots()]
+        for slot, parent in enumerate(source):
+            if parent >= 0:
+                assert self.places(slot) == 0, "the test forked onto a slot in use"
+                self.rows[slot], self.length[slot], self.ahead[slot] = before[parent]
+                self.rows[slot] = list(self.rows[slot])
+                self.share(self.rows[slot])
+
+    def _slots(self) -> list[tuple[list[int], int, int]]:
+        return list(zip(self.rows, self.length, self.ahead, strict=True))
+
+    def check(self, pool: Pool, table: Table) -> None:
+        """Fails unless the state in JAX is this one, id for id."""
+        free = set(self.free)
+        assert len(free) == len(self.free)
+        assert free == {page for page, uses in enumerate(self.ref) if uses == 0}
+        width = self.max_pages_per_slot
+        rows = [row + [NO_PAGE] * (width - len(row)) for row in self.rows]
+        for mine, theirs in (
+            (self.ref, pool.ref),
+            (self.free, np.asarray(pool.stack)[: len(self.free)]),
+            (len(self.free), pool.num_free),
+            (rows, table.page_ids),
+            (self.length, table.length),
+            (self.ahead, table.ahead),
+        ):
+            np.testing.assert_array_equal(mine, theirs)

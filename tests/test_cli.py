@@ -1,0 +1,209 @@
+"""The command line: one JSON document, exit statuses, one line for bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import catalogue, cli
+from experiments.catalogue import Experiment
+
+Jaxkv = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def jaxkv(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    experiment: Experiment,
+) -> Jaxkv:
+    """Runs a command in an empty folder, with one experiment more in the catalogue."""
+    entry = catalogue.Entry("made_up", experiment.question, tuple(experiment.configs))
+    known = [*catalogue.entries(), entry]
+    load = catalogue.load
+    monkeypatch.setattr(catalogue, "entries", lambda folder=None: known)
+    monkeypatch.setattr(
+        catalogue, "load", lambda name: experiment if name == "made_up" else load(name)
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        status = cli.main(list(args))
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+def test_run_prints_one_document_and_keeps_a_folder(jaxkv: Jaxkv) -> None:
+    status, out, _ = jaxkv("run", "made_up", "paper", "--load.rate", "4", "--json")
+    assert status == 0
+    document = json.loads(out)
+    assert document["metrics"] == {"points": 9, "tail": {"p95_s": 4.5, "label": "µ|s"}}
+    assert document["claims"][0]["verdict"] == "fails"
+    config = json.loads((Path(document["out"]) / "config.json").read_text())
+    assert config["load"]["rate"] == 4.0
+
+
+def test_any_config_file_runs_again(jaxkv: Jaxkv) -> None:
+    jaxkv("run", "made-up", "--num-points", "7", "--name", "x", "--out", "first")
+    again = ("run", "made_up", "--config", "first/config.json", "--out", "second")
+    assert jaxkv(*again)[0] == 0
+    first, second = Path("first"), Path("second")
+    assert (second / "config.json").read_text() == (first / "config.json").read_text()
+    assert (second / "figure.svg").read_bytes() == (first / "figure.svg").read_bytes()
+    assert jaxkv(*again, "--num-points", "2", "--json")[0] == 0
+    assert json.loads((second / "config.json").read_text())["num_points"] == 2
+
+
+def test_run_prints_tables_for_a_person(jaxkv: Jaxkv) -> None:
+    status, out, _ = jaxkv("run", "made_up", "--out", "here")
+    assert status == 0
+    assert "p95_s" in out
+    assert "report: here/report.md" in out
+
+
+def test_list_names_every_experiment(jaxkv: Jaxkv) -> None:
+    status, out, _ = jaxkv("list", "--json")
+    assert status == 0
+    assert json.loads(out)["experiments"][-1] == {
+        "name": "made_up",
+        "question": "Does a made-up experiment leave a whole folder?",
+        "configs": ["smoke", "paper"],
+    }
+    assert "made_up" in jaxkv("list")[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("", "which command?"),
+        ("rum", "unknown command 'rum'; did you mean run?"),
+        ("run", "which experiment?"),
+        ("run made_upp", "unknown experiment 'made_upp'; did you mean made_up?"),
+        ("run made_up papr", "unknown config 'papr'; did you mean paper?"),
+        ("run made_up --load.rat 4", "did you mean --load.rate?"),
+        ("run made_up --load.rate x", "load.rate: could not convert string to float"),
+        ("run made_up --load.rate -1", "load: self.rate=-1.0 must be above 0"),
+        ("run made_up --config no.json", "no.json"),
+        ("run made_up paper --config no.json", "both paper and --config no.json"),
+        ("run made_up --config bad.json", "bad.json: load: unknown field 'rat'"),
+        ("run made_up --out bad.json", "bad.json: is a file"),
+        ("run made_up --name refused", "model/config.json: not JSON"),
+        ("list --bogus", "--bogus"),
+        ("bench no_such_thing", "unknown benchmark 'no_such_thing'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) -> None:
+    Path("bad.json").write_text('{"load": {"rat": 4}}')
+    status, out, err = jaxkv(*args.split(), "--json")
+    assert (status, out) == (2, "")
+    assert line in err
+    assert err.startswith("jaxkv: ")
+    assert err.count("\n") == 1
+
+
+def test_a_failure_keeps_its_traceback_and_status_1(jaxkv: Jaxkv) -> None:
+    status, out, err = jaxkv("run", "made_up", "--name", "broken", "--json")
+    assert (status, out) == (1, "")
+    assert "Traceback" in err
+    assert "invalid literal" in err
+
+
+def test_ctrl_c_keeps_what_there_is(
+    jaxkv: Jaxkv, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: Any, progress: Any) -> Any:
+        real = progress.track
+
+        def track(items: Any, label: str, unit: str) -> Any:
+            for item in real(items, label, unit):
+                if item == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield item
+
+        monkeypatch.setattr(progress, "track", track)
+        return experiment.run(config, progress)
+
+    interrupted = experiment._replace(run=run)
+    monkeypatch.setattr(catalogue, "load", lambda name: interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    status, out, err = jaxkv("run", "made_up", "--json")
+    assert status == 130, err
+    document = json.loads(out)
+    assert document["interrupted"]
+    assert document["metrics"]["points"] == 3
+    assert "Interrupted" in (Path(document["out"]) / "report.md").read_text()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    jaxkv: Jaxkv, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: Any, progress: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupted = experiment._replace(run=run)
+    monkeypatch.setattr(catalogue, "load", lambda name: interrupted)
+    status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
+    assert (status, out) == (130, "")
+    assert "only the config is in here" in err
+    assert Path("here/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["--help", "run --help", "bench --help", "list --help", "run made_up --help"],
+)
+def test_help_is_status_0(jaxkv: Jaxkv, args: str) -> None:
+    status, out, _ = jaxkv(*args.split())
+    assert status == 0
+    assert "usage: jaxkv" in out
+
+
+def test_help_and_list_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from experiments import cli\n"
+        "for words in (['--help'], ['run', '--help'], ['list', '--json']):\n"
+        "    assert cli.main(words) == 0\n"
+        "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda entry: entry.name)
+def test_every_experiment_is_what_its_text_says(entry: catalogue.Entry) -> None:
+    experiment = catalogue.load(entry.name)
+    assert entry.question
+    assert entry.question == experiment.question
+    assert entry.configs == tuple(experiment.configs)
+    assert len({type(config) for config in experiment.configs.values()}) == 1
+    fields = experiment.configs[entry.configs[0]].__dataclass_fields__
+    assert not fields.keys() & {"config", "out", "json", "help"}
+
+
+def test_the_catalogue_reads_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "whole.py").write_text(
+        '"""Is it found?"""\nimport no_such_module\nclass Config: ...\n'
+        'CONFIGS: dict = {"smoke": Config(), "real": Config()}\n'
+        "def run(config): ...\ndef plot(ax, result): ...\n"
+    )
+    (tmp_path / "part.py").write_text('"""No."""\ndef run(config): ...\n')
+    assert catalogue.entries(tmp_path) == [
+        catalogue.Entry("whole", "Is it found?", ("smoke", "real"))
+    ]

@@ -1,0 +1,57 @@
+"""Our arithmetic against transformers', on tiny models of every family."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Int32
+
+from jaxkv import checkpoints, models
+
+GOLDEN = Path(__file__).parent / "golden"
+FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def continue_greedily(
+    params: models.Params,
+    tokens: Int32[Array, "1 length"],
+    num_prompt: int,
+    config: models.ModelConfig,
+) -> Int32[Array, "1 length"]:
+    """Fills everything past the prompt, one full forward pass a token."""
+
+    def step(index, tokens):
+        logits = models.logits(params, tokens, config=config)
+        token = jnp.argmax(logits[0, index - 1]).astype(jnp.int32)
+        return tokens.at[0, index].set(token)
+
+    return jax.lax.fori_loop(num_prompt, tokens.shape[1], step, tokens)
+
+
+def test_every_family_is_here() -> None:
+    families = {checkpoints.read_config(GOLDEN / name).family for name in FOLDERS}
+    assert families == {"llama", "mistral", "qwen2", "qwen3", "gpt2", "opt"}
+    assert len(list((GOLDEN / "sharded").glob("*.safetensors"))) >= 3
+    odd = checkpoints.read_config(GOLDEN / "qwen3")
+    assert odd.head_dim * odd.num_q_heads != odd.hidden_size
+    assert checkpoints.read_config(GOLDEN / "mistral").window == 8
+    assert checkpoints.read_config(GOLDEN / "llama3").rope_scaling is not None
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_and_greedy_tokens_agree(name: str) -> None:
+    config, params, _, _ = checkpoints.load_model(GOLDEN / name)
+    expected = np.load(GOLDEN / name / "expected.npz")
+    logits = models.logits(params, jnp.asarray(expected["ids"]), config=config)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
+
+    prompt, greedy = expected["prompt"], expected["greedy"]
+    tokens = np.concatenate([prompt, np.zeros_like(greedy)])[None]
+    tokens = continue_greedily(params, jnp.asarray(tokens), len(prompt), config)
+    assert greedy.shape == (64,)
+    np.testing.assert_array_equal(tokens[0, len(prompt) :], greedy)

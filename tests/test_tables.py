@@ -1,0 +1,423 @@
+"""Tables: hand-worked cases, random walks against the oracle, seeded faults, purity."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import paging, tables
+from jaxkv.paging import NO_PAGE, Pool
+from jaxkv.tables import Table
+from tests.oracle import Oracle
+
+SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
+
+
+class Plan(NamedTuple):
+    drop: jax.Array
+    places: jax.Array
+
+
+class State(NamedTuple):
+    pool: Pool
+    table: Table
+
+
+def ints(*values: int) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def assert_same(a: object, b: object) -> None:
+    """Every leaf equal, bit for bit."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def equal(a: object, b: object) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+def make_state() -> State:
+    """Four live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 3 places, and an empty one."""
+    pool, table = paging.make_pool(NUM_PAGES), tables.make_table(SLOTS, WIDTH)
+    pool, table, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
+    table = tables.advance(table, ints(6, 4, 0, 0, 0))
+    return State(*fork(pool, table, ints(-1, -1, -1, 0, -1)))
+
+
+def reserve(pool, table, places, page_size=4, max_new_pages=MAX_NEW):
+    return _reserve(
+        pool, table, places, page_size=page_size, max_new_pages=max_new_pages
+    )
+
+
+_reserve = jax.jit(tables.reserve, static_argnames=("page_size", "max_new_pages"))
+fork, drop = jax.jit(tables.fork), jax.jit(tables.drop)
+truncate = jax.jit(partial(tables.truncate, page_size=4))
+violations = jax.jit(partial(tables.violations, page_size=4))
+
+
+def live(table: Table) -> jax.Array:
+    return (table.length + table.ahead) > 0
+
+
+def test_the_first_pages_go_to_the_first_slots() -> None:
+    pool, table = make_state()
+    assert table.page_ids[:, :4].tolist() == [
+        [0, 1, 2, NO_PAGE],
+        [3, NO_PAGE, NO_PAGE, NO_PAGE],
+        [4, NO_PAGE, NO_PAGE, NO_PAGE],
+        [0, 1, 2, NO_PAGE],  # the copy holds the partial page too
+        [NO_PAGE] * 4,
+    ]
+    assert (table.page_ids[:, 4:] == NO_PAGE).all()
+    assert table.length.tolist() == [6, 4, 0, 6, 0]
+    assert table.ahead.tolist() == [3, 0, 2, 3, 0]
+    assert pool.ref[:6].tolist() == [2, 2, 2, 1, 1, 0]
+    assert tables.num_pages(table, page_size=4).tolist() == [3, 1, 1, 3, 0]
+    assert violations(pool, table, live(table)) == (0, 0, 0, 0)
+
+
+def test_reserve_appends_only_what_is_missing() -> None:
+    pool, table = make_state()
+    pool, table, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))
+    assert enough
+    assert table.ahead.tolist() == [6, 1, 2, 3, 4]
+    assert table.page_ids[:, :3].tolist() == [
+        [0, 1, 2],
+        [3, 5, NO_PAGE],
+        [4, NO_PAGE, NO_PAGE],
+        [0, 1, 2],
+        [6, NO_PAGE, NO_PAGE],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        ((0, 0, 0, 0, 33), "a row holds 8 pages"),
+        ((9, 4, 2, 9, 17), "one call appends at most 4"),
+        ((25, 20, 18, 25, 16), "20 pages, of 21 free"),
+        ((25, 20, 18, 28, 16), "20 pages as well"),
+        ((24, 20, 18, 25, 17), "one slot too greedy, the others not"),
+    ],
+)
+def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
+    state = make_state()
+    pool, table, enough = reserve(*state, ints(*places))
+    assert bool(enough) == why.startswith("20")
+    if not enough:
+        assert_same((pool, table), state)
+    else:
+        pool, table, enough = reserve(pool, table, ints(29, 21, 0, 0, 0))
+        assert not enough  # two pages, of one free
+        assert violations(pool, table, live(table)) == (0, 0, 0, 0)
+
+
+def test_drop_gives_back_what_nobody_else_uses() -> None:
+    state = make_state()
+    pool, table = drop(*state, jnp.asarray([True, True, False, False, True]))
+    assert pool.ref[:6].tolist() == [1, 1, 1, 0, 1, 0]
+    assert pool.stack[pool.num_free - 1] == 3  # handed out next
+    assert (table.page_ids[:2] == NO_PAGE).all()
+    assert table.length.tolist() == [0, 0, 0, 6, 0]
+    pool, table = drop(pool, table, jnp.ones(SLOTS, bool))
+    assert pool.num_free == NUM_PAGES
+    assert violations(pool, table, jnp.zeros(SLOTS, bool)) == (0, 0, 0, 0)
+
+
+def test_truncate_cuts_reserved_places_only() -> None:
+    pool, table = make_state()
+    pool, table = truncate(pool, table, ints(8, 0, 1, 100, 3))
+    assert table.length.tolist() == [6, 4, 0, 6, 0]
+    assert table.ahead.tolist() == [2, 0, 1, 3, 0]
+    assert table.page_ids[0, :3].tolist() == [0, 1, NO_PAGE]
+    assert pool.ref[:6].tolist() == [2, 2, 1, 1, 1, 0]
+    pool, table = truncate(pool, table, ints(0, 0, 0, 0, 0))
+    assert table.ahead.tolist() == [0] * SLOTS
+    assert pool.ref[:6].tolist() == [2, 2, 0, 1, 0, 0]
+    assert violations(pool, table, live(table)) == (0, 0, 0, 0)
+
+
+def test_fork_reads_all_sources_first() -> None:
+    pool, table = make_state()
+    pool, table = drop(pool, table, jnp.asarray([False, True, False, True, False]))
+    pool, table = fork(pool, table, ints(-1, 2, -1, 1, 0))  # 1 copies 2; 3 the empty 1
+    assert table.length.tolist() == [6, 0, 0, 0, 6]
+    assert table.ahead.tolist() == [3, 2, 2, 0, 3]
+    assert pool.ref[:6].tolist() == [2, 2, 2, 0, 2, 0]
+    assert violations(pool, table, live(table)) == (0, 0, 0, 0)
+
+
+def test_apply_drops_before_it_reserves() -> None:
+    pool, table = make_state()
+    pool, table, _ = reserve(pool, table, ints(25, 20, 18, 28, 16))  # 1 page is left
+    plan = Plan(drop=live(table) & (table.page_ids[:, 0] == 3), places=ints(*[28] * 5))
+    run = jax.jit(partial(tables.apply, page_size=4, max_new_pages=7))
+    after = run(pool, table, plan)
+    assert not after[2]  # the 5 pages of slot 1 and one more, for 12
+    assert_same(after[:2], drop(pool, table, plan.drop))
+    pool, table, enough = run(pool, table, plan._replace(places=ints(28, 0, 18, 0, 28)))
+    assert enough
+    assert table.ahead.tolist() == [22, 0, 18, 22, 28]
+    assert violations(pool, table, live(table)) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tables.make_table(0, 1), "max_slots=0 must be at least 1"),
+        (lambda: tables.make_table(1, 0), "max_pages_per_slot=0 must be"),
+        (lambda: reserve(*make_state(), ints(*[0] * 5), 4, 0), "max_new_pages=0 must"),
+    ],
+)
+def test_misuse_of_sizes_is_an_error(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def operations(page_size: int) -> dict[str, Callable]:
+    """Every operation as a function of pool, table and one argument."""
+    sizes = {"page_size": page_size, "max_new_pages": MAX_NEW}
+    return {
+        "reserve": partial(tables.reserve, **sizes),
+        "drop": tables.drop,
+        "advance": lambda pool, table, n: (pool, tables.advance(table, n)),
+        "truncate": partial(tables.truncate, page_size=page_size),
+        "fork": tables.fork,
+        "apply": partial(tables.apply, **sizes),
+        "share": lambda pool, table, ids: (paging.share(pool, ids), table),
+        "release": lambda pool, table, ids: (paging.release(pool, ids), table),
+    }
+
+
+@cache
+def programs(page_size: int) -> tuple[dict[str, Any], Any]:
+    """The operations and `violations`, compiled once for all walks."""
+
+    def alone(f: Callable) -> Any:
+        """A jitted `f` whose cache no other test shares, so that it can be counted."""
+        return jax.jit(lambda *arguments: f(*arguments))
+
+    run = {verb: alone(f) for verb, f in operations(page_size).items()}
+    return run, jax.jit(partial(tables.violations, page_size=page_size))
+
+
+class Walk:
+    """Random operations on the jitted functions and on the oracle, compared."""
+
+    def __init__(self, seed: int, page_size: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.page_size = page_size
+        self.oracle = Oracle(NUM_PAGES, SLOTS, WIDTH, page_size)
+        self.state = State(paging.make_pool(NUM_PAGES), tables.make_table(SLOTS, WIDTH))
+        self.loose: list[int] = []  # uses outside the table, such as a cache's pins
+        self.refused = 0
+        self.run, self.check = programs(page_size)
+        self.verbs = [*self.run, "reserve", "reserve", "advance", "advance"]
+
+    def places(self) -> list[int]:
+        """Mostly modest wishes, now and then one that no row can hold."""
+        most = (WIDTH + (self.rng.random() < 0.1)) * self.page_size
+        wish = self.rng.integers(0, most + 1, SLOTS)
+        return np.where(self.rng.random(SLOTS) < 0.4, wish, 0).tolist()
+
+    def mask(self) -> list[bool]:
+        return (self.rng.random(SLOTS) < 0.25).tolist()
+
+    def some(self, ids: list[int]) -> list[int]:
+        chosen = self.rng.permutation(np.asarray(ids, np.int32))[:6]
+        return chosen[: self.rng.integers(0, 7)].tolist()
+
+    def argument(self, verb: str) -> list:
+        oracle, rng = self.oracle, self.rng
+        if verb == "advance":
+            return [int(rng.integers(0, n + 1)) for n in oracle.ahead]
+        if verb == "drop":
+            return self.mask()
+        if verb == "apply":
+            return [self.mask(), self.places()]
+        if verb == "fork":
+            parents = rng.integers(-1, SLOTS, SLOTS).tolist()
+            return [-1 if n else p for n, p in zip(oracle.live(), parents, strict=True)]
+        if verb == "share":
+            return self.some([page for row in oracle.rows for page in row])
+        if verb == "release":
+            return self.some(self.loose)
+        return self.places()
+
+    def step(self) -> None:
+        verb = str(self.rng.choice(self.verbs))
+        argument, before = self.argument(verb), self.state
+        enough = True
+        if verb == "reserve":
+            enough = self.oracle.reserve(argument, MAX_NEW)
+        elif verb == "apply":
+            self.oracle.drop(argument[0])
+            enough = self.oracle.reserve(argument[1], MAX_NEW)
+        else:
+            getattr(self.oracle, verb)(argument)
+        if verb == "share":
+            self.loose += argument
+        for page in argument if verb == "release" else ():
+            self.loose.remove(page)
+        pool, table, *served = self.run[verb](*before, self.arrays(verb, argument))
+        self.state = State(pool, table)
+        alive = np.asarray(self.oracle.live())
+        pins = np.bincount(self.loose, minlength=NUM_PAGES).astype(np.int32)
+        wrong = self.check(pool, table, alive, pins=pins)
+        assert not any(wrong), (verb, argument, wrong)
+        assert [enough] == [bool(x) for x in served] or not served
+        self.oracle.check(*self.state)
+        if not enough:
+            self.refused += 1
+            assert verb == "apply" or equal(self.state, before)
+
+    def arrays(self, verb: str, argument: list):
+        if verb == "apply":
+            return Plan(jnp.asarray(argument[0]), ints(*argument[1]))
+        if verb in ("share", "release"):
+            return np.asarray(argument + [NO_PAGE] * (6 - len(argument)), np.int32)
+        return np.asarray(argument, None if verb == "drop" else np.int32)
+
+
+@pytest.mark.parametrize(
+    ("seed", "page_size", "steps"), [(0, 4, 2000), (1, 1, 500), (2, 16, 500)]
+)
+def test_a_random_walk_equals_the_oracle(seed: int, page_size: int, steps: int) -> None:
+    walk = Walk(seed, page_size)
+    for _ in range(steps):
+        walk.step()
+    assert steps // 50 < walk.refused < steps // 2  # both answers are met often
+    assert all(run._cache_size() == 1 for run in walk.run.values())
+
+
+@pytest.mark.slow
+def test_a_long_random_walk_equals_the_oracle() -> None:
+    for seed, page_size in enumerate([1, 3, 4, 16, 64]):
+        walk = Walk(seed, page_size)
+        for _ in range(20_000):
+            walk.step()
+
+
+FAULTS = {
+    "released but still mapped": (lambda s: release(s, 3), "i1"),
+    "double free": (lambda s: release(s, 3, 3), "i1 i2"),
+    "free page released": (lambda s: release(s, 20), "i1 i2"),
+    "lost reference": (
+        lambda s: s._replace(pool=s.pool._replace(ref=s.pool.ref.at[0].add(-1))),
+        "i1",
+    ),
+    "leak": (lambda s: s._replace(pool=paging.share(s.pool, ints(4))), "i1"),
+    "lost page": (
+        lambda s: s._replace(pool=s.pool._replace(num_free=s.pool.num_free - 1)),
+        "i2",
+    ),
+    "entry beyond the length": (lambda s: put(s, (1, 1), 0), "i4"),
+    "entry missing": (lambda s: put(s, (0, 1), NO_PAGE), "i1 i4"),
+    "entry out of range": (lambda s: put(s, (0, 1), NUM_PAGES), "i1 i4"),
+    "other negative number": (lambda s: put(s, (1, 1), -2), "i4"),
+    "page twice in a row": (lambda s: put(s, (0, 1), 0), "i1 i4"),
+    "ahead below zero": (
+        lambda s: s._replace(table=tables.advance(s.table, ints(0, 1, 0, 0, 0))),
+        "i4",
+    ),
+    "negative length": (
+        lambda s: s._replace(table=tables.advance(s.table, ints(-7, 0, 0, 0, 0))),
+        "i4",
+    ),
+    "longer than a row": (
+        lambda s: s._replace(table=s.table._replace(ahead=ints(3, 0, 2, 90, 0))),
+        "i4",
+    ),
+    "dead slot with a length": (
+        lambda s: s._replace(table=s.table._replace(length=ints(6, 4, 0, 6, 1))),
+        "i4 i5",
+    ),
+    "dead slot with a page": (lambda s: put(s, (4, 0), 0), "i4 i5"),
+    "fork onto a slot in use": (
+        lambda s: State(*tables.fork(*s, ints(-1, 0, -1, -1, -1))),
+        "i1",
+    ),
+}
+
+
+def release(state: State, *ids: int) -> State:
+    return state._replace(pool=paging.release(state.pool, ints(*ids)))
+
+
+def put(state: State, where: tuple[int, int], page: int) -> State:
+    ids = state.table.page_ids.at[where].set(page)
+    return state._replace(table=state.table._replace(page_ids=ids))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_seeded_fault_is_flagged(name: str) -> None:
+    fault, flagged = FAULTS[name]
+    state = make_state()
+    alive = live(state.table)
+    assert violations(*state, alive) == (0, 0, 0, 0)
+    found = violations(*fault(state), alive)._asdict()
+    assert " ".join(key for key, count in found.items() if count) == flagged
+
+
+def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the keyword in `put`, the last page pays for every unmapped place."""
+
+    def wrapping(values, index, updates, how):
+        return getattr(values.at[index], how)(updates, mode="drop")
+
+    pool, table = make_state()
+    monkeypatch.setattr(paging, "put", wrapping)
+    pool, table, _ = tables.reserve(
+        pool, table, ints(9, 8, 0, 0, 0), page_size=4, max_new_pages=2
+    )
+    monkeypatch.undo()
+    found = violations(pool, table, live(table))
+    assert found.i1 == 1
+    assert found.i2 > 0
+
+
+def test_pins_count_as_uses() -> None:
+    pool, table = make_state()
+    pins = jnp.zeros(NUM_PAGES, jnp.int32).at[ints(1, 3)].set(1)
+    pinned = paging.share(pool, ints(1, 3))
+    check = partial(tables.violations, live=live(table), page_size=4)
+    assert check(pinned, table, pins=pins) == (0, 0, 0, 0)
+    assert check(pinned, table) == (2, 0, 0, 0)
+    assert check(pool, table, pins=pins) == (2, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def strolls() -> list[tuple[State, dict]]:
+    """States along a walk, each with an argument for every operation."""
+    walk, found = Walk(7, 4), []
+    for _ in range(8):
+        for _ in range(5):
+            walk.step()
+        arguments = {v: walk.arrays(v, walk.argument(v)) for v in walk.run}
+        found.append((walk.state, arguments))
+    return found
+
+
+@pytest.mark.parametrize("verb", operations(4))
+def test_vmap_equals_single_runs(verb: str, strolls: list[tuple[State, dict]]) -> None:
+    runs = [(*state, arguments[verb]) for state, arguments in strolls]
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *runs)
+    after = jax.jit(jax.vmap(operations(4)[verb]))(*together)
+    alone = programs(4)[0][verb]
+    for i, run in enumerate(runs):
+        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], after), alone(*run))
+
+
+def test_shapes_and_types_are_kept() -> None:
+    """So that a state may be the carry of a scan."""
+    pool, table = make_state()
+    plan = Plan(jnp.zeros(SLOTS, bool), table.length)
+    after = jax.eval_shape(operations(4)["apply"], pool, table, plan)[:2]
+    assert after == jax.eval_shape(lambda: (pool, table))

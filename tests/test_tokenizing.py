@@ -1,0 +1,190 @@
+"""Tokenizers against what transformers made of the same folder; streams, chats."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv import chatting
+from jaxkv.tokenizing import ByteTokenizer, TextStream, Tokenizer
+
+FOLDER = Path(__file__).parent / "golden" / "tokenized"
+EXPECTED: dict[str, Any] = json.loads((FOLDER / "expected_text.json").read_text())
+AWKWARD = "naïve 漢字 \U0001f469\u200d\U0001f680 e\u0301 \ufffd.\n"
+
+
+def load() -> Tokenizer:
+    return Tokenizer.from_json(
+        (FOLDER / "tokenizer.json").read_text(),
+        eos_ids=[1],
+        settings=json.loads((FOLDER / "tokenizer_config.json").read_text()),
+    )
+
+
+def streamed(stream: Any, ids: list[int]) -> list[str]:
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("case", EXPECTED["texts"], ids=lambda case: case["text"][:9])
+def test_text_agrees_with_transformers(case: dict[str, Any]) -> None:
+    tokenizer = load()
+    assert tokenizer.encode(case["text"]) == case["ids"]
+    assert (
+        tokenizer.encode(case["text"], add_special_tokens=False)
+        == case["ids_without_special"]
+    )
+    assert tokenizer.decode(case["ids"]) == case["decoded"]
+
+
+@pytest.mark.parametrize("case", EXPECTED["chats"])
+def test_chats_agree_with_transformers(case: dict[str, Any]) -> None:
+    tokenizer = load()
+    arguments = case["messages"], case["add_generation_prompt"]
+    assert tokenizer.apply_chat_template(*arguments) == case["rendered"]
+    assert tokenizer.encode_chat(*arguments) == case["ids"]
+
+
+def test_files_describe_the_tokenizer() -> None:
+    tokenizer = load()
+    files = tokenizer.files()
+    again = Tokenizer.from_json(
+        files["tokenizer.json"], settings=json.loads(files["tokenizer_config.json"])
+    )
+    assert again.vocab_size == tokenizer.vocab_size == 320
+    assert again.encode(AWKWARD) == tokenizer.encode(AWKWARD)
+    assert again.special_tokens == tokenizer.special_tokens
+    assert again.special_tokens["bos_token"] == "<|begin|>"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30))
+def test_streams_give_the_whole_text_in_whole_characters(text: str) -> None:
+    for tokenizer in (load(), ByteTokenizer(257)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        parts = streamed(tokenizer.stream(), ids)
+        assert "".join(parts) == text == tokenizer.decode(ids)
+        assert "".join(parts).isascii() or all(
+            part.count("\ufffd") <= text.count("\ufffd") for part in parts
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 319), max_size=40))
+def test_streams_survive_broken_characters(ids: list[int]) -> None:
+    tokenizer = load()
+    assert "".join(streamed(tokenizer.stream(), ids)) == tokenizer.decode(ids)
+    narrow = ByteTokenizer(264)
+    ids = [token % 264 for token in ids]
+    assert "".join(streamed(narrow.stream(), ids)) == narrow.decode(ids)
+
+
+def test_streams_hold_a_character_back_until_it_is_whole() -> None:
+    tokenizer = ByteTokenizer(256)
+    assert streamed(tokenizer.stream(), [0x41, 0xE6, 0xBC, 0xA2]) == [
+        *("A", "", "", "漢"),
+        "",
+    ]
+    assert streamed(tokenizer.stream(), [0xE6, 0xBC]) == ["", "", "\ufffd"]
+
+
+def sentencepiece_like() -> tokenizers.Tokenizer:
+    """Words that start with a block, and bytes: the layout of Llama 2's tokenizer."""
+    vocab = {"▁Hello": 0, "▁world": 1, "!": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
+    core.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return core
+
+
+def test_streams_keep_spaces_and_byte_fallback() -> None:
+    tokenizer = Tokenizer(sentencepiece_like())
+    ids = [0, 1, *(3 + byte for byte in "漢é".encode()), 1, 2]
+    assert tokenizer.decode(ids) == "Hello world漢é world!"
+    parts = streamed(tokenizer.stream(), ids)
+    assert "".join(parts) == "Hello world漢é world!"
+    assert "\ufffd" not in "".join(parts)
+
+
+def test_a_stream_does_not_wait_for_ever() -> None:
+    tokenizer = Tokenizer(sentencepiece_like())
+    stream = TextStream(tokenizer.decode)
+    parts = [stream.push(3 + 0x80) for _ in range(200)]
+    assert len("".join(parts)) > 150
+    assert stream.push(1).endswith("world")
+
+
+def test_byte_tokenizer() -> None:
+    assert ByteTokenizer(256).eos_ids == ()
+    assert ByteTokenizer(257).eos_ids == (256,)
+    assert ByteTokenizer(260, eos_ids=[259]).eos_ids == (259,)
+    assert ByteTokenizer(257).encode("aé") == [97, 0xC3, 0xA9]
+    assert ByteTokenizer(257).decode([97, 0xC3, 0xA9, 256]) == "aé"
+    assert ByteTokenizer(257).files() == {}
+
+
+@pytest.mark.parametrize("vocab_size", [255, 265])
+def test_byte_tokenizer_refuses_other_vocabularies(vocab_size: int) -> None:
+    with pytest.raises(ValueError, match="vocab_size="):
+        ByteTokenizer(vocab_size)
+
+
+@pytest.mark.parametrize("tokenizer", [load(), ByteTokenizer(256)])
+def test_half_a_surrogate_pair_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="not valid Unicode"):
+        tokenizer.encode("\ud83d")
+
+
+def test_a_broken_tokenizer_file_is_refused() -> None:
+    for text in ("", "{}", '{"model": 3}', "\0"):
+        with pytest.raises(ValueError, match="not a tokenizer") as info:
+            Tokenizer.from_json(text)
+        assert "\n" not in str(info.value)
+
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "line"),
+    [
+        (None, USER, "no chat template"),
+        ([{"name": "rag", "template": "x"}], USER, "no chat template"),
+        ("{{ messages", USER, "template failed"),
+        ("{{ messages[7].content }}", USER, "template failed"),
+        ("{{ 1 / 0 }}", USER, "division by zero"),
+        ("{{ raise_exception('no such role') }}", USER, "no such role"),
+        ("{{ ''.__class__.__mro__ }}", USER, "unsafe"),
+        ("{{ messages.append(1) }}", USER, "unsafe|not safely callable"),
+        ("x", [{"role": "user"}], "message 0 must have a role and a content"),
+        ("x", [{"role": "user", "content": b"bytes"}], "template failed"),
+    ],
+)
+def test_bad_templates_and_messages(template: Any, messages: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line) as info:
+        chatting.render(template, messages)
+    assert "\n" not in str(info.value)
+
+
+def test_templates_have_what_they_count_on() -> None:
+    template = (
+        "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}"
+        "{% if loop.first %}{% break %}{% endif %}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{{ bos_token }}{{ pad_token }}"
+    )
+    text = chatting.render(
+        [{"name": "default", "template": template}],
+        [{"role": "user", "content": "<Ω&>"}] * 2,
+        bos_token="<s>",
+    )
+    assert text == '{"role": "user", "content": "<Ω&>"}4<s>'
