@@ -1,1 +1,91 @@
-"""A serving system as a value: pools, tables, schedules and keys in one pytree."""
+"""A serving system as a value: pools, tables, schedules and keys in one pytree.
+
+The words, one for one thing:
+
+  page       a fixed run of token places in the K and V arrays; a page id names it
+  pool       how often each page is used, and which are free
+  table      the page ids of each slot, in token order
+  slot       one row of the running batch; holds one sequence
+  sequence   one stream of tokens; a request owns one or more
+  row        one token fed in one step
+  length     tokens whose K and V are written
+  policy     decides on counts who runs; a plan is what it decides
+  workload   the requests that will come; a trace is what happened
+
+Everything that moves is `step(state, ...) -> (state, info)`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxkv.answers import Completion, Event
+    from jaxkv.baselines import static
+    from jaxkv.engine import Answer, StepInfo, run_steps, step
+    from jaxkv.forwarding import Forward, ForwardResult, attend
+    from jaxkv.queueing import Requests, cancel, drain, submit
+    from jaxkv.sampling import Sampling
+    from jaxkv.scheduling import Counts, Plan, Policy, fcfs, schedule
+    from jaxkv.serving import Engine
+    from jaxkv.states import EngineConfig, EngineState, init
+
+# Names load on first use: importing the package costs little more than JAX does.
+_HOMES = {
+    "Answer": "engine",
+    "Completion": "answers",
+    "Counts": "scheduling",
+    "Engine": "serving",
+    "EngineConfig": "states",
+    "EngineState": "states",
+    "Event": "answers",
+    "Forward": "forwarding",
+    "ForwardResult": "forwarding",
+    "Plan": "scheduling",
+    "Policy": "scheduling",
+    "Requests": "queueing",
+    "Sampling": "sampling",
+    "StepInfo": "engine",
+    "attend": "forwarding",
+    "cancel": "queueing",
+    "drain": "queueing",
+    "fcfs": "scheduling",
+    "init": "states",
+    "run_steps": "engine",
+    "schedule": "scheduling",
+    "static": "baselines",
+    "step": "engine",
+    "submit": "queueing",
+}
+
+__all__ = [
+    "Answer",
+    "Completion",
+    "Counts",
+    "Engine",
+    "EngineConfig",
+    "EngineState",
+    "Event",
+    "Forward",
+    "ForwardResult",
+    "Plan",
+    "Policy",
+    "Requests",
+    "Sampling",
+    "StepInfo",
+    "attend",
+    "cancel",
+    "drain",
+    "fcfs",
+    "init",
+    "run_steps",
+    "schedule",
+    "static",
+    "step",
+    "submit",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

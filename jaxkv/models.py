@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxkv import caching, forwarding
+from jaxkv import caching, forwarding, states
 
 type Params = Any
 """A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
@@ -313,6 +313,20 @@ def param_axes(config: ModelConfig) -> Params:
     is_param = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=is_param)
     return nnx.to_pure_dict(axes)
+
+
+def make_pages(
+    config: ModelConfig, engine: states.EngineConfig, *, dtype: DTypeLike = "float32"
+) -> caching.Pages:
+    """K and V arrays of a model for an engine."""
+    return caching.make_pages(
+        num_layers=config.num_layers,
+        num_pages=engine.num_pages,
+        num_kv_heads=config.num_kv_heads,
+        page_size=engine.page_size,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
 
 
 def logits(

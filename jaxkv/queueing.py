@@ -64,8 +64,11 @@ def submit(
     fits &= ~requests.prompt_scored | (config.num_logit_rows > config.max_slots)
     rank = jnp.cumsum(fits, dtype=jnp.int32) - 1
     empty = s.status == states.EMPTY
+    # Counted with the running ones, because any of those may come back to the queue.
+    active = (s.status == states.WAITING) | (s.status == states.RUNNING)
     room = jnp.minimum(
-        config.queue_capacity - queue.length, jnp.sum(empty, dtype=jnp.int32)
+        queue.sequence.shape[0] - jnp.sum(active, dtype=jnp.int32),
+        jnp.sum(empty, dtype=jnp.int32),
     )
     taken = fits & (rank < room)
     # The k-th request taken gets the k-th empty row: equal ranks meet in one scatter.

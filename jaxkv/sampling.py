@@ -249,7 +249,7 @@ def gumbel(
 
     The 32 bits behind it, those that `jax.random.bits` gives at index `id`, count a
     uniform number *up from zero*, where large noise comes from. A float32 is finest
-    there, so that even the largest of 100,000 tie about once in 10,000 draws.
+    there, so that even the largest of 100,000 tie about once in 40,000 draws.
 
     Args:
       key: the key of each row's draw.
@@ -315,6 +315,7 @@ def penalise(
     Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1 (repetition, with the sign
     rule of Hugging Face and vLLM); the OpenAI API (frequency, presence).
     """
+    logits = _wide(logits)
     rows, vocab = logits.shape
 
     def apply() -> Array:
@@ -404,6 +405,24 @@ def _argmax(
     # Computed twice, a score may differ in its last bit: compare like with like.
     peak = jnp.max(scores, axis=1, keepdims=True)
     return top, _first((scores == peak) & (ids < vocab), ids)
+
+
+def _invalid(
+    logits: Float[Array, "rows vocab"], top: Float[Array, " rows"]
+) -> Bool[Array, " rows"]:
+    """Rows with a NaN, or with nothing but -inf.
+
+    XLA's CPU maximum loses NaN in some shapes, so `top` does not tell. A sum keeps it
+    and costs a third of looking at every logit; that is done only where a sum is NaN,
+    as it also is where +inf meets -inf.
+    """
+    suspect = jnp.any(jnp.isnan(jnp.sum(logits, axis=1)))
+    nan = lax.cond(
+        suspect,
+        lambda: jnp.any(jnp.isnan(logits), axis=1),
+        lambda: jnp.zeros(top.shape, bool),
+    )
+    return nan | (top == -jnp.inf)
 
 
 def _candidates(
@@ -566,34 +585,31 @@ def _settle(
 
 
 def _exact_cut(
-    logits: Float[Array, "rows vocab"], top: Float[Array, " rows"], params: Params
+    logits: Float[Array, "1 vocab"], top: Float[Array, " 1"], params: Params
 ) -> Cut:
-    """Settles top-k and top-p by bisection, whatever the row looks like."""
+    """Settles top-k and top-p of one row by bisection, whatever it looks like."""
     vocab, dtype = logits.shape[1], logits.dtype
     bits, order = _digit_bits(vocab), _ordered(_unsigned_zero(logits))
-    limit = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab)
 
-    def count(kept: Array) -> Mass:
-        return (jnp.sum(kept, axis=1, dtype=jnp.int32),)
+    def narrow(stage: Array, kept: Array) -> Array:
+        # First top-k, every token weighing 1, then top-p.
+        weights = jnp.exp(_scaled(logits, top, params))
+        weights = jnp.where(stage == 0, jnp.ones_like(weights), weights)
+        digits = _digits(jnp.where(kept, weights, 0), bits)
+        share = _share(params.top_p, _total(digits, bits), bits, dtype)
+        count = _digits(params.top_k.astype(dtype), bits)
+        target = tuple(
+            jnp.where(stage == 0, k, p) for k, p in zip(count, share, strict=True)
+        )
+        return _shortest(order, digits, bits, target)
 
-    kept = lax.cond(
-        jnp.any(limit < vocab),
-        lambda: _shortest(order, count, (limit,)),
-        lambda: jnp.ones(logits.shape, bool),
+    counted = (params.top_k > 0) & (params.top_k < vocab)
+    kept = lax.fori_loop(
+        jnp.where(counted, 0, 1)[0],
+        jnp.where(params.top_p < 1, 2, 1)[0],
+        narrow,
+        jnp.ones(logits.shape, bool),
     )
-    weights = jnp.exp(_scaled(logits, top, params))
-    digits = _digits(jnp.where(kept, weights, 0), bits)
-
-    def mass(kept: Array) -> Mass:
-        return _total(tuple(jnp.where(kept, digit, 0) for digit in digits), bits)
-
-    target = _share(params.top_p, _total(digits, bits), bits, dtype)
-    nucleus = lax.cond(
-        jnp.any(params.top_p < 1),
-        lambda: _shortest(order, mass, target),
-        lambda: kept,
-    )
-    kept = jnp.where((params.top_p < 1)[:, None], nucleus, kept)
     value = jnp.min(jnp.where(kept, logits, jnp.inf), axis=1)
     last = kept & (logits == value[:, None])
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
@@ -610,22 +626,25 @@ def _ordered(values: Float[Array, "rows n"]) -> UInt[Array, "rows n"]:
 
 
 def _shortest(
-    order: UInt[Array, "rows n"], measure: Callable[[Array], Mass], target: Mass
+    order: UInt[Array, "rows n"], digits: Mass, bits: int, target: Mass
 ) -> Bool[Array, "rows n"]:
-    """Marks the shortest run of ranks whose measure reaches the target.
+    """Marks the shortest run of ranks whose mass reaches the target.
 
-    First the last value in it is found, then the last id among those equal to it.
-    Each step halves what is left, so a row takes at most as many passes as a float has
+    First the last value in it is found, then the last id among those equal to it. Each
+    step halves what is left, so a row takes at most as many passes as a float has
     bits, plus those of its ties.
     """
-    n = order.shape[1]
-    ids = jnp.arange(n, dtype=jnp.uint32)[None, :]
+    ids = jnp.arange(order.shape[1], dtype=jnp.int32)[None, :]
 
-    def largest(reached: Callable[[Array], Array], low: Array, high: Array) -> Array:
+    def enough(kept: Array) -> Array:
+        kept_digits = tuple(jnp.where(kept, digit, 0) for digit in digits)
+        return _reaches(_total(kept_digits, bits), target)
+
+    def largest(passes: Callable[[Array], Array], low: Array, high: Array) -> Array:
         def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds
             middle = low + (high - low) // 2
-            yes = reached(middle)
+            yes = passes(middle)
             return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
 
         def apart(bounds: tuple[Array, Array]) -> Array:
@@ -634,23 +653,23 @@ def _shortest(
         return lax.while_loop(apart, halve, (low, high))[0]
 
     last = largest(
-        lambda key: _reaches(measure(order >= key[:, None]), target),
+        lambda key: enough(order >= key[:, None]),
         jnp.zeros_like(order[:, 0]),
         jnp.max(order, axis=1) + 1,
     )[:, None]
     above, equal = order > last, order == last
-    first_id = jnp.min(jnp.where(equal, ids, n), axis=1)
+    first_id = jnp.min(jnp.where(equal, ids, ids.size), axis=1)
     last_id = jnp.max(jnp.where(equal, ids, 0), axis=1)
 
-    def upto(left_out: Array) -> Array:
+    def without(left_out: Array) -> Array:
         return above | (equal & (ids <= (last_id - left_out)[:, None]))
 
     left_out = largest(
-        lambda left_out: _reaches(measure(upto(left_out)), target),
+        lambda left_out: enough(without(left_out)),
         jnp.zeros_like(last_id),
         last_id - first_id + 1,
     )
-    return upto(left_out)
+    return without(left_out)
 
 
 def _for_each(
@@ -702,7 +721,8 @@ def keep(
     logits = _wide(logits)
     vocab = logits.shape[1]
     top, greedy = _argmax(logits)
-    wanted = _is_cut(params, vocab) & (params.temperature > 0) & (top > -jnp.inf)
+    invalid = _invalid(logits, top)
+    wanted = _is_cut(params, vocab) & (params.temperature > 0) & ~invalid
 
     def search() -> Cut:
         values, ids = _candidates(logits, min(max_candidates, vocab))
@@ -726,7 +746,7 @@ def keep(
         _scaled(logits, top, params), params
     )
     mask = jnp.where((params.temperature > 0)[:, None], mask, ids == greedy[:, None])
-    return mask & (logits > -jnp.inf) & ~jnp.isnan(top)[:, None]
+    return mask & (logits > -jnp.inf) & ~invalid[:, None]
 
 
 def _within(
@@ -784,8 +804,7 @@ def sample(
     logits = _wide(logits)
     vocab = logits.shape[1]
     top, greedy = _argmax(logits)
-    # A maximum hands on a NaN, so one number tells of the whole row.
-    invalid = jnp.isnan(top) | (top == -jnp.inf)
+    invalid = _invalid(logits, top)
     drawn = (params.temperature > 0) & ~invalid
     cut = drawn & _is_cut(params, vocab)
 
@@ -860,12 +879,19 @@ def _draw_cut(
 # Log-probabilities
 
 
-def _normaliser(logits: Float[Array, "rows vocab"]) -> tuple[Array, Array]:
-    """The largest logit of each row, and the log of the mass over it."""
+def _logprobs(
+    logits: Float[Array, "rows vocab"], values: Float[Array, "rows n"]
+) -> Float[Array, "rows n"]:
+    """Log-probabilities of tokens whose logits are `values`."""
     top, bits = jnp.max(logits, axis=1), _digit_bits(logits.shape[1])
-    over = jnp.where(logits == top[:, None], 0, logits - top[:, None])
-    mass = _total(_digits(jnp.exp(over), bits), bits)
-    return top, jnp.log(_number(mass, bits, logits.dtype))
+
+    def over(some: Array) -> Array:
+        # 0 also where both are +inf.
+        return jnp.where(some == top[:, None], 0, some - top[:, None])
+
+    mass = _total(_digits(jnp.exp(over(logits)), bits), bits)
+    result = over(values) - jnp.log(_number(mass, bits, logits.dtype))[:, None]
+    return jnp.where(_invalid(logits, top)[:, None], jnp.nan, result)
 
 
 def token_logprobs(
@@ -882,7 +908,7 @@ def token_logprobs(
     """
     logits = _wide(logits)
     values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    return _logprobs(values, *_normaliser(logits))[:, 0]
+    return _logprobs(logits, values)[:, 0]
 
 
 def top_logprobs(
@@ -905,13 +931,4 @@ def top_logprobs(
         raise ValueError(f"{max_logprobs=} must be in [1, {logits.shape[1]}]")
     logits = _wide(logits)
     values, ids = _candidates(logits, max_logprobs)
-    return ids, _logprobs(values, *_normaliser(logits))
-
-
-def _logprobs(
-    values: Float[Array, "rows n"], top: Array, log_mass: Array
-) -> Float[Array, "rows n"]:
-    below = jnp.where(values == top[:, None], 0, values - top[:, None])
-    result = below - log_mass[:, None]
-    bad = jnp.isnan(top) | (top == -jnp.inf)
-    return jnp.where(bad[:, None], jnp.nan, result)
+    return ids, _logprobs(logits, values)

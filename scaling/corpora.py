@@ -67,6 +67,9 @@ class CorpusConfig:
             raise ValueError(f"{self.held_out=} must be in (0, 1)")
 
 
+STANDARD_LIBRARY = CorpusConfig()
+
+
 class Split(NamedTuple):
     """The two sides of a corpus, each in order of names."""
 
@@ -100,9 +103,9 @@ def load(config: CorpusConfig) -> Split:
     return split
 
 
-def held_out_files(config: CorpusConfig | None = None) -> list[Path]:
-    """Lists the files never trained on, by default those of the standard library."""
-    return [document.path for document in load(config or CorpusConfig()).held_out]
+def held_out_files(config: CorpusConfig = STANDARD_LIBRARY) -> list[Path]:
+    """Lists the files that are never trained on."""
+    return [document.path for document in load(config).held_out]
 
 
 def describe(config: CorpusConfig) -> str:
@@ -125,7 +128,9 @@ def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
         parts += [np.frombuffer(document.text, np.uint8).astype(np.uint16), end]
     stream = np.concatenate(parts) if parts else end[:0]
     if len(stream) >= 2**31:
-        raise ValueError(f"{len(stream)} tokens are too many: under 2**31 are supported")
+        raise ValueError(
+            f"{len(stream)} tokens are too many: under 2**31 are supported"
+        )
     return stream
 
 
@@ -172,7 +177,9 @@ def draw(
     """
     num_tokens = stream.shape[0]
     num_windows = windows_per_epoch(num_tokens, seq_len)
-    index = step.astype(jnp.int32) * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+    index = step.astype(jnp.int32) * batch_size + jnp.arange(
+        batch_size, dtype=jnp.int32
+    )
     epoch, window = index // num_windows, index % num_windows
 
     def start(epoch, window):

@@ -22,7 +22,7 @@ class Score(NamedTuple):
     """How well a model predicts whole documents.
 
     Attributes:
-      bits_per_byte: code length of the documents, their ends included, over their bytes.
+      bits_per_byte: code length of the documents and their ends, over their bytes.
       loss: nats per token.
       num_tokens: predictions made, document ends included.
     """

@@ -1,0 +1,349 @@
+"""The host's side of the engine: text in, text out, one call late.
+
+`Engine` owns a state and three compiled programs. In every turn it hands over waiting
+requests, dispatches the next steps, and only then reads what the last ones emitted: the
+device never waits for Python. It never looks into the state either; what it must know,
+it counts itself.
+"""
+
+import collections
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxkv import answers, engine, forwarding, queueing, scheduling, states
+from jaxkv.answers import Completion, Event, Record
+from jaxkv.caching import Pages
+from jaxkv.sampling import Sampling
+from jaxkv.states import EngineConfig, EngineState
+
+
+def _cancel_and_drain(
+    state: EngineState, request_ids: Int32[Array, " n"]
+) -> tuple[EngineState, states.Sequences]:
+    return queueing.drain(queueing.cancel(state, request_ids))
+
+
+# At module level: all engines of a process share programs where configurations agree.
+_run_steps = jax.jit(
+    engine.run_steps,
+    static_argnames=("config", "forward", "logits_fn"),
+    donate_argnames="state",
+)
+_submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
+_drain = jax.jit(_cancel_and_drain, donate_argnames="state")
+
+
+class _Call(NamedTuple):
+    """A dispatched call whose results have not been read."""
+
+    info: engine.StepInfo
+    drained: states.Sequences | None
+
+
+class Engine:
+    """Serves a model. See the module's first lines for how."""
+
+    def __init__(
+        self,
+        params: Any,
+        forward: forwarding.Forward,
+        pages: Pages,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        eos_ids: Sequence[int] | None = None,
+        vocab_size: int | None = None,
+        policy: scheduling.Policy | None = None,
+        logits_fn: engine.LogitsFn | None = None,
+        keep_trace: bool = False,
+    ):
+        """Makes an idle engine; compiles nothing yet.
+
+        Args:
+          params: parameters, as `forward` takes them.
+          forward: the model.
+          pages: its K and V arrays; the engine consumes them.
+          config: the bounds.
+          tokenizer: with `encode`, `stream` and `eos_ids`; needed for text.
+          eos_ids: tokens that end an answer; None takes the tokenizer's.
+          vocab_size: token ids must lie below it; None does not check.
+          policy: who runs; None means `scheduling.fcfs()`.
+          logits_fn: changes logits before a token is drawn; a plain function, compiled
+            once for each function object.
+          keep_trace: whether `trace` collects the step infos.
+
+        Raises:
+          ValueError: the pages do not fit the configuration, or the end tokens do not
+            fit `max_stop_tokens`.
+        """
+        if eos_ids is None:
+            eos_ids = () if tokenizer is None else tokenizer.eos_ids
+        if len(eos_ids) > config.max_stop_tokens:
+            raise ValueError(
+                f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}"
+            )
+        self.params, self.config, self.tokenizer = params, config, tokenizer
+        self.policy = scheduling.fcfs() if policy is None else policy
+        self.trace: list[engine.StepInfo] = []
+        """Step infos of the calls read so far, as NumPy arrays."""
+        self._keep_trace = keep_trace
+        self._static = {"config": config, "forward": forward, "logits_fn": logits_fn}
+        self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
+        self._state = states.init(config, pages)
+        self._started = time.perf_counter()
+        self._ids = itertools.count()
+        self._pending: collections.deque[Record] = collections.deque()
+        self._records: dict[int, Record] = {}
+        self._withdrawn: list[Record] = []
+        self._cancels: list[int] = []
+        self._unread: collections.deque[_Call] = collections.deque()
+        # Rows of `Sequences` by fate: handed over and not known to have ended; known to
+        # have ended and not drained.
+        self._unfinished, self._finished = 0, 0
+
+    @classmethod
+    def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> Self:
+        """Serves a Hugging Face folder.
+
+        Args:
+          folder: with config.json, safetensors and, for text, tokenizer.json.
+          dtype: of weights and pages.
+          **fields: of `EngineConfig`; `policy`, `logits_fn` and `keep_trace` go to the
+            engine.
+
+        Raises:
+          ValueError: the folder or a field is not usable; the message says why.
+        """
+        from jaxkv import checkpoints, models  # flax and tokenizers load only here
+
+        own = ("policy", "logits_fn", "keep_trace")
+        rest = {name: fields.pop(name) for name in own if name in fields}
+        config = EngineConfig(**fields)
+        loaded = checkpoints.load_model(folder, dtype=dtype)
+        return cls(
+            loaded.params,
+            models.Forward(loaded.config, config.numerics),
+            models.make_pages(loaded.config, config, dtype=dtype),
+            config,
+            tokenizer=loaded.tokenizer,
+            eos_ids=loaded.eos_ids,
+            vocab_size=loaded.config.vocab_size,
+            **rest,
+        )
+
+    def now(self) -> float:
+        """Seconds since the engine was made."""
+        return time.perf_counter() - self._started
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        request_id: int | None = None,
+        arrival_s: float | None = None,
+    ) -> int:
+        """Takes a request; it runs while `stream` or `generate` does.
+
+        Any number of requests may wait on the host: those that the device has no room
+        for yet are kept here, never dropped.
+
+        Args:
+          prompt: text, or token ids.
+          sampling: how to draw; None means the defaults.
+          request_id: the caller's name for it, in [0, 2**31), which also keys its draws
+            if it brings no seed; None takes the next unused number.
+          arrival_s: when it may be admitted, in seconds since the engine was made; None
+            means now.
+
+        Returns:
+          The request id.
+
+        Raises:
+          ValueError: the request cannot be served; the message says why.
+        """
+        ask = Sampling() if sampling is None else sampling
+        tokens = self._checked(prompt, ask)
+        if request_id is None:
+            request_id = next(name for name in self._ids if name not in self._records)
+        if not 0 <= request_id < 2**31:
+            raise ValueError(f"{request_id=} must be in [0, 2**31)")
+        if request_id in self._records:
+            raise ValueError(f"{request_id=} is the name of a request still running")
+        record = Record(
+            request_id=request_id,
+            prompt=tokens,
+            limit=min(len(tokens) + ask.max_tokens, self.config.max_length),
+            sampling=ask,
+            arrival_s=self.now() if arrival_s is None else arrival_s,
+            stream=None if self.tokenizer is None else self.tokenizer.stream(),
+            end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
+        )
+        self._pending.append(record)
+        self._records[request_id] = record
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request with what it has; names of nobody are ignored."""
+        record = self._records.get(request_id)
+        if record is None or record.reason is not None:
+            return
+        if record in self._pending:
+            self._pending.remove(record)
+            record.reason, record.finish_s = "cancelled", self.now()
+            self._withdrawn.append(record)
+        else:
+            self._cancels.append(request_id)
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+    ) -> list[Completion]:
+        """Answers prompts, together with whatever else waits.
+
+        Args:
+          prompts: texts, or lists of token ids.
+          sampling: for all of them, or one each.
+
+        Returns:
+          The completions, in the order of the prompts.
+
+        Raises:
+          ValueError: a request cannot be served; none is then submitted.
+        """
+        if isinstance(sampling, Sampling) or sampling is None:
+            asks = [sampling or Sampling()] * len(prompts)
+        else:
+            asks = list(sampling)
+        if len(asks) != len(prompts):
+            raise ValueError(f"{len(asks)=} samplings must be {len(prompts)=}")
+        pairs = list(zip(prompts, asks, strict=True))
+        encoded = [self._checked(prompt, ask) for prompt, ask in pairs]
+        names = [self.submit(*pair) for pair in zip(encoded, asks, strict=True)]
+        done = {
+            event.request_id: event.completion
+            for event in self.stream()
+            if event.completion is not None
+        }
+        return [done[name] for name in names]
+
+    def stream(self) -> Iterator[Event]:
+        """Runs until no request is left, telling what happens as it does."""
+        while self._records or self._unread:
+            for record in self._withdrawn:
+                yield self._close(record, None, 0)
+            self._withdrawn.clear()
+            if self._has_work():
+                self._dispatch()
+            # One call is always under way while the one before is read.
+            if len(self._unread) > 1 or (self._unread and not self._has_work()):
+                yield from self._read(self._unread.popleft())
+
+    def _has_work(self) -> bool:
+        return bool(
+            self._pending or self._unfinished or self._finished or self._cancels
+        )
+
+    def _dispatch(self) -> None:
+        """Hands over what there is room for, then starts the next steps."""
+        if not self._unfinished and not self._finished and self._pending:
+            # Nothing runs: wait for the next arrival, or what is unread comes first.
+            wait_s = self._pending[0].arrival_s - self.now()
+            if wait_s > 0 and self._unread:
+                return
+            time.sleep(max(0.0, wait_s))
+        batch = self._next_batch()
+        if batch:
+            requests = answers.requests_of(batch, self.config, self._eos_ids)
+            self._state, _ = _submit(self._state, requests, config=self.config)
+            self._unfinished += len(batch)
+        clock = answers.clock(self.now())
+        self._state, info = _run_steps(
+            self.params, self._state, clock, policy=self.policy, **self._static
+        )
+        drained = None
+        if self._finished or self._cancels:
+            names = np.full((self.config.max_sequences,), -1, np.int32)
+            now, self._cancels = (
+                self._cancels[: names.size],
+                self._cancels[names.size :],
+            )
+            names[: len(now)] = now
+            self._state, drained = _drain(self._state, names)
+        self._unread.append(_Call(info, drained))
+
+    def _next_batch(self) -> list[Record]:
+        """The next pending requests, as many as the device surely has room for."""
+        config, known = self.config, self._unfinished + self._finished
+        room = min(
+            config.submit_width,
+            config.queue_capacity + config.max_slots - self._unfinished,
+            config.max_sequences - known,
+        )
+        return [
+            self._pending.popleft()
+            for _ in range(max(0, min(room, len(self._pending))))
+        ]
+
+    def _read(self, call: _Call) -> Iterator[Event]:
+        """Tells what a call emitted, then which requests are complete."""
+        info = jax.tree.map(np.asarray, call.info)
+        now = self.now()
+        if self._keep_trace:
+            self.trace.append(info)
+        for name, tokens, logprobs, reason in answers.emitted(info):
+            if reason is not None:
+                self._unfinished -= 1
+                self._finished += 1
+            record = self._records.get(name)
+            if record is None or record.reason is not None:
+                continue  # ended by a stop string; what the device added is void
+            yield record.extend(tokens, logprobs, reason, now)
+            if record.reason is not None and reason is None:
+                self._cancels.append(name)
+        if call.drained is not None:
+            yield from self._collect(call.drained)
+
+    def _collect(self, drained: states.Sequences) -> Iterator[Event]:
+        rows = np.flatnonzero(np.asarray(drained.status) == states.FINISHED)
+        names, reasons = np.asarray(drained.request_id), np.asarray(drained.reason)
+        for row in rows.tolist():
+            if reasons[row] == states.CANCELLED:
+                self._unfinished -= 1
+            else:
+                self._finished -= 1
+            record = self._records.get(int(names[row]))
+            if record is not None:
+                if record.reason is None:
+                    record.reason, record.finish_s = "cancelled", self.now()
+                yield self._close(record, drained, row)
+
+    def _close(
+        self, record: Record, drained: states.Sequences | None, row: int
+    ) -> Event:
+        del self._records[record.request_id]
+        completion = record.complete(drained, row)
+        return Event(record.request_id, [], record.text[record.shown :], completion)
+
+    def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:
+        if not isinstance(prompt, str):
+            tokens = [int(token) for token in prompt]
+        elif self.tokenizer is None:
+            raise ValueError("there is no tokenizer; give token ids, not text")
+        else:
+            tokens = self.tokenizer.encode(prompt)
+        answers.check(
+            *(tokens, ask),
+            config=self.config,
+            num_eos=0 if ask.ignore_eos else len(self._eos_ids),
+            vocab_size=self._vocab_size,
+            has_text=self.tokenizer is not None,
+        )
+        return tokens

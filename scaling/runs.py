@@ -1,0 +1,109 @@
+"""The folder of one training run: what was asked, the curve, where checkpoints lie.
+
+    config.json         the run, the text's digest and where the run started
+    curve.jsonl         one line per report, see `training.Result`
+    checkpoints/STEP    the state after so many steps, the last two
+
+Small files are written aside and renamed; a reader never meets half of one.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt16
+
+_NUM_KEPT = 2
+
+
+class RunFolder:
+    """Opens the folder of a run, making it where it is missing.
+
+    Args:
+      out: the folder.
+      described: what decides the run's result, as plain JSON values.
+      first_step: the step a new run starts from; a run that is there keeps its own.
+
+    Raises:
+      ValueError: the folder holds a run that was described otherwise.
+    """
+
+    def __init__(self, out: Path, described: dict[str, Any], first_step: int):
+        self._out = Path(out).absolute()
+        self._checkpoints = self._out / "checkpoints"
+        self._curve = self._out / "curve.jsonl"
+        described = json.loads(json.dumps(described))
+        file = self._out / "config.json"
+        if file.exists():
+            before = json.loads(file.read_text("utf-8"))
+            first_step = before.pop("first_step", 0)
+            if differs := _differences(before, described):
+                raise ValueError(f"{out}: holds another run; differs in {differs}")
+        else:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            described |= {"first_step": first_step}
+            _write(file, json.dumps(described, indent=2) + "\n")
+        self.first_step = first_step
+        # What a killed run was writing when it ended.
+        for entry in self._checkpoints.iterdir():
+            if not entry.name.isdigit():
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def checkpoint(self, step: int) -> Path:
+        """The place of the checkpoint after so many steps."""
+        return self._checkpoints / str(step)
+
+    def last_step(self) -> int | None:
+        """The step of the last whole checkpoint; None if there is none."""
+        return max(self._steps(), default=None)
+
+    def prune(self) -> None:
+        """Drops all checkpoints but the last two."""
+        for step in sorted(self._steps())[:-_NUM_KEPT]:
+            shutil.rmtree(self.checkpoint(step))
+
+    def read_curve(self, step: int) -> list[dict[str, Any]]:
+        """Reads the curve up to a step, and cuts off what was reported after it."""
+        if not self._curve.exists():
+            return []
+        lines = self._curve.read_text("utf-8").splitlines(keepends=True)
+        # A killed run may have left half a line.
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if line["step"] <= step]
+        _write(self._curve, "".join(json.dumps(line) + "\n" for line in kept))
+        return kept
+
+    def report(self, line: dict[str, Any]) -> None:
+        """Adds a line to the curve."""
+        with self._curve.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _steps(self) -> list[int]:
+        names = (entry.name for entry in self._checkpoints.iterdir())
+        return [int(name) for name in names if name.isdigit()]
+
+
+def digest(stream: UInt16[np.ndarray, " tokens"]) -> str:
+    """The SHA-256 of a stream of tokens, so that a run knows its text again."""
+    return hashlib.sha256(stream.astype("<u2").tobytes()).hexdigest()
+
+
+def _differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """Names the values that differ, nested ones with dots."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [] if before == now else [name]
+    keys = sorted(before.keys() | now.keys())
+    found = (
+        _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+        for key in keys
+    )
+    return [difference for part in found for difference in part]
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
