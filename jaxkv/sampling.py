@@ -16,7 +16,7 @@ probability reaches its share.
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,7 @@ class Sampling:
                 raise ValueError(wrong)
 
     @classmethod
-    def greedy(cls, **fields: Any) -> Self:
+    def greedy(cls, **fields: Any) -> "Sampling":
         """The most likely token at every position; `fields` sets everything else."""
         return cls(temperature=0.0, **fields)
 
@@ -345,7 +345,8 @@ def penalise(
 
 def _wide(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Logits in at least float32."""
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    narrow = jnp.finfo(logits.dtype).bits < 32
+    return logits.astype(jnp.float32) if narrow else logits
 
 
 def _unsigned_zero(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -374,8 +375,9 @@ def _first(
     where: Bool[Array, "rows n"], ids: Int32[Array, "#rows n"]
 ) -> Int32[Array, " rows"]:
     """The lowest of the marked ids; 0 where none is."""
-    lowest = jnp.min(jnp.where(where, ids, np.iinfo(np.int32).max), axis=1)
-    return jnp.where(jnp.any(where, axis=1), lowest, 0)
+    none = np.iinfo(np.int32).max
+    lowest = jnp.min(jnp.where(where, ids, none), axis=1)
+    return jnp.where(lowest == none, 0, lowest)
 
 
 Score = Callable[[Array, Array], Array]
@@ -434,10 +436,14 @@ def _candidates(
     that ranks before all those of the other blocks. Do not slice the result: XLA would
     merge the two slices, no longer see a top-k and sort.
     """
+    if num < 1:
+        raise ValueError(f"max_candidates={num} must be at least 1")
+    num = min(num, logits.shape[1])
     blocks = _blocks(logits)
     rows, num_blocks, size = blocks.shape
     if num_blocks <= 2 * num:
-        return lax.top_k(_unsigned_zero(logits), num)
+        values, ids = lax.top_k(_unsigned_zero(logits), num)
+        return values, ids
     _, chosen = lax.top_k(_unsigned_zero(jnp.max(blocks, axis=2)), num)
     # In the order of ids again, by which top_k breaks ties.
     chosen = jnp.sort(chosen, axis=1)
@@ -527,7 +533,10 @@ def _scaled(
 def _above_min_p(
     scaled: Float[Array, "rows n"], params: Params
 ) -> Bool[Array, "rows n"]:
-    return scaled >= jnp.log(params.min_p.astype(scaled.dtype))[:, None]
+    share = params.min_p.astype(scaled.dtype)
+    # -log1p is the log. XLA's CPU log itself rounds differently in batches of 3, 5, 6
+    # and 7 rows than in others.
+    return scaled >= -jnp.log1p((1 - share) / share)[:, None]
 
 
 def _is_cut(params: Params, vocab: int) -> Bool[Array, " rows"]:
@@ -565,10 +574,8 @@ def _settle(
     weights = jnp.exp(_scaled(values, top, params))
     place = jnp.arange(num, dtype=jnp.int32)[None, :]
     weights = jnp.where(place < limit[:, None], weights, 0)
-    running = tuple(
-        jnp.cumsum(digit, axis=1, dtype=jnp.int32) for digit in _digits(weights, bits)
-    )
-    running = _carried(running, bits)
+    running = jnp.cumsum(jnp.stack(_digits(weights, bits)), axis=2, dtype=jnp.int32)
+    running = _carried(tuple(running), bits)
 
     within = tuple(digit[:, -1] for digit in running)
     whole = lax.cond(
@@ -587,54 +594,71 @@ def _settle(
 def _exact_cut(
     logits: Float[Array, "1 vocab"], top: Float[Array, " 1"], params: Params
 ) -> Cut:
-    """Settles top-k and top-p of one row by bisection, whatever it looks like."""
-    vocab, dtype = logits.shape[1], logits.dtype
-    bits, order = _digit_bits(vocab), _ordered(_unsigned_zero(logits))
+    """Settles top-k and top-p of one row by bisection, whatever it looks like.
 
-    def narrow(stage: Array, kept: Array) -> Array:
+    The row must be cut, and hold neither NaN nor -inf alone.
+    """
+    vocab, dtype = logits.shape[1], logits.dtype
+    bits, order = _digit_bits(vocab), _order(logits)
+    ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+
+    def narrow(stage: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
         # First top-k, every token weighing 1, then top-p.
         weights = jnp.exp(_scaled(logits, top, params))
         weights = jnp.where(stage == 0, jnp.ones_like(weights), weights)
+        kept = _upto(order, ids, last)
         digits = _digits(jnp.where(kept, weights, 0), bits)
         share = _share(params.top_p, _total(digits, bits), bits, dtype)
         count = _digits(params.top_k.astype(dtype), bits)
         target = tuple(
             jnp.where(stage == 0, k, p) for k, p in zip(count, share, strict=True)
         )
-        return _shortest(order, digits, bits, target)
+        return _last(order, ids, _order(top), digits, bits, target)
 
     counted = (params.top_k > 0) & (params.top_k < vocab)
-    kept = lax.fori_loop(
-        jnp.where(counted, 0, 1)[0],
-        jnp.where(params.top_p < 1, 2, 1)[0],
-        narrow,
-        jnp.ones(logits.shape, bool),
+    first_stage = jnp.where(counted, 0, 1)[0]
+    end_stage = jnp.where(params.top_p < 1, 2, 1)[0]
+    everything = jnp.zeros_like(order[:, 0]), jnp.full((1,), vocab, jnp.int32)
+    key, token = lax.fori_loop(first_stage, end_stage, narrow, everything)
+    return Cut(_value(key, dtype), token)
+
+
+def _order(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
+    """Unsigned integers that compare as the floats do (no NaN among them)."""
+    raw = lax.bitcast_convert_type(
+        _unsigned_zero(values), jnp.dtype(f"uint{values.dtype.itemsize * 8}")
     )
-    value = jnp.min(jnp.where(kept, logits, jnp.inf), axis=1)
-    last = kept & (logits == value[:, None])
-    ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    return Cut(value, jnp.max(jnp.where(last, ids, 0), axis=1))
-
-
-def _ordered(values: Float[Array, "rows n"]) -> UInt[Array, "rows n"]:
-    """Unsigned integers in the same order as the floats (no NaN, no -0)."""
-    width = values.dtype.itemsize * 8
-    kind = jnp.dtype(f"uint{width}")
-    raw = lax.bitcast_convert_type(values, kind)
-    sign = jnp.asarray(1 << (width - 1), kind)
+    sign = ~(~jnp.zeros_like(raw) >> 1)
     return jnp.where(raw >= sign, ~raw, raw | sign)
 
 
-def _shortest(
-    order: UInt[Array, "rows n"], digits: Mass, bits: int, target: Mass
-) -> Bool[Array, "rows n"]:
-    """Marks the shortest run of ranks whose mass reaches the target.
+def _value(order: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+    """The inverse of `_order`."""
+    sign = ~(~jnp.zeros_like(order) >> 1)
+    raw = jnp.where(order >= sign, order ^ sign, ~order)
+    return lax.bitcast_convert_type(raw, dtype)
 
-    First the last value in it is found, then the last id among those equal to it. Each
-    step halves what is left, so a row takes at most as many passes as a float has
-    bits, plus those of its ties.
+
+def _upto(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:
+    """Marks the ranks up to the last one, (value, id)."""
+    value, token = last[0][:, None], last[1][:, None]
+    return (values > value) | ((values == value) & (ids <= token))
+
+
+def _last(
+    order: UInt[Array, "1 vocab"],
+    ids: Int32[Array, "1 vocab"],
+    top: UInt[Array, " 1"],
+    digits: Mass,
+    bits: int,
+    target: Mass,
+) -> tuple[UInt[Array, " 1"], Int32[Array, " 1"]]:
+    """Finds the rank at which the mass of all ranks so far reaches the target.
+
+    First its value is found, then its id among the tokens that share the value. Each
+    step halves what is left, so there are at most as many passes over the row as a
+    float has bits, plus those of its ties.
     """
-    ids = jnp.arange(order.shape[1], dtype=jnp.int32)[None, :]
 
     def enough(kept: Array) -> Array:
         kept_digits = tuple(jnp.where(kept, digit, 0) for digit in digits)
@@ -652,24 +676,18 @@ def _shortest(
 
         return lax.while_loop(apart, halve, (low, high))[0]
 
-    last = largest(
-        lambda key: enough(order >= key[:, None]),
-        jnp.zeros_like(order[:, 0]),
-        jnp.max(order, axis=1) + 1,
-    )[:, None]
-    above, equal = order > last, order == last
+    value = largest(
+        lambda value: enough(order >= value[:, None]), jnp.zeros_like(top), top + 1
+    )
+    equal = order == value[:, None]
     first_id = jnp.min(jnp.where(equal, ids, ids.size), axis=1)
     last_id = jnp.max(jnp.where(equal, ids, 0), axis=1)
-
-    def without(left_out: Array) -> Array:
-        return above | (equal & (ids <= (last_id - left_out)[:, None]))
-
     left_out = largest(
-        lambda left_out: enough(without(left_out)),
+        lambda left_out: enough(_upto(order, ids, (value, last_id - left_out))),
         jnp.zeros_like(last_id),
         last_id - first_id + 1,
     )
-    return without(left_out)
+    return value, last_id - left_out
 
 
 def _for_each(
@@ -725,7 +743,7 @@ def keep(
     wanted = _is_cut(params, vocab) & (params.temperature > 0) & ~invalid
 
     def search() -> Cut:
-        values, ids = _candidates(logits, min(max_candidates, vocab))
+        values, ids = _candidates(logits, max_candidates)
         kept, settled = _settle(logits, top, values, params, wanted)
         last = jnp.minimum(kept, values.shape[1])[:, None] - 1
         cut = Cut(
@@ -742,18 +760,9 @@ def keep(
     cut = lax.cond(jnp.any(wanted), search, lambda: nothing)
     cut = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), cut, nothing)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    mask = _within(logits, ids, cut) & _above_min_p(
-        _scaled(logits, top, params), params
-    )
+    mask = _upto(logits, ids, cut) & _above_min_p(_scaled(logits, top, params), params)
     mask = jnp.where((params.temperature > 0)[:, None], mask, ids == greedy[:, None])
     return mask & (logits > -jnp.inf) & ~invalid[:, None]
-
-
-def _within(
-    logits: Float[Array, "rows n"], ids: Int32[Array, "#rows n"], cut: Cut
-) -> Bool[Array, "rows n"]:
-    value, token = cut.value[:, None], cut.token[:, None]
-    return (logits > value) | ((logits == value) & (ids <= token))
 
 
 # Drawing
@@ -842,7 +851,7 @@ def _score(top: Array, params: Params, keys: Array, cut: Cut | None = None) -> S
         scaled = _scaled(logits, top, params)
         kept = _above_min_p(scaled, params)
         if cut is not None:
-            kept &= _within(logits, ids, cut)
+            kept &= _upto(logits, ids, cut)
         noise = gumbel(keys, ids, logits.dtype)
         return jnp.where(kept, scaled + noise, -jnp.inf)
 
@@ -861,7 +870,7 @@ def _draw_cut(
 
     The best tokens do where they settle the cut-offs, else the whole row is searched.
     """
-    values, ids = _candidates(logits, min(max_candidates, logits.shape[1]))
+    values, ids = _candidates(logits, max_candidates)
     kept, settled = _settle(logits, top, values, params, wanted)
     scores = _score(top, params, keys)(values, ids)
     place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
@@ -889,8 +898,10 @@ def _logprobs(
         # 0 also where both are +inf.
         return jnp.where(some == top[:, None], 0, some - top[:, None])
 
-    mass = _total(_digits(jnp.exp(over(logits)), bits), bits)
-    result = over(values) - jnp.log(_number(mass, bits, logits.dtype))[:, None]
+    first, *rest = _total(_digits(jnp.exp(over(logits)), bits), bits)
+    # Without the largest weight, a 1: log1p is exact where that is almost all there is.
+    others = _number((first - (1 << bits), *rest), bits, logits.dtype)
+    result = over(values) - jnp.log1p(others)[:, None]
     return jnp.where(_invalid(logits, top)[:, None], jnp.nan, result)
 
 

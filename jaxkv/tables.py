@@ -5,6 +5,7 @@ cover, and `NO_PAGE` beyond. Tables and pool move together: every operation that
 or unmaps a page takes and returns both, so that counts always equal uses.
 """
 
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -273,11 +274,9 @@ def violations(
     have = num_pages(table, page_size=page_size)
     place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
     valid = place < have[:, None]
-
     held = jnp.zeros_like(pool.ref) if pins is None else pins
     used = jnp.where(valid & live[:, None], table.page_ids, NO_PAGE)
     held = paging.put(held, used, 1, "add")
-
     is_page = (table.page_ids >= 0) & (table.page_ids < total)
     misplaced = jnp.where(valid, ~is_page, table.page_ids != NO_PAGE)
     row = jnp.sort(jnp.where(valid & is_page, table.page_ids, NO_PAGE), axis=1)
@@ -286,21 +285,16 @@ def violations(
 
     mapped = jnp.any(table.page_ids != NO_PAGE, axis=1)
     ghost = ~live & ((table.length != 0) | (table.ahead != 0) | mapped)
-    i4 = _count(misplaced) + _count(repeated) + _count(impossible)
+    count = partial(jnp.sum, dtype=jnp.int32)
     return Violations(
-        i1=_count(held != pool.ref), i2=paging.unsound(pool), i4=i4, i5=_count(ghost)
+        i1=count(held != pool.ref),
+        i2=paging.unsound(pool),
+        i4=count(misplaced) + count(repeated) + count(impossible),
+        i5=count(ghost),
     )
 
 
-def _unmap(
-    pool: Pool,
-    page_ids: Int32[Array, "slots pages_per_slot"],
-    where: Bool[Array, "..."],
-) -> tuple[Pool, Int32[Array, "slots pages_per_slot"]]:
+def _unmap(pool: Pool, page_ids: Array, where: Array) -> tuple[Pool, Array]:
     """Releases the pages at the places in `where` and empties those places."""
     pool = paging.release(pool, jnp.where(where, page_ids, NO_PAGE))
     return pool, jnp.where(where, NO_PAGE, page_ids)
-
-
-def _count(wrong: Bool[Array, "..."]) -> Int32[Array, ""]:
-    return jnp.sum(wrong, dtype=jnp.int32)

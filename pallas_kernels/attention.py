@@ -6,6 +6,7 @@ are all just rows. Kernels know pages and nothing above them: a layer is an offs
 the caller has added to the page ids, a request does not exist.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -97,12 +98,15 @@ def paged_attention(
     q = (q * jnp.asarray(scale, q.dtype)).reshape(
         q.shape[0], kv_heads, q_heads // kv_heads, q.shape[2]
     )
-    if slots is None or numerics == "reproducible":
-        attend = reference.attend_per_row
-    else:
+    rows, head_dim = q.shape[0], q.shape[3]
+    attend = reference.attend_per_row
+    if numerics == "fast" and slots is None:
+        few = max(1, 4 // max(rows, 1))
+        size = min(reference.MAX_BLOCK, few * reference.BLOCK)
+        attend = functools.partial(attend, block_size=size)
+    elif numerics == "fast":
         attend = reference.attend_per_tile
     out, lse = attend(q, k_pages, v_pages, view, window=window)
-    rows, head_dim = q.shape[0], q.shape[3]
     return AttentionState(
         out.reshape(rows, q_heads, head_dim), lse.reshape(rows, q_heads)
     )

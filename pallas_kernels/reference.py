@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 BLOCK = 64
 """Positions that are gathered and summed together."""
+MAX_BLOCK = 256
+"""The same for few rows, where starting an operation costs more than its work."""
 TILE = 64
 """Rows of one slot that share a gather in `attend_per_tile`."""
 
@@ -46,6 +48,7 @@ def attend_per_row(
     view: View,
     *,
     window: int | None,
+    block_size: int = BLOCK,
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
@@ -63,11 +66,10 @@ def attend_per_row(
     first = _first_seen(view.positions, window)
 
     def block(index: Array, state: _Softmax) -> _Softmax:
-        places = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
         seen = _visible(places, view.positions, context, view.ancestors, window)
-        k, v = (_gather(pages, page_ids, index) for pages in (k_pages, v_pages))
-        held = places[None, :] <= last[:, None]
-        v = jnp.where(held[:, None, :, None], v, _zero(v))
+        k = _gather(k_pages, page_ids, index, block_size)
+        v = _gather(v_pages, page_ids, index, block_size, last)
         scores = jnp.einsum(
             "rhgd,rhtd->rhgt", q, k, preferred_element_type=state.top.dtype
         )
@@ -81,8 +83,8 @@ def attend_per_row(
         return state._replace(out=state.out + out)
 
     state = lax.fori_loop(
-        jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // BLOCK,
-        jnp.max(last) // BLOCK + 1,
+        jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
+        jnp.max(last) // block_size + 1,
         block,
         _start((rows, kv_heads, group), head_dim, q.dtype),
     )
@@ -132,8 +134,8 @@ def attend_per_tile(
         def block(index: Array, state: _Softmax) -> _Softmax:
             places = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             seen = _visible(places, tile_positions, context, tile_ancestors, window)
-            k, v = (_gather(pages, page_ids, index)[0] for pages in (k_pages, v_pages))
-            v = jnp.where((places <= last)[None, :, None], v, _zero(v))
+            k = _gather(k_pages, page_ids, index, BLOCK)[0]
+            v = _gather(v_pages, page_ids, index, BLOCK, last[None])[0]
             scores = jnp.einsum(
                 "hqd,htd->hqt", queries, k, preferred_element_type=state.top.dtype
             ).reshape(kv_heads, group, TILE, BLOCK)
@@ -215,27 +217,34 @@ def _visible(places, positions, context, ancestors, window):
     return seen
 
 
-def _gather(pages, page_ids, index):
-    """One block of keys or values: `[rows, kv_heads, BLOCK, head_dim]`.
+def _gather(pages, page_ids, index, block_size, last=None):
+    """One block of keys or values: `[rows, kv_heads, block_size, head_dim]`.
 
-    Indexed by (page, head, part of a page), so that the result needs no transposition:
-    a gather of long rows is what a CPU does fastest.
+    Places beyond `last` read as 0. Indexed by (page, head, part of a page), so that the
+    result needs no transposition, and kept two-dimensional until it is whole: long rows
+    are what a CPU copies fastest.
     """
     num_pages, kv_heads, page_size, head_dim = pages.shape
-    part = math.gcd(page_size, BLOCK)
-    parts_per_page, parts = page_size // part, BLOCK // part
+    part = math.gcd(page_size, block_size)
+    parts_per_page, parts = page_size // part, block_size // part
     which = index * parts + jnp.arange(parts, dtype=jnp.int32)
     column = which // parts_per_page
-    width = page_ids.shape[1]
+    rows, width = page_ids.shape
     ids = page_ids[:, jnp.minimum(column, width - 1)]
     mapped = (column < width)[None, :] & (ids >= 0) & (ids < num_pages)
     ids = jnp.where(mapped, ids, 0)
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     address = (ids[:, None, :] * kv_heads + head) * parts_per_page
-    address = address + (which % parts_per_page)[None, None, :]
+    address = (address + (which % parts_per_page)[None, None, :]).reshape(-1)
     flat = pages.reshape(num_pages * kv_heads * parts_per_page, part * head_dim)
-    rows = flat.at[address].get(mode="promise_in_bounds")
-    return rows.reshape(page_ids.shape[0], kv_heads, BLOCK, head_dim)
+    found = flat.at[address].get(mode="promise_in_bounds")
+    if last is not None:
+        known = (last[:, None] + 1 - which[None, :] * part) * head_dim
+        known = jnp.broadcast_to(known[:, None, :], (rows, kv_heads, parts))
+        element = jnp.arange(part * head_dim, dtype=jnp.int32)
+        held = element[None, :] < known.reshape(-1)[:, None]
+        found = jnp.where(held, found, _zero(found))
+    return lax.optimization_barrier(found).reshape(rows, kv_heads, block_size, head_dim)
 
 
 def _start(shape, head_dim, dtype) -> _Softmax:

@@ -34,10 +34,10 @@ class Score(NamedTuple):
 
 def token_losses(
     params: models.Params,
-    windows: Int[Array, "batch seq+1"],
+    windows: Int[Array, "batch window"],
     *,
     model: models.ModelConfig,
-) -> Float[Array, "batch seq"]:
+) -> Float[Array, "batch window-1"]:
     """Nats of every token of each window but the first, given those before it."""
     logits = models.logits(params, windows[:, :-1], config=model)
     picked = jnp.take_along_axis(logits, windows[:, 1:, None], axis=-1)[..., 0]
@@ -46,7 +46,9 @@ def token_losses(
 
 def cut(
     documents: Iterable[corpora.Document], seq_len: int
-) -> tuple[Int[np.ndarray, "windows seq_len+1"], Bool[np.ndarray, "windows seq_len"]]:
+) -> tuple[
+    Int[np.ndarray, "windows {seq_len}+1"], Bool[np.ndarray, "windows {seq_len}"]
+]:
     """Cuts each document into windows that predict every byte and its end once.
 
     A document's first byte is predicted from `END`, the first of a later window from

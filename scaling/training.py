@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ class TrainState(NamedTuple):
     step: Int32[Array, ""]
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Who is told how far a run is, and may ask it to stop; `experiments` has one."""
 
@@ -99,7 +100,14 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             # al. 2025, arXiv:2502.16982, section 2.2.
             consistent_rms=0.2,
         )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), main)
+    whole = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), main)
+
+    def update(updates, state, params=None):
+        # optax mixes integers and floats, which a strict caller would forbid.
+        with jax.numpy_dtype_promotion("standard"):
+            return whole.update(updates, state, params)
+
+    return optax.GradientTransformation(whole.init, update)
 
 
 def init(

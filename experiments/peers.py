@@ -1,0 +1,103 @@
+"""Other engines, timed in processes of their own: `peer_script` seen from our side."""
+
+import contextlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+KINDS = ("transformers", "llama.cpp")
+SCRIPT = Path(__file__).with_name("peer_script.py")
+
+
+class Timing(NamedTuple):
+    """One batch served once.
+
+    Attributes:
+      prefill_s: seconds until every request had its first token.
+      decode_s: seconds for all tokens after those.
+      tokens: the answers.
+      peak_bytes: peak memory of the process that served it, weights included.
+    """
+
+    prefill_s: float
+    decode_s: float
+    tokens: list[list[int]]
+    peak_bytes: int
+
+
+class Peer:
+    """A running peer, as a context; leaving it ends the process.
+
+    Args:
+      kind: which engine, one of `KINDS`.
+      python: the interpreter that has it installed.
+      folder: the model, a Hugging Face folder of float32 weights.
+      num_threads: processor threads that it may use.
+
+    Raises:
+      ValueError: the interpreter cannot be started.
+    """
+
+    def __init__(self, kind: str, python: Path, folder: Path, num_threads: int):
+        command = [str(python), str(SCRIPT), kind, str(folder), str(num_threads)]
+        self._errors = tempfile.TemporaryFile("w+")
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                start_new_session=True,  # a Ctrl-C is for us to hear
+            )
+        except OSError as error:
+            raise ValueError(f"{python}: cannot be started: {error.strerror}") from None
+        self.name = kind
+
+    def __enter__(self) -> Self:
+        """Waits until the model is loaded.
+
+        Raises:
+          ValueError: the engine is not installed there, or cannot load the model.
+        """
+        try:
+            said = self._hear()
+            if "absent" in said:
+                raise ValueError(f"{self.name}: {said['absent']}")
+        except BaseException:
+            self.__exit__()
+            raise
+        self.version: str = said["version"]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def measure(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Timing:
+        """Serves prompts of one length as one batch, greedily.
+
+        Raises:
+          ValueError: the peer broke down; the line says what it said last.
+        """
+        asked = {"prompts": prompts, "output_tokens": output_tokens}
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is nothing to hear
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+        return Timing(**self._hear())
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            last = ["", *self._errors.read().split("\n")]
+            said = next(filter(str.strip, reversed(last)), "")
+            raise ValueError(f"{self.name}: ended early: {said.strip()}")
+        return json.loads(line)

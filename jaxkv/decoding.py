@@ -1,0 +1,140 @@
+"""Decoding without a scheduler, for research code: a cache, prefill, one step.
+
+The caller decides who runs; pages are still allocated, shared pool and all. Everything
+is pure and works inside the caller's own `jit`, `vmap` and `scan`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv import caching, forwarding, paging, tables
+
+
+class Cache(NamedTuple):
+    """K and V of a few sequences, one a slot, in pages of a common pool."""
+
+    pages: caching.Pages
+    pool: paging.Pool
+    table: tables.Table
+
+
+def init_cache(pages: caching.Pages, *, max_slots: int, max_length: int) -> Cache:
+    """Makes an empty cache.
+
+    Args:
+      pages: K and V arrays of the model.
+      max_slots: sequences, at least 1.
+      max_length: longest sequence, in tokens, at least 1.
+
+    Returns:
+      The cache; donate it to the programs that use it.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    if max_length < 1:
+        raise ValueError(f"{max_length=} must be at least 1")
+    return Cache(
+        pages,
+        paging.make_pool(pages.num_pages),
+        tables.make_table(max_slots, -(-max_length // pages.page_size)),
+    )
+
+
+def prefill(
+    params: Any,
+    cache: Cache,
+    tokens: Int32[Array, "slots width"],
+    lengths: Int32[Array, " slots"],
+    *,
+    forward: forwarding.Forward,
+) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
+    """Feeds several tokens of every slot, behind those it has.
+
+    Args:
+      params: parameters of the model.
+      cache: the cache.
+      tokens: tokens to feed, padded with anything.
+      lengths: how many of each slot, in [0, width]; 0 leaves the slot alone.
+      forward: the model.
+
+    Returns:
+      Logits of each slot's last token, meaningless for slots left alone; the cache; and
+      whether pages and slots had room. If not, no slot was fed and the cache is as
+      before, up to what is written beyond its lengths.
+    """
+    slots, width = tokens.shape
+    cache, fed, enough = _reserve(cache, lengths)
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    used = place < fed[:, None]
+    # Rows of a slot must stand side by side; padding may stand between slots.
+    slot = jnp.arange(slots, dtype=jnp.int32)[:, None]
+    rows = caching.Rows(
+        token=tokens.reshape(-1),
+        position=jnp.where(used, cache.table.length[:, None] + place, -1).reshape(-1),
+        slot=jnp.where(used, slot, -1).reshape(-1),
+        page_ids=cache.table.page_ids,
+        logit_rows=jnp.where(fed > 0, slot[:, 0] * width + fed - 1, -1),
+    )
+    logits, cache = _feed(params, cache, rows, fed, forward)
+    return logits, cache, enough
+
+
+def decode_step(
+    params: Any,
+    cache: Cache,
+    tokens: Int32[Array, " slots"],
+    *,
+    forward: forwarding.Forward,
+    active: Bool[Array, " slots"] | None = None,
+) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
+    """Feeds one token of every slot.
+
+    Args:
+      params: parameters of the model.
+      cache: the cache.
+      tokens: the next token of each slot.
+      forward: the model.
+      active: slots to feed; None means all.
+
+    Returns:
+      As `prefill` does.
+    """
+    slots = tokens.shape[0]
+    want = jnp.ones((slots,), jnp.int32) if active is None else active.astype(jnp.int32)
+    cache, fed, enough = _reserve(cache, want)
+    rows = caching.Rows(
+        token=tokens,
+        position=jnp.where(fed > 0, cache.table.length, -1),
+        slot=None,
+        page_ids=cache.table.page_ids,
+        logit_rows=jnp.where(fed > 0, jnp.arange(slots, dtype=jnp.int32), -1),
+    )
+    logits, cache = _feed(params, cache, rows, fed, forward)
+    return logits, cache, enough
+
+
+def _reserve(
+    cache: Cache, want: Int32[Array, " slots"]
+) -> tuple[Cache, Int32[Array, " slots"], Bool[Array, ""]]:
+    pool, table, enough = tables.reserve(
+        *(cache.pool, cache.table),
+        jnp.where(want > 0, cache.table.length + want, 0),
+        page_size=cache.pages.page_size,
+        max_new_pages=cache.table.page_ids.shape[1],
+    )
+    return cache._replace(pool=pool, table=table), jnp.where(enough, want, 0), enough
+
+
+def _feed(
+    params: Any,
+    cache: Cache,
+    rows: caching.Rows,
+    fed: Int32[Array, " slots"],
+    forward: forwarding.Forward,
+) -> tuple[Array, Cache]:
+    result = forward(params, cache.pages, rows)
+    table = tables.advance(cache.table, fed)
+    return result.logits, cache._replace(pages=result.pages, table=table)

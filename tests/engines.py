@@ -1,0 +1,343 @@
+"""Tiny models, random requests, and the plain loop that every engine must equal."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import engine, models, queueing, sampling, scheduling, states
+from jaxkv.sampling import Sampling
+from jaxkv.states import EngineConfig, EngineState
+
+MODEL = models.ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_size=40,
+    max_positions=64,
+    tie_embeddings=False,
+)
+
+run_steps = jax.jit(
+    engine.run_steps,
+    static_argnames=("config", "forward", "logits_fn", "num_steps"),
+    donate_argnames="state",
+)
+submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
+cancel = jax.jit(queueing.cancel, donate_argnames="state")
+drain = jax.jit(queueing.drain, donate_argnames="state")
+full_logits = jax.jit(models.logits, static_argnames="config")
+
+
+class Ask(NamedTuple):
+    """A request, as the tests write it."""
+
+    request_id: int
+    prompt: list[int]
+    sampling: Sampling
+    arrival_s: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """What became of a request."""
+
+    tokens: list[int]
+    reason: str
+    logprobs: np.ndarray
+    """Of the answer, where asked for; else zeros."""
+    prompt_logprobs: np.ndarray
+    """Of the prompt from its second token on, where asked for; else zeros."""
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    first_token_s: float
+    finish_s: float
+    num_recomputed: int
+
+
+class Run(NamedTuple):
+    """All requests of a workload served."""
+
+    outcomes: dict[int, Outcome]
+    info: engine.StepInfo
+    """The infos of all steps, as NumPy arrays."""
+    state: EngineState
+    """The idle engine that is left."""
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        return {name: outcome.tokens for name, outcome in self.outcomes.items()}
+
+
+@functools.cache
+def params(config: models.ModelConfig = MODEL, dtype: str = "float32") -> models.Params:
+    """Random parameters that give every logit a say: its deviation is about 3."""
+    drawn = models.init_params(config, jax.random.key(7))
+    wide = jax.tree.map(lambda x: x * (6.0 if x.ndim > 1 else 1.0), drawn)
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), wide)
+
+
+def start(config: EngineConfig, model: models.ModelConfig = MODEL) -> EngineState:
+    """An idle engine whose pages are full of NaN, which nobody may ever see."""
+    dtype = params(model)["embed"]["weight"].dtype
+    pages = models.make_pages(model, config, dtype=dtype)
+    return states.init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
+
+
+def requests_of(asks: Sequence[Ask], config: EngineConfig) -> queueing.Requests:
+    """Requests as the engine takes them, `submit_width` rows of NumPy arrays."""
+    width = config.submit_width
+    assert len(asks) <= width
+    tokens = np.full((width, config.max_length), -5, np.int32)
+    stops = np.full((width, config.max_stop_tokens), -1, np.int32)
+    numbers = np.zeros((3, width), np.int32)
+    arrival = np.zeros((width, 2), np.int32)
+    for row, ask in enumerate(asks):
+        num, chosen = len(ask.prompt), ask.sampling.stop_tokens
+        tokens[row, :num] = ask.prompt
+        stops[row, : len(chosen)] = chosen
+        limit = min(num + ask.sampling.max_tokens, config.max_length)
+        numbers[:, row] = num, limit, ask.request_id
+        arrival[row] = clock(ask.arrival_s)
+    spare = width - len(asks)
+    all_of = [ask.sampling for ask in asks] + [Sampling.greedy()] * spare
+    keys = [
+        sampling.request_key(ask.sampling.seed, config.seed, ask.request_id)
+        for ask in asks
+    ] + [np.zeros(2, np.uint32)] * spare
+    return queueing.Requests(
+        tokens=tokens,
+        prompt_length=numbers[0],
+        limit=numbers[1],
+        request_id=numbers[2],
+        stop_tokens=stops,
+        params=sampling.params_of(all_of, keys, [0] * width),
+        scored=np.array([each.logprobs is not None for each in all_of]),
+        prompt_scored=np.array([each.prompt_logprobs for each in all_of]),
+        arrival=arrival,
+    )
+
+
+def clock(seconds: float) -> np.ndarray:
+    """Seconds as the engine counts them: seconds and microseconds."""
+    return np.array(divmod(round(seconds * 1e6), 10**6), np.int32)
+
+
+def assert_sound(info: engine.StepInfo) -> None:
+    """Every step kept every invariant, and got the pages that it planned with."""
+    assert info.violations is not None, "the engine must run in debug mode"
+    for name, counts in info.violations._asdict().items():
+        assert not np.asarray(counts).any(), name
+    assert np.asarray(info.enough).all()
+
+
+def assert_empty(state: EngineState) -> None:
+    """Nothing is left: no page in use, no slot, nobody waiting."""
+    assert int(state.pool.num_free) == state.pool.ref.shape[0]
+    assert not state.pool.ref.any()
+    assert not state.table.length.any()
+    assert not state.table.ahead.any()
+    assert (state.slots.sequence == states.NOBODY).all()
+    assert not state.slots.held.any()
+    assert int(state.queue.length) == 0
+    assert sorted(state.slots.line.tolist()) == list(range(state.slots.line.shape[0]))
+
+
+def serve(
+    asks: Iterable[Ask],
+    config: EngineConfig,
+    policy: scheduling.Policy | None = None,
+    *,
+    state: EngineState | None = None,
+    model: models.ModelConfig = MODEL,
+    weights: models.Params | None = None,
+    logits_fn: engine.LogitsFn | None = None,
+    step_s: float = 0.0,
+    max_calls: int = 2000,
+) -> Run:
+    """Runs requests to their end, handing them over as there is room.
+
+    Args:
+      asks: the requests, in order of arrival.
+      config: the engine's bounds.
+      policy: who runs; None means `scheduling.fcfs()`.
+      state: an idle engine to go on with.
+      model: the model.
+      weights: its parameters; None means `params(model)`.
+      logits_fn: as in `engine.step`.
+      step_s: how far the clock moves with each call.
+      max_calls: calls after which the engine counts as stuck.
+    """
+    waiting, outcomes, infos = list(asks), {}, []
+    num = len(waiting)
+    state = start(config, model) if state is None else state
+    weights = params(model) if weights is None else weights
+    policy = scheduling.fcfs() if policy is None else policy
+    forward = models.Forward(model, config.numerics)
+    for call in range(max_calls):
+        if len(outcomes) == num:
+            break
+        if waiting:
+            batch = waiting[: config.submit_width]
+            state, taken = submit(state, requests_of(batch, config), config=config)
+            # Whoever finds no room keeps everybody behind it out.
+            assert sorted(np.asarray(taken), reverse=True) == list(np.asarray(taken))
+            waiting = waiting[int(np.asarray(taken).sum()) :]
+        state, info = run_steps(
+            *(weights, state, clock(call * step_s)),
+            config=config,
+            forward=forward,
+            policy=policy,
+            logits_fn=logits_fn,
+        )
+        infos.append(jax.tree.map(np.asarray, info))
+        assert_sound(infos[-1])
+        state, sequences = drain(state)
+        outcomes |= outcomes_of(sequences)
+    assert len(outcomes) == num, f"stuck after {max_calls} calls"
+    assert_empty(state)
+    return Run(outcomes, jax.tree.map(lambda *x: np.concatenate(x), *infos), state)
+
+
+def outcomes_of(sequences: states.Sequences) -> dict[int, Outcome]:
+    """What became of the finished requests among them."""
+    s: Any = jax.tree.map(np.asarray, sequences)
+    found = {}
+    for row in np.flatnonzero(s.status == states.FINISHED):
+        start, end = s.prompt_length[row], s.num_tokens[row]
+        found[int(s.request_id[row])] = Outcome(
+            tokens=s.tokens[row, start:end].tolist(),
+            reason=str(states.REASONS[s.reason[row]]),
+            logprobs=s.logprobs[row, start:end],
+            prompt_logprobs=s.logprobs[row, 1:start],
+            top_ids=s.top_ids[row, start:end],
+            top_logprobs=s.top_logprobs[row, start:end],
+            first_token_s=float(s.first_token[row] @ np.array([1, 1e-6])),
+            finish_s=float(s.finish[row] @ np.array([1, 1e-6])),
+            num_recomputed=int(s.num_recomputed[row]),
+        )
+    return found
+
+
+def random_asks(
+    rng: np.random.Generator,
+    num: int,
+    *,
+    max_prompt: int = 30,
+    max_answer: int = 24,
+    vocab: int = MODEL.vocab_size,
+    first_id: int = 100,
+    scores: bool = False,
+) -> list[Ask]:
+    """Requests of every kind: greedy or drawn, cut off, penalised, with stops, seeded.
+
+    With `scores`, some ask for log-probabilities of answers and prompts, too.
+    """
+    asks = []
+    for request_id in range(first_id, first_id + num):
+        fields: dict[str, Any] = dict(max_tokens=int(rng.integers(1, max_answer + 1)))
+        if rng.random() < 0.4:
+            fields["temperature"] = 0.0
+        else:
+            fields["temperature"] = float(rng.uniform(0.3, 1.5))
+            if rng.random() < 0.4:
+                fields["top_k"] = int(rng.integers(1, vocab + 5))
+            if rng.random() < 0.4:
+                fields["top_p"] = float(rng.uniform(0.2, 1.0))
+            if rng.random() < 0.3:
+                fields["min_p"] = float(rng.uniform(0.0, 0.5))
+        if rng.random() < 0.3:
+            fields["repetition_penalty"] = float(rng.uniform(0.7, 1.6))
+            fields["presence_penalty"] = float(rng.uniform(-1, 1))
+            fields["frequency_penalty"] = float(rng.uniform(-0.5, 0.5))
+        if rng.random() < 0.3:
+            fields["seed"] = int(rng.integers(0, 2**40))
+        if rng.random() < 0.3:
+            fields["stop_tokens"] = tuple(rng.integers(0, vocab, 2).tolist())
+        if scores and rng.random() < 0.6:
+            fields["logprobs"] = int(rng.integers(0, 3))
+        if scores and rng.random() < 0.4:
+            fields["prompt_logprobs"] = True
+        prompt = rng.integers(0, vocab, rng.integers(1, max_prompt + 1)).tolist()
+        asks.append(Ask(request_id, prompt, Sampling(**fields)))
+    return asks
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _plain_loop(weights, requests: queueing.Requests, model: models.ModelConfig):
+    """Answers every request by one full forward pass over it for each token."""
+    rows = jnp.arange(requests.limit.shape[0], dtype=jnp.int32)
+
+    def step(carry):
+        tokens, num_tokens, reason = carry
+        logits = models.logits(weights, jnp.maximum(tokens, 0), config=model)
+        logits = logits[rows, jnp.maximum(num_tokens - 1, 0)]
+        changed = sampling.penalise(
+            logits, tokens, requests.prompt_length, num_tokens, requests.params
+        )
+        draw = sampling.sample(changed, requests.params, num_tokens, raw=logits)
+        goes_on = (reason == states.NOT_ENDED) & ~draw.invalid
+        place = jnp.where(goes_on, num_tokens, tokens.shape[1])
+        tokens = tokens.at[rows, place].set(draw.token, mode="drop")
+        num_tokens = num_tokens + goes_on.astype(jnp.int32)
+        ends = jnp.where(num_tokens == requests.limit, states.FULL, states.NOT_ENDED)
+        stops = jnp.any(draw.token[:, None] == requests.stop_tokens, axis=1)
+        ends = jnp.where(stops, states.STOPPED, ends)
+        ends = jnp.where(draw.invalid, states.NOT_A_NUMBER, ends)
+        ends = jnp.where(reason == states.NOT_ENDED, ends, reason)
+        return tokens, num_tokens, ends
+
+    unused = requests.prompt_length == 0
+    reason = jnp.where(unused, states.CANCELLED, states.NOT_ENDED)
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(carry[2] == states.NOT_ENDED),
+        step,
+        (requests.tokens, requests.prompt_length, reason.astype(jnp.int32)),
+    )
+
+
+def plain(
+    asks: Sequence[Ask],
+    config: EngineConfig,
+    *,
+    model: models.ModelConfig = MODEL,
+    weights: models.Params | None = None,
+) -> dict[int, tuple[list[int], str]]:
+    """Tokens and reason of every request, each answered alone and without pages."""
+    weights, answers = params(model) if weights is None else weights, {}
+    for first in range(0, len(asks), config.submit_width):
+        batch = asks[first : first + config.submit_width]
+        requests = requests_of(batch, config)
+        tokens, num, reason = map(np.asarray, _plain_loop(weights, requests, model))
+        for row, ask in enumerate(batch):
+            answer = tokens[row, len(ask.prompt) : num[row]].tolist()
+            answers[ask.request_id] = answer, states.REASONS[reason[row]]
+    return answers
+
+
+def assert_equal_plain(run: Run, asks: Sequence[Ask], config: EngineConfig) -> None:
+    """Every request got the tokens and the ending that the plain loop gives."""
+    expected = plain(asks, config)
+    got = {name: (each.tokens, each.reason) for name, each in run.outcomes.items()}
+    assert got == expected
+
+
+def logprobs_of(
+    ask: Ask, answer: Sequence[int], model: models.ModelConfig = MODEL
+) -> np.ndarray:
+    """Log-probabilities [place, vocab] that one full forward pass gives, in float64.
+
+    Row i is the law of token i + 1 of prompt and answer.
+    """
+    tokens = np.zeros((1, model.max_positions), np.int32)
+    known = [*ask.prompt, *answer]
+    tokens[0, : len(known)] = known
+    logits = full_logits(params(model), tokens, config=model)[0, : len(known)]
+    wide = np.asarray(logits, np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))

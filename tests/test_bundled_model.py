@@ -1,0 +1,85 @@
+"""The bundled model's training, small: from text to a folder that can be loaded."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import bundled_model, catalogue
+from experiments.progress import Quiet
+from jaxkv import checkpoints
+from scaling import corpora, objectives
+
+
+def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
+    smoke = bundled_model.CONFIGS["smoke"]
+    # A small text: the standard library takes a second to read.
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}.py").write_text(f"def f{i}(x):\n    return x\n" * 20)
+    corpus = corpora.CorpusConfig(pattern=f"{tmp_path}/text/*.py", held_out=0.2)
+    config = dataclasses.replace(
+        smoke,
+        trunk=dataclasses.replace(smoke.trunk, corpus=corpus),
+        folder=str(tmp_path / "run"),
+        export=str(tmp_path / "model"),
+    )
+    result = bundled_model.run(config)
+    assert result.status == "done"
+    assert result.tokens[-1] == 40 * 8 * 32 + 10 * 4 * 64
+    assert (np.diff(result.tokens) > 0).all()
+    assert result.loss[-1] < 2.5
+    # The number on the card is that of the weights in the folder.
+    loaded = checkpoints.load_model(config.export)
+    assert loaded.config == config.trunk.model
+    assert loaded.eos_ids == (corpora.END,)
+    split = corpora.load(corpus)
+    score = objectives.score(
+        loaded.params, split.held_out, model=loaded.config, seq_len=64
+    )
+    assert score.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-6)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert f"{score.bits_per_byte:.4f}" in card
+    assert max(map(len, card.splitlines())) < 120
+    for x in jax.tree.leaves(loaded.params):
+        assert (x == x.astype(jnp.bfloat16).astype(x.dtype)).all()
+    # The same command again finds the work done.
+    again = bundled_model.run(config)
+    assert again.bits_per_byte == result.bits_per_byte
+    named = catalogue.load("bundled-model").metrics(result)
+    assert named["held_out_bits_per_byte"] == result.bits_per_byte
+
+
+def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
+    class Stopped(Quiet):
+        stopped = True
+
+    config = dataclasses.replace(
+        bundled_model.CONFIGS["smoke"], export=str(tmp_path / "model")
+    )
+    result = bundled_model.run(config, Stopped())
+    assert result.status == "stopped"
+    assert math.isnan(result.bits_per_byte)
+    assert len(result.tokens) == 0
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_shipped_model_fits_its_limits() -> None:
+    config = bundled_model.CONFIGS["shipped"]
+    assert config.cooldown.seq_len == 512
+    folder = Path(bundled_model.__file__).parent / "models" / "stdlib-bytes"
+    assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
+    assert checkpoints.read_config(folder) == config.trunk.model
+
+
+def test_a_cooldown_is_needed() -> None:
+    smoke = bundled_model.CONFIGS["smoke"]
+    with pytest.raises(ValueError, match="cooldown_steps=0 must be at least 1"):
+        dataclasses.replace(smoke, cooldown_steps=0)
+    trunk = dataclasses.replace(smoke.trunk, cooldown_steps=1)
+    with pytest.raises(ValueError, match=r"trunk\.cooldown_steps=1 must be 0"):
+        dataclasses.replace(smoke, trunk=trunk)

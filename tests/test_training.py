@@ -1,0 +1,331 @@
+"""Training: it learns, it counts right, and whatever ends it costs little."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import models
+from scaling import corpora, objectives, training
+from scaling.recipes import OptimizerConfig, Schedule, TrainConfig
+
+MODEL = models.ModelConfig(
+    vocab_size=257,
+    hidden_size=16,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_size=24,
+    max_positions=64,
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"def f{i}(x):\n    return x\n" * 9)
+    pattern = f"{tmp_path}/text/*.txt"
+    return TrainConfig(
+        model=MODEL,
+        corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
+        batch_size=4,
+        seq_len=16,
+        num_steps=12,
+        warmup_steps=3,
+        cooldown_steps=4,
+        learning_rate=1e-2,
+        report_every=3,
+        checkpoint_every=4,
+    )
+
+
+class Stopping:
+    """Progress that asks to stop after some reports, or raises what it is given."""
+
+    def __init__(self, after: int, error: BaseException | None = None):
+        self.after, self.error = after, error
+        self.stopped = False
+        self.done: list[float] = []
+
+    def bar(self, label: str, total: float | None, unit: str):
+        self.total = total
+        return self.done.append
+
+    def show(self, content: str) -> None:
+        self.after -= 1
+        if self.after == 0:
+            if self.error is not None:
+                raise self.error
+            self.stopped = True
+
+
+def equal(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+
+
+def without_time(curve: list[dict]) -> list[dict]:
+    return [{k: v for k, v in x.items() if k != "duration_s"} for x in curve]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
+    optimizer = OptimizerConfig(kind=kind)
+    config = dataclasses.replace(config, optimizer=optimizer, num_steps=60)
+    progress = Stopping(10**9)
+    result = training.train(config, tmp_path / "out", progress=progress)
+    assert result.status == "done"
+    losses = [line["loss"] for line in result.curve]
+    assert abs(losses[0] - math.log(257)) < 1.0
+    assert losses[-1] < 2.6
+    split = corpora.load(config.corpus)
+    score = objectives.score(result.params, split.held_out, model=MODEL, seq_len=16)
+    assert score.bits_per_byte < 4.5
+    assert progress.done[-1] == progress.total == 60 * 4 * 16
+    per_epoch = len(corpora.tokens(split.train)) // 16
+    assert result.curve[-1]["epoch"] == pytest.approx(60 * 4 / per_epoch)
+    folder = tmp_path / "out"
+    written = [json.loads(x) for x in (folder / "curve.jsonl").read_text().splitlines()]
+    assert written == result.curve
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["56", "60"]
+
+
+def test_a_constant_text_is_soon_certain(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, num_steps=40)
+    stream = jnp.full((200,), 97, jnp.uint16)
+    seed, schedule = jnp.int32(0), Schedule.of(config)
+    state = training.init(MODEL, config.optimizer, seed)
+    sizes = {"batch_size": 4, "seq_len": 16}
+    state, loss = training.steps(
+        *(state, stream, schedule, seed, jnp.int32(40)),
+        model=MODEL,
+        optimizer=config.optimizer,
+        **sizes,
+    )
+    assert int(state.step) == 40
+    windows = jnp.full((1, 9), 97, jnp.int32)
+    after = objectives.token_losses(state.params, windows, model=MODEL).mean()
+    assert float(after) < 0.5 < float(loss) < math.log(257)
+
+
+def test_dice_cannot_be_predicted_better_than_their_entropy(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    stream = jnp.asarray(rng.choice([65, 66, 67, 68], 50_000).astype(np.uint16))
+    optimizer, seed = OptimizerConfig(), jnp.int32(0)
+    state = training.init(MODEL, optimizer, seed)
+    schedule = Schedule(jnp.float32(1e-2), jnp.int32(5), jnp.int32(50), jnp.int32(100))
+    call = training._compiled(MODEL, optimizer, 8, 32)
+    state, _ = call(state, stream, schedule, seed, jnp.int32(90))
+    _, loss = call(state, stream, schedule, seed, jnp.int32(10))
+    assert abs(float(loss) - math.log(4)) < 0.05
+
+
+def test_a_run_taken_up_ends_as_the_unbroken_one(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    unbroken = training.train(config, tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    first = training.train(config, out, progress=Stopping(2))
+    assert first.status == "stopped"
+    assert int(first.curve[-1]["step"]) == 4
+    # Interrupted within a report, not asked: the state is the report's, and is saved.
+    second = training.train(config, out, progress=Stopping(2, KeyboardInterrupt()))
+    assert second.status == "stopped"
+    assert second.checkpoint.name == "8"
+    third = training.train(config, out)
+    assert third.status == "done"
+    assert equal(third.params, unbroken.params)
+    assert without_time(third.curve) == without_time(unbroken.curve)
+    # A finished run is not trained again.
+    assert without_time(training.train(config, out).curve) == without_time(third.curve)
+
+
+def test_what_a_killed_run_left_half_is_put_right(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    unbroken = training.train(config, tmp_path / "unbroken")
+    out = tmp_path / "out"
+    # A crash in the third report: the last checkpoint is that of step 4.
+    with pytest.raises(RuntimeError):
+        training.train(config, out, progress=Stopping(3, RuntimeError()))
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["4"]
+    with (out / "curve.jsonl").open("a") as file:
+        file.write('{"step": 7, "los')
+    (out / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()
+    result = training.train(config, out)
+    assert equal(result.params, unbroken.params)
+    assert without_time(result.curve) == without_time(unbroken.curve)
+    assert len((out / "curve.jsonl").read_text().splitlines()) == len(result.curve)
+
+
+def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) -> None:
+    whole = training.train(config, tmp_path / "whole")
+    trunk = dataclasses.replace(config, num_steps=8, cooldown_steps=0)
+    at = training.train(trunk, tmp_path / "trunk").checkpoint
+    branch = training.train(config, tmp_path / "branch", start=at)
+    assert equal(branch.params, whole.params)
+    # Its curve counts its own tokens.
+    assert branch.curve[-1]["tokens"] == 4 * 4 * 16
+    longer = dataclasses.replace(config, seq_len=32, batch_size=2)
+    assert training.train(longer, tmp_path / "longer", start=at).status == "done"
+
+
+def test_one_compilation_for_all_lengths_and_rates(config: TrainConfig) -> None:
+    call = training._compiled(MODEL, config.optimizer, 3, 8)
+    stream, seed = jnp.zeros((100,), jnp.uint16), jnp.int32(0)
+    state = training.init(MODEL, config.optimizer, seed)
+    for num_steps, rate in ((1, 1e-3), (2, 1e-2)):
+        changed = dataclasses.replace(config, learning_rate=rate)
+        call(state, stream, Schedule.of(changed), seed, jnp.int32(num_steps))
+    assert call._cache_size() == 1
+
+
+def test_divergence_is_a_result_with_the_last_whole_state(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    # A rate at which float32 overflows within the first reports.
+    config = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
+    result = training.train(config, tmp_path / "out")
+    assert result.status == "diverged"
+    assert all(math.isfinite(line["loss"]) for line in result.curve)
+    finite = jax.tree.map(lambda p: bool(jnp.isfinite(p).all()), result.params)
+    assert result.curve or jax.tree.all(finite)
+
+
+def test_schedule_rises_stays_and_falls(config: TrainConfig) -> None:
+    schedule = Schedule.of(config)
+    rates = [float(schedule.at(jnp.int32(step))) for step in range(12)]
+    expected = [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    np.testing.assert_allclose(np.array(rates) * 100, expected, rtol=1e-6)
+    flat = dataclasses.replace(config, warmup_steps=0, cooldown_steps=0)
+    rates = [float(Schedule.of(flat).at(jnp.int32(step))) for step in range(12)]
+    np.testing.assert_allclose(rates, 0.01, rtol=1e-6)
+
+
+def test_muon_takes_matrices_and_adam_the_rest() -> None:
+    model = dataclasses.replace(MODEL, qkv_bias=True)
+    state = training.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
+    update = jax.jit(training.make_optimizer(OptimizerConfig(weight_decay=0.0)).update)
+    grads = jax.tree.map(
+        lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params
+    )
+    updates: Any = update(grads, state.moments, state.params)[0]
+    layer = updates["layers"][0]
+    # Every head's query is a matrix of its own with singular values near one.
+    queries = np.asarray(layer["qkv"]["weight"]).reshape(-1, 8, 16)
+    singular = np.linalg.svd(queries, compute_uv=False) / (0.2 * math.sqrt(16))
+    assert singular.shape == (4, 8)
+    assert ((0.5 < singular) & (singular < 1.5)).all()
+    # Adam's first step is as large for each parameter.
+    for found in (layer["qkv"]["bias"], updates["embed"]["weight"]):
+        size = np.abs(np.asarray(found))
+        np.testing.assert_allclose(size, np.full_like(size, size.mean()), rtol=1e-2)
+
+
+def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
+    texts = [b"abcdefg", b"x", b"0123456789abcde"]
+    documents = [corpora.Document(str(t), tmp_path, t) for t in texts]
+    windows, counts = objectives.cut(documents, 8)
+    seen = windows[:, 1:][counts]
+    assert seen.tolist() == corpora.tokens(documents).tolist()
+    assert windows[0, 0] == windows[1, 0] == windows[2, 0] == corpora.END
+    assert windows[3, 0] == ord("7")
+    # A model that knows nothing needs log2(257) bits for each.
+    nothing = jax.tree.map(jnp.zeros_like, models.init_params(MODEL, jax.random.key(0)))
+    for batch_size in (1, 3):
+        score = objectives.score(
+            nothing, documents, model=MODEL, seq_len=8, batch_size=batch_size
+        )
+        assert score.num_tokens == 26
+        assert score.loss == pytest.approx(math.log(257), rel=1e-5)
+        assert score.bits_per_byte == pytest.approx(math.log2(257) * 26 / 23, rel=1e-5)
+    with pytest.raises(ValueError, match="no documents"):
+        objectives.score(nothing, [], model=MODEL, seq_len=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"warmup_steps": 13}, "warmup_steps=13 must be in"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 must be above 0"),
+        ({"seq_len": 65}, "seq_len=65 must be at most"),
+        ({"model": dataclasses.replace(MODEL, vocab_size=256)}, "must be at least 257"),
+    ],
+)
+def test_impossible_recipes_are_refused(config: TrainConfig, change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **change)
+    with pytest.raises(ValueError, match=r"beta1=1\.0 must be in"):
+        OptimizerConfig(beta1=1.0)
+
+
+def test_the_folder_of_another_run_is_refused(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, num_steps=4, cooldown_steps=0)
+    out = tmp_path / "out"
+    at = training.train(config, out).checkpoint
+    optimizer = OptimizerConfig(momentum=0.5)
+    with pytest.raises(ValueError, match=r"differs in \['optimizer.momentum'\]$"):
+        training.train(dataclasses.replace(config, optimizer=optimizer), out)
+    (tmp_path / "text" / "more.txt").write_text("more")
+    (tmp_path / "text" / "most.txt").write_text("most")
+    with pytest.raises(ValueError, match=r"differs in \['corpus_sha256'\]$"):
+        training.train(config, out)
+    with pytest.raises(ValueError, match="no such checkpoint"):
+        training.train(config, tmp_path / "new", start=tmp_path / "nothing")
+    wider = dataclasses.replace(MODEL, mlp_size=32)
+    wider = dataclasses.replace(config, model=wider)
+    with pytest.raises(ValueError, match="cannot be continued"):
+        training.train(wider, tmp_path / "new", start=at)
+    assert not (tmp_path / "new").exists()
+    short = dataclasses.replace(config.corpus, pattern=f"{tmp_path}/text/m*.txt")
+    short = dataclasses.replace(config, corpus=dataclasses.replace(short, held_out=0.9))
+    with pytest.raises(ValueError, match=r"too few|shorter than one window"):
+        training.train(short, tmp_path / "new")
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_at_most_the_interval(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, num_steps=4000, checkpoint_every=20)
+    unbroken = training.train(config, tmp_path / "unbroken")
+    out = tmp_path / "killed"
+    program = (
+        "import sys, pathlib\n"
+        "from jaxkv.models import *\nfrom scaling.corpora import *\n"
+        "from scaling.recipes import *\nfrom scaling import training\n"
+        f"training.train({config!r}, pathlib.Path({str(out)!r}))\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    for num_lines in (10, 60, 200):
+        process = subprocess.Popen([sys.executable, "-c", program], env=env)
+        curve, limit = out / "curve.jsonl", time.monotonic() + 120
+        while not curve.exists() or len(curve.read_text().splitlines()) < num_lines:
+            assert process.poll() is None, "it ended before it was killed"
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        reported = json.loads(curve.read_text().splitlines()[num_lines - 1])["step"]
+        kept = [
+            int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit()
+        ]
+        assert max(kept) >= reported - config.checkpoint_every
+    result = training.train(config, out)
+    assert equal(result.params, unbroken.params)
+    assert without_time(result.curve) == without_time(unbroken.curve)
