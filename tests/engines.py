@@ -78,7 +78,9 @@ class Run(NamedTuple):
 def params(config: models.ModelConfig = MODEL, dtype: str = "float32") -> models.Params:
     """Random parameters that give every logit a say: its deviation is about 3."""
     drawn = models.init_params(config, jax.random.key(7))
-    wide = jax.tree.map(lambda x: x * (6.0 if x.ndim > 1 else 1.0), drawn)
+    wide = jax.tree.map(lambda x: x * (12.0 if x.ndim > 1 else 1.0), drawn)
+    if "head" in wide:
+        wide["head"]["weight"] *= 3.0
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), wide)
 
 
