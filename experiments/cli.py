@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from experiments import catalogue, documents, running
+from experiments import catalogue, compiling, documents, running
 from experiments.running import Answer
 
 _PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
@@ -79,6 +79,22 @@ def _run(args: list[str]) -> Answer:
     return _experiment(name, args[1:], f"jaxkv run {name}")
 
 
+def _generate(args: list[str]) -> Answer:
+    import tyro
+
+    from experiments import bundled, generating
+
+    prog, known = "jaxkv generate MODEL", ", ".join(bundled.names())
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError(f"which model? A folder, or one of: {known}")
+    flags = args[1:] if _is_word(args) else args
+    repeatable: Any = tyro.conf.UseAppendAction[generating.Options]
+    description = f"MODEL is a folder, or the name of a bundled model: {known}."
+    options: Any = _parse(repeatable, flags, prog, description)
+    compiling.keep_programs()
+    return generating.generate(args[0], options)
+
+
 def _list(args: list[str]) -> Answer:
     from experiments import reporting
 
@@ -100,6 +116,7 @@ _COMMANDS = {
     "demo": Command("serve the bundled model: static batching against ours", _demo),
     "list": Command("the experiments and their configs", _list),
     "run": Command("run an experiment and keep its folder", _run),
+    "generate": Command("continue text with a model", _generate),
     "bench": Command("measure speed on this machine", _bench),
 }
 
@@ -113,6 +130,7 @@ _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
 
 def _experiment(name: str, args: list[str], prog: str) -> Answer:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
+    compiling.keep_programs()
     experiment = catalogue.load(name)
     config_name = args[0] if _is_word(args) else None
     if config_name is not None and config_name not in experiment.configs:

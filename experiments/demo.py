@@ -132,26 +132,33 @@ def plot(axes: Any, result: Result) -> None:
     bars, memory = axes[:2], axes[2]
     colors = style.colors()
     both = {
-        STATIC: (result.static, colors[6]),
-        CONTINUOUS: (result.continuous, colors[5]),
+        STATIC: (result.static, colors[6], "#fae0cf"),
+        CONTINUOUS: (result.continuous, colors[5], "#cfe3f1"),
     }
-    num_steps = max(1, *(len(served.num_rows) for served, _ in both.values()))
-    for ax, (name, (served, color)) in zip(bars, both.items(), strict=True):
-        timelines.draw_slots(ax, served.request_id, served.held, served.num_rows)
+    num_steps = max(1, *(len(served.num_rows) for served, _, _ in both.values()))
+    for ax, (name, (served, color, pale)) in zip(bars, both.items(), strict=True):
+        timelines.draw_slots(
+            *(ax, served.request_id, served.held, served.num_rows),
+            num_steps=num_steps,
+        )
         steps, rate = len(served.num_rows), servings.numbers(served)["tokens_per_s"]
         title = f"{name}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
         ax.set_title(title, loc="left", color=color)
         ax.tick_params(labelbottom=False)
-        at = np.arange(steps)
+        edges = np.arange(steps + 1)
         reserved = served.used_pages * served.page_size
-        memory.fill_between(at, reserved, step="post", color=color, alpha=0.25, lw=0)
-        memory.step(at, served.used_places, where="post", color=color, lw=0.8)
-    for ax in axes:
-        ax.set_xlim(0, num_steps)
+        memory.stairs(reserved, edges, fill=True, color=pale)
+        look = {"baseline": None, "color": color, "linewidth": 0.9}
+        memory.stairs(reserved, edges, linestyle=":", **look)
+        memory.stairs(served.used_places, edges, zorder=3, **look)
+    note = "dark: reading the prompt   hatched: finished, slot kept"
+    bars[0].set_title(note, loc="right", color="0.4", fontsize=6)
+    memory.set_xlim(0, num_steps)
     memory.set_ylim(0)
     memory.set_xlabel("step")
-    memory.set_ylabel("token places")
-    memory.set_title("KV memory: reserved (pale), holding tokens (line)", loc="left")
+    memory.set_ylabel("places")
+    title = "KV memory, token places: reserved (dotted), holding a token (solid)"
+    memory.set_title(title, loc="left")
 
 
 def metrics(result: Result) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Draws what a batch did: slots against steps, in the colours of the requests."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from experiments import style
 
 HELD = "0.82"
 """The grey of a slot that is kept and does nothing."""
+
+_NUMBER = {"ha": "center", "va": "center_baseline", "fontsize": 5}
 
 
 class Span(NamedTuple):
@@ -33,7 +36,7 @@ def spans(values: Int[np.ndarray, "steps slots"]) -> Iterator[Span]:
     for slot, column in enumerate(np.asarray(values).T):
         cuts = np.flatnonzero(np.diff(column)) + 1
         edges = [0, *cuts.tolist(), len(column)]
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             if end > start:
                 yield Span(slot, int(column[start]), start, end)
 
@@ -43,6 +46,8 @@ def draw_slots(
     request_id: Int[np.ndarray, "steps slots"],
     held: Bool[np.ndarray, "steps slots"],
     num_rows: Int[np.ndarray, "steps slots"],
+    *,
+    num_steps: int,
 ) -> None:
     """Draws a batch: a bar for each request, its prompt darker, its number inside.
 
@@ -54,6 +59,7 @@ def draw_slots(
       request_id: of the request in each slot; -1 where there is none.
       held: slots kept for a finished request.
       num_rows: tokens fed; a step that feeds more than one reads a prompt.
+      num_steps: where the axis ends.
     """
     colors = style.colors()[1:]
     held = held & (request_id < 0)
@@ -64,19 +70,25 @@ def draw_slots(
         if span.value >= 0:
             color = colors[span.value % len(colors)]
             _bar(ax, span, facecolor=color, edgecolor="white")
-            center = ((span.start + span.end) / 2, span.slot + 1)
-            wide = span.end - span.start > 0.02 * len(request_id)
-            if wide:
-                style_ = {"ha": "center", "va": "center_baseline", "fontsize": 5}
-                ax.text(*center, str(span.value + 1), color="white", **style_)
+            text = str(span.value + 1)
+            if span.end - span.start > 0.009 * len(text) * num_steps:
+                ink = "black" if _luminance(color) > 0.35 else "white"
+                center = ((span.start + span.end) / 2, span.slot + 1)
+                ax.text(*center, text, color=ink, **_NUMBER)
     reads = np.where((request_id >= 0) & (num_rows > 1), request_id, -1)
     for span in spans(reads):
         if span.value >= 0:
-            _bar(ax, span, facecolor="black", alpha=0.45, linewidth=0)
+            _bar(ax, span, facecolor="black", alpha=0.4, linewidth=0)
     num_slots = request_id.shape[1]
+    ax.set_xlim(0, num_steps)
     ax.set_ylim(num_slots + 0.6, 0.4)
     ax.set_yticks([1, num_slots])
     ax.set_ylabel("slot")
+
+
+def _luminance(color: tuple[float, float, float]) -> float:
+    """How bright a colour is, in [0, 1] (Rec. 709 weights, gamma taken as 2)."""
+    return sum(w * x * x for w, x in zip((0.213, 0.715, 0.072), color, strict=True))
 
 
 def _bar(ax: Any, span: Span, **look: Any) -> None:

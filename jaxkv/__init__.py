@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxkv.answers import Completion, Event
     from jaxkv.baselines import static
-    from jaxkv.engine import Answer, StepInfo, run_steps, step
+    from jaxkv.emission import Answer
+    from jaxkv.engine import StepInfo, run_steps, step
     from jaxkv.forwarding import Forward, ForwardResult, attend
     from jaxkv.queueing import Requests, cancel, drain, submit
     from jaxkv.sampling import Sampling
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 # Names load on first use: importing the package costs little more than JAX does.
 _HOMES = {
-    "Answer": "engine",
+    "Answer": "emission",
     "Completion": "answers",
     "Counts": "scheduling",
     "Engine": "serving",

@@ -10,8 +10,9 @@ from jaxkv import scheduling, tables
 class Static(NamedTuple):
     """Static batching: a batch runs to its end before the next one starts.
 
-    Admits only into an empty engine, reserves the longest sequence for every slot, and
-    a finished sequence keeps slot and reservation until the last one ends.
+    Admits only into an empty engine, reserves the longest sequence for every slot (or
+    the whole pool, if it is smaller than that), and a finished sequence keeps slot and
+    reservation until the last one ends.
 
     Source: the request-level scheduling that Yu et al. 2022 (Orca), section 3, and
     Kwon et al. 2023, arXiv:2309.06180, section 2.2, compare with.
@@ -23,9 +24,10 @@ class Static(NamedTuple):
         """Runs the batch, or admits the next one."""
         c = counts
         busy = jnp.any(c.running | c.held)
-        each = tables.pages_for(
-            jnp.asarray(c.max_length, jnp.int32), page_size=c.page_size
-        )
+        longest = jnp.asarray(c.max_length, jnp.int32)
+        each = tables.pages_for(longest, page_size=c.page_size)
+        # A request is never let in if it needs more than the pool, so this serves it.
+        each = jnp.clip(each, 1, jnp.maximum(c.free_pages, 1))
         rank = jnp.arange(1, c.waiting.shape[0] + 1, dtype=jnp.int32)
         admit = c.waiting & ~busy & (rank * each <= c.free_pages)
         num_rows, head_rows = scheduling.share_budget(
@@ -36,7 +38,7 @@ class Static(NamedTuple):
             places=jnp.zeros_like(c.length),
             num_rows=num_rows,
             admit=admit,
-            head_places=jnp.where(admit, jnp.asarray(c.max_length, jnp.int32), 0),
+            head_places=jnp.where(admit, jnp.minimum(longest, each * c.page_size), 0),
             head_rows=head_rows,
         )
 

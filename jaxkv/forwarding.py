@@ -5,7 +5,7 @@ returns logits. Any function with this signature can be served: `Forward` is a p
 and `attend` does the paged part of a layer.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -24,6 +24,7 @@ class ForwardResult(NamedTuple):
     """Last hidden states of the same rows, for drafting heads."""
 
 
+@runtime_checkable
 class Forward(Protocol):
     """A model as the engine sees it: hashable, and equal where it computes the same."""
 

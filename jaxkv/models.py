@@ -285,7 +285,7 @@ _ACTIVATIONS = {
 }
 
 
-def _split(config: ModelConfig, dtype) -> tuple[Any, nnx.State]:
+def _split(config: ModelConfig, dtype) -> tuple[Any, Any]:
     build = functools.partial(Transformer, config, dtype=dtype)
     return nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param)
 

@@ -299,7 +299,7 @@ def penalise(
     """Applies repetition, frequency and presence penalties, in this order.
 
     Repetition looks at prompt and answer, the others at the answer alone. A row whose
-    penalties are off comes out bit for bit, a batch of such rows at no cost.
+    penalties are off comes out bit for bit, and a batch of such rows skips the work.
 
     Args:
       logits: next-token logits.
@@ -729,12 +729,15 @@ def keep(
     Args:
       logits: next-token logits, penalties already applied.
       params: `temperature`, `top_k`, `top_p` and `min_p` are read.
-      max_candidates: best tokens among which cut-offs are settled first, static. It
-        changes what a row costs, never what it keeps.
+      max_candidates: best tokens among which cut-offs are settled first, at least 1,
+        static. It changes what a row costs, never what it keeps.
 
     Returns:
-      The mask. A greedy row keeps one token; none keeps a token at -inf, nor any token
-      where logits are NaN.
+      The mask. A greedy row keeps one token, a row with a NaN none, and no row one at
+      -inf.
+
+    Raises:
+      ValueError: `max_candidates` is below 1.
     """
     logits = _wide(logits)
     vocab = logits.shape[1]
@@ -792,7 +795,8 @@ def sample(
     """Draws one token for each row, by Gumbel-max over the tokens that are kept.
 
     Rows at temperature 0 take the largest logit, the lowest id among equals. A batch of
-    such rows costs one pass over the logits, and a second one where it is scored.
+    such rows skips noise and cut-offs: it looks for the largest logit and for NaN. Give
+    unused rows temperature 0, and `scored` False, so that they cost no more.
 
     Args:
       logits: next-token logits, penalties and other changes already applied.
@@ -806,8 +810,9 @@ def sample(
     Returns:
       Tokens, log-probabilities, and which rows had nothing to draw from.
 
-    Source: Maddison et al. 2014, arXiv:1411.0030 (Gumbel-max); Holtzman et al. 2020,
-    arXiv:1904.09751 (top-p); Nguyen et al. 2025, arXiv:2407.01082 (min-p).
+    Source: Maddison et al. 2014, arXiv:1411.0030 (Gumbel-max); Fan et al. 2018,
+    arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
+    al. 2025, arXiv:2407.01082 (min-p).
     """
     raw = logits if raw is None else raw
     logits = _wide(logits)

@@ -8,7 +8,7 @@ A policy is a NamedTuple: its type is its kind (static), its fields are its para
 (arrays), so `vmap` sweeps them.
 """
 
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
@@ -71,6 +71,7 @@ class Plan(NamedTuple):
     """Tokens fed of those."""
 
 
+@runtime_checkable
 class Policy(Protocol):
     """The rule of a scheduler."""
 
@@ -129,16 +130,16 @@ class FCFS(NamedTuple):
         admit = c.waiting & ~jnp.any(preempt)
         admit &= jnp.cumsum(need, dtype=jnp.int32) <= limit
         admit &= _ranks(c.waiting) < num_free_slots
-        admit = jnp.cumprod(admit.astype(jnp.int32)) == 1
-        num_rows, head_rows = share_budget(c, runs, admit, self.chunk_size)
-        admit &= head_rows > 0
+        num_rows, head_rows = share_budget(c, runs, _leading(admit), self.chunk_size)
+        # Whoever gets no row waits, and so does everybody behind.
+        admit = _leading(admit & (head_rows > 0))
         return Plan(
             preempt=preempt,
             places=jnp.where(runs, c.num_tokens, 0),
             num_rows=num_rows,
             admit=admit,
             head_places=jnp.where(admit, c.waiting_tokens, 0),
-            head_rows=head_rows,
+            head_rows=jnp.where(admit, head_rows, 0),
         )
 
 
@@ -202,3 +203,8 @@ def _ranks(mask: Bool[Array, " n"]) -> Int32[Array, " n"]:
     """How many marked entries stand before each one."""
     ones = mask.astype(jnp.int32)
     return jnp.cumsum(ones, dtype=jnp.int32) - ones
+
+
+def _leading(mask: Bool[Array, " n"]) -> Bool[Array, " n"]:
+    """The marked entries before the first one that is not."""
+    return jnp.cumsum(~mask, dtype=jnp.int32) == 0

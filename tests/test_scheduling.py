@@ -1,0 +1,269 @@
+"""Plans worked by hand: counts in, decisions out."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import baselines, scheduling
+from jaxkv.scheduling import Counts, Plan, fcfs
+
+LINE = 4
+PAGE_SIZE = 4
+
+
+def counts(
+    line: list[tuple[int, int, int] | str | None] = [],  # noqa: B006
+    waiting: list[int] = [],  # noqa: B006
+    *,
+    free_pages: int,
+    token_budget: int = 12,
+    arrived: list[bool] | None = None,
+    scored: tuple[list[int], list[int]] = ([], []),
+    spare_logit_rows: int = 0,
+    max_length: int = 32,
+) -> Counts:
+    """Counts of four places in line and four at the head of the queue.
+
+    Args:
+      line: for each place (tokens known, tokens written, pages held), None where it is
+        empty, the pages held as text where its sequence has finished.
+      waiting: tokens of each waiting request.
+      free_pages: as in `Counts`.
+      token_budget: as in `Counts`.
+      arrived: which of the waiting have arrived; None means all.
+      scored: places in line, and in the queue, whose prompts are scored.
+      spare_logit_rows: as in `Counts`.
+      max_length: as in `Counts`.
+    """
+    rows = [each if isinstance(each, tuple) else (0, 0, 0) for each in line]
+    rows += [(0, 0, 0)] * (LINE - len(rows))
+    num_tokens, length, num_pages = np.array(rows, np.int32).T
+    held = np.zeros(LINE, bool)
+    for place, each in enumerate(line):
+        if isinstance(each, str):
+            held[place], num_pages[place] = True, int(each)
+    here = np.zeros(LINE, bool)
+    here[: len(waiting)] = True if arrived is None else arrived
+    tokens = np.zeros(LINE, np.int32)
+    tokens[: len(waiting)] = waiting
+
+    def marked(places: list[int]) -> np.ndarray:
+        return np.isin(np.arange(LINE), places)
+
+    return Counts(
+        running=np.array([isinstance(each, tuple) for each in line] + [False] * 4)[:4],
+        held=held,
+        num_tokens=num_tokens,
+        length=length,
+        num_pages=num_pages,
+        scored_prompt=marked(scored[0]),
+        waiting=here,
+        waiting_tokens=tokens,
+        waiting_scored_prompt=marked(scored[1]),
+        free_pages=np.int32(free_pages),
+        page_size=PAGE_SIZE,
+        max_length=max_length,
+        token_budget=token_budget,
+        spare_logit_rows=np.int32(spare_logit_rows),
+    )
+
+
+@functools.cache
+def compiled(page_size: int, max_length: int) -> Any:
+    """The sizes that the engine knows statically stay static."""
+
+    def decide(arrays: dict, policy) -> Plan:
+        sizes = dict(page_size=page_size, max_length=max_length)
+        return scheduling.schedule(Counts(**arrays, **sizes), policy)
+
+    return jax.jit(decide)
+
+
+def plan_of(counts: Counts, policy: scheduling.Policy) -> Plan:
+    arrays = counts._asdict()
+    sizes = int(arrays.pop("page_size")), int(arrays.pop("max_length"))
+    arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
+    arrays["token_budget"] = jnp.asarray(counts.token_budget, jnp.int32)
+    return compiled(*sizes)(arrays, policy)
+
+
+def check(plan: Plan, **expected: list) -> None:
+    """Compares the fields named; all others, and all places beyond, must be zero."""
+    for name, value in plan._asdict().items():
+        want = [int(each) for each in expected.get(name, [])]
+        want += [0] * (LINE - len(want))
+        assert np.asarray(value).astype(int).tolist() == want, name
+
+
+def test_an_idle_engine_admits_until_the_budget_is_used_up() -> None:
+    # 2 + 3 + 1 of 10 pages; 5 + 7 of 12 rows, so the third gets none and waits.
+    plan = plan_of(counts(waiting=[5, 9, 3], free_pages=10), fcfs())
+    check(plan, admit=[1, 1, 0], head_places=[5, 9], head_rows=[5, 7])
+
+
+def test_a_chunk_size_leaves_rows_for_those_behind() -> None:
+    plan = plan_of(counts(waiting=[5, 9, 3], free_pages=10), fcfs(chunk_size=4))
+    check(plan, admit=[1, 1, 1], head_places=[5, 9, 3], head_rows=[4, 4, 3])
+
+
+def test_whoever_decodes_is_served_before_prompts() -> None:
+    line: list = [(8, 7, 2), (12, 4, 3), (5, 4, 1)]
+    c = counts(line, free_pages=1, token_budget=6)
+    # The third grows into the last free page; 6 rows less 2 are left for the prompt.
+    check(plan_of(c, fcfs()), places=[8, 12, 5], num_rows=[1, 4, 1])
+
+
+def test_the_latest_gives_way_and_nobody_is_admitted() -> None:
+    line: list = [(8, 7, 2), (12, 4, 3), (5, 4, 1)]
+    c = counts(line, waiting=[1], free_pages=0, token_budget=6)
+    plan = plan_of(c, fcfs())
+    check(plan, preempt=[0, 0, 1], places=[8, 12], num_rows=[1, 5])
+
+
+def test_everybody_behind_the_first_who_does_not_fit_gives_way() -> None:
+    # The first needs a third page: 3 + 2 > 4. The third would fit beside it.
+    line: list = [(9, 8, 2), (5, 4, 1), (4, 3, 1)]
+    plan = plan_of(counts(line, free_pages=0), fcfs())
+    check(plan, preempt=[0, 1, 1], places=[9], num_rows=[1])
+
+
+def test_empty_places_in_line_change_nothing() -> None:
+    line: list = [None, (8, 7, 2), None, (9, 8, 2)]
+    plan = plan_of(counts(line, waiting=[4, 4, 4], free_pages=3), fcfs())
+    check(
+        plan,
+        places=[0, 8, 0, 9],
+        num_rows=[0, 1, 0, 1],
+        admit=[1, 1, 0],  # two slots are free
+        head_places=[4, 4],
+        head_rows=[4, 4],
+    )
+
+
+def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
+    c = counts([(8, 7, 2)], waiting=[13, 1], free_pages=3)
+    check(plan_of(c, fcfs()), places=[8], num_rows=[1])
+
+
+def test_nobody_overtakes_a_request_that_has_not_arrived() -> None:
+    c = counts(waiting=[3, 1], free_pages=9, arrived=[False, True])
+    check(plan_of(c, fcfs()))
+
+
+def test_full_slots_admit_nobody() -> None:
+    line: list = [(3, 2, 1), (3, 2, 1), "2", (3, 2, 1)]
+    c = counts(line, waiting=[1], free_pages=9)
+    check(plan_of(c, fcfs()), places=[3, 3, 0, 3], num_rows=[1, 1, 0, 1])
+
+
+@pytest.mark.parametrize(("watermark", "admitted"), [(0, 1), (1, 1), (2, 0)])
+def test_the_watermark_stays_free_at_admission(watermark: int, admitted: int) -> None:
+    # 3 free pages; the runner needs no more, the other one two.
+    c = counts([(7, 6, 2)], waiting=[5], free_pages=3)
+    check(
+        plan_of(c, fcfs(watermark=watermark)),
+        places=[7],
+        num_rows=[1],
+        admit=[admitted],
+        head_places=[5 * admitted],
+        head_rows=[5 * admitted],
+    )
+
+
+def test_the_first_of_an_idle_engine_may_take_every_page() -> None:
+    c = counts(waiting=[12, 1], free_pages=3)
+    plan = plan_of(c, fcfs(watermark=100))
+    check(plan, admit=[1, 0], head_places=[12], head_rows=[12])
+
+
+def test_scored_prompts_feed_no_more_rows_than_have_logits() -> None:
+    c = counts(
+        [(20, 4, 5), (8, 2, 2)],
+        waiting=[6, 2],
+        free_pages=9,
+        scored=([0, 1], []),
+        spare_logit_rows=5,
+        token_budget=12,
+    )
+    # The first takes all spare logit rows, the second waits for its own.
+    check(
+        plan_of(c, fcfs()),
+        places=[20, 8],
+        num_rows=[5, 0],
+        admit=[1, 1],
+        head_places=[6, 2],
+        head_rows=[6, 1],
+    )
+
+
+def test_nobody_overtakes_a_scored_prompt_without_logit_rows() -> None:
+    c = counts(
+        waiting=[4, 3, 2],
+        free_pages=9,
+        scored=([], [0, 1]),
+        spare_logit_rows=4,
+    )
+    plan = plan_of(c, fcfs())
+    check(plan, admit=[1, 0, 0], head_places=[4], head_rows=[4])
+
+
+def test_a_sequence_that_decodes_needs_no_spare_logit_row() -> None:
+    c = counts([(9, 8, 3)], free_pages=9, scored=([0], []))
+    check(plan_of(c, fcfs()), places=[9], num_rows=[1])
+
+
+def test_parameters_are_swept_by_vmap() -> None:
+    c = counts([(7, 6, 2)], waiting=[9, 3], free_pages=4)
+    values = [(None, 0), (2, 0), (5, 1), (1, 4)]
+    policies = [fcfs(chunk_size=chunk, watermark=mark) for chunk, mark in values]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *policies)
+    together = jax.vmap(lambda policy: plan_of(c, policy))(stacked)
+    for index, policy in enumerate(policies):
+        alone = plan_of(c, policy)
+        for a, b in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(a, b[index])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [(dict(chunk_size=0), "chunk_size=0 must"), (dict(watermark=-1), "watermark=-1")],
+)
+def test_parameters_out_of_range_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fcfs(**fields)
+
+
+def test_static_reserves_the_longest_sequence_for_each_slot() -> None:
+    # 17 places are 5 pages each: three of them fit into 16.
+    c = counts(waiting=[5, 2, 3, 1], free_pages=16, max_length=17)
+    plan = plan_of(c, baselines.static())
+    check(plan, admit=[1, 1, 1, 0], head_places=[17, 17, 17], head_rows=[5, 2, 3])
+
+
+def test_static_feeds_prompts_as_the_budget_lets_it() -> None:
+    c = counts(waiting=[9, 9], free_pages=16, max_length=17)
+    plan = plan_of(c, baselines.static())
+    check(plan, admit=[1, 1], head_places=[17, 17], head_rows=[9, 3])
+
+
+@pytest.mark.parametrize("line", [[(5, 4, 5)], ["5"], ["5", (5, 4, 5)]])
+def test_static_admits_nobody_into_a_batch(line: list) -> None:
+    c = counts(line, waiting=[1], free_pages=16, max_length=17)
+    runs = [int(isinstance(each, tuple)) for each in line]
+    check(plan_of(c, baselines.static()), num_rows=runs)
+
+
+def test_static_admits_nobody_who_has_not_arrived() -> None:
+    c = counts(waiting=[3, 1], free_pages=16, arrived=[False, False])
+    check(plan_of(c, baselines.static()))
+
+
+def test_static_serves_a_pool_smaller_than_the_longest_sequence() -> None:
+    # 3 pages, and 5 would be reserved: the first gets what there is.
+    c = counts(waiting=[5, 1], free_pages=3, max_length=17)
+    plan = plan_of(c, baselines.static())
+    check(plan, admit=[1, 0], head_places=[12], head_rows=[5])
