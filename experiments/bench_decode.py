@@ -2,9 +2,10 @@
 
 Every engine gets the same weights, prompts and number of threads, and answers greedily
 to the full length. They take turns, round after round, and a row holds medians over the
-rounds: a disturbance hits everyone or is voted out. A batch is served twice in a turn,
-for one token each (prefill) and for all (what that takes longer is decode). Compiling
-stands apart.
+rounds: a disturbance hits everyone or is voted out. Prefill is what it takes until every
+request has its first token, decode the rate at which tokens come after that; compiling
+stands apart. Ours comes in calls of several steps, so our prefill is timed in a serving
+of its own, for one token each.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ class Config:
     prompt_tokens: int = 128
     """Tokens of every prompt."""
     output_tokens: int = 128
-    """Tokens of every answer, at least 2."""
+    """Tokens of every answer, more than those of one call."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of our weights and pages; peers compute in float32."""
     page_size: int = 16
@@ -84,8 +85,11 @@ class Config:
         for name in ("prompt_tokens", "page_size", "steps_per_call", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.output_tokens < 2:
-            raise ValueError(f"{self.output_tokens=} must be at least 2")
+        if self.output_tokens <= self.steps_per_call:
+            raise ValueError(
+                f"{self.output_tokens=} must be more than {self.steps_per_call=}: "
+                "the tokens of the first call are not counted"
+            )
         if not self.batch or min(self.batch) < 1:
             raise ValueError(f"{self.batch=} must be numbers of at least 1")
         if self.token_budget < max(self.batch):
@@ -97,7 +101,12 @@ class Config:
 CONFIGS = {
     "real": Config(),
     "smoke": Config(
-        model="random-tiny", batch=(1, 2), prompt_tokens=8, output_tokens=32, rounds=1
+        model="random-tiny",
+        batch=(1, 2),
+        prompt_tokens=8,
+        output_tokens=16,
+        rounds=1,
+        steps_per_call=4,
     ),
 }
 
@@ -138,6 +147,7 @@ class Ours:
     """
 
     name = "jaxkv"
+    version = f"jax {jax.__version__}"
 
     def __init__(self, config: Config, model: checkpoints.Loaded, batch: int):
         length = config.prompt_tokens + config.output_tokens
@@ -160,27 +170,48 @@ class Ours:
             bounds,
             eos_ids=(),
             vocab_size=model.config.vocab_size,
+            keep_trace=True,
         )
         self.host_shares: list[float | None] = []
 
     def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
         """Serves prompts of one length as one batch, greedily."""
         watching.reset_peak()
-        prefill_s, _ = self._serve(prompts, 1)
+        prefill_s, *_ = self._serve(prompts, 1)
         with self._engine.watch() as calls:
-            total_s, tokens = self._serve(prompts, output_tokens)
+            _, decode_s, num_decoded, tokens = self._serve(prompts, output_tokens)
         self.host_shares.append(watching.host_share(calls))
-        return Timing(prefill_s, total_s - prefill_s, tokens, watching.peak_bytes())
+        peak = watching.peak_bytes()
+        return Timing(prefill_s, decode_s, num_decoded, tokens, peak)
 
     def _serve(
         self, prompts: list[list[int]], num_tokens: int
-    ) -> tuple[float, list[list[int]]]:
+    ) -> tuple[float, float, int, list[list[int]]]:
+        """Serves once.
+
+        Returns:
+          Seconds until every request had its first token, seconds in which later ones
+          came, how many those were, and the answers.
+        """
+        engine = self._engine
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
-        start_s = self._engine.now()
-        answers = self._engine.generate(prompts, ask)
-        # The host held the last token; what it tidies up afterwards is no one's wait.
-        end_s = max(answer.finish_s for answer in answers)
-        return end_s - start_s, [answer.tokens for answer in answers]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        num_held: dict[int, int] = {}  # tokens held after each call, all requests
+        engine.trace.clear()
+        start_s = first_s = last_s = engine.now()
+        for i, prompt in enumerate(prompts):
+            engine.submit(prompt, ask, request_id=i)
+        first_call = 0
+        for event in engine.stream():
+            if not event.tokens:
+                continue  # tidying up
+            call, last_s = len(engine.trace), engine.now()
+            if not tokens[event.request_id]:
+                first_call, first_s = call, last_s
+            tokens[event.request_id] += event.tokens
+            num_held[call] = sum(map(len, tokens))
+        num_decoded = max(num_held.values()) - num_held[first_call]
+        return first_s - start_s, last_s - first_s, num_decoded, tokens
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
@@ -273,54 +304,45 @@ def _rows(
     absent: list[str],
 ) -> list[dict[str, Any]]:
     """One row for each engine, medians over the turns after the first."""
-    prompt_tokens = batch * config.prompt_tokens
-    decoded = batch * (config.output_tokens - 1)
-    ours = timings["jaxkv"][-1].tokens
+    ours = timings[Ours.name][-1].tokens
     rows = []
     for engine in everyone:
         first, *later = timings[engine.name]
         prefill_s = statistics.median(x.prefill_s for x in later)
-        decode_s = statistics.median(x.decode_s for x in later)
-        slowest_s, fastest_s = (f(x.decode_s for x in later) for f in (max, min))
+        rates = sorted(x.num_decoded / x.decode_s for x in later)
+        rate = statistics.median(rates)
         row = {
             "implementation": engine.name,
             "batch": batch,
             "prompt_tokens": config.prompt_tokens,
             "output_tokens": config.output_tokens,
-            "prefill_tokens_per_s": _rate(prompt_tokens, prefill_s),
-            "decode_tokens_per_s": _rate(decoded, decode_s),
-            "decode_slowest": _rate(decoded, slowest_s),
-            "decode_fastest": _rate(decoded, fastest_s),
-            "step_s": decode_s / (config.output_tokens - 1),
+            "prefill_tokens_per_s": batch * config.prompt_tokens / prefill_s,
+            "decode_tokens_per_s": rate,
+            "step_s": batch / rate,
             "host_share": None,
             "compile_s": 0.0,
             "peak_bytes": max(x.peak_bytes for x in later),
+            "ratio": None,
+            "prefill_ratio": None,
+            "spread": (rates[-1] - rates[0]) / rate,
             "same_answers": _share_equal(ours, later[-1].tokens),
             "dtype": "float32",
-            "version": "",
-            "note": "",
+            "version": engine.version,
         }
         if isinstance(engine, Ours):
             row |= {
                 "host_share": _median(engine.host_shares[1:]),
                 "compile_s": max(0.0, first.prefill_s - prefill_s),
                 "dtype": config.dtype,
-                "note": "; ".join(absent),
+                "absent": "; ".join(absent),
             }
-        else:
-            row["version"] = engine.version
         rows.append(row)
     for kind, key in (("decode", "ratio"), ("prefill", "prefill_ratio")):
         name = f"{kind}_tokens_per_s"
-        best = max((row[name] or 0.0 for row in rows[1:]), default=0.0)
-        for row in rows:
-            row[key] = row[name] / best if best and row[name] else None
+        best = max((row[name] for row in rows[1:]), default=None)
+        for row in rows if best else []:
+            row[key] = row[name] / best
     return rows
-
-
-def _rate(num_tokens: int, seconds: float) -> float | None:
-    """Tokens per second; None where a difference of two times drowned in noise."""
-    return num_tokens / seconds if seconds > 0 else None
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -93,8 +93,8 @@ def generate(model: str, options: Options) -> Answer:
     write.finish()
     num = sum(len(mine["tokens"]) for mine in completions)
     reasons = ", ".join(dict.fromkeys(mine["reason"] for mine in completions))
-    rate = num / (time.perf_counter() - start_s)
-    print(f"[{reasons}; {num} tokens, {rate:.4g} a second]", file=sys.stderr)
+    duration_s = time.perf_counter() - start_s
+    print(f"[{reasons}; {num} tokens in {duration_s:.1f} s]", file=sys.stderr)
     return Answer({"completions": completions}, [], [], status)
 
 

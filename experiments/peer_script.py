@@ -5,9 +5,9 @@
 Stands alone: it imports nothing of the project, and runs on older Pythons. On standard
 output it says `{"name", "version"}` when the model is loaded, or `{"absent": why}`.
 Then it answers every line `{"prompts": [[id, ...], ...], "output_tokens": n}` with
-`{"prefill_s", "decode_s", "tokens", "peak_bytes"}`: seconds until every prompt has its
-first token, seconds for the others, the greedy tokens, and the peak memory of this
-process. Every prompt has the same length, and the answers run to their full length.
+`{"prefill_s", "decode_s", "num_decoded", "tokens", "peak_bytes"}`: seconds until every
+prompt has its first token, seconds for the others, their number, the greedy tokens, and
+the peak memory of this process. Every prompt has the same length, and the answers run to their full length.
 """
 
 import ctypes
@@ -37,26 +37,28 @@ class Transformers:
         self._model.generation_config.eos_token_id = None
 
     def measure(self, prompts, output_tokens):
-        """Prefill is a `generate` of one token; decode is what more tokens add."""
-        _, prefill_s = self._generate(prompts, 1)
-        tokens, total_s = self._generate(prompts, output_tokens)
-        return prefill_s, total_s - prefill_s, tokens
+        """Serves once, and notes when the first tokens are there."""
+        torch, stamps = self._torch, []
 
-    def _generate(self, prompts, num_tokens):
-        torch = self._torch
+        def stamp(ids, scores, **_):
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool)
+
         ids = torch.tensor(prompts)
         start = time.perf_counter()
         with torch.inference_mode():
             out = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
+                max_new_tokens=output_tokens,
+                min_new_tokens=output_tokens,
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=0,
+                stopping_criteria=[stamp],
             )
-        return out[:, ids.shape[1] :].tolist(), time.perf_counter() - start
+        tokens = out[:, ids.shape[1] :].tolist()
+        return stamps[0] - start, time.perf_counter() - stamps[0], tokens
 
 
 class LlamaCpp:
@@ -233,6 +235,7 @@ def main(kind, folder, num_threads):
             {
                 "prefill_s": prefill_s,
                 "decode_s": decode_s,
+                "num_decoded": len(tokens) * (len(tokens[0]) - 1),
                 "tokens": tokens,
                 "peak_bytes": peak_bytes(),
             }

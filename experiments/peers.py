@@ -17,13 +17,15 @@ class Timing(NamedTuple):
 
     Attributes:
       prefill_s: seconds until every request had its first token.
-      decode_s: seconds for all tokens after those.
+      decode_s: seconds that later tokens took.
+      num_decoded: how many those were.
       tokens: the answers.
       peak_bytes: peak memory of the process that served it, weights included.
     """
 
     prefill_s: float
     decode_s: float
+    num_decoded: int
     tokens: list[list[int]]
     peak_bytes: int
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxkv import serving
 
@@ -24,11 +25,14 @@ class CallTimes(NamedTuple):
       ready_s: when the device had its results.
       drained_s: when the device had handed out the finished sequences behind it; equal
         to `ready_s` if there were none.
+      fed: whether it fed any tokens; one that was handed over before the host knew that
+        all is done does not.
     """
 
     dispatched_s: float
     ready_s: float
     drained_s: float
+    fed: bool
 
 
 class WatchedEngine(serving.Engine):
@@ -69,7 +73,8 @@ def _watch(dispatched: queue.SimpleQueue[Any], times: list[CallTimes]) -> None:
         if call.drained is not None:
             jax.block_until_ready(call.drained)
             drained_s = time.perf_counter()
-        times.append(CallTimes(dispatched_s, ready_s, drained_s))
+        fed = bool(np.asarray(call.info.num_rows).any())
+        times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
 
 
 def host_share(calls: list[CallTimes]) -> float | None:
@@ -80,13 +85,16 @@ def host_share(calls: list[CallTimes]) -> float | None:
     call's end to the next one's.
 
     Args:
-      calls: calls in order, the device busy from the first to the last.
+      calls: in order. What goes before the first, and before those that feed nothing,
+        is left out.
 
     Returns:
       A share in [0, 1]; `None` with less than two calls.
     """
     gaps = spans = 0.0
     for before, call in itertools.pairwise(calls):
+        if not call.fed:
+            continue
         start_s = max(before.drained_s, call.dispatched_s)
         gaps += max(0.0, min(start_s, call.ready_s) - before.ready_s)
         spans += call.ready_s - before.ready_s

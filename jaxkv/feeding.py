@@ -83,7 +83,7 @@ def _feed_fast(params, state, num_rows, packed, logits, forward):
     num_slots = num_rows.shape[0]
     busy, single = jnp.any(num_rows > 0), jnp.all(num_rows <= 1)
 
-    def decode(_, carry):
+    def decode(index, carry):
         logits, pages = carry
         place = jnp.where(num_rows > 0, state.table.length, -1)
         rows = caching.Rows(
@@ -93,14 +93,14 @@ def _feed_fast(params, state, num_rows, packed, logits, forward):
             page_ids=state.table.page_ids,
             logit_rows=jnp.arange(num_slots, dtype=jnp.int32),
         )
-        result = forward(params, pages, rows)
+        result = forward(params, pages, _pinned(rows, index))
         if logits.shape[0] == num_slots:
             return result.logits, result.pages
         # A scored prompt may feed a single token, which takes a spare logit row.
         return _with_spare(logits, result.logits, packed, num_rows), result.pages
 
-    def mixed(_, carry):
-        result = forward(params, carry[1], packed.rows)
+    def mixed(index, carry):
+        result = forward(params, carry[1], _pinned(packed.rows, index))
         return result.logits, result.pages
 
     # A step of one row a slot could run either program; the smaller one is faster.
@@ -108,6 +108,15 @@ def _feed_fast(params, state, num_rows, packed, logits, forward):
         0, (busy & single).astype(jnp.int32), decode, (logits, state.pages)
     )
     return lax.fori_loop(0, (busy & ~single).astype(jnp.int32), mixed, carry)
+
+
+def _pinned(rows: caching.Rows, index: Array) -> caching.Rows:
+    """Ties the rows to the loop they are fed in, whose only index is 0.
+
+    Else the compiler sees that embedding and first products do not change from trip to
+    trip, and moves them before the loop, where they run even if there is no trip.
+    """
+    return jax.tree.map(lambda x: x + index, rows)
 
 
 def _with_spare(buffer, logits, packed, num_rows):

@@ -184,8 +184,9 @@ def draw(
 
     def start(epoch, window):
         key = jax.random.fold_in(jax.random.key(seed), epoch)
-        offset = jax.random.randint(key, (), 0, num_tokens, jnp.int32)
-        rounds = jax.random.bits(key, (_NUM_ROUNDS, 2), jnp.uint32)
+        offset_key, order_key = jax.random.split(key)
+        offset = jax.random.randint(offset_key, (), 0, num_tokens, jnp.int32)
+        rounds = jax.random.bits(order_key, (_NUM_ROUNDS, 2), jnp.uint32)
         place = _shuffled(window.astype(jnp.uint32), rounds, num_windows)
         return place * jnp.uint32(seq_len) + offset.astype(jnp.uint32)
 
