@@ -2,10 +2,10 @@
 
 Every engine gets the same weights, prompts and number of threads, and answers greedily
 to the full length. They take turns, round after round, and a row holds medians over the
-rounds: a disturbance hits everyone or is voted out. Prefill is what it takes until every
-request has its first token, decode the rate at which tokens come after that; compiling
-stands apart. Ours comes in calls of several steps, so our prefill is timed in a serving
-of its own, for one token each.
+rounds: a disturbance hits everyone or is voted out. Prefill is what it takes until
+every request has its first token, decode the rate at which tokens come after that;
+compiling stands apart. Ours come in calls of several steps, so our prefill is timed in
+a serving of its own, for one token each.
 """
 
 import contextlib
@@ -305,7 +305,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """One row for each engine, medians over the turns after the first."""
     ours = timings[Ours.name][-1].tokens
-    rows = []
+    rows: list[dict[str, Any]] = []
     for engine in everyone:
         first, *later = timings[engine.name]
         prefill_s = statistics.median(x.prefill_s for x in later)
@@ -339,9 +339,9 @@ def _rows(
         rows.append(row)
     for kind, key in (("decode", "ratio"), ("prefill", "prefill_ratio")):
         name = f"{kind}_tokens_per_s"
-        best = max((row[name] for row in rows[1:]), default=None)
-        for row in rows if best else []:
-            row[key] = row[name] / best
+        others: list[float] = [row[name] for row in rows[1:]]
+        for row in rows if others else []:
+            row[key] = row[name] / max(others)
     return rows
 
 

@@ -242,7 +242,7 @@ def _serve(
     config: Config,
     model: checkpoints.Loaded,
     name: str,
-    policy: scheduling.Policy,
+    policy: Any,
     requests: list[Request],
     progress: Progress,
 ) -> Served:

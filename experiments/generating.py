@@ -77,8 +77,9 @@ def generate(model: str, options: Options) -> Answer:
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
     write = _Writer(options.prompt)
-    blank: dict[str, Any] = {"text": "", "tokens": [], "reason": "cancelled"}
-    completions = [blank | {"tokens": []} for _ in prompts]
+    completions: list[dict[str, Any]] = [
+        {"text": "", "tokens": [], "reason": "cancelled"} for _ in prompts
+    ]
     status, start_s = 0, time.perf_counter()
     try:
         for event in engine.stream():

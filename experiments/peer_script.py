@@ -7,10 +7,11 @@ output it says `{"name", "version"}` when the model is loaded, or `{"absent": wh
 Then it answers every line `{"prompts": [[id, ...], ...], "output_tokens": n}` with
 `{"prefill_s", "decode_s", "num_decoded", "tokens", "peak_bytes"}`: seconds until every
 prompt has its first token, seconds for the others, their number, the greedy tokens, and
-the peak memory of this process. Every prompt has the same length, and the answers run to their full length.
+the peak memory of this process. Prompts have one length, and answers run to their end.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -67,8 +68,7 @@ class LlamaCpp:
     MAX_BATCH = 512  # rows that one call may feed, its default
 
     def __init__(self, folder, num_threads):
-        import llama_cpp
-
+        llama_cpp = importlib.import_module("llama_cpp")
         self._lib, self.version = llama_cpp, llama_cpp.__version__
         self._num_threads = num_threads
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
@@ -148,7 +148,7 @@ class LlamaCpp:
 
 def write_gguf(folder, path):
     """Writes a Llama folder of float32 weights as GGUF, without a tokenizer."""
-    import gguf
+    gguf = importlib.import_module("gguf")
     from safetensors.numpy import load_file
 
     config = json.loads((folder / "config.json").read_text("utf-8"))

@@ -7,7 +7,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class WatchedEngine(serving.Engine):
     _dispatched: queue.SimpleQueue[Any] | None = None
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[list[CallTimes]]:
+    def watch(self) -> Generator[list[CallTimes]]:
         """Notes the times of the calls made inside; the list is whole at the end.
 
         A second thread waits for the results and does nothing else, so the engine's own

@@ -24,11 +24,17 @@ MODEL = models.ModelConfig(
     tie_embeddings=False,
 )
 
-run_steps = jax.jit(
-    engine.run_steps,
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+"""LLVM's optimisations take half of the compile time, and most tests ask what a program
+does, not how fast. Tests of numerics take the program that users get."""
+
+_compiled = functools.partial(
+    *(jax.jit, engine.run_steps),
     static_argnames=("config", "forward", "logits_fn", "num_steps"),
     donate_argnames="state",
 )
+run_steps = _compiled(compiler_options=FAST_COMPILE)
+run_steps_as_served = _compiled()
 submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
 cancel = jax.jit(queueing.cancel, donate_argnames="state")
 drain = jax.jit(queueing.drain, donate_argnames="state")
@@ -158,7 +164,7 @@ def serve(
     state: EngineState | None = None,
     model: models.ModelConfig = MODEL,
     weights: models.Params | None = None,
-    logits_fn: engine.LogitsFn | None = None,
+    as_served: bool = False,
     step_s: float = 0.0,
     max_calls: int = 2000,
 ) -> Run:
@@ -171,7 +177,7 @@ def serve(
       state: an idle engine to go on with.
       model: the model.
       weights: its parameters; None means `params(model)`.
-      logits_fn: as in `engine.step`.
+      as_served: whether to run the program that users get, slow to compile.
       step_s: how far the clock moves with each call.
       max_calls: calls after which the engine counts as stuck.
     """
@@ -190,12 +196,11 @@ def serve(
             # Whoever finds no room keeps everybody behind it out.
             assert sorted(np.asarray(taken), reverse=True) == list(np.asarray(taken))
             waiting = waiting[int(np.asarray(taken).sum()) :]
-        state, info = run_steps(
+        state, info = (run_steps_as_served if as_served else run_steps)(
             *(weights, state, clock(call * step_s)),
             config=config,
             forward=forward,
             policy=policy,
-            logits_fn=logits_fn,
         )
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])
@@ -270,7 +275,7 @@ def random_asks(
     return asks
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames="model", compiler_options=FAST_COMPILE)
 def _plain_loop(weights, requests: queueing.Requests, model: models.ModelConfig):
     """Answers every request by one full forward pass over it for each token."""
     rows = jnp.arange(requests.limit.shape[0], dtype=jnp.int32)

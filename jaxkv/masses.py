@@ -1,0 +1,69 @@
+"""Sums of probability that come out alike in any order.
+
+A mass is three integers, the digits of a fixed-point number. They add up exactly,
+whatever order a batch makes XLA add in, and are compared without rounding.
+"""
+
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+Mass = tuple[Array, ...]
+
+
+def digit_bits(vocab: int) -> int:
+    """The widest digits of which `vocab` add up without overflow: 15 at 50,000."""
+    return 31 - vocab.bit_length()
+
+
+def digits_of(values: Float[Array, "*shape"], bits: int) -> Mass:
+    """Three digits, `bits` wide each, of numbers >= 0; the first holds all above."""
+    digits = []
+    for _ in range(3):
+        values = values * 2.0**bits
+        whole = jnp.floor(values)
+        digits.append(whole.astype(jnp.int32))
+        values = values - whole
+    return tuple(digits)
+
+
+def carried(mass: Mass, bits: int) -> Mass:
+    """Carries what is too large for the lower digits, so that masses compare."""
+    first, second, third = mass
+    second = second + (third >> bits)
+    mask = (1 << bits) - 1
+    return first + (second >> bits), second & mask, third & mask
+
+
+def total(digits: Mass, bits: int) -> Mass:
+    """Adds up the digits of each row."""
+    zero = (np.int32(0),) * len(digits)
+    # One reduction of three, so that XLA computes the digits once.
+    total = lax.reduce(digits, zero, lambda a, b: tuple(map(operator.add, a, b)), (1,))
+    return carried(tuple(total), bits)
+
+
+def reaches(mass: Mass, target: Mass) -> Array:
+    """Whether a mass is at least the target, both of them carried."""
+    reached = mass[-1] >= target[-1]
+    for ours, theirs in zip(mass[-2::-1], target[-2::-1], strict=True):
+        reached = (ours > theirs) | ((ours == theirs) & reached)
+    return reached
+
+
+def share(part: Float[Array, " rows"], total: Mass, bits: int, dtype: Any) -> Mass:
+    """`part` of a mass, rounded to `dtype` and never above the mass itself."""
+    share = digits_of(part.astype(dtype) * number(total, bits, dtype), bits)
+    over = reaches(share, total)
+    return tuple(jnp.where(over, t, s) for t, s in zip(total, share, strict=True))
+
+
+def number(mass: Mass, bits: int, dtype: Any) -> Array:
+    """The mass as a float."""
+    digits = (m.astype(dtype) * 2.0 ** (-bits * (i + 1)) for i, m in enumerate(mass))
+    first, second, third = digits
+    return first + (second + third)

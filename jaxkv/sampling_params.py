@@ -1,0 +1,162 @@
+"""What a request may ask of its draws: checked on the host, arrays on the device."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, UInt32
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one request wants its tokens drawn, and what ends it."""
+
+    temperature: float = 1.0
+    """Divides the logits, finite, at least 0; 0 takes the most likely token."""
+    top_k: int = 0
+    """Most likely tokens kept; 0 keeps all."""
+    top_p: float = 1.0
+    """Probability that the kept tokens reach, in (0, 1]; 1 keeps all."""
+    min_p: float = 0.0
+    """Smallest probability kept, as a share of the largest, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens that stand in
+    the prompt or the answer, above 0; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that stand in the answer, finite."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a logit for each time its token stands in the answer, finite."""
+    seed: int | None = None
+    """Fixes the draws whatever the engine's seed and the request's id, in
+    [0, 2**64)."""
+    max_tokens: int = 64
+    """Tokens after which the answer ends, at least 1."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer, none of them empty."""
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end the answer."""
+    ignore_eos: bool = False
+    """Whether the answer goes on after the model's own end token."""
+    logprobs: int | None = None
+    """Alternatives reported with each token's log-probability, at least 0; None
+    reports neither."""
+    prompt_logprobs: bool = False
+    """Whether the prompt's tokens get log-probabilities, too."""
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+          ValueError: a field is out of its range; the message shows it.
+        """
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        for right, wrong in (
+            (0 <= self.temperature <= _LARGEST, f"{self.temperature=} must be >= 0"),
+            (_is_count(self.top_k), f"{self.top_k=} must be a count, or 0 for off"),
+            (0 < self.top_p <= 1, f"{self.top_p=} must be in (0, 1]"),
+            (0 <= self.min_p <= 1, f"{self.min_p=} must be in [0, 1]"),
+            (
+                _SMALLEST <= self.repetition_penalty <= _LARGEST,
+                f"{self.repetition_penalty=} must be above 0 and finite",
+            ),
+            (
+                all(abs(penalty) <= _LARGEST for penalty in penalties),
+                f"{self.presence_penalty=}, {self.frequency_penalty=} must be finite",
+            ),
+            (
+                self.seed is None or _is_count(self.seed, below=2**64),
+                f"{self.seed=} must be None or an integer in [0, 2**64)",
+            ),
+            (
+                _is_count(self.max_tokens) and self.max_tokens > 0,
+                f"{self.max_tokens=} must be at least 1",
+            ),
+            (
+                _is_tuple(self.stop, lambda text: isinstance(text, str) and text),
+                f"{self.stop=} must be a tuple of strings, none of them empty",
+            ),
+            (
+                _is_tuple(self.stop_tokens, _is_count),
+                f"{self.stop_tokens=} must be a tuple of token ids",
+            ),
+            (
+                self.logprobs is None or _is_count(self.logprobs),
+                f"{self.logprobs=} must be None or at least 0",
+            ),
+        ):
+            if not right:
+                raise ValueError(wrong)
+
+    @classmethod
+    def greedy(cls, **fields: Any) -> "Sampling":
+        """The most likely token at every position; `fields` sets everything else."""
+        return cls(temperature=0.0, **fields)
+
+
+def _is_count(value: Any, below: int = 2**31) -> bool:
+    return isinstance(value, int | np.integer) and 0 <= value < below
+
+
+def _is_tuple(value: Any, fits: Callable[[Any], object]) -> bool:
+    return isinstance(value, tuple) and all(fits(entry) for entry in value)
+
+
+class Params(NamedTuple):
+    """What drawing needs to know of each row's request. Ranges as in `Sampling`."""
+
+    temperature: Float[Array, " rows"]
+    top_k: Int32[Array, " rows"]
+    top_p: Float[Array, " rows"]
+    min_p: Float[Array, " rows"]
+    repetition: Float[Array, " rows"]
+    presence: Float[Array, " rows"]
+    frequency: Float[Array, " rows"]
+    key: UInt32[Array, "rows 2"]
+    """The request's key, see `request_key`."""
+    sample: Int32[Array, " rows"]
+    """Which of the request's answers the row belongs to, from 0."""
+
+
+def params_of(
+    requests: Sequence[Sampling], keys: Sequence[Any], samples: Sequence[int]
+) -> Params:
+    """Lines up the parameters of several sequences.
+
+    Args:
+      requests: the parameters of each sequence's request.
+      keys: what `request_key` gave for each.
+      samples: which of its request's answers each sequence is.
+
+    Returns:
+      The parameters as NumPy arrays, one row per sequence.
+    """
+    fields = {
+        "temperature": ("temperature", np.float32),
+        "top_k": ("top_k", np.int32),
+        "top_p": ("top_p", np.float32),
+        "min_p": ("min_p", np.float32),
+        "repetition": ("repetition_penalty", np.float32),
+        "presence": ("presence_penalty", np.float32),
+        "frequency": ("frequency_penalty", np.float32),
+    }
+    columns: dict[str, Any] = {
+        field: np.array([getattr(each, name) for each in requests], kind)
+        for field, (name, kind) in fields.items()
+    }
+    columns["key"] = np.array(keys, np.uint32).reshape(len(requests), 2)
+    columns["sample"] = np.array(samples, np.int32)
+    return Params(**columns)
+
+
+def greedy_params(rows: int) -> Params:
+    """Parameters of rows that nobody uses: greedy, everything else off."""
+    blank = params_of([Sampling.greedy()] * rows, [(0, 0)] * rows, [0] * rows)
+    return jax.tree.map(jnp.asarray, blank)
