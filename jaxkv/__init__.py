@@ -19,7 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkv.answers import Completion, Event
+    from jaxkv.answers import Completion, Event, make_requests
     from jaxkv.baselines import static
     from jaxkv.emission import Answer
     from jaxkv.engine import StepInfo, run_steps, step
@@ -51,6 +51,7 @@ _HOMES = {
     "drain": "queueing",
     "fcfs": "scheduling",
     "init": "states",
+    "make_requests": "answers",
     "run_steps": "engine",
     "schedule": "scheduling",
     "static": "baselines",
@@ -78,6 +79,7 @@ __all__ = [
     "drain",
     "fcfs",
     "init",
+    "make_requests",
     "run_steps",
     "schedule",
     "static",

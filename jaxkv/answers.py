@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv import engine, queueing, sampling, states
+from jaxkv import engine, queueing, randomness, sampling, states
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig
 
@@ -58,7 +58,6 @@ class Record:
 
     request_id: int
     prompt: list[int]
-    limit: int
     sampling: Sampling
     arrival_s: float
     stream: Any
@@ -194,41 +193,72 @@ def check(
         )
 
 
-def requests_of(
-    batch: Sequence[Record], config: EngineConfig, eos_ids: tuple[int, ...]
+def make_requests(
+    prompts: Sequence[Sequence[int]],
+    asks: Sequence[Sampling],
+    *,
+    config: EngineConfig,
+    request_ids: Sequence[int] | None = None,
+    arrivals_s: Sequence[float] | None = None,
+    eos_ids: tuple[int, ...] = (),
+    width: int | None = None,
 ) -> queueing.Requests:
-    """Lines up requests for `queueing.submit`, padded to `submit_width`."""
-    width, num = config.submit_width, len(batch)
+    """Lines up requests for `queueing.submit`, as NumPy arrays.
+
+    Args:
+      prompts: token ids, in order of arrival.
+      asks: how to draw each one's answer.
+      config: the engine's bounds.
+      request_ids: the callers' names; None counts from 0.
+      arrivals_s: when each may be admitted; None means at once.
+      eos_ids: end tokens of the model.
+      width: rows of the result, those beyond the prompts unused; None means as many as
+        there are prompts.
+
+    Returns:
+      The requests. `submit` refuses those that do not fit the engine.
+    """
+    num = len(prompts)
+    width = num if width is None else width
+    request_ids = range(num) if request_ids is None else request_ids
+    arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
     tokens = np.zeros((width, config.max_length), np.int32)
     stops = np.full((width, config.max_stop_tokens), -1, np.int32)
-    for row, record in enumerate(batch):
-        tokens[row, : len(record.prompt)] = record.prompt
-        ends = record.sampling.stop_tokens
-        ends += () if record.sampling.ignore_eos else eos_ids
+    for row, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
+        known = prompt[: config.max_length]
+        tokens[row, : len(known)] = known
+        ends = ask.stop_tokens + (() if ask.ignore_eos else eos_ids)
         stops[row, : len(ends)] = ends
-
-    def column(values: list, dtype: Any = np.int32) -> np.ndarray:
-        blank = np.zeros((width, *np.shape(values)[1:]), dtype)
-        blank[:num] = values
-        return blank
-
-    asks = [record.sampling for record in batch]
-    keys = [
-        sampling.request_key(record.sampling.seed, config.seed, record.request_id)
-        for record in batch
+    lengths = [len(prompt) for prompt in prompts]
+    limits = [
+        min(length + ask.max_tokens, config.max_length)
+        for length, ask in zip(lengths, asks, strict=True)
     ]
-    asks_padded = asks + [Sampling.greedy()] * (width - num)
-    keys_padded = [*keys, *[np.zeros(2, np.uint32)] * (width - num)]
+
+    def column(values: Any, dtype: Any = np.int32) -> np.ndarray:
+        values = np.array(values, dtype)
+        blank = np.zeros((width - num, *values.shape[1:]), dtype)
+        return np.concatenate([values, blank])
+
+    keys = [
+        randomness.request_key(ask.seed, config.seed, name)
+        for ask, name in zip(asks, request_ids, strict=True)
+    ]
+    unused = width - num
     return queueing.Requests(
         tokens=tokens,
-        prompt_length=column([len(record.prompt) for record in batch]),
-        limit=column([record.limit for record in batch]),
-        request_id=column([record.request_id for record in batch]),
+        prompt_length=column(lengths),
+        limit=column(limits),
+        request_id=column(list(request_ids)),
         stop_tokens=stops,
-        params=sampling.params_of(asks_padded, keys_padded, [0] * width),
+        params=sampling.params_of(
+            [*asks, *[Sampling.greedy()] * unused],
+            [*keys, *[np.zeros(2, np.uint32)] * unused],
+            [0] * width,
+        ),
         scored=column([ask.logprobs is not None for ask in asks], bool),
         prompt_scored=column([ask.prompt_logprobs for ask in asks], bool),
-        arrival=column([clock(record.arrival_s) for record in batch]),
+        arrival=column([clock(time_s) for time_s in arrivals_s]).reshape(width, 2),
     )
 
 

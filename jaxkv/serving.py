@@ -10,7 +10,7 @@ import collections
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -108,7 +108,7 @@ class Engine:
         self._unfinished, self._finished = 0, 0
 
     @classmethod
-    def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> Self:
+    def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> "Engine":
         """Serves a Hugging Face folder.
 
         Args:
@@ -179,7 +179,6 @@ class Engine:
         record = Record(
             request_id=request_id,
             prompt=tokens,
-            limit=min(len(tokens) + ask.max_tokens, self.config.max_length),
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,
             stream=None if self.tokenizer is None else self.tokenizer.stream(),
@@ -261,7 +260,15 @@ class Engine:
             time.sleep(max(0.0, wait_s))
         batch = self._next_batch()
         if batch:
-            requests = answers.requests_of(batch, self.config, self._eos_ids)
+            requests = answers.make_requests(
+                [record.prompt for record in batch],
+                [record.sampling for record in batch],
+                config=self.config,
+                request_ids=[record.request_id for record in batch],
+                arrivals_s=[record.arrival_s for record in batch],
+                eos_ids=self._eos_ids,
+                width=self.config.submit_width,
+            )
             self._state, _ = _submit(self._state, requests, config=self.config)
             self._unfinished += len(batch)
         clock = answers.clock(self.now())

@@ -302,7 +302,7 @@ def test_the_folder_of_another_run_is_refused(
 def test_a_killed_process_loses_at_most_the_interval(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(config, num_steps=4000, checkpoint_every=20)
+    config = dataclasses.replace(config, num_steps=400, checkpoint_every=20)
     unbroken = training.train(config, tmp_path / "unbroken")
     out = tmp_path / "killed"
     program = (
@@ -312,7 +312,7 @@ def test_a_killed_process_loses_at_most_the_interval(
         f"training.train({config!r}, pathlib.Path({str(out)!r}))\n"
     )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    for num_lines in (10, 60, 200):
+    for num_lines in (5, 40, 90):
         process = subprocess.Popen([sys.executable, "-c", program], env=env)
         curve, limit = out / "curve.jsonl", time.monotonic() + 120
         while not curve.exists() or len(curve.read_text().splitlines()) < num_lines:

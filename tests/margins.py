@@ -1,0 +1,86 @@
+"""How close a choice of token was, in float64: may rounding have decided it?"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import sampling
+from tests import engines
+from tests.engines import MODEL, Ask
+
+
+def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:
+    """The least change of a score that could change the next token.
+
+    Args:
+      ask: the request.
+      answer: its tokens so far.
+      seed: the engine's.
+
+    Returns:
+      The gap between the best two scores, perturbed ones if the request draws, or the
+      distance to a cut-off, whichever is smaller.
+    """
+    known = [*ask.prompt, *answer]
+    with jax.enable_x64(True):
+        weights = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x), "float64"), engines.params()
+        )
+        tokens = np.zeros((1, MODEL.max_positions), np.int32)
+        tokens[0, : len(known)] = known
+        logits = engines.full_logits(weights, tokens, config=MODEL)
+        scores = np.asarray(logits[0, len(known) - 1])
+        noise = noise_of(ask, len(known), seed)
+    assert scores.dtype == np.float64
+    return gap_of(penalised(scores, ask, answer), noise, ask)
+
+
+def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
+    """The Gumbel noise of a draw, in float64."""
+    key = sampling.request_key(ask.sampling.seed, seed, ask.request_id)
+    keys = sampling.draw_key(
+        *(jnp.asarray(key)[None], jnp.zeros(1, jnp.int32)),
+        *(jnp.asarray([position], jnp.int32), sampling.SAMPLE),
+    )
+    ids = jnp.arange(MODEL.vocab_size, dtype=jnp.int32)[None, :]
+    return np.asarray(sampling.gumbel(keys, ids, jnp.float64))[0]
+
+
+def penalised(scores: np.ndarray, ask: Ask, answer: Sequence[int]) -> np.ndarray:
+    """Repetition, frequency and presence, one token at a time."""
+    scores, s = scores.copy(), ask.sampling
+    for token in {*ask.prompt, *answer}:
+        factor = s.repetition_penalty
+        scores[token] *= 1 / factor if scores[token] > 0 else factor
+    for token in set(answer):
+        scores[token] -= s.frequency_penalty * list(answer).count(token)
+        scores[token] -= s.presence_penalty
+    return scores
+
+
+def gap_of(scores: np.ndarray, noise: np.ndarray, ask: Ask) -> float:
+    """The margin of final scores under the request's cut-offs."""
+    s = ask.sampling
+    order = np.argsort(-scores, kind="stable")
+    if s.temperature == 0:
+        return float(scores[order[0]] - scores[order[1]])
+    ranked = scores[order] / s.temperature
+    distances, kept = [], len(order)
+    if 0 < s.top_k < len(order):
+        distances.append(ranked[s.top_k - 1] - ranked[s.top_k])
+        kept = s.top_k
+    if s.top_p < 1:
+        mass = np.exp(ranked[:kept] - ranked[0])
+        share = np.cumsum(mass) / mass.sum()
+        distances.append(np.abs(share - s.top_p).min())
+        kept = int((share < s.top_p).sum()) + 1
+    if s.min_p > 0:
+        above = ranked - ranked[0] - np.log(s.min_p)
+        distances.append(np.abs(above).min())
+        kept = min(kept, int((above >= 0).sum()))
+    perturbed = np.sort((ranked + noise[order])[:kept])
+    if kept > 1:
+        distances.append(perturbed[-1] - perturbed[-2])
+    return float(min(distances, default=np.inf))

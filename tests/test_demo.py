@@ -1,0 +1,198 @@
+"""The demo: both policies serve the same requests, and its numbers are right."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import catalogue, cli, demo, prompting, servings, style, timelines
+from experiments.progress import Quiet
+from jaxkv import checkpoints, engine, models
+from jaxkv.answers import Completion
+from jaxkv.tokenizing import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A byte-level model with random weights, small enough to compile in seconds."""
+    import jax
+
+    shape = models.ModelConfig(
+        vocab_size=257,
+        hidden_size=16,
+        num_layers=1,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_size=16,
+        max_positions=64,
+    )
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    params = models.init_params(shape, jax.random.key(0))
+    checkpoints.save_model(folder, shape, params, tokenizer=ByteTokenizer(257))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a small demo."""
+    out = tmp_path_factory.mktemp("runs") / "demo"
+    assert cli.main(["demo", "smoke", "--model", model, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> demo.Result:
+    from experiments import store
+
+    return store.read(folder, catalogue.load("demo")).result
+
+
+def test_both_policies_give_every_request_the_same_answer(result: demo.Result) -> None:
+    assert result.static.is_done.all()
+    assert result.continuous.is_done.all()
+    np.testing.assert_array_equal(result.static.text, result.continuous.text)
+    np.testing.assert_array_equal(
+        result.static.num_tokens, result.continuous.num_tokens
+    )
+
+
+def test_the_documents_keys_are_the_contracts(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["demo", "smoke", "--model", model, "--out", str(tmp_path / "x"), "--json"]
+    assert cli.main(args) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["out"] == str(tmp_path / "x")
+    for name in ("static", "continuous"):
+        assert document[name].keys() >= {
+            *("tokens_per_s", "steps", "mean_latency_s", "p95_latency_s"),
+            "kv_utilisation",
+        }
+        assert all(value > 0 for value in document[name].values())
+    assert document["same_answers"] == document["requests"] == 6
+
+
+def test_static_batching_keeps_what_continuous_batching_gives_away(
+    result: demo.Result,
+) -> None:
+    config = demo.CONFIGS["smoke"]
+    static, continuous = result.static, result.continuous
+    assert len(static.num_rows) > len(continuous.num_rows)
+    assert static.held.any()
+    assert not continuous.held.any()
+    # The longest case for every slot, from a batch's first step to its last.
+    pages = config.max_slots * config.max_length // config.page_size
+    assert set(static.used_pages.tolist()) == {pages}
+    numbers = servings.numbers(continuous)
+    assert numbers["kv_utilisation"] > servings.numbers(static)["kv_utilisation"]
+
+
+def test_every_token_of_every_request_is_in_the_steps(result: demo.Result) -> None:
+    for served in (result.static, result.continuous):
+        for i, prompt in enumerate(result.prompt):
+            fed = served.num_rows[served.request_id == i].sum()
+            # The last token drawn is never fed.
+            assert fed == len(prompt.encode()) + served.num_tokens[i] - 1
+
+
+def test_the_report_shows_what_the_model_wrote(folder: Path) -> None:
+    report = (folder / "report.md").read_text()
+    assert "completions" in report
+    assert (folder / "figure.svg").stat().st_size > 10_000
+
+
+def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
+    class Impatient(Quiet):
+        """Stops when the first request is complete."""
+
+        stopped = False
+
+        def bar(self, label: str, total: Any, unit: str) -> Any:
+            return lambda done: setattr(self, "stopped", done > 0)
+
+    config = demo.Config(**vars(demo.CONFIGS["smoke"]) | {"model": model})
+    result = demo.run(config, Impatient())
+    assert 0 < result.static.is_done.sum() < config.num_requests
+    assert not result.continuous.is_done.any()
+    assert demo.metrics(result)["continuous"]["tokens_per_s"] is None
+    assert demo.claims(result) == []
+    style.render(lambda axes: demo.plot(axes, result), panels=demo.PANELS)
+
+
+def test_the_model_must_have_text_and_room(model: str) -> None:
+    with pytest.raises(ValueError, match="max_length=128 must be at most"):
+        demo.run(demo.Config(model=model, output_tokens=(1, 8), max_length=128))
+    with pytest.raises(ValueError, match=r"more than self\.max_length=64"):
+        demo.Config(max_length=64)
+    with pytest.raises(ValueError, match=r"output_tokens=\(3, 2\)"):
+        demo.Config(output_tokens=(3, 2))
+
+
+def test_lengths_are_ragged_within_their_bounds() -> None:
+    sizes = prompting.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    assert min(sizes) == 16
+    assert max(sizes) == 192
+    assert 50 < np.median(sizes) < 61  # the middle is 55.4
+    again = prompting.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    assert sizes == again
+
+
+def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
+    from scaling import corpora
+
+    rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
+    tokenizer, ask = ByteTokenizer(257), prompting.Sampling.greedy()
+    requests = prompting.held_out(tokenizer, sizes, [ask] * 3, rng)
+    texts = [x.text.decode() for x in corpora.load(corpora.STANDARD_LIBRARY).held_out]
+    assert [len(request.tokens) for request in requests[:2]] == sizes[:2]
+    for request in requests:
+        assert any(("\n" + text).find("\n" + request.text) >= 0 for text in texts)
+
+
+def test_the_numbers_of_a_serving_worked_by_hand() -> None:
+    def answer(name: int, tokens: int, arrival_s: float, finish_s: float) -> Completion:
+        blank = dict.fromkeys(Completion._fields)
+        blank |= {"request_id": name, "tokens": [0] * tokens, "reason": "length"}
+        return Completion(**blank | {"arrival_s": arrival_s, "finish_s": finish_s})
+
+    rows = np.array([[3, 0], [1, 4], [0, 0], [1, 1]])
+    ids = np.where(rows > 0, [[0, 1]] * 4, -1)
+    blank = dict.fromkeys(engine.StepInfo._fields)
+    info = engine.StepInfo(
+        **blank
+        | {"request_id": ids, "num_rows": rows, "held": rows > 9}
+        | {"used_pages": np.array([1, 2, 2, 3]), "used_places": np.array([3, 8, 8, 6])}
+    )
+    served = servings.gather(
+        [info],
+        {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},
+        num_requests=3,
+        num_slots=2,
+        page_size=4,
+        compile_s=9.0,
+    )
+    assert served.is_done.tolist() == [True, True, False]
+    assert servings.numbers(served) == {
+        "tokens_per_s": 5 / 3,
+        "steps": 3,
+        "mean_latency_s": 2.0,
+        "p95_latency_s": pytest.approx(1.0 + 0.95 * 2.0),
+        "kv_utilisation": pytest.approx((3 / 4 + 8 / 8 + 6 / 12) / 3),
+        "slot_utilisation": pytest.approx(5 / 6),
+        "duration_s": 3.0,
+        "compile_s": 9.0,
+    }
+
+
+def test_spans_cut_each_slot_where_it_changes() -> None:
+    values = np.array([[0, 5], [0, -1], [2, -1]])
+    assert list(timelines.spans(values)) == [
+        (0, 0, 0, 2),
+        (0, 2, 2, 3),
+        (1, 5, 0, 1),
+        (1, -1, 1, 3),
+    ]
+    assert list(timelines.spans(np.zeros((0, 2), int))) == []

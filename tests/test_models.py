@@ -1,0 +1,216 @@
+"""Every family through pages, in random pieces, against one plain forward pass."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import caching, checkpoints, models
+from jaxkv.models import Forward, ModelConfig
+from tests import engines
+
+GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "mistral", "gpt2", "opt")
+PAGE_SIZES = (4, 16, 24, 64, 1, 5, 128)
+OTHERS = ("bfloat16", "sharded", "tokenized")
+ROWS = 24
+
+full_logits = jax.jit(models.logits, static_argnames="config")
+
+
+def feed(params: Any, pages: Any, rows: caching.Rows, *, forward: Forward) -> Any:
+    return forward(params, pages, rows)
+
+
+_compiled = functools.partial(
+    jax.jit, feed, static_argnames="forward", donate_argnames="pages"
+)
+feed_fast_to_compile = _compiled(compiler_options=engines.FAST_COMPILE)
+feed_as_served = _compiled()
+
+
+def check_paged_equals_contiguous(
+    config: ModelConfig,
+    params: Any,
+    *,
+    feed: Any,
+    page_size: int,
+    numerics: Any = "fast",
+    seed: int,
+    decode_share: float,
+) -> None:
+    """Feeds sequences piece by piece, in random company, and compares every logit.
+
+    A share of the steps feeds one row a slot, by the program for that.
+    """
+    rng = np.random.default_rng(seed)
+    length = min(config.max_positions, 70)
+    tokens = rng.integers(0, config.vocab_size, (2, length)).astype(np.int32)
+    expected = np.asarray(full_logits(params, tokens, config=config))
+
+    width = -(-length // page_size)
+    pages = caching.make_pages(
+        num_layers=config.num_layers,
+        num_pages=2 * width + 1,
+        num_kv_heads=config.num_kv_heads,
+        page_size=page_size,
+        head_dim=config.head_dim,
+        dtype="float32",
+    )
+    pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
+    page_ids = np.full((3, width), -1, np.int32)
+    slots = (2, 0)  # of the two sequences; slot 1 stays empty
+    page_ids[slots, :] = rng.permutation(2 * width + 1)[:-1].reshape(2, width)
+    forward, done = Forward(config, numerics), [0, 0]
+    num_steps = 0
+    while min(done) < length:
+        one_each = rng.random() < decode_share
+        fed: list[tuple[int, int]] = []
+        for which in rng.permutation(2).tolist():
+            most = 1 if one_each else ROWS - len(fed) - 2
+            num = int(rng.integers(0, min(most, length - done[which]) + 1))
+            fed += [(which, done[which] + place) for place in range(num)]
+            done[which] += num
+        num_rows = 3 if one_each else ROWS
+        fields = np.full((4, num_rows), -1, np.int32)
+        for row, (which, place) in enumerate(fed):
+            row = slots[which] if one_each else row
+            fields[:, row] = tokens[which, place], place, slots[which], row
+        token, position, slot, logit_rows = fields
+        rows = caching.Rows(
+            token=np.maximum(token, 0),
+            position=position,
+            slot=None if one_each else slot,
+            page_ids=page_ids,
+            logit_rows=logit_rows,
+        )
+        result = feed(params, pages, rows, forward=forward)
+        pages = result.pages
+        logits = np.asarray(result.logits)
+        for row, (which, place) in enumerate(fed):
+            row = slots[which] if one_each else row
+            want = expected[which, place]
+            np.testing.assert_allclose(logits[row], want, rtol=0, atol=1e-4)
+        num_steps += 1
+    assert num_steps > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"), list(zip(FAMILIES, PAGE_SIZES, strict=True))
+)
+def test_paged_equals_contiguous(name: str, page_size: int) -> None:
+    loaded = checkpoints.load_model(GOLDEN / name)
+    # Both programs for three of them; the slow test has both for all.
+    check_paged_equals_contiguous(
+        *(loaded.config, loaded.params),
+        feed=feed_fast_to_compile,
+        page_size=page_size,
+        seed=page_size,
+        decode_share=0.4 if name in ("llama3", "qwen3", "mistral") else 0.0,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", FAMILIES + OTHERS)
+def test_paged_equals_contiguous_everywhere(
+    name: str, page_size: int, numerics: str
+) -> None:
+    loaded = checkpoints.load_model(GOLDEN / name)
+    for seed in range(3):
+        check_paged_equals_contiguous(
+            *(loaded.config, loaded.params),
+            feed=feed_as_served,
+            page_size=page_size,
+            numerics=numerics,
+            seed=seed,
+            decode_share=0.4,
+        )
+
+
+TINY = ModelConfig(
+    vocab_size=11,
+    hidden_size=8,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    mlp_size=8,
+    max_positions=16,
+)
+
+
+def test_equal_configs_are_the_same_static_argument() -> None:
+    same = Forward(ModelConfig(**vars(TINY)), "fast")
+    assert same == Forward(TINY)
+    assert hash(same) == hash(Forward(TINY))
+    assert same != Forward(TINY, "reproducible")
+    zero = np.zeros(1, np.int32)
+    rows = caching.Rows(zero, zero, None, zero[None], zero)
+    before = feed_fast_to_compile._cache_size()
+    for forward in (Forward(TINY), same):
+        pages = caching.make_pages(
+            num_layers=1,
+            num_pages=1,
+            num_kv_heads=1,
+            page_size=4,
+            head_dim=4,
+            dtype="float32",
+        )
+        feed_fast_to_compile(engines.params(TINY), pages, rows, forward=forward)
+    assert feed_fast_to_compile._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(num_layers=0), "num_layers=0 must be at least 1"),
+        (dict(num_kv_heads=3), "num_q_heads=2 must be a multiple of"),
+        (dict(head_dim=3), "head_dim=3 must be even"),
+        (dict(window=0), "window=0 must be at least 1"),
+    ],
+)
+def test_impossible_shapes_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**vars(TINY) | fields)
+
+
+def test_shapes_and_axes_match_the_parameters() -> None:
+    params = models.init_params(TINY, jax.random.key(0))
+    shapes = models.param_shapes(TINY)
+    assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
+        lambda x: x.shape, shapes
+    )
+    axes = models.param_axes(TINY)
+    flat = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+    for leaf, names in zip(jax.tree.leaves(params), flat, strict=True):
+        assert len(names) == leaf.ndim
+
+
+def test_half_precision_weights_give_float32_logits() -> None:
+    params = engines.params(TINY, "bfloat16")
+    tokens = np.arange(8, dtype=np.int32)[None]
+    with jax.numpy_dtype_promotion("standard"):
+        logits = full_logits(params, tokens, config=TINY)
+    assert logits.dtype == jnp.float32
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    expected = full_logits(wide, tokens, config=TINY)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
+
+
+def test_keys_outside_the_window_change_nothing() -> None:
+    config = ModelConfig(**vars(TINY) | dict(window=3))
+    params = engines.params(config)
+    tokens = np.arange(10, dtype=np.int32)[None]
+    changed = tokens.copy()
+    changed[0, 4] = 0
+    a = full_logits(params, tokens, config=config)
+    b = full_logits(params, changed, config=config)
+    # One layer, so place 4 reaches places 4, 5 and 6.
+    differs = np.asarray(jnp.any(a != b, axis=2))[0]
+    assert np.flatnonzero(differs).tolist() == [4, 5, 6]
