@@ -56,6 +56,7 @@ class Peer:
                 start_new_session=True,  # a Ctrl-C is for us to hear
             )
         except OSError as error:
+            self._errors.close()
             raise ValueError(f"{python}: cannot be started: {error.strerror}") from None
         self.name = kind
 

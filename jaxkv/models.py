@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -136,7 +137,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead size rows"]) -> Float[Array, "..."]:
         """Norms every column."""
-        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = x.astype(np.promote_types(x.dtype, np.float32))
         if self.bias is not None:
             y = y - y.mean(-2, keepdims=True)
         y = y * jax.lax.rsqrt((y * y).mean(-2, keepdims=True) + self.eps)
@@ -233,7 +234,7 @@ class Transformer(nnx.Module):
         if c.positions == "learned":
             x = x + self.embed_positions.weight[...][positions + c.position_offset].T
         else:
-            wide = jnp.promote_types(x.dtype, jnp.float32)
+            wide = np.promote_types(x.dtype, np.float32)
             angles = (
                 _rope_frequencies(c, wide)[:, None] * positions.astype(wide)[None, :]
             )
@@ -245,7 +246,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "hidden rows"]) -> Float[Array, "rows vocab"]:
         """Next-token logits in float32 (float64 if the weights are)."""
         table = (self.embed if self.config.tie_embeddings else self.head).weight[...]
-        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        wide = np.promote_types(hidden.dtype, np.float32)
         columns = jnp.matmul(table, hidden, preferred_element_type=wide)
         # Else XLA turns the product round, and CPUs read the table half as fast.
         return jax.lax.optimization_barrier(columns).T
@@ -344,7 +345,7 @@ def logits(
 
     def attend(layer, q, k, v, carry):
         q, k, v = (x.reshape(*x.shape[:-1], batch, seq) for x in (q, k, v))
-        wide = jnp.promote_types(q.dtype, jnp.float32)
+        wide = np.promote_types(q.dtype, np.float32)
         scores = jnp.einsum(
             "hgdbq,hdbk->bhgqk", q, k, preferred_element_type=wide
         ) * jnp.asarray(config.head_dim**-0.5, wide)

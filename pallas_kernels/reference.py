@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -164,7 +165,7 @@ def attend_per_tile(
 
         return put(carry[0], results[0]), put(carry[1], results[1])
 
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = np.promote_types(q.dtype, np.float32)
     empty = (
         jnp.zeros_like(q),
         jnp.full((rows + TILE, kv_heads, group), -jnp.inf, wide),
@@ -248,7 +249,7 @@ def _gather(pages, page_ids, index, block_size, last=None):
 
 
 def _start(shape, head_dim, dtype) -> _Softmax:
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = np.promote_types(dtype, np.float32)
     # Not -inf: the difference of two of them would be NaN.
     top = jnp.full(shape, jnp.finfo(wide).min, wide)
     return _Softmax(top, jnp.zeros(shape, wide), jnp.zeros((*shape, head_dim), wide))

@@ -123,8 +123,8 @@ def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
 
 
 def test_the_model_must_have_text_and_room(model: str) -> None:
-    with pytest.raises(ValueError, match="max_length=128 must be at most"):
-        demo.run(demo.Config(model=model, output_tokens=(1, 8), max_length=128))
+    with pytest.raises(ValueError, match="max_length=512 must be at most"):
+        demo.run(demo.Config(model=model))
     with pytest.raises(ValueError, match=r"more than self\.max_length=64"):
         demo.Config(max_length=64)
     with pytest.raises(ValueError, match=r"output_tokens=\(3, 2\)"):

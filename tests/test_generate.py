@@ -128,10 +128,10 @@ def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
     write = generating._Writer(("a\x1b]b", "c"))
     write(1, "late", True)
-    write(0, "x\x1b[2J\r\ty", False)
+    write(0, "x\x1b[2J\r    y", False)
     write.finish()
     assert screen.getvalue() == (
-        "--- 1 of 2 ---\n\033[1ma\ufffd]b\033[0mx\ufffd[2J\ufffd   y\n"
+        "--- 1 of 2 ---\n\033[1ma\ufffd]b\033[0mx\ufffd[2J\ufffd    y\n"
         "--- 2 of 2 ---\n\033[1mc\033[0mlate\n"
     )
 

@@ -195,8 +195,7 @@ def test_shapes_and_axes_match_the_parameters() -> None:
 def test_half_precision_weights_give_float32_logits() -> None:
     params = engines.params(TINY, "bfloat16")
     tokens = np.arange(8, dtype=np.int32)[None]
-    with jax.numpy_dtype_promotion("standard"):
-        logits = full_logits(params, tokens, config=TINY)
+    logits = full_logits(params, tokens, config=TINY)
     assert logits.dtype == jnp.float32
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     expected = full_logits(wide, tokens, config=TINY)
