@@ -222,8 +222,8 @@ def make_requests(
     width = num if width is None else width
     request_ids = range(num) if request_ids is None else request_ids
     arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
-    tokens = np.zeros((width, config.max_length), np.int32)
-    stops = np.full((width, config.max_stop_tokens), -1, np.int32)
+    tokens: Any = np.zeros((width, config.max_length), np.int32)
+    stops: Any = np.full((width, config.max_stop_tokens), -1, np.int32)
     for row, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
         known = prompt[: config.max_length]
         tokens[row, : len(known)] = known
@@ -235,7 +235,7 @@ def make_requests(
         for length, ask in zip(lengths, asks, strict=True)
     ]
 
-    def column(values: Any, dtype: Any = np.int32) -> np.ndarray:
+    def column(values: Any, dtype: Any = np.int32) -> Any:
         values = np.array(values, dtype)
         blank = np.zeros((width - num, *values.shape[1:]), dtype)
         return np.concatenate([values, blank])

@@ -65,6 +65,7 @@ def feed(
     packed = _pack(state, num_rows, num_packed, config)
     spare = packed.rows.logit_rows[config.max_slots :]
     position = paging.take(packed.rows.position, spare, fill=-1)
+    assert packed.rows.slot is not None
     slot = paging.take(packed.rows.slot, spare, fill=-1)
     probe = packed.rows if config.numerics == "fast" else _tile(packed, 0)
     shape = jax.eval_shape(forward, params, state.pages, probe).logits

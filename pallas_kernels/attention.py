@@ -129,8 +129,8 @@ def merge_states(first: AttentionState, second: AttentionState) -> AttentionStat
     lse = jnp.logaddexp(first.lse, second.lse)
     total = jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
     wide = lse.dtype
-    parts = (
+    left, right = (
         state.out.astype(wide) * jnp.exp(state.lse - total)[..., None]
         for state in (first, second)
     )
-    return AttentionState(sum(parts).astype(first.out.dtype), lse)
+    return AttentionState((left + right).astype(first.out.dtype), lse)

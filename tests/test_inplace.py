@@ -1,0 +1,181 @@
+"""The pages are never copied: temporary memory, and the compiled program's own text.
+
+Everything is lowered from shapes, so a large pool costs nothing.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv import baselines, caching, decoding, engine, models, scheduling, states
+from jaxkv.models import ModelConfig
+from jaxkv.states import EngineConfig
+
+MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=3,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=32,
+    max_positions=256,
+)
+CONFIG = EngineConfig(
+    page_size=16, max_slots=4, max_length=256, token_budget=64, steps_per_call=4
+)
+SMALL, LARGE = 1024, 16384
+"""Pages in the two pools; 12.6 and 201 MB."""
+
+
+def pages_of(model: ModelConfig, config: EngineConfig) -> Any:
+    return jax.eval_shape(lambda: models.make_pages(model, config))
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def compile_steps(
+    num_pages: int,
+    numerics: Any = "fast",
+    policy: scheduling.Policy | None = None,
+    *,
+    model: ModelConfig = MODEL,
+    config: EngineConfig = CONFIG,
+) -> tuple[Any, Any]:
+    """The program of `run_steps`, and the shapes of its pages."""
+    config = dataclasses.replace(config, num_pages=num_pages, numerics=numerics)
+    pages = pages_of(model, config)
+    # The pages as an argument: `init` would allocate them.
+    state = jax.eval_shape(functools.partial(states.init, config), pages)
+    run = functools.partial(
+        engine.run_steps,
+        config=config,
+        forward=models.Forward(model, numerics),
+        policy=scheduling.fcfs() if policy is None else policy,
+    )
+    clock = jax.ShapeDtypeStruct((2,), jnp.int32)
+    lowered = jax.jit(run, donate_argnums=1).lower(
+        models.param_shapes(model), state, clock
+    )
+    return lowered.compile(), pages
+
+
+def temporary_bytes(program: Any) -> int:
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def copies(program: Any, pages: Any) -> list[str]:
+    """Copies in the program of anything as large as the keys, whatever its shape."""
+    size = math.prod(pages.k.shape)
+    found = []
+    for line in program.as_text().splitlines():
+        match = re.search(r"= \w+\[([\d,]*)\]\S* copy(-start)?\(", line)
+        if match and math.prod(int(n) for n in match[1].split(",") if n) >= size:
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+def test_the_pages_stay_where_they_are(numerics: str) -> None:
+    program, pages = compile_steps(LARGE, numerics)
+    # Below a twentieth of the whole pool, hence of its growth from any smaller one.
+    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
+    assert not copies(program, pages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [scheduling.fcfs(), baselines.static()])
+@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+def test_temporary_memory_does_not_grow_with_the_pool(numerics, policy) -> None:
+    (small, few), (large, many) = (
+        compile_steps(num_pages, numerics, policy) for num_pages in (SMALL, LARGE)
+    )
+    growth = bytes_of(many) - bytes_of(few)
+    assert temporary_bytes(large) - temporary_bytes(small) < 0.05 * growth
+    assert not copies(small, few)
+    assert not copies(large, many)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_slots", [1, 32])
+def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
+    # SmolLM2-135M: 30 layers, of which a compiler could slice or hoist something.
+    model = ModelConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        num_layers=30,
+        num_q_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        mlp_size=1536,
+        max_positions=2048,
+    )
+    config = dataclasses.replace(CONFIG, max_slots=max_slots, token_budget=128)
+    program, pages = compile_steps(20_000, model=model, config=config)
+    assert bytes_of(pages) > 14e9
+    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
+    assert not copies(program, pages)
+
+
+def test_decoding_without_a_scheduler_stays_in_place() -> None:
+    config = dataclasses.replace(CONFIG, num_pages=LARGE)
+    forward, pages = models.Forward(MODEL), pages_of(MODEL, config)
+    cache = jax.eval_shape(
+        functools.partial(decoding.init_cache, max_slots=4, max_length=256), pages
+    )
+
+    def answer(params: Any, cache: decoding.Cache, tokens: jax.Array) -> Any:
+        lengths = jnp.full((4,), tokens.shape[1], jnp.int32)
+        logits, cache, _ = decoding.prefill(
+            params, cache, tokens, lengths, forward=forward
+        )
+
+        def body(carry, _):
+            logits, cache = carry
+            token = jnp.argmax(logits, axis=1).astype(jnp.int32)
+            logits, cache, _ = decoding.decode_step(
+                params, cache, token, forward=forward
+            )
+            return (logits, cache), token
+
+        return jax.lax.scan(body, (logits, cache), length=8)
+
+    prompts = jax.ShapeDtypeStruct((4, 9), jnp.int32)
+    program = (
+        jax.jit(answer, donate_argnums=1)
+        .lower(models.param_shapes(MODEL), cache, prompts)
+        .compile()
+    )
+    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
+    assert not copies(program, pages)
+
+
+def test_a_copy_would_be_found() -> None:
+    config = dataclasses.replace(CONFIG, num_pages=LARGE)
+    pages = pages_of(MODEL, config)
+
+    def layer_by_layer(pages: caching.Pages, new: jax.Array) -> caching.Pages:
+        """The bad layout: a scan that takes the pages apart and stacks them again."""
+
+        def body(carry, layer):
+            k = layer.k.at[carry, 0, 0].set(new)
+            v = layer.v.at[carry, 0, 0].set(new)
+            return carry + 1, caching.Pages(k, v)
+
+        return jax.lax.scan(body, jnp.zeros((), jnp.int32), pages)[1]
+
+    def steps(pages: caching.Pages, new: jax.Array) -> caching.Pages:
+        return jax.lax.fori_loop(0, 3, lambda _, p: layer_by_layer(p, new), pages)
+
+    new = jax.ShapeDtypeStruct((MODEL.head_dim,), jnp.float32)
+    program = jax.jit(steps, donate_argnums=0).lower(pages, new).compile()
+    assert temporary_bytes(program) > 0.3 * bytes_of(pages)
+    assert copies(program, pages)
