@@ -16,6 +16,7 @@ import pytest
 from jaxkv import baselines, caching, decoding, engine, models, scheduling, states
 from jaxkv.models import ModelConfig
 from jaxkv.states import EngineConfig
+from tests import engines
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -65,7 +66,8 @@ def compile_steps(
     lowered = jax.jit(run, donate_argnums=1).lower(
         models.param_shapes(model), state, clock
     )
-    return lowered.compile(), pages
+    # Where arrays live is settled before LLVM sees the program.
+    return lowered.compile(engines.FAST_COMPILE), pages
 
 
 def temporary_bytes(program: Any) -> int:

@@ -1,0 +1,116 @@
+"""One program each for `run_steps`, `submit` and `drain`, whatever comes in."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax import monitoring
+
+import jaxkv
+from jaxkv import baselines, models, scheduling
+from tests import engines
+from tests.engines import MODEL
+
+PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""What JAX reports for every program that it makes, taken from its cache or not."""
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Collects the names of all programs made in this process."""
+    names: list[str] = []
+
+    def listen(event: str, _: float, **facts: object) -> None:
+        if event == COMPILED:
+            names.append(str(facts.get("fun_name")))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+BOUNDS = jaxkv.EngineConfig(
+    num_pages=20,
+    page_size=4,
+    max_slots=3,
+    max_length=MODEL.max_positions,
+    max_sequences=9,
+    queue_capacity=5,
+    token_budget=10,
+    max_logit_rows=5,
+    max_logprobs=2,
+    max_stop_tokens=2,
+    submit_width=4,
+    steps_per_call=8,
+)
+
+
+def make_engine(policy: scheduling.Policy | None = None) -> jaxkv.Engine:
+    return jaxkv.Engine(
+        engines.params(),
+        models.Forward(MODEL, BOUNDS.numerics),
+        models.make_pages(MODEL, BOUNDS),
+        BOUNDS,
+        vocab_size=MODEL.vocab_size,
+        policy=policy,
+    )
+
+
+def test_one_program_each_for_twenty_workloads_and_every_length() -> None:
+    rng = np.random.default_rng(0)
+    with compilations() as names:
+        engine = make_engine()
+        # Making states is nobody's step; from here on every program counts.
+        names.clear()
+        # Every length that a prompt may have, in workloads of every kind.
+        lengths = rng.permutation(np.arange(1, MODEL.max_positions)).tolist()
+        for workload in range(20):
+            asks = engines.random_asks(rng, 6, max_answer=6, scores=True)
+            prompts = [ask.prompt for ask in asks]
+            for index in range(min(4, len(lengths))):
+                prompts[index] = rng.integers(0, 61, lengths.pop()).tolist()
+            samplings = [ask.sampling for ask in asks]
+            done = engine.generate(prompts, samplings)
+            assert len(done) == 6
+            if workload == 0:
+                assert sorted(names) == sorted(PROGRAMS)
+        assert not lengths
+        # A cancellation, an idle engine, an arrival to come: nothing new.
+        name = engine.submit([1, 2, 3], jaxkv.Sampling.greedy(max_tokens=50))
+        engine.submit([1, 2, 3], arrival_s=engine.now() + 0.05)
+        for event in engine.stream():
+            if event.request_id == name and event.tokens:
+                engine.cancel(name)
+        # A second engine of the same configuration, and other policy parameters.
+        again = make_engine(jaxkv.fcfs(chunk_size=3, watermark=1))
+        assert again.generate([[1, 2, 3]] * 3)
+        assert len(names) == len(PROGRAMS) + COPIES, names
+
+
+COPIES = 0
+"""Programs that a second engine makes besides: none, its state has the same shapes."""
+
+
+@pytest.mark.slow
+def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:
+    with compilations() as names:
+        engine = make_engine(baselines.static())
+        names.clear()
+        for _ in range(3):
+            engine.generate([[1, 2, 3]] * 5)
+        assert names.count("jit(run_steps)") == 1
+
+
+def test_loading_the_same_folder_twice_compiles_once() -> None:
+    # `Forward` and `EngineConfig` are compared by value, never by identity.
+    folder = Path(__file__).parent / "golden" / "tokenized"
+    one, two = (
+        jaxkv.Engine.load(folder, num_pages=8, max_length=32)._static for _ in range(2)
+    )
+    assert one == two
+    assert hash(tuple(one.values())) == hash(tuple(two.values()))
