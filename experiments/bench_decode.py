@@ -51,6 +51,8 @@ RANDOM = {
 """Shapes that are served with random weights: the values do not matter for speed."""
 
 PANELS = (1, 2)
+DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
+COLORS = {"jaxkv": "#0072b2", "transformers": "#e69f00", "llama.cpp": "0.6"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,36 +217,37 @@ class Ours:
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws tokens per second against the batch size: decode, prefill."""
-    kinds = ("decode", "prefill")
+    """Draws tokens per second at every batch size: decode, then prefill."""
     names = list(dict.fromkeys(row["implementation"] for row in result))
-    for ax, kind in zip(axes, kinds, strict=True):
-        for name in names:
-            mine = [row for row in result if row["implementation"] == name]
-            sizes = [row["batch"] for row in mine]
-            rates = [row[f"{kind}_tokens_per_s"] for row in mine]
-            (line,) = ax.plot(sizes, rates, marker="o")
-            ax.annotate(
-                name,
-                (sizes[-1], rates[-1]),
-                xytext=(4, 0),
-                textcoords="offset points",
-                color=line.get_color(),
-                va="center",
+    sizes = list(dict.fromkeys(row["batch"] for row in result))
+    width = 0.8 / max(1, len(names))
+    for ax, kind in zip(axes, ("decode", "prefill"), strict=True):
+        for i, name in enumerate(names):
+            rates = {
+                row["batch"]: row[f"{kind}_tokens_per_s"]
+                for row in result
+                if row["implementation"] == name
+            }
+            places = [sizes.index(size) + (i + 0.5) * width - 0.4 for size in rates]
+            bars = ax.bar(
+                places, list(rates.values()), width, label=name, color=COLORS.get(name)
             )
-        ax.set_title(kind)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
+            ax.bar_label(bars, fmt="{:,.0f}", fontsize=5, padding=1)
+        ax.set_title(kind, loc="left")
+        ax.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         ax.set_xlabel("sequences at once")
         ax.set_ylabel("tokens per second")
-        sizes = sorted({row["batch"] for row in result})
-        ax.set_xticks(sizes, [str(size) for size in sizes])
-        ax.margins(x=0.25)
+    if names:
+        axes[0].legend(loc="upper left")
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the rows as they are."""
-    return {"rows": result}
+    """Gives the speeds, and apart from them what to know of the engines."""
+    names = ("implementation", "batch")
+    return {
+        "rows": [{k: v for k, v in row.items() if k not in DETAILS} for row in result],
+        "details": [{name: row[name] for name in names + DETAILS} for row in result],
+    }
 
 
 def _load(config: Config) -> checkpoints.Loaded:
@@ -328,6 +331,7 @@ def _rows(
             "same_answers": _share_equal(ours, later[-1].tokens),
             "dtype": "float32",
             "version": engine.version,
+            "absent": "",
         }
         if isinstance(engine, Ours):
             row |= {

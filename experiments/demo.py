@@ -177,8 +177,8 @@ def metrics(result: Result) -> dict[str, Any]:
         ),
         "completions": [
             {
-                "prompt": "…" + showing.visible(result.prompt[i][-NUM_CHARS:]),
-                "continuation": showing.visible(result.continuous.text[i][:NUM_CHARS]),
+                "prompt": "…" + _marked(result.prompt[i][-NUM_CHARS:]),
+                "continuation": _marked(result.continuous.text[i][:NUM_CHARS]),
             }
             for i in shown
         ],
@@ -219,6 +219,11 @@ def claims(result: Result) -> list[Claim]:
             differs="Theirs are longer sequences; half a page of each is lost.",
         ),
     ]
+
+
+def _marked(text: str) -> str:
+    """Marks the ends of lines, which a Markdown table loses."""
+    return showing.visible(text).replace("\n", "⏎\n")
 
 
 def _requests(config: Config, model: checkpoints.Loaded) -> list[Request]:

@@ -149,7 +149,7 @@ class LlamaCpp:
 def write_gguf(folder, path):
     """Writes a Llama folder of float32 weights as GGUF, without a tokenizer."""
     gguf = importlib.import_module("gguf")
-    from safetensors.numpy import load_file
+    load_file = importlib.import_module("safetensors.numpy").load_file
 
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if config["model_type"] != "llama" or config.get("rope_scaling"):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import engine, models, queueing, sampling, scheduling, states
+from jaxkv import answers, engine, models, queueing, sampling, scheduling, states
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState
 
@@ -108,36 +108,18 @@ def start(
 
 def requests_of(asks: Sequence[Ask], config: EngineConfig) -> queueing.Requests:
     """Requests as the engine takes them, `submit_width` rows of NumPy arrays."""
-    width = config.submit_width
-    assert len(asks) <= width
-    tokens = np.full((width, config.max_length), -5, np.int32)
-    stops = np.full((width, config.max_stop_tokens), -1, np.int32)
-    numbers = np.zeros((3, width), np.int32)
-    arrival = np.zeros((width, 2), np.int32)
-    for row, ask in enumerate(asks):
-        num, chosen = len(ask.prompt), ask.sampling.stop_tokens
-        tokens[row, :num] = ask.prompt
-        stops[row, : len(chosen)] = chosen
-        limit = min(num + ask.sampling.max_tokens, config.max_length)
-        numbers[:, row] = num, limit, ask.request_id
-        arrival[row] = clock(ask.arrival_s)
-    spare = width - len(asks)
-    all_of = [ask.sampling for ask in asks] + [Sampling.greedy()] * spare
-    keys = [
-        sampling.request_key(ask.sampling.seed, config.seed, ask.request_id)
-        for ask in asks
-    ] + [np.zeros(2, np.uint32)] * spare
-    return queueing.Requests(
-        tokens=tokens,
-        prompt_length=numbers[0],
-        limit=numbers[1],
-        request_id=numbers[2],
-        stop_tokens=stops,
-        params=sampling.params_of(all_of, keys, [0] * width),
-        scored=np.array([each.logprobs is not None for each in all_of]),
-        prompt_scored=np.array([each.prompt_logprobs for each in all_of]),
-        arrival=arrival,
+    requests = answers.make_requests(
+        [ask.prompt for ask in asks],
+        [ask.sampling for ask in asks],
+        config=config,
+        request_ids=[ask.request_id for ask in asks],
+        width=config.submit_width,
     )
+    # The engine's own way of writing a time truncates; here it is to be exact.
+    arrival = np.zeros((config.submit_width, 2), np.int32)
+    for row, ask in enumerate(asks):
+        arrival[row] = clock(ask.arrival_s)
+    return requests._replace(arrival=arrival)
 
 
 def clock(seconds: float) -> np.ndarray:
@@ -190,7 +172,8 @@ def serve(
       step_s: how far the clock moves with each call.
       max_calls: calls after which the engine counts as stuck.
     """
-    waiting, outcomes, infos = list(asks), {}, []
+    waiting, infos = list(asks), []
+    outcomes: dict[int, Outcome] = {}
     num = len(waiting)
     weights = params(model) if weights is None else weights
     dtype = jax.tree.leaves(weights)[0].dtype

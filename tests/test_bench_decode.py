@@ -53,23 +53,25 @@ def test_it_times_itself_and_the_peers_that_are_there(
 ) -> None:
     args = ["bench", "decode", "smoke", "--out", str(tmp_path / "run"), "--json"]
     assert cli.main([*args, "--peer-python", str(fake)]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    document = json.loads(capsys.readouterr().out)
+    rows, (*_, ours_too, theirs_too) = document["rows"], document["details"]
     assert [(row["implementation"], row["batch"]) for row in rows] == [
         *(("jaxkv", 1), ("transformers", 1), ("jaxkv", 2), ("transformers", 2))
     ]
     ours, theirs = rows[2:]
     assert all(row.keys() >= KEYS for row in rows)
     assert 0 <= ours["host_share"] <= 1
-    assert ours["absent"] == "llama.cpp: No module named 'llama_cpp'"
+    assert ours_too["absent"] == "llama.cpp: No module named 'llama_cpp'"
     assert ours["compile_s"] > 0
     assert ours["step_s"] == pytest.approx(2 / ours["decode_tokens_per_s"])
     assert ours["peak_bytes"] > 1e7
-    assert theirs["version"] == "config.json model.safetensors"
+    assert theirs_too["version"] == "config.json model.safetensors"
     assert theirs["decode_tokens_per_s"] == 2 * 15 / 2.0
     assert theirs["prefill_tokens_per_s"] == 2 * 8 / 0.5
     assert theirs["ratio"] == theirs["prefill_ratio"] == 1
     assert ours["ratio"] == pytest.approx(ours["decode_tokens_per_s"] / 15)
-    assert ours["same_answers"] == 1
+    assert ours_too["same_answers"] == 1
+    assert ours_too["batch"] == theirs_too["batch"] == 2
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
 
 

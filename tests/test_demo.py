@@ -1,5 +1,6 @@
 """The demo: both policies serve the same requests, and its numbers are right."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
         def bar(self, label: str, total: Any, unit: str) -> Any:
             return lambda done: setattr(self, "stopped", done > 0)
 
-    config = demo.Config(**vars(demo.CONFIGS["smoke"]) | {"model": model})
+    config = dataclasses.replace(demo.CONFIGS["smoke"], model=model)
     result = demo.run(config, Impatient())
     assert 0 < result.static.is_done.sum() < config.num_requests
     assert not result.continuous.is_done.any()
@@ -154,18 +155,18 @@ def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
 
 def test_the_numbers_of_a_serving_worked_by_hand() -> None:
     def answer(name: int, tokens: int, arrival_s: float, finish_s: float) -> Completion:
-        blank = dict.fromkeys(Completion._fields)
-        blank |= {"request_id": name, "tokens": [0] * tokens, "reason": "length"}
-        return Completion(**blank | {"arrival_s": arrival_s, "finish_s": finish_s})
+        fields: dict[str, Any] = dict.fromkeys(Completion._fields)
+        fields |= {"request_id": name, "tokens": [0] * tokens, "reason": "length"}
+        fields |= {"arrival_s": arrival_s, "finish_s": finish_s}
+        return Completion(**fields)
 
     rows = np.array([[3, 0], [1, 4], [0, 0], [1, 1]])
     ids = np.where(rows > 0, [[0, 1]] * 4, -1)
-    blank = dict.fromkeys(engine.StepInfo._fields)
-    info = engine.StepInfo(
-        **blank
-        | {"request_id": ids, "num_rows": rows, "held": rows > 9}
-        | {"used_pages": np.array([1, 2, 2, 3]), "used_places": np.array([3, 8, 8, 6])}
-    )
+    fields: dict[str, Any] = dict.fromkeys(engine.StepInfo._fields)
+    fields |= {"request_id": ids, "num_rows": rows, "held": rows > 9}
+    fields["used_pages"] = np.array([1, 2, 2, 3])
+    fields["used_places"] = np.array([3, 8, 8, 6])
+    info = engine.StepInfo(**fields)
     served = servings.gather(
         [info],
         {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},

@@ -1,0 +1,159 @@
+"""Decoding without a scheduler, inside a program of the caller's own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import caching, decoding, models, tables
+from tests import engines
+from tests.engines import MODEL
+
+FORWARD = models.Forward(MODEL)
+SLOTS, LENGTH, PAGE_SIZE = 3, 40, 4
+
+
+def make_cache(num_pages: int = 30) -> decoding.Cache:
+    pages = caching.make_pages(
+        num_layers=MODEL.num_layers,
+        num_pages=num_pages,
+        num_kv_heads=MODEL.num_kv_heads,
+        page_size=PAGE_SIZE,
+        head_dim=MODEL.head_dim,
+        dtype="float32",
+    )
+    pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
+    return decoding.init_cache(pages, max_slots=SLOTS, max_length=LENGTH)
+
+
+compiled = functools.partial(jax.jit, compiler_options=engines.FAST_COMPILE)
+prefill = compiled(decoding.prefill, static_argnames="forward")
+decode_step = compiled(decoding.decode_step, static_argnames="forward")
+
+
+def assert_sound(cache: decoding.Cache) -> None:
+    counts = tables.violations(
+        *(cache.pool, cache.table, cache.table.length > 0), page_size=PAGE_SIZE
+    )
+    assert not any(np.asarray(count).any() for count in counts)
+
+
+def random_tokens(seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, MODEL.vocab_size, (SLOTS, LENGTH)).astype(np.int32)
+
+
+@functools.cache
+def expected(seed: int = 0) -> np.ndarray:
+    """Logits [slots, length, vocab] of one plain forward pass."""
+    tokens = np.zeros((1, MODEL.max_positions), np.int32)
+    rows = []
+    for row in random_tokens(seed):
+        tokens[0, :LENGTH] = row
+        logits = engines.full_logits(engines.params(), tokens, config=MODEL)
+        rows.append(logits[0, :LENGTH])
+    return np.stack(rows)
+
+
+def test_prompts_in_pieces_then_token_by_token() -> None:
+    tokens, cache, params = random_tokens(), make_cache(), engines.params()
+    done = np.zeros(SLOTS, np.int32)
+    for lengths in ([8, 0, 3], [1, 7, 0], [0, 8, 8], [8, 2, 8]):
+        piece = np.zeros((SLOTS, 8), np.int32)
+        for slot, num in enumerate(lengths):
+            piece[slot, :num] = tokens[slot, done[slot] : done[slot] + num]
+        logits, cache, enough = prefill(
+            *(params, cache, piece, np.array(lengths, np.int32)), forward=FORWARD
+        )
+        assert enough
+        done += lengths
+        for slot in np.flatnonzero(lengths):
+            want = expected()[slot, done[slot] - 1]
+            np.testing.assert_allclose(logits[slot], want, rtol=0, atol=1e-4)
+        assert cache.table.length.tolist() == done.tolist()
+        assert_sound(cache)
+    for active in ([1, 1, 1], [0, 1, 1], [1, 0, 0], [1, 1, 1]):
+        fed = tokens[np.arange(SLOTS), done]
+        logits, cache, enough = decode_step(
+            *(params, cache, fed), forward=FORWARD, active=np.array(active, bool)
+        )
+        assert enough
+        done += active
+        for slot in np.flatnonzero(active):
+            want = expected()[slot, done[slot] - 1]
+            np.testing.assert_allclose(logits[slot], want, rtol=0, atol=1e-4)
+        assert cache.table.length.tolist() == done.tolist()
+        assert_sound(cache)
+
+
+@pytest.mark.parametrize("lengths", [[8, 5, 0], [3, 8, 1]])
+def test_no_room_feeds_nobody(lengths: list[int]) -> None:
+    params, tokens = engines.params(), random_tokens()[:, :8]
+    cache = make_cache(num_pages=2)
+    one = np.array([0, 3, 0], np.int32)
+    _, cache, enough = prefill(params, cache, tokens, one, forward=FORWARD)
+    assert enough
+    before = jax.tree.map(np.asarray, cache)
+    _, cache, enough = prefill(
+        params, cache, tokens, np.array(lengths, np.int32), forward=FORWARD
+    )
+    assert not enough
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, cache))
+
+
+def test_a_full_slot_feeds_nobody() -> None:
+    cache, tokens = make_cache(), random_tokens()
+    full = cache._replace(
+        table=cache.table._replace(length=jnp.asarray([0, LENGTH, 0], jnp.int32))
+    )
+    _, after, enough = decode_step(
+        engines.params(), full, tokens[:, 0], forward=FORWARD
+    )
+    assert not enough
+    assert after.table.length.tolist() == [0, LENGTH, 0]
+
+
+def test_inside_the_callers_own_jit_and_scan() -> None:
+    @compiled
+    def answer(params, cache, prompts, lengths):
+        logits, cache, enough = decoding.prefill(
+            params, cache, prompts, lengths, forward=FORWARD
+        )
+
+        def body(carry, _):
+            logits, cache, enough = carry
+            token = jnp.argmax(logits, axis=1).astype(jnp.int32)
+            logits, cache, more = decoding.decode_step(
+                params, cache, token, forward=FORWARD
+            )
+            return (logits, cache, enough & more), token
+
+        carry = (logits, cache, enough)
+        (_, cache, enough), tokens = jax.lax.scan(body, carry, length=12)
+        return tokens.T, cache, enough
+
+    prompts = random_tokens(4)[:, :8]
+    lengths = np.array([8, 1, 5], np.int32)
+    tokens, cache, enough = answer(engines.params(), make_cache(), prompts, lengths)
+    assert enough
+    assert_sound(cache)
+    asks = [
+        engines.Ask(slot, prompts[slot, :num].tolist(), GREEDY)
+        for slot, num in enumerate(lengths)
+    ]
+    alone = engines.plain(asks, CONFIG)
+    assert [alone[slot][0] for slot in range(SLOTS)] == tokens.tolist()
+
+
+GREEDY = engines.Sampling.greedy(max_tokens=12)
+CONFIG = engines.EngineConfig(max_length=MODEL.max_positions, submit_width=4)
+
+
+def test_sizes_out_of_range_are_refused() -> None:
+    pages = make_cache().pages
+    with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
+        decoding.init_cache(pages, max_slots=1, max_length=0)
+    with pytest.raises(ValueError, match="max_slots=0 must be at least 1"):
+        decoding.init_cache(pages, max_slots=0, max_length=1)

@@ -1,0 +1,452 @@
+"""The host facade: text in, text out, nothing lost, every refusal one clear line."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Sampling, checkpoints, models
+from tests import engines
+
+FOLDER = Path(__file__).parent / "golden" / "tokenized"
+BOUNDS = jaxkv.EngineConfig(
+    num_pages=24,
+    page_size=4,
+    max_slots=3,
+    max_length=64,
+    max_sequences=8,
+    queue_capacity=4,
+    token_budget=16,
+    max_logit_rows=8,
+    max_logprobs=2,
+    max_stop_tokens=3,
+    submit_width=4,
+    steps_per_call=4,
+    debug=True,
+)
+PROMPTS = ("def bisect_left(a", "import os\n", "class Heap:", "x", "naïve ☃ café")
+
+
+@functools.cache
+def loaded() -> checkpoints.Loaded:
+    return checkpoints.load_model(FOLDER)
+
+
+def make_engine(**fields: Any) -> jaxkv.Engine:
+    return jaxkv.Engine.load(FOLDER, keep_trace=True, **vars(BOUNDS) | fields)
+
+
+@pytest.fixture(scope="module")
+def shared() -> jaxkv.Engine:
+    return make_engine()
+
+
+@pytest.fixture
+def engine(shared: jaxkv.Engine):
+    """One engine for all tests here: each leaves it idle, with every page free."""
+    shared.trace.clear()
+    yield shared
+    assert list(shared.stream()) == []
+    for info in shared.trace:
+        engines.assert_sound(info)
+    state = shared._state
+    engines.assert_empty(state)
+    assert not np.asarray(state.sequences.status).any()
+
+
+@functools.cache
+def greedy_answer(prompt: str, num: int = 24) -> tuple[int, ...]:
+    """The plain loop: one full forward pass for each token."""
+    config, params, tokenizer, _ = loaded()
+    known = tokenizer.encode(prompt)
+    start = len(known)
+    for _ in range(num):
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(known)] = known
+        logits = engines.full_logits(params, tokens, config=config)
+        known.append(int(np.argmax(logits[0, len(known) - 1])))
+    return tuple(known[start:])
+
+
+def answer_text(prompt: str, num: int = 24) -> str:
+    return loaded().tokenizer.decode(greedy_answer(prompt, num))
+
+
+GREEDY = Sampling.greedy(max_tokens=24)
+
+
+def test_text_in_text_out(engine: jaxkv.Engine) -> None:
+    done = engine.generate(PROMPTS, GREEDY)
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        assert completion.tokens == list(greedy_answer(prompt))
+        assert completion.text == answer_text(prompt)
+        assert completion.reason == "length"
+        assert completion.logprobs is None
+        assert completion.top_logprobs is None
+        assert completion.prompt_logprobs is None
+        assert completion.num_cached == 0
+
+
+def test_tokens_in_and_one_sampling_each(engine: jaxkv.Engine) -> None:
+    tokenizer = loaded().tokenizer
+    asks = [Sampling.greedy(max_tokens=num) for num in (1, 5, 9)]
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:3]]
+    for prompt, ask, completion in zip(
+        PROMPTS, asks, engine.generate(prompts, asks), strict=False
+    ):
+        assert completion.tokens == list(greedy_answer(prompt))[: ask.max_tokens]
+
+
+def test_no_prompts_no_completions(engine: jaxkv.Engine) -> None:
+    assert engine.generate([]) == []
+
+
+def test_stamps_are_in_order(engine: jaxkv.Engine) -> None:
+    before = engine.now()
+    done = engine.generate(PROMPTS, GREEDY)
+    for completion in done:
+        assert completion.first_token_s is not None
+        assert before <= completion.arrival_s < completion.first_token_s
+        assert completion.first_token_s < completion.finish_s <= engine.now()
+
+
+def test_an_arrival_to_come_is_waited_for(engine: jaxkv.Engine) -> None:
+    late = engine.now() + 0.2
+    first = engine.submit("x", Sampling.greedy(max_tokens=2))
+    second = engine.submit("x", Sampling.greedy(max_tokens=2), arrival_s=late)
+    done = completions(engine)
+    assert done[second].arrival_s == late
+    assert done[second].first_token_s is not None
+    assert done[second].first_token_s >= late
+    assert done[first].finish_s < late
+
+
+def completions(engine: jaxkv.Engine) -> dict[int, jaxkv.Completion]:
+    """Runs to the end; fails if a request completes twice."""
+    done: dict[int, jaxkv.Completion] = {}
+    for event in engine.stream():
+        if event.completion is not None:
+            assert event.request_id not in done
+            done[event.request_id] = event.completion
+    return done
+
+
+def test_more_requests_than_the_device_holds(engine: jaxkv.Engine) -> None:
+    # 8 rows of sequences, 3 slots, a queue of 4, and pages for one and a half.
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 320, size).tolist() for size in rng.integers(1, 40, 60)]
+    names = [engine.submit(p, Sampling.greedy(max_tokens=20)) for p in prompts]
+    done = completions(engine)
+    assert sorted(done) == sorted(names)
+    assert {each.reason for each in done.values()} <= {"length", "stop"}
+    assert sum(each.num_recomputed for each in done.values()) > 0
+    # First come, first served: nobody starts before somebody who came earlier.
+    first = [done[name].first_token_s or 0.0 for name in names]
+    assert first == sorted(first)
+
+
+def test_events_add_up_to_the_completion(engine: jaxkv.Engine) -> None:
+    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    texts, tokens = dict.fromkeys(names, ""), {name: [] for name in names}
+    done = {}
+    for event in engine.stream():
+        assert event.request_id not in done
+        texts[event.request_id] += event.text
+        tokens[event.request_id] += event.tokens
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+    for name, prompt in zip(names, PROMPTS, strict=True):
+        assert texts[name] == done[name].text == answer_text(prompt)
+        assert tokens[name] == done[name].tokens
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 9])
+def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
+    names, stops = [], []
+    for prompt in PROMPTS[:3]:
+        text = answer_text(prompt)
+        # Wherever it lies: within a token, or over several of them.
+        stop = text[7 : 7 + length]
+        stops.append(stop)
+        ask = Sampling.greedy(max_tokens=24, stop=("never in it", stop))
+        names.append(engine.submit(prompt, ask))
+    shown, done = dict.fromkeys(names, ""), {}
+    for event in engine.stream():
+        shown[event.request_id] += event.text
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+    tokenizer = loaded().tokenizer
+    for name, prompt, stop in zip(names, PROMPTS, stops, strict=False):
+        text, completion = answer_text(prompt), done[name]
+        kept = text[: text.index(stop)]
+        assert completion.reason == "stop"
+        assert completion.text == shown[name] == kept
+        # The tokens end with the one that completed the stop string.
+        answer = list(greedy_answer(prompt))
+        assert completion.tokens == answer[: len(completion.tokens)]
+        assert stop in tokenizer.decode(completion.tokens)
+        assert stop not in tokenizer.decode(completion.tokens[:-1])
+
+
+def test_text_that_may_become_a_stop_string_is_held_back(engine: jaxkv.Engine) -> None:
+    text = answer_text("x")
+    # Nearly the text itself, but it never comes: all of it is shown in the end.
+    almost = text[3:10] + "\0"
+    engine.submit("x", Sampling.greedy(max_tokens=24, stop=(almost,)))
+    shown = ""
+    for event in engine.stream():
+        shown += event.text
+        assert text.startswith(shown)
+        if event.completion is not None:
+            assert event.completion.reason == "length"
+    assert shown == text
+
+
+def test_end_tokens_are_no_text(engine: jaxkv.Engine) -> None:
+    answer = greedy_answer("import os\n")
+    token = answer[6]
+    [done] = engine.generate(
+        ["import os\n"], Sampling.greedy(max_tokens=24, stop_tokens=(token,))
+    )
+    kept = answer[: answer.index(token)]
+    assert done.reason == "stop"
+    assert done.tokens == [*kept, token]
+    assert done.text == loaded().tokenizer.decode(kept)
+
+
+def test_the_models_own_end_token(engine: jaxkv.Engine) -> None:
+    [eos] = loaded().eos_ids
+    asks = [Sampling(seed=seed, max_tokens=40, temperature=5.0) for seed in range(40)]
+    on = engine.generate(["x"] * len(asks), asks)
+    ended = [index for index, each in enumerate(on) if each.reason == "stop"]
+    assert ended
+    off = [dataclasses.replace(asks[index], ignore_eos=True) for index in ended]
+    for index, longer in zip(
+        ended, engine.generate(["x"] * len(ended), off), strict=True
+    ):
+        short = on[index]
+        assert short.tokens[-1] == eos
+        assert short.tokens.count(eos) == 1
+        assert short.text == loaded().tokenizer.decode(short.tokens[:-1])
+        assert longer.reason == "length"
+        assert len(longer.tokens) == 40
+        assert longer.tokens[: len(short.tokens)] == short.tokens
+
+
+def test_scores(engine: jaxkv.Engine) -> None:
+    config, params, tokenizer, _ = loaded()
+    asks = [
+        Sampling.greedy(max_tokens=6, logprobs=2, prompt_logprobs=True),
+        Sampling.greedy(max_tokens=6, logprobs=1),
+        Sampling.greedy(max_tokens=6, logprobs=0),
+        Sampling.greedy(max_tokens=6, prompt_logprobs=True),
+    ]
+    prompt = tokenizer.encode("def f(x):")
+    both, top, own, of_prompt = engine.generate([prompt] * 4, asks)
+    tokens = np.zeros((1, 64), np.int32)
+    known = [*prompt, *both.tokens]
+    tokens[0, : len(known)] = known
+    logits = engines.full_logits(params, tokens, config=config)[0]
+    law = np.asarray(jax.nn.log_softmax(logits, axis=1))
+    scores = [float(law[i, known[i + 1]]) for i in range(len(known) - 1)]
+    answer = scores[len(prompt) - 1 :]
+    for each in (both, top, own):
+        assert each.logprobs == pytest.approx(answer, abs=1e-4)
+    for each in (both, of_prompt):
+        assert each.prompt_logprobs is not None
+        assert each.prompt_logprobs[0] is None
+        assert each.prompt_logprobs[1:] == pytest.approx(
+            scores[: len(prompt) - 1], abs=1e-4
+        )
+    assert of_prompt.logprobs is None
+    assert own.top_logprobs is None
+    assert own.prompt_logprobs is None
+    for each, num in ((both, 2), (top, 1)):
+        assert each.top_logprobs is not None
+        for place, best in enumerate(each.top_logprobs):
+            row = law[len(prompt) - 1 + place]
+            assert list(best) == np.argsort(-row, kind="stable")[:num].tolist()
+            assert list(best.values()) == pytest.approx(-np.sort(-row)[:num], abs=1e-4)
+
+
+def test_draws_follow_seed_or_request_id(engine: jaxkv.Engine) -> None:
+    free, seeded = Sampling(max_tokens=12), Sampling(max_tokens=12, seed=5)
+
+    def one(ask: Sampling, request_id: int) -> list[int]:
+        engine.submit("x", ask, request_id=request_id)
+        [done] = completions(engine).values()
+        assert done.request_id == request_id
+        return done.tokens
+
+    assert one(free, 1000) == one(free, 1000) != one(free, 1001)
+    assert one(seeded, 1000) == one(seeded, 1001)
+
+
+def test_cancel_wherever_the_request_is(engine: jaxkv.Engine) -> None:
+    long = Sampling.greedy(max_tokens=55)
+    names = [engine.submit("x", long) for _ in range(14)]
+    engine.cancel(names[13])  # still with the host
+    engine.cancel(10**6)  # nobody
+    cancelled = {names[13]}
+    done, num_events = {}, 0
+    for event in engine.stream():
+        num_events += 1
+        if event.request_id == names[0] and event.tokens and names[1] not in cancelled:
+            # One that runs, one that waits on the device, one that waits on the host.
+            for name in (names[1], names[5], names[12]):
+                engine.cancel(name)
+                engine.cancel(name)
+                cancelled.add(name)
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+            engine.cancel(event.request_id)  # over: nothing happens
+    assert sorted(done) == sorted(names)
+    full = list(greedy_answer("x", 55))
+    for name, completion in done.items():
+        reason = "cancelled" if name in cancelled else "length"
+        assert completion.reason == reason
+        assert completion.tokens == full[: len(completion.tokens)]
+        assert completion.finish_s >= completion.arrival_s
+    assert done[names[1]].tokens
+    for name in (names[5], names[12], names[13]):
+        assert not done[name].tokens
+        assert done[name].text == ""
+        assert done[name].first_token_s is None
+
+
+def test_cancel_everything_before_it_starts(engine: jaxkv.Engine) -> None:
+    names = [engine.submit("x", GREEDY) for _ in range(3)]
+    for name in names:
+        engine.cancel(name)
+    done = completions(engine)
+    assert {name: each.reason for name, each in done.items()} == dict.fromkeys(
+        names, "cancelled"
+    )
+    assert not engine.trace
+
+
+def test_a_stream_that_is_left_can_be_taken_up_again(engine: jaxkv.Engine) -> None:
+    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    done: dict[int, jaxkv.Completion] = {}
+    text = dict.fromkeys(names, "")
+    for _ in range(200):
+        # Whoever looks at one event at a time loses nothing either.
+        event = next(engine.stream(), None)
+        if event is None:
+            break
+        text[event.request_id] += event.text
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+    assert sorted(done) == sorted(names)
+    for name, prompt in zip(names, PROMPTS, strict=True):
+        assert done[name].text == text[name] == answer_text(prompt)
+
+
+def test_one_engine_serves_many_calls(engine: jaxkv.Engine) -> None:
+    for index in range(12):
+        prompt = PROMPTS[index % len(PROMPTS)]
+        [done] = engine.generate([prompt], GREEDY)
+        assert done.text == answer_text(prompt)
+
+
+LONG = [5] * 60
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ([], {}, "the prompt is empty; give at least one token"),
+        ("", {}, "the prompt is empty"),
+        ([5] * 64, {}, r"the prompt has 64 tokens, and config.max_length=64 leaves"),
+        ([320], {}, r"token id 320 must be in \[0, 320\)"),
+        ([-1], {}, r"token id -1 must be in \[0, 320\)"),
+        ([1], dict(stop_tokens=(320,)), r"token id 320 must be in \[0, 320\)"),
+        ([1], dict(stop_tokens=(1, 2, 3)), "3 stop tokens and 1 end tokens .* at most"),
+        ([1], dict(logprobs=3), "ask.logprobs=3 must be at most config.max_logprobs=2"),
+    ],
+)
+def test_requests_that_cannot_be_served(
+    engine: jaxkv.Engine, prompt: Any, fields: dict, message: str
+) -> None:
+    refused(engine, prompt, Sampling(**fields), message)
+
+
+def refused(engine: jaxkv.Engine, prompt: Any, ask: Sampling, message: str) -> None:
+    """The request is turned down in one line, and so are those handed over with it."""
+    with pytest.raises(ValueError, match=message) as caught:
+        engine.submit(prompt, ask)
+    assert "\n" not in str(caught.value)
+    good = "x" if isinstance(prompt, str) else [1]
+    with pytest.raises(ValueError, match=message):
+        engine.generate([good, prompt], [Sampling(), ask])
+    assert list(engine.stream()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(temperature=-0.1), "self.temperature=-0.1 must be"),
+        (dict(temperature=float("nan")), "self.temperature=nan must be"),
+        (dict(top_p=0.0), r"self.top_p=0.0 must be in \(0, 1\]"),
+        (dict(top_p=1.5), r"self.top_p=1.5 must be in \(0, 1\]"),
+        (dict(max_tokens=0), "self.max_tokens=0 must be at least 1"),
+        (dict(stop=("",)), "none of them empty"),
+    ],
+)
+def test_samplings_out_of_range(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Sampling(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_of_requests(engine: jaxkv.Engine) -> None:
+    engine.submit("x", Sampling(max_tokens=1), request_id=3)
+    with pytest.raises(ValueError, match="request_id=3 is the name of a request"):
+        engine.submit("x", request_id=3)
+    with pytest.raises(ValueError, match=r"request_id=-1 must be in \[0, 2\*\*31\)"):
+        engine.submit("x", request_id=-1)
+    with pytest.raises(ValueError, match="samplings must be"):
+        engine.generate(["x"], [GREEDY, GREEDY])
+    assert list(completions(engine)) == [3]
+
+
+def test_a_request_larger_than_the_pool_is_refused() -> None:
+    engine = make_engine(num_pages=5)  # 20 places
+    message = "the request may need 6 pages, more than config.num_pages=5"
+    refused(engine, [5] * 10, Sampling(max_tokens=12), message)
+    engine.submit([5] * 10, Sampling(max_tokens=11))
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    config, params, *_ = loaded()
+    engine = jaxkv.Engine(
+        params, models.Forward(config), models.make_pages(config, BOUNDS), BOUNDS
+    )
+    refused(engine, "text", Sampling(), "there is no tokenizer; give token ids")
+    refused(engine, [1], Sampling(stop=("x",)), "stop strings need a tokenizer")
+    [done] = engine.generate([[5, 6]], Sampling.greedy(max_tokens=3))
+    assert len(done.tokens) == 3
+    assert done.text is None
+
+
+def test_scored_prompts_need_spare_rows() -> None:
+    engine = make_engine(max_logit_rows=0)
+    message = "prompt_logprobs need max_logit_rows above config.max_slots=3"
+    refused(engine, [5], Sampling(prompt_logprobs=True), message)
+
+
+def test_too_many_end_tokens() -> None:
+    config, params, *_ = loaded()
+    with pytest.raises(ValueError, match=r"must be at most config\.max_stop_tokens=3"):
+        jaxkv.Engine(
+            params,
+            models.Forward(config),
+            models.make_pages(config, BOUNDS),
+            BOUNDS,
+            eos_ids=(1, 2, 3, 4),
+        )
