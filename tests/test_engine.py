@@ -476,9 +476,11 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
         forward=models.Forward(MODEL, TIGHT.numerics),
         policy=Hoarder(),
     )
-    assert not np.asarray(info.enough).any()
-    assert not np.asarray(info.num_rows).any()
-    assert int(state.pool.num_free) == TIGHT.num_pages
+    # Both got a slot, neither got a page; then nothing but growth is asked for.
+    assert np.asarray(info.enough).tolist() == [False, True, True, True]
+    assert not np.asarray(info.num_rows[0]).any()
+    assert int(info.used_pages[0]) == 0
+    assert present(jax.tree.map(np.asarray, info), 0) == {1, 2}
     assert not any(np.asarray(counts).any() for counts in info.violations)
     # A sound policy takes the engine over as it is.
     state, _ = run_on(state, calls=8)

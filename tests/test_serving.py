@@ -165,23 +165,35 @@ def test_events_add_up_to_the_completion(engine: jaxkv.Engine) -> None:
         assert tokens[name] == done[name].tokens
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 9])
+STOPPED = ("import os\n", "not in", "    ")
+"""Prompts whose answers hold enough letters for a stop string."""
+
+
+def stop_string(text: str, length: int) -> str:
+    """The first run of letters, not at the beginning, that does not come earlier."""
+    for start in range(4, len(text)):
+        stop = text[start : start + length]
+        letters = stop.isascii() and stop.isalpha() and len(stop) == length
+        if letters and text.index(stop) == start:
+            return stop
+    raise AssertionError(f"no {length} letters in {text!r}")
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 6])
 def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
-    names, stops = [], []
-    for prompt in PROMPTS[:3]:
-        text = answer_text(prompt)
-        # Wherever it lies: within a token, or over several of them.
-        stop = text[7 : 7 + length]
-        stops.append(stop)
-        ask = Sampling.greedy(max_tokens=24, stop=("never in it", stop))
-        names.append(engine.submit(prompt, ask))
+    # Wherever they lie: within a token, or over several of them.
+    stops = [stop_string(answer_text(prompt), length) for prompt in STOPPED]
+    names = [
+        engine.submit(prompt, Sampling.greedy(max_tokens=24, stop=("never", stop)))
+        for prompt, stop in zip(STOPPED, stops, strict=True)
+    ]
     shown, done = dict.fromkeys(names, ""), {}
     for event in engine.stream():
         shown[event.request_id] += event.text
         if event.completion is not None:
             done[event.request_id] = event.completion
     tokenizer = loaded().tokenizer
-    for name, prompt, stop in zip(names, PROMPTS, stops, strict=False):
+    for name, prompt, stop in zip(names, STOPPED, stops, strict=True):
         text, completion = answer_text(prompt), done[name]
         kept = text[: text.index(stop)]
         assert completion.reason == "stop"
