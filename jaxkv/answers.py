@@ -111,14 +111,21 @@ class Record:
     def complete(self, drained: states.Sequences | None, row: int) -> Completion:
         """The whole answer, with what the device kept in a row of its sequences."""
         ask, num = self.sampling, len(self.prompt)
+
+        def count(name: str) -> int:
+            # Indexed on the host: on the device it would compile a program.
+            return (
+                0 if drained is None else int(np.asarray(getattr(drained, name))[row])
+            )
+
         prompt_logprobs = top_logprobs = None
         if drained is not None and ask.prompt_logprobs:
-            scores = np.asarray(drained.logprobs[row])[1:num]
+            scores = np.asarray(drained.logprobs)[row, 1:num]
             prompt_logprobs = [None, *map(float, scores)]
         if drained is not None and ask.logprobs:
             answer = slice(num, num + len(self.tokens))
-            ids = np.asarray(drained.top_ids[row])[answer, : ask.logprobs]
-            values = np.asarray(drained.top_logprobs[row])[answer, : ask.logprobs]
+            ids = np.asarray(drained.top_ids)[row, answer, : ask.logprobs]
+            values = np.asarray(drained.top_logprobs)[row, answer, : ask.logprobs]
             top_logprobs = [
                 dict(zip(names.tolist(), scores.tolist(), strict=True))
                 for names, scores in zip(ids, values, strict=True)
@@ -134,8 +141,8 @@ class Record:
             arrival_s=self.arrival_s,
             first_token_s=self.first_token_s,
             finish_s=self.finish_s,
-            num_cached=0 if drained is None else int(drained.num_cached[row]),
-            num_recomputed=0 if drained is None else int(drained.num_recomputed[row]),
+            num_cached=count("num_cached"),
+            num_recomputed=count("num_recomputed"),
         )
 
 

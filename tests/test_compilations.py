@@ -13,6 +13,8 @@ from jaxkv import baselines, models, scheduling
 from tests import engines
 from tests.engines import MODEL
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """What JAX reports for every program that it makes, taken from its cache or not."""

@@ -13,6 +13,8 @@ import jaxkv
 from jaxkv import Sampling, checkpoints, models
 from tests import engines
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent / "golden" / "tokenized"
 BOUNDS = jaxkv.EngineConfig(
     num_pages=24,
