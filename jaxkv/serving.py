@@ -103,6 +103,8 @@ class Engine:
         self._withdrawn: list[Record] = []
         self._cancels: list[int] = []
         self._unread: collections.deque[_Call] = collections.deque()
+        # Read and not told: whoever leaves a stream half-way must lose none.
+        self._events: collections.deque[Event] = collections.deque()
         # Rows of `Sequences` by fate: handed over and not known to have ended; known to
         # have ended and not drained.
         self._unfinished, self._finished = 0, 0
@@ -226,24 +228,32 @@ class Engine:
         pairs = list(zip(prompts, asks, strict=True))
         encoded = [self._checked(prompt, ask) for prompt, ask in pairs]
         names = [self.submit(*pair) for pair in zip(encoded, asks, strict=True)]
-        done = {
-            event.request_id: event.completion
-            for event in self.stream()
-            if event.completion is not None
-        }
+        done: dict[int, Completion] = {}
+        others: list[Event] = []
+        for event in self.stream():
+            if event.request_id not in names:
+                others.append(event)
+            elif event.completion is not None:
+                done[event.request_id] = event.completion
+        self._events.extend(others)
         return [done[name] for name in names]
 
     def stream(self) -> Iterator[Event]:
-        """Runs until no request is left, telling what happens as it does."""
-        while self._records or self._unread:
+        """Runs until no request is left, telling what happens as it does.
+
+        A stream may be left at any event; the next one goes on with the event after.
+        """
+        while self._events or self._records or self._unread:
+            while self._events:
+                yield self._events.popleft()
             for record in self._withdrawn:
-                yield self._close(record, None, 0)
+                self._close(record, None, 0)
             self._withdrawn.clear()
             if self._has_work():
                 self._dispatch()
             # One call is always under way while the one before is read.
             if len(self._unread) > 1 or (self._unread and not self._has_work()):
-                yield from self._read(self._unread.popleft())
+                self._read(self._unread.popleft())
 
     def _has_work(self) -> bool:
         return bool(
@@ -299,8 +309,8 @@ class Engine:
             for _ in range(max(0, min(room, len(self._pending))))
         ]
 
-    def _read(self, call: _Call) -> Iterator[Event]:
-        """Tells what a call emitted, then which requests are complete."""
+    def _read(self, call: _Call) -> None:
+        """Notes what a call emitted, then which requests are complete."""
         info = jax.tree.map(np.asarray, call.info)
         now = self.now()
         if self._keep_trace:
@@ -312,13 +322,13 @@ class Engine:
             record = self._records.get(name)
             if record is None or record.reason is not None:
                 continue  # ended by a stop string; what the device added is void
-            yield record.extend(tokens, logprobs, reason, now)
+            self._events.append(record.extend(tokens, logprobs, reason, now))
             if record.reason is not None and reason is None:
                 self._cancels.append(name)
         if call.drained is not None:
-            yield from self._collect(call.drained)
+            self._collect(call.drained)
 
-    def _collect(self, drained: states.Sequences) -> Iterator[Event]:
+    def _collect(self, drained: states.Sequences) -> None:
         rows = np.flatnonzero(np.asarray(drained.status) == states.FINISHED)
         names, reasons = np.asarray(drained.request_id), np.asarray(drained.reason)
         for row in rows.tolist():
@@ -330,14 +340,15 @@ class Engine:
             if record is not None:
                 if record.reason is None:
                     record.reason, record.finish_s = "cancelled", self.now()
-                yield self._close(record, drained, row)
+                self._close(record, drained, row)
 
     def _close(
         self, record: Record, drained: states.Sequences | None, row: int
-    ) -> Event:
+    ) -> None:
         del self._records[record.request_id]
+        text = record.text[record.shown :]
         completion = record.complete(drained, row)
-        return Event(record.request_id, [], record.text[record.shown :], completion)
+        self._events.append(Event(record.request_id, [], text, completion))
 
     def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:
         if not isinstance(prompt, str):

@@ -13,8 +13,6 @@ from jaxkv import baselines, models, scheduling
 from tests import engines
 from tests.engines import MODEL
 
-pytestmark = pytest.mark.slow
-
 PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """What JAX reports for every program that it makes, taken from its cache or not."""
@@ -98,7 +96,6 @@ COPIES = 0
 """Programs that a second engine makes besides: none, its state has the same shapes."""
 
 
-@pytest.mark.slow
 def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:
     with compilations() as names:
         engine = make_engine(baselines.static())

@@ -13,8 +13,6 @@ import jaxkv
 from jaxkv import Sampling, checkpoints, models
 from tests import engines
 
-pytestmark = pytest.mark.slow
-
 FOLDER = Path(__file__).parent / "golden" / "tokenized"
 BOUNDS = jaxkv.EngineConfig(
     num_pages=24,
@@ -92,6 +90,23 @@ def test_text_in_text_out(engine: jaxkv.Engine) -> None:
         assert completion.top_logprobs is None
         assert completion.prompt_logprobs is None
         assert completion.num_cached == 0
+
+
+def test_a_token_that_begins_every_text_is_a_prompt(engine: jaxkv.Engine) -> None:
+    assert loaded().tokenizer.encode("") == [0]
+    [done] = engine.generate([""], GREEDY)
+    assert done.tokens == list(greedy_answer(""))
+
+
+def test_generate_leaves_the_events_of_others_to_the_stream(
+    engine: jaxkv.Engine,
+) -> None:
+    name = engine.submit("x", GREEDY)
+    [done] = engine.generate(PROMPTS[:1], GREEDY)
+    assert done.text == answer_text(PROMPTS[0])
+    events = list(engine.stream())
+    assert {event.request_id for event in events} == {name}
+    assert "".join(event.text for event in events) == answer_text("x")
 
 
 def test_tokens_in_and_one_sampling_each(engine: jaxkv.Engine) -> None:
@@ -375,7 +390,6 @@ LONG = [5] * 60
     ("prompt", "fields", "message"),
     [
         ([], {}, "the prompt is empty; give at least one token"),
-        ("", {}, "the prompt is empty"),
         ([5] * 64, {}, r"the prompt has 64 tokens, and config.max_length=64 leaves"),
         ([320], {}, r"token id 320 must be in \[0, 320\)"),
         ([-1], {}, r"token id -1 must be in \[0, 320\)"),
@@ -395,9 +409,8 @@ def refused(engine: jaxkv.Engine, prompt: Any, ask: Sampling, message: str) -> N
     with pytest.raises(ValueError, match=message) as caught:
         engine.submit(prompt, ask)
     assert "\n" not in str(caught.value)
-    good = "x" if isinstance(prompt, str) else [1]
     with pytest.raises(ValueError, match=message):
-        engine.generate([good, prompt], [Sampling(), ask])
+        engine.generate([[1], prompt], [Sampling(max_tokens=1), ask])
     assert list(engine.stream()) == []
 
 
