@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 from jax import monitoring
 
 import jaxkv
