@@ -8,7 +8,7 @@ A policy is a NamedTuple: its type is its kind (static), its fields are its para
 (arrays), so `vmap` sweeps them.
 """
 
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
@@ -75,8 +75,12 @@ class Plan(NamedTuple):
 class Policy(Protocol):
     """The rule of a scheduler."""
 
-    holds_finished: ClassVar[bool]
-    """Whether a finished sequence keeps slot and pages until the whole batch ends."""
+    # A property, since a NamedTuple cannot declare a ClassVar; a plain class attribute
+    # is one way to have it.
+    @property
+    def holds_finished(self) -> bool:
+        """Whether a finished sequence keeps slot and pages until its batch ends."""
+        ...
 
     def plan(self, counts: Counts) -> Plan:
         """Decides one step.

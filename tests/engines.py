@@ -29,7 +29,8 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 does, not how fast. Tests of numerics take the program that users get."""
 
 _compiled = functools.partial(
-    *(jax.jit, engine.run_steps),
+    jax.jit,
+    engine.run_steps,
     static_argnames=("config", "forward", "logits_fn", "num_steps"),
     donate_argnames="state",
 )
@@ -116,7 +117,7 @@ def requests_of(asks: Sequence[Ask], config: EngineConfig) -> queueing.Requests:
         width=config.submit_width,
     )
     # The engine's own way of writing a time truncates; here it is to be exact.
-    arrival = np.zeros((config.submit_width, 2), np.int32)
+    arrival: Any = np.zeros((config.submit_width, 2), np.int32)
     for row, ask in enumerate(asks):
         arrival[row] = clock(ask.arrival_s)
     return requests._replace(arrival=arrival)

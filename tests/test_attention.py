@@ -31,7 +31,14 @@ class Case(NamedTuple):
     slots: np.ndarray | None
 
 
-def oracle(case: Case, *, context=None, ancestors=None, scale=None, window=None):
+def oracle(
+    case: Case,
+    *,
+    context: np.ndarray | None = None,
+    ancestors: np.ndarray | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """What the door promises, one row, one head, one key at a time, in float64."""
     rows, q_heads, head_dim = case.q.shape
     kv_heads, page_size = case.k_pages.shape[1:3]
@@ -44,6 +51,7 @@ def oracle(case: Case, *, context=None, ancestors=None, scale=None, window=None)
         if ancestors is None:
             places = np.arange(position + 1)
         else:
+            assert context is not None
             places = np.arange(context[slot] + ancestors.shape[1])
             kin = places[context[slot] :] - context[slot]
             seen = np.concatenate([np.ones(context[slot], bool), ancestors[row, kin]])
@@ -132,7 +140,7 @@ def check(state: AttentionState, expected: tuple, tolerance: float = 2e-5) -> No
 
 # Every page size, group and head_dim appears once; runs of more than one tile of 64
 # rows, empty slots and a first row at position 0 among them.
-RAGGED = [
+RAGGED: list[tuple[list[tuple[int, int]], dict[str, Any]]] = [
     ([(0, 5), (30, 1), (0, 0), (7, 12)], dict(page_size=1, group=1, head_dim=8)),
     ([(0, 1), (3, 70), (64, 2)], dict(page_size=4, group=3, head_dim=13, kv_heads=1)),
     ([(90, 150), (0, 64), (5, 1)], dict(page_size=16, group=2, head_dim=24)),
@@ -305,7 +313,7 @@ def test_a_tree_is_its_branches_one_by_one(numerics: str) -> None:
         ancestors=mask,
         numerics=numerics,
     )
-    expected = oracle(case, context=[context, 4], ancestors=mask)
+    expected = oracle(case, context=np.array([context, 4]), ancestors=mask)
     check(state, expected)
 
     for node in range(7):
@@ -379,9 +387,9 @@ def test_large_scores_do_not_overflow() -> None:
 def test_half_precision_comes_back_in_its_type() -> None:
     case, state = plain()
     half = case._replace(
-        q=jnp.asarray(case.q, jnp.bfloat16),
-        k_pages=jnp.asarray(case.k_pages, jnp.bfloat16),
-        v_pages=jnp.asarray(case.v_pages, jnp.bfloat16),
+        q=np.asarray(case.q, jnp.bfloat16),
+        k_pages=np.asarray(case.k_pages, jnp.bfloat16),
+        v_pages=np.asarray(case.v_pages, jnp.bfloat16),
     )
     for numerics in ("fast", "reproducible"):
         result = attend(*half, numerics=numerics)

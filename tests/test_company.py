@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,7 +47,7 @@ PLACES = {
 QUICK = ("crowd", "alone", "flood")
 
 
-def config_of(place: Place, numerics: str = "reproducible") -> EngineConfig:
+def config_of(place: Place, numerics: Any = "reproducible") -> EngineConfig:
     return EngineConfig(
         num_pages=place.num_pages,
         page_size=place.page_size,
@@ -61,7 +61,7 @@ def config_of(place: Place, numerics: str = "reproducible") -> EngineConfig:
         max_logprobs=2,
         submit_width=16,
         steps_per_call=8,
-        numerics=numerics,  # ty: ignore[invalid-argument-type]
+        numerics=numerics,
         seed=12345,
         debug=True,
     )
@@ -79,8 +79,8 @@ def serve(
     arrivals = np.sort(rng.uniform(0, 0.2, len(asks)))
     order = rng.permutation(len(asks))
     arriving = [
-        asks[index]._replace(arrival_s=float(arrival_s))
-        for index, arrival_s in zip(order, arrivals, strict=True)
+        asks[index]._replace(arrival_s=arrival_s)
+        for index, arrival_s in zip(order.tolist(), arrivals.tolist(), strict=True)
     ]
     return engines.serve(
         arriving,

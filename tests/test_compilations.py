@@ -1,6 +1,6 @@
 """One program each for `run_steps`, `submit` and `drain`, whatever comes in."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +18,11 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @contextmanager
-def compilations() -> Iterator[list[str]]:
+def compilations() -> Generator[list[str]]:
     """Collects the names of all programs made in this process."""
     names: list[str] = []
 
-    def listen(event: str, _: float, **facts: object) -> None:
+    def listen(event: str, duration_secs: float, **facts: object) -> None:
         if event == COMPILED:
             names.append(str(facts.get("fun_name")))
 

@@ -352,8 +352,8 @@ def test_refused_requests_change_nothing() -> None:
     config = dataclasses.replace(TIGHT, num_pages=9)  # 36 places
     good = greedy(1, [1, 2], 3)
     requests = engines.requests_of([good] * 8, config)
-    prompt_length = np.array([0, 5, 64, 3, 2, 33, 34, 4], np.int32)
-    limit = np.array([3, 5, 65, 65, 37, 37, 38, 9], np.int32)
+    prompt_length: Any = np.array([0, 5, 64, 3, 2, 33, 34, 4], np.int32)
+    limit: Any = np.array([3, 5, 65, 65, 37, 37, 38, 9], np.int32)
     requests = requests._replace(prompt_length=prompt_length, limit=limit)
     state, taken = engines.submit(engines.start(config), requests, config=config)
     # Without tokens; without room for an answer; three too long for a slot or for the

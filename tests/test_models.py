@@ -1,5 +1,6 @@
 """Every family through pages, in random pieces, against one plain forward pass."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def feed(params: Any, pages: Any, rows: caching.Rows, *, forward: Forward) -> An
 _compiled = functools.partial(
     jax.jit, feed, static_argnames="forward", donate_argnames="pages"
 )
-feed_fast_to_compile = _compiled(compiler_options=engines.FAST_COMPILE)
+feed_fast_to_compile: Any = _compiled(compiler_options=engines.FAST_COMPILE)
 feed_as_served = _compiled()
 
 
@@ -62,7 +63,7 @@ def check_paged_equals_contiguous(
         dtype="float32",
     )
     pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
-    page_ids = np.full((3, width), -1, np.int32)
+    page_ids: Any = np.full((3, width), -1, np.int32)
     slots = (2, 0)  # of the two sequences; slot 1 stays empty
     page_ids[slots, :] = rng.permutation(2 * width + 1)[:-1].reshape(2, width)
     forward, done = Forward(config, numerics), [0, 0]
@@ -76,7 +77,7 @@ def check_paged_equals_contiguous(
             fed += [(which, done[which] + place) for place in range(num)]
             done[which] += num
         num_rows = 3 if one_each else ROWS
-        fields = np.full((4, num_rows), -1, np.int32)
+        fields: Any = np.full((4, num_rows), -1, np.int32)
         for row, (which, place) in enumerate(fed):
             row = slots[which] if one_each else row
             fields[:, row] = tokens[which, place], place, slots[which], row
@@ -150,7 +151,7 @@ def test_equal_configs_are_the_same_static_argument() -> None:
     assert same == Forward(TINY)
     assert hash(same) == hash(Forward(TINY))
     assert same != Forward(TINY, "reproducible")
-    zero = np.zeros(1, np.int32)
+    zero: Any = np.zeros(1, np.int32)
     rows = caching.Rows(zero, zero, None, zero[None], zero)
     before = feed_fast_to_compile._cache_size()
     for forward in (Forward(TINY), same):
@@ -203,7 +204,7 @@ def test_half_precision_weights_give_float32_logits() -> None:
 
 
 def test_keys_outside_the_window_change_nothing() -> None:
-    config = ModelConfig(**vars(TINY) | dict(window=3))
+    config = dataclasses.replace(TINY, window=3)
     params = engines.params(config)
     tokens = np.arange(10, dtype=np.int32)[None]
     changed = tokens.copy()

@@ -41,21 +41,25 @@ def counts(
     """
     rows = [each if isinstance(each, tuple) else (0, 0, 0) for each in line]
     rows += [(0, 0, 0)] * (LINE - len(rows))
-    num_tokens, length, num_pages = np.array(rows, np.int32).T
-    held = np.zeros(LINE, bool)
+    known: Any = np.array(rows, np.int32).T
+    num_tokens, length, num_pages = known
+    held: Any = np.zeros(LINE, bool)
     for place, each in enumerate(line):
         if isinstance(each, str):
             held[place], num_pages[place] = True, int(each)
-    here = np.zeros(LINE, bool)
+    here: Any = np.zeros(LINE, bool)
     here[: len(waiting)] = True if arrived is None else arrived
-    tokens = np.zeros(LINE, np.int32)
+    tokens: Any = np.zeros(LINE, np.int32)
     tokens[: len(waiting)] = waiting
 
-    def marked(places: list[int]) -> np.ndarray:
+    def marked(places: list[int]) -> Any:
         return np.isin(np.arange(LINE), places)
 
+    runs = [isinstance(each, tuple) for each in line] + [False] * LINE
+    running: Any = np.array(runs[:LINE])
+    limits: Any = np.array([free_pages, spare_logit_rows], np.int32)
     return Counts(
-        running=np.array([isinstance(each, tuple) for each in line] + [False] * 4)[:4],
+        running=running,
         held=held,
         num_tokens=num_tokens,
         length=length,
@@ -64,11 +68,11 @@ def counts(
         waiting=here,
         waiting_tokens=tokens,
         waiting_scored_prompt=marked(scored[1]),
-        free_pages=np.int32(free_pages),
+        free_pages=limits[0],
         page_size=PAGE_SIZE,
         max_length=max_length,
         token_budget=token_budget,
-        spare_logit_rows=np.int32(spare_logit_rows),
+        spare_logit_rows=limits[1],
     )
 
 

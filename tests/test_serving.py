@@ -11,6 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling, checkpoints, models
+from jaxkv.tokenizing import ByteTokenizer, Tokenizer
 from tests import engines
 
 FOLDER = Path(__file__).parent / "golden" / "tokenized"
@@ -35,6 +36,13 @@ PROMPTS = ("def bisect_left(a", "import os\n", "class Heap:", "x", "naïve ☃ c
 @functools.cache
 def loaded() -> checkpoints.Loaded:
     return checkpoints.load_model(FOLDER)
+
+
+def the_tokenizer() -> Tokenizer | ByteTokenizer:
+    """The folder's own."""
+    tokenizer = loaded().tokenizer
+    assert tokenizer is not None
+    return tokenizer
 
 
 def make_engine(**fields: Any) -> jaxkv.Engine:
@@ -62,8 +70,8 @@ def engine(shared: jaxkv.Engine):
 @functools.cache
 def greedy_answer(prompt: str, num: int = 24) -> tuple[int, ...]:
     """The plain loop: one full forward pass for each token."""
-    config, params, tokenizer, _ = loaded()
-    known = tokenizer.encode(prompt)
+    config, params, *_ = loaded()
+    known = the_tokenizer().encode(prompt)
     start = len(known)
     for _ in range(num):
         tokens = np.zeros((1, 64), np.int32)
@@ -74,7 +82,7 @@ def greedy_answer(prompt: str, num: int = 24) -> tuple[int, ...]:
 
 
 def answer_text(prompt: str, num: int = 24) -> str:
-    return loaded().tokenizer.decode(greedy_answer(prompt, num))
+    return the_tokenizer().decode(greedy_answer(prompt, num))
 
 
 GREEDY = Sampling.greedy(max_tokens=24)
@@ -93,7 +101,7 @@ def test_text_in_text_out(engine: jaxkv.Engine) -> None:
 
 
 def test_a_token_that_begins_every_text_is_a_prompt(engine: jaxkv.Engine) -> None:
-    assert loaded().tokenizer.encode("") == [0]
+    assert the_tokenizer().encode("") == [0]
     [done] = engine.generate([""], GREEDY)
     assert done.tokens == list(greedy_answer(""))
 
@@ -110,7 +118,7 @@ def test_generate_leaves_the_events_of_others_to_the_stream(
 
 
 def test_tokens_in_and_one_sampling_each(engine: jaxkv.Engine) -> None:
-    tokenizer = loaded().tokenizer
+    tokenizer = the_tokenizer()
     asks = [Sampling.greedy(max_tokens=num) for num in (1, 5, 9)]
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:3]]
     for prompt, ask, completion in zip(
@@ -138,8 +146,9 @@ def test_an_arrival_to_come_is_waited_for(engine: jaxkv.Engine) -> None:
     second = engine.submit("x", Sampling.greedy(max_tokens=2), arrival_s=late)
     done = completions(engine)
     assert done[second].arrival_s == late
-    assert done[second].first_token_s is not None
-    assert done[second].first_token_s >= late
+    first_token_s = done[second].first_token_s
+    assert first_token_s is not None
+    assert first_token_s >= late
     assert done[first].finish_s < late
 
 
@@ -209,7 +218,7 @@ def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
         shown[event.request_id] += event.text
         if event.completion is not None:
             done[event.request_id] = event.completion
-    tokenizer = loaded().tokenizer
+    tokenizer = the_tokenizer()
     for name, prompt, stop in zip(names, STOPPED, stops, strict=True):
         text, completion = answer_text(prompt), done[name]
         kept = text[: text.index(stop)]
@@ -245,7 +254,7 @@ def test_end_tokens_are_no_text(engine: jaxkv.Engine) -> None:
     kept = answer[: answer.index(token)]
     assert done.reason == "stop"
     assert done.tokens == [*kept, token]
-    assert done.text == loaded().tokenizer.decode(kept)
+    assert done.text == the_tokenizer().decode(kept)
 
 
 def test_the_models_own_end_token(engine: jaxkv.Engine) -> None:
@@ -261,21 +270,21 @@ def test_the_models_own_end_token(engine: jaxkv.Engine) -> None:
         short = on[index]
         assert short.tokens[-1] == eos
         assert short.tokens.count(eos) == 1
-        assert short.text == loaded().tokenizer.decode(short.tokens[:-1])
+        assert short.text == the_tokenizer().decode(short.tokens[:-1])
         assert longer.reason == "length"
         assert len(longer.tokens) == 40
         assert longer.tokens[: len(short.tokens)] == short.tokens
 
 
 def test_scores(engine: jaxkv.Engine) -> None:
-    config, params, tokenizer, _ = loaded()
+    config, params, *_ = loaded()
     asks = [
         Sampling.greedy(max_tokens=6, logprobs=2, prompt_logprobs=True),
         Sampling.greedy(max_tokens=6, logprobs=1),
         Sampling.greedy(max_tokens=6, logprobs=0),
         Sampling.greedy(max_tokens=6, prompt_logprobs=True),
     ]
-    prompt = tokenizer.encode("def f(x):")
+    prompt = the_tokenizer().encode("def f(x):")
     both, top, own, of_prompt = engine.generate([prompt] * 4, asks)
     tokens = np.zeros((1, 64), np.int32)
     known = [*prompt, *both.tokens]
