@@ -16,39 +16,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
-from experiments import bundled, peers, watching
+from experiments import peers, shapes, units
+from experiments.ours import Ours
 from experiments.peers import Timing
 from experiments.progress import QUIET, Progress
-from jaxkv import checkpoints, models, states
-from jaxkv.sampling import Sampling
-
-RANDOM = {
-    "random-135m": models.ModelConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        num_layers=30,
-        num_q_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        mlp_size=1536,
-        max_positions=8192,
-        rope_theta=100_000.0,
-    ),
-    "random-tiny": models.ModelConfig(
-        vocab_size=257,
-        hidden_size=32,
-        num_layers=2,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        mlp_size=64,
-        max_positions=1024,
-    ),
-}
-"""Shapes that are served with random weights: the values do not matter for speed."""
+from experiments.reporting import Part, Sheet
+from jaxkv import checkpoints, states
 
 PANELS = (1, 2)
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
@@ -127,7 +102,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         timings: dict[str, list[Timing]] = {}
         for batch, turn in progress.track(turns, "serving", "turns"):
             if turn == 0:  # warms up
-                everyone = [Ours(config, model, batch), *others]
+                ours = Ours(model, _bounds(config, batch), config.dtype)
+                everyone = [ours, *others]
                 timings = {engine.name: [] for engine in everyone}
             for engine in everyone:
                 progress.show(f"batch {batch}, {engine.name}")
@@ -137,83 +113,6 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             if turn == config.rounds:
                 rows += _rows(config, batch, everyone, timings, absent)
     return rows
-
-
-class Ours:
-    """Our engine, serving batches of one size. The first `measure` compiles.
-
-    Args:
-      config: the benchmark.
-      model: what to serve.
-      batch: sequences at once; slots and pages are just enough for them.
-    """
-
-    name = "jaxkv"
-    version = f"jax {jax.__version__}"
-
-    def __init__(self, config: Config, model: checkpoints.Loaded, batch: int):
-        length = config.prompt_tokens + config.output_tokens
-        bounds = states.EngineConfig(
-            num_pages=batch * -(-length // config.page_size),
-            page_size=config.page_size,
-            max_slots=batch,
-            max_length=length,
-            max_sequences=batch,
-            queue_capacity=batch,
-            # Padding rows are computed, too.
-            token_budget=min(config.token_budget, batch * config.prompt_tokens),
-            submit_width=batch,
-            steps_per_call=config.steps_per_call,
-        )
-        self._engine = watching.WatchedEngine(
-            model.params,
-            models.Forward(model.config, bounds.numerics),
-            models.make_pages(model.config, bounds, dtype=config.dtype),
-            bounds,
-            eos_ids=(),
-            vocab_size=model.config.vocab_size,
-            keep_trace=True,
-        )
-        self.host_shares: list[float | None] = []
-
-    def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
-        """Serves prompts of one length as one batch, greedily."""
-        watching.reset_peak()
-        prefill_s, *_ = self._serve(prompts, 1)
-        with self._engine.watch() as calls:
-            _, decode_s, num_decoded, tokens = self._serve(prompts, output_tokens)
-        self.host_shares.append(watching.host_share(calls))
-        peak = watching.peak_bytes()
-        return Timing(prefill_s, decode_s, num_decoded, tokens, peak)
-
-    def _serve(
-        self, prompts: list[list[int]], num_tokens: int
-    ) -> tuple[float, float, int, list[list[int]]]:
-        """Serves once.
-
-        Returns:
-          Seconds until every request had its first token, seconds in which later ones
-          came, how many those were, and the answers.
-        """
-        engine = self._engine
-        ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
-        tokens: list[list[int]] = [[] for _ in prompts]
-        num_held: dict[int, int] = {}  # tokens held after each call, all requests
-        engine.trace.clear()
-        start_s = first_s = last_s = engine.now()
-        for i, prompt in enumerate(prompts):
-            engine.submit(prompt, ask, request_id=i)
-        first_call = 0
-        for event in engine.stream():
-            if not event.tokens:
-                continue  # tidying up
-            call, last_s = len(engine.trace), engine.now()
-            if not tokens[event.request_id]:
-                first_call, first_s = call, last_s
-            tokens[event.request_id] += event.tokens
-            num_held[call] = sum(map(len, tokens))
-        num_decoded = max(num_held.values()) - num_held[first_call]
-        return first_s - start_s, last_s - first_s, num_decoded, tokens
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
@@ -230,15 +129,24 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
             }
             places = [sizes.index(size) + (i + 0.5) * width - 0.4 for size in rates]
             bars = ax.bar(
-                places, list(rates.values()), width, label=name, color=COLORS.get(name)
+                *(places, list(rates.values()), 0.92 * width),
+                label=name,
+                color=COLORS.get(name),
             )
-            ax.bar_label(bars, fmt="{:,.0f}", fontsize=5, padding=1)
-        ax.set_title(kind, loc="left")
+            labels = [units.rate(rate) for rate in rates.values()]
+            ax.bar_label(bars, labels, fontsize=5.5, padding=1, color="0.3")
+        ax.set_title(f"{kind}, tokens per second", loc="left")
+        ax.set_xlim(-0.6, max(1, len(sizes)) - 0.4)
         ax.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+        ax.tick_params(axis="x", length=0)
         ax.set_xlabel("sequences at once")
-        ax.set_ylabel("tokens per second")
-    if names:
-        axes[0].legend(loc="upper left")
+        # The numbers stand on the bars.
+        ax.set_yticks([])
+        ax.spines["left"].set_visible(False)
+    if len(names) > 1:
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+        look = {"handlelength": 0.8, "handleheight": 0.8, "columnspacing": 1.0}
+        axes[-1].legend(ncols=len(names), fontsize=6, **place, **look)
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
@@ -250,14 +158,57 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def summary(result: list[dict[str, Any]]) -> list[Part]:
+    """Tells the rates of everyone, side by side, and what our engine took."""
+    names = list(dict.fromkeys(row["implementation"] for row in result))
+    batches: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in result:
+        batches.setdefault(row["batch"], {})[row["implementation"]] = row
+    if not result:
+        return []
+    lines = []
+    for batch, rows in batches.items():
+        cells = (units.named(name, rows[Ours.name][name])[1] for name in _OWN.values())
+        lines.append([f"{batch:,}", *cells])
+    note = "host share: the time in which the device waits between two calls."
+    parts: list[Part] = [Sheet("jaxkv", ["sequences", *_OWN], lines, note)]
+    if not names[1:]:
+        return parts
+    heads = ["sequences", *names, "jaxkv / best peer"]
+    for kind, ratio in (("decode", "ratio"), ("prefill", "prefill_ratio")):
+        lines = []
+        for batch, rows in batches.items():
+            rates = [units.rate(rows[x][f"{kind}_tokens_per_s"]) for x in names]
+            lines.append([f"{batch:,}", *rates, f"{rows[Ours.name][ratio]:.2f}"])
+        parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
+    lines = [
+        [
+            *(name, f"{batch:,}", row["version"]),
+            *(units.share(row[key]) for key in ("spread", "same_answers")),
+        ]
+        for batch, rows in batches.items()
+        for name, row in rows.items()
+    ]
+    heads = ["engine", "sequences", "version", "decode spread", "same answers"]
+    absent = result[0]["absent"]
+    note = f"Not timed: {absent}." if absent else ""
+    parts.append(Sheet("everyone", heads, lines, note))
+    return parts
+
+
+_OWN = {
+    "decode tokens/s": "decode_tokens_per_s",
+    "prefill tokens/s": "prefill_tokens_per_s",
+    "step": "step_s",
+    "host share": "host_share",
+    "compiling": "compile_s",
+    "peak memory": "peak_bytes",
+}
+"""Heads of the table of our own numbers, and where each stands in a row."""
+
+
 def _load(config: Config) -> checkpoints.Loaded:
-    if config.model in RANDOM:
-        shape = RANDOM[config.model]
-        params = models.init_params(shape, jax.random.key(0), dtype=config.dtype)
-        model = checkpoints.Loaded(shape, params, None, ())
-    else:
-        folder = bundled.folder_of(config.model)
-        model = checkpoints.load_model(folder, dtype=config.dtype)
+    model = shapes.load(config.model, config.dtype)
     length = config.prompt_tokens + config.output_tokens
     if length > model.config.max_positions:
         raise ValueError(
@@ -265,6 +216,23 @@ def _load(config: Config) -> checkpoints.Loaded:
             f"{model.config.max_positions=}"
         )
     return model
+
+
+def _bounds(config: Config, batch: int) -> states.EngineConfig:
+    """Just enough slots and pages for a batch."""
+    length = config.prompt_tokens + config.output_tokens
+    return states.EngineConfig(
+        num_pages=batch * -(-length // config.page_size),
+        page_size=config.page_size,
+        max_slots=batch,
+        max_length=length,
+        max_sequences=batch,
+        queue_capacity=batch,
+        # Padding rows are computed, too.
+        token_budget=min(config.token_budget, batch * config.prompt_tokens),
+        submit_width=batch,
+        steps_per_call=config.steps_per_call,
+    )
 
 
 def _prompts(config: Config, model: checkpoints.Loaded, batch: int) -> list[list[int]]:

@@ -14,7 +14,9 @@ An experiment is a module of this package with, at its top level:
 and, where they have something to say,
 
     def claims(result) -> list[Claim]  published numbers held against ours
-    def metrics(result) -> dict        what its table and its JSON document show
+    def metrics(result) -> dict        what its JSON document shows
+    def summary(result) -> list[Part]  what a person is told, see `reporting.py`; the
+                                       metrics as tables by default
     PANELS = (rows, columns)           more than one panel: `plot` gets an array
     PANEL_SIZE_INCHES = (3.4, 2.4)     another size for each
 
@@ -28,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import documents, style
+from experiments import documents, reporting, style
 
 _NEEDED = {"Config", "CONFIGS", "run", "plot"}
 
@@ -58,7 +60,8 @@ class Experiment(NamedTuple):
       run: does the work, `run(config, progress) -> result`.
       plot: draws a result on given axes.
       claims: the claims of a result.
-      metrics: what to print of a result.
+      metrics: the numbers of a result.
+      summary: what to tell a person of a result, before the claims.
       panels: rows and columns of axes of its figure.
       panel_size_inches: width and height of each.
     """
@@ -71,6 +74,7 @@ class Experiment(NamedTuple):
     plot: Callable[[Any, Any], None]
     claims: Callable[[Any], list[Any]]
     metrics: Callable[[Any], dict[str, Any]]
+    summary: Callable[[Any], list[reporting.Part]]
     panels: tuple[int, int]
     panel_size_inches: tuple[float, float]
 
@@ -122,6 +126,11 @@ def load(name: str) -> Experiment:
 
 def of_module(module: Any) -> Experiment:
     """Reads an experiment off its module."""
+    metrics = getattr(module, "metrics", lambda result: {})
+
+    def tables(result: Any) -> list[reporting.Part]:
+        return [*reporting.metric_sheets(documents.plain(metrics(result)))]
+
     return Experiment(
         name=module.__name__.rpartition(".")[2],
         question=_first_line(module.__doc__),
@@ -130,7 +139,8 @@ def of_module(module: Any) -> Experiment:
         run=module.run,
         plot=module.plot,
         claims=getattr(module, "claims", lambda result: []),
-        metrics=getattr(module, "metrics", lambda result: {}),
+        metrics=metrics,
+        summary=getattr(module, "summary", tables),
         panels=getattr(module, "PANELS", (1, 1)),
         panel_size_inches=getattr(module, "PANEL_SIZE_INCHES", style.PANEL_SIZE_INCHES),
     )

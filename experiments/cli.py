@@ -11,8 +11,8 @@ experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME
 
 import contextlib
 import dataclasses
-import dis
 import io
+import os
 import re
 import sys
 import traceback
@@ -20,10 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from experiments import catalogue, compiling, documents, running
+from experiments import catalogue, compiling, documents, interrupting, refusing, running
 from experiments.running import Answer
-
-_PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
 
 
 def main(args: list[str] | None = None) -> int:
@@ -35,24 +33,40 @@ def main(args: list[str] | None = None) -> int:
     Returns:
       0 when done, 2 on bad input, 1 on failure, 130 after Ctrl-C.
     """
-    args = list(sys.argv[1:] if args is None else args)
+    if args is None:  # the process is ours
+        with interrupting.leaving_at_once():
+            return main(sys.argv[1:])
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
+    _prepare_streams(as_json)
     try:
         # Whatever else a library prints must not stand beside the document.
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             answer = _dispatch(args)
         _print(answer, as_json)
+        sys.stdout.flush()
         return answer.status
     except SystemExit as done:  # help was asked for, and has been printed
         return int(done.code or 0)
     except KeyboardInterrupt as error:
         return _complain(str(error) or "interrupted", 130)
+    except BrokenPipeError:  # who read has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
-        if _is_refusal(error):
+        if refusing.is_refusal(error):
             return _complain(error, 2)
         traceback.print_exc()
         return 1
+
+
+def _prepare_streams(as_json: bool) -> None:
+    """Lets no text fail for the encoding of where it goes; JSON is always UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if as_json and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
 
 
 def _dispatch(args: list[str]) -> Answer:
@@ -100,9 +114,10 @@ def _list(args: list[str]) -> Answer:
 
     _parse(_NoOptions, args, "jaxkv list", "The experiments and their configs.")
     known = catalogue.entries()
-    rows = [(x.name, x.question, " ".join(x.configs)) for x in known]
-    sheet = reporting.Sheet("", ("experiment", "question", "configs"), rows)
-    return Answer({"experiments": known}, [sheet], [])
+    rows = [(x.name, " ".join(x.configs), x.question) for x in known]
+    sheet = reporting.Sheet("", ("experiment", "configs", "question"), rows)
+    line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
+    return Answer({"experiments": known}, [sheet], [line])
 
 
 class Command(NamedTuple):
@@ -259,9 +274,11 @@ def _print(answer: Answer, as_json: bool) -> None:
     if as_json:
         print(documents.dumps(answer.document))
         return
-    from experiments import terminal
+    from experiments import printing
 
-    terminal.print_sheets(answer.sheets)
+    printing.print_parts(answer.parts)
+    if answer.parts and answer.lines:
+        print()
     for line in answer.lines:
         print(line)
 
@@ -269,25 +286,6 @@ def _print(answer: Answer, as_json: bool) -> None:
 def _complain(what: object, status: int) -> int:
     print("jaxkv:", " ".join(str(what).split()), file=sys.stderr)
     return status
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Tells input refused in so many words from a failure.
-
-    A refusal is a missing file, or a ValueError that one of our own `raise` statements
-    made. One that Python or a library made is a mistake of ours, and deserves its
-    traceback.
-    """
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return True
-    end = error.__traceback__
-    if not isinstance(error, ValueError) or end is None:
-        return False
-    while end.tb_next:
-        end = end.tb_next
-    module = end.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    raised = end.tb_frame.f_code.co_code[end.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return raised and module in _PACKAGES
 
 
 if __name__ == "__main__":

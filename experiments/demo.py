@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import bundled, prompting, servings, showing, style, timelines
+from experiments import (
+    bundled,
+    prompting,
+    servings,
+    showing,
+    streaming,
+    style,
+    timelines,
+    units,
+)
 from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
 from experiments.prompting import Request
+from experiments.reporting import Excerpts, Part, Sheet
 from experiments.servings import Served
 from jaxkv import baselines, checkpoints, models, scheduling, serving, states
-from jaxkv.answers import Completion
 from jaxkv.sampling import Sampling
 
 PANELS = (3, 1)
@@ -32,10 +41,10 @@ PANEL_SIZE_INCHES = (7.2, 1.6)
 
 STATIC, CONTINUOUS = "static batching", "continuous batching"
 
-NUM_SHOWN = 3
-"""Answers that stream over the terminal at a time."""
-NUM_REPORTED, NUM_CHARS = 6, 160
+NUM_REPORTED, NUM_CHARS = 6, 240
 """Answers in the report, and characters of each."""
+NUM_LINES = 6
+"""Lines of each, and of its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,16 +158,22 @@ def plot(axes: Any, result: Result) -> None:
         reserved = served.used_pages * served.page_size
         memory.stairs(reserved, edges, fill=True, color=pale)
         look = {"baseline": None, "color": color, "linewidth": 0.9}
-        memory.stairs(reserved, edges, linestyle=":", **look)
-        memory.stairs(served.used_places, edges, zorder=3, **look)
+        kind, _, _ = name.partition(" ")
+        label = f"{kind}: reserved"
+        memory.stairs(reserved, edges, linestyle=":", label=label, **look)
+        label = f"{kind}: holding a token"
+        memory.stairs(served.used_places, edges, zorder=3, label=label, **look)
     note = "dark: reading the prompt   hatched: finished, slot kept"
     bars[0].set_title(note, loc="right", color="0.4", fontsize=6)
     memory.set_xlim(0, num_steps)
     memory.set_ylim(0)
+    memory.yaxis.set_major_formatter("{x:,.0f}")
+    memory.xaxis.set_major_formatter("{x:,.0f}")
     memory.set_xlabel("step")
-    memory.set_ylabel("places")
-    title = "KV memory, token places: reserved (dotted), holding a token (solid)"
-    memory.set_title(title, loc="left")
+    memory.set_ylabel("token places")
+    memory.set_title("KV memory", loc="left")
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    memory.legend(ncols=4, fontsize=6, handlelength=1.6, columnspacing=1.2, **place)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -166,7 +181,6 @@ def metrics(result: Result) -> dict[str, Any]:
     static, continuous = map(servings.numbers, (result.static, result.continuous))
     rates = static["tokens_per_s"], continuous["tokens_per_s"]
     both = result.static.is_done & result.continuous.is_done
-    shown = np.flatnonzero(result.continuous.is_done)[:NUM_REPORTED]
     return {
         "static": static,
         "continuous": continuous,
@@ -176,13 +190,45 @@ def metrics(result: Result) -> dict[str, Any]:
             (both & (result.static.text == result.continuous.text)).sum()
         ),
         "completions": [
-            {
-                "prompt": "…" + _marked(result.prompt[i][-NUM_CHARS:]),
-                "continuation": _marked(result.continuous.text[i][:NUM_CHARS]),
-            }
-            for i in shown
+            {"prompt": given, "continuation": wrote} for given, wrote in _shown(result)
         ],
     }
+
+
+def summary(result: Result) -> list[Part]:
+    """Compares the two in words, and shows some answers."""
+    found = metrics(result)
+    both = found["static"], found["continuous"]
+    rows = [
+        (label, *(write(x[name] or None) for x in both)) for name, label, write in _ROWS
+    ]
+    slots, requests = result.static.held.shape[1], found["requests"]
+    title = f"{requests} requests through {slots} slots, served twice"
+    ends = [int(x.is_done.sum()) for x in (result.static, result.continuous)]
+    if min(ends) == requests:
+        note = (
+            f"{found['speed_up']:.2f} times as many tokens per second; "
+            f"{found['same_answers']} of {requests} answers are the same under both."
+        )
+    else:
+        note = f"Stopped early: {ends[0]} and {ends[1]} requests came to their end."
+    shown = _shown(result)
+    return [
+        Sheet(title, ("", "static batching", "continuous batching"), rows, note),
+        *([Excerpts("what the model was given, and wrote", shown)] if shown else []),
+    ]
+
+
+_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("tokens_per_s", "tokens per second", units.rate),
+    ("mean_latency_s", "mean latency", units.seconds),
+    ("p95_latency_s", "95th percentile of latency", units.seconds),
+    ("steps", "steps", units.cell),
+    ("slot_utilisation", "slots that are fed", units.share),
+    ("kv_utilisation", "reserved KV places that hold a token", units.share),
+    ("duration_s", "time to serve", units.seconds),
+    ("compile_s", "time to compile, before that", units.seconds),
+)
 
 
 def claims(result: Result) -> list[Claim]:
@@ -221,9 +267,16 @@ def claims(result: Result) -> list[Claim]:
     ]
 
 
-def _marked(text: str) -> str:
-    """Marks the ends of lines, which a Markdown table loses."""
-    return showing.visible(text).replace("\n", "⏎\n")
+def _shown(result: Result) -> list[tuple[str, str]]:
+    """The ends of some prompts and the beginnings of their answers."""
+    pairs = []
+    for i in np.flatnonzero(result.continuous.is_done):
+        given = showing.visible(result.prompt[i][-NUM_CHARS:]).split("\n")
+        wrote = showing.visible(result.continuous.text[i][:NUM_CHARS]).split("\n")
+        pairs.append((given[-NUM_LINES:], wrote[:NUM_LINES]))
+    # Those of several lines first: a line alone says little.
+    pairs.sort(key=lambda pair: min(map(len, pair)) < NUM_LINES // 2)
+    return [("\n".join(a), "\n".join(b)) for a, b in pairs[:NUM_REPORTED]]
 
 
 def _requests(config: Config, model: checkpoints.Loaded) -> list[Request]:
@@ -283,7 +336,7 @@ def _serve(
         engine.generate([requests[0].tokens], requests[0].sampling)
         compile_s = engine.now()
         engine.trace.clear()
-        done = _stream(engine, requests, progress, update)
+        done = streaming.stream(engine, requests, progress, update)
     return servings.gather(
         engine.trace,
         done,
@@ -292,41 +345,3 @@ def _serve(
         page_size=config.page_size,
         compile_s=compile_s,
     )
-
-
-def _stream(
-    engine: serving.Engine,
-    requests: list[Request],
-    progress: Progress,
-    update: Callable[[float], None],
-) -> dict[int, Completion]:
-    """Runs the engine to its end, or until it is stopped; returns what is complete."""
-    texts = [showing.visible(request.text) for request in requests]
-    running: dict[int, None] = {}
-    done: dict[int, Completion] = {}
-    for i, request in enumerate(requests):
-        engine.submit(request.tokens, request.sampling, request_id=i)
-    shown_s = engine.now()
-    for event in engine.stream():
-        name = event.request_id
-        running[name] = None
-        texts[name] += event.text
-        if event.completion is not None:
-            done[name] = event.completion
-            del running[name]
-            update(len(done))
-        if engine.now() - shown_s > 0.1:
-            shown_s = engine.now()
-            progress.show(_screen(texts, list(running)))
-        if progress.stopped:
-            break
-    return done
-
-
-def _screen(texts: list[str], running: list[int]) -> str:
-    """The ends of the texts that grow: those of the oldest requests."""
-    blocks = []
-    for name in running[:NUM_SHOWN]:
-        end = showing.last_lines(texts[name], num_lines=5, width=76)
-        blocks.append(f"── request {name + 1} ──\n{end}")
-    return "\n".join(blocks)

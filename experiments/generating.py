@@ -3,12 +3,15 @@
 Only the standard library is imported up here: `--help` needs the options alone.
 """
 
+import contextlib
 import dataclasses
+import os
+import signal
 import sys
 import time
 from typing import Any, Literal
 
-from experiments import bundled, showing
+from experiments import bundled, interrupting, showing
 from experiments.running import Answer
 
 STEPS_PER_CALL = 4
@@ -73,29 +76,36 @@ def generate(model: str, options: Options) -> Answer:
         )
         for i in range(len(options.prompt))
     ]
+    completions: list[dict[str, Any]] = [
+        {"text": "", "tokens": [], "reason": "cancelled"} for _ in asks
+    ]
+    status = 0
     engine, prompts = _engine(model, options)
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
-    write = _Writer(options.prompt)
-    completions: list[dict[str, Any]] = [
-        {"text": "", "tokens": [], "reason": "cancelled"} for _ in prompts
-    ]
-    status, start_s = 0, time.perf_counter()
-    try:
-        for event in engine.stream():
-            mine = completions[event.request_id]
-            mine["text"] += event.text
-            mine["tokens"] += event.tokens
-            if event.completion is not None:
-                mine["reason"] = event.completion.reason
-            write(event.request_id, event.text, event.completion is not None)
-    except KeyboardInterrupt:
-        status = 130
+    write, start_s = _Writer(options.prompt), time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        try:
+            for event in engine.stream():
+                if not any(mine["tokens"] for mine in completions):
+                    # All is compiled; from here on there is something to keep.
+                    stack.enter_context(
+                        interrupting.handling(signal.default_int_handler, lambda: None)
+                    )
+                mine = completions[event.request_id]
+                mine["text"] += event.text
+                mine["tokens"] += event.tokens
+                if event.completion is not None:
+                    mine["reason"] = event.completion.reason
+                write(event.request_id, event.text, event.completion is not None)
+        except KeyboardInterrupt:
+            status = 130
     write.finish()
     num = sum(len(mine["tokens"]) for mine in completions)
     reasons = ", ".join(dict.fromkeys(mine["reason"] for mine in completions))
     duration_s = time.perf_counter() - start_s
-    print(f"[{reasons}; {num} tokens in {duration_s:.1f} s]", file=sys.stderr)
+    said = f"[{reasons}; {num:,} tokens in {duration_s:.1f} s]"
+    print(said, file=sys.stderr)
     return Answer({"completions": completions}, [], [], status)
 
 
@@ -182,7 +192,8 @@ class _Writer:
             self._say(f"--- {self._turn + 1} of {len(self._prompts)} ---\n")
         if self._on_terminal:
             prompt = showing.visible(self._prompts[self._turn])
-            sys.stdout.write(f"\033[1m{prompt}\033[0m")
+            is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+            sys.stdout.write(prompt if is_plain else f"\033[1m{prompt}\033[0m")
 
     def _say(self, text: str) -> None:
         sys.stdout.write(showing.visible(text) if self._on_terminal else text)

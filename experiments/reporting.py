@@ -1,9 +1,9 @@
-"""Metrics and claims as tables: for a terminal, and as Markdown for the report."""
+"""What a run says to a person: tables, texts and claims; and as Markdown for a file."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from experiments import documents
+from experiments import documents, units
 from experiments.claims import Claim
 
 
@@ -14,11 +14,34 @@ class Sheet(NamedTuple):
       title: what it shows, may be empty.
       columns: the heads.
       rows: the cells, one per head in each row.
+      note: a sentence below it, may be empty.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+class Excerpts(NamedTuple):
+    """Texts that a model was given, and how it went on; both of several lines.
+
+    Attributes:
+      title: what they are.
+      pairs: given and written.
+    """
+
+    title: str
+    pairs: Sequence[tuple[str, str]]
+
+
+class Verdicts(NamedTuple):
+    """Claims and what became of them."""
+
+    claims: Sequence[Claim]
+
+
+Part = Sheet | Excerpts | Verdicts
 
 
 def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
@@ -37,58 +60,40 @@ def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
     lists = {key: value for key, value in metrics.items() if isinstance(value, list)}
     plain = {k: v for k, v in metrics.items() if k not in columns and k not in lists}
     if plain:
-        rows = [(name, cell(value)) for name, value in plain.items()]
+        rows = [units.named(name, value) for name, value in plain.items()]
         sheets.append(Sheet("", ("metric", "value"), rows))
     if columns:
         names = dict.fromkeys(name for column in columns.values() for name in column)
-        rows = [
-            (name, *(cell(column.get(name, "")) for column in columns.values()))
-            for name in names
-        ]
+        rows = [_row(name, list(columns.values())) for name in names]
         sheets.append(Sheet("", ("metric", *columns), rows))
     for title, items in lists.items():
         names = dict.fromkeys(name for item in items for name in item)
-        rows = [tuple(cell(item.get(name, "")) for name in names) for item in items]
-        sheets.append(Sheet(title, tuple(names), rows))
+        turned = [_row(name, items) for name in names]
+        heads = [label for label, *_ in turned]
+        rows = list(zip(*(cells for _, *cells in turned), strict=True))
+        sheets.append(Sheet(title, heads, rows))
     return sheets
 
 
-def claim_sheet(claims: Sequence[Claim]) -> Sheet:
-    """Lays out claims as a table, one row each."""
-    signs = {"equal": "", "at_least": "≥ ", "at_most": "≤ "}
-    rows = [
-        (
-            x.claim,
-            x.source,
-            f"{signs[x.relation]}{cell(x.published)} {x.unit}",
-            f"{cell(x.ours)} {x.unit}",
-            cell(x.tolerance),
-            x.verdict,
-            x.note,
-        )
-        for x in claims
-    ]
-    heads = ("claim", "source", "published", "ours", "tolerance", "verdict", "note")
-    return Sheet("claims", heads, rows)
-
-
-def cell(value: Any) -> str:
-    """Writes a value short: four significant digits, whole numbers in full."""
-    if isinstance(value, bool) or value is None:
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
-    return str(value)
+def claim_numbers(claim: Claim) -> str:
+    """Says ours, and what was published where, in a sentence."""
+    unit = "" if claim.unit == "1" else f" {claim.unit}"
+    bound = {"equal": "", "at_least": "at least ", "at_most": "at most "}
+    slack = (
+        f", to within {units.cell(claim.tolerance)}{unit}" if claim.tolerance else ""
+    )
+    return (
+        f"ours {units.cell(claim.ours)}{unit}, "
+        f"published {bound[claim.relation]}{units.cell(claim.published)}{unit}{slack} "
+        f"({claim.source})"
+    )
 
 
 def report(
     question: str,
     config: Any,
     env: dict[str, Any],
-    claims: Sequence[Claim],
-    metrics: dict[str, Any],
+    parts: Sequence[Part],
 ) -> str:
     """Writes a run's report in Markdown.
 
@@ -96,29 +101,55 @@ def report(
       question: what the experiment asks.
       config: its config, a dataclass.
       env: the content of `env.json`.
-      claims: its claims.
-      metrics: its metrics, as `metric_sheets` takes them.
+      parts: what the run has to say.
     """
     machine = ", ".join([env["cpu"], f"{env['num_cpus']} cores", *env["devices"]])
     versions = ", ".join(f"{name} {x}" for name, x in env["versions"].items())
-    parts = [
+    said = [
         f"# {question}",
         f"`{env['experiment']}`, {env['started_at']}, {env['duration_s']:.1f} s. "
         f"{machine}. {versions}. Commit {env['commit'] or 'unknown'}.",
     ]
-    if env["interrupted"]:
-        parts.append("**Interrupted before its end; this is what it had by then.**")
-    parts.append("![figure](figure.svg)")
-    parts += [_markdown(sheet) for sheet in metric_sheets(documents.plain(metrics))]
-    if claims:
-        parts.append(_markdown(claim_sheet(claims)))
-    parts.append(f"## config\n\n```json\n{documents.config_dumps(config)}\n```")
-    return "\n\n".join(parts) + "\n"
+    if env["status"] == "interrupted":
+        said.append("**Interrupted before its end; this is what it had by then.**")
+    said.append("![figure](figure.svg)")
+    said += map(_markdown, parts)
+    said.append(f"## config\n\n```json\n{documents.config_dumps(config)}\n```")
+    return "\n\n".join(said) + "\n"
 
 
-def _markdown(sheet: Sheet) -> str:
-    lines = [f"## {sheet.title}", ""] if sheet.title else []
-    for row in (sheet.columns, ["---"] * len(sheet.columns), *sheet.rows):
+def _row(name: str, items: list[dict[str, Any]]) -> tuple[str, ...]:
+    """A metric's label, and its cell in each of some dicts."""
+    pairs = [units.named(name, item[name]) if name in item else None for item in items]
+    # A number alone tells that a name ends in a unit; some may be missing.
+    label = min((pair[0] for pair in pairs if pair), key=len)
+    return label, *(pair[1] if pair else "" for pair in pairs)
+
+
+def _markdown(part: Part) -> str:
+    if isinstance(part, Excerpts):
+        blocks = [
+            f"Given:\n\n{_fenced(given)}\n\nWritten:\n\n{_fenced(wrote)}"
+            for given, wrote in part.pairs
+        ]
+        return "\n\n".join([f"## {part.title}", *blocks])
+    if isinstance(part, Verdicts):
+        items = [
+            " ".join(
+                f"* **{x.verdict}**: {x.claim}; {claim_numbers(x)}. {x.note}".split()
+            )
+            for x in part.claims
+        ]
+        return "\n".join(["## claims", "", *items])
+    lines = [f"## {part.title}", ""] if part.title else []
+    for row in (part.columns, ["---"] * len(part.columns), *part.rows):
         cells = (text.replace("|", "\\|").replace("\n", " ") for text in row)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", part.note] if part.note else lines)
+
+
+def _fenced(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import documents, reporting
+from experiments import interrupting, refusing
 from experiments.catalogue import Experiment
 
 
@@ -13,13 +13,13 @@ class Answer(NamedTuple):
 
     Attributes:
       document: the JSON document.
-      sheets: tables of `reporting.Sheet` for a person.
-      lines: what else a person should read, below the tables.
+      parts: tables, texts and claims of `reporting` for a person.
+      lines: what else a person should read, below them.
       status: the exit status.
     """
 
     document: dict[str, Any]
-    sheets: list[Any]
+    parts: list[Any]
     lines: list[str]
     status: int = 0
 
@@ -28,6 +28,8 @@ def run(experiment: Experiment, config: Any, out: Path | None) -> Answer:
     """Runs an experiment into a run folder.
 
     Ctrl-C asks the run to end early; what it had by then is kept like a whole result.
+    An earlier run in the same folder is replaced by a result alone: whatever else comes
+    of this one, the earlier one is still there.
 
     Args:
       experiment: what to run.
@@ -38,35 +40,62 @@ def run(experiment: Experiment, config: Any, out: Path | None) -> Answer:
       The folder, claims and metrics, with status 130 if it was ended early.
 
     Raises:
-      KeyboardInterrupt: a second Ctrl-C; the folder holds the config only.
-      ValueError: the folder or something the config names cannot be used.
+      KeyboardInterrupt: a second Ctrl-C; a new folder holds the config only.
+      ValueError: the folder or something the config names cannot be used; nothing is
+        left in it.
     """
     from experiments import store, terminal
 
     folder = store.new_folder(out, experiment.name)
-    store.begin(folder, experiment, config)
-    started = time.monotonic()
-    try:
-        with terminal.Terminal() as bars:
+
+    def leave() -> None:
+        interrupting.leave(_give_up(folder, KeyboardInterrupt()))
+
+    with terminal.Terminal(leave) as bars:
+        try:
+            store.begin(folder, experiment, config)
+            started = time.monotonic()
             result = experiment.run(config, bars)
-    except KeyboardInterrupt:
-        line = f"interrupted at once; only the config is in {folder}"
-        raise KeyboardInterrupt(line) from None
-    kept = store.finish(
-        folder,
-        experiment,
-        result,
-        duration_s=time.monotonic() - started,
-        interrupted=bars.stopped,
-    )
+            duration_s = time.monotonic() - started
+            bars.show("drawing")
+            was_stopped = bars.stopped  # from here on all is done
+            kept = store.finish(
+                folder,
+                experiment,
+                result,
+                duration_s=duration_s,
+                interrupted=was_stopped,
+            )
+        except BaseException as error:
+            line = _give_up(folder, error)
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(line) from None
+            raise
     document = {
         "out": folder,
-        "interrupted": bars.stopped,
+        "interrupted": was_stopped,
         "claims": kept.claims,
         "metrics": kept.metrics,
     }
-    sheets = reporting.metric_sheets(documents.plain(kept.metrics))
-    sheets += [reporting.claim_sheet(kept.claims)] if kept.claims else []
-    lines = ["interrupted; this is what it had"] if bars.stopped else []
+    lines = ["interrupted; this is what it had"] if was_stopped else []
     lines.append(f"report: {folder / 'report.md'}")
-    return Answer(document, sheets, lines, 130 if bars.stopped else 0)
+    return Answer(document, kept.parts, lines, 130 if bars.stopped else 0)
+
+
+def _give_up(folder: Path, error: BaseException) -> str:
+    """Leaves a folder as it should be found; says what is in it."""
+    from experiments import store
+
+    if not folder.is_dir():
+        return "interrupted at once"
+    has_result = store.has_result(folder)
+    came_to_nothing = refusing.is_refusal(error) or (folder / store.EARLIER).is_dir()
+    if came_to_nothing and not has_result:
+        store.abandon(folder)
+        return f"interrupted at once; {folder} is as it was"
+    if (folder / "env.json").exists():
+        was_interrupted = isinstance(error, KeyboardInterrupt)
+        store.mark(folder, "interrupted" if was_interrupted else "failed")
+    store.discard_earlier(folder)
+    what = "result" if has_result else "config"
+    return f"interrupted at once; only the {what} is in {folder}"

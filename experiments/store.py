@@ -1,28 +1,43 @@
 """Run folders: what was asked, on what, what came out, and the figure drawn from it.
 
     config.json                  the config, as `--config` takes it back
-    env.json                     versions, device, processor, commit, time
+    env.json                     status, versions, device, processor, commit, time
     result.npz or runs.jsonl     a result of arrays, or of rows
     claims.json                  published numbers held against ours
     figure.svg, figure.png       drawn from the files above, never from memory
     report.md                    all of it for a reader
 
-Every file is written aside and renamed, so a reader never meets half of one.
+Every file is written aside and renamed, so a reader never meets half of one. The status
+in `env.json` is "running" until the run is "done", was "interrupted", or has "failed".
 """
 
+import contextlib
 import json
 import os
+import shutil
 import tempfile
 import typing
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from experiments import documents, environment, reporting, style
 from experiments.catalogue import Experiment
 from experiments.claims import Claim
+
+FILES = (
+    *("config.json", "env.json", "result.npz", "runs.jsonl", "claims.json"),
+    *("figure.svg", "figure.png", "report.md"),
+)
+"""What a run folder may hold."""
+EARLIER = ".earlier"
+"""Where in the folder an earlier run waits until the new one is whole."""
+DEFAULT = Path("runs")
+"""Where run folders go that nobody gave a place."""
+
+Status = Literal["running", "done", "interrupted", "failed"]
 
 
 class Run(NamedTuple):
@@ -34,7 +49,8 @@ class Run(NamedTuple):
       env: the content of `env.json`.
       result: the result, of the experiment's type, arrays as NumPy's.
       claims: the claims, judged anew from the result.
-      metrics: what to print, computed anew from the result.
+      metrics: its numbers, computed anew from the result.
+      parts: what to tell a person of it.
     """
 
     folder: Path
@@ -43,14 +59,15 @@ class Run(NamedTuple):
     result: Any
     claims: list[Claim]
     metrics: dict[str, Any]
+    parts: list[reporting.Part]
 
 
 def new_folder(out: Path | None, name: str) -> Path:
-    """Makes the folder of a run.
+    """Chooses the folder of a run; `begin` makes it.
 
     Args:
       out: where it should be: a new or empty folder, or an earlier run's, which is
-        then replaced file by file. `None` picks a new one, `runs/NAME-DATE-TIME`.
+        then replaced. `None` picks a new one, `runs/NAME-DATE-TIME`.
       name: the experiment's name.
 
     Raises:
@@ -60,29 +77,60 @@ def new_folder(out: Path | None, name: str) -> Path:
         stamp = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
         number = 1
         while (
-            out := Path("runs", stamp if number == 1 else f"{stamp}-{number}")
+            out := DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
         ).exists():
             number += 1
     elif out.exists() and not out.is_dir():
         raise ValueError(f"{out}: is a file, not a folder")
-    elif out.exists() and any(out.iterdir()) and not (out / "config.json").exists():
+    elif out.exists() and any(out.iterdir()) and not _is_run(out):
         raise ValueError(f"{out}: holds something else than a run; name a new folder")
-    out.mkdir(parents=True, exist_ok=True)
     return out
 
 
 def begin(folder: Path, experiment: Experiment, config: Any) -> None:
     """Writes what is known before the work: `config.json` and `env.json`.
 
-    What an earlier run left in the folder goes first, so that the new config never
-    stands beside old results.
+    What an earlier run left in the folder is put aside, so that the new config never
+    stands beside old results; `finish` deletes it, `abandon` puts it back.
+
+    Raises:
+      ValueError: the folder cannot be made, or nothing can be written there.
     """
-    for name in ("result.npz", "runs.jsonl", "claims.json", "report.md"):
+    env = {"experiment": experiment.name, "status": "running"} | environment.describe()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / EARLIER).is_dir():  # the run that put it there was killed
+            abandon(folder)
+        if _is_run(folder):
+            (folder / EARLIER).mkdir()
+            _move(folder, folder / EARLIER)
+        write(folder / "config.json", documents.config_dumps(config))
+        write(folder / "env.json", documents.dumps(env))
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
+
+
+def abandon(folder: Path) -> None:
+    """Takes back what `begin` did: an earlier run is back, a new folder is gone."""
+    for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    for kind in ("svg", "png"):
-        (folder / f"figure.{kind}").unlink(missing_ok=True)
-    write(folder / "config.json", documents.config_dumps(config))
-    env = {"experiment": experiment.name} | environment.describe()
+    if (folder / EARLIER).is_dir():
+        _move(folder / EARLIER, folder)
+        (folder / EARLIER).rmdir()
+    with contextlib.suppress(OSError):  # one that holds something else stays
+        folder.rmdir()
+        if folder.parent == DEFAULT:
+            DEFAULT.rmdir()
+
+
+def has_result(folder: Path) -> bool:
+    """Tells whether a run came as far as writing its result."""
+    return any((folder / name).exists() for name in ("result.npz", "runs.jsonl"))
+
+
+def mark(folder: Path, status: Status) -> None:
+    """Notes in `env.json` what became of a run that has no result."""
+    env = _env(folder) | {"status": status}
     write(folder / "env.json", documents.dumps(env))
 
 
@@ -115,19 +163,22 @@ def finish(
     else:
         arrays = _flatten(result)
         _write(folder / "result.npz", lambda file: np.savez_compressed(file, **arrays))
-    env = json.loads((folder / "env.json").read_text("utf-8"))
-    # The run has started the devices by now; before it, asking would have.
-    env |= {"devices": environment.devices()}
-    env |= {"duration_s": duration_s, "interrupted": interrupted}
-    write(folder / "env.json", documents.dumps(env))
     run = read(folder, experiment)
     write(folder / "claims.json", documents.dumps(run.claims))
     draw(run, experiment)
-    report = reporting.report(
-        experiment.question, run.config, env, run.claims, run.metrics
-    )
+    status: Status = "interrupted" if interrupted else "done"
+    env = _env(folder) | {"status": status, "duration_s": duration_s}
+    report = reporting.report(experiment.question, run.config, env, run.parts)
     write(folder / "report.md", report)
-    return run
+    # The last word: whoever reads "done" finds everything else.
+    write(folder / "env.json", documents.dumps(env))
+    discard_earlier(folder)
+    return run._replace(env=env)
+
+
+def discard_earlier(folder: Path) -> None:
+    """Deletes the earlier run that `begin` put aside."""
+    shutil.rmtree(folder / EARLIER, ignore_errors=True)
 
 
 def read(folder: Path, experiment: Experiment) -> Run:
@@ -152,13 +203,16 @@ def read(folder: Path, experiment: Experiment) -> Run:
         result: Any = [_object(path, line) for line in _text(path).splitlines()]
     else:
         result = _load_arrays(folder / "result.npz", experiment.result_type)
+    claims, parts = list(experiment.claims(result)), experiment.summary(result)
+    parts += [reporting.Verdicts(claims)] if claims else []
     return Run(
         folder=folder,
         config=config,
         env=env,
         result=result,
-        claims=list(experiment.claims(result)),
+        claims=claims,
         metrics=experiment.metrics(result),
+        parts=parts,
     )
 
 
@@ -191,11 +245,27 @@ def _write(path: Path, fill: typing.Callable[[typing.BinaryIO], Any]) -> None:
         raise
 
 
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").exists() or (folder / EARLIER).exists()
+
+
+def _move(source: Path, target: Path) -> None:
+    for name in FILES:
+        if (source / name).exists():
+            os.replace(source / name, target / name)
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def _env(folder: Path) -> dict[str, Any]:
+    path = folder / "env.json"
+    # The run has started the devices by now; before it, asking would have.
+    return _object(path, _text(path)) | {"devices": environment.devices()}
 
 
 def _object(path: Path, text: str) -> dict[str, Any]:

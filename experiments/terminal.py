@@ -1,54 +1,64 @@
-"""The terminal: tables on standard output, progress and Ctrl-C on standard error."""
+"""Progress on standard error, and Ctrl-C while something runs."""
 
-import signal
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich import console as rich_console
-from rich import live, progress, table, text
+from rich import live, progress, text
 
-from experiments.reporting import Sheet
+from experiments import interrupting, printing
 
-
-def print_sheets(sheets: Sequence[Sheet]) -> None:
-    """Prints tables on standard output, as wide as the terminal allows."""
-    console = rich_console.Console()
-    for sheet in sheets:
-        grid = table.Table(title=sheet.title or None, title_justify="left")
-        for head in sheet.columns:
-            grid.add_column(text.Text(head))
-        for row in sheet.rows:
-            grid.add_row(*map(text.Text, row))
-        console.print(grid)
+SAY_EVERY_S = 30.0
+"""How often a bar says something where there is no terminal to draw it on."""
+PATIENCE_S = 1.0
+"""How long the main thread may take to hear of a second Ctrl-C."""
 
 
 class Terminal:
     """Progress on standard error, as a context.
 
-    Inside it the first Ctrl-C sets `stopped`; the second interrupts at once.
+    Inside it the first Ctrl-C sets `stopped`; the second interrupts at once. A process
+    that was started to ignore Ctrl-C goes on doing so. On a terminal bars move and a
+    text stands below them, which is gone at the end; elsewhere a bar is a line now and
+    then.
+
+    Args:
+      leave: ends the process; is called after the second Ctrl-C, from another thread,
+        if the main thread hears of nothing because a compiler has it.
+      console: where to draw; standard error by default.
     """
 
-    def __init__(self, console: rich_console.Console | None = None) -> None:
+    def __init__(
+        self,
+        leave: Callable[[], None] = lambda: None,
+        console: rich_console.Console | None = None,
+    ) -> None:
         self.stopped = False
-        self._console = console or rich_console.Console(stderr=True)
+        self._leave = leave
+        self._num_heard = self._num_handled = 0
+        self._is_left = threading.Event()
+        self._console = console or printing.make_console(stderr=True)
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
+            progress.BarColumn(complete_style="blue", finished_style="blue"),
             progress.MofNCompleteColumn(),
             progress.TextColumn("{task.fields[rate]}"),
-            progress.TimeRemainingColumn(),
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
             console=self._console,
         )
         self._live = live.Live(self._bars, console=self._console)
-        self._before: Any = None
+        self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Starts the display and takes over Ctrl-C (in the main thread)."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._stop)
-        self._live.start()
+        """Starts the display and takes over Ctrl-C."""
+        self._exits.enter_context(interrupting.handling(self._handle, self._hear))
+        if self._console.is_terminal:
+            self._exits.enter_context(self._live)
+            self._exits.callback(self.show, "")
         return self
 
     def __exit__(
@@ -57,21 +67,29 @@ class Terminal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leaves the display as it stands and gives Ctrl-C back."""
-        self._live.stop()
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        """Leaves the bars as they stand and gives Ctrl-C back."""
+        self._is_left.set()
+        self._exits.close()
 
     def bar(
         self, label: str, total: float | None, unit: str
     ) -> Callable[[float], None]:
         """Opens a bar with rate and time left."""
         task = self._bars.add_task(label, total=total, rate="")
+        started_s = said_s = time.monotonic()
 
         def update(done: float) -> None:
+            nonlocal said_s
             speed = self._bars.tasks[task].speed
-            rate = f"{speed:.4g} {unit}/s" if speed else ""
+            rate = f"{speed:,.3g} {unit}/s" if speed else ""
             self._bars.update(task, completed=done, rate=rate)
+            now_s = time.monotonic()
+            is_time = done == total or now_s - said_s > SAY_EVERY_S
+            if is_time and not self._console.is_terminal:
+                said_s = now_s
+                of = f" of {total:,.0f}" if total is not None else ""
+                spent = f"{now_s - started_s:,.1f} s"
+                self._console.print(f"{label}: {done:,.0f}{of} {unit}, {spent}")
 
         return update
 
@@ -86,10 +104,24 @@ class Terminal:
 
     def show(self, content: str) -> None:
         """Replaces the text that stands under the bars."""
-        self._live.update(rich_console.Group(self._bars, text.Text(content)))
+        below = text.Text(content, "dim", no_wrap=True, overflow="crop")
+        shown = [self._bars, below] if content else [self._bars]
+        self._live.update(rich_console.Group(*shown))
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stopped:
-            raise KeyboardInterrupt
+    def _hear(self) -> None:
+        """Runs at once when Ctrl-C is pressed, in a thread of its own."""
+        self._num_heard += 1
         self.stopped = True
-        self._console.print("stopping after this piece; Ctrl-C again stops at once")
+        if self._num_heard == 1:
+            self._console.print("stopping after this piece; Ctrl-C again stops at once")
+        elif not self._is_left.wait(PATIENCE_S):
+            self._live.stop()
+            self._leave()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs when Python has its turn; several presses may have become one."""
+        self._num_handled += 1
+        self.stopped = True
+        if max(self._num_heard, self._num_handled) > 1:
+            self._is_left.set()
+            raise KeyboardInterrupt

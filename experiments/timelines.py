@@ -82,7 +82,9 @@ def draw_slots(
     num_slots = request_id.shape[1]
     ax.set_xlim(0, num_steps)
     ax.set_ylim(num_slots + 0.6, 0.4)
-    ax.set_yticks([1, num_slots])
+    ax.set_yticks(range(1, num_slots + 1) if num_slots <= 16 else [1, num_slots])
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
     ax.set_ylabel("slot")
 
 

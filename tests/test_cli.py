@@ -63,11 +63,30 @@ def test_any_config_file_runs_again(jaxkv: Jaxkv) -> None:
     assert json.loads((second / "config.json").read_text())["num_points"] == 2
 
 
-def test_run_prints_tables_for_a_person(jaxkv: Jaxkv) -> None:
-    status, out, _ = jaxkv("run", "made_up", "--out", "here")
+def test_run_says_it_plainly_to_a_person(
+    jaxkv: Jaxkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, err = jaxkv("run", "made_up", "--out", "here")
     assert status == 0
-    assert "p95_s" in out
-    assert "report: here/report.md" in out
+    assert err == "points: 5 of 5 points, 0.0 s\n"
+    assert (
+        out
+        == """
+  metric  value
+  points      5
+
+  metric  tail
+  p95     2.5 s
+  label   µ|s
+
+claims: 0 hold, 1 fail, 0 differ in conditions
+  fails  the tail is short
+         ours 2.5 s, published 3 s (us)
+
+report: here/report.md
+"""
+    )
 
 
 def test_list_names_every_experiment(jaxkv: Jaxkv) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import catalogue, cli, demo, prompting, servings, style, timelines
+from experiments import (
+    catalogue,
+    cli,
+    demo,
+    prompting,
+    reporting,
+    servings,
+    style,
+    timelines,
+)
 from experiments.progress import Quiet
 from jaxkv import checkpoints, engine, models
 from jaxkv.answers import Completion
@@ -101,7 +110,9 @@ def test_every_token_of_every_request_is_in_the_steps(result: demo.Result) -> No
 
 def test_the_report_shows_what_the_model_wrote(folder: Path) -> None:
     report = (folder / "report.md").read_text()
-    assert "completions" in report
+    assert "Given:" in report
+    assert "Written:" in report
+    assert "6 of 6 answers are the same under both." in report
     assert (folder / "figure.svg").stat().st_size > 10_000
 
 
@@ -120,7 +131,14 @@ def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
     assert not result.continuous.is_done.any()
     assert demo.metrics(result)["continuous"]["tokens_per_s"] is None
     assert demo.claims(result) == []
-    style.render(lambda axes: demo.plot(axes, result), panels=demo.PANELS)
+    table, *_ = demo.summary(result)
+    assert isinstance(table, reporting.Sheet)
+    assert table.note.startswith("Stopped early: ")
+    style.render(
+        lambda axes: demo.plot(axes, result),
+        panels=demo.PANELS,
+        size_inches=demo.PANEL_SIZE_INCHES,
+    )
 
 
 def test_the_model_must_have_text_and_room(model: str) -> None:

@@ -57,6 +57,7 @@ def test_a_run_folder_is_whole_and_reads_back(
     assert report.startswith("# Does a made-up experiment leave a whole folder?\n")
     assert "| label | µ\\|s |" in report
     assert '"num_points": 3' in report
+    assert "* **fails**: the tail is short; ours 1.5 s, published 3 s (us)." in report
 
 
 def test_a_figure_is_rebuilt_from_its_folder(
@@ -74,7 +75,29 @@ def test_a_new_run_leaves_nothing_of_the_old_one(
 ) -> None:
     make_run(tmp_path, experiment)
     store.begin(tmp_path, experiment, experiment.configs["paper"])
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "env.json"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.json", "env.json", store.EARLIER}
+    assert json.loads((tmp_path / "env.json").read_text())["status"] == "running"
+    result = experiment.run(experiment.configs["paper"])
+    store.finish(tmp_path, experiment, result, duration_s=1.0)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert store.read(tmp_path, experiment).env["status"] == "done"
+
+
+def test_an_abandoned_run_leaves_the_old_one(
+    tmp_path: Path, experiment: Experiment
+) -> None:
+    make_run(tmp_path, experiment)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    store.begin(tmp_path, experiment, experiment.configs["paper"])
+    # Killed; the next one finds what was put aside.
+    store.begin(tmp_path, experiment, experiment.configs["paper"])
+    store.abandon(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    new = tmp_path / "new"
+    store.begin(new, experiment, experiment.configs["paper"])
+    store.abandon(new)
+    assert not new.exists()
 
 
 def test_rows_are_kept_as_json_lines(tmp_path: Path, experiment: Experiment) -> None:
@@ -83,6 +106,7 @@ def test_rows_are_kept_as_json_lines(tmp_path: Path, experiment: Experiment) -> 
         plot=lambda ax, result: ax.plot([row["loss"] or 0 for row in result]),
         claims=lambda result: [],
         metrics=lambda result: {"rows": result},
+        summary=lambda result: [],
     )
     store.begin(tmp_path, rows, rows.configs["smoke"])
     result = [{"loss": np.float32(0.5)}, {"loss": math.nan}]
@@ -139,7 +163,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    assert store.new_folder(tmp_path / "a" / "b", "made_up").is_dir()
+    assert store.new_folder(tmp_path / "a" / "b", "made_up") == tmp_path / "a" / "b"
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds something else"):
         store.new_folder(tmp_path, "made_up")
@@ -151,7 +175,11 @@ def test_default_folders_do_not_collide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len({store.new_folder(None, "made_up") for _ in range(3)}) == 3
+    folders = [store.new_folder(None, "made_up")]
+    for _ in range(2):
+        folders[-1].mkdir(parents=True)
+        folders.append(store.new_folder(None, "made_up"))
+    assert len({*folders}) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Numbers as a person reads them: four digits at most, with the unit that suits."""
+
+from typing import Any
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+def cell(value: Any) -> str:
+    """Writes a value short: four significant digits, whole numbers in full."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
+    return str(value)
+
+
+def seconds(value: float | None) -> str:
+    """Writes a duration: 12.3 s, 4.56 ms, 78.9 us."""
+    return _scaled(value, _SECONDS)
+
+
+def size(value: float | None) -> str:
+    """Writes a number of bytes: 734 MB; a MB is 1e6 bytes."""
+    return _scaled(value, _BYTES)
+
+
+def share(value: float | None) -> str:
+    """Writes a share of one in per cent: 93.9 %."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def rate(value: float | None) -> str:
+    """Writes a rate: three digits, none behind the point from a hundred on."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def named(name: str, value: Any) -> tuple[str, str]:
+    """Writes a number whose unit stands in its name.
+
+    Args:
+      name: of the number; it may end in `_per_s`, `_s`, `_bytes`, `_share` or
+        `_utilisation`.
+      value: the number, or anything else.
+
+    Returns:
+      The name in plain words, and the value with its unit.
+    """
+    label = name.replace("_", " ")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if name.endswith("_per_s"):
+            return label, rate(value)
+        if name.endswith("_s"):
+            return label.removesuffix(" s"), seconds(value)
+        if name.endswith("_bytes"):
+            return label.removesuffix(" bytes"), size(value)
+        if name.endswith(("_share", "_utilisation")):
+            return label, share(value)
+    return label, cell(value)
+
+
+def _scaled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:
+    if value is None:
+        return "-"
+    scale, unit = next((x for x in units if abs(value) >= x[0]), units[-1])
+    if value == 0:
+        scale, unit = 1.0, dict(units).get(1.0, units[-1][1])
+    number = value / scale
+    return f"{number:,.0f} {unit}" if abs(number) >= 100 else f"{number:.3g} {unit}"

@@ -1,0 +1,223 @@
+"""Ctrl-C, really sent: one line, status 130, and a folder that can be used."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import bundled_model, catalogue, interrupting, store
+from jaxkv import checkpoints, models
+from jaxkv.tokenizing import ByteTokenizer
+from scaling import training
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 120
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts `jaxkv` in a process of its own, which does not outlive the test."""
+    begun = []
+
+    def popen(*args: str, code: str = "") -> subprocess.Popen[str]:
+        lines = ["import sys", "from experiments import cli", code]
+        command = [sys.executable, "-c", "\n".join([*lines, "sys.exit(cli.main())"])]
+        process = subprocess.Popen(
+            [*command, *args],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        begun.append(process)
+        return process
+
+    yield popen
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    shape = models.ModelConfig(
+        vocab_size=257,
+        hidden_size=16,
+        num_layers=1,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_size=16,
+        max_positions=1024,
+    )
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    params = models.init_params(shape, jax.random.key(0))
+    checkpoints.save_model(folder, shape, params, tokenizer=ByteTokenizer(257))
+    return str(folder)
+
+
+def wait_for(is_so: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def press(process: subprocess.Popen[str]) -> tuple[str, str]:
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    return out, err
+
+
+STOPPING = "stopping after this piece; Ctrl-C again stops at once\n"
+
+
+def test_before_there_is_anything_to_keep_it_ends_at_once(start: Start) -> None:
+    process = start("run", "demo", code=STUBBORN)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    assert press(process) == ("", "jaxkv: interrupted\n")
+
+
+# A library that lets no KeyboardInterrupt through, as a garbage collector's callback.
+STUBBORN = """if True:
+    import time
+    from experiments import catalogue
+    def load(name):
+        print("here", flush=True)
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+    catalogue.load = load
+"""
+
+
+def test_a_demo_that_compiles_keeps_a_whole_folder(
+    start: Start, model: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = start("demo", "smoke", "--model", model, "--out", str(out))
+    wait_for(lambda: (out / "env.json").exists(), process)
+    said, err = press(process)
+    assert err == STOPPING
+    assert "interrupted; this is what it had" in said
+    kept = store.read(out, catalogue.load("demo"))
+    assert kept.env["status"] == "interrupted"
+    assert not kept.result.continuous.is_done.any()
+    assert {path.name for path in out.iterdir()} == {*store.FILES} - {"runs.jsonl"}
+
+
+@pytest.mark.slow
+def test_a_demo_that_serves_keeps_what_it_has(
+    start: Start, model: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    sizes = ("--num-requests", "400", "--max-length", "512")
+    process = start("demo", "smoke", "--model", model, "--out", str(out), *sizes)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line.startswith("static batching: 400 of 400 requests"), line
+    assert press(process)[1] == STOPPING
+    kept = store.read(out, catalogue.load("demo"))
+    assert kept.env["status"] == "interrupted"
+    assert kept.result.static.is_done.all()
+    assert not kept.result.continuous.is_done.all()
+
+
+def test_a_second_one_does_not_wait_for_a_compiler(
+    start: Start, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = start("run", "demo", "--out", str(out), code=DEAF)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert process.stderr.readline() == STOPPING
+    line = f"jaxkv: interrupted at once; only the config is in {out}\n"
+    assert press(process) == ("", line)
+    assert json.loads((out / "env.json").read_text())["status"] == "interrupted"
+
+
+# One step of Python that takes minutes, as a compiler's may, and hears no signal.
+DEAF = """if True:
+    import hashlib
+    from experiments import catalogue
+    load = catalogue.load
+    def run(config, progress):
+        print("here", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
+    catalogue.load = lambda name: load(name)._replace(run=run)
+"""
+
+
+@pytest.mark.slow
+def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
+    out, folder = tmp_path / "run", tmp_path / "training"
+    process = start(
+        *("run", "bundled_model", "smoke", "--out", str(out)),
+        *("--folder", str(folder), "--trunk.num-steps", "1000000"),
+        *("--trunk.report-every", "10"),
+    )
+    wait_for((folder / "trunk" / "curve.jsonl").exists, process)
+    assert press(process)[1] == STOPPING
+    kept = store.read(out, catalogue.load("bundled_model"))
+    assert kept.env["status"] == "interrupted"
+    assert kept.result.status == "stopped"
+    (last,) = (folder / "trunk" / "checkpoints").iterdir()
+    config = bundled_model.CONFIGS["smoke"].trunk
+    like = training.init(config.model, config.optimizer, jnp.int32(0))
+    step = int(training.restore(last, like).step)
+    lines = (folder / "trunk" / "curve.jsonl").read_text().splitlines()
+    assert step == json.loads(lines[-1])["step"] > 0
+
+
+def test_an_answer_ends_with_what_it_has(start: Start, model: str) -> None:
+    words = ("--prompt", "import ", "--max-tokens", "1000")
+    process = start("generate", model, *words, "--json", code=SLOW)
+    assert process.stderr is not None
+    while "under way" not in (line := process.stderr.readline()):
+        assert line
+    out, err = press(process)
+    (completion,) = json.loads(out)["completions"]
+    assert completion["reason"] == "cancelled"
+    assert completion["tokens"]
+    assert err.strip().startswith("[cancelled; ")
+
+
+SLOW = """if True:
+    import time
+    from experiments import generating
+    say = generating._Writer.__call__
+    def call(self, index, text, complete):
+        say(self, index, text, complete)
+        if not complete:
+            print("under way", file=sys.stderr, flush=True)
+            time.sleep(60)
+    generating._Writer.__call__ = call
+"""
+
+
+def test_a_process_that_ignores_it_goes_on_doing_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupting.leaving_at_once():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
