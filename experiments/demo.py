@@ -80,8 +80,12 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses lengths that do not fit."""
-        if self.num_requests < 1:
-            raise ValueError(f"{self.num_requests=} must be at least 1")
+        for name in ("num_requests", "max_slots", "page_size", "steps_per_call"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("sigma", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         for name in ("prompt_tokens", "output_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:

@@ -102,5 +102,7 @@ class Peer:
             self._errors.seek(0)
             last = ["", *self._errors.read().split("\n")]
             said = next(filter(str.strip, reversed(last)), "")
-            raise ValueError(f"{self.name}: ended early: {said.strip()}")
+            raise ValueError(
+                f"{self.name}: ended early: {said.strip() or 'it said nothing'}"
+            )
         return json.loads(line)

@@ -129,6 +129,27 @@ def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) 
     assert err.count("\n") == 1
 
 
+def test_a_run_that_comes_to_nothing_leaves_the_earlier_one(jaxkv: Jaxkv) -> None:
+    jaxkv("run", "made_up", "--out", "here")
+    before = {path: path.read_bytes() for path in Path("here").iterdir()}
+    for name, status in (("refused", 2), ("broken", 1)):
+        assert jaxkv("run", "made_up", "--out", "here", "--name", name)[0] == status
+        assert {path: path.read_bytes() for path in Path("here").iterdir()} == before
+    assert jaxkv("run", "made_up", "--out", "new", "--name", "broken")[0] == 1
+    assert json.loads(Path("new/env.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("width", ["40", "80", "120"])
+def test_what_is_printed_fits_and_steers_nothing(
+    jaxkv: Jaxkv, width: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    for args in (("list",), ("run", "made_up")):
+        _, out, err = jaxkv(*args)
+        assert max(map(len, out.splitlines())) <= max(int(width), 80)
+        assert "\x1b" not in out + err
+
+
 def test_a_failure_keeps_its_traceback_and_status_1(jaxkv: Jaxkv) -> None:
     status, out, err = jaxkv("run", "made_up", "--name", "broken", "--json")
     assert (status, out) == (1, "")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,51 @@ def test_the_model_must_have_text_and_room(model: str) -> None:
         demo.Config(max_length=64)
     with pytest.raises(ValueError, match=r"output_tokens=\(3, 2\)"):
         demo.Config(output_tokens=(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--page-size 0", "page_size=0 must be at least 1"),
+        ("--max-slots 0", "max_slots=0 must be at least 1"),
+        ("--num-requests -1", "num_requests=-1 must be at least 1"),
+        ("--sigma -1", "sigma=-1.0 must be at least 0"),
+        ("--sigma nan", "sigma=nan must be at least 0"),
+        ("--seed -1", "seed=-1 must be at least 0"),
+        ("--top-p 0", "top_p=0.0 must be in (0, 1]"),
+        ("--temperature -1", "temperature=-1.0 must be"),
+        ("--token-budget 1", "token_budget=1 must be at least"),
+        ("--max-length 100000", "max_length=100000 must be at most"),
+        ("--model nope", "unknown model 'nope'"),
+        ("--model broken", "broken/model.safetensors: "),
+        ("--out kept", "kept: holds something else than a run"),
+        ("--out kept/notes/run", "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    flags: str,
+    line: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("kept").mkdir()
+    Path("kept/notes").write_text("mine")
+    shutil.copytree(model, "broken")
+    weights = Path("broken/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = {*tmp_path.rglob("*")}
+    words = flags.split()
+    for out in ([], ["--out", "new"]):
+        assert cli.main(["demo", *out, *words]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert line in said.err
+        assert said.err.startswith("jaxkv: ")
+        assert said.err.count("\n") == 1
+    assert {*tmp_path.rglob("*")} == before
 
 
 def test_lengths_are_ragged_within_their_bounds() -> None:
