@@ -10,7 +10,7 @@ from typing import Self
 from rich import console as rich_console
 from rich import live, progress, text
 
-from experiments import interrupting, printing
+from experiments import interrupting, printing, units
 
 SAY_EVERY_S = 30.0
 """How often a bar says something where there is no terminal to draw it on."""
@@ -81,7 +81,9 @@ class Terminal:
         def update(done: float) -> None:
             nonlocal said_s
             speed = self._bars.tasks[task].speed
-            rate = f"{speed:,.3g} {unit}/s" if speed else ""
+            # The speed of the last moments; of a whole it would say little.
+            is_shown = speed and done != total
+            rate = f"{units.rate(speed)} {unit}/s" if is_shown else ""
             self._bars.update(task, completed=done, rate=rate)
             now_s = time.monotonic()
             is_time = done == total or now_s - said_s > SAY_EVERY_S
