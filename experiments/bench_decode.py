@@ -47,7 +47,7 @@ class Config:
     """Of our weights and pages; peers compute in float32."""
     page_size: int = 16
     """Token places in a page."""
-    token_budget: int = 256
+    token_budget: int = 512
     """Rows that a prefill step feeds at most."""
     steps_per_call: int = 16
     """Steps between two looks of the host."""
