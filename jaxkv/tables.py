@@ -209,15 +209,36 @@ def fork(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
-    copied = source >= 0
-    ids = paging.take(table.page_ids, source, fill=NO_PAGE)
-    length = paging.take(table.length, source, fill=0)
-    ahead = paging.take(table.ahead, source, fill=0)
-    return paging.share(pool, ids), Table(
-        page_ids=jnp.where(copied[:, None], ids, table.page_ids),
-        length=jnp.where(copied, length, table.length),
-        ahead=jnp.where(copied, ahead, table.ahead),
-    )
+    after = _follow(table, source)
+    copied = (source >= 0)[:, None]
+    return paging.share(pool, jnp.where(copied, after.page_ids, NO_PAGE)), after
+
+
+def reorder(
+    pool: Pool, table: Table, source: Int32[Array, " slots"]
+) -> tuple[Pool, Table]:
+    """Makes slots continue other slots instead of themselves: the beams of a group.
+
+    All sources are read before any slot changes. A page's count changes by its uses
+    after less its uses before: a page that a slot keeps in place is not touched, and
+    one that no slot continues is released once. Last pages are shared, as by `fork`.
+
+    Args:
+      pool: the pool that holds the pages.
+      table: the slots.
+      source: slot that each slot continues, in [0, slots), or -1 to leave it. Several
+        may continue the same slot; what continues an empty slot becomes empty.
+
+    Returns:
+      The new pool and table.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
+    """
+    after = _follow(table, source)
+    changed = after.page_ids != table.page_ids
+    # Gains go first: a page that only moves must not reach zero on its way.
+    pool = paging.share(pool, jnp.where(changed, after.page_ids, NO_PAGE))
+    return paging.release(pool, jnp.where(changed, table.page_ids, NO_PAGE)), after
 
 
 def apply(
@@ -298,3 +319,16 @@ def _unmap(pool: Pool, page_ids: Array, where: Array) -> tuple[Pool, Array]:
     """Releases the pages at the places in `where` and empties those places."""
     pool = paging.release(pool, jnp.where(where, page_ids, NO_PAGE))
     return pool, jnp.where(where, NO_PAGE, page_ids)
+
+
+def _follow(table: Table, source: Array) -> Table:
+    """The table with slots replaced by their sources, all read as they are now."""
+    moved = source >= 0
+    ids = paging.take(table.page_ids, source, fill=NO_PAGE)
+    length = paging.take(table.length, source, fill=0)
+    ahead = paging.take(table.ahead, source, fill=0)
+    return Table(
+        page_ids=jnp.where(moved[:, None], ids, table.page_ids),
+        length=jnp.where(moved, length, table.length),
+        ahead=jnp.where(moved, ahead, table.ahead),
+    )

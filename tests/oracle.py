@@ -92,6 +92,16 @@ class Oracle:
                 self.rows[slot] = list(self.rows[slot])
                 self.share(self.rows[slot])
 
+    def reorder(self, source: list[int]) -> None:
+        before = [(list(row), *n) for row, *n in self._slots()]
+        moved = [slot for slot, parent in enumerate(source) if parent >= 0]
+        for slot in moved:
+            self.rows[slot], self.length[slot], self.ahead[slot] = before[source[slot]]
+            self.rows[slot] = list(self.rows[slot])
+            self.share(self.rows[slot])
+        for slot in moved:
+            self.release(before[slot][0])
+
     def _slots(self) -> list[tuple[list[int], int, int]]:
         return list(zip(self.rows, self.length, self.ahead, strict=True))
 

@@ -58,6 +58,7 @@ def reserve(pool, table, places, page_size=4, max_new_pages=MAX_NEW):
 
 _reserve = jax.jit(tables.reserve, static_argnames=("page_size", "max_new_pages"))
 fork, drop = jax.jit(tables.fork), jax.jit(tables.drop)
+reorder = jax.jit(tables.reorder)
 truncate = jax.jit(partial(tables.truncate, page_size=4))
 violations = jax.jit(partial(tables.violations, page_size=4))
 
@@ -154,6 +155,30 @@ def test_fork_reads_all_sources_first() -> None:
     assert violations(pool, table, live(table)) == (0, 0, 0, 0)
 
 
+def test_reorder_releases_what_no_slot_continues() -> None:
+    pool, table = make_state()
+    pool, table = reorder(pool, table, ints(1, 2, 1, -1, 4))
+    assert table.page_ids[:, :3].tolist() == [
+        [3, NO_PAGE, NO_PAGE],
+        [4, NO_PAGE, NO_PAGE],  # the page moved, and was never free
+        [3, NO_PAGE, NO_PAGE],
+        [0, 1, 2],
+        [NO_PAGE] * 3,
+    ]
+    assert table.length.tolist() == [4, 0, 4, 6, 0]
+    assert table.ahead.tolist() == [0, 2, 0, 3, 0]
+    assert pool.ref[:6].tolist() == [1, 1, 1, 2, 1, 0]
+    assert violations(pool, table, live(table)) == (0, 0, 0, 0)
+    same = reorder(pool, table, ints(0, 1, -1, 3, 4))
+    assert_same(same, (pool, table))
+    pool, table = reorder(pool, table, ints(1, 1, 1, 1, 1))
+    assert pool.ref[:6].tolist() == [0, 0, 0, 0, 5, 0]
+    pool, table = drop(pool, table, jnp.asarray([True, False, False, False, False]))
+    pool, table = reorder(pool, table, ints(0, 0, 0, 0, 0))  # continue an empty slot
+    assert pool.num_free == NUM_PAGES
+    assert violations(pool, table, live(table)) == (0, 0, 0, 0)
+
+
 def test_apply_drops_before_it_reserves() -> None:
     pool, table = make_state()
     pool, table, _ = reserve(pool, table, ints(25, 20, 18, 28, 16))  # 1 page is left
@@ -190,6 +215,7 @@ def operations(page_size: int) -> dict[str, Callable]:
         "advance": lambda pool, table, n: (pool, tables.advance(table, n)),
         "truncate": partial(tables.truncate, page_size=page_size),
         "fork": tables.fork,
+        "reorder": tables.reorder,
         "apply": partial(tables.apply, **sizes),
         "share": lambda pool, table, ids: (paging.share(pool, ids), table),
         "release": lambda pool, table, ids: (paging.release(pool, ids), table),
@@ -245,6 +271,10 @@ class Walk:
         if verb == "fork":
             parents = rng.integers(-1, SLOTS, SLOTS).tolist()
             return [-1 if n else p for n, p in zip(oracle.live(), parents, strict=True)]
+        if verb == "reorder":  # mostly within two groups, as beams are
+            parents = [*rng.integers(0, 2, 2), *rng.integers(2, SLOTS, SLOTS - 2)]
+            left, anyone = rng.random(SLOTS) < 0.2, rng.integers(-1, SLOTS, SLOTS)
+            return np.where(left, anyone, parents).tolist()
         if verb == "share":
             return self.some([page for row in oracle.rows for page in row])
         if verb == "release":
@@ -342,6 +372,10 @@ FAULTS = {
     "dead slot with a page": (lambda s: put(s, (4, 0), 0), "i4 i5"),
     "fork onto a slot in use": (
         lambda s: State(*tables.fork(*s, ints(-1, 0, -1, -1, -1))),
+        "i1",
+    ),
+    "reordered without counting": (
+        lambda s: s._replace(table=tables.reorder(*s, ints(0, 0, 2, 3, 4))[1]),
         "i1",
     ),
 }
