@@ -1,0 +1,111 @@
+"""Writes `beams.npz`: what transformers' beam search makes of some golden models.
+
+Every model is searched with three widths, three length penalties and the three rules
+of early stopping. Two tokens stop; they are chosen so that some answers stop and others
+run to the limit, and so that no two answers score nearly the same. Run it again, in an
+environment with torch and transformers, only when a case is added:
+
+    python tests/golden/make_beams.py
+"""
+
+import itertools
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+HERE = pathlib.Path(__file__).parent
+MODELS = ("llama", "gpt2", "mistral")
+WIDTHS = (2, 4, 6)
+LENGTH_PENALTIES = (-0.5, 1.0, 2.0)
+EARLY_STOPPING = (False, True, "never")
+LIMIT = 16
+# Answers must not change places by rounding, nor all be of one length.
+MIN_MARGIN = 1e-4
+MIN_LENGTHS = 8
+
+
+def search(
+    model: transformers.PreTrainedModel,
+    prompt: np.ndarray,
+    stops: tuple[int, ...],
+    width: int,
+    length_penalty: float,
+    early_stopping: bool | str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the answers [width, LIMIT], -1 beyond their ends, and their scores."""
+    found = model.generate(
+        torch.tensor(prompt[None].astype(np.int64)),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=width,
+        num_return_sequences=width,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        max_new_tokens=LIMIT,
+        do_sample=False,
+        eos_token_id=list(stops) or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    tokens = np.full((width, LIMIT), -1, np.int32)
+    answers = found.sequences[:, len(prompt) :].numpy()
+    # Padding may be a token like any other: the beam indices tell where answers end.
+    held = found.beam_indices.numpy() >= 0
+    tokens[:, : answers.shape[1]] = np.where(held, answers, -1)
+    return tokens, found.sequences_scores.numpy()
+
+
+def cases(
+    model: transformers.PreTrainedModel, seed: int
+) -> dict[str, np.ndarray] | None:
+    """Searches with all settings; None if the answers prove little."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, model.config.vocab_size, 7).astype(np.int32)
+    # Tokens that beams take often make many answers stop.
+    free, _ = search(model, prompt, (), max(WIDTHS), 1.0, False)
+    common = np.bincount(free[:, 1:].reshape(-1)).argsort()[::-1][:8]
+    stops = tuple(int(token) for token in rng.choice(common, 2, replace=False))
+    width = max(WIDTHS)
+    tokens, scores = [], []
+    for setting in itertools.product(WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING):
+        answers, values = search(model, prompt, stops, *setting)
+        if np.diff(values).max() > -MIN_MARGIN:
+            return None
+        missing = width - len(values)
+        tokens.append(np.pad(answers, ((0, missing), (0, 0)), constant_values=-1))
+        scores.append(np.pad(values, (0, missing), constant_values=-np.inf))
+    lengths = (np.stack(tokens) >= 0).sum(axis=2)
+    if len(set(lengths.reshape(-1).tolist())) < MIN_LENGTHS:
+        return None
+    return {
+        "prompt": prompt,
+        "stops": np.array(stops, np.int32),
+        "tokens": np.stack(tokens).astype(np.int16),
+        "scores": np.stack(scores).astype(np.float32),
+    }
+
+
+def main() -> None:
+    """Writes the file, each model's case from the first seed that makes a good test."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    settings = list(itertools.product(WIDTHS, LENGTH_PENALTIES, range(3)))
+    arrays = {"settings": np.array(settings, np.float32)}
+    for name in MODELS:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            HERE / name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        found, seed = None, -1
+        while found is None:
+            seed += 1
+            found = cases(model, seed)
+        arrays |= {f"{name}_{key}": value for key, value in found.items()}
+        lengths, num = np.unique((found["tokens"] >= 0).sum(axis=2), return_counts=True)
+        print(f"{name} seed {seed}, lengths {lengths}, of each {num}")
+    np.savez_compressed(HERE / "beams.npz", allow_pickle=False, **arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""Beams: by hand, against brute force, a textbook in Python, and transformers."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import beams, checkpoints, decoding, models, tables
+from jaxkv.beams import ESTIMATE, FULL, NEVER, Beams, Params
+from tests import engines
+
+GOLDEN = Path(__file__).parent / "golden"
+EXPECTED = np.load(GOLDEN / "beams.npz")
+RULES = (ESTIMATE, FULL, NEVER)
+
+type Model = Callable[[tuple[int, ...]], np.ndarray]
+"""Tokens so far -> logits [vocab] of the next one."""
+
+
+class Answer(NamedTuple):
+    score: float
+    tokens: tuple[int, ...]
+
+
+def params_of(
+    width: int,
+    length_penalty: float = 1.0,
+    early_stopping: int = ESTIMATE,
+    stops: tuple[int, ...] = (-1, -1),
+    limit: int = 8,
+) -> Params:
+    return Params(
+        width=jnp.asarray(width, jnp.int32),
+        length_penalty=jnp.asarray(length_penalty, jnp.float32),
+        early_stopping=jnp.asarray(early_stopping, jnp.int32),
+        stop_tokens=jnp.asarray(stops, jnp.int32),
+        limit=jnp.asarray(limit, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="max_stops")
+def advance(group, params, logits, active, max_stops=2):
+    tokens, logprobs = beams.choices(
+        logits, max_beams=logits.shape[0], max_stops=max_stops
+    )
+    return beams.step(group, params, tokens, logprobs, active)
+
+
+choices = jax.jit(beams.choices, static_argnames=("max_beams", "max_stops"))
+finalize = jax.jit(beams.finalize)
+unroll = jax.jit(beams.unroll)
+YES, NO = jnp.asarray(True), jnp.asarray(False)
+
+
+def random_model(seed: int, vocab: int, spread: float = 2.0) -> Model:
+    """Logits that hang on all tokens before, by no law."""
+
+    @functools.cache
+    def model(prefix: tuple[int, ...]) -> np.ndarray:
+        rng = np.random.default_rng([seed, *prefix])
+        return (spread * rng.standard_normal(vocab)).astype(np.float32)
+
+    return model
+
+
+def logprobs_of(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    return wide - np.log(np.exp(wide).sum())
+
+
+def drive(model: Model, params: Params, max_beams: int) -> tuple[Beams, list[Answer]]:
+    """Searches with `beams.step`, the model's beams kept as tuples."""
+    group, prefixes = beams.make_beams(max_beams), [()] * max_beams
+    history = np.zeros((2, max_beams, int(params.limit)), np.int32)
+    while not group.done:
+        logits = jnp.asarray(np.stack([model(prefix) for prefix in prefixes]))
+        group, parents, tokens = advance(group, params, logits, YES)
+        history[:, :, int(group.length) - 1] = tokens, parents
+        moves = np.stack([parents, tokens], axis=1).tolist()
+        prefixes = [(*prefixes[parent], token) for parent, token in moves]
+    rows = finalize(group, *jnp.asarray(history), jnp.zeros((), jnp.int32))
+    return group, answers_of(rows, group.finished.score)
+
+
+def answers_of(rows: jax.Array, scores: jax.Array) -> list[Answer]:
+    """The answers among the rows, each unbroken and behind no empty row."""
+    found = []
+    for row, score in zip(np.asarray(rows), np.asarray(scores), strict=True):
+        length = int((row >= 0).sum())
+        assert (row[:length] >= 0).all()
+        assert (length > 0) == (score > -np.inf)
+        found.append(Answer(float(score), tuple(row[:length].tolist())))
+    num = sum(1 for answer in found if answer.tokens)
+    assert not any(answer.tokens for answer in found[num:])
+    return found[:num]
+
+
+def assert_equal(ours: list[Answer], expected: list[Answer]) -> None:
+    assert [answer.tokens for answer in ours] == [row.tokens for row in expected]
+    np.testing.assert_allclose(
+        [answer.score for answer in ours],
+        [row.score for row in expected],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def textbook(model: Model, params: Params) -> list[Answer]:
+    """Beam search in lists, every candidate sorted."""
+    width, limit = int(params.width), int(params.limit)
+    penalty, rule = float(params.length_penalty), int(params.early_stopping)
+    stops = set(np.asarray(params.stop_tokens).tolist())
+    running, answers = [(0.0, ())], []
+    for length in range(1, limit + 1):
+        candidates = [
+            (total + logprob, (*prefix, token))
+            for total, prefix in running
+            for token, logprob in enumerate(logprobs_of(model(prefix)))
+        ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        going = [each for each in candidates if each[1][-1] not in stops]
+        if length == limit:
+            going = []
+        ended = [each for each in candidates[:width] if each not in going]
+        answers += [Answer(total / length**penalty, row) for total, row in ended]
+        answers = sorted(answers, key=lambda answer: -answer.score)[:width]
+        running = going[:width]
+        if len(answers) == width and running:
+            reach = limit if rule == NEVER and penalty > 0 else length
+            best = running[0][0] / reach**penalty
+            if rule == FULL or best <= answers[-1].score:
+                break
+    return answers
+
+
+def test_two_steps_by_hand() -> None:
+    """Width 2 of 3 beams; token 3 stops. Logits are logarithms of probabilities."""
+    params = params_of(2, length_penalty=1.0, stops=(3, -1))
+    first = jnp.log(jnp.asarray([[0.1, 0.5, 0.3, 0.1]] * 3, jnp.float32))
+    group, parents, tokens = advance(beams.make_beams(3), params, first, YES)
+    assert (parents.tolist(), tokens.tolist()) == ([0, 0, 2], [1, 2, 0])
+    np.testing.assert_allclose(np.exp(group.score), [0.5, 0.3, 0.0], rtol=1e-6)
+    assert group.finished.length.tolist() == [0, 0, 0]  # a stop came third
+
+    second = jnp.asarray(
+        [[0.2, 0.1, 0.1, 0.6], [0.1, 0.0, 0.9, 0.0], [0.0, 0.0, 0.0, 1.0]], jnp.float32
+    )
+    # 0.30 is beam 0 with the stop, 0.27 beam 1 with 2, 0.10 beam 0 with 0.
+    group, parents, tokens = advance(group, params, jnp.log(second), YES)
+    assert (parents.tolist(), tokens.tolist()) == ([1, 0, 2], [2, 0, 0])
+    np.testing.assert_allclose(np.exp(group.score), [0.27, 0.1, 0.0], rtol=1e-6)
+    answer = jax.tree.map(lambda leaf: leaf[0], group.finished)
+    assert (answer.length, answer.beam, answer.token) == (2, 0, 3)
+    np.testing.assert_allclose(answer.score, np.log(0.3) / 2, rtol=1e-6)
+    assert group.finished.length.tolist() == [2, 0, 0]
+    assert not group.done
+
+    same = advance(group, params, first, NO)
+    jax.tree.map(np.testing.assert_array_equal, same[0], group)
+    assert (same[1].tolist(), same[2].tolist()) == ([0, 1, 2], [0, 0, 0])
+
+
+@pytest.mark.parametrize("rule", [ESTIMATE, NEVER])
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.5])
+def test_wide_enough_it_is_exhaustive(penalty: float, rule: int) -> None:
+    vocab, stop, limit = 3, 2, 4
+    model = random_model(1, vocab)
+    every = []
+    for length in range(1, limit + 1):
+        for row in itertools.product(range(vocab), repeat=length):
+            if stop not in row[:-1] and (row[-1] == stop or length == limit):
+                total = sum(logprobs_of(model(row[:i]))[t] for i, t in enumerate(row))
+                every.append(Answer(total / length**penalty, row))
+    assert len(every) == 31
+    every.sort(key=lambda answer: -answer.score)
+    # 24 beams hold all that can run; to keep the best 24 answers, the search may stop
+    # before the limit, but only where it is known that nothing is lost.
+    for width in (32, 24) if rule == NEVER else (32,):
+        params = params_of(width, penalty, rule, (stop, -1), limit)
+        group, answers = drive(model, params, 32)
+        assert_equal(answers, every[:width])
+        assert group.done
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("penalty", [-1.5, 0.0, 1.0, 2.0])
+def test_narrow_it_equals_the_textbook(penalty: float, rule: int) -> None:
+    early = 0
+    for seed, width in itertools.product(range(8), (1, 2, 3, 5)):
+        stops = ((4, -1), (4, 0), (-1, -1), (6, 5))[seed % 4]
+        params = params_of(width, penalty, rule, stops, limit=4 + 2 * (seed % 5))
+        model = random_model(seed, 7, spread=(2.0, 6.0)[seed // 4])
+        group, answers = drive(model, params, 5)
+        assert_equal(answers, textbook(model, params))
+        early += int(group.length < params.limit)
+    assert early >= 5 or (rule == NEVER and penalty > 0)  # the rules are put to use
+
+
+def test_one_program_serves_every_setting() -> None:
+    logits = jnp.zeros((5, 9), jnp.float32)
+    run: Any = jax.jit(lambda *arguments: advance(*arguments))
+    for width, rule in itertools.product((1, 4), RULES):
+        run(beams.make_beams(5), params_of(width, 0.5, rule), logits, YES)
+    assert run._cache_size() == 1
+
+
+def test_groups_do_not_feel_each_other() -> None:
+    """Row i of a batch of groups is group i alone, bit for bit."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(13):
+        params = params_of(1 + i % 4, i / 3 - 1, i % 3, (i, -1), limit=4 + i % 3)
+        group = beams.make_beams(4)
+        for _ in range(i % 4):
+            logits = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
+            group, *_ = advance(group, params, logits, YES)
+        logits = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
+        tokens, logprobs = choices(logits, max_beams=4, max_stops=2)
+        lines.append((group, params, tokens, logprobs, jnp.asarray(i != 5)))
+    step = jax.jit(beams.step)
+    together = jax.jit(jax.vmap(beams.step))(
+        *jax.tree.map(lambda *x: jnp.stack(x), *lines)
+    )
+    for i, line in enumerate(lines):
+        alone = jax.tree.map(lambda leaf, i=i: leaf[i], together)
+        jax.tree.map(np.testing.assert_array_equal, alone, step(*line))
+
+
+def test_stops_do_not_crowd_out_what_runs_on() -> None:
+    params = params_of(2, 2.0, NEVER, stops=(6, 1))
+    logits = jnp.asarray([[0, 9, 1, 3, 2, 3, 9]] * 2, jnp.float32)
+    group, parents, tokens = advance(beams.make_beams(2), params, logits, YES)
+    assert (parents.tolist(), tokens.tolist()) == ([0, 0], [3, 5])
+    assert group.finished.token.tolist() == [1, 6]
+
+
+def test_equals_rank_by_beam_and_token() -> None:
+    params, logits = params_of(3), jnp.zeros((3, 6), jnp.float32)
+    group, parents, tokens = advance(beams.make_beams(3), params, logits, YES)
+    assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
+    group, parents, tokens = advance(group, params, logits, YES)
+    assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
+
+
+def test_beams_without_candidates_rest() -> None:
+    """A mask leaves two tokens, then NaN takes one beam, then nothing is left."""
+    params, none = params_of(3, stops=(5, -1)), -jnp.inf
+    logits = jnp.full((4, 6), none, jnp.float32).at[:, 2:4].set(0.0)
+    group, parents, tokens = advance(beams.make_beams(4), params, logits, YES)
+    assert (parents.tolist(), tokens.tolist()) == ([0, 0, 2, 3], [2, 3, 0, 0])
+    assert group.score.tolist()[2:] == [none, none]
+    group, parents, tokens = advance(group, params, logits.at[0].set(jnp.nan), YES)
+    assert (parents.tolist(), tokens.tolist()) == ([1, 1, 2, 3], [2, 3, 0, 0])
+    group, parents, tokens = advance(group, params, jnp.full_like(logits, none), YES)
+    assert (parents.tolist(), tokens.tolist()) == ([0, 1, 2, 3], [0, 0, 0, 0])
+    assert group.done
+    assert group.finished.length.tolist() == [0, 0, 0, 0]
+    after, parents, _ = advance(group, params, jnp.zeros_like(logits), YES)
+    jax.tree.map(np.testing.assert_array_equal, after, group)
+    rows = finalize(group, *jnp.zeros((2, 4, 3), jnp.int32), jnp.zeros((), jnp.int32))
+    assert (rows == -1).all()
+
+
+def test_back_pointers_lead_home() -> None:
+    rng = np.random.default_rng(3)
+    num_beams, places = 4, 11
+    parents = rng.integers(0, num_beams, (num_beams, places)).astype(np.int32)
+    beam = np.asarray([0, 3, 3, 1, 2, 0], np.int32)
+    length = np.asarray([11, 7, 1, 0, 10, 2], np.int32)
+    expected = np.full((len(beam), places), beams.NOBODY)
+    for end, (here, num) in enumerate(zip(beam, length, strict=True)):
+        for place in reversed(range(num)):
+            expected[end, place] = here
+            here = parents[here, place]
+    np.testing.assert_array_equal(unroll(parents, beam, length), expected)
+
+
+def test_a_history_may_begin_with_the_prompt() -> None:
+    params = params_of(2, stops=(3, -1), limit=2)
+    first = jnp.log(jnp.asarray([[0.1, 0.2, 0.3, 0.4]] * 2, jnp.float32))
+    group, prompt = beams.make_beams(2), [7, 8, 9]
+    tokens = jnp.full((2, 6), 99, jnp.int32).at[0, :3].set(jnp.asarray(prompt))
+    parents = jnp.zeros((2, 6), jnp.int32)
+    for place in (3, 4):
+        group, parent, token = advance(group, params, first, YES)
+        parents = parents.at[:, place].set(parent)
+        tokens = tokens.at[:, place].set(token)
+    rows = finalize(group, tokens, parents, jnp.asarray(3, jnp.int32))
+    assert rows.tolist() == [[*prompt, 3, -1, -1], [*prompt, 2, 3, -1]]
+
+
+def test_no_beams_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_beams=0 must be at least 1"):
+        beams.make_beams(0)
+
+
+NUM_BEAMS, LIMIT = 6, 16
+
+
+@functools.partial(
+    jax.jit, static_argnames="config", compiler_options=engines.FAST_COMPILE
+)
+def search_with_pages(weights, prompt, params: Params, config: models.ModelConfig):
+    """Searches on the paged cache. Pages of one token are never written while shared.
+
+    Every slot reads the prompt; the first reordering leaves one copy of it.
+    """
+    num = prompt.shape[0]
+    engine = engines.EngineConfig(num_pages=NUM_BEAMS * (num + LIMIT), page_size=1)
+    cache = decoding.init_cache(
+        models.make_pages(config, engine), max_slots=NUM_BEAMS, max_length=num + LIMIT
+    )
+    logits = jnp.zeros((NUM_BEAMS, config.vocab_size), jnp.float32)
+    fed = jnp.concatenate([prompt, jnp.full(LIMIT, -1, jnp.int32)])
+
+    def step(carry, prompt_token):
+        group, cache, logits = carry
+        tokens, logprobs = beams.choices(logits, max_beams=NUM_BEAMS, max_stops=2)
+        group, parents, tokens = beams.step(
+            group, params, tokens, logprobs, prompt_token < 0
+        )
+        pool, table = tables.reorder(cache.pool, cache.table, parents)
+        logits, cache, enough = decoding.decode_step(
+            weights,
+            cache._replace(pool=pool, table=table),
+            jnp.where(prompt_token < 0, tokens, prompt_token),
+            forward=models.Forward(config),
+        )
+        return (group, cache, logits), (tokens, parents, enough)
+
+    carry = (beams.make_beams(NUM_BEAMS), cache, logits)
+    (group, cache, _), (tokens, parents, enough) = jax.lax.scan(step, carry, fed)
+    start = jnp.zeros((), jnp.int32)
+    rows = finalize(group, tokens[num:].T, parents[num:].T, start)
+    live = cache.table.length > 0
+    broken = tables.violations(cache.pool, cache.table, live, page_size=1)
+    return group, rows, jnp.all(enough), broken
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", pytest.param("mistral", marks=pytest.mark.slow)]
+)
+def test_answers_and_scores_of_transformers(name: str) -> None:
+    config, weights, _, _ = checkpoints.load_model(GOLDEN / name)
+    prompt, stops, tokens, scores = (
+        EXPECTED[f"{name}_{part}"] for part in ("prompt", "stops", "tokens", "scores")
+    )
+    assert len(EXPECTED["settings"]) == len(scores) == 27
+    for i, (width, penalty, rule) in enumerate(EXPECTED["settings"].tolist()):
+        params = params_of(int(width), penalty, int(rule), tuple(stops), LIMIT)
+        group, rows, enough, broken = search_with_pages(
+            weights, jnp.asarray(prompt), params, config
+        )
+        assert enough
+        assert not any(broken)
+        assert group.done
+        np.testing.assert_array_equal(rows, tokens[i])
+        np.testing.assert_allclose(
+            group.finished.score, scores[i], rtol=0, atol=1e-4, err_msg=str(params)
+        )
