@@ -129,8 +129,9 @@ def match(
     page_size = cache.tokens.shape[1]
     rows, max_length = tokens.shape
     ids = jnp.full((rows, -(-max_length // page_size)), NO_PAGE, jnp.int32)
+    if max_length <= page_size:  # one token is left, and no full page
+        return ids
     most = jnp.where(wanted, (num_tokens - 1) // page_size, 0)
-    start = jnp.full(rows, NO_PAGE, jnp.int32)
 
     def growing(carry: tuple[Array, ...]) -> Array:
         column, most, _, _ = carry
@@ -139,14 +140,13 @@ def match(
     def grow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         column, most, last, ids = carry
         page = lax.dynamic_slice_in_dim(tokens, column * page_size, page_size, axis=1)
-        found = lookup(cache, last, page, salt)
-        found = jnp.where(column < most, found, NO_PAGE)
+        found = jnp.where(column < most, lookup(cache, last, page, salt), NO_PAGE)
         most = jnp.where(found == NO_PAGE, 0, most)
         ids = lax.dynamic_update_slice_in_dim(ids, found[:, None], column, axis=1)
         return column + 1, most, found, ids
 
-    column = jnp.zeros((), jnp.int32)
-    return lax.while_loop(growing, grow, (column, most, start, ids))[3]
+    first = (jnp.zeros((), jnp.int32), most, jnp.full(rows, NO_PAGE, jnp.int32), ids)
+    return lax.while_loop(growing, grow, first)[3]
 
 
 def touch(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:

@@ -143,6 +143,16 @@ def test_one_token_at_least_is_left_to_compute(num_tokens: int, pages: int) -> N
     ]
 
 
+def test_sequences_shorter_than_a_page_match_nothing() -> None:
+    tokens, salt = jnp.zeros((2, 16), jnp.int32), salts(0, 0)
+    for size, width in ((16, 1), (256, 1), (15, 2)):
+        cache = jax.eval_shape(partial(prefixes.make_prefixes, 8, size))
+        ids = jax.eval_shape(
+            prefixes.match, cache, tokens, ints(16, 16), salt, salt == 0
+        )
+        assert ids.shape == (2, width)
+
+
 def test_of_equal_pages_the_first_enters() -> None:
     row = (NO_PAGE, 10, 0)
     case, cached = run.enter(make_case(), (3, *row), (1, *row), (2, *row))
