@@ -47,6 +47,7 @@ def counts(state: EngineState, config: EngineConfig) -> scheduling.Counts:
 class _Demand(NamedTuple):
     drop: Bool[Array, " slots"]
     places: Int32[Array, " slots"]
+    num_rows: None = None
 
 
 def carry_out(
@@ -90,7 +91,7 @@ def carry_out(
     status = paging.put(s.status, losers, WAITING, "set")
     status = paging.put(status, jnp.where(plan.admit, head, NOBODY), RUNNING, "set")
     lost = jnp.where(plan.preempt, state.table.length[line], 0)
-    pool, table, enough = tables.apply(
+    pool, table, _, enough = tables.apply(
         *(state.pool, state.table, _Demand(preempted, places)),
         page_size=config.page_size,
         max_new_pages=config.max_pages_per_slot,

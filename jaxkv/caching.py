@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import paging
 from jaxkv.paging import NO_PAGE
+from pallas_kernels import copying
 
 
 class Pages(NamedTuple):
@@ -171,6 +173,38 @@ def write(
         return paging.put(leaf, index, new.astype(leaf.dtype), "set")
 
     return jax.tree.map(one_leaf, pages, Pages(k=k, v=v))
+
+
+def copy(pages: Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]) -> Pages:
+    """Copies pages to other pages, all layers of them, in place.
+
+    All sources are read before any target is written. Nothing is read or written where
+    no entry names a page, as in nearly every step.
+
+    Args:
+      pages: the pages, donated or carried.
+      source: page that each entry reads; `NO_PAGE` does nothing.
+      target: page that it overwrites, no page twice; `NO_PAGE` does nothing.
+
+    Returns:
+      The new pages.
+    """
+
+    def one_leaf(leaf: Array) -> Array:
+        num_layers, num_pages = leaf.shape[:2]
+
+        def one_layer(layer: Array) -> tuple[Array, Array]:
+            sizes = {"num_layers": num_layers, "num_pages": num_pages}
+            return flat_ids(source, layer, **sizes), flat_ids(target, layer, **sizes)
+
+        ids = jax.vmap(one_layer)(jnp.arange(num_layers, dtype=jnp.int32))
+        view = leaf.reshape(-1, *leaf.shape[2:])
+        view = copying.copy_pages(view, *(x.reshape(-1) for x in ids))
+        return view.reshape(leaf.shape)
+
+    # A loop of no trip or one: a `cond` would copy the pages.
+    trips = jnp.any((source >= 0) & (target >= 0)).astype(jnp.int32)
+    return lax.fori_loop(0, trips, lambda _, now: jax.tree.map(one_leaf, now), pages)
 
 
 def flat(pages: Pages) -> Pages:

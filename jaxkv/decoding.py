@@ -119,13 +119,16 @@ def decode_step(
 def _reserve(
     cache: Cache, want: Int32[Array, " slots"]
 ) -> tuple[Cache, Int32[Array, " slots"], Bool[Array, ""]]:
-    pool, table, enough = tables.reserve(
+    pool, table, copies, enough = tables.reserve(
         *(cache.pool, cache.table),
         jnp.where(want > 0, cache.table.length + want, 0),
+        want,
         page_size=cache.pages.page_size,
         max_new_pages=cache.table.page_ids.shape[1],
     )
-    return cache._replace(pool=pool, table=table), jnp.where(enough, want, 0), enough
+    # The caller may have forked slots.
+    pages = caching.copy(cache.pages, copies.source, copies.target)
+    return Cache(pages, pool, table), jnp.where(enough, want, 0), enough
 
 
 def _feed(

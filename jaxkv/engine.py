@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import admission, emission, feeding, forwarding, paging, scheduling, tables
+from jaxkv import (
+    admission,
+    auditing,
+    emission,
+    feeding,
+    forwarding,
+    paging,
+    scheduling,
+    tables,
+)
 from jaxkv.emission import LogitsFn
 from jaxkv.states import NOBODY, NOT_ENDED, EngineConfig, EngineState
 
@@ -46,7 +55,7 @@ class StepInfo(NamedTuple):
     """Token places that held K and V of running sequences at its end."""
     enough: Bool[Array, ""]
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
-    violations: tables.Violations | None
+    violations: auditing.Violations | None
     """Broken invariants at the end of the step, in debug mode."""
 
 
@@ -100,7 +109,7 @@ def step(
         used_pages=used_pages,
         used_places=jnp.sum(state.table.length, dtype=jnp.int32),
         enough=enough,
-        violations=tables.violations(
+        violations=auditing.violations(
             *(state.pool, state.table, (slots.sequence >= 0) | slots.held),
             page_size=config.page_size,
         )

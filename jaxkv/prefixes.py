@@ -237,7 +237,7 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
     hash is that of its content; a lookup of the content finds it, so no two pages have
     the same; the buckets hold nothing but cached pages, each once; and the pool counts
     the pin. Looks up every page: for tests and debug mode. That all uses are counted is
-    for `tables.violations` to say, with `pinned` as its pins.
+    for `auditing.violations` to say, with `pinned` as its pins.
 
     Args:
       cache: the cached pages.

@@ -5,10 +5,10 @@ cover, and `NO_PAGE` beyond. Tables and pool move together: every operation that
 or unmaps a page takes and returns both, so that counts always equal uses.
 """
 
-from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import paging
@@ -38,18 +38,18 @@ class Demand(Protocol):
     def places(self) -> Int32[Array, " slots"]:
         """Token places that each slot shall have then; 0 asks for nothing."""
 
+    @property
+    def num_rows(self) -> Int32[Array, " slots"] | None:
+        """Token places that each slot will write then, or None, see `reserve`."""
 
-class Violations(NamedTuple):
-    """How many entries break each invariant; all 0 on a sound state."""
 
-    i1: Int32[Array, ""]
-    """Pages whose count is not their uses in tables plus their pins."""
-    i2: Int32[Array, ""]
-    """Breaches of conservation, see `paging.unsound`."""
-    i4: Int32[Array, ""]
-    """Places that break the form of their row, and slots with impossible lengths."""
-    i5: Int32[Array, ""]
-    """Slots that are not live and yet have a length, reserved places or a page."""
+class Copies(NamedTuple):
+    """Pages that the caller copies before it writes: those that others read too."""
+
+    source: Int32[Array, " slots"]
+    """Page that each slot mapped and shared so far, or `NO_PAGE`."""
+    target: Int32[Array, " slots"]
+    """Page of its own that it maps instead, or `NO_PAGE`."""
 
 
 def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
@@ -88,49 +88,107 @@ def num_pages(table: Table, *, page_size: int) -> Int32[Array, " slots"]:
     return pages_for(table.length + table.ahead, page_size=page_size)
 
 
+def needs_copy(
+    pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
+) -> Bool[Array, " slots"]:
+    """Says which slots cannot write to their last page before it is copied.
+
+    Of the slots that write to a page at the same time, each copies it that leaves it
+    another owner: all of them if someone else holds the page too, else all but the
+    last, which writes in place. So a slot that turns out not to write never raises
+    the sum over those that do.
+
+    Args:
+      pool: the pool.
+      table: the slots.
+      num_rows: token places that each slot will write from its length on; those with
+        none, or with a number below 0, need nothing.
+      page_size: token places in a page, static.
+
+    Returns:
+      The slots that need one page more than those that `reserve` appends.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
+    """
+    page = _next_page(table, page_size)
+    page = jnp.where(num_rows > 0, page, NO_PAGE)
+    # Shapes [writers before, slots]: their sum over the leading axis is the fast one.
+    slot = jnp.arange(page.shape[0], dtype=jnp.int32)
+    before = (page[:, None] == page[None, :]) & (slot[:, None] < slot[None, :])
+    rank = jnp.sum(before, axis=0, dtype=jnp.int32)
+    return rank < paging.take(pool.ref, page, fill=0) - 1
+
+
 def reserve(
     pool: Pool,
     table: Table,
     places: Int32[Array, " slots"],
+    num_rows: Int32[Array, " slots"] | None = None,
     *,
     page_size: int,
     max_new_pages: int,
-) -> tuple[Pool, Table, Bool[Array, ""]]:
-    """Appends pages until every slot has `places` token places, all or nothing.
+) -> tuple[Pool, Table, Copies, Bool[Array, ""]]:
+    """Appends pages, and parts those to be written from their other owners.
+
+    A slot that will write to its last page while others hold it too maps a fresh page
+    instead (see `needs_copy`); the caller copies before it writes. Pages beyond that
+    one are never shared by `fork`. Where they are all the same, as after `reorder` with
+    places reserved, they stay so, and `auditing.shared_writes` tells of it.
 
     Args:
       pool: the pool to take pages from.
       table: the slots to extend.
       places: token places that each slot shall have, written ones included. A slot
         that has as many already is left alone, so 0 asks for nothing.
+      num_rows: token places that each slot will write from its length on; None copies
+        nothing, for tables whose slots share no page that is not full.
       page_size: token places in a page, static.
       max_new_pages: pages that one call may append to one slot, static.
 
     Returns:
-      The new pool and table, the new places counted in `ahead`, and whether every
-      slot was served. If the pool has too few pages, or a slot would exceed
-      `max_new_pages` or its row, pool and table are unchanged bit for bit.
+      The new pool and table, the new places counted in `ahead`; the pages to copy; and
+      whether every slot was served. If the pool has too few pages for all of it, or a
+      slot would exceed `max_new_pages` or its row, pool and table are unchanged bit
+      for bit and there is nothing to copy.
 
     Raises:
       ValueError: `max_new_pages` is below 1.
 
-    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.3.
+    Source: Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4.
     """
     if max_new_pages < 1:
         raise ValueError(f"{max_new_pages=} must be at least 1")
     max_slots, pages_per_slot = table.page_ids.shape
     have = num_pages(table, page_size=page_size)
     goal = jnp.maximum(table.length + table.ahead, places)
-    need = pages_for(goal, page_size=page_size)
-    # A slot that outgrows its row asks for more than `allocate` grants to anyone.
-    want = jnp.where(need <= pages_per_slot, need - have, max_new_pages + 1)
-    pool, ids, enough = paging.allocate(pool, want, max_pages=max_new_pages)
+    growth = pages_for(goal, page_size=page_size) - have
+    if num_rows is None:
+        num_rows = jnp.zeros_like(places)
+    parts = needs_copy(pool, table, num_rows, page_size=page_size)
+    fits = (have + growth <= pages_per_slot) & (growth <= max_new_pages)
+    # Of a slot's new pages the copy comes first. One that asks for too many asks for
+    # more than `allocate` grants to anyone.
+    most = max_new_pages + 1
+    want = jnp.where(fits, growth + parts.astype(jnp.int32), most + 1)
+    pool, ids, enough = paging.allocate(pool, want, max_pages=most)
     slot = jnp.arange(max_slots, dtype=jnp.int32)[:, None]
     place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
-    new = paging.take(ids, (slot, place - have[:, None]), fill=NO_PAGE)
-    page_ids = jnp.where(new == NO_PAGE, table.page_ids, new)
-    ahead = jnp.where(enough, goal - table.length, table.ahead)
-    return pool, table._replace(page_ids=page_ids, ahead=ahead), enough
+    rank = place - have[:, None]
+    rank = jnp.where(rank >= 0, rank + parts[:, None].astype(jnp.int32), NO_PAGE)
+    rank = jnp.where(parts[:, None] & (place == _column(table, page_size)), 0, rank)
+    new = paging.take(ids, (slot, rank), fill=NO_PAGE)
+    parts &= enough
+    copies = Copies(
+        source=jnp.where(parts, _next_page(table, page_size), NO_PAGE),
+        target=jnp.where(parts, ids[:, 0], NO_PAGE),
+    )
+    # Each of these pages keeps an owner, so none becomes free.
+    pool = pool._replace(ref=paging.put(pool.ref, copies.source, -1, "add"))
+    table = table._replace(
+        page_ids=jnp.where(new == NO_PAGE, table.page_ids, new),
+        ahead=jnp.where(enough, goal - table.length, table.ahead),
+    )
+    return pool, table, copies, enough
 
 
 def drop(pool: Pool, table: Table, mask: Bool[Array, " slots"]) -> tuple[Pool, Table]:
@@ -156,7 +214,7 @@ def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
     Args:
       table: the slots.
       accepted: tokens by which each slot grows, in [0, ahead]. More than that makes
-        `ahead` negative, which `violations` shows.
+        `ahead` negative, which `auditing.violations` shows.
 
     Returns:
       The new table.
@@ -190,28 +248,35 @@ def truncate(
 
 
 def fork(
-    pool: Pool, table: Table, source: Int32[Array, " slots"]
+    pool: Pool, table: Table, source: Int32[Array, " slots"], *, page_size: int
 ) -> tuple[Pool, Table]:
-    """Makes empty slots continue other slots, on the same pages.
+    """Makes slots copies of other slots, by sharing every page that is written.
 
-    All sources are read before any slot changes. The last page is shared too, even if
-    it is not full: whoever writes to it next has to copy it first.
+    All sources are read before any slot changes. The last page may be partial: it is
+    shared as well, and parted by `reserve` before one of its owners writes to it.
+    Places reserved ahead stay with the source.
 
     Args:
       pool: the pool that holds the pages.
       table: the slots.
-      source: slot that each slot becomes a copy of, in [0, slots), or -1 to leave it.
-        A slot that becomes a copy must be empty: pages that it held would be lost,
-        which `violations` shows.
+      source: slot that each slot becomes a copy of, or -1 to leave it. A slot that
+        becomes a copy must be empty; if it is not, its pages stay counted as used,
+        which `auditing.violations` shows.
+      page_size: token places in a page, static.
 
     Returns:
       The new pool and table.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
+    copied = source >= 0
     after = _follow(table, source)
-    copied = (source >= 0)[:, None]
-    return paging.share(pool, jnp.where(copied, after.page_ids, NO_PAGE)), after
+    after = after._replace(ahead=jnp.where(copied, 0, after.ahead))
+    place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
+    beyond = place >= num_pages(after, page_size=page_size)[:, None]
+    page_ids = jnp.where(copied[:, None] & beyond, NO_PAGE, after.page_ids)
+    pool = paging.share(pool, jnp.where(copied[:, None], page_ids, NO_PAGE))
+    return pool, after._replace(page_ids=page_ids)
 
 
 def reorder(
@@ -243,76 +308,83 @@ def reorder(
 
 def apply(
     pool: Pool, table: Table, plan: Demand, *, page_size: int, max_new_pages: int
-) -> tuple[Pool, Table, Bool[Array, ""]]:
+) -> tuple[Pool, Table, Copies, Bool[Array, ""]]:
     """Carries out a plan: first drops slots, then reserves places.
 
     Args:
       pool: the pool.
       table: the slots.
-      plan: slots to `drop`, and the `places` that each slot shall have afterwards.
+      plan: slots to `drop`, the `places` that each slot shall have afterwards, and the
+        `num_rows` that it will write.
       page_size: token places in a page, static.
       max_new_pages: pages that one call may append to one slot, static.
 
     Returns:
-      The new pool and table, and whether every slot was served. If not, the slots in
-      `plan.drop` are empty all the same, and nothing else has changed.
+      As `reserve` does. If not every slot was served, those in `plan.drop` are empty
+      all the same, and nothing else has changed.
     """
     pool, table = drop(pool, table, plan.drop)
-    return reserve(
-        pool, table, plan.places, page_size=page_size, max_new_pages=max_new_pages
-    )
+    sizes = {"page_size": page_size, "max_new_pages": max_new_pages}
+    return reserve(pool, table, plan.places, plan.num_rows, **sizes)
 
 
-def violations(
+def owned_pages(
     pool: Pool,
     table: Table,
-    live: Bool[Array, " slots"],
+    first: Int32[Array, " slots"],
     *,
-    page_size: int,
-    pins: Int32[Array, " pages"] | None = None,
-) -> Violations:
-    """Counts what breaks the invariants of pool and tables, each by its number.
+    pins: Int32[Array, " pages"] | Bool[Array, " pages"] | None = None,
+) -> Int32[Array, " slots"]:
+    """Counts the pages that each slot accounts for: a group's shared ones once.
 
-    I1: a page's count is the number of its places in live rows, plus its pins. I2: the
-    free pages are those with count zero. I4: a row is valid for exactly
-    ceil((length + ahead) / page_size) places, distinct pages there and `NO_PAGE`
-    beyond, and neither number is negative. I5: a slot that is not live holds nothing.
+    They count in the lowest slot that maps them. Slots of one group share pages only in
+    the same column, as `fork` and `reorder` leave them; groups share pinned pages only.
+    So the sum over a group is what dropping all of it would free.
 
-    Looks at every page and sorts every row: for tests and debug mode.
+    Costs nothing like a search: as many passes over the table as the largest group has
+    slots beside one, so none where every sequence is alone.
 
     Args:
       pool: the pool.
       table: the slots.
-      live: slots that hold a sequence.
-      page_size: token places in a page, static.
-      pins: uses of each page outside the table; None means none.
+      first: a slot that stands for the group of each slot, the same for all of it;
+        below 0 for a slot that has none.
+      pins: uses of each page outside the table, or whether there are any. Such pages
+        count for nobody, since dropping the group would not free them.
 
     Returns:
       The counts.
     """
-    (total,) = pool.ref.shape
-    _, pages_per_slot = table.page_ids.shape
-    have = num_pages(table, page_size=page_size)
-    place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
-    valid = place < have[:, None]
-    held = jnp.zeros_like(pool.ref) if pins is None else pins
-    used = jnp.where(valid & live[:, None], table.page_ids, NO_PAGE)
-    held = paging.put(held, used, 1, "add")
-    is_page = (table.page_ids >= 0) & (table.page_ids < total)
-    misplaced = jnp.where(valid, ~is_page, table.page_ids != NO_PAGE)
-    row = jnp.sort(jnp.where(valid & is_page, table.page_ids, NO_PAGE), axis=1)
-    repeated = (row[:, 1:] == row[:, :-1]) & (row[:, 1:] != NO_PAGE)
-    impossible = (table.length < 0) | (table.ahead < 0) | (have > pages_per_slot)
+    slot = jnp.arange(first.shape[0], dtype=jnp.int32)
+    before = (first[:, None] == first[None, :]) & (slot[:, None] < slot[None, :])
+    before &= (first >= 0)[None, :]
+    nearest = jnp.max(jnp.where(before, slot[:, None], -1), axis=0)
+    owned = table.page_ids != NO_PAGE
+    if pins is not None:
+        owned &= paging.take(pins, table.page_ids, fill=0) == 0
 
-    mapped = jnp.any(table.page_ids != NO_PAGE, axis=1)
-    ghost = ~live & ((table.length != 0) | (table.ahead != 0) | mapped)
-    count = partial(jnp.sum, dtype=jnp.int32)
-    return Violations(
-        i1=count(held != pool.ref),
-        i2=paging.unsound(pool),
-        i4=count(misplaced) + count(repeated) + count(impossible),
-        i5=count(ghost),
-    )
+    def any_left(carry: tuple[Array, Array]) -> Array:
+        return jnp.any(carry[0] >= 0)
+
+    def compare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        other, owned = carry
+        theirs = paging.take(table.page_ids, other, fill=NO_PAGE)
+        return paging.take(nearest, other, fill=-1), owned & (table.page_ids != theirs)
+
+    _, owned = lax.while_loop(any_left, compare, (nearest, owned))
+    return jnp.sum(owned, axis=1, dtype=jnp.int32)
+
+
+def _column(table: Table, page_size: int) -> Array:
+    """Column in which each slot writes next, shape [slots, 1]."""
+    return (table.length // page_size)[:, None]
+
+
+def _next_page(table: Table, page_size: int) -> Array:
+    """Page to which each slot writes next, `NO_PAGE` where it is yet to be mapped."""
+    slot = jnp.arange(table.length.shape[0], dtype=jnp.int32)
+    index = (slot, _column(table, page_size)[:, 0])
+    return paging.take(table.page_ids, index, fill=NO_PAGE)
 
 
 def _unmap(pool: Pool, page_ids: Array, where: Array) -> tuple[Pool, Array]:

@@ -51,18 +51,42 @@ class Oracle:
             if self.ref[page] == 0:
                 self.free.append(page)
 
-    def reserve(self, places: list[int], max_new_pages: int) -> bool:
+    def needs_copy(self, num_rows: list[int]) -> list[bool]:
+        """Every slot that writes to a page leaves it, unless it is the last owner."""
+        uses, copies = list(self.ref), [False] * len(self.rows)
+        for slot, n in enumerate(num_rows):
+            column = self.length[slot] // self.page_size
+            if n > 0 and column < len(self.rows[slot]):
+                page = self.rows[slot][column]
+                copies[slot] = uses[page] > 1
+                uses[page] -= copies[slot]
+        return copies
+
+    def reserve(
+        self, places: list[int], max_new_pages: int, num_rows: list[int] | None = None
+    ) -> dict[int, tuple[int, int]] | None:
+        """Returns the copies, (source, target) by slot."""
         goal = [max(self.places(slot), n) for slot, n in enumerate(places)]
+        grow = [self.pages_for(n) - len(self.rows[i]) for i, n in enumerate(goal)]
         if any(self.pages_for(n) > self.max_pages_per_slot for n in goal):
-            return False
-        want = [self.pages_for(n) - len(self.rows[i]) for i, n in enumerate(goal)]
-        taken = self.allocate(want, max_new_pages)
+            return None
+        if any(n > max_new_pages for n in grow):
+            return None
+        copies = self.needs_copy(num_rows or [0] * len(places))
+        want = [n + copied for n, copied in zip(grow, copies, strict=True)]
+        taken = self.allocate(want, max_new_pages + 1)
         if taken is None:
-            return False
+            return None
+        found = {}
         for slot, ids in enumerate(taken):
+            if copies[slot]:
+                column = self.length[slot] // self.page_size
+                found[slot] = (self.rows[slot][column], ids.pop(0))
+                self.rows[slot][column] = found[slot][1]
+                self.release([found[slot][0]])
             self.rows[slot] += ids
             self.ahead[slot] = goal[slot] - self.length[slot]
-        return True
+        return found
 
     def drop(self, mask: list[bool]) -> None:
         for slot, dropped in enumerate(mask):
@@ -88,8 +112,8 @@ class Oracle:
         for slot, parent in enumerate(source):
             if parent >= 0:
                 assert self.places(slot) == 0, "the test forked onto a slot in use"
-                self.rows[slot], self.length[slot], self.ahead[slot] = before[parent]
-                self.rows[slot] = list(self.rows[slot])
+                row, self.length[slot], _ = before[parent]
+                self.rows[slot] = row[: self.pages_for(self.length[slot])]
                 self.share(self.rows[slot])
 
     def reorder(self, source: list[int]) -> None:

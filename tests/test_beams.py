@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import beams, checkpoints, decoding, models, tables
+from jaxkv import auditing, beams, checkpoints, decoding, models, tables
 from jaxkv.beams import ESTIMATE, FULL, NEVER, Beams, Params
 from tests import engines
 
@@ -339,7 +339,7 @@ def search_with_pages(weights, prompt, params: Params, config: models.ModelConfi
     start = jnp.zeros((), jnp.int32)
     rows = finalize(group, tokens[num:].T, parents[num:].T, start)
     live = cache.table.length > 0
-    broken = tables.violations(cache.pool, cache.table, live, page_size=1)
+    broken = auditing.violations(cache.pool, cache.table, live, page_size=1)
     return group, rows, jnp.all(enough), broken
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import caching, decoding, models, tables
+from jaxkv import auditing, caching, decoding, models
 from tests import engines
 from tests.engines import MODEL
 
@@ -34,7 +34,7 @@ decode_step = compiled(decoding.decode_step, static_argnames="forward")
 
 
 def assert_sound(cache: decoding.Cache) -> None:
-    counts = tables.violations(
+    counts = auditing.violations(
         *(cache.pool, cache.table, cache.table.length > 0), page_size=PAGE_SIZE
     )
     assert not any(np.asarray(count).any() for count in counts)

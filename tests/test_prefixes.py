@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import eviction, hashing, paging, prefixes, tables
+from jaxkv import auditing, eviction, hashing, paging, prefixes, tables
 from jaxkv.paging import NO_PAGE, Pool
 from jaxkv.prefixes import Prefixes
 from jaxkv.tables import Table
@@ -401,7 +401,7 @@ def operations(size: int) -> dict[str, Any]:
             page_ids=jnp.where(ids == NO_PAGE, table.page_ids, ids),
             length=table.length + length,
         )
-        pool, table, enough = tables.reserve(
+        pool, table, _, enough = tables.reserve(
             paging.share(pool, ids),
             table,
             num_tokens,
@@ -456,7 +456,7 @@ def programs(size: int, hashes: int) -> tuple[dict[str, Any], Any]:
         cache, pool, table = state
         alive = (table.length + table.ahead) > 0
         pins = cache.pinned.astype(jnp.int32) + lent
-        found = tables.violations(pool, table, alive, page_size=size, pins=pins)
+        found = auditing.violations(pool, table, alive, page_size=size, pins=pins)
         wrong = (prefixes.unsound(cache, pool), *found)
         return jnp.stack([*wrong, eviction.evictable(cache, pool)])
 
@@ -517,7 +517,7 @@ class Walk:
             oracle.rows[slot], oracle.length[slot] = ids, len(ids) * self.size
             self.seen["hit"] += len(ids)
         lengths = num_tokens.astype(np.int32)
-        enough = oracle.reserve(lengths.tolist(), WIDTH)
+        enough = oracle.reserve(lengths.tolist(), WIDTH) is not None
         return (self.tokens, lengths, self.salt, self.wanted), enough
 
     def fill(self) -> tuple[tuple, list[int]]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import paging, tables
+from jaxkv import auditing, paging, tables
 from jaxkv.paging import NO_PAGE, Pool
 from jaxkv.tables import Table
 from tests.oracle import Oracle
@@ -20,6 +20,7 @@ SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
 class Plan(NamedTuple):
     drop: jax.Array
     places: jax.Array
+    num_rows: jax.Array | None = None
 
 
 class State(NamedTuple):
@@ -42,25 +43,33 @@ def equal(a: object, b: object) -> bool:
     return all(np.array_equal(x, y) for x, y in pairs)
 
 
+def by_slot(copies: tables.Copies) -> dict[int, tuple[int, int]]:
+    pairs = zip(copies.source.tolist(), copies.target.tolist(), strict=True)
+    return {i: pair for i, pair in enumerate(pairs) if pair != (NO_PAGE, NO_PAGE)}
+
+
+def num_copies(copies: tables.Copies) -> int:
+    return len(by_slot(copies))
+
+
 def make_state() -> State:
-    """Four live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 3 places, and an empty one."""
+    """Four live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
     pool, table = paging.make_pool(NUM_PAGES), tables.make_table(SLOTS, WIDTH)
-    pool, table, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
+    pool, table, _, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
     table = tables.advance(table, ints(6, 4, 0, 0, 0))
     return State(*fork(pool, table, ints(-1, -1, -1, 0, -1)))
 
 
-def reserve(pool, table, places, page_size=4, max_new_pages=MAX_NEW):
-    return _reserve(
-        pool, table, places, page_size=page_size, max_new_pages=max_new_pages
-    )
+def reserve(pool, table, places, num_rows=None, page_size=4, max_new_pages=MAX_NEW):
+    sizes = {"page_size": page_size, "max_new_pages": max_new_pages}
+    return _reserve(pool, table, places, num_rows, **sizes)
 
 
 _reserve = jax.jit(tables.reserve, static_argnames=("page_size", "max_new_pages"))
-fork, drop = jax.jit(tables.fork), jax.jit(tables.drop)
-reorder = jax.jit(tables.reorder)
+fork = jax.jit(partial(tables.fork, page_size=4))
+drop, reorder = jax.jit(tables.drop), jax.jit(tables.reorder)
 truncate = jax.jit(partial(tables.truncate, page_size=4))
-violations = jax.jit(partial(tables.violations, page_size=4))
+violations = jax.jit(partial(auditing.violations, page_size=4))
 
 
 def live(table: Table) -> jax.Array:
@@ -73,27 +82,28 @@ def test_the_first_pages_go_to_the_first_slots() -> None:
         [0, 1, 2, NO_PAGE],
         [3, NO_PAGE, NO_PAGE, NO_PAGE],
         [4, NO_PAGE, NO_PAGE, NO_PAGE],
-        [0, 1, 2, NO_PAGE],  # the copy holds the partial page too
+        [0, 1, NO_PAGE, NO_PAGE],  # the partial page too, but none without a token
         [NO_PAGE] * 4,
     ]
     assert (table.page_ids[:, 4:] == NO_PAGE).all()
     assert table.length.tolist() == [6, 4, 0, 6, 0]
-    assert table.ahead.tolist() == [3, 0, 2, 3, 0]
-    assert pool.ref[:6].tolist() == [2, 2, 2, 1, 1, 0]
-    assert tables.num_pages(table, page_size=4).tolist() == [3, 1, 1, 3, 0]
+    assert table.ahead.tolist() == [3, 0, 2, 0, 0]
+    assert pool.ref[:6].tolist() == [2, 2, 1, 1, 1, 0]
+    assert tables.num_pages(table, page_size=4).tolist() == [3, 1, 1, 2, 0]
     assert violations(pool, table, live(table)) == (0, 0, 0, 0)
 
 
 def test_reserve_appends_only_what_is_missing() -> None:
     pool, table = make_state()
-    pool, table, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))
+    pool, table, copies, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))
     assert enough
-    assert table.ahead.tolist() == [6, 1, 2, 3, 4]
+    assert num_copies(copies) == 0
+    assert table.ahead.tolist() == [6, 1, 2, 0, 4]
     assert table.page_ids[:, :3].tolist() == [
         [0, 1, 2],
         [3, 5, NO_PAGE],
         [4, NO_PAGE, NO_PAGE],
-        [0, 1, 2],
+        [0, 1, NO_PAGE],
         [6, NO_PAGE, NO_PAGE],
     ]
 
@@ -103,19 +113,20 @@ def test_reserve_appends_only_what_is_missing() -> None:
     [
         ((0, 0, 0, 0, 33), "a row holds 8 pages"),
         ((9, 4, 2, 9, 17), "one call appends at most 4"),
-        ((25, 20, 18, 25, 16), "20 pages, of 21 free"),
-        ((25, 20, 18, 28, 16), "20 pages as well"),
-        ((24, 20, 18, 25, 17), "one slot too greedy, the others not"),
+        ((25, 20, 18, 21, 16), "20 pages, of 21 free"),
+        ((28, 20, 18, 24, 16), "20 pages as well"),
+        ((24, 20, 18, 21, 17), "one slot too greedy, the others not"),
     ],
 )
 def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
     state = make_state()
-    pool, table, enough = reserve(*state, ints(*places))
+    pool, table, copies, enough = reserve(*state, ints(*places))
+    assert num_copies(copies) == 0
     assert bool(enough) == why.startswith("20")
     if not enough:
         assert_same((pool, table), state)
     else:
-        pool, table, enough = reserve(pool, table, ints(29, 21, 0, 0, 0))
+        pool, table, _, enough = reserve(pool, table, ints(29, 21, 0, 0, 0))
         assert not enough  # two pages, of one free
         assert violations(pool, table, live(table)) == (0, 0, 0, 0)
 
@@ -123,7 +134,7 @@ def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
 def test_drop_gives_back_what_nobody_else_uses() -> None:
     state = make_state()
     pool, table = drop(*state, jnp.asarray([True, True, False, False, True]))
-    assert pool.ref[:6].tolist() == [1, 1, 1, 0, 1, 0]
+    assert pool.ref[:6].tolist() == [1, 1, 0, 0, 1, 0]
     assert pool.stack[pool.num_free - 1] == 3  # handed out next
     assert (table.page_ids[:2] == NO_PAGE).all()
     assert table.length.tolist() == [0, 0, 0, 6, 0]
@@ -136,9 +147,9 @@ def test_truncate_cuts_reserved_places_only() -> None:
     pool, table = make_state()
     pool, table = truncate(pool, table, ints(8, 0, 1, 100, 3))
     assert table.length.tolist() == [6, 4, 0, 6, 0]
-    assert table.ahead.tolist() == [2, 0, 1, 3, 0]
+    assert table.ahead.tolist() == [2, 0, 1, 0, 0]
     assert table.page_ids[0, :3].tolist() == [0, 1, NO_PAGE]
-    assert pool.ref[:6].tolist() == [2, 2, 1, 1, 1, 0]
+    assert pool.ref[:6].tolist() == [2, 2, 0, 1, 1, 0]
     pool, table = truncate(pool, table, ints(0, 0, 0, 0, 0))
     assert table.ahead.tolist() == [0] * SLOTS
     assert pool.ref[:6].tolist() == [2, 2, 0, 1, 0, 0]
@@ -148,10 +159,10 @@ def test_truncate_cuts_reserved_places_only() -> None:
 def test_fork_reads_all_sources_first() -> None:
     pool, table = make_state()
     pool, table = drop(pool, table, jnp.asarray([False, True, False, True, False]))
-    pool, table = fork(pool, table, ints(-1, 2, -1, 1, 0))  # 1 copies 2; 3 the empty 1
-    assert table.length.tolist() == [6, 0, 0, 0, 6]
-    assert table.ahead.tolist() == [3, 2, 2, 0, 3]
-    assert pool.ref[:6].tolist() == [2, 2, 2, 0, 2, 0]
+    pool, table = fork(pool, table, ints(-1, 0, -1, 1, 2))  # 3 copies the empty 1
+    assert table.length.tolist() == [6, 6, 0, 0, 0]
+    assert table.ahead.tolist() == [3, 0, 2, 0, 0]
+    assert pool.ref[:6].tolist() == [2, 2, 1, 0, 1, 0]
     assert violations(pool, table, live(table)) == (0, 0, 0, 0)
 
 
@@ -162,12 +173,12 @@ def test_reorder_releases_what_no_slot_continues() -> None:
         [3, NO_PAGE, NO_PAGE],
         [4, NO_PAGE, NO_PAGE],  # the page moved, and was never free
         [3, NO_PAGE, NO_PAGE],
-        [0, 1, 2],
+        [0, 1, NO_PAGE],
         [NO_PAGE] * 3,
     ]
     assert table.length.tolist() == [4, 0, 4, 6, 0]
-    assert table.ahead.tolist() == [0, 2, 0, 3, 0]
-    assert pool.ref[:6].tolist() == [1, 1, 1, 2, 1, 0]
+    assert table.ahead.tolist() == [0, 2, 0, 0, 0]
+    assert pool.ref[:6].tolist() == [1, 1, 0, 2, 1, 0]
     assert violations(pool, table, live(table)) == (0, 0, 0, 0)
     same = reorder(pool, table, ints(0, 1, -1, 3, 4))
     assert_same(same, (pool, table))
@@ -181,15 +192,17 @@ def test_reorder_releases_what_no_slot_continues() -> None:
 
 def test_apply_drops_before_it_reserves() -> None:
     pool, table = make_state()
-    pool, table, _ = reserve(pool, table, ints(25, 20, 18, 28, 16))  # 1 page is left
+    pool, table, *_ = reserve(pool, table, ints(25, 20, 18, 24, 16))  # 1 page is left
     plan = Plan(drop=live(table) & (table.page_ids[:, 0] == 3), places=ints(*[28] * 5))
     run = jax.jit(partial(tables.apply, page_size=4, max_new_pages=7))
     after = run(pool, table, plan)
-    assert not after[2]  # the 5 pages of slot 1 and one more, for 12
+    assert not after[3]  # the 5 pages of slot 1 and one more, for 13
     assert_same(after[:2], drop(pool, table, plan.drop))
-    pool, table, enough = run(pool, table, plan._replace(places=ints(28, 0, 18, 0, 28)))
+    plan = plan._replace(places=ints(28, 0, 18, 0, 28), num_rows=ints(1, 1, 1, 1, 1))
+    pool, table, copies, enough = run(pool, table, plan)
     assert enough
-    assert table.ahead.tolist() == [22, 0, 18, 22, 28]
+    assert num_copies(copies) == 1
+    assert table.ahead.tolist() == [22, 0, 18, 18, 28]
     assert violations(pool, table, live(table)) == (0, 0, 0, 0)
 
 
@@ -198,7 +211,10 @@ def test_apply_drops_before_it_reserves() -> None:
     [
         (lambda: tables.make_table(0, 1), "max_slots=0 must be at least 1"),
         (lambda: tables.make_table(1, 0), "max_pages_per_slot=0 must be"),
-        (lambda: reserve(*make_state(), ints(*[0] * 5), 4, 0), "max_new_pages=0 must"),
+        (
+            lambda: reserve(*make_state(), ints(*[0] * 5), None, 4, 0),
+            "max_new_pages=0 must",
+        ),
     ],
 )
 def test_misuse_of_sizes_is_an_error(make, message: str) -> None:
@@ -207,14 +223,14 @@ def test_misuse_of_sizes_is_an_error(make, message: str) -> None:
 
 
 def operations(page_size: int) -> dict[str, Callable]:
-    """Every operation as a function of pool, table and one argument."""
+    """Every operation as a function of pool, table and one argument, maybe a tuple."""
     sizes = {"page_size": page_size, "max_new_pages": MAX_NEW}
     return {
-        "reserve": partial(tables.reserve, **sizes),
+        "reserve": lambda pool, table, x: tables.reserve(pool, table, *x, **sizes),
         "drop": tables.drop,
         "advance": lambda pool, table, n: (pool, tables.advance(table, n)),
         "truncate": partial(tables.truncate, page_size=page_size),
-        "fork": tables.fork,
+        "fork": partial(tables.fork, page_size=page_size),
         "reorder": tables.reorder,
         "apply": partial(tables.apply, **sizes),
         "share": lambda pool, table, ids: (paging.share(pool, ids), table),
@@ -231,7 +247,7 @@ def programs(page_size: int) -> tuple[dict[str, Any], Any]:
         return jax.jit(lambda *arguments: f(*arguments))
 
     run = {verb: alone(f) for verb, f in operations(page_size).items()}
-    return run, jax.jit(partial(tables.violations, page_size=page_size))
+    return run, jax.jit(partial(auditing.violations, page_size=page_size))
 
 
 class Walk:
@@ -243,7 +259,7 @@ class Walk:
         self.oracle = Oracle(NUM_PAGES, SLOTS, WIDTH, page_size)
         self.state = State(paging.make_pool(NUM_PAGES), tables.make_table(SLOTS, WIDTH))
         self.loose: list[int] = []  # uses outside the table, such as a cache's pins
-        self.refused = 0
+        self.refused = self.num_copies = 0
         self.run, self.check = programs(page_size)
         self.verbs = [*self.run, "reserve", "reserve", "advance", "advance"]
 
@@ -252,6 +268,11 @@ class Walk:
         most = (WIDTH + (self.rng.random() < 0.1)) * self.page_size
         wish = self.rng.integers(0, most + 1, SLOTS)
         return np.where(self.rng.random(SLOTS) < 0.4, wish, 0).tolist()
+
+    def num_rows(self) -> list[int]:
+        """What slots will write; in half of the steps all of them, as in decoding."""
+        everyone = self.rng.random() < 0.5
+        return self.rng.integers(1 if everyone else -1, 3, SLOTS).tolist()
 
     def mask(self) -> list[bool]:
         return (self.rng.random(SLOTS) < 0.25).tolist()
@@ -267,7 +288,9 @@ class Walk:
         if verb == "drop":
             return self.mask()
         if verb == "apply":
-            return [self.mask(), self.places()]
+            return [self.mask(), self.places(), self.num_rows()]
+        if verb == "reserve":
+            return [self.places(), self.num_rows()]
         if verb == "fork":
             parents = rng.integers(-1, SLOTS, SLOTS).tolist()
             return [-1 if n else p for n, p in zip(oracle.live(), parents, strict=True)]
@@ -279,38 +302,45 @@ class Walk:
             return self.some([page for row in oracle.rows for page in row])
         if verb == "release":
             return self.some(self.loose)
+        assert verb == "truncate"
         return self.places()
 
     def step(self) -> None:
         verb = self.verbs[self.rng.integers(len(self.verbs))]
         argument, before = self.argument(verb), self.state
-        enough = True
-        if verb == "reserve":
-            enough = self.oracle.reserve(argument, MAX_NEW)
-        elif verb == "apply":
-            self.oracle.drop(argument[0])
-            enough = self.oracle.reserve(argument[1], MAX_NEW)
+        served = True
+        if verb in ("reserve", "apply"):
+            *dropped, places, num_rows = argument
+            for mask in dropped:
+                self.oracle.drop(mask)
+            copies = self.oracle.reserve(places, MAX_NEW, num_rows)
+            served = copies is not None
         else:
-            getattr(self.oracle, verb)(argument)
+            copies = getattr(self.oracle, verb)(argument)
         if verb == "share":
             self.loose += argument
         for page in argument if verb == "release" else ():
             self.loose.remove(page)
-        pool, table, *served = self.run[verb](*before, self.arrays(verb, argument))
+        pool, table, *found = self.run[verb](*before, self.arrays(verb, argument))
         self.state = State(pool, table)
         alive = np.asarray(self.oracle.live())
         pins = np.bincount(self.loose, minlength=NUM_PAGES).astype(np.int32)
         wrong = self.check(pool, table, alive, pins=pins)
         assert not any(wrong), (verb, argument, wrong)
-        assert [enough] == [bool(x) for x in served] or not served
+        if found:
+            assert bool(found[1]) == served
+            self.num_copies += num_copies(found[0])
+            assert by_slot(found[0]) == (copies or {})
         self.oracle.check(*self.state)
-        if not enough:
+        if not served:
             self.refused += 1
             assert verb == "apply" or equal(self.state, before)
 
     def arrays(self, verb: str, argument: list):
         if verb == "apply":
-            return Plan(jnp.asarray(argument[0]), ints(*argument[1]))
+            return Plan(jnp.asarray(argument[0]), *(ints(*x) for x in argument[1:]))
+        if verb == "reserve":
+            return tuple(ints(*x) for x in argument)
         if verb in ("share", "release"):
             return np.asarray(argument + [NO_PAGE] * (6 - len(argument)), np.int32)
         return np.asarray(argument, None if verb == "drop" else np.int32)
@@ -324,6 +354,7 @@ def test_a_random_walk_equals_the_oracle(seed: int, page_size: int, steps: int) 
     for _ in range(steps):
         walk.step()
     assert steps // 50 < walk.refused < steps // 2  # both answers are met often
+    assert walk.num_copies > (steps // 50 if page_size > 1 else -1)
     assert all(run._cache_size() == 1 for run in walk.run.values())
 
 
@@ -371,7 +402,7 @@ FAULTS = {
     ),
     "dead slot with a page": (lambda s: put(s, (4, 0), 0), "i4 i5"),
     "fork onto a slot in use": (
-        lambda s: State(*tables.fork(*s, ints(-1, 0, -1, -1, -1))),
+        lambda s: State(*fork(*s, ints(-1, 0, -1, -1, -1))),
         "i1",
     ),
     "reordered without counting": (
@@ -409,7 +440,7 @@ def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     pool, table = make_state()
     monkeypatch.setattr(paging, "put", wrapping)
-    pool, table, _ = tables.reserve(
+    pool, table, *_ = tables.reserve(
         pool, table, ints(9, 8, 0, 0, 0), page_size=4, max_new_pages=2
     )
     monkeypatch.undo()

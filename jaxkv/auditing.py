@@ -1,0 +1,104 @@
+"""Checks of pool and tables: what must hold after every step, and at every write."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import paging, tables
+from jaxkv.paging import NO_PAGE, Pool
+from jaxkv.tables import Table
+
+
+class Violations(NamedTuple):
+    """How many entries break each invariant; all 0 on a sound state."""
+
+    i1: Int32[Array, ""]
+    """Pages whose count is not their uses in tables plus their pins."""
+    i2: Int32[Array, ""]
+    """Breaches of conservation, see `paging.unsound`."""
+    i4: Int32[Array, ""]
+    """Places that break the form of their row, and slots with impossible lengths."""
+    i5: Int32[Array, ""]
+    """Slots that are not live and yet have a length, reserved places or a page."""
+
+
+def violations(
+    pool: Pool,
+    table: Table,
+    live: Bool[Array, " slots"],
+    *,
+    page_size: int,
+    pins: Int32[Array, " pages"] | None = None,
+) -> Violations:
+    """Counts what breaks the invariants of pool and tables, each by its number.
+
+    I1: a page's count is the number of its places in live rows, plus its pins. I2: the
+    free pages are those with count zero. I4: a row is valid for exactly
+    ceil((length + ahead) / page_size) places, distinct pages there and `NO_PAGE`
+    beyond, and neither number is negative. I5: a slot that is not live holds nothing.
+
+    Looks at every page and sorts every row: for tests and debug mode.
+
+    Args:
+      pool: the pool.
+      table: the slots.
+      live: slots that hold a sequence.
+      page_size: token places in a page, static.
+      pins: uses of each page outside the table; None means none.
+
+    Returns:
+      The counts.
+    """
+    (total,) = pool.ref.shape
+    _, pages_per_slot = table.page_ids.shape
+    have = tables.num_pages(table, page_size=page_size)
+    place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
+    valid = place < have[:, None]
+    held = jnp.zeros_like(pool.ref) if pins is None else pins
+    used = jnp.where(valid & live[:, None], table.page_ids, NO_PAGE)
+    held = paging.put(held, used, 1, "add")
+    is_page = (table.page_ids >= 0) & (table.page_ids < total)
+    misplaced = jnp.where(valid, ~is_page, table.page_ids != NO_PAGE)
+    row = jnp.sort(jnp.where(valid & is_page, table.page_ids, NO_PAGE), axis=1)
+    repeated = (row[:, 1:] == row[:, :-1]) & (row[:, 1:] != NO_PAGE)
+    impossible = (table.length < 0) | (table.ahead < 0) | (have > pages_per_slot)
+
+    mapped = jnp.any(table.page_ids != NO_PAGE, axis=1)
+    ghost = ~live & ((table.length != 0) | (table.ahead != 0) | mapped)
+    count = partial(jnp.sum, dtype=jnp.int32)
+    return Violations(
+        i1=count(held != pool.ref),
+        i2=paging.unsound(pool),
+        i4=count(misplaced) + count(repeated) + count(impossible),
+        i5=count(ghost),
+    )
+
+
+def shared_writes(
+    pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
+) -> Int32[Array, ""]:
+    """Counts the pages that may not be written as planned (I3): 0 on a sound step.
+
+    A page that a step writes has a count of one, and is mapped by the slot that writes.
+    Asked after pages were reserved and before any of them is written.
+
+    Args:
+      pool: the pool.
+      table: the slots.
+      num_rows: token places that each slot will write from its length on, at least 0.
+      page_size: token places in a page, static.
+
+    Returns:
+      Columns of slots to be written where the page has another count, or is missing.
+    """
+    first = table.length // page_size
+    end = tables.pages_for(table.length + num_rows, page_size=page_size)
+    place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
+    written = (place >= first[:, None]) & (place < end[:, None])
+    written &= (num_rows > 0)[:, None]
+    owners = paging.take(pool.ref, table.page_ids, fill=0)
+    outside = jnp.where(num_rows > 0, jnp.maximum(end - place.shape[1], 0), 0)
+    count = partial(jnp.sum, dtype=jnp.int32)
+    return count(written & (owners != 1)) + count(outside)
