@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import feeding, paging, sampling
 from jaxkv.states import (
@@ -43,16 +43,16 @@ type LogitsFn = Callable[
 
 def emit(
     state: EngineState,
-    num_rows: Int32[Array, " slots"],
+    fed: Bool[Array, " slots"],
     result: feeding.Fed,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
 ) -> tuple[EngineState, sampling.Draw, Int32[Array, " slots"], Int32[Array, " slots"]]:
-    """Draws a token for every slot whose known tokens are all fed."""
+    """Draws a token for every slot that has logits and no known token to feed."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
     num_tokens = s.num_tokens[row]
-    emits = (num_rows > 0) & (state.table.length == num_tokens)
+    emits = fed & (state.table.length == num_tokens)
     answer = Answer(
         tokens=s.tokens[row],
         num_tokens=num_tokens,

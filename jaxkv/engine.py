@@ -15,6 +15,7 @@ from jaxkv import (
     auditing,
     emission,
     feeding,
+    forking,
     forwarding,
     paging,
     scheduling,
@@ -37,6 +38,8 @@ class StepInfo(NamedTuple):
     """Row of `Sequences` in each slot during the step, or NOBODY."""
     request_id: Int32[Array, " slots"]
     """Its request; -1 where the slot is empty or held."""
+    sample: Int32[Array, " slots"]
+    """Which of the request's sequences it is."""
     reason: Int32[Array, " slots"]
     """Why it ended in this step, an index into `REASONS`; 0 if it did not."""
     num_rows: Int32[Array, " slots"]
@@ -49,10 +52,13 @@ class StepInfo(NamedTuple):
     """Sequences that gave way."""
     num_admitted: Int32[Array, ""]
     """Sequences that got a slot."""
+    num_copied: Int32[Array, ""]
+    """Pages copied because others read them, too, before a sequence wrote to them."""
     used_pages: Int32[Array, ""]
     """Pages in use while the step ran."""
     used_places: Int32[Array, ""]
-    """Token places that held K and V of running sequences at its end."""
+    """Token places that held K and V of running sequences at its end, those of several
+    sequences counted once."""
     enough: Bool[Array, ""]
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
     violations: auditing.Violations | None
@@ -82,15 +88,16 @@ def step(
       The new state, and what happened.
     """
     plan = scheduling.schedule(admission.counts(state, config), policy)
-    state, num_rows, enough = admission.carry_out(state, plan, config)
+    state, num_rows, num_copied, enough = admission.carry_out(state, plan, config)
     used_pages = config.num_pages - state.pool.num_free
     running = state.slots.sequence
-    result = feeding.feed(params, state, num_rows, config=config, forward=forward)
-    state = state._replace(
-        pages=result.pages, table=tables.advance(state.table, num_rows)
+    forks = forking.due(state, num_rows)
+    result = feeding.feed(
+        params, state, num_rows, forks, config=config, forward=forward
     )
+    state = forking.advance(state._replace(pages=result.pages), num_rows, forks, config)
     state, draw, num_emitted, reason = emission.emit(
-        state, num_rows, result, logits_fn, config
+        state, (num_rows > 0) | (forks >= 0), result, logits_fn, config
     )
     state = _retire(state, reason != NOT_ENDED, policy.holds_finished)
     slots = state.slots
@@ -100,14 +107,16 @@ def step(
         logprobs=draw.logprob[:, None],
         sequence=running,
         request_id=paging.take(state.sequences.request_id, running, fill=-1),
+        sample=paging.take(state.sequences.params.sample, running, fill=0),
         reason=reason,
         num_rows=num_rows,
         held=slots.held,
         num_waiting=state.queue.length,
         num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
         num_admitted=jnp.sum(plan.admit, dtype=jnp.int32),
+        num_copied=num_copied,
         used_pages=used_pages,
-        used_places=jnp.sum(state.table.length, dtype=jnp.int32),
+        used_places=admission.used_places(state, config),
         enough=enough,
         violations=auditing.violations(
             *(state.pool, state.table, (slots.sequence >= 0) | slots.held),

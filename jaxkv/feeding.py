@@ -42,6 +42,7 @@ def feed(
     params: Any,
     state: EngineState,
     num_rows: Int32[Array, " slots"],
+    forks: Int32[Array, " slots"],
     *,
     config: EngineConfig,
     forward: forwarding.Forward,
@@ -52,17 +53,20 @@ def feed(
       params: parameters of the model.
       state: the engine; pages for all rows are reserved, `length` is not yet advanced.
       num_rows: tokens of each slot, at most `token_budget` in all.
+      forks: slot whose logits each slot gets, too, or NOBODY.
       config: static.
       forward: static.
 
     Returns:
-      The logits of every slot's last row, and the pages.
+      The logits of every slot's last row, or of the row it is forked at, and the pages.
     """
     if config.numerics == "fast":
         num_packed = config.token_budget
     else:
         num_packed = -(-config.token_budget // TILE) * TILE
     packed = _pack(state, num_rows, num_packed, config)
+    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
+    source = jnp.where(forks >= 0, forks, slot)
     spare = packed.rows.logit_rows[config.max_slots :]
     position = paging.take(packed.rows.position, spare, fill=-1)
     assert packed.rows.slot is not None
@@ -70,8 +74,13 @@ def feed(
     probe = packed.rows if config.numerics == "fast" else _tile(packed, 0)
     shape = jax.eval_shape(forward, params, state.pages, probe).logits
     logits = jnp.zeros((config.num_logit_rows, shape.shape[1]), shape.dtype)
-    run = _feed_fast if config.numerics == "fast" else _feed_tiles
-    logits, pages = run(params, state, num_rows, packed, logits, forward)
+    if config.numerics == "fast":
+        logits, pages = _feed_fast(
+            params, state, num_rows, source, packed, logits, forward
+        )
+    else:
+        logits, pages = _feed_tiles(params, state, num_rows, packed, logits, forward)
+        logits = logits.at[: config.max_slots].set(logits[source])
     return Fed(
         logits,
         pages,
@@ -80,7 +89,7 @@ def feed(
     )
 
 
-def _feed_fast(params, state, num_rows, packed, logits, forward):
+def _feed_fast(params, state, num_rows, source, packed, logits, forward):
     num_slots = num_rows.shape[0]
     busy, single = jnp.any(num_rows > 0), jnp.all(num_rows <= 1)
 
@@ -92,7 +101,7 @@ def _feed_fast(params, state, num_rows, packed, logits, forward):
             position=place,
             slot=None,
             page_ids=state.table.page_ids,
-            logit_rows=jnp.arange(num_slots, dtype=jnp.int32),
+            logit_rows=source,
         )
         result = forward(params, pages, _pinned(rows, index))
         if logits.shape[0] == num_slots:
@@ -101,7 +110,10 @@ def _feed_fast(params, state, num_rows, packed, logits, forward):
         return _with_spare(logits, result.logits, packed, num_rows), result.pages
 
     def mixed(index, carry):
-        result = forward(params, carry[1], _pinned(packed.rows, index))
+        logit_rows = packed.rows.logit_rows
+        logit_rows = logit_rows.at[:num_slots].set(logit_rows[source])
+        rows = packed.rows._replace(logit_rows=logit_rows)
+        result = forward(params, carry[1], _pinned(rows, index))
         return result.logits, result.pages
 
     # A step of one row a slot could run either program; the smaller one is faster.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import paging, sampling, states, tables
@@ -15,7 +16,11 @@ from jaxkv.states import NOBODY, EngineState
 
 
 class Requests(NamedTuple):
-    """Requests on their way in, one sequence each."""
+    """Requests on their way in, a row for each sequence.
+
+    The sequences of one request stand side by side, with equal prompts; one whose
+    `params.sample` is 0 begins a request.
+    """
 
     tokens: Int32[Array, "requests max_length"]
     """The prompts, padded with anything."""
@@ -54,28 +59,34 @@ def submit(
       finds queue or sequences full. Those behind a request that found no room are
       refused with it, so that nobody is overtaken.
     """
-    s, queue = state.sequences, state.queue
-    num = s.status.shape[0]
-    places = requests.limit - 1  # the last token drawn is never fed
-    fits = (requests.prompt_length >= 1) & (requests.limit > requests.prompt_length)
-    fits &= requests.limit <= config.max_length
-    pages = tables.pages_for(places, page_size=config.page_size)
-    fits &= pages <= config.num_pages
-    fits &= ~requests.prompt_scored | (config.num_logit_rows > config.max_slots)
-    rank = jnp.cumsum(fits, dtype=jnp.int32) - 1
-    empty = s.status == states.EMPTY
+    s, queue, r = state.sequences, state.queue, requests
+    num, num_rows = s.status.shape[0], r.params.sample.shape[0]
+    # What holds for a request holds for all of its rows, from the first one on.
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
+    size = jnp.zeros_like(index).at[first].add(1)[first]
+    taken = _fits(requests, config) & (size <= config.max_slots)
+    taken &= _worst_case(requests, first, config)[first] <= config.num_pages
+    taken = jnp.ones_like(taken).at[first].min(taken)[first]
+    begins = taken & (first == index)
     # Counted with the running ones, because any of those may come back to the queue.
-    active = (s.status == states.WAITING) | (s.status == states.RUNNING)
-    room = jnp.minimum(
-        queue.sequence.shape[0] - jnp.sum(active, dtype=jnp.int32),
-        jnp.sum(empty, dtype=jnp.int32),
-    )
-    taken = fits & (rank < room)
-    # The k-th request taken gets the k-th empty row: equal ranks meet in one scatter.
+    alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
+    begun = _any_in_group(s, alive) & (s.group == jnp.arange(num, dtype=jnp.int32))
+    places = queue.sequence.shape[0] - jnp.sum(begun, dtype=jnp.int32)
+    empty = s.status == states.EMPTY
+    room = jnp.cumsum(begins, dtype=jnp.int32) <= places
+    room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(empty, dtype=jnp.int32)
+    room = jnp.ones_like(room).at[first].min(room | ~taken)[first]
+    # Nobody is overtaken: those behind a request without room are refused, too.
+    taken &= jnp.cumsum(~room, dtype=jnp.int32) == 0
+    begins &= taken
+    # The k-th sequence taken gets the k-th empty row: equal ranks meet in one scatter.
+    rank = jnp.cumsum(taken, dtype=jnp.int32) - 1
     empty_rank = jnp.where(empty, jnp.cumsum(empty, dtype=jnp.int32) - 1, num)
     order = jnp.full((num,), NOBODY, jnp.int32)
     order = paging.put(order, empty_rank, jnp.arange(num, dtype=jnp.int32), "set")
     row = jnp.where(taken, paging.take(order, rank, fill=NOBODY), NOBODY)
+    place = queue.length + jnp.cumsum(begins, dtype=jnp.int32) - 1
 
     def put(old: Array, new: Array) -> Array:
         return paging.put(old, row, new, "set")
@@ -89,8 +100,11 @@ def submit(
             status=put(s.status, jnp.asarray(states.WAITING, jnp.int32)),
             reason=clear(s.reason),
             request_id=put(s.request_id, requests.request_id),
+            group=put(s.group, row[first]),
             prompt_length=put(s.prompt_length, requests.prompt_length),
             num_tokens=put(s.num_tokens, requests.prompt_length),
+            num_common=put(s.num_common, requests.prompt_length),
+            num_fed=clear(s.num_fed),
             limit=put(s.limit, requests.limit),
             stop_tokens=put(s.stop_tokens, requests.stop_tokens),
             params=jax.tree.map(put, s.params, requests.params),
@@ -108,32 +122,57 @@ def submit(
         queue=states.Queue(
             sequence=paging.put(
                 queue.sequence,
-                jnp.where(taken, queue.length + rank, NOBODY),
+                jnp.where(begins, place, NOBODY),
                 row,
                 "set",
             ),
-            length=queue.length + jnp.sum(taken, dtype=jnp.int32),
+            length=queue.length + jnp.sum(begins, dtype=jnp.int32),
         ),
     ), taken
 
 
-def cancel(state: EngineState, request_ids: Int32[Array, " n"]) -> EngineState:
+def _fits(requests: Requests, config: states.EngineConfig) -> Bool[Array, " requests"]:
+    """Rows that a slot can hold."""
+    r = requests
+    fits = (r.prompt_length >= 1) & (r.limit > r.prompt_length)
+    fits &= r.limit <= config.max_length
+    return fits & (~r.prompt_scored | (config.num_logit_rows > config.max_slots))
+
+
+def _worst_case(
+    requests: Requests, first: Int32[Array, " requests"], config: states.EngineConfig
+) -> Int32[Array, " requests"]:
+    """Most pages that a request can need, at its first row: full prompt pages once."""
+    shared = requests.prompt_length // config.page_size
+    # The last token drawn is never fed.
+    all_pages = tables.pages_for(requests.limit - 1, page_size=config.page_size)
+    return shared.at[first].add(all_pages - shared)
+
+
+def cancel(
+    state: EngineState,
+    request_ids: Int32[Array, " n"],
+    samples: Int32[Array, " n"] | None = None,
+) -> EngineState:
     """Ends requests wherever they are; their pages are free at once.
 
     Args:
       state: the engine.
       request_ids: the callers' names; -1, and names of nobody, are ignored.
+      samples: which of a request's sequences to end; -1, like None, means all.
 
     Returns:
       The new state. The sequences are FINISHED with what they had.
     """
     s, slots, queue = state.sequences, state.slots, state.queue
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
+    if samples is not None:
+        named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
     ended = jnp.any(named, axis=1) & alive
     gone = paging.take(ended, slots.sequence, fill=False)
     pool, table = tables.drop(state.pool, state.table, gone)
-    stays = (queue.sequence >= 0) & ~paging.take(ended, queue.sequence, fill=False)
+    stays = paging.take(_any_in_group(s, alive & ~ended), queue.sequence, fill=False)
     return state._replace(
         pool=pool,
         table=table,
@@ -142,7 +181,11 @@ def cancel(state: EngineState, request_ids: Int32[Array, " n"]) -> EngineState:
             reason=jnp.where(ended, states.CANCELLED, s.reason),
             finish=jnp.where(ended[:, None], state.clock[None, :], s.finish),
         ),
-        slots=slots._replace(sequence=jnp.where(gone, NOBODY, slots.sequence)),
+        slots=slots._replace(
+            sequence=jnp.where(gone, NOBODY, slots.sequence),
+            source=jnp.where(gone, NOBODY, slots.source),
+            num_common=jnp.where(gone, 0, slots.num_common),
+        ),
         queue=pack_queue(
             jnp.where(stays, queue.sequence, NOBODY), queue.sequence.shape[0]
         ),
@@ -161,15 +204,27 @@ def pack_queue(sequence: Int32[Array, " n"], num_places: int) -> states.Queue:
 
 
 def drain(state: EngineState) -> tuple[EngineState, states.Sequences]:
-    """Hands out the finished sequences and makes room for new ones.
+    """Hands out the finished requests and makes room for new ones.
 
     Args:
       state: the engine.
 
     Returns:
-      The new state, and all sequences as they were: those with status FINISHED are
-      final, and gone from the new state.
+      The new state, and all sequences: those with status FINISHED are final, and gone
+      from the new state. The sequences of a request that others still run for are
+      handed out with the last of them, and stand as RUNNING here.
     """
     s = state.sequences
-    status = jnp.where(s.status == states.FINISHED, states.EMPTY, s.status)
-    return state._replace(sequences=s._replace(status=status)), s
+    alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
+    ended = s.status == states.FINISHED
+    final = ended & ~_any_in_group(s, alive)
+    status = jnp.where(final, states.EMPTY, s.status)
+    shown = jnp.where(ended & ~final, states.RUNNING, s.status)
+    return state._replace(sequences=s._replace(status=status)), s._replace(status=shown)
+
+
+def _any_in_group(
+    s: states.Sequences, mask: Bool[Array, " sequences"]
+) -> Bool[Array, " sequences"]:
+    """Whether any sequence of each one's request is in the mask."""
+    return jnp.zeros_like(mask).at[s.group].max(mask)[s.group]

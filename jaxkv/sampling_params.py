@@ -37,6 +37,12 @@ class Sampling:
     seed: int | None = None
     """Fixes the draws whatever the engine's seed and the request's id, in
     [0, 2**64)."""
+    n: int = 1
+    """Answers wanted, at least 1, drawn apart from each other. They share the pages of
+    the prompt, which is read once."""
+    best_of: int | None = None
+    """Answers drawn, at least `n`, of which the `n` most likely ones are returned; None
+    draws `n`."""
     max_tokens: int = 64
     """Tokens after which the answer ends, at least 1."""
     stop: tuple[str, ...] = ()
@@ -75,6 +81,12 @@ class Sampling:
                 self.seed is None or _is_count(self.seed, below=2**64),
                 f"{self.seed=} must be None or an integer in [0, 2**64)",
             ),
+            (_is_count(self.n) and self.n > 0, f"{self.n=} must be at least 1"),
+            (
+                self.best_of is None
+                or (_is_count(self.best_of) and self.best_of >= self.n),
+                f"{self.best_of=} must be None or at least {self.n=}",
+            ),
             (
                 _is_count(self.max_tokens) and self.max_tokens > 0,
                 f"{self.max_tokens=} must be at least 1",
@@ -94,6 +106,11 @@ class Sampling:
         ):
             if not right:
                 raise ValueError(wrong)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that a request owns."""
+        return self.n if self.best_of is None else self.best_of
 
     @classmethod
     def greedy(cls, **fields: Any) -> "Sampling":

@@ -28,18 +28,32 @@ class Counts(NamedTuple):
     """Places in line whose slot runs a sequence."""
     held: Bool[Array, " line"]
     """Places whose sequence has finished, but whose slot and pages are kept."""
+    group: Int32[Array, " line"]
+    """First place of the same request; its sequences stand side by side in line, and
+    run or give way together."""
     num_tokens: Int32[Array, " line"]
-    """Tokens known of each sequence, prompt and answer."""
+    """Tokens that each sequence has to feed in all: those known of it, or of those with
+    which its whole group begins; 0 where another sequence feeds these for it."""
     length: Int32[Array, " line"]
     """Tokens whose K and V are written."""
     num_pages: Int32[Array, " line"]
-    """Pages held."""
+    """Pages held, alone or with others."""
+    owned_pages: Int32[Array, " line"]
+    """Pages of a group, each counted at the first of its places: what it would give
+    back."""
+    copies: Int32[Array, " line"]
+    """Pages that a sequence has to copy before its next token is written, 0 or 1."""
     scored_prompt: Bool[Array, " line"]
     """Sequences whose next rows want the log-probabilities of prompt tokens."""
     waiting: Bool[Array, " head"]
     """Requests at the head of the queue, in order, that have arrived."""
     waiting_tokens: Int32[Array, " head"]
-    """Tokens each of them has to feed before its next token is drawn."""
+    """Tokens each of them has to feed before its next token is drawn; of several
+    sequences, those with which all begin."""
+    waiting_slots: Int32[Array, " head"]
+    """Sequences of each."""
+    waiting_pages: Int32[Array, " head"]
+    """Pages for all tokens known of each."""
     waiting_scored_prompt: Bool[Array, " head"]
     """As `scored_prompt`."""
     free_pages: Int32[Array, ""]
@@ -100,10 +114,10 @@ class FCFS(NamedTuple):
     """First come, first served: continuous batching with chunked prefill.
 
     Sequences that decode feed one token each, then prompts share what is left of the
-    token budget in order. A request is admitted with pages for all of its prompt. When
-    pages run out, the latest in line gives way until the others can grow, and nobody is
-    admitted in that step. The first in line never gives way, so there is always
-    progress.
+    token budget in order. A request is admitted with all of its sequences, where there
+    are pages for all of its prompt. When pages run out, the latest in line gives way
+    until the others can grow, and nobody is admitted in that step. The first in line
+    never gives way, so there is always progress.
 
     Source: Yu et al. 2022 (Orca); Kwon et al. 2023, arXiv:2309.06180, section 4.5;
     Agrawal et al. 2024, arXiv:2403.02310, algorithm 3 (the budget).
@@ -119,21 +133,22 @@ class FCFS(NamedTuple):
     def plan(self, counts: Counts) -> Plan:
         """Grows the running, preempts the latest, admits the next."""
         c = counts
-        wanted = tables.pages_for(
-            jnp.where(c.running, c.num_tokens, 0), page_size=c.page_size
-        )
-        total = c.free_pages + jnp.sum(c.num_pages, dtype=jnp.int32)
+        need = tables.pages_for(c.num_tokens, page_size=c.page_size)
+        wanted = c.owned_pages + jnp.maximum(need - c.num_pages, 0) + c.copies
+        wanted = jnp.where(c.running, wanted, 0)
+        owned = jnp.where(c.running, c.owned_pages, 0)
+        total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
         runs = c.running & (jnp.cumsum(wanted, dtype=jnp.int32) <= total)
+        runs &= ~jnp.zeros_like(runs).at[c.group].max(c.running & ~runs)[c.group]
         preempt = c.running & ~runs
         # What a waiting request may take: the first of an idle engine takes anything.
         free = total - jnp.sum(jnp.where(runs, wanted, 0), dtype=jnp.int32)
         idle_first = ~jnp.any(runs) & (_ranks(c.waiting) == 0)
         limit = jnp.where(idle_first, free, free - self.watermark)
-        need = tables.pages_for(c.waiting_tokens, page_size=c.page_size)
         num_free_slots = runs.shape[0] - jnp.sum(runs | c.held, dtype=jnp.int32)
         admit = c.waiting & ~jnp.any(preempt)
-        admit &= jnp.cumsum(need, dtype=jnp.int32) <= limit
-        admit &= _ranks(c.waiting) < num_free_slots
+        admit &= jnp.cumsum(c.waiting_pages, dtype=jnp.int32) <= limit
+        admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free_slots
         num_rows, head_rows = share_budget(c, runs, _leading(admit), self.chunk_size)
         # Whoever gets no row waits, and so does everybody behind.
         admit = _leading(admit & (head_rows > 0))

@@ -17,16 +17,17 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxkv import answers, engine, forwarding, queueing, scheduling, states
-from jaxkv.answers import Completion, Event, Record
+from jaxkv.answers import Completion, Event
 from jaxkv.caching import Pages
+from jaxkv.records import Part, Record
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState
 
 
 def _cancel_and_drain(
-    state: EngineState, request_ids: Int32[Array, " n"]
+    state: EngineState, request_ids: Int32[Array, " n"], samples: Int32[Array, " n"]
 ) -> tuple[EngineState, states.Sequences]:
-    return queueing.drain(queueing.cancel(state, request_ids))
+    return queueing.drain(queueing.cancel(state, request_ids, samples))
 
 
 # At module level: all engines of a process share programs where configurations agree.
@@ -101,13 +102,13 @@ class Engine:
         self._pending: collections.deque[Record] = collections.deque()
         self._records: dict[int, Record] = {}
         self._withdrawn: list[Record] = []
-        self._cancels: list[int] = []
+        self._cancels: list[tuple[int, int]] = []
         self._unread: collections.deque[_Call] = collections.deque()
         # Read and not told: whoever leaves a stream half-way must lose none.
         self._events: collections.deque[Event] = collections.deque()
         # Rows of `Sequences` by fate: handed over and not known to have ended; known to
-        # have ended and not drained.
-        self._unfinished, self._finished = 0, 0
+        # have ended and not drained. And requests handed over and not drained.
+        self._unfinished, self._finished, self._requests = 0, 0, 0
 
     @classmethod
     def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> "Engine":
@@ -183,8 +184,11 @@ class Engine:
             prompt=tokens,
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,
-            stream=None if self.tokenizer is None else self.tokenizer.stream(),
             end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
+            parts=[
+                Part(stream=None if self.tokenizer is None else self.tokenizer.stream())
+                for _ in range(ask.num_sequences)
+            ],
         )
         self._pending.append(record)
         self._records[request_id] = record
@@ -193,14 +197,14 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored."""
         record = self._records.get(request_id)
-        if record is None or record.reason is not None:
+        if record is None:
             return
         if record in self._pending:
             self._pending.remove(record)
-            record.reason, record.finish_s = "cancelled", self.now()
+            record.finish_s = self.now()
             self._withdrawn.append(record)
-        else:
-            self._cancels.append(request_id)
+        elif any(part.reason is None for part in record.parts):
+            self._cancels.append((request_id, -1))
 
     def generate(
         self,
@@ -247,7 +251,8 @@ class Engine:
             while self._events:
                 yield self._events.popleft()
             for record in self._withdrawn:
-                self._close(record, None, 0)
+                for sample in range(len(record.parts)):
+                    self._close(record, sample, None, 0)
             self._withdrawn.clear()
             if self._has_work():
                 self._dispatch()
@@ -277,37 +282,40 @@ class Engine:
                 request_ids=[record.request_id for record in batch],
                 arrivals_s=[record.arrival_s for record in batch],
                 eos_ids=self._eos_ids,
-                width=self.config.submit_width,
+                width=max(self.config.submit_width, self.config.max_slots),
             )
             self._state, _ = _submit(self._state, requests, config=self.config)
-            self._unfinished += len(batch)
+            self._unfinished += sum(len(record.parts) for record in batch)
+            self._requests += len(batch)
         clock = answers.clock(self.now())
         self._state, info = _run_steps(
             self.params, self._state, clock, policy=self.policy, **self._static
         )
         drained = None
         if self._finished or self._cancels:
-            names = np.full((self.config.max_sequences,), -1, np.int32)
+            named = np.full((self.config.max_sequences, 2), -1, np.int32)
             now, self._cancels = (
-                self._cancels[: names.size],
-                self._cancels[names.size :],
+                self._cancels[: len(named)],
+                self._cancels[len(named) :],
             )
-            names[: len(now)] = now
-            self._state, drained = _drain(self._state, names)
+            named[: len(now)] = np.array(now, np.int32).reshape(-1, 2)
+            self._state, drained = _drain(self._state, named[:, 0], named[:, 1])
         self._unread.append(_Call(info, drained))
 
     def _next_batch(self) -> list[Record]:
         """The next pending requests, as many as the device surely has room for."""
-        config, known = self.config, self._unfinished + self._finished
-        room = min(
-            config.submit_width,
-            config.queue_capacity + config.max_slots - self._unfinished,
-            config.max_sequences - known,
-        )
-        return [
-            self._pending.popleft()
-            for _ in range(max(0, min(room, len(self._pending))))
-        ]
+        config = self.config
+        requests = config.queue_capacity + config.max_slots - self._requests
+        known = self._unfinished + self._finished
+        rows = max(config.submit_width, config.max_slots)
+        rows = min(rows, config.max_sequences - known)
+        batch: list[Record] = []
+        while self._pending and requests > len(batch):
+            rows -= len(self._pending[0].parts)
+            if rows < 0:
+                break
+            batch.append(self._pending.popleft())
+        return batch
 
     def _read(self, call: _Call) -> None:
         """Notes what a call emitted, then which requests are complete."""
@@ -315,22 +323,24 @@ class Engine:
         now = self.now()
         if self._keep_trace:
             self.trace.append(info)
-        for name, tokens, logprobs, reason in answers.emitted(info):
+        for name, sample, tokens, logprobs, reason in answers.emitted(info):
             if reason is not None:
                 self._unfinished -= 1
                 self._finished += 1
             record = self._records.get(name)
-            if record is None or record.reason is not None:
+            if record is None or record.parts[sample].reason is not None:
                 continue  # ended by a stop string; what the device added is void
-            self._events.append(record.extend(tokens, logprobs, reason, now))
-            if record.reason is not None and reason is None:
-                self._cancels.append(name)
+            event = record.extend(sample, tokens, logprobs, reason, now)
+            self._events.append(event)
+            if record.parts[sample].reason is not None and reason is None:
+                self._cancels.append((name, sample))
         if call.drained is not None:
             self._collect(call.drained)
 
     def _collect(self, drained: states.Sequences) -> None:
         rows = np.flatnonzero(np.asarray(drained.status) == states.FINISHED)
         names, reasons = np.asarray(drained.request_id), np.asarray(drained.reason)
+        samples = np.asarray(drained.params.sample)
         for row in rows.tolist():
             if reasons[row] == states.CANCELLED:
                 self._unfinished -= 1
@@ -338,17 +348,25 @@ class Engine:
                 self._finished -= 1
             record = self._records.get(int(names[row]))
             if record is not None:
-                if record.reason is None:
-                    record.reason, record.finish_s = "cancelled", self.now()
-                self._close(record, drained, row)
+                part = record.parts[samples[row]]
+                if part.reason is None:
+                    part.reason, record.finish_s = "cancelled", self.now()
+                self._close(record, int(samples[row]), drained, row)
 
     def _close(
-        self, record: Record, drained: states.Sequences | None, row: int
+        self, record: Record, sample: int, drained: states.Sequences | None, row: int
     ) -> None:
-        del self._records[record.request_id]
-        text = record.text[record.shown :]
-        completion = record.complete(drained, row)
-        self._events.append(Event(record.request_id, [], text, completion))
+        """Closes a sequence, and with the last one of a request the request."""
+        part = record.parts[sample]
+        record.close(sample, drained, row)
+        text, completion = part.text[part.shown :], None
+        if record.is_complete():
+            del self._records[record.request_id]
+            self._requests -= drained is not None
+            completion = record.complete()
+        if text or completion:
+            event = Event(record.request_id, [], text, completion, sample)
+            self._events.append(event)
 
     def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:
         if not isinstance(prompt, str):

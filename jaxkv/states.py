@@ -116,10 +116,18 @@ class Sequences(NamedTuple):
     """Why it ended: an index into `REASONS`."""
     request_id: Int32[Array, " sequences"]
     """The caller's name for the request that owns the sequence."""
+    group: Int32[Array, " sequences"]
+    """Row of the request's first sequence. Who shares it is admitted and preempted
+    together; which of them a sequence is stands in `params.sample`."""
     prompt_length: Int32[Array, " sequences"]
     """Tokens of the prompt."""
     num_tokens: Int32[Array, " sequences"]
     """Tokens known: prompt and answer so far."""
+    num_common: Int32[Array, " sequences"]
+    """In the row of a group's first sequence: tokens with which all of its sequences
+    begin, those that one of them feeds for all."""
+    num_fed: Int32[Array, " sequences"]
+    """Tokens whose K and V were written at some time, lost since or not."""
     limit: Int32[Array, " sequences"]
     """Tokens at which it ends, prompt included."""
     stop_tokens: Int32[Array, "sequences max_stop_tokens"]
@@ -153,6 +161,11 @@ class Slots(NamedTuple):
 
     sequence: Int32[Array, " slots"]
     """Row of `Sequences` that each slot runs, or NOBODY."""
+    source: Int32[Array, " slots"]
+    """Slot of the same group that feeds the common tokens, for slots that wait to be
+    forked from it; else NOBODY."""
+    num_common: Int32[Array, " slots"]
+    """Tokens after which the slots that wait for this one are forked; else 0."""
     held: Bool[Array, " slots"]
     """Slots whose sequence has finished, but which a policy keeps occupied."""
     line: Int32[Array, " slots"]
@@ -163,7 +176,7 @@ class Queue(NamedTuple):
     """The requests that wait, first come first."""
 
     sequence: Int32[Array, " places"]
-    """Rows of `Sequences`; NOBODY from `length` on."""
+    """Row of each one's first sequence; NOBODY from `length` on."""
     length: Int32[Array, ""]
     """How many wait."""
 
@@ -211,8 +224,11 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
         status=zeros(),
         reason=zeros(),
         request_id=zeros(),
+        group=zeros(),
         prompt_length=zeros(),
         num_tokens=zeros(),
+        num_common=zeros(),
+        num_fed=zeros(),
         limit=zeros(),
         stop_tokens=zeros(config.max_stop_tokens) - 1,
         params=sampling.greedy_params(num),
@@ -235,6 +251,8 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
         sequences=sequences,
         slots=Slots(
             sequence=jnp.full((slots,), NOBODY, jnp.int32),
+            source=jnp.full((slots,), NOBODY, jnp.int32),
+            num_common=jnp.zeros((slots,), jnp.int32),
             held=jnp.zeros((slots,), bool),
             line=jnp.arange(slots, dtype=jnp.int32),
         ),

@@ -67,17 +67,34 @@ class Outcome(NamedTuple):
     num_recomputed: int
 
 
+type Name = int | tuple[int, int]
+"""A request's first answer goes by its id, the others by id and sample."""
+
+
+def names_of(asks: Iterable[Ask]) -> list[Name]:
+    """Names of all answers, those of a request side by side."""
+    return [
+        name_of(ask.request_id, sample)
+        for ask in asks
+        for sample in range(ask.sampling.num_sequences)
+    ]
+
+
+def name_of(request_id: int, sample: int) -> Name:
+    return (request_id, sample) if sample else request_id
+
+
 class Run(NamedTuple):
     """All requests of a workload served."""
 
-    outcomes: dict[int, Outcome]
+    outcomes: dict[Any, Outcome]
     info: engine.StepInfo
     """The infos of all steps, as NumPy arrays."""
     state: EngineState
     """The idle engine that is left."""
 
     @property
-    def tokens(self) -> dict[int, list[int]]:
+    def tokens(self) -> dict[Any, list[int]]:
         return {name: outcome.tokens for name, outcome in self.outcomes.items()}
 
 
@@ -118,7 +135,8 @@ def requests_of(asks: Sequence[Ask], config: EngineConfig) -> queueing.Requests:
     )
     # The engine's own way of writing a time truncates; here it is to be exact.
     arrival: Any = np.zeros((config.submit_width, 2), np.int32)
-    for row, ask in enumerate(asks):
+    rows = (ask for ask in asks for _ in range(ask.sampling.num_sequences))
+    for row, ask in enumerate(rows):
         arrival[row] = clock(ask.arrival_s)
     return requests._replace(arrival=arrival)
 
@@ -174,8 +192,8 @@ def serve(
       max_calls: calls after which the engine counts as stuck.
     """
     waiting, infos = list(asks), []
-    outcomes: dict[int, Outcome] = {}
-    num = len(waiting)
+    outcomes: dict[Name, Outcome] = {}
+    num = len(names_of(waiting))
     weights = params(model) if weights is None else weights
     dtype = jax.tree.leaves(weights)[0].dtype
     state = start(config, model, dtype) if state is None else state
@@ -185,11 +203,12 @@ def serve(
         if len(outcomes) == num:
             break
         if waiting:
-            batch = waiting[: config.submit_width]
-            state, taken = submit(state, requests_of(batch, config), config=config)
+            requests = requests_of(batch_of(waiting, config), config)
+            state, taken = submit(state, requests, config=config)
             # Whoever finds no room keeps everybody behind it out.
             assert sorted(np.asarray(taken), reverse=True) == list(np.asarray(taken))
-            waiting = waiting[int(np.asarray(taken).sum()) :]
+            begun = np.asarray(taken) & (requests.params.sample == 0)
+            waiting = waiting[int(begun.sum()) :]
         state, info = (run_steps_as_served if as_served else run_steps)(
             *(weights, state, clock(call * step_s)),
             config=config,
@@ -205,13 +224,20 @@ def serve(
     return Run(outcomes, jax.tree.map(lambda *x: np.concatenate(x), *infos), state)
 
 
-def outcomes_of(sequences: states.Sequences) -> dict[int, Outcome]:
+def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
+    """As many requests from the first on as one call of `submit` can take."""
+    rows = np.cumsum([ask.sampling.num_sequences for ask in asks])
+    return asks[: max(1, int(np.searchsorted(rows, config.submit_width, "right")))]
+
+
+def outcomes_of(sequences: states.Sequences) -> dict[Name, Outcome]:
     """What became of the finished requests among them."""
     s: Any = jax.tree.map(np.asarray, sequences)
     found = {}
     for row in np.flatnonzero(s.status == states.FINISHED):
         start, end = s.prompt_length[row], s.num_tokens[row]
-        found[int(s.request_id[row])] = Outcome(
+        name = name_of(int(s.request_id[row]), int(s.params.sample[row]))
+        found[name] = Outcome(
             tokens=s.tokens[row, start:end].tolist(),
             reason=str(states.REASONS[s.reason[row]]),
             logprobs=s.logprobs[row, start:end],
@@ -234,10 +260,12 @@ def random_asks(
     vocab: int = MODEL.vocab_size,
     first_id: int = 100,
     scores: bool = False,
+    max_n: int = 1,
 ) -> list[Ask]:
     """Requests of every kind: greedy or drawn, cut off, penalised, with stops, seeded.
 
-    With `scores`, some ask for log-probabilities of answers and prompts, too.
+    With `scores`, some ask for log-probabilities of answers and prompts, too; with
+    `max_n`, some for several answers.
     """
     asks = []
     for request_id in range(first_id, first_id + num):
@@ -264,6 +292,8 @@ def random_asks(
             fields["logprobs"] = int(rng.integers(0, 3))
         if scores and rng.random() < 0.4:
             fields["prompt_logprobs"] = True
+        if max_n > 1 and rng.random() < 0.6:
+            fields["n"] = int(rng.integers(1, max_n + 1))
         prompt = rng.integers(0, vocab, rng.integers(1, max_prompt + 1)).tolist()
         asks.append(Ask(request_id, prompt, Sampling(**fields)))
     return asks
@@ -308,16 +338,17 @@ def plain(
     *,
     model: models.ModelConfig = MODEL,
     weights: models.Params | None = None,
-) -> dict[int, tuple[list[int], str]]:
-    """Tokens and reason of every request, each answered alone and without pages."""
+) -> dict[Any, tuple[list[int], str]]:
+    """Tokens and reason of every answer, each found alone and without pages."""
     weights, answers = params(model) if weights is None else weights, {}
-    for first in range(0, len(asks), config.submit_width):
-        batch = asks[first : first + config.submit_width]
+    while asks:
+        batch = batch_of(asks, config)
+        asks = asks[len(batch) :]
         requests = requests_of(batch, config)
         tokens, num, reason = map(np.asarray, _plain_loop(weights, requests, model))
-        for row, ask in enumerate(batch):
-            answer = tokens[row, len(ask.prompt) : num[row]].tolist()
-            answers[ask.request_id] = answer, states.REASONS[reason[row]]
+        for row, name in enumerate(names_of(batch)):
+            answer = tokens[row, requests.prompt_length[row] : num[row]].tolist()
+            answers[name] = answer, states.REASONS[reason[row]]
     return answers
 
 

@@ -21,7 +21,7 @@ from experiments import (
 )
 from experiments.progress import Quiet
 from jaxkv import checkpoints, engine, models
-from jaxkv.answers import Completion
+from jaxkv.answers import Answer, Completion
 from jaxkv.tokenizing import ByteTokenizer
 
 
@@ -220,7 +220,9 @@ def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
 def test_the_numbers_of_a_serving_worked_by_hand() -> None:
     def answer(name: int, tokens: int, arrival_s: float, finish_s: float) -> Completion:
         fields: dict[str, Any] = dict.fromkeys(Completion._fields)
-        fields |= {"request_id": name, "tokens": [0] * tokens, "reason": "length"}
+        one: dict[str, Any] = dict.fromkeys(Answer._fields)
+        one |= {"tokens": [0] * tokens, "reason": "length"}
+        fields |= {"request_id": name, "answers": [Answer(**one)]}
         fields |= {"arrival_s": arrival_s, "finish_s": finish_s}
         return Completion(**fields)
 

@@ -25,6 +25,7 @@ def counts(
     scored: tuple[list[int], list[int]] = ([], []),
     spare_logit_rows: int = 0,
     max_length: int = 32,
+    **fields: list[int],
 ) -> Counts:
     """Counts of four places in line and four at the head of the queue.
 
@@ -38,6 +39,7 @@ def counts(
       scored: places in line, and in the queue, whose prompts are scored.
       spare_logit_rows: as in `Counts`.
       max_length: as in `Counts`.
+      **fields: other fields of `Counts`; else everybody stands alone.
     """
     rows = [each if isinstance(each, tuple) else (0, 0, 0) for each in line]
     rows += [(0, 0, 0)] * (LINE - len(rows))
@@ -58,22 +60,29 @@ def counts(
     runs = [isinstance(each, tuple) for each in line] + [False] * LINE
     running: Any = np.array(runs[:LINE])
     limits: Any = np.array([free_pages, spare_logit_rows], np.int32)
+    alone: Any = np.arange(LINE, dtype=np.int32)
+    more: Any = {name: np.array(each, np.int32) for name, each in fields.items()}
     return Counts(
         running=running,
         held=held,
+        group=alone,
         num_tokens=num_tokens,
         length=length,
         num_pages=num_pages,
+        owned_pages=num_pages,
+        copies=0 * alone,
         scored_prompt=marked(scored[0]),
         waiting=here,
         waiting_tokens=tokens,
+        waiting_slots=np.minimum(tokens, 1),
+        waiting_pages=-(-tokens // PAGE_SIZE),
         waiting_scored_prompt=marked(scored[1]),
         free_pages=limits[0],
         page_size=PAGE_SIZE,
         max_length=max_length,
         token_budget=token_budget,
         spare_logit_rows=limits[1],
-    )
+    )._replace(**more)
 
 
 @functools.cache
@@ -218,6 +227,35 @@ def test_nobody_overtakes_a_scored_prompt_without_logit_rows() -> None:
 def test_a_sequence_that_decodes_needs_no_spare_logit_row() -> None:
     c = counts([(9, 8, 3)], free_pages=9, scored=([0], []))
     check(plan_of(c, fcfs()), places=[9], num_rows=[1])
+
+
+def test_a_group_gives_way_as_one() -> None:
+    # Places 1 and 2 are one request: its second sequence no longer fits.
+    line: Any = [(9, 8, 2), (9, 8, 2), (9, 8, 2)]
+    shared: Any = dict(group=[0, 1, 1, 3], owned_pages=[2, 2, 0, 0])
+    plan = plan_of(counts(line, free_pages=2, **shared), fcfs())
+    check(plan, preempt=[0, 1, 1], places=[9], num_rows=[1])
+    plan = plan_of(counts(line, free_pages=3, **shared), fcfs())
+    check(plan, places=[9, 9, 9], num_rows=[1, 1, 1])
+
+
+def test_copies_are_granted_with_growth() -> None:
+    # Both write to the page that they share: one of them copies it.
+    line: Any = [(6, 5, 2), (6, 5, 2)]
+    shared: Any = dict(group=[0, 0, 2, 3], copies=[1, 0, 0, 0])
+    alone = counts(line, free_pages=1, owned_pages=[2, 0, 0, 0], **shared)
+    check(plan_of(alone, fcfs()), places=[6, 6], num_rows=[1, 1])
+    line.append((9, 8, 2))
+    other = counts(line, free_pages=1, owned_pages=[2, 0, 2, 0], **shared)
+    check(plan_of(other, fcfs()), preempt=[0, 0, 1], places=[6, 6], num_rows=[1, 1])
+
+
+def test_a_request_is_admitted_with_all_of_its_sequences() -> None:
+    waiting: Any = dict(waiting_slots=[2, 3, 1, 0], waiting_pages=[2, 3, 1, 0])
+    plan = plan_of(counts([(5, 4, 2)], [4, 4, 4], free_pages=9, **waiting), fcfs())
+    check(plan, places=[5], num_rows=[1], admit=[1], head_places=[4], head_rows=[4])
+    plan = plan_of(counts([], [4, 4, 4], free_pages=4, **waiting), fcfs())
+    check(plan, admit=[1], head_places=[4], head_rows=[4])
 
 
 def test_parameters_are_swept_by_vmap() -> None:

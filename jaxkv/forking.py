@@ -1,0 +1,106 @@
+"""Sequences of one request that begin alike: fed once, then forked.
+
+All sequences of a request are admitted together, but only one of them feeds the tokens
+with which all begin; the others wait in their slots. In the step that writes the last
+of these tokens they are forked onto its pages, and who has no other token to feed
+draws the next one from the same logits. After a preemption by recomputation the same
+happens with all that the sequences have in common by then.
+
+Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import paging, tables
+from jaxkv.states import NOBODY, EngineConfig, EngineState
+
+
+def num_to_feed(state: EngineState) -> Int32[Array, " slots"]:
+    """Tokens that each slot has to have fed; 0 if it is empty or waits for a fork."""
+    slots = state.slots
+    known = paging.take(state.sequences.num_tokens, slots.sequence, fill=0)
+    goal = jnp.where(slots.num_common > 0, slots.num_common, known)
+    return jnp.where(slots.source >= 0, 0, goal)
+
+
+def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " slots"]:
+    """Finds the slots that are forked at the end of the step that feeds `num_rows`.
+
+    Returns:
+      The slot that each one is forked from, or NOBODY.
+    """
+    slots = state.slots
+    complete = (slots.num_common > 0) & (
+        state.table.length + num_rows == slots.num_common
+    )
+    ready = paging.take(complete, slots.source, fill=False)
+    return jnp.where(ready, slots.source, NOBODY)
+
+
+def advance(
+    state: EngineState,
+    num_rows: Int32[Array, " slots"],
+    forks: Int32[Array, " slots"],
+    config: EngineConfig,
+) -> EngineState:
+    """Counts the rows fed as written, and forks whoever is due."""
+    s, slots = state.sequences, state.slots
+    length = state.table.length
+    table = tables.advance(state.table, num_rows)
+    pool, table = tables.fork(state.pool, table, forks, page_size=config.page_size)
+    fed_before = paging.take(s.num_fed, slots.sequence, fill=0)
+    again = jnp.clip(fed_before - length, 0, num_rows)
+    done = paging.put(jnp.zeros_like(forks), forks, 1, "add") > 0
+    return state._replace(
+        pool=pool,
+        table=table,
+        sequences=s._replace(
+            num_recomputed=paging.put(s.num_recomputed, slots.sequence, again, "add"),
+            num_fed=paging.put(
+                s.num_fed, slots.sequence, jnp.maximum(fed_before, table.length), "set"
+            ),
+        ),
+        slots=slots._replace(
+            source=jnp.where(forks >= 0, NOBODY, slots.source),
+            num_common=jnp.where(done, 0, slots.num_common),
+        ),
+    )
+
+
+def first_of_group(state: EngineState) -> Int32[Array, " slots"]:
+    """The first slot in line that runs a sequence of the same request, or itself."""
+    sequence, line = state.slots.sequence, state.slots.line
+    num_slots = line.shape[0]
+    every = jnp.arange(num_slots, dtype=jnp.int32)
+    place = jnp.zeros_like(line).at[line].set(every, unique_indices=True)
+    group = paging.take(state.sequences.group, sequence, fill=NOBODY)
+    first = jnp.full(state.sequences.group.shape, num_slots, jnp.int32)
+    first = paging.put(first, group, place, "min")
+    return line[jnp.where(group >= 0, paging.take(first, group, fill=0), place)]
+
+
+def note_common(state: EngineState, preempted: Bool[Array, " slots"]) -> EngineState:
+    """Notes how many tokens the sequences of each preempted group have in common."""
+    s, sequence = state.sequences, state.slots.sequence
+    first = first_of_group(state)
+    alone = first == jnp.arange(first.shape[0], dtype=jnp.int32)
+    group = paging.take(s.group, sequence, fill=NOBODY)
+    others = preempted & ~alone
+
+    def look(_: Array, num_common: Array) -> Array:
+        row = jnp.maximum(sequence, 0)
+        mine, theirs = s.tokens[row], s.tokens[row[first]]
+        place = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]
+        known = jnp.minimum(s.num_tokens[row], s.num_tokens[row[first]])
+        differs = (mine != theirs) | (place >= known[:, None])
+        common = jnp.argmax(differs, axis=1).astype(jnp.int32)
+        common = jnp.where(jnp.any(differs, axis=1), common, mine.shape[1])
+        losers = jnp.where(others, group, NOBODY)
+        num_common = paging.put(num_common, losers, mine.shape[1], "set")
+        return paging.put(num_common, losers, common, "min")
+
+    trips = jnp.any(others).astype(jnp.int32)
+    num_common = lax.fori_loop(0, trips, look, s.num_common)
+    return state._replace(sequences=s._replace(num_common=num_common))

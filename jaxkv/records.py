@@ -1,0 +1,134 @@
+"""What the host keeps of a request while it runs: its answers so far."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxkv import answers, states
+from jaxkv.answers import Answer, Completion, Event
+from jaxkv.sampling import Sampling
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Part:
+    """One sequence of a request."""
+
+    stream: Any
+    """Incremental decoder; None without a tokenizer."""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    shown: int = 0
+    """Characters of the text that events have told."""
+    reason: str | None = None
+    answer: Answer | None = None
+    """The whole of it, once the device has let go of the sequence."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Record:
+    """A request that is not complete."""
+
+    request_id: int
+    prompt: list[int]
+    sampling: Sampling
+    arrival_s: float
+    end_tokens: tuple[int, ...]
+    """Tokens that end an answer and are not part of its text."""
+    parts: list[Part]
+    first_token_s: float | None = None
+    finish_s: float = 0.0
+    num_cached: int = 0
+    num_recomputed: int = 0
+    prompt_logprobs: list[float | None] | None = None
+
+    def extend(
+        self,
+        sample: int,
+        tokens: list[int],
+        logprobs: list[float],
+        reason: str | None,
+        now: float,
+    ) -> Event:
+        """Takes new tokens; ends early where the text contains a stop string."""
+        part = self.parts[sample]
+        old = len(part.tokens)
+        if tokens and self.first_token_s is None:
+            self.first_token_s = now
+        self.finish_s = now
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            part.tokens.append(token)
+            part.logprobs.append(logprob)
+            if part.stream is not None and token not in self.end_tokens:
+                part.text += part.stream.push(token)
+                if self._stops(part):
+                    reason = "stop"
+                    break
+        part.reason = reason
+        if reason and part.stream is not None and not self._stops(part):
+            part.text += part.stream.finish()
+            self._stops(part)
+        # Text that may be the beginning of a stop string is held back.
+        stops = self.sampling.stop
+        hold = 0 if reason else max(map(len, stops), default=1) - 1
+        end = max(part.shown, len(part.text) - hold)
+        text, part.shown = part.text[part.shown : end], end
+        return Event(self.request_id, part.tokens[old:], text, None, sample)
+
+    def _stops(self, part: Part) -> bool:
+        """Cuts the text at the first stop string, if there is one."""
+        found = [part.text.find(stop) for stop in self.sampling.stop]
+        found = [place for place in found if place >= 0]
+        if found:
+            part.text = part.text[: min(found)]
+        return bool(found)
+
+    def close(self, sample: int, drained: states.Sequences | None, row: int) -> None:
+        """Takes what the device kept in a row of its sequences; None: never there."""
+        part, ask, num = self.parts[sample], self.sampling, len(self.prompt)
+        top_logprobs = None
+        if drained is not None:
+            # Indexed on the host: on the device it would compile a program.
+            self.num_cached += int(np.asarray(drained.num_cached)[row])
+            self.num_recomputed += int(np.asarray(drained.num_recomputed)[row])
+            if ask.prompt_logprobs and sample == 0:
+                scores = np.asarray(drained.logprobs)[row, 1:num]
+                self.prompt_logprobs = [None, *map(float, scores)]
+            if ask.logprobs:
+                answer = slice(num, num + len(part.tokens))
+                ids = np.asarray(drained.top_ids)[row, answer, : ask.logprobs]
+                values = np.asarray(drained.top_logprobs)[row, answer, : ask.logprobs]
+                top_logprobs = [
+                    dict(zip(names.tolist(), scores.tolist(), strict=True))
+                    for names, scores in zip(ids, values, strict=True)
+                ]
+        part.answer = Answer(
+            tokens=part.tokens,
+            text=None if part.stream is None else part.text,
+            reason=part.reason or "cancelled",
+            sample=sample,
+            score=sum(part.logprobs) if answers.scores(ask) else None,
+            logprobs=None if ask.logprobs is None else part.logprobs,
+            top_logprobs=top_logprobs,
+        )
+
+    def is_complete(self) -> bool:
+        """Whether all its sequences have been closed."""
+        return all(part.answer is not None for part in self.parts)
+
+    def complete(self) -> Completion:
+        """What became of the request; most likely answers first if it ranks them."""
+        found = [part.answer for part in self.parts if part.answer is not None]
+        if len(found) > self.sampling.n:
+            found.sort(key=lambda answer: answer.score or 0.0, reverse=True)
+        return Completion(
+            request_id=self.request_id,
+            answers=found[: self.sampling.n],
+            prompt_logprobs=self.prompt_logprobs,
+            arrival_s=self.arrival_s,
+            first_token_s=self.first_token_s,
+            finish_s=self.finish_s,
+            num_cached=self.num_cached,
+            num_recomputed=self.num_recomputed,
+        )

@@ -1,0 +1,135 @@
+"""Requests of several sequences: one prompt, shared pages, copies before writes."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from jaxkv import answers, baselines, scheduling
+from jaxkv.sampling import Sampling
+from tests import engines
+from tests.engines import MODEL, Ask, Run
+from tests.test_engine import ROOMY, TIGHT
+
+
+@functools.cache
+def workload(seed: int = 0, num: int = 16) -> tuple[Ask, ...]:
+    """Requests of which some want up to four answers, each fit for the tight pool."""
+    rng = np.random.default_rng([seed, 5])
+    asks = engines.random_asks(
+        rng, num, max_prompt=20, max_answer=12, scores=True, max_n=3
+    )
+    return tuple(ask for ask in asks if pages_of(ask) <= TIGHT.num_pages)
+
+
+def pages_of(ask: Ask, page_size: int = TIGHT.page_size) -> int:
+    """Most pages that a request can need."""
+    shared = len(ask.prompt) // page_size
+    limit = min(len(ask.prompt) + ask.sampling.max_tokens, TIGHT.max_length)
+    return shared + ask.sampling.num_sequences * (-(-(limit - 1) // page_size) - shared)
+
+
+@functools.cache
+def served(chunk_size: int | None = None, watermark: int = 0, seed: int = 0) -> Run:
+    policy = scheduling.fcfs(chunk_size=chunk_size, watermark=watermark)
+    return engines.serve(workload(seed), TIGHT, policy)
+
+
+@pytest.mark.parametrize(("chunk_size", "watermark"), [(None, 0), (1, 0), (5, 3)])
+def test_every_answer_equals_that_of_a_plain_loop(chunk_size, watermark) -> None:
+    run = served(chunk_size, watermark)
+    engines.assert_equal_plain(run, workload(), TIGHT)
+    assert run.info.num_preempted.sum() > 3
+    assert run.info.num_copied.sum() > 3
+    assert len(run.outcomes) > len(workload()) + 5
+
+
+def test_static_batching_forks_too() -> None:
+    run = engines.serve(workload(), ROOMY, baselines.static())
+    engines.assert_equal_plain(run, workload(), ROOMY)
+    assert not run.info.num_preempted.any()
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 29])
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
+    prompt = np.random.default_rng(length).integers(0, 61, length).tolist()
+    ask = Ask(3, prompt, Sampling(n=8, max_tokens=5, ignore_eos=True))
+    run = engines.serve([ask], ROOMY, scheduling.fcfs(chunk_size=chunk_size))
+    assert run.info.num_rows.sum() == length + 8 * 4
+    # Seven of the eight copy the page that is begun, if there is one.
+    assert run.info.num_copied.sum() == (7 if length % 4 else 0)
+    assert len({tuple(tokens) for tokens in run.tokens.values()}) > 1
+
+
+def test_pages_of_the_prompt_are_shared() -> None:
+    prompt = list(range(30))
+    ask = Ask(0, prompt, Sampling(n=4, max_tokens=9))
+    run = engines.serve([ask], ROOMY)
+    # 7 full pages once, and for each answer those of 3 tokens more and its own 8.
+    assert run.info.used_pages.max() == 7 + 4 * 3
+    alone = engines.serve([ask._replace(sampling=Sampling(max_tokens=9))], ROOMY)
+    saved = 1 - run.info.used_pages.max() / (4 * alone.info.used_pages.max())
+    assert saved == pytest.approx(3 / 4 * 7 / 10)
+
+
+def test_whoever_gave_way_reads_what_all_have_in_common_once() -> None:
+    # A pool in which the second group has to give way to the first while both write.
+    prompt = list(range(10))
+    asks = [
+        Ask(name, prompt, Sampling(n=3, max_tokens=14, seed=name)) for name in range(2)
+    ]
+    config = dataclasses.replace(TIGHT, num_pages=21)
+    run = engines.serve(asks, config)
+    engines.assert_equal_plain(run, asks, config)
+    lost = [run.outcomes[name].num_recomputed for name in engines.names_of(asks[1:])]
+    assert run.info.num_preempted.sum() >= 3
+    again = sum(lost)
+    answers_fed = sum(len(tokens) - 1 for tokens in run.tokens.values())
+    assert run.info.num_rows.sum() == 2 * 10 + answers_fed + again
+    # The prompt was read once more for each time, not three times.
+    assert again < 3 * run.info.num_preempted.sum() // 3 * 10 + answers_fed
+
+
+def test_equal_answers_stay_shared_through_a_preemption() -> None:
+    prompt = list(range(10))
+    greedy = Sampling.greedy(n=3, max_tokens=14, ignore_eos=True)
+    asks = [Ask(0, prompt, greedy), Ask(1, prompt, greedy)]
+    config = dataclasses.replace(TIGHT, num_pages=21)
+    run = engines.serve(asks, config)
+    engines.assert_equal_plain(run, asks, config)
+    gone = run.info.num_preempted.sum() // 3
+    assert gone >= 1
+    # All that three equal answers know is read by one of them.
+    others = [run.outcomes[1, sample].num_recomputed for sample in (1, 2)]
+    assert others == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(n=0), "self.n=0 must be at least 1"),
+        (dict(n=3, best_of=2), "self.best_of=2 must be None or at least self.n=3"),
+    ],
+)
+def test_numbers_of_answers_out_of_range(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**fields)
+
+
+def test_more_answers_than_slots_or_pages_are_refused() -> None:
+    check = functools.partial(
+        answers.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
+    )
+    with pytest.raises(ValueError, match=r"9 answers .* at most config.max_slots=8"):
+        check([1], Sampling(n=9), config=TIGHT)
+    big = Sampling(n=4, max_tokens=20)
+    with pytest.raises(ValueError, match="may need 20 pages, more than"):
+        check([1], big, config=TIGHT)
+    requests = engines.requests_of([Ask(0, [1], big)], TIGHT)
+    state = engines.start(TIGHT)
+    before = np.asarray(state.sequences.status).copy()
+    state, taken = engines.submit(state, requests, config=TIGHT)
+    assert not np.asarray(taken).any()
+    np.testing.assert_array_equal(state.sequences.status, before)
