@@ -16,6 +16,7 @@ Sentinels. `NO_PAGE` plus an offset would be the last page of another layer, so 
 places become an out-of-range id after the offset, never before.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from jaxkv import paging
 from jaxkv.paging import NO_PAGE
 from pallas_kernels import copying
+
+_COPIES_AT_ONCE = 16
+"""Pages that `copy` holds outside the pool at one time, all layers of each."""
 
 
 class Pages(NamedTuple):
@@ -178,33 +182,39 @@ def write(
 def copy(pages: Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]) -> Pages:
     """Copies pages to other pages, all layers of them, in place.
 
-    All sources are read before any target is written. Nothing is read or written where
-    no entry names a page, as in nearly every step.
+    Costs as much as the entries that name pages, next to nothing where none does, as in
+    nearly every step. A few at a time pass through temporary memory.
 
     Args:
       pages: the pages, donated or carried.
       source: page that each entry reads; `NO_PAGE` does nothing.
-      target: page that it overwrites, no page twice; `NO_PAGE` does nothing.
+      target: page that it overwrites, no page twice and none that is also a source;
+        `NO_PAGE` does nothing.
 
     Returns:
       The new pages.
     """
+    size = min(source.shape[0], _COPIES_AT_ONCE)
+    wanted = (source >= 0) & (target >= 0)
+    rank = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, NO_PAGE)
+    nowhere = jnp.full((source.shape[0] + size,), NO_PAGE, jnp.int32)
+    packed = [paging.put(nowhere, rank, ids, "set") for ids in (source, target)]
 
-    def one_leaf(leaf: Array) -> Array:
+    def one_leaf(leaf: Array, ids: list[Array]) -> Array:
         num_layers, num_pages = leaf.shape[:2]
-
-        def one_layer(layer: Array) -> tuple[Array, Array]:
-            sizes = {"num_layers": num_layers, "num_pages": num_pages}
-            return flat_ids(source, layer, **sizes), flat_ids(target, layer, **sizes)
-
-        ids = jax.vmap(one_layer)(jnp.arange(num_layers, dtype=jnp.int32))
+        offset = functools.partial(flat_ids, num_layers=num_layers, num_pages=num_pages)
+        layers = jnp.arange(num_layers, dtype=jnp.int32)
+        every = [jax.vmap(offset, (None, 0))(x, layers).reshape(-1) for x in ids]
         view = leaf.reshape(-1, *leaf.shape[2:])
-        view = copying.copy_pages(view, *(x.reshape(-1) for x in ids))
-        return view.reshape(leaf.shape)
+        return copying.copy_pages(view, *every).reshape(leaf.shape)
 
-    # A loop of no trip or one: a `cond` would copy the pages.
-    trips = jnp.any((source >= 0) & (target >= 0)).astype(jnp.int32)
-    return lax.fori_loop(0, trips, lambda _, now: jax.tree.map(one_leaf, now), pages)
+    def some(index: Array, pages: Pages) -> Pages:
+        ids = [lax.dynamic_slice_in_dim(x, index * size, size) for x in packed]
+        return jax.tree.map(lambda leaf: one_leaf(leaf, ids), pages)
+
+    # A loop, of no trip where nothing is copied: a `cond` would copy all pages.
+    trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
+    return lax.fori_loop(0, trips, some, pages)
 
 
 def flat(pages: Pages) -> Pages:

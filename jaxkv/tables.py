@@ -119,6 +119,22 @@ def needs_copy(
     return rank < paging.take(pool.ref, page, fill=0) - 1
 
 
+def num_wanted(
+    pool: Pool,
+    table: Table,
+    places: Int32[Array, " slots"],
+    num_rows: Int32[Array, " slots"],
+    *,
+    page_size: int,
+) -> Int32[Array, ""]:
+    """Counts the free pages that `reserve` would take, copies included."""
+    goal = jnp.maximum(table.length + table.ahead, places)
+    growth = pages_for(goal, page_size=page_size)
+    growth -= num_pages(table, page_size=page_size)
+    copies = needs_copy(pool, table, num_rows, page_size=page_size)
+    return jnp.sum(growth + copies.astype(jnp.int32), dtype=jnp.int32)
+
+
 def reserve(
     pool: Pool,
     table: Table,
@@ -361,7 +377,7 @@ def owned_pages(
     nearest = jnp.max(jnp.where(before, slot[:, None], -1), axis=0)
     owned = table.page_ids != NO_PAGE
     if pins is not None:
-        owned &= paging.take(pins, table.page_ids, fill=0) == 0
+        owned &= ~paging.take(pins, table.page_ids, fill=0).astype(bool)
 
     def any_left(carry: tuple[Array, Array]) -> Array:
         return jnp.any(carry[0] >= 0)

@@ -21,6 +21,8 @@ class Oracle:
         self.rows: list[list[int]] = [[] for _ in range(max_slots)]
         self.length = [0] * max_slots
         self.ahead = [0] * max_slots
+        self.content: list[dict[int, int]] = [{} for _ in range(num_pages)]
+        self.tokens: list[list[int]] = [[] for _ in range(max_slots)]
         self.max_pages_per_slot = max_pages_per_slot
         self.page_size = page_size
 
@@ -83,6 +85,7 @@ class Oracle:
                 column = self.length[slot] // self.page_size
                 found[slot] = (self.rows[slot][column], ids.pop(0))
                 self.rows[slot][column] = found[slot][1]
+                self.content[found[slot][1]] = dict(self.content[found[slot][0]])
                 self.release([found[slot][0]])
             self.rows[slot] += ids
             self.ahead[slot] = goal[slot] - self.length[slot]
@@ -93,6 +96,37 @@ class Oracle:
             if dropped:
                 self.release(self.rows[slot])
                 self.rows[slot], self.length[slot], self.ahead[slot] = [], 0, 0
+                self.tokens[slot] = []
+
+    def write(self, tokens: list[list[int]]) -> None:
+        """Writes behind each slot's tokens; none of them is accepted yet."""
+        for slot, new in enumerate(tokens):
+            for place, token in enumerate(new, self.length[slot]):
+                page = self.rows[slot][place // self.page_size]
+                assert self.ref[page] == 1, "the test wrote to a shared page"
+                self.content[page][place % self.page_size] = token
+
+    def accept(self, tokens: list[list[int]]) -> None:
+        """Advances over the first tokens that were written."""
+        self.advance([len(new) for new in tokens])
+        for slot, new in enumerate(tokens):
+            self.tokens[slot] += new
+
+    def read(self, slot: int) -> list[int]:
+        """What stands in the slot's pages, which should be its tokens."""
+        places = (divmod(n, self.page_size) for n in range(self.length[slot]))
+        row = self.rows[slot]
+        return [self.content[row[column]][offset] for column, offset in places]
+
+    def owned_pages(self, group: list[int], pinned: set[int]) -> list[int]:
+        """Pages of each slot that no slot before it in its group has counted."""
+        seen: dict[int, set[int]] = {}
+        counts = []
+        for slot, row in enumerate(self.rows):
+            mine = seen.setdefault(group[slot], set())
+            counts.append(len(set(row) - mine - pinned))
+            mine |= set(row)
+        return counts
 
     def advance(self, accepted: list[int]) -> None:
         for slot, n in enumerate(accepted):
@@ -109,20 +143,24 @@ class Oracle:
 
     def fork(self, source: list[int]) -> None:
         before = [(list(row), *n) for row, *n in self._slots()]
+        tokens = [list(row) for row in self.tokens]
         for slot, parent in enumerate(source):
             if parent >= 0:
                 assert self.places(slot) == 0, "the test forked onto a slot in use"
                 row, self.length[slot], _ = before[parent]
                 self.rows[slot] = row[: self.pages_for(self.length[slot])]
+                self.tokens[slot] = list(tokens[parent])
                 self.share(self.rows[slot])
 
     def reorder(self, source: list[int]) -> None:
         before = [(list(row), *n) for row, *n in self._slots()]
+        tokens = [list(row) for row in self.tokens]
         moved = [slot for slot, parent in enumerate(source) if parent >= 0]
         for slot in moved:
             self.rows[slot], self.length[slot], self.ahead[slot] = before[source[slot]]
             self.rows[slot] = list(self.rows[slot])
             self.share(self.rows[slot])
+            self.tokens[slot] = list(tokens[source[slot]])
         for slot in moved:
             self.release(before[slot][0])
 

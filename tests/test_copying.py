@@ -70,7 +70,7 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
     pages, copy = make_pages(), jax.jit(caching.copy)
     # Neither sentinel may reach the last page, nor after an offset another layer's.
     source = ints(0, NO_PAGE, 5, 7, NO_PAGE, 3)
-    target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 0)
+    target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 1)
     for old, new in zip(pages, copy(pages, source, target), strict=True):
         for layer in range(3):
             wanted = copy_twin(np.asarray(old[layer]), source, target)
@@ -79,9 +79,21 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
         np.testing.assert_array_equal(new, old)
 
 
+def test_many_copies_go_by_in_turns() -> None:
+    rng, copy, most = np.random.default_rng(1), jax.jit(caching.copy), 5 * NUM_PAGES
+    pages = Pages(k=numbered(2, most, 1, 2, 3), v=numbered(2, most, 1, 2, 3))
+    for chance in (0.0, 0.1, 0.5, 1.0):
+        ids = rng.permutation(most).astype(np.int32)
+        source, target = ids[: most // 2], ids[most // 2 :]
+        source = np.where(rng.random(source.size) < chance, source, NO_PAGE)
+        for layer, new in enumerate(copy(pages, source, target).v):
+            wanted = copy_twin(np.asarray(pages.v[layer]), source, target)
+            np.testing.assert_array_equal(new, wanted)
+
+
 def test_vmap_equals_single_runs() -> None:
     pages = [jax.tree.map(lambda leaf, n=n: leaf + n, make_pages()) for n in range(3)]
-    source = [ints(0, 1), ints(NO_PAGE, NO_PAGE), ints(2, NO_PAGE)]
+    source = [ints(0, 7), ints(NO_PAGE, NO_PAGE), ints(2, NO_PAGE)]
     target = [ints(1, 0), ints(NO_PAGE, 2), ints(3, NO_PAGE)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pages)
     after = jax.vmap(caching.copy)(stacked, jnp.stack(source), jnp.stack(target))
