@@ -5,12 +5,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import caching, forking, paging, queueing, scheduling, tables
+from jaxkv import caching, forking, paging, queueing, scheduling, sharing, tables
 from jaxkv.states import NOBODY, RUNNING, WAITING, EngineConfig, EngineState
 
 
-def counts(state: EngineState, config: EngineConfig) -> scheduling.Counts:
-    """What the policy may know, in order of the line and of the queue."""
+def counts(
+    state: EngineState, config: EngineConfig
+) -> tuple[scheduling.Counts, sharing.Found]:
+    """What the policy may know, in order of the line and of the queue.
+
+    And what the requests at the head of the queue would start on.
+    """
     s, slots, line = state.sequences, state.slots, state.slots.line
     size = config.page_size
     sequence, length = slots.sequence[line], state.table.length[line]
@@ -40,6 +45,9 @@ def counts(state: EngineState, config: EngineConfig) -> scheduling.Counts:
     full = jnp.where(alone, 0, num_tokens // size)
     tails = tables.pages_for(s.num_tokens, page_size=size)
     tails = jnp.where(waits, tails[None, :] - full[:, None], 0)
+    waiting = (head >= 0) & arrived
+    found = sharing.find(state, reader, num_tokens, waiting, config)
+    owned = tables.owned_pages(state.pool, state.table, first, pins=sharing.pins(state))
     return scheduling.Counts(
         running=sequence >= 0,
         held=slots.held[line],
@@ -47,36 +55,38 @@ def counts(state: EngineState, config: EngineConfig) -> scheduling.Counts:
         num_tokens=goal[line],
         length=length,
         num_pages=tables.num_pages(state.table, page_size=size)[line],
-        owned_pages=tables.owned_pages(state.pool, state.table, first)[line],
+        owned_pages=owned[line],
         copies=copies[line].astype(jnp.int32),
         scored_prompt=of(s.prompt_scored, sequence)
         & (length < of(s.prompt_length, sequence)),
-        waiting=(head >= 0) & arrived,
+        waiting=waiting,
         waiting_tokens=num_tokens,
+        waiting_cached=found.num_tokens,
         waiting_slots=waiting_slots,
-        waiting_pages=full + jnp.sum(tails, axis=1, dtype=jnp.int32),
+        waiting_pages=full
+        + jnp.sum(tails, axis=1, dtype=jnp.int32)
+        - found.num_tokens // size
+        + found.num_idle,
         waiting_scored_prompt=s.prompt_scored[reader] & (head >= 0),
-        free_pages=state.pool.num_free,
+        free_pages=state.pool.num_free + sharing.num_idle(state),
         page_size=size,
         max_length=config.max_length,
         token_budget=config.token_budget,
         spare_logit_rows=config.num_logit_rows - config.max_slots,
-    )
+    ), found
 
 
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     """Token places that hold K and V; those of several sequences count once."""
     table, size = state.table, config.page_size
     # Sequences of a group are equal where they share pages, the last one included.
-    owned = tables.owned_pages(state.pool, table, forking.first_of_group(state))
-    shared = tables.num_pages(table, page_size=size) - owned
-    return jnp.sum(jnp.maximum(table.length - shared * size, 0), dtype=jnp.int32)
-
-
-class _Demand(NamedTuple):
-    drop: Bool[Array, " slots"]
-    places: Int32[Array, " slots"]
-    num_rows: Int32[Array, " slots"]
+    first, pins = forking.first_of_group(state), sharing.pins(state)
+    owned = tables.owned_pages(state.pool, table, first, pins=pins)
+    others = tables.num_pages(table, page_size=size) - owned
+    own = jnp.sum(jnp.maximum(table.length - others * size, 0), dtype=jnp.int32)
+    if pins is None:
+        return own
+    return own + size * jnp.sum((pins > 0) & (state.pool.ref > 1), dtype=jnp.int32)
 
 
 class _Seats(NamedTuple):
@@ -95,7 +105,10 @@ class _Seats(NamedTuple):
 
 
 def carry_out(
-    state: EngineState, plan: scheduling.Plan, config: EngineConfig
+    state: EngineState,
+    plan: scheduling.Plan,
+    found: sharing.Found,
+    config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"], Int32[Array, ""], Bool[Array, ""]]:
     """Preempts, admits, reserves, and copies what is about to be written.
 
@@ -109,7 +122,8 @@ def carry_out(
         return jnp.zeros_like(values).at[line].set(values, unique_indices=True)
 
     preempted = by_slot(plan.preempt)
-    state = forking.note_common(state, preempted)
+    state = sharing.let_go(forking.note_common(state, preempted), preempted)
+    pool, table = tables.drop(state.pool, state.table, preempted)
     s, slots, queue = state.sequences, state.slots, state.queue
     # A group that gives way waits as one, in order of the line.
     losers = jnp.where(plan.preempt, slots.sequence[line], NOBODY)
@@ -141,27 +155,32 @@ def carry_out(
     waiting = jnp.where(admitted, NOBODY, queue.sequence)
     status = paging.put(s.status, losers, WAITING, "set")
     status = jnp.where(seats.slot >= 0, RUNNING, status)
-    pool, table, copies, enough = tables.apply(
-        *(state.pool, state.table, _Demand(preempted, places, num_rows)),
-        page_size=config.page_size,
+    state = state._replace(
+        pool=pool,
+        table=table,
+        sequences=s._replace(status=status),
+        slots=slots._replace(
+            sequence=sequence,
+            source=seat(jnp.where(preempted, NOBODY, slots.source), waits),
+            num_common=lead(jnp.where(preempted, 0, slots.num_common), common),
+            line=_packed(new_line)[: config.max_slots],
+        ),
+        queue=queueing.pack_queue(
+            jnp.concatenate([groups, waiting]), queue.sequence.shape[0]
+        ),
+    )
+    state = sharing.start(state, found, seats.first)
+    sizes = {"page_size": config.page_size}
+    wanted = tables.num_wanted(state.pool, state.table, places, num_rows, **sizes)
+    state = sharing.make_room(state, wanted, config)
+    pool, table, copies, enough = tables.reserve(
+        *(state.pool, state.table, places, num_rows),
+        **sizes,
         max_new_pages=config.max_pages_per_slot,
     )
+    pages = caching.copy(state.pages, copies.source, copies.target)
     return (
-        state._replace(
-            pages=caching.copy(state.pages, copies.source, copies.target),
-            pool=pool,
-            table=table,
-            sequences=s._replace(status=status),
-            slots=slots._replace(
-                sequence=sequence,
-                source=seat(jnp.where(preempted, NOBODY, slots.source), waits),
-                num_common=lead(jnp.where(preempted, 0, slots.num_common), common),
-                line=_packed(new_line)[: config.max_slots],
-            ),
-            queue=queueing.pack_queue(
-                jnp.concatenate([groups, waiting]), queue.sequence.shape[0]
-            ),
-        ),
+        state._replace(pages=pages, pool=pool, table=table),
         jnp.where(enough, num_rows, 0),
         jnp.sum(copies.source >= 0, dtype=jnp.int32),
         enough,

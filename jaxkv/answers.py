@@ -223,6 +223,8 @@ def make_requests(
             [*[keys[i] for i in owner], *[np.zeros(2, np.uint32)] * unused],
             [*samples, *[0] * unused],
         ),
+        salt=column([ask.salt for ask in asks], np.uint32),
+        reuses=column([ask.prefix_cache for ask in asks], bool),
         scored=column([scores(ask) for ask in asks], bool),
         prompt_scored=prompt_scored,
         arrival=column([clock(time_s) for time_s in arrivals_s]).reshape(width, 2),

@@ -33,14 +33,13 @@ class Static(NamedTuple):
         fits = (slots * each <= c.free_pages) & (slots <= c.running.shape[0])
         first = jnp.arange(slots.shape[0], dtype=jnp.int32) == 0
         admit = c.waiting & ~busy & (fits | first)
-        short = c.running & (c.num_tokens > c.num_pages * c.page_size)
         num_rows, head_rows = scheduling.share_budget(
             c, c.running, admit, scheduling.NO_LIMIT
         )
         return scheduling.Plan(
             preempt=jnp.zeros_like(c.running),
-            # Only sequences forked since have less than they need.
-            places=jnp.where(short, c.num_tokens, 0),
+            # All but sequences forked since have as many already.
+            places=jnp.where(c.running, c.num_tokens, 0),
             num_rows=num_rows,
             admit=admit,
             head_places=jnp.where(admit, jnp.minimum(longest, each * c.page_size), 0),

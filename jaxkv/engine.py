@@ -19,6 +19,7 @@ from jaxkv import (
     forwarding,
     paging,
     scheduling,
+    sharing,
     tables,
 )
 from jaxkv.emission import LogitsFn
@@ -87,9 +88,12 @@ def step(
     Returns:
       The new state, and what happened.
     """
-    plan = scheduling.schedule(admission.counts(state, config), policy)
-    state, num_rows, num_copied, enough = admission.carry_out(state, plan, config)
-    used_pages = config.num_pages - state.pool.num_free
+    counts, found = admission.counts(state, config)
+    plan = scheduling.schedule(counts, policy)
+    state, num_rows, num_copied, enough = admission.carry_out(
+        state, plan, found, config
+    )
+    used_pages = config.num_pages - state.pool.num_free - sharing.num_idle(state)
     running = state.slots.sequence
     forks = forking.due(state, num_rows)
     result = feeding.feed(
@@ -121,6 +125,7 @@ def step(
         violations=auditing.violations(
             *(state.pool, state.table, (slots.sequence >= 0) | slots.held),
             page_size=config.page_size,
+            pins=sharing.pins(state),
         )
         if config.debug
         else None,
@@ -183,6 +188,7 @@ def _retire(
         occupied = held | ended
         done = ~jnp.any(sequence >= 0)
         gone, held = occupied & done, occupied & ~done
+    state = sharing.let_go(state, gone)
     pool, table = tables.drop(state.pool, state.table, gone)
     return state._replace(
         pool=pool, table=table, slots=slots._replace(sequence=sequence, held=held)

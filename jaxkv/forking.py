@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import paging, tables
+from jaxkv import paging, sharing, tables
 from jaxkv.states import NOBODY, EngineConfig, EngineState
 
 
@@ -48,8 +48,11 @@ def advance(
     """Counts the rows fed as written, and forks whoever is due."""
     s, slots = state.sequences, state.slots
     length = state.table.length
-    table = tables.advance(state.table, num_rows)
-    pool, table = tables.fork(state.pool, table, forks, page_size=config.page_size)
+    state = state._replace(table=tables.advance(state.table, num_rows))
+    state = sharing.keep(state, length, config)
+    pool, table = tables.fork(
+        state.pool, state.table, forks, page_size=config.page_size
+    )
     fed_before = paging.take(s.num_fed, slots.sequence, fill=0)
     again = jnp.clip(fed_before - length, 0, num_rows)
     done = paging.put(jnp.zeros_like(forks), forks, 1, "add") > 0

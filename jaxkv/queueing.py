@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxkv import paging, sampling, states, tables
+from jaxkv import paging, sampling, sharing, states, tables
 from jaxkv.states import NOBODY, EngineState
 
 
@@ -34,6 +34,10 @@ class Requests(NamedTuple):
     """Tokens that end the sequence; -1 where unused."""
     params: sampling.Params
     """How tokens are drawn."""
+    salt: UInt32[Array, " requests"]
+    """Cached pages are shared only where salts are equal."""
+    reuses: Bool[Array, " requests"]
+    """Whether the prefix cache serves the sequence, and keeps its pages."""
     scored: Bool[Array, " requests"]
     """Whether log-probabilities are kept."""
     prompt_scored: Bool[Array, " requests"]
@@ -108,6 +112,9 @@ def submit(
             limit=put(s.limit, requests.limit),
             stop_tokens=put(s.stop_tokens, requests.stop_tokens),
             params=jax.tree.map(put, s.params, requests.params),
+            salt=put(s.salt, requests.salt),
+            # Scores of a prompt come from reading all of it.
+            reuses=put(s.reuses, requests.reuses & ~requests.prompt_scored),
             scored=put(s.scored, requests.scored),
             prompt_scored=put(s.prompt_scored, requests.prompt_scored),
             logprobs=clear(s.logprobs),
@@ -171,6 +178,7 @@ def cancel(
     alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
     ended = jnp.any(named, axis=1) & alive
     gone = paging.take(ended, slots.sequence, fill=False)
+    state = sharing.let_go(state, gone)
     pool, table = tables.drop(state.pool, state.table, gone)
     stays = paging.take(_any_in_group(s, alive & ~ended), queue.sequence, fill=False)
     return state._replace(

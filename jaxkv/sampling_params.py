@@ -57,6 +57,12 @@ class Sampling:
     prompt_logprobs: bool = False
     """Whether the prompt's tokens get log-probabilities, too."""
 
+    prefix_cache: bool = True
+    """Whether the request may start on cached pages of its first tokens, and leave its
+    own; pages hold the same either way."""
+    salt: int = 0
+    """Cached pages are shared among requests of the same salt only, in [0, 2**32)."""
+
     def __post_init__(self) -> None:
         """Checks every field.
 
@@ -80,6 +86,10 @@ class Sampling:
             (
                 self.seed is None or _is_count(self.seed, below=2**64),
                 f"{self.seed=} must be None or an integer in [0, 2**64)",
+            ),
+            (
+                _is_count(self.salt, below=2**32),
+                f"{self.salt=} must be in [0, 2**32)",
             ),
             (_is_count(self.n) and self.n > 0, f"{self.n=} must be at least 1"),
             (

@@ -50,14 +50,16 @@ class Counts(NamedTuple):
     waiting_tokens: Int32[Array, " head"]
     """Tokens each of them has to feed before its next token is drawn; of several
     sequences, those with which all begin."""
+    waiting_cached: Int32[Array, " head"]
+    """How many of these it would find in the prefix cache, and not feed."""
     waiting_slots: Int32[Array, " head"]
     """Sequences of each."""
     waiting_pages: Int32[Array, " head"]
-    """Pages for all tokens known of each."""
+    """Free pages that all tokens known of each would take."""
     waiting_scored_prompt: Bool[Array, " head"]
     """As `scored_prompt`."""
     free_pages: Int32[Array, ""]
-    """Pages that nobody uses."""
+    """Pages that nobody uses, those of the prefix cache included."""
     page_size: Size
     """Token places in a page."""
     max_length: Size
@@ -201,7 +203,10 @@ def share_budget(
     need = jnp.where(runs, c.num_tokens - c.length, 0)
     decodes = need == 1
     prompts = jnp.concatenate(
-        [jnp.where(decodes, 0, need), jnp.where(admit, c.waiting_tokens, 0)]
+        [
+            jnp.where(decodes, 0, need),
+            jnp.where(admit, c.waiting_tokens - c.waiting_cached, 0),
+        ]
     )
     prompts = jnp.minimum(prompts, jnp.asarray(chunk_size, jnp.int32))
     scored = jnp.concatenate([c.scored_prompt, c.waiting_scored_prompt])

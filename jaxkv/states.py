@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import caching, paging, sampling, tables
+from jaxkv import caching, paging, prefixes, sampling, tables
 
 NOBODY = -1
 """Stands where a slot, a line or a queue could name a sequence and does not."""
@@ -58,6 +58,8 @@ class EngineConfig:
     """Requests that one call of `submit` hands over."""
     steps_per_call: int = 16
     """Steps between two looks of the host."""
+    prefix_cache: bool = False
+    """Whether full pages are kept for requests that begin with the same tokens."""
     numerics: Literal["fast", "reproducible"] = "fast"
     """Whether a request gets the same bits in any company, or the fastest program."""
     seed: int = 0
@@ -134,6 +136,10 @@ class Sequences(NamedTuple):
     """Tokens that end it; -1 where unused."""
     params: sampling.Params
     """How its tokens are drawn."""
+    salt: UInt32[Array, " sequences"]
+    """Cached pages are found only by sequences of the same salt."""
+    reuses: Bool[Array, " sequences"]
+    """Whether it starts on cached pages, and leaves its own in the cache."""
     scored: Bool[Array, " sequences"]
     """Whether the log-probabilities of its tokens are kept."""
     prompt_scored: Bool[Array, " sequences"]
@@ -190,6 +196,8 @@ class EngineState(NamedTuple):
     sequences: Sequences
     slots: Slots
     queue: Queue
+    prefixes: prefixes.Prefixes | None
+    """The prefix cache, if the engine has one."""
     clock: Int32[Array, " 2"]
     """Seconds and microseconds, as the host last said."""
 
@@ -232,6 +240,8 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
         limit=zeros(),
         stop_tokens=zeros(config.max_stop_tokens) - 1,
         params=sampling.greedy_params(num),
+        salt=zeros(dtype=jnp.uint32),
+        reuses=zeros(dtype=bool),
         scored=zeros(dtype=bool),
         prompt_scored=zeros(dtype=bool),
         logprobs=zeros(length, dtype=jnp.float32),
@@ -261,5 +271,8 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
             sequence=jnp.full((config.queue_capacity + slots,), NOBODY, jnp.int32),
             length=jnp.zeros((), jnp.int32),
         ),
+        prefixes=prefixes.make_prefixes(config.num_pages, config.page_size)
+        if config.prefix_cache
+        else None,
         clock=jnp.zeros((2,), jnp.int32),
     )

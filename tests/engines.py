@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import answers, engine, models, queueing, sampling, scheduling, states
+from jaxkv import (
+    answers,
+    engine,
+    models,
+    prefixes,
+    queueing,
+    sampling,
+    scheduling,
+    states,
+)
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState
 
@@ -65,6 +74,7 @@ class Outcome(NamedTuple):
     first_token_s: float
     finish_s: float
     num_recomputed: int
+    num_cached: int
 
 
 type Name = int | tuple[int, int]
@@ -155,9 +165,13 @@ def assert_sound(info: engine.StepInfo) -> None:
 
 
 def assert_empty(state: EngineState) -> None:
-    """Nothing is left: no page in use, no slot, nobody waiting."""
-    assert int(state.pool.num_free) == state.pool.ref.shape[0]
-    assert not state.pool.ref.any()
+    """Nothing is left: no page in use but cached ones, no slot, nobody waiting."""
+    cached = np.zeros(state.pool.ref.shape, int)
+    if state.prefixes is not None:
+        assert int(prefixes.unsound(state.prefixes, state.pool)) == 0
+        cached = np.asarray(state.prefixes.pinned).astype(int)
+    np.testing.assert_array_equal(state.pool.ref, cached)
+    assert int(state.pool.num_free) == (cached == 0).sum()
     assert not state.table.length.any()
     assert not state.table.ahead.any()
     assert (state.slots.sequence == states.NOBODY).all()
@@ -247,6 +261,7 @@ def outcomes_of(sequences: states.Sequences) -> dict[Name, Outcome]:
             first_token_s=float(s.first_token[row] @ np.array([1, 1e-6])),
             finish_s=float(s.finish[row] @ np.array([1, 1e-6])),
             num_recomputed=int(s.num_recomputed[row]),
+            num_cached=int(s.num_cached[row]),
         )
     return found
 

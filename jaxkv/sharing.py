@@ -1,0 +1,169 @@
+"""The prefix cache in the engine: what requests find there, and what they leave.
+
+A request that is admitted starts on the cached pages of its first tokens, one token at
+least left to feed. A page that a step fills enters the cache at the step's end. Where
+the same tokens are cached already, the sequence goes on with the cached page and gives
+back its own, so of two sequences that read the same in one step, the one in the lower
+slot leaves the pages for both. Pages that nobody uses are evicted when others need
+them. Everything here does nothing if the engine has no cache.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import eviction, paging, prefixes
+from jaxkv.paging import NO_PAGE, Pool
+from jaxkv.states import EngineConfig, EngineState
+from jaxkv.tables import Table
+
+
+class Found(NamedTuple):
+    """What the requests at the head of the queue would start on."""
+
+    page_ids: Int32[Array, "head pages_per_slot"]
+    """Cached pages of the first tokens; `NO_PAGE` beyond."""
+    num_tokens: Int32[Array, " head"]
+    """Tokens on them."""
+    num_idle: Int32[Array, " head"]
+    """Those among the pages that count as free until somebody starts on them."""
+
+
+def find(
+    state: EngineState,
+    sequence: Int32[Array, " head"],
+    num_tokens: Int32[Array, " head"],
+    waits: Bool[Array, " head"],
+    config: EngineConfig,
+) -> Found:
+    """Looks for the tokens that waiting requests have to feed first.
+
+    Args:
+      state: the engine.
+      sequence: row of each request's sequence that feeds first.
+      num_tokens: tokens that it has to feed.
+      waits: which rows are requests at all.
+      config: the engine's bounds.
+    """
+    (num,) = sequence.shape
+    cache, s = state.prefixes, state.sequences
+    nothing = jnp.zeros((num,), jnp.int32)
+    if cache is None:
+        ids = jnp.full((num, config.max_pages_per_slot), NO_PAGE, jnp.int32)
+        return Found(ids, nothing, nothing)
+    # While every slot is taken nobody is admitted.
+    wanted = waits & s.reuses[sequence] & jnp.any(state.slots.sequence < 0)
+    ids = prefixes.match(
+        cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
+    )
+    mapped = ids != NO_PAGE
+    idle = mapped & (paging.take(state.pool.ref, ids, fill=0) == 1)
+    return Found(
+        ids,
+        jnp.sum(mapped, axis=1, dtype=jnp.int32) * config.page_size,
+        jnp.sum(idle, axis=1, dtype=jnp.int32),
+    )
+
+
+def num_idle(state: EngineState) -> Int32[Array, ""]:
+    """Pages that are kept for their tokens alone, and can be had."""
+    if state.prefixes is None:
+        return jnp.zeros((), jnp.int32)
+    return eviction.evictable(state.prefixes, state.pool)
+
+
+def pins(state: EngineState) -> Int32[Array, " pages"] | None:
+    """1 for each page that the cache holds."""
+    if state.prefixes is None:
+        return None
+    return state.prefixes.pinned.astype(jnp.int32)
+
+
+def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> EngineState:
+    """Gives the slots of admitted requests what was found; -1 for all others."""
+    if state.prefixes is None:
+        return state
+    ids = jnp.where((slot >= 0)[:, None], found.page_ids, NO_PAGE)
+    table, s = state.table, state.sequences
+    sequence = paging.take(state.slots.sequence, slot, fill=-1)
+    # What comes back after a preemption was computed, not found.
+    new = paging.take(s.num_fed, sequence, fill=0) == 0
+    return state._replace(
+        prefixes=prefixes.touch(state.prefixes, ids),
+        pool=paging.share(state.pool, ids),
+        table=Table(
+            page_ids=paging.put(table.page_ids, slot, ids, "set"),
+            length=paging.put(table.length, slot, found.num_tokens, "set"),
+            ahead=table.ahead,
+        ),
+        sequences=s._replace(
+            num_cached=paging.put(
+                s.num_cached, sequence, jnp.where(new, found.num_tokens, 0), "add"
+            )
+        ),
+    )
+
+
+def make_room(
+    state: EngineState, wanted: Int32[Array, ""], config: EngineConfig
+) -> EngineState:
+    """Evicts pages until as many are free as are wanted, or none is left to evict."""
+    if state.prefixes is None:
+        return state
+    missing = jnp.maximum(wanted - state.pool.num_free, 0)
+    cache, pool, _ = eviction.evict(
+        state.prefixes, state.pool, missing, max_pages=config.num_pages
+    )
+    return state._replace(prefixes=cache, pool=pool)
+
+
+def let_go(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
+    """Notes that slots about to be emptied have used their pages until now."""
+    if state.prefixes is None:
+        return state
+    ids = jnp.where(gone[:, None], state.table.page_ids, NO_PAGE)
+    return state._replace(prefixes=prefixes.touch(state.prefixes, ids))
+
+
+def keep(
+    state: EngineState, before: Int32[Array, " slots"], config: EngineConfig
+) -> EngineState:
+    """Enters the pages filled in this step, one column of every slot at a time.
+
+    Args:
+      state: the engine, its table advanced.
+      before: length of each slot before.
+      config: the engine's bounds.
+    """
+    if state.prefixes is None:
+        return state
+    s, size, sequence = state.sequences, config.page_size, state.slots.sequence
+    reuses = paging.take(s.reuses, sequence, fill=False)
+    salt = paging.take(s.salt, sequence, fill=0)
+    first, end = before // size, state.table.length // size
+    num_filled = jnp.where(reuses, end - first, 0)
+    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
+    offset = jnp.arange(size, dtype=jnp.int32)[None, :]
+
+    def column(
+        index: Array, carry: tuple[prefixes.Prefixes, Pool, Array]
+    ) -> tuple[prefixes.Prefixes, Pool, Array]:
+        cache, pool, page_ids = carry
+        place = jnp.where(index < num_filled, first + index, -1)
+        own = paging.take(page_ids, (slot, place), fill=NO_PAGE)
+        parent = paging.take(page_ids, (slot, place - 1), fill=NO_PAGE)
+        at = (sequence[:, None], place[:, None] * size + offset)
+        tokens = paging.take(s.tokens, at, fill=0)
+        cache, pool, kept = prefixes.enter(cache, pool, own, parent, tokens, salt)
+        other = (kept != NO_PAGE) & (kept != own)
+        pool = paging.share(pool, jnp.where(other, kept, NO_PAGE))
+        pool = paging.release(pool, jnp.where(other, own, NO_PAGE))
+        at = (slot, jnp.where(other, place, -1))
+        return cache, pool, paging.put(page_ids, at, kept, "set")
+
+    carry = (state.prefixes, state.pool, state.table.page_ids)
+    cache, pool, page_ids = lax.fori_loop(0, jnp.max(num_filled), column, carry)
+    table = state.table._replace(page_ids=page_ids)
+    return state._replace(prefixes=cache, pool=pool, table=table)
