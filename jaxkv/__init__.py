@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxkv.sampling import Sampling
     from jaxkv.scheduling import Counts, Plan, Policy, fcfs, schedule
     from jaxkv.serving import Engine
+    from jaxkv.snapshots import load_state, save_state
     from jaxkv.states import EngineConfig, EngineState, init
 
 # Names load on first use: importing the package costs little more than JAX does.
@@ -51,8 +52,10 @@ _HOMES = {
     "drain": "queueing",
     "fcfs": "scheduling",
     "init": "states",
+    "load_state": "snapshots",
     "make_requests": "answers",
     "run_steps": "engine",
+    "save_state": "snapshots",
     "schedule": "scheduling",
     "static": "baselines",
     "step": "engine",
@@ -79,8 +82,10 @@ __all__ = [
     "drain",
     "fcfs",
     "init",
+    "load_state",
     "make_requests",
     "run_steps",
+    "save_state",
     "schedule",
     "static",
     "step",

@@ -33,13 +33,18 @@ class Static(NamedTuple):
         fits = (slots * each <= c.free_pages) & (slots <= c.running.shape[0])
         first = jnp.arange(slots.shape[0], dtype=jnp.int32) == 0
         admit = c.waiting & ~busy & (fits | first)
+        # Its own sequences have their pages, but not those forked since, nor those that
+        # another policy let in: whoever of these finds none gives way and waits.
+        need = tables.pages_for(c.num_tokens, page_size=c.page_size)
+        growth = jnp.where(c.running, jnp.maximum(need - c.num_pages, 0) + c.copies, 0)
+        runs = c.running & (jnp.cumsum(growth, dtype=jnp.int32) <= c.free_pages)
+        runs &= ~jnp.zeros_like(runs).at[c.group].max(c.running & ~runs)[c.group]
         num_rows, head_rows = scheduling.share_budget(
-            c, c.running, admit, scheduling.NO_LIMIT
+            c, runs, admit, scheduling.NO_LIMIT
         )
         return scheduling.Plan(
-            preempt=jnp.zeros_like(c.running),
-            # All but sequences forked since have as many already.
-            places=jnp.where(c.running, c.num_tokens, 0),
+            preempt=c.running & ~runs,
+            places=jnp.where(runs, c.num_tokens, 0),
             num_rows=num_rows,
             admit=admit,
             head_places=jnp.where(admit, jnp.minimum(longest, each * c.page_size), 0),

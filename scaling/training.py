@@ -1,6 +1,6 @@
 """Trains a language model: a pure step, checkpoints that survive anything, a curve.
 
-The only door to optax, and with `jaxkv.checkpoints` to Orbax. `init` and `steps` are
+The only door to optax, and with `jaxkv.snapshots` to Orbax. `init` and `steps` are
 pure; `train` is the loop around them that a person watches. A run that was killed is
 taken up by calling `train` again with the same folder, and ends bit for bit where the
 unbroken run would have.

@@ -19,7 +19,7 @@ DOORS = {
     "tyro": ("experiments/cli.py",),
     "flax": ("jaxkv/models.py", "scaling/architectures.py"),
     "optax": ("scaling/training.py", "jaxkv/checkpoints.py"),
-    "orbax": ("scaling/training.py", "jaxkv/checkpoints.py"),
+    "orbax": ("scaling/training.py", "jaxkv/snapshots.py"),
     "safetensors": ("jaxkv/hf_weights.py",),
     "tokenizers": ("jaxkv/tokenizing.py",),
     "jinja2": ("jaxkv/chatting.py",),

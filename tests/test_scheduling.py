@@ -297,8 +297,15 @@ def test_static_feeds_prompts_as_the_budget_lets_it() -> None:
 def test_static_admits_nobody_into_a_batch(line: list) -> None:
     c = counts(line, waiting=[1], free_pages=16, max_length=17)
     runs = [int(isinstance(each, tuple)) for each in line]
-    places = [5 * run for run in runs]
-    check(plan_of(c, baselines.static()), places=places, num_rows=runs)
+    places = [5 * each for each in runs]
+    check(plan_of(c, baselines.static()), num_rows=runs, places=places)
+
+
+def test_static_lets_those_grow_that_another_policy_admitted() -> None:
+    # Full pages of 4 each: two find a page, the third waits for the next batch.
+    c = counts([(5, 4, 1), (9, 8, 2), (5, 4, 1)], waiting=[1], free_pages=2)
+    plan = plan_of(c, baselines.static())
+    check(plan, preempt=[0, 0, 1], places=[5, 9, 0], num_rows=[1, 1, 0])
 
 
 def test_static_admits_nobody_who_has_not_arrived() -> None:
