@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxkv import paging, sampling, sharing, states, tables
+from jaxkv import forking, paging, sampling, sharing, states, tables
 from jaxkv.states import NOBODY, EngineState
 
 
@@ -171,14 +171,15 @@ def cancel(
     Returns:
       The new state. The sequences are FINISHED with what they had.
     """
-    s, slots, queue = state.sequences, state.slots, state.queue
+    s, queue = state.sequences, state.queue
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
     if samples is not None:
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
     ended = jnp.any(named, axis=1) & alive
-    gone = paging.take(ended, slots.sequence, fill=False)
-    state = sharing.let_go(state, gone)
+    gone = paging.take(ended, state.slots.sequence, fill=False)
+    state = forking.leave(sharing.let_go(state, gone), gone)
+    slots = state.slots
     pool, table = tables.drop(state.pool, state.table, gone)
     stays = paging.take(_any_in_group(s, alive & ~ended), queue.sequence, fill=False)
     return state._replace(
@@ -189,11 +190,7 @@ def cancel(
             reason=jnp.where(ended, states.CANCELLED, s.reason),
             finish=jnp.where(ended[:, None], state.clock[None, :], s.finish),
         ),
-        slots=slots._replace(
-            sequence=jnp.where(gone, NOBODY, slots.sequence),
-            source=jnp.where(gone, NOBODY, slots.source),
-            num_common=jnp.where(gone, 0, slots.num_common),
-        ),
+        slots=slots._replace(sequence=jnp.where(gone, NOBODY, slots.sequence)),
         queue=pack_queue(
             jnp.where(stays, queue.sequence, NOBODY), queue.sequence.shape[0]
         ),
