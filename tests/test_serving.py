@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Sampling, checkpoints, models
+from jaxkv import Sampling, checkpoints, models, records
 from jaxkv.tokenizing import ByteTokenizer, Tokenizer
 from tests import engines
 
@@ -59,12 +59,25 @@ def engine(shared: jaxkv.Engine):
     """One engine for all tests here: each leaves it idle, with every page free."""
     shared.trace.clear()
     yield shared
-    assert list(shared.stream()) == []
-    for info in shared.trace:
+    assert_idle(shared)
+
+
+@pytest.fixture
+def cached():
+    """An engine that keeps pages for who begins alike."""
+    engine = make_engine(prefix_cache=True)
+    yield engine
+    assert_idle(engine)
+
+
+def assert_idle(engine: jaxkv.Engine) -> None:
+    assert list(engine.stream()) == []
+    for info in engine.trace:
         engines.assert_sound(info)
-    state = shared._state
-    engines.assert_empty(state)
-    assert not np.asarray(state.sequences.status).any()
+    engines.assert_empty(engine._state)
+    assert not np.asarray(engine._state.sequences.status).any()
+    assert not engine._records
+    assert (engine._unfinished, engine._finished, engine._requests) == (0, 0, 0)
 
 
 @functools.cache
@@ -323,6 +336,267 @@ def test_draws_follow_seed_or_request_id(engine: jaxkv.Engine) -> None:
 
     assert one(free, 1000) == one(free, 1000) != one(free, 1001)
     assert one(seeded, 1000) == one(seeded, 1001)
+
+
+SEVERAL = Sampling(n=3, seed=7, max_tokens=16, ignore_eos=True)
+
+
+def drawn(prompt: list[int] | str, ask: Sampling, name: int = 0) -> list[list[int]]:
+    """Every answer of a request from the plain loop, each for itself."""
+    tokens = the_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+    config, params, *_ = loaded()
+    asks = [engines.Ask(name, tokens, ask)]
+    found = engines.plain(asks, BOUNDS, model=config, weights=params)
+    return [found[each][0] for each in engines.names_of(asks)]
+
+
+def score_of(prompt: list[int], answer: list[int]) -> list[float]:
+    """Log-probability of each token of an answer, from one full forward pass."""
+    config, params, *_ = loaded()
+    tokens, known = np.zeros((1, 64), np.int32), [*prompt, *answer]
+    tokens[0, : len(known)] = known
+    logits = engines.full_logits(params, tokens, config=config)[0]
+    law = np.asarray(jax.nn.log_softmax(logits, axis=1))
+    return [float(law[i - 1, known[i]]) for i in range(len(prompt), len(known))]
+
+
+def test_several_answers_are_those_that_each_draw_gives(engine: jaxkv.Engine) -> None:
+    asks = [
+        dataclasses.replace(SEVERAL, n=n, seed=seed)
+        for n, seed in ((3, 7), (1, 8), (2, None))
+    ]
+    names = [engine.submit(*pair) for pair in zip(PROMPTS, asks, strict=False)]
+    done = completions(engine)
+    for name, prompt, ask in zip(names, PROMPTS, asks, strict=False):
+        answers, expected = done[name].answers, drawn(prompt, ask, name)
+        assert [each.sample for each in answers] == list(range(ask.n))
+        assert [each.tokens for each in answers] == expected
+        assert [each.text for each in answers] == [
+            the_tokenizer().decode(tokens) for tokens in expected
+        ]
+        assert {each.reason for each in answers} == {"length"}
+        assert len({tuple(tokens) for tokens in expected}) == ask.n
+        assert done[name].tokens == expected[0]
+        assert done[name].num_recomputed == 0
+
+
+def told(engine: jaxkv.Engine, then: Any = None) -> tuple[dict, dict, dict]:
+    """Runs to the end: what events told of each sample, and the completions.
+
+    `then` is called with every event.
+    """
+    text: dict[tuple[int, int], str] = {}
+    reasons: dict[tuple[int, int], str] = {}
+    done: dict[int, jaxkv.Completion] = {}
+    for event in engine.stream():
+        assert event.request_id not in done
+        name = event.request_id, event.sample
+        if event.tokens:
+            assert name not in reasons
+        text[name] = text.get(name, "") + event.text
+        if event.reason is not None:
+            assert name not in reasons
+            reasons[name] = event.reason
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+        if then is not None:
+            then(event)
+    return text, reasons, done
+
+
+def test_events_of_several_answers_add_up_to_each(engine: jaxkv.Engine) -> None:
+    for prompt in PROMPTS:
+        engine.submit(prompt, SEVERAL)
+    text, reasons, done = told(engine)
+    assert len(text) == len(reasons) == 15
+    for name, completion in done.items():
+        for each in completion.answers:
+            assert text[name, each.sample] == each.text
+            assert reasons[name, each.sample] == each.reason
+
+
+def own_string(texts: list[str], sample: int) -> str:
+    """Two characters that stand in the middle of one text and in no other."""
+    others = [text for i, text in enumerate(texts) if i != sample]
+    for start in range(3, len(texts[sample]) - 3):
+        stop = texts[sample][start : start + 2]
+        if stop.isascii() and not any(stop in text for text in others):
+            return stop
+    raise AssertionError(f"no string of its own in {texts!r}")
+
+
+@pytest.mark.parametrize("sample", [0, 1, 2])
+def test_a_stop_string_ends_one_answer(engine: jaxkv.Engine, sample: int) -> None:
+    answers = drawn("import os\n", SEVERAL)
+    texts = [the_tokenizer().decode(tokens) for tokens in answers]
+    stop = own_string(texts, sample)
+    engine.submit("import os\n", dataclasses.replace(SEVERAL, stop=(stop,)))
+    text, reasons, done = told(engine)
+    [completion] = done.values()
+    for each in completion.answers:
+        kept, reason = texts[each.sample], "length"
+        if each.sample == sample:
+            kept, reason = kept[: kept.index(stop)], "stop"
+            assert len(each.tokens) < 16
+        name = completion.request_id, each.sample
+        assert each.text == text[name] == kept
+        assert each.reason == reasons[name] == reason
+        assert each.tokens == answers[each.sample][: len(each.tokens)]
+
+
+def test_cancel_ends_every_answer_that_still_runs(engine: jaxkv.Engine) -> None:
+    ask = dataclasses.replace(SEVERAL, max_tokens=24)
+    answers = drawn("class Heap:", ask)
+    texts = [the_tokenizer().decode(tokens) for tokens in answers]
+    stop = own_string([text[:14] for text in texts], 1)
+    name = engine.submit("class Heap:", dataclasses.replace(ask, stop=(stop,)))
+    behind = engine.submit("x", GREEDY)
+
+    def cancel(event: jaxkv.Event) -> None:
+        if event.request_id == name and event.sample == 1 and event.reason == "stop":
+            engine.cancel(name)
+
+    text, reasons, done = told(engine, cancel)
+    found = done[name].answers
+    assert [each.reason for each in found] == ["cancelled", "stop", "cancelled"]
+    for each in found:
+        assert reasons[name, each.sample] == each.reason
+        assert text[name, each.sample] == each.text
+        assert each.tokens == answers[each.sample][: len(each.tokens)]
+        assert each.tokens
+    assert done[behind].text == answer_text("x")
+
+
+def test_several_answers_withdrawn_before_they_start(engine: jaxkv.Engine) -> None:
+    name = engine.submit("x", SEVERAL)
+    engine.cancel(name)
+    text, reasons, done = told(engine)
+    assert [each.tokens for each in done[name].answers] == [[], [], []]
+    assert set(reasons.values()) == {"cancelled"}
+    assert len(reasons) == 3
+    assert "".join(text.values()) == ""
+    assert not engine.trace
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) -> None:
+    ask = dataclasses.replace(SEVERAL, n=n, best_of=3)
+    for prompt in PROMPTS[:3]:
+        [done] = engine.generate([prompt], dataclasses.replace(ask, logprobs=0))
+        [same] = engine.generate([prompt], ask)
+        start = the_tokenizer().encode(prompt)
+        answers = drawn(prompt, ask)
+        scores = [sum(score_of(start, answer)) for answer in answers]
+        # With `best_of` equal to `n` there is nothing to choose, and nothing is sorted.
+        order = np.argsort(scores)[::-1][:n] if n < 3 else np.arange(3)
+        assert [each.sample for each in done.answers] == order.tolist()
+        assert [each.tokens for each in done.answers] == [answers[i] for i in order]
+        assert [each.score for each in done.answers] == pytest.approx(
+            [scores[i] for i in order], abs=1e-3
+        )
+        assert [each.tokens for each in same.answers] == [answers[i] for i in order]
+        assert same.logprobs is None
+
+
+def test_what_broke_off_is_never_the_best() -> None:
+    parts = [
+        records.Part(stream=None, reason="nan"),
+        records.Part(stream=None, reason="length", tokens=[1, 2], logprobs=[-3.0, -4]),
+        records.Part(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
+    ]
+    record = records.Record(
+        request_id=0,
+        prompt=[1],
+        sampling=Sampling(best_of=3),
+        arrival_s=0.0,
+        end_tokens=(),
+        parts=parts,
+    )
+    for sample in range(3):
+        record.close(sample, None, 0)
+    assert record.complete().answers[0].score == -6.0
+
+
+def test_scores_of_several_answers(engine: jaxkv.Engine) -> None:
+    ask = dataclasses.replace(SEVERAL, logprobs=2, prompt_logprobs=True)
+    prompt = the_tokenizer().encode("def f(x):")
+    single = Sampling.greedy(max_tokens=1, prompt_logprobs=True)
+    done, alone = engine.generate([prompt, prompt], [ask, single])
+    assert done.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-4)
+    for each in done.answers:
+        expected = score_of(prompt, each.tokens)
+        assert each.logprobs == pytest.approx(expected, abs=1e-4)
+        assert each.score == pytest.approx(sum(expected), abs=1e-3)
+        assert each.top_logprobs is not None
+        assert [len(best) for best in each.top_logprobs] == [2] * 16
+        for token, logprob, best in zip(
+            each.tokens, expected, each.top_logprobs, strict=True
+        ):
+            assert min(best.values()) <= max(best.values()) + 1e-6
+            assert best.get(token, logprob) == pytest.approx(logprob, abs=1e-4)
+            assert max(best.values()) >= logprob - 1e-4
+
+
+def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
+    # 8 rows of sequences and 3 slots for about fifty, and pages for one large request.
+    rng = np.random.default_rng(1)
+    prompts, asks = [], []
+    for size in rng.integers(1, 24, 24):
+        prompts.append(rng.integers(2, 320, size).tolist())
+        num = int(rng.integers(1, 40))
+        own_pages = -(-(int(size) + num - 1) // 4) - size // 4
+        n = min(1 + int(rng.integers(3)), (24 - int(size) // 4) // max(1, own_pages))
+        asks.append(Sampling(n=int(n), max_tokens=num, ignore_eos=True))
+    assert sum(ask.n for ask in asks) > 40
+    names = [engine.submit(*pair) for pair in zip(prompts, asks, strict=True)]
+    done = completions(engine)
+    assert sorted(done) == sorted(names)
+    assert sum(each.num_recomputed for each in done.values()) > 0
+    for name, prompt, ask in zip(names, prompts, asks, strict=True):
+        answers = [each.tokens for each in done[name].answers]
+        assert answers == drawn(prompt, ask, name)
+    first = [done[name].first_token_s or 0.0 for name in names]
+    assert first == sorted(first)
+
+
+def test_a_chat_finds_what_its_turns_left(
+    engine: jaxkv.Engine, cached: jaxkv.Engine
+) -> None:
+    tokenizer, known, num_fed = the_tokenizer(), [], 0
+    for turn in PROMPTS[:3]:
+        known += tokenizer.encode(turn)
+        ask = Sampling.greedy(max_tokens=7)
+        [done] = cached.generate([known], ask)
+        [same] = engine.generate([known], ask)
+        assert (done.tokens, done.text) == (same.tokens, same.text)
+        # Full pages of what was fed so far, one token at least left to compute.
+        found = min(num_fed, len(known) - 1) // 4 * 4
+        assert (done.num_cached, same.num_cached) == (found, 0)
+        known += done.tokens
+        num_fed = len(known) - 1  # the last token was never fed
+    assert num_fed > 24
+    whole = (len(known) - 2) // 4 * 4
+    apart = Sampling.greedy(max_tokens=1, salt=1)
+    outside = Sampling.greedy(max_tokens=1, prefix_cache=False)
+    inside = Sampling(max_tokens=1, n=3)
+    for ask, found in ((inside, whole), (outside, 0), (apart, 0)):
+        [done] = cached.generate([known[:-1]], ask)
+        assert done.num_cached == found
+
+
+def test_no_text_tells_of_the_cache(engine: jaxkv.Engine, cached: jaxkv.Engine) -> None:
+    prompts = ["import os\n" + prompt for prompt in PROMPTS * 2]
+    asks = [
+        dataclasses.replace(SEVERAL, seed=seed, n=1 + seed % 3)
+        for seed in range(len(prompts))
+    ]
+    on, off = (each.generate(prompts, asks) for each in (cached, engine))
+    for one, other in zip(on, off, strict=True):
+        assert [each.text for each in one.answers] == [
+            each.text for each in other.answers
+        ]
+    assert sum(each.num_cached for each in on) > 10 * 4
+    assert sum(each.num_cached for each in off) == 0
 
 
 def test_cancel_wherever_the_request_is(engine: jaxkv.Engine) -> None:
