@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import paging, sampling, sharing, states, tables
+from jaxkv import beams, paging, sampling, sharing, states, tables
 from jaxkv.states import NOBODY, EngineState
 
 
@@ -42,6 +42,12 @@ class Requests(NamedTuple):
     """Whether log-probabilities are kept."""
     prompt_scored: Bool[Array, " requests"]
     """Whether those of the prompt are kept, too."""
+    beam_width: Int32[Array, " requests"]
+    """Beams of the request, as many as it has rows; 0 if it does not search."""
+    length_penalty: Float[Array, " requests"]
+    """As in `beams.Params`."""
+    early_stopping: Int32[Array, " requests"]
+    """As in `beams.Params`."""
     arrival: Int32[Array, "requests 2"]
     """Seconds and microseconds at which the request may be admitted."""
 
@@ -70,6 +76,7 @@ def submit(
     first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
     size = jnp.zeros_like(index).at[first].add(1)[first]
     taken = _fits(requests, config) & (size <= config.max_slots)
+    taken &= r.beam_width <= config.max_beams
     taken &= _worst_case(requests, first, config)[first] <= config.num_pages
     taken = jnp.ones_like(taken).at[first].min(taken)[first]
     begins = taken & (first == index)
@@ -99,6 +106,7 @@ def submit(
         return put(old, jnp.zeros((), old.dtype))
 
     return state._replace(
+        search=_begin_search(state, requests, row, config),
         sequences=s._replace(
             tokens=put(s.tokens, requests.tokens),
             status=put(s.status, jnp.asarray(states.WAITING, jnp.int32)),
@@ -136,6 +144,33 @@ def submit(
             length=queue.length + jnp.sum(begins, dtype=jnp.int32),
         ),
     ), taken
+
+
+def _begin_search(
+    state: EngineState,
+    requests: Requests,
+    row: Int32[Array, " requests"],
+    config: states.EngineConfig,
+) -> states.Search | None:
+    """Makes the searches of new requests; whoever does not search has width 0."""
+    search, r = state.search, requests
+    if search is None:
+        return None
+
+    def put(old: Array, new: Array) -> Array:
+        return paging.put(old, row, new, "set")
+
+    group = beams.make_beams(config.max_beams)
+    return search._replace(
+        width=put(search.width, r.beam_width),
+        length_penalty=put(search.length_penalty, r.length_penalty),
+        early_stopping=put(search.early_stopping, r.early_stopping),
+        groups=jax.tree.map(
+            lambda old, new: put(old, jnp.broadcast_to(new, (row.size, *new.shape))),
+            *(search.groups, group),
+        ),
+        parents=put(search.parents, jnp.zeros((), jnp.int32)),
+    )
 
 
 def _fits(requests: Requests, config: states.EngineConfig) -> Bool[Array, " requests"]:
