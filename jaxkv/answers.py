@@ -87,6 +87,8 @@ class Event(NamedTuple):
     """What became of it, with the last event of a request."""
     sample: int = 0
     """Which of its sequences the tokens and the text belong to."""
+    reason: str | None = None
+    """Why that sequence ended, told once, when it has."""
 
 
 def check(

@@ -98,6 +98,34 @@ def advance(
     )
 
 
+def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
+    """Lets slots out of the reading for others, before they are emptied.
+
+    The first of those that wait for a slot that leaves goes on in its place, from its
+    pages; a slot that nobody waits for any more reads for itself.
+    """
+    slots, size = state.slots, state.pages.page_size
+    every = jnp.arange(gone.shape[0], dtype=jnp.int32)
+    source = jnp.where(gone, NOBODY, slots.source)
+    orphan = paging.take(gone, source, fill=False)
+    heir = jnp.full_like(every, every.shape[0])
+    heir = paging.put(heir, jnp.where(orphan, source, NOBODY), every, "min")
+    heir = paging.take(heir, source, fill=NOBODY)
+    succeeds = orphan & (heir == every)
+    left = jnp.where(succeeds, source, NOBODY)
+    pool, table = tables.fork(state.pool, state.table, left, page_size=size)
+    common = jnp.where(
+        succeeds, paging.take(slots.num_common, source, fill=0), slots.num_common
+    )
+    source = jnp.where(succeeds, NOBODY, jnp.where(orphan, heir, source))
+    followed = paging.put(jnp.zeros_like(every), source, 1, "add") > 0
+    return state._replace(
+        pool=pool,
+        table=table,
+        slots=slots._replace(source=source, num_common=jnp.where(followed, common, 0)),
+    )
+
+
 def first_of_group(state: EngineState) -> Int32[Array, " slots"]:
     """The first slot in line that runs a sequence of the same request, or itself."""
     sequence, line = state.slots.sequence, state.slots.line

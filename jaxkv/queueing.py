@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import beams, paging, sampling, sharing, states, tables
+from jaxkv import beams, forking, paging, sampling, sharing, states, tables
 from jaxkv.states import NOBODY, EngineState
 
 
@@ -204,31 +204,36 @@ def cancel(
       samples: which of a request's sequences to end; -1, like None, means all.
 
     Returns:
-      The new state. The sequences are FINISHED with what they had.
+      The new state. The sequences are FINISHED with what they had; those of a beam
+      search, which end together, without an answer.
     """
-    s, slots, queue = state.sequences, state.slots, state.queue
+    s, queue = state.sequences, state.queue
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
     if samples is not None:
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
     ended = jnp.any(named, axis=1) & alive
-    gone = paging.take(ended, slots.sequence, fill=False)
-    state = sharing.let_go(state, gone)
+    num_tokens = s.num_tokens
+    if state.search is not None:
+        # Beams mean nothing without each other, and have no answers before the end.
+        beam = state.search.width[s.group] > 0
+        ended |= alive & beam & _any_in_group(s, ended)
+        num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
+    gone = paging.take(ended, state.slots.sequence, fill=False)
+    state = forking.leave(sharing.let_go(state, gone), gone)
+    slots = state.slots
     pool, table = tables.drop(state.pool, state.table, gone)
     stays = paging.take(_any_in_group(s, alive & ~ended), queue.sequence, fill=False)
     return state._replace(
         pool=pool,
         table=table,
         sequences=s._replace(
+            num_tokens=num_tokens,
             status=jnp.where(ended, states.FINISHED, s.status),
             reason=jnp.where(ended, states.CANCELLED, s.reason),
             finish=jnp.where(ended[:, None], state.clock[None, :], s.finish),
         ),
-        slots=slots._replace(
-            sequence=jnp.where(gone, NOBODY, slots.sequence),
-            source=jnp.where(gone, NOBODY, slots.source),
-            num_common=jnp.where(gone, 0, slots.num_common),
-        ),
+        slots=slots._replace(sequence=jnp.where(gone, NOBODY, slots.sequence)),
         queue=pack_queue(
             jnp.where(stays, queue.sequence, NOBODY), queue.sequence.shape[0]
         ),

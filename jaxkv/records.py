@@ -74,7 +74,7 @@ class Record:
         hold = 0 if reason else max(map(len, stops), default=1) - 1
         end = max(part.shown, len(part.text) - hold)
         text, part.shown = part.text[part.shown : end], end
-        return Event(self.request_id, part.tokens[old:], text, None, sample)
+        return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
 
     def _stops(self, part: Part) -> bool:
         """Cuts the text at the first stop string, if there is one."""
@@ -121,7 +121,13 @@ class Record:
         """What became of the request; most likely answers first if it ranks them."""
         found = [part.answer for part in self.parts if part.answer is not None]
         if len(found) > self.sampling.n:
-            found.sort(key=lambda answer: answer.score or 0.0, reverse=True)
+            # What ended before its time scores too well: it has fewer tokens.
+            found.sort(
+                key=lambda answer: (
+                    answer.reason in ("cancelled", "nan"),
+                    -(answer.score or 0.0),
+                )
+            )
         return Completion(
             request_id=self.request_id,
             answers=found[: self.sampling.n],

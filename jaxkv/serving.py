@@ -234,8 +234,9 @@ class Engine:
         names = [self.submit(*pair) for pair in zip(encoded, asks, strict=True)]
         done: dict[int, Completion] = {}
         others: list[Event] = []
+        wanted = set(names)
         for event in self.stream():
-            if event.request_id not in names:
+            if event.request_id not in wanted:
                 others.append(event)
             elif event.completion is not None:
                 done[event.request_id] = event.completion
@@ -348,9 +349,8 @@ class Engine:
                 self._finished -= 1
             record = self._records.get(int(names[row]))
             if record is not None:
-                part = record.parts[samples[row]]
-                if part.reason is None:
-                    part.reason, record.finish_s = "cancelled", self.now()
+                if record.parts[samples[row]].reason is None:
+                    record.finish_s = self.now()
                 self._close(record, int(samples[row]), drained, row)
 
     def _close(
@@ -358,14 +358,17 @@ class Engine:
     ) -> None:
         """Closes a sequence, and with the last one of a request the request."""
         part = record.parts[sample]
+        cancelled = part.reason is None
+        part.reason = part.reason or "cancelled"
         record.close(sample, drained, row)
         text, completion = part.text[part.shown :], None
         if record.is_complete():
             del self._records[record.request_id]
             self._requests -= drained is not None
             completion = record.complete()
-        if text or completion:
-            event = Event(record.request_id, [], text, completion, sample)
+        if text or completion or cancelled:
+            reason = part.reason if cancelled else None
+            event = Event(record.request_id, [], text, completion, sample, reason)
             self._events.append(event)
 
     def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:

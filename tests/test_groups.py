@@ -10,7 +10,7 @@ from jaxkv import answers, baselines, scheduling
 from jaxkv.sampling import Sampling
 from tests import engines
 from tests.engines import MODEL, Ask, Run
-from tests.test_engine import ROOMY, TIGHT
+from tests.test_engine import ROOMY, TIGHT, run_on
 
 
 @functools.cache
@@ -104,6 +104,35 @@ def test_equal_answers_stay_shared_through_a_preemption() -> None:
     # All that three equal answers know is read by one of them.
     others = [run.outcomes[1, sample].num_recomputed for sample in (1, 2)]
     assert others == [0, 0]
+
+
+@pytest.mark.parametrize("gone", [(0,), (1,), (0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
+    gone: tuple[int, ...], calls: int
+) -> None:
+    # Four or eight of the prompt's 22 tokens are read, by the first for all three.
+    ask = Ask(7, list(range(22)), Sampling(n=3, max_tokens=9, ignore_eos=True))
+    requests = engines.requests_of([ask], TIGHT)
+    state, _ = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
+    slow = scheduling.fcfs(chunk_size=1)
+    state, _ = run_on(state, calls=calls, policy=slow)
+    names = np.full(len(gone), 7, np.int32)
+    state = engines.cancel(state, names, np.array(gone, np.int32))
+    num_rows = 4 * calls
+    for _ in range(12):
+        state, info = run_on(state, policy=slow)
+        num_rows += int(info.num_rows.sum())
+    engines.assert_empty(state)
+    _, sequences = engines.drain(state)
+    outcomes, expected = engines.outcomes_of(sequences), engines.plain([ask], TIGHT)
+    for sample in range(3):
+        name = engines.name_of(7, sample)
+        cancelled = sample in gone
+        assert outcomes[name].reason == ("cancelled" if cancelled else "length")
+        assert outcomes[name].tokens == ([] if cancelled else expected[name][0])
+    # Nothing is read again.
+    assert num_rows == 22 + 8 * (3 - len(gone))
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,14 @@ def test_a_cancelled_search_leaves_nothing() -> None:
         policy=scheduling.fcfs(),
     )
     assert int(state.pool.num_free) < ROOMY.num_pages
-    state = engines.cancel(state, jnp.asarray([search.request_id], jnp.int32))
+    # One beam named, all are meant.
+    names = jnp.asarray([search.request_id, -1], jnp.int32)
+    state = engines.cancel(state, names, jnp.asarray([1, -1], jnp.int32))
     state, sequences = engines.drain(state)
     engines.assert_empty(state)
-    assert len(engines.outcomes_of(sequences)) == search.sampling.num_sequences
+    outcomes = engines.outcomes_of(sequences)
+    assert len(outcomes) == search.sampling.num_sequences
+    assert all(each.tokens == [] for each in outcomes.values())
 
 
 @pytest.mark.parametrize(
