@@ -5,7 +5,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import caching, forking, paging, queueing, scheduling, sharing, tables
+from jaxkv import (
+    caching,
+    forking,
+    paging,
+    queueing,
+    scheduling,
+    searching,
+    sharing,
+    tables,
+)
 from jaxkv.states import NOBODY, RUNNING, WAITING, EngineConfig, EngineState
 
 
@@ -122,6 +131,7 @@ def carry_out(
         return jnp.zeros_like(values).at[line].set(values, unique_indices=True)
 
     preempted = by_slot(plan.preempt)
+    state = searching.note_paths(state, preempted, config)
     state = sharing.let_go(forking.note_common(state, preempted), preempted)
     pool, table = tables.drop(state.pool, state.table, preempted)
     s, slots, queue = state.sequences, state.slots, state.queue

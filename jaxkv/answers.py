@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv import engine, queueing, randomness, sampling, states
+from jaxkv import beams, engine, queueing, randomness, sampling, states
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig
 
@@ -125,6 +125,8 @@ def check(
             f"{ask.num_sequences} answers of one request must be at most "
             f"{config.max_slots=}"
         )
+    if (ask.beam_width or 0) > config.max_beams:
+        raise ValueError(f"{ask.beam_width=} must be at most {config.max_beams=}")
     if ask.num_sequences > config.max_sequences:
         raise ValueError(
             f"{ask.num_sequences} answers of one request must be at most "
@@ -229,8 +231,18 @@ def make_requests(
         reuses=column([ask.prefix_cache for ask in asks], bool),
         scored=column([scores(ask) for ask in asks], bool),
         prompt_scored=prompt_scored,
+        beam_width=column([ask.beam_width or 0 for ask in asks]),
+        length_penalty=column([ask.length_penalty for ask in asks], np.float32),
+        early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
         arrival=column([clock(time_s) for time_s in arrivals_s]).reshape(width, 2),
     )
+
+
+_STOPPING: dict[bool | str, int] = {
+    False: beams.ESTIMATE,
+    True: beams.FULL,
+    "never": beams.NEVER,
+}
 
 
 def scores(ask: Sampling) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import feeding, paging, sampling
+from jaxkv import beams, feeding, forking, paging, sampling, searching
 from jaxkv.states import (
     FINISHED,
     FULL,
@@ -52,14 +52,22 @@ def emit(
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
     num_tokens = s.num_tokens[row]
-    emits = fed & (state.table.length == num_tokens)
+    ready = fed & (state.table.length == num_tokens)
+    logits = result.logits[: config.max_slots]
+
+    def choose(logits: Array) -> tuple[Array, Array]:
+        sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
+        if config.numerics == "fast":
+            return beams.choices(logits, **sizes)
+        return _in_tiles(lambda x: beams.choices(x, **sizes), (logits,))
+
+    emits = ready & ~forking.is_beam(state)
     answer = Answer(
         tokens=s.tokens[row],
         num_tokens=num_tokens,
         prompt_length=s.prompt_length[row],
         request_id=s.request_id[row],
     )
-    logits = result.logits[: config.max_slots]
     params = jax.tree.map(lambda x: x[row], s.params)
     # An idle row must not make a batch look sampled, or scored.
     params = params._replace(temperature=jnp.where(emits, params.temperature, 0.0))
@@ -116,7 +124,10 @@ def emit(
             **_alternatives(s, logits, sequence, place, scored, config),
         )
     )
-    return state, draw, num_emitted, reason
+    state, found = searching.advance(
+        state, result.logits[: config.max_slots], ready, choose, config
+    )
+    return state, draw, num_emitted, jnp.where(found != NOT_ENDED, found, reason)
 
 
 def _in_tiles(function: Callable, rows: Any) -> Any:

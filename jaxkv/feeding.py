@@ -208,4 +208,14 @@ def _pack(
 
 
 def _tokens(state: EngineState, sequence: Array, position: Array) -> Array:
-    return paging.take(state.sequences.tokens, (sequence, position), fill=0)
+    s = state.sequences
+    tokens = paging.take(s.tokens, (sequence, position), fill=0)
+    if (search := state.search) is None:
+        return tokens
+    # A beam's own row holds its last token; those before may stand with other beams.
+    group = paging.take(s.group, sequence, fill=NOBODY)
+    beam = paging.take(search.width, group, fill=0) > 0
+    again = position < paging.take(s.num_tokens, sequence, fill=0) - 1
+    again &= position >= paging.take(s.prompt_length, sequence, fill=0)
+    path = paging.take(search.path, (sequence, position), fill=0)
+    return jnp.where(beam & again, path, tokens)

@@ -21,8 +21,34 @@ def num_to_feed(state: EngineState) -> Int32[Array, " slots"]:
     """Tokens that each slot has to have fed; 0 if it is empty or waits for a fork."""
     slots = state.slots
     known = paging.take(state.sequences.num_tokens, slots.sequence, fill=0)
+    if state.search is not None:
+        known -= _held_back(state, known).astype(jnp.int32)
     goal = jnp.where(slots.num_common > 0, slots.num_common, known)
     return jnp.where(slots.source >= 0, 0, goal)
+
+
+def _held_back(
+    state: EngineState, known: Int32[Array, " slots"]
+) -> Bool[Array, " slots"]:
+    """Beams that wait with their last token until all of their group have it left."""
+    s, sequence = state.sequences, state.slots.sequence
+    group = paging.take(s.group, sequence, fill=NOBODY)
+    prompt = paging.take(s.prompt_length, sequence, fill=0)
+    # The common tokens of a first fork are all there is: nobody waits for anybody.
+    behind = (state.table.length < known - 1) & (known > prompt)
+    behind &= is_beam(state)
+    late = jnp.zeros(s.group.shape, bool)
+    late = paging.put(late, jnp.where(behind, group, NOBODY), True, "set")
+    return paging.take(late, group, fill=False) & is_beam(state)
+
+
+def is_beam(state: EngineState) -> Bool[Array, " slots"]:
+    """Which slots run a beam."""
+    sequence = state.slots.sequence
+    if state.search is None:
+        return jnp.zeros(sequence.shape, bool)
+    group = paging.take(state.sequences.group, sequence, fill=NOBODY)
+    return paging.take(state.search.width, group, fill=0) > 0
 
 
 def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " slots"]:
@@ -120,9 +146,15 @@ def note_common(state: EngineState, preempted: Bool[Array, " slots"]) -> EngineS
     group = paging.take(s.group, sequence, fill=NOBODY)
     others = preempted & ~alone
 
+    def tokens_of(row: Array) -> Array:
+        if state.search is None:
+            return s.tokens[row]
+        beam = is_beam(state) & (s.num_tokens[row] > s.prompt_length[row])
+        return jnp.where(beam[:, None], state.search.path[row], s.tokens[row])
+
     def look(_: Array, num_common: Array) -> Array:
         row = jnp.maximum(sequence, 0)
-        mine, theirs = s.tokens[row], s.tokens[row[first]]
+        mine, theirs = tokens_of(row), tokens_of(row[first])
         place = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]
         known = jnp.minimum(s.num_tokens[row], s.num_tokens[row[first]])
         differs = (mine != theirs) | (place >= known[:, None])

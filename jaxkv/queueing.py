@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import forking, paging, sampling, sharing, states, tables
+from jaxkv import beams, forking, paging, sampling, sharing, states, tables
 from jaxkv.states import NOBODY, EngineState
 
 
@@ -42,6 +42,12 @@ class Requests(NamedTuple):
     """Whether log-probabilities are kept."""
     prompt_scored: Bool[Array, " requests"]
     """Whether those of the prompt are kept, too."""
+    beam_width: Int32[Array, " requests"]
+    """Beams of the request, as many as it has rows; 0 if it does not search."""
+    length_penalty: Float[Array, " requests"]
+    """As in `beams.Params`."""
+    early_stopping: Int32[Array, " requests"]
+    """As in `beams.Params`."""
     arrival: Int32[Array, "requests 2"]
     """Seconds and microseconds at which the request may be admitted."""
 
@@ -70,6 +76,7 @@ def submit(
     first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
     size = jnp.zeros_like(index).at[first].add(1)[first]
     taken = _fits(requests, config) & (size <= config.max_slots)
+    taken &= r.beam_width <= config.max_beams
     taken &= _worst_case(requests, first, config)[first] <= config.num_pages
     taken = jnp.ones_like(taken).at[first].min(taken)[first]
     begins = taken & (first == index)
@@ -99,6 +106,7 @@ def submit(
         return put(old, jnp.zeros((), old.dtype))
 
     return state._replace(
+        search=_begin_search(state, requests, row, config),
         sequences=s._replace(
             tokens=put(s.tokens, requests.tokens),
             status=put(s.status, jnp.asarray(states.WAITING, jnp.int32)),
@@ -138,6 +146,33 @@ def submit(
     ), taken
 
 
+def _begin_search(
+    state: EngineState,
+    requests: Requests,
+    row: Int32[Array, " requests"],
+    config: states.EngineConfig,
+) -> states.Search | None:
+    """Makes the searches of new requests; whoever does not search has width 0."""
+    search, r = state.search, requests
+    if search is None:
+        return None
+
+    def put(old: Array, new: Array) -> Array:
+        return paging.put(old, row, new, "set")
+
+    group = beams.make_beams(config.max_beams)
+    return search._replace(
+        width=put(search.width, r.beam_width),
+        length_penalty=put(search.length_penalty, r.length_penalty),
+        early_stopping=put(search.early_stopping, r.early_stopping),
+        groups=jax.tree.map(
+            lambda old, new: put(old, jnp.broadcast_to(new, (row.size, *new.shape))),
+            *(search.groups, group),
+        ),
+        parents=put(search.parents, jnp.zeros((), jnp.int32)),
+    )
+
+
 def _fits(requests: Requests, config: states.EngineConfig) -> Bool[Array, " requests"]:
     """Rows that a slot can hold."""
     r = requests
@@ -169,7 +204,8 @@ def cancel(
       samples: which of a request's sequences to end; -1, like None, means all.
 
     Returns:
-      The new state. The sequences are FINISHED with what they had.
+      The new state. The sequences are FINISHED with what they had; those of a beam
+      search, which end together, without an answer.
     """
     s, queue = state.sequences, state.queue
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
@@ -177,6 +213,12 @@ def cancel(
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
     ended = jnp.any(named, axis=1) & alive
+    num_tokens = s.num_tokens
+    if state.search is not None:
+        # Beams mean nothing without each other, and have no answers before the end.
+        beam = state.search.width[s.group] > 0
+        ended |= alive & beam & _any_in_group(s, ended)
+        num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
     gone = paging.take(ended, state.slots.sequence, fill=False)
     state = forking.leave(sharing.let_go(state, gone), gone)
     slots = state.slots
@@ -186,6 +228,7 @@ def cancel(
         pool=pool,
         table=table,
         sequences=s._replace(
+            num_tokens=num_tokens,
             status=jnp.where(ended, states.FINISHED, s.status),
             reason=jnp.where(ended, states.CANCELLED, s.reason),
             finish=jnp.where(ended[:, None], state.clock[None, :], s.finish),

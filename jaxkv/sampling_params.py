@@ -43,6 +43,15 @@ class Sampling:
     best_of: int | None = None
     """Answers drawn, at least `n`, of which the `n` most likely ones are returned; None
     draws `n`."""
+    beam_width: int | None = None
+    """Searches with so many beams, at least `n`, instead of drawing, and returns the
+    `n` best answers; None draws."""
+    length_penalty: float = 1.0
+    """Of a beam search: an answer scores its log-probability divided by its length to
+    this power, in [-10, 10]."""
+    early_stopping: bool | str = False
+    """Whether a beam search ends as soon as it has enough answers; False ends it once
+    the best beam looks hopeless, "never" once none can become better."""
     max_tokens: int = 64
     """Tokens after which the answer ends, at least 1."""
     stop: tuple[str, ...] = ()
@@ -98,6 +107,23 @@ class Sampling:
                 f"{self.best_of=} must be None or at least {self.n=}",
             ),
             (
+                self.beam_width is None
+                or (_is_count(self.beam_width) and self.beam_width >= self.n),
+                f"{self.beam_width=} must be None or at least {self.n=}",
+            ),
+            (
+                self.beam_width is None or self._only_searches(),
+                "beam search takes no best_of, penalties, logprobs or stop strings",
+            ),
+            (
+                -10 <= self.length_penalty <= 10,
+                f"{self.length_penalty=} must be in [-10, 10]",
+            ),
+            (
+                self.early_stopping in (True, False, "never"),
+                f"{self.early_stopping=} must be True, False or 'never'",
+            ),
+            (
                 _is_count(self.max_tokens) and self.max_tokens > 0,
                 f"{self.max_tokens=} must be at least 1",
             ),
@@ -117,9 +143,23 @@ class Sampling:
             if not right:
                 raise ValueError(wrong)
 
+    def _only_searches(self) -> bool:
+        """Whether nothing is asked that a beam search has no part in."""
+        others = (self.best_of, self.logprobs)
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return (
+            all(other is None for other in others)
+            and not any(penalties)
+            and self.repetition_penalty == 1
+            and not self.prompt_logprobs
+            and not self.stop
+        )
+
     @property
     def num_sequences(self) -> int:
         """Sequences that a request owns."""
+        if self.beam_width is not None:
+            return self.beam_width
         return self.n if self.best_of is None else self.best_of
 
     @classmethod

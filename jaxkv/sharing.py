@@ -55,6 +55,11 @@ def find(
         return Found(ids, nothing, nothing)
     # While every slot is taken nobody is admitted.
     wanted = waits & s.reuses[sequence] & jnp.any(state.slots.sequence < 0)
+    if state.search is not None:
+        # Beams keep their histories apart: only their prompts are looked for.
+        beam = state.search.width[s.group[sequence]] > 0
+        prompt = s.prompt_length[sequence]
+        num_tokens = jnp.where(beam, jnp.minimum(num_tokens, prompt), num_tokens)
     ids = prefixes.match(
         cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
     )
@@ -143,6 +148,11 @@ def keep(
     reuses = paging.take(s.reuses, sequence, fill=False)
     salt = paging.take(s.salt, sequence, fill=0)
     first, end = before // size, state.table.length // size
+    if state.search is not None:
+        group = paging.take(s.group, sequence, fill=-1)
+        beam = paging.take(state.search.width, group, fill=0) > 0
+        prompt = paging.take(s.prompt_length, sequence, fill=0)
+        end = jnp.where(beam, jnp.minimum(end, prompt // size), end)
     num_filled = jnp.where(reuses, end - first, 0)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
     offset = jnp.arange(size, dtype=jnp.int32)[None, :]

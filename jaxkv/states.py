@@ -8,10 +8,11 @@ state can be snapshotted, branched, replayed, and mapped over with `vmap`.
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import caching, paging, prefixes, sampling, tables
+from jaxkv import beams, caching, paging, prefixes, sampling, tables
 
 NOBODY = -1
 """Stands where a slot, a line or a queue could name a sequence and does not."""
@@ -52,6 +53,8 @@ class EngineConfig:
     """Token ids, the model's own end token among them, that can end a sequence."""
     max_logprobs: int = 0
     """Alternatives reported with each token."""
+    max_beams: int = 0
+    """Widest beam search; 0 leaves it out of the program."""
     emit_width: int = 1
     """Tokens that a sequence can gain in a step."""
     submit_width: int = 8
@@ -89,6 +92,8 @@ class EngineConfig:
             )
         if self.max_logprobs < 0:
             raise ValueError(f"{self.max_logprobs=} must be at least 0")
+        if not 0 <= self.max_beams <= self.max_slots:
+            raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
         if self.emit_width != 1:
             raise ValueError(f"{self.emit_width=} must be 1 without speculation")
         if self.numerics not in ("fast", "reproducible"):
@@ -187,6 +192,29 @@ class Queue(NamedTuple):
     """How many wait."""
 
 
+class Search(NamedTuple):
+    """What beam search knows beside the sequences.
+
+    Searches stand in the row of their request's first sequence, histories in the row
+    of each beam.
+    """
+
+    width: Int32[Array, " sequences"]
+    """Beams of the request, 0 if it does not search."""
+    length_penalty: Float[Array, " sequences"]
+    """As in `beams.Params`."""
+    early_stopping: Int32[Array, " sequences"]
+    """As in `beams.Params`."""
+    groups: beams.Beams
+    """The searches."""
+    parents: Int32[Array, "sequences max_length"]
+    """The beam that was continued by each token of the history; 0 in the prompt."""
+    path: Int32[Array, "sequences max_length"]
+    """Tokens of each beam from the first one on, as of its last preemption."""
+    score: Float[Array, " sequences"]
+    """Scores of the answers, once the search is done."""
+
+
 class EngineState(NamedTuple):
     """The whole engine."""
 
@@ -198,6 +226,8 @@ class EngineState(NamedTuple):
     queue: Queue
     prefixes: prefixes.Prefixes | None
     """The prefix cache, if the engine has one."""
+    search: Search | None
+    """Beam search, if the engine has it."""
     clock: Int32[Array, " 2"]
     """Seconds and microseconds, as the host last said."""
 
@@ -274,5 +304,20 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
         prefixes=prefixes.make_prefixes(config.num_pages, config.page_size)
         if config.prefix_cache
         else None,
+        search=_make_search(config) if config.max_beams else None,
         clock=jnp.zeros((2,), jnp.int32),
+    )
+
+
+def _make_search(config: EngineConfig) -> Search:
+    num, length = config.max_sequences, config.max_length
+    group = beams.make_beams(config.max_beams)
+    return Search(
+        width=jnp.zeros((num,), jnp.int32),
+        length_penalty=jnp.ones((num,), jnp.float32),
+        early_stopping=jnp.zeros((num,), jnp.int32),
+        groups=jax.tree.map(lambda x: jnp.repeat(x[None], num, axis=0), group),
+        parents=jnp.zeros((num, length), jnp.int32),
+        path=jnp.zeros((num, length), jnp.int32),
+        score=jnp.zeros((num,), jnp.float32),
     )

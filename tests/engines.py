@@ -75,6 +75,8 @@ class Outcome(NamedTuple):
     finish_s: float
     num_recomputed: int
     num_cached: int
+    score: float
+    """Of a beam search; else 0."""
 
 
 type Name = int | tuple[int, int]
@@ -232,7 +234,7 @@ def serve(
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])
         state, sequences = drain(state)
-        outcomes |= outcomes_of(sequences)
+        outcomes |= outcomes_of(sequences, state.search)
     assert len(outcomes) == num, f"stuck after {max_calls} calls"
     assert_empty(state)
     return Run(outcomes, jax.tree.map(lambda *x: np.concatenate(x), *infos), state)
@@ -244,7 +246,9 @@ def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
     return asks[: max(1, int(np.searchsorted(rows, config.submit_width, "right")))]
 
 
-def outcomes_of(sequences: states.Sequences) -> dict[Name, Outcome]:
+def outcomes_of(
+    sequences: states.Sequences, search: states.Search | None = None
+) -> dict[Name, Outcome]:
     """What became of the finished requests among them."""
     s: Any = jax.tree.map(np.asarray, sequences)
     found = {}
@@ -262,6 +266,7 @@ def outcomes_of(sequences: states.Sequences) -> dict[Name, Outcome]:
             finish_s=float(s.finish[row] @ np.array([1, 1e-6])),
             num_recomputed=int(s.num_recomputed[row]),
             num_cached=int(s.num_cached[row]),
+            score=0.0 if search is None else float(np.asarray(search.score)[row]),
         )
     return found
 

@@ -1,0 +1,177 @@
+"""Beam search in the engine: transformers' answers, in any company."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import answers, baselines, checkpoints, models, scheduling
+from jaxkv.sampling import Sampling
+from jaxkv.states import EngineConfig
+from tests import engines
+from tests.engines import Ask, Run
+from tests.test_beams import EXPECTED, GOLDEN, LIMIT
+
+ROOMY = EngineConfig(
+    num_pages=64,
+    page_size=4,
+    max_slots=12,
+    max_length=64,
+    max_sequences=48,
+    queue_capacity=40,
+    token_budget=16,
+    max_stop_tokens=2,
+    max_beams=6,
+    submit_width=12,
+    steps_per_call=4,
+    debug=True,
+)
+TIGHT = dataclasses.replace(ROOMY, num_pages=31)
+RULES = (False, True, "never")
+
+
+@functools.cache
+def asks(name: str) -> tuple[Ask, ...]:
+    """All searches of the golden file, and between them requests that draw."""
+    prompt, stops = (EXPECTED[f"{name}_{part}"] for part in ("prompt", "stops"))
+    found = []
+    for i, (width, penalty, rule) in enumerate(EXPECTED["settings"].tolist()):
+        sampling = Sampling(
+            beam_width=int(width),
+            n=int(width),
+            length_penalty=penalty,
+            early_stopping=RULES[int(rule)],
+            stop_tokens=tuple(int(stop) for stop in stops if stop >= 0),
+            max_tokens=LIMIT,
+        )
+        found.append(Ask(i, prompt.tolist(), sampling))
+        others = Sampling(n=1 + i % 3, max_tokens=5 + i % 7, seed=i)
+        found.append(Ask(100 + i, prompt.tolist()[: 1 + i % 9], others))
+    return tuple(found)
+
+
+def serve(name: str, config: EngineConfig, num: int = 54, **fields: Any) -> Run:
+    loaded = checkpoints.load_model(GOLDEN / name)
+    return engines.serve(
+        asks(name)[:num], config, model=loaded.config, weights=loaded.params, **fields
+    )
+
+
+def check(name: str, run: Run, num: int = 54) -> None:
+    tokens, scores = (EXPECTED[f"{name}_{part}"] for part in ("tokens", "scores"))
+    for ask in asks(name)[:num:2]:
+        i = ask.request_id
+        for beam, answer in enumerate(engines.names_of([ask])):
+            want = [int(token) for token in tokens[i, beam] if token >= 0]
+            assert run.tokens[answer] == want, (i, beam)
+            assert run.outcomes[answer].score == pytest.approx(
+                float(scores[i, beam]), abs=1e-4
+            )
+
+
+class Moody(NamedTuple):
+    """First come, first served, but every few steps it believes that pages are gone."""
+
+    most: jax.Array
+    holds_finished = False
+
+    def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
+        age = jnp.sum(counts.length, dtype=jnp.int32) % 5
+        held = jnp.sum(counts.owned_pages, dtype=jnp.int32)
+        missing = jnp.where(age == 0, self.most + held // 3, 0)
+        free = counts.free_pages - missing
+        return scheduling.fcfs(chunk_size=3).plan(counts._replace(free_pages=free))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
+    run = serve(name, ROOMY)
+    check(name, run)
+    assert run.info.num_copied.sum() > 50
+
+
+def test_beams_that_gave_way_go_on_as_if_nothing_had_happened() -> None:
+    policy = Moody(jnp.asarray(4, jnp.int32))
+    run = serve("llama", TIGHT, policy=policy)
+    check("llama", run)
+    assert run.info.num_preempted.sum() > 60
+    lost = [
+        run.outcomes[name].num_recomputed for name in engines.names_of(asks("llama"))
+    ]
+    assert sum(lost) > 100
+
+
+def test_static_batching_searches_too() -> None:
+    config = dataclasses.replace(ROOMY, num_pages=192)
+    run = serve("llama", config, 12, policy=baselines.static())
+    check("llama", run, 12)
+
+
+def test_a_cache_finds_the_prompts_of_searches() -> None:
+    config = dataclasses.replace(ROOMY, prefix_cache=True)
+    run = serve("llama", config, 20)
+    check("llama", run, 20)
+    assert sum(each.num_cached for each in run.outcomes.values()) > 10
+
+
+def test_a_cancelled_search_leaves_nothing() -> None:
+    loaded = checkpoints.load_model(GOLDEN / "llama")
+    search = asks("llama")[4]
+    state = engines.start(ROOMY, loaded.config)
+    state, _ = engines.submit(state, engines.requests_of([search], ROOMY), config=ROOMY)
+    state, _ = engines.run_steps(
+        *(loaded.params, state, engines.clock(0)),
+        config=ROOMY,
+        forward=models.Forward(loaded.config, ROOMY.numerics),
+        policy=scheduling.fcfs(),
+    )
+    assert int(state.pool.num_free) < ROOMY.num_pages
+    # One beam named, all are meant.
+    names = jnp.asarray([search.request_id, -1], jnp.int32)
+    state = engines.cancel(state, names, jnp.asarray([1, -1], jnp.int32))
+    state, sequences = engines.drain(state)
+    engines.assert_empty(state)
+    outcomes = engines.outcomes_of(sequences)
+    assert len(outcomes) == search.sampling.num_sequences
+    assert all(each.tokens == [] for each in outcomes.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(beam_width=0), "self.beam_width=0 must be None or at least self.n=1"),
+        (dict(beam_width=2, n=3), "self.beam_width=2 must be None or at least"),
+        (dict(beam_width=2, best_of=2), "beam search takes no best_of, penalties"),
+        (dict(beam_width=2, presence_penalty=1.0), "beam search takes no best_of"),
+        (dict(length_penalty=11.0), r"self.length_penalty=11.0 must be in \[-10, 10\]"),
+        (dict(early_stopping="now"), "self.early_stopping='now' must be True, False"),
+    ],
+)
+def test_searches_out_of_range_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**fields)
+
+
+def test_wider_than_the_engine_is_refused() -> None:
+    ask = Ask(0, [1, 2], Sampling(beam_width=7, max_tokens=2))
+    with pytest.raises(ValueError, match=r"ask.beam_width=7 must be at most"):
+        answers.check(
+            ask.prompt,
+            ask.sampling,
+            config=ROOMY,
+            num_eos=0,
+            vocab_size=9,
+            has_text=False,
+        )
+    state = engines.start(ROOMY)
+    requests = engines.requests_of([ask], ROOMY)
+    state, taken = engines.submit(state, requests, config=ROOMY)
+    assert not np.asarray(taken).any()
+    with pytest.raises(
+        ValueError, match=r"self.max_beams=13 must be in \[0, self.max_s"
+    ):
+        dataclasses.replace(ROOMY, max_beams=13)
