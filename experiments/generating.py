@@ -17,6 +17,8 @@ from experiments.running import Answer
 STEPS_PER_CALL = 4
 """Text comes this many tokens at a time; a benchmark would take more."""
 PAGE_SIZE = 16
+MAX_ANSWERS = 64
+"""To one prompt: each has a slot, and a slot has its pages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,11 @@ class Options:
     """Of the draws; the second prompt's is one more, and so on."""
     stop: tuple[str, ...] = ()
     """Text that ends an answer; may be given several times."""
+    n: int = 1
+    """Answers to each prompt."""
+    best_of: int | None = None
+    """Answers drawn for each prompt, of which the n most likely ones are kept, the best
+    first; n by default."""
     chat: bool = False
     """Whether a prompt is a message to a chat model, in its own format."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -73,36 +80,61 @@ def generate(model: str, options: Options) -> Answer:
             seed=options.seed + i,
             max_tokens=options.max_tokens,
             stop=options.stop,
+            n=options.n,
+            best_of=options.best_of,
         )
         for i in range(len(options.prompt))
     ]
-    completions: list[dict[str, Any]] = [
-        {"text": "", "tokens": [], "reason": "cancelled"} for _ in asks
+    num_drawn, num_kept = asks[0].num_sequences, options.n
+    if num_drawn > MAX_ANSWERS:
+        raise ValueError(
+            f"{num_drawn} answers to a prompt must be at most {MAX_ANSWERS}"
+        )
+    drawn: list[list[dict[str, Any]]] = [
+        [
+            {"text": "", "tokens": [], "reason": "cancelled", "prompt": i}
+            for _ in range(num_drawn)
+        ]
+        for i in range(len(asks))
     ]
     status = 0
     engine, prompts = _engine(model, options)
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
-    write, start_s = _Writer(options.prompt), time.perf_counter()
+    headings = tuple(text for text in options.prompt for _ in range(num_kept))
+    write, start_s = _Writer(headings), time.perf_counter()
     with contextlib.ExitStack() as stack:
         try:
             for event in engine.stream():
-                if not any(mine["tokens"] for mine in completions):
+                if not any(each["tokens"] for answers in drawn for each in answers):
                     # All is compiled; from here on there is something to keep.
                     stack.enter_context(
                         interrupting.handling(signal.default_int_handler, lambda: None)
                     )
-                mine = completions[event.request_id]
+                answers, first = drawn[event.request_id], event.request_id * num_kept
+                mine = answers[event.sample]
                 mine["text"] += event.text
                 mine["tokens"] += event.tokens
-                if event.completion is not None:
-                    mine["reason"] = event.completion.reason
-                write(event.request_id, event.text, event.completion is not None)
+                mine["reason"] = event.reason or mine["reason"]
+                if num_drawn == num_kept:
+                    is_over = event.reason is not None
+                    write(first + event.sample, event.text, is_over)
+                elif event.completion is not None:
+                    # Who is among the best is known only now.
+                    best = [answers[each.sample] for each in event.completion.answers]
+                    drawn[event.request_id] = best
+                    for place, each in enumerate(best):
+                        write(first + place, each["text"], True)
         except KeyboardInterrupt:
             status = 130
+            for i, answers in enumerate(drawn):
+                if len(answers) > num_kept:  # none is known to be the best
+                    for place, each in enumerate(answers[:num_kept]):
+                        write(i * num_kept + place, each["text"], True)
     write.finish()
-    num = sum(len(mine["tokens"]) for mine in completions)
-    reasons = ", ".join(dict.fromkeys(mine["reason"] for mine in completions))
+    completions = [each for answers in drawn for each in answers[:num_kept]]
+    num = sum(len(each["tokens"]) for each in completions)
+    reasons = ", ".join(dict.fromkeys(each["reason"] for each in completions))
     duration_s = time.perf_counter() - start_s
     said = f"[{reasons}; {num:,} tokens in {duration_s:.1f} s]"
     print(said, file=sys.stderr)
@@ -126,7 +158,9 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     # Powers of two: few configurations, so that a later start finds its programs.
     longest = max(map(len, prompts)) + options.max_tokens
     max_length = min(_power_of_two(max(longest, 256)), shape.max_positions)
-    max_slots = min(_power_of_two(len(prompts)), 8)
+    num_sequences = max(options.n, options.best_of or 0)
+    max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
+    max_slots = max(max_slots, _power_of_two(num_sequences))
     bounds = states.EngineConfig(
         num_pages=max_slots * -(-max_length // PAGE_SIZE),
         page_size=PAGE_SIZE,

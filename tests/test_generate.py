@@ -3,15 +3,17 @@
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import bundled, cli, compiling, generating, showing
-from jaxkv import checkpoints, models
+from jaxkv import checkpoints, models, serving
+from jaxkv.answers import Event
 
 TOKENIZED = str(Path(__file__).parent / "golden" / "tokenized")
 LLAMA = str(Path(__file__).parent / "golden" / "llama")
@@ -71,6 +73,47 @@ def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Jaxkv) -> None
     assert cut["text"] == whole["text"].partition(middle)[0]
 
 
+def test_several_answers_to_each_prompt(jaxkv: Jaxkv) -> None:
+    def completions(*flags: str) -> list[dict]:
+        return json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])["completions"]
+
+    both = ("--prompt", "import ", "--prompt", "class A", "--max-tokens", "12")
+    found = completions(*both, "--n", "2")
+    assert [each["prompt"] for each in found] == [0, 0, 1, 1]
+    texts = [each["text"] for each in found]
+    assert len(set(texts)) == 4
+    assert [found[0], found[2]] == completions(*both)
+    status, out, err = jaxkv("stdlib-bytes", *both, "--n", "2")
+    assert status == 0
+    assert out == "".join(
+        f"--- {i + 1} of 4 ---\n{text}\n" for i, text in enumerate(texts)
+    )
+    assert "48 tokens" in err
+
+
+def test_the_best_of_several_answers(jaxkv: Jaxkv) -> None:
+    one = ("--prompt", "import ", "--max-tokens", "12")
+    document = json.loads(jaxkv("stdlib-bytes", *one, "--n", "4", "--json")[1])
+    drawn = document["completions"]
+    best = ("--n", "2", "--best-of", "4")
+    document = json.loads(jaxkv("stdlib-bytes", *one, *best, "--json")[1])
+    first, second = document["completions"]
+    assert first in drawn
+    assert second in drawn
+    model = checkpoints.load_model(bundled.folder_of("stdlib-bytes"))
+
+    def score(answer: dict) -> float:
+        tokens = [*b"import ", *answer["tokens"]]
+        logits = models.logits(model.params, jnp.asarray([tokens]), config=model.config)
+        law = np.asarray(jax.nn.log_softmax(logits[0], axis=1))
+        return sum(float(law[i - 1, tokens[i]]) for i in range(7, len(tokens)))
+
+    assert sorted(drawn, key=score, reverse=True)[:2] == [first, second]
+    out = jaxkv("stdlib-bytes", *one, *best)[1]
+    texts = [first["text"], second["text"]]
+    assert out == "--- 1 of 2 ---\n{}\n--- 2 of 2 ---\n{}\n".format(*texts)
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
@@ -83,6 +126,10 @@ def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Jaxkv) -> None
         ("stdlib-bytes --prompt x --temperature -1", "temperature=-1.0"),
         ("stdlib-bytes --prompt x --top-p 0", "top_p=0.0 must be in (0, 1]"),
         ("stdlib-bytes --prompt x --max-tokens 0", "max_tokens=0"),
+        ("stdlib-bytes --prompt x --n 0", "n=0 must be at least 1"),
+        ("stdlib-bytes --prompt x --n 3 --best-of 2", "best_of=2 must be None or at"),
+        ("stdlib-bytes --prompt x --best-of 65", "65 answers to a prompt must be at"),
+        ("stdlib-bytes --prompt x --n three", "three"),
         ("stdlib-bytes --prompt x --chat", "no chat template"),
         ("stdlib-bytes --prompt=", "the prompt is empty"),
         (f"stdlib-bytes --prompt {'x' * 1024}", "the prompt has 1024 tokens"),
@@ -118,6 +165,29 @@ def test_ctrl_c_keeps_the_words_so_far(
     (completion,) = json.loads(out)["completions"]
     assert completion["reason"] == "cancelled"
     assert 0 < len(completion["tokens"]) <= 12
+
+
+def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
+    jaxkv: Jaxkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = serving.Engine.stream
+
+    def interrupted(self: serving.Engine) -> Iterator[Event]:
+        for event in stream(self):
+            yield event
+            if event.sample == 1 and event.tokens:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.Engine, "stream", interrupted)
+    flags = ("--prompt", "import ", "--max-tokens", "12", "--n", "2", "--best-of", "3")
+    status, out, _ = jaxkv("stdlib-bytes", *flags)
+    document = json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])
+    first, second = document["completions"]
+    assert status == 130
+    assert {first["reason"], second["reason"]} == {"cancelled"}
+    assert 0 < len(first["tokens"]) < 12
+    texts = [first["text"], second["text"]]
+    assert out == "--- 1 of 2 ---\n{}\n--- 2 of 2 ---\n{}\n".format(*texts)
 
 
 def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
