@@ -1,0 +1,126 @@
+"""Draws frames of beams that share pages, and the pool below."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments import boxes
+from experiments.boxes import Box
+from experiments.page_frames import Frames
+from jaxkv.paging import NO_PAGE
+
+_LABEL = 0.43
+"""Width of what stands before the pages."""
+_ROW = 0.39
+HEIGHT = 4 * _ROW + 0.83
+"""Of a frame of four beams, in inches."""
+
+
+def draw(
+    ax: Any,
+    x: float,
+    y: float,
+    frames: Frames,
+    i: int,
+    names: Sequence[str],
+    *,
+    width: float,
+) -> None:
+    """Draws a frame of beams; each physical page once, across those that share it.
+
+    Args:
+      ax: where to, in inches, y downwards.
+      x: left edge.
+      y: upper edge, where the caption stands.
+      frames: states whose slots are the beams of one request.
+      i: which of them.
+      names: names of the beams.
+      width: inches to fill.
+    """
+    top, left = y + 0.22, x + _LABEL
+    num = frames.length.shape[1]
+    num_columns = int((frames.page_ids != NO_PAGE).any((0, 1)).sum())
+    page_width = (width - _LABEL) / num_columns
+    for slot in range(num):
+        look = {"fontsize": 6, "fontweight": "bold", "va": "center_baseline"}
+        middle = top + (slot + 0.5) * _ROW
+        ax.text(x, middle, f"beam {names[slot]}", color=boxes.colors(slot), **look)
+    for column in range(num_columns):
+        first = 0
+        for slot in range(1, num + 1):
+            ids = frames.page_ids[i, :, column]
+            if slot < num and ids[slot] == ids[first]:
+                continue
+            height = (slot - first) * _ROW - 0.05
+            if ids[first] != NO_PAGE:
+                place = (left + column * page_width, top + first * _ROW)
+                _beam_page(
+                    ax,
+                    Box(*place, page_width - 0.05, height),
+                    *(frames, i, int(ids[first]), range(first, slot)),
+                )
+            first = slot
+    _pool_strip(ax, x, top + num * _ROW + 0.08, frames, i, width)
+
+
+def _beam_page(
+    ax: Any, box: Box, frames: Frames, i: int, page: int, slots: range
+) -> None:
+    """A physical page across the rows of the beams that read it."""
+    for k, slot in enumerate(slots):
+        height = box.height / len(slots)
+        band = box._replace(y=box.y + k * height, height=height)
+        boxes.rectangle(ax, band, facecolor=boxes.pale(boxes.colors(slot)), linewidth=0)
+    shared = len(slots) > 1
+    edge = boxes.INK if shared else boxes.colors(slots[0])
+    wide = 1.1 if shared else 0.6
+    boxes.rectangle(ax, box, facecolor="none", edgecolor=edge, linewidth=wide)
+    held = [t for t in frames.held[i, page] if t >= 0]
+    # What stands beyond the length was left by the last owner of the page.
+    first = slots[0]
+    column = frames.page_ids[i, first].tolist().index(page)
+    held = held[: frames.filled(i, first)[column]]
+    middle = box.y + box.height / 2
+    start = middle - (len(held) - 1) / 2 * 0.083
+    for k, token in enumerate(held):
+        look = {"fontsize": 5.3, "va": "center_baseline", "color": boxes.INK}
+        place = (box.x + 0.03, start + k * 0.083)
+        ax.text(*place, str(frames.words[token]), **look)
+    corner = {"fontsize": 5.2, "fontweight": "bold", "ha": "right", "color": boxes.GREY}
+    ax.text(box.x + box.width - 0.03, box.y + 0.03, str(page), va="top", **corner)
+
+
+def _pool_strip(
+    ax: Any, x: float, y: float, frames: Frames, i: int, total: float
+) -> None:
+    """All physical pages in a row: id, colours, reference count."""
+    num = frames.ref.shape[1]
+    width = (total - _LABEL) / num
+    look = {"fontsize": boxes.SMALL, "color": boxes.GREY, "va": "center_baseline"}
+    ax.text(x, y + 0.1, "pool", **look)
+    ax.text(x, y + 0.32, "uses", **look)
+    for page in range(num):
+        box = Box(x + _LABEL + page * width, y, width - 0.05, 0.2)
+        count = int(frames.ref[i, page])
+        owners = frames.owners(i, page)
+        for k, slot in enumerate(owners):
+            part = box.width / len(owners)
+            band = box._replace(x=box.x + k * part, width=part)
+            boxes.rectangle(
+                ax, band, facecolor=boxes.pale(boxes.colors(slot)), linewidth=0
+            )
+        edge = (
+            "0.85" if not count else boxes.INK if count > 1 else boxes.colors(owners[0])
+        )
+        boxes.rectangle(ax, box, facecolor="none", edgecolor=edge, linewidth=0.8)
+        middle = box.x + box.width / 2
+        ink = {"ha": "center", "va": "center_baseline", "fontsize": 6}
+        ax.text(
+            middle, y + 0.1, str(page), color=boxes.INK if count else boxes.GHOST, **ink
+        )
+        before = int(frames.ref[i - 1, page]) if i else count
+        if count:
+            boxes.badge(ax, middle, y + 0.32, before, count)
+        else:
+            said = f"{before}→0" if before else "free"
+            color = boxes.COPY if before else boxes.GHOST
+            ax.text(middle, y + 0.32, said, color=color, **ink | {"fontsize": 5.2})

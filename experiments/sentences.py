@@ -1,0 +1,87 @@
+"""A language of a few sentences known by heart, and a model that writes what it reads.
+
+For pictures of memory: what comes next is set, and K and V are words and positions, so
+that whoever looks into a page reads what stands there.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxkv import caching, emission
+from jaxkv.forwarding import ForwardResult
+
+_NEVER = -30.0
+"""Logit of a word that does not follow."""
+
+
+class Language:
+    """Sentences with weights; a word is a token.
+
+    A word follows what stands before it with its share of the weight of all sentences
+    that begin so. What begins no sentence is followed by any word alike.
+    """
+
+    def __init__(self, sentences: Mapping[str, float], max_length: int) -> None:
+        """Reads the sentences.
+
+        Args:
+          sentences: words between blanks, and a weight above 0, by sentence.
+          max_length: token places of a sequence, more than a sentence has words.
+        """
+        texts = [text.split() for text in sentences]
+        self.words = tuple(dict.fromkeys(word for text in texts for word in text))
+        self._ids = {word: i for i, word in enumerate(self.words)}
+        weights: dict[tuple[int, ...], dict[int, float]] = {}
+        for text, weight in sentences.items():
+            ids = self.encode(text)
+            for end in range(1, len(ids)):
+                follows = weights.setdefault(tuple(ids[:end]), {})
+                follows[ids[end]] = follows.get(ids[end], 0.0) + weight
+        self._known = np.full((len(weights), max_length), -1, np.int32)
+        self._law = np.full((len(weights), len(self.words)), _NEVER, np.float32)
+        for row, (known, follows) in enumerate(weights.items()):
+            self._known[row, : len(known)] = known
+            total = sum(follows.values())
+            for word, weight in follows.items():
+                self._law[row, word] = np.log(weight / total)
+
+    def encode(self, text: str) -> list[int]:
+        """Turns words into tokens."""
+        return [self._ids[word] for word in text.split()]
+
+    def logits(
+        self, answer: emission.Answer, logits: Float[Array, "rows vocab"]
+    ) -> Float[Array, "rows vocab"]:
+        """Says what follows; see `emission.LogitsFn`.
+
+        Args:
+          answer: prompts, and what was added to them.
+          logits: what to return where no sentence begins so.
+        """
+        place = jnp.arange(answer.tokens.shape[1], dtype=jnp.int32)[None, :]
+        tokens = jnp.where(place < answer.num_tokens[:, None], answer.tokens, -1)
+        match = jnp.all(tokens[:, None, :] == self._known[None], axis=2)
+        law = jnp.asarray(self._law)[jnp.argmax(match, axis=1)]
+        return jnp.where(jnp.any(match, axis=1)[:, None], law, logits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scribe:
+    """A forward pass that writes words as keys, and where they stand as values."""
+
+    vocab_size: int
+
+    def __call__(
+        self, params: None, pages: caching.Pages, rows: caching.Rows
+    ) -> ForwardResult:
+        """Writes the rows; its logits are zeros, for `Language` to say better."""
+        word, place = (
+            x.astype(pages.k.dtype)[:, None, None] for x in (rows.token, rows.position)
+        )
+        pages = caching.write(pages, 0, word, place, rows)
+        num_rows = rows.logit_rows.shape[0]
+        return ForwardResult(jnp.zeros((num_rows, self.vocab_size), "float32"), pages)
