@@ -22,7 +22,8 @@ class Answer(NamedTuple):
     sample: int
     """Which of the request's sequences it is."""
     score: float | None
-    """Log-probability of all its tokens, if those were asked for or answers ranked."""
+    """Log-probability of all its tokens, if those were asked for or answers ranked; of
+    a beam search, divided by its length to the power of `length_penalty`."""
     logprobs: list[float] | None
     """Log-probability of each token, if asked for."""
     top_logprobs: list[dict[int, float]] | None
@@ -35,7 +36,7 @@ class Completion(NamedTuple):
     request_id: int
     """The caller's name for the request."""
     answers: list[Answer]
-    """The `n` answers: in order of sample, or the most likely first with `best_of`."""
+    """The `n` answers: in order of sample, best first with `best_of` and beams."""
     prompt_logprobs: list[float | None] | None
     """Log-probability of each prompt token, None for the first, if asked for."""
     arrival_s: float
@@ -247,7 +248,7 @@ _STOPPING: dict[bool | str, int] = {
 
 def scores(ask: Sampling) -> bool:
     """Whether a request needs log-probabilities of its tokens, told or not."""
-    return ask.logprobs is not None or ask.num_sequences > ask.n
+    return ask.logprobs is not None or (ask.best_of or 0) > ask.n
 
 
 def clock(seconds: float) -> np.ndarray:

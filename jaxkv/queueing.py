@@ -128,6 +128,7 @@ def submit(
             logprobs=clear(s.logprobs),
             top_ids=clear(s.top_ids),
             top_logprobs=clear(s.top_logprobs),
+            score=clear(s.score),
             arrival=put(s.arrival, requests.arrival),
             first_token=clear(s.first_token),
             finish=clear(s.finish),

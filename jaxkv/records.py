@@ -53,6 +53,10 @@ class Record:
     ) -> Event:
         """Takes new tokens; ends early where the text contains a stop string."""
         part = self.parts[sample]
+        if self.sampling.beam_width is not None:
+            # Beams are no answers: these come when the search is done, see `close`.
+            part.reason, self.finish_s = reason, now
+            return Event(self.request_id, [], "", None, sample, reason)
         old = len(part.tokens)
         if tokens and self.first_token_s is None:
             self.first_token_s = now
@@ -87,7 +91,18 @@ class Record:
     def close(self, sample: int, drained: states.Sequences | None, row: int) -> None:
         """Takes what the device kept in a row of its sequences; None: never there."""
         part, ask, num = self.parts[sample], self.sampling, len(self.prompt)
-        top_logprobs = None
+        top_logprobs, score = None, None
+        if answers.scores(ask):
+            score = sum(part.logprobs)
+        if drained is not None and ask.beam_width is not None:
+            end = int(np.asarray(drained.num_tokens)[row])
+            part.tokens = np.asarray(drained.tokens)[row, num:end].tolist()
+            score = float(np.asarray(drained.score)[row])
+            if part.tokens and self.first_token_s is None:
+                self.first_token_s = self.finish_s
+            if part.stream is not None:
+                known = [each for each in part.tokens if each not in self.end_tokens]
+                part.text = "".join(map(part.stream.push, known)) + part.stream.finish()
         if drained is not None:
             # Indexed on the host: on the device it would compile a program.
             self.num_cached += int(np.asarray(drained.num_cached)[row])
@@ -108,7 +123,7 @@ class Record:
             text=None if part.stream is None else part.text,
             reason=part.reason or "cancelled",
             sample=sample,
-            score=sum(part.logprobs) if answers.scores(ask) else None,
+            score=score,
             logprobs=None if ask.logprobs is None else part.logprobs,
             top_logprobs=top_logprobs,
         )
@@ -120,7 +135,7 @@ class Record:
     def complete(self) -> Completion:
         """What became of the request; most likely answers first if it ranks them."""
         found = [part.answer for part in self.parts if part.answer is not None]
-        if len(found) > self.sampling.n:
+        if (self.sampling.best_of or 0) > self.sampling.n:
             # What ended before its time scores too well: it has fewer tokens.
             found.sort(
                 key=lambda answer: (

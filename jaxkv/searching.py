@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import beams, forking, paging, tables
+from jaxkv import beams, forking, paging, states, tables
 from jaxkv.states import (
     FINISHED,
     FULL,
@@ -159,8 +159,7 @@ def _finish(
     group = jax.tree.map(lambda x: x[lead], state.search.groups)
     start = state.sequences.prompt_length[lead]
 
-    def write(_: Array, carry: Any) -> Any:
-        s, score = carry
+    def write(_: Array, s: states.Sequences) -> states.Sequences:
         assert state.search is not None
         answers = jax.vmap(beams.finalize)(
             group, s.tokens[rows], state.search.parents[rows], start
@@ -170,14 +169,14 @@ def _finish(
         chosen = (place >= start[first][:, None]) & (place < length[:, None])
         answers = jnp.where(chosen, answers, s.tokens[sequence])
         row = jnp.where(done, sequence, NOBODY)
-        value = group.finished.score[first, sample]
+        score = group.finished.score[first, sample]
         return s._replace(
             tokens=paging.put(s.tokens, row, answers, "set"),
             num_tokens=paging.put(s.num_tokens, row, length, "set"),
-        ), paging.put(score, row, value, "set")
+            score=paging.put(s.score, row, score, "set"),
+        )
 
-    trips = jnp.any(done).astype(jnp.int32)
-    s, score = lax.fori_loop(0, trips, write, (state.sequences, state.search.score))
+    s = lax.fori_loop(0, jnp.any(done).astype(jnp.int32), write, state.sequences)
     length = group.finished.length[first, sample]
     full = length == (s.limit - s.prompt_length)[jnp.maximum(sequence, 0)]
     reason = jnp.where(full, FULL, STOPPED)
@@ -194,8 +193,7 @@ def _finish(
         first_token=paging.put(s.first_token, began, now, "set"),
         finish=paging.put(s.finish, ended, now, "set"),
     )
-    search = state.search._replace(score=score)
-    return state._replace(sequences=s, search=search), reason
+    return state._replace(sequences=s), reason
 
 
 def note_paths(

@@ -366,9 +366,10 @@ class Engine:
             del self._records[record.request_id]
             self._requests -= drained is not None
             completion = record.complete()
-        if text or completion or cancelled:
+        tokens = part.tokens if record.sampling.beam_width is not None else []
+        if tokens or text or completion or cancelled:
             reason = part.reason if cancelled else None
-            event = Event(record.request_id, [], text, completion, sample, reason)
+            event = Event(record.request_id, tokens, text, completion, sample, reason)
             self._events.append(event)
 
     def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:

@@ -155,6 +155,8 @@ class Sequences(NamedTuple):
     """Most likely tokens at each place of the answer, where kept."""
     top_logprobs: Float[Array, "sequences max_length max_logprobs"]
     """Their log-probabilities."""
+    score: Float[Array, " sequences"]
+    """Of the answers of a beam search that is done; else 0."""
     arrival: Int32[Array, "sequences 2"]
     """When the request arrives, (seconds, microseconds)."""
     first_token: Int32[Array, "sequences 2"]
@@ -211,8 +213,6 @@ class Search(NamedTuple):
     """The beam that was continued by each token of the history; 0 in the prompt."""
     path: Int32[Array, "sequences max_length"]
     """Tokens of each beam from the first one on, as of its last preemption."""
-    score: Float[Array, " sequences"]
-    """Scores of the answers, once the search is done."""
 
 
 class EngineState(NamedTuple):
@@ -277,6 +277,7 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
         logprobs=zeros(length, dtype=jnp.float32),
         top_ids=zeros(length, config.max_logprobs),
         top_logprobs=zeros(length, config.max_logprobs, dtype=jnp.float32),
+        score=zeros(dtype=jnp.float32),
         arrival=zeros(2),
         first_token=zeros(2),
         finish=zeros(2),
@@ -319,5 +320,4 @@ def _make_search(config: EngineConfig) -> Search:
         groups=jax.tree.map(lambda x: jnp.repeat(x[None], num, axis=0), group),
         parents=jnp.zeros((num, length), jnp.int32),
         path=jnp.zeros((num, length), jnp.int32),
-        score=jnp.zeros((num,), jnp.float32),
     )

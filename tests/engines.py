@@ -234,7 +234,7 @@ def serve(
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])
         state, sequences = drain(state)
-        outcomes |= outcomes_of(sequences, state.search)
+        outcomes |= outcomes_of(sequences)
     assert len(outcomes) == num, f"stuck after {max_calls} calls"
     assert_empty(state)
     return Run(outcomes, jax.tree.map(lambda *x: np.concatenate(x), *infos), state)
@@ -246,9 +246,7 @@ def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
     return asks[: max(1, int(np.searchsorted(rows, config.submit_width, "right")))]
 
 
-def outcomes_of(
-    sequences: states.Sequences, search: states.Search | None = None
-) -> dict[Name, Outcome]:
+def outcomes_of(sequences: states.Sequences) -> dict[Name, Outcome]:
     """What became of the finished requests among them."""
     s: Any = jax.tree.map(np.asarray, sequences)
     found = {}
@@ -266,7 +264,7 @@ def outcomes_of(
             finish_s=float(s.finish[row] @ np.array([1, 1e-6])),
             num_recomputed=int(s.num_recomputed[row]),
             num_cached=int(s.num_cached[row]),
-            score=0.0 if search is None else float(np.asarray(search.score)[row]),
+            score=float(s.score[row]),
         )
     return found
 

@@ -501,7 +501,9 @@ def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) 
 def test_what_broke_off_is_never_the_best() -> None:
     parts = [
         records.Part(stream=None, reason="nan"),
-        records.Part(stream=None, reason="length", tokens=[1, 2], logprobs=[-3.0, -4]),
+        records.Part(
+            stream=None, reason="length", tokens=[1, 2], logprobs=[-3.0, -4.0]
+        ),
         records.Part(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
     ]
     record = records.Record(
@@ -760,3 +762,48 @@ def test_too_many_end_tokens() -> None:
             BOUNDS,
             eos_ids=(1, 2, 3, 4),
         )
+
+
+def test_beams_through_the_facade() -> None:
+    engine = make_engine(max_beams=3)
+    search = Sampling(beam_width=3, n=2, max_tokens=12, length_penalty=0.5)
+    prompts = [PROMPTS[0], PROMPTS[1]]
+    for index, prompt in enumerate(prompts):
+        engine.submit(prompt, search, request_id=index)
+    engine.submit(PROMPTS[0], GREEDY, request_id=9)
+    told: dict[tuple[int, int], str] = {}
+    done: dict[int, jaxkv.Completion] = {}
+    for event in engine.stream():
+        name = event.request_id, event.sample
+        told[name] = told.get(name, "") + event.text
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+    assert done[9].text == answer_text(PROMPTS[0])
+    config, params, _, _ = loaded()
+    for index, prompt in enumerate(prompts):
+        assert len(done[index].answers) == 2
+        scores = []
+        for answer in done[index].answers:
+            assert answer.text == told[index, answer.sample]
+            known = the_tokenizer().encode(prompt)
+            tokens = np.zeros((1, 64), np.int32)
+            whole = [*known, *answer.tokens]
+            tokens[0, : len(whole)] = whole
+            logits = np.asarray(
+                engines.full_logits(params, tokens, config=config)[0], np.float64
+            )
+            logits -= logits.max(axis=1, keepdims=True)
+            logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            place = np.arange(len(known), len(whole))
+            total = logprobs[place - 1, answer.tokens].sum()
+            scores.append(total / len(answer.tokens) ** 0.5)
+            assert answer.score == pytest.approx(scores[-1], abs=1e-4)
+            assert answer.reason in ("stop", "length")
+        assert scores == sorted(scores, reverse=True)
+    engines.assert_empty(engine._state)
+
+
+def test_beams_need_an_engine_that_has_them(engine: jaxkv.Engine) -> None:
+    message = r"ask.beam_width=2 must be at most config.max_beams=0"
+    with pytest.raises(ValueError, match=message):
+        engine.submit("x", Sampling(beam_width=2))
