@@ -10,7 +10,9 @@ from jaxkv.paging import NO_PAGE
 
 _LABEL = 0.43
 """Width of what stands before the pages."""
-_ROW = 0.39
+_ROW, _LINE = 0.39, 0.084
+"""Heights: of a beam, of a line of text."""
+
 HEIGHT = 4 * _ROW + 0.83
 """Of a frame of four beams, in inches."""
 
@@ -41,7 +43,7 @@ def draw(
     num_columns = int((frames.page_ids != NO_PAGE).any((0, 1)).sum())
     page_width = (width - _LABEL) / num_columns
     for slot in range(num):
-        look = {"fontsize": 6, "fontweight": "bold", "va": "center_baseline"}
+        look = {"fontsize": 6.2, "fontweight": "bold", "va": "center_baseline"}
         middle = top + (slot + 0.5) * _ROW
         ax.text(x, middle, f"beam {names[slot]}", color=boxes.colors(slot), **look)
     for column in range(num_columns):
@@ -70,22 +72,19 @@ def _beam_page(
         height = box.height / len(slots)
         band = box._replace(y=box.y + k * height, height=height)
         boxes.rectangle(ax, band, facecolor=boxes.pale(boxes.colors(slot)), linewidth=0)
-    shared = len(slots) > 1
-    edge = boxes.INK if shared else boxes.colors(slots[0])
-    wide = 1.1 if shared else 0.6
-    boxes.rectangle(ax, box, facecolor="none", edgecolor=edge, linewidth=wide)
+    boxes.frame(ax, box, slots)
     held = [t for t in frames.held[i, page] if t >= 0]
     # What stands beyond the length was left by the last owner of the page.
     first = slots[0]
     column = frames.page_ids[i, first].tolist().index(page)
     held = held[: frames.filled(i, first)[column]]
     middle = box.y + box.height / 2
-    start = middle - (len(held) - 1) / 2 * 0.083
+    start = middle - (len(held) - 1) / 2 * _LINE
     for k, token in enumerate(held):
-        look = {"fontsize": 5.3, "va": "center_baseline", "color": boxes.INK}
-        place = (box.x + 0.03, start + k * 0.083)
+        look = {"fontsize": 5.5, "va": "center_baseline", "color": boxes.INK}
+        place = (box.x + 0.03, start + k * _LINE)
         ax.text(*place, str(frames.words[token]), **look)
-    corner = {"fontsize": 5.2, "fontweight": "bold", "ha": "right", "color": boxes.GREY}
+    corner = {"fontsize": 5.6, "fontweight": "bold", "ha": "right", "color": boxes.GREY}
     ax.text(box.x + box.width - 0.03, box.y + 0.03, str(page), va="top", **corner)
 
 
@@ -102,25 +101,16 @@ def _pool_strip(
         box = Box(x + _LABEL + page * width, y, width - 0.05, 0.2)
         count = int(frames.ref[i, page])
         owners = frames.owners(i, page)
-        for k, slot in enumerate(owners):
-            part = box.width / len(owners)
-            band = box._replace(x=box.x + k * part, width=part)
-            boxes.rectangle(
-                ax, band, facecolor=boxes.pale(boxes.colors(slot)), linewidth=0
-            )
-        edge = (
-            "0.85" if not count else boxes.INK if count > 1 else boxes.colors(owners[0])
-        )
-        boxes.rectangle(ax, box, facecolor="none", edgecolor=edge, linewidth=0.8)
+        boxes.stripes(ax, box, owners)
+        boxes.frame(ax, box, owners)
         middle = box.x + box.width / 2
         ink = {"ha": "center", "va": "center_baseline", "fontsize": 6}
-        ax.text(
-            middle, y + 0.1, str(page), color=boxes.INK if count else boxes.GHOST, **ink
-        )
+        color = boxes.INK if count else boxes.GHOST
+        ax.text(middle, y + 0.1, str(page), color=color, **ink)
         before = int(frames.ref[i - 1, page]) if i else count
         if count:
             boxes.badge(ax, middle, y + 0.32, before, count)
         else:
             said = f"{before}→0" if before else "free"
             color = boxes.COPY if before else boxes.GHOST
-            ax.text(middle, y + 0.32, said, color=color, **ink | {"fontsize": 5.2})
+            ax.text(middle, y + 0.32, said, color=color, **ink | {"fontsize": 5.4})

@@ -41,16 +41,12 @@ def play(
     tokens = jnp.full((width, page_frames.MAX_LENGTH), -1, jnp.int32)
     tokens = tokens.at[:, : len(words)].set(jnp.asarray(words, jnp.int32)[None, :])
     columns = -(-page_frames.MAX_LENGTH // page_size)
-    pool, table = (
-        page_frames.make_pool(num_pages, order),
-        tables.make_table(width, columns),
-    )
     search = Search(
-        page_frames.blank_pages(num_pages, page_size),
-        pool,
-        table,
-        tokens,
-        beams.make_beams(width),
+        pages=page_frames.blank_pages(num_pages, page_size),
+        pool=page_frames.make_pool(num_pages, order),
+        table=tables.make_table(width, columns),
+        tokens=tokens,
+        group=beams.make_beams(width),
     )
     first = jnp.arange(width, dtype=jnp.int32) == 0
     write = jax.jit(_write, static_argnames=("language", "page_size"))
@@ -61,9 +57,8 @@ def play(
         moved = choose(search, language, start=len(words))
         ones = jnp.ones((width,), jnp.int32)
         search = write(moved, ones, language, page_size)
-        for caption, now in zip(
-            captions.get(length, ()), (moved, search), strict=False
-        ):
+        both = captions.get(length, ("", ""))
+        for caption, now in zip(both, (moved, search), strict=True):
             if caption:
                 shots.append(page_frames.look(now))
                 said.append(caption)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from experiments import style
 
-LINE, HALF = 0.094, 0.46
+LINE, HALF = 0.097, 0.47
 """Height of a line of text, and width of the first of two words in it."""
-TEXT, SMALL = 5.6, 5.0
+TEXT, SMALL = 5.9, 5.3
 """Sizes of words in pages, and of small notes."""
 GHOST, GREY, INK = "0.72", "0.45", "0.1"
 COPY = (0.835, 0.369, 0.0)  # the palette's vermilion
@@ -63,6 +63,26 @@ def rectangle(ax: Any, box: Box, **look: Any) -> None:
 
     look = {"linewidth": 0.6} | look
     ax.add_patch(Rectangle((box.x, box.y), box.width, box.height, **look))
+
+
+def stripes(ax: Any, box: Box, slots: Sequence[int]) -> None:
+    """Fills a box with the colours of several slots, side by side."""
+    width = box.width / max(1, len(slots))
+    for k, slot in enumerate(slots):
+        band = box._replace(x=box.x + k * width, width=width)
+        rectangle(ax, band, facecolor=pale(colors(slot)), linewidth=0)
+
+
+def frame(ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False) -> None:
+    """Draws the edge of a page: who reads it, and whether it is a fresh copy."""
+    edge: Any = INK if len(slots) > 1 else colors(slots[0]) if slots else "0.85"
+    strong = copied or len(slots) > 1
+    rectangle(
+        *(ax, box),
+        facecolor="none",
+        edgecolor=COPY if copied else edge,
+        linewidth=1.1 if strong else 0.6,
+    )
 
 
 def words(

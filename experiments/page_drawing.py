@@ -33,11 +33,11 @@ def draw(ax: Any, scenes: Sequence[Scene], beams: Scene) -> None:
       scenes: one after the other, two frames side by side.
       beams: frames whose slots are the beams of one request.
     """
-    width, height = SIZE_INCHES
+    total, bottom = SIZE_INCHES
     ax.set_position((0, 0, 1, 1))
     ax.set_axis_off()
-    ax.set_xlim(-_MARGIN, width - _MARGIN)
-    ax.set_ylim(height, 0)
+    ax.set_xlim(-_MARGIN, total - _MARGIN)
+    ax.set_ylim(bottom, 0)
     look = {"fontsize": 5.8, "color": boxes.GREY, "va": "top"}
     ax.text(0, 0.1, _LEGEND, **look)
     y = 0.36
@@ -71,7 +71,7 @@ def _title(ax: Any, y: float, text: str) -> float:
 
 def _caption(ax: Any, x: float, y: float, frames: Frames, i: int) -> None:
     text = f"{chr(ord('a') + i)}   {frames.caption[i]}"
-    ax.text(x, y, text, fontsize=6.4, va="top", color=boxes.INK)
+    ax.text(x, y, text, fontsize=6.8, va="top", color=boxes.INK)
 
 
 def _ever_used(frames: Frames) -> list[bool]:
@@ -94,9 +94,8 @@ def _draw_tables(
     heads = ((x + _PAGE / 2, "logical pages"), (table_x + 0.04, "page"))
     heads += ((table_x + 0.3, "filled"), (pool_x + _PAGE / 2, "physical pages"))
     for place, head in heads:
-        ax.text(
-            place, top - 0.04, head, fontsize=boxes.SMALL, color=boxes.GREY, ha="center"
-        )
+        look = {"fontsize": boxes.SMALL, "color": boxes.GREY, "ha": "center"}
+        ax.text(place, top - 0.04, head, **look)
     places = _draw_pool(ax, pool_x, top, frames, i)
     at = top
     for slot, name in enumerate(names):
@@ -120,10 +119,8 @@ def _draw_slot(
     color, size = boxes.colors(slot), frames.held.shape[2]
     length, tokens = int(frames.length[i, slot]), frames.tokens[i, slot]
     if length:
-        ax.text(
-            *(x, y + 0.075, name),
-            **{"fontsize": 6.2, "fontweight": "bold", "va": "center", "color": color},
-        )
+        look = {"fontsize": 6.5, "fontweight": "bold", "va": "center"}
+        ax.text(x, y + 0.075, name, color=color, **look)
         if tokens[length] >= 0:
             said = f"next: {frames.words[tokens[length]]}"
             look = {"fontsize": boxes.SMALL, "style": "italic", "color": boxes.GREY}
@@ -171,26 +168,15 @@ def _draw_pool(
 def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
     """A physical page in the colours of its owners, its words read from K."""
     owners = frames.owners(i, page)
-    num = len(owners)
-    for k, slot in enumerate(owners):
-        band = box._replace(x=box.x + box.width * k / num, width=box.width / num)
-        boxes.rectangle(ax, band, facecolor=boxes.pale(boxes.colors(slot)), linewidth=0)
+    boxes.stripes(ax, box, owners)
     held = frames.held[i, page]
     words = [str(frames.words[t]) if t >= 0 else "" for t in held]
     copied = int(frames.copied[i, page])
-    if not num:
+    if not owners:
         boxes.rectangle(ax, box, facecolor="none", edgecolor="0.85", linewidth=0.5)
         boxes.words(ax, box, words, color=boxes.GHOST)
         return
-    edge = (
-        boxes.COPY
-        if copied >= 0
-        else boxes.colors(owners[0])
-        if num == 1
-        else boxes.INK
-    )
-    width = 1.1 if copied >= 0 or num > 1 else 0.6
-    boxes.rectangle(ax, box, facecolor="none", edgecolor=edge, linewidth=width)
+    boxes.frame(ax, box, owners, copied=copied >= 0)
     old = frames.held[max(i - 1, 0), page if copied < 0 else copied]
     bold = (held != old).nonzero()[0].tolist()
     boxes.words(ax, box, words, bold=bold)

@@ -101,7 +101,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         [
             "A's prompt is read.",
             "B comes; its prompt is read while A goes on.",
-            "Pages lie in any order; only last ones have room.",
+            "Pages lie in any order; only a sequence's last one has room.",
             "A has ended: its pages are free, B goes on.",
         ],
         order=(7, 1, 5, 2, 3),
