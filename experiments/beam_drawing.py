@@ -10,7 +10,7 @@ from jaxkv.paging import NO_PAGE
 
 _LABEL = 0.43
 """Width of what stands before the pages."""
-_ROW, _LINE = 0.39, 0.084
+_ROW, _LINE = 0.39, 0.08
 """Heights: of a beam, of a line of text."""
 
 HEIGHT = 4 * _ROW + 0.83
@@ -81,7 +81,7 @@ def _beam_page(
     middle = box.y + box.height / 2
     start = middle - (len(held) - 1) / 2 * _LINE
     for k, token in enumerate(held):
-        look = {"fontsize": 5.5, "va": "center_baseline", "color": boxes.INK}
+        look = {"fontsize": 5.3, "va": "center_baseline", "color": boxes.INK}
         place = (box.x + 0.03, start + k * _LINE)
         ax.text(*place, str(frames.words[token]), **look)
     corner = {"fontsize": 5.6, "fontweight": "bold", "ha": "right", "color": boxes.GREY}

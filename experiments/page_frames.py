@@ -138,7 +138,8 @@ class Stage:
             follow.
 
         Raises:
-          RuntimeError: a step broke an invariant of the pool.
+          RuntimeError: a step broke an invariant of the pool, or copied other pages than
+        the tables show.
         """
         config = self.config
         num, size = config.num_pages, config.page_size
@@ -165,6 +166,8 @@ class Stage:
             if any(np.any(count) for count in info.violations):
                 raise RuntimeError(f"step {step} broke {info.violations=}")
             shots.append(look(state, before))
+            if (shots[-1]["copied"] != NO_PAGE).sum() != info.num_copied.sum():
+                raise RuntimeError(f"step {step}: {info.num_copied=} differs")
         return gather(shots, captions, self.language)
 
 

@@ -199,19 +199,19 @@ def claims(result: Result) -> list[Claim]:
         _same(
             "two samples share a prompt: references to its pages before",
             f"{_PAPER} 8",
-            [{7: 2, 1: 2}],
+            [{1: 2, 7: 2}],
             [_uses(result.samples, 0)],
         ),
         _same(
             "and after the first has copied the partial page to page 3",
             f"{_PAPER} 8",
-            [{7: 2, 1: 1, 3: 1}],
+            [{1: 1, 3: 1, 7: 2}],
             [_uses(result.samples, 1)],
         ),
         _same(
             "four beams share pages as the figure shows",
             f"{_PAPER} 9",
-            [{0: 4, 1: 3, 3: 3, 2: 1, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}],
+            [{0: 4, 1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}],
             [_uses(result.beams, 1)],
         ),
         _same(
@@ -244,9 +244,9 @@ def _same(
     published: list[dict[int, int]],
     ours: list[dict[int, int]],
 ) -> Claim:
-    """Counts the published entries, page and number, that are ours too."""
+    """Counts the published entries, page and number, that are ours in that order."""
     equal = sum(
-        len(theirs.items() & mine.items()) if theirs.keys() == mine.keys() else 0
+        len(theirs.items() & mine.items()) if [*theirs] == [*mine] else 0
         for theirs, mine in zip(published, ours, strict=True)
     )
     total = sum(map(len, published))
