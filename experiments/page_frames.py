@@ -138,8 +138,8 @@ class Stage:
             follow.
 
         Raises:
-          RuntimeError: a step broke an invariant of the pool, or copied other pages than
-        the tables show.
+          RuntimeError: a step broke an invariant of the pool, or copied pages that the
+            tables do not show.
         """
         config = self.config
         num, size = config.num_pages, config.page_size
