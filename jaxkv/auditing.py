@@ -18,10 +18,14 @@ class Violations(NamedTuple):
     """Pages whose count is not their uses in tables plus their pins."""
     i2: Int32[Array, ""]
     """Breaches of conservation, see `paging.unsound`."""
+    i3: Int32[Array, ""]
+    """Pages that were to be written while others held them, see `shared_writes`."""
     i4: Int32[Array, ""]
     """Places that break the form of their row, and slots with impossible lengths."""
     i5: Int32[Array, ""]
     """Slots that are not live and yet have a length, reserved places or a page."""
+    i7: Int32[Array, ""]
+    """Faults of the prefix cache, see `prefixes.unsound`."""
 
 
 def violations(
@@ -49,7 +53,8 @@ def violations(
       pins: uses of each page outside the table; None means none.
 
     Returns:
-      The counts.
+      The counts. Those of I3, which is asked before a write, and of I7, which is asked
+      of a prefix cache, are 0 here.
     """
     (total,) = pool.ref.shape
     _, pages_per_slot = table.page_ids.shape
@@ -71,8 +76,10 @@ def violations(
     return Violations(
         i1=count(held != pool.ref),
         i2=paging.unsound(pool),
+        i3=jnp.zeros((), jnp.int32),
         i4=count(misplaced) + count(repeated) + count(impossible),
         i5=count(ghost),
+        i7=jnp.zeros((), jnp.int32),
     )
 
 

@@ -18,6 +18,7 @@ from jaxkv import (
     forking,
     forwarding,
     paging,
+    prefixes,
     scheduling,
     sharing,
     tables,
@@ -93,6 +94,9 @@ def step(
     state, num_rows, num_copied, enough = admission.carry_out(
         state, plan, found, config
     )
+    shared_writes = auditing.shared_writes(
+        state.pool, state.table, num_rows, page_size=config.page_size
+    )
     used_pages = config.num_pages - state.pool.num_free - sharing.num_idle(state)
     running = state.slots.sequence
     forks = forking.due(state, num_rows)
@@ -122,13 +126,7 @@ def step(
         used_pages=used_pages,
         used_places=admission.used_places(state, config),
         enough=enough,
-        violations=auditing.violations(
-            *(state.pool, state.table, (slots.sequence >= 0) | slots.held),
-            page_size=config.page_size,
-            pins=sharing.pins(state),
-        )
-        if config.debug
-        else None,
+        violations=_audit(state, shared_writes, config) if config.debug else None,
     )
 
 
@@ -175,6 +173,21 @@ def run_steps(
         None,
         length=config.steps_per_call if num_steps is None else num_steps,
     )
+
+
+def _audit(
+    state: EngineState, shared_writes: Int32[Array, ""], config: EngineConfig
+) -> auditing.Violations:
+    """Counts the invariants that do not hold at the end of a step."""
+    live = (state.slots.sequence >= 0) | state.slots.held
+    found = auditing.violations(
+        *(state.pool, state.table, live),
+        page_size=config.page_size,
+        pins=sharing.pins(state),
+    )._replace(i3=shared_writes)
+    if state.prefixes is None:
+        return found
+    return found._replace(i7=prefixes.unsound(state.prefixes, state.pool))
 
 
 def _retire(
