@@ -1,11 +1,11 @@
-"""Results do not depend on company: order, slots, pages, chunks, preemption."""
+"""Results do not depend on company: order, slots, chunks, sharing, preemption."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig
 from tests import engines, margins
 from tests.engines import MODEL, Ask, Outcome, Run
+from tests.test_groups import pages_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,21 +31,24 @@ class Place(NamedTuple):
     num_pages: int
     token_budget: int
     chunk_size: int | None
+    prefix_cache: bool
 
 
 # Sequences have up to 63 places. Pools of just so many force preemption wherever more
 # than one slot is there; tiles of 64 rows hold from a thirtieth of a step to all of it.
 PLACES = {
-    "crowd": Place(8, 4, 16, 40, 8),
-    "alone": Place(1, 16, 4, 24, None),
-    "trickle": Place(3, 64, 3, 3, 32),
-    "flood": Place(8, 16, 6, 200, None),
-    "squeeze": Place(3, 4, 17, 70, 32),
-    "pages of one token": Place(3, 1, 120, 64, 8),
-    "plenty": Place(8, 64, 8, 64, 32),
-    "alone by the token": Place(1, 4, 16, 1, 8),
+    "crowd": Place(8, 4, 16, 40, 8, False),
+    "alone": Place(1, 16, 4, 24, None, False),
+    "trickle": Place(3, 64, 3, 3, 32, False),
+    "flood": Place(8, 16, 6, 200, None, True),
+    "squeeze": Place(3, 4, 17, 70, 32, True),
+    "squeeze that keeps nothing": Place(3, 4, 17, 70, 32, False),
+    "pages of one token": Place(3, 1, 120, 64, 8, True),
+    "plenty": Place(8, 64, 8, 64, 32, False),
+    "alone by the token": Place(1, 4, 16, 1, 8, True),
 }
 QUICK = ("crowd", "alone", "flood")
+ROOM_FOR_THREE = tuple(name for name in PLACES if PLACES[name].max_slots >= 3)
 
 
 def config_of(place: Place, numerics: Any = "reproducible") -> EngineConfig:
@@ -59,6 +63,7 @@ def config_of(place: Place, numerics: Any = "reproducible") -> EngineConfig:
         max_logit_rows=place.max_slots + 5,
         max_stop_tokens=2,
         max_logprobs=2,
+        prefix_cache=place.prefix_cache,
         submit_width=16,
         steps_per_call=8,
         numerics=numerics,
@@ -69,6 +74,25 @@ def config_of(place: Place, numerics: Any = "reproducible") -> EngineConfig:
 
 def workload(seed: int) -> list[Ask]:
     return engines.random_asks(np.random.default_rng([seed, 1]), 10, scores=True)
+
+
+def groups(seed: int) -> list[Ask]:
+    """Requests of up to three answers, most of which begin with one of two texts."""
+    rng = np.random.default_rng([seed, 2])
+    texts = rng.integers(0, MODEL.vocab_size, (2, 20)).tolist()
+    asks = []
+    for ask in engines.random_asks(
+        rng, 16, max_prompt=10, max_answer=14, scores=True, max_n=3
+    ):
+        begin = texts[rng.integers(2)][: rng.integers(12, 21)]
+        asks.append(ask._replace(prompt=begin + ask.prompt))
+    places = [PLACES[name] for name in ROOM_FOR_THREE]
+    return [ask for ask in asks if all(fits(ask, place) for place in places)]
+
+
+def fits(ask: Ask, place: Place) -> bool:
+    """Whether a request's worst case fits a place."""
+    return pages_of(ask, place.page_size) <= place.num_pages
 
 
 def serve(
@@ -101,16 +125,21 @@ def assert_same_bits(a: Outcome, b: Outcome) -> None:
     np.testing.assert_array_equal(a.top_logprobs, b.top_logprobs)
 
 
-def check_workloads(seeds: Sequence[int], names: Sequence[str]) -> dict[str, int]:
+def check_workloads(
+    seeds: Sequence[int],
+    names: Sequence[str],
+    make: Callable[[int], list[Ask]] = workload,
+) -> dict[str, int]:
     """Serves every workload at every place; returns how often somebody gave way."""
     num_preempted = dict.fromkeys(names, 0)
     for seed in seeds:
-        asks = workload(seed)
+        asks = make(seed)
         first: dict[int, Outcome] = {}
         for name in names:
             run = serve(asks, PLACES[name], seed)
             num_preempted[name] += int(run.info.num_preempted.sum())
             first = first or run.outcomes
+            assert len(first) == len(run.outcomes)
             for request_id, outcome in run.outcomes.items():
                 assert_same_bits(outcome, first[request_id])
     return num_preempted
@@ -120,6 +149,29 @@ def test_no_bit_depends_on_company() -> None:
     num_preempted = check_workloads(range(8), QUICK)
     assert num_preempted["crowd"] > 5
     assert num_preempted["flood"] > 5
+
+
+def test_no_bit_of_several_answers_depends_on_who_shares_with_whom() -> None:
+    num_preempted = check_workloads(range(6), ("crowd", "flood"), groups)
+    assert all(num > 5 for num in num_preempted.values())
+
+
+@pytest.mark.slow
+def test_no_bit_depends_on_who_shares_with_whom_in_forty_workloads() -> None:
+    num_preempted = check_workloads(range(40), ROOM_FOR_THREE, groups)
+    assert sum(num > 20 for num in num_preempted.values()) >= 3
+
+
+def test_the_workloads_share_what_they_should() -> None:
+    num_answers = num_cached = 0
+    for seed in range(6):
+        asks = groups(seed)
+        run = serve(asks, PLACES["flood"], seed)
+        num_answers += len(run.outcomes) - len(asks)
+        num_cached += sum(each.num_cached for each in run.outcomes.values())
+        engines.assert_equal_plain(run, asks, config_of(PLACES["flood"]))
+    assert num_answers > 10
+    assert num_cached > 100
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """One program each for `run_steps`, `submit` and `drain`, whatever comes in."""
 
+import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,21 @@ BOUNDS = jaxkv.EngineConfig(
     max_stop_tokens=2,
     submit_width=4,
     steps_per_call=8,
+    prefix_cache=True,
 )
+
+
+def every_mode(rng: np.random.Generator, ask: jaxkv.Sampling) -> jaxkv.Sampling:
+    """A request of any number of answers, on or off the cache, of some tenant."""
+    n = int(rng.integers(1, BOUNDS.max_slots + 1))
+    best_of = None if rng.random() < 0.5 else int(rng.integers(n, BOUNDS.max_slots + 1))
+    return dataclasses.replace(
+        ask,
+        n=n,
+        best_of=best_of,
+        salt=int(rng.integers(2)),
+        prefix_cache=rng.random() < 0.7,
+    )
 
 
 def make_engine(policy: scheduling.Policy | None = None) -> jaxkv.Engine:
@@ -60,7 +75,7 @@ def make_engine(policy: scheduling.Policy | None = None) -> jaxkv.Engine:
     )
 
 
-def test_one_program_each_for_twenty_workloads_and_every_length() -> None:
+def test_one_program_each_for_every_workload_length_and_mode() -> None:
     rng = np.random.default_rng(0)
     with compilations() as names:
         engine = make_engine()
@@ -68,17 +83,25 @@ def test_one_program_each_for_twenty_workloads_and_every_length() -> None:
         names.clear()
         # Every length that a prompt may have, in workloads of every kind.
         lengths = rng.permutation(np.arange(1, MODEL.max_positions)).tolist()
-        for workload in range(20):
+        modes, num_cached = set(), 0
+        for workload in range(21):
             asks = engines.random_asks(rng, 6, max_answer=6, scores=True)
             prompts = [ask.prompt for ask in asks]
-            for index in range(min(4, len(lengths))):
+            for index in range(min(3, len(lengths))):
                 prompts[index] = rng.integers(0, 61, lengths.pop()).tolist()
             samplings = [ask.sampling for ask in asks]
+            for index in (3, 4, 5):
+                samplings[index] = every_mode(rng, samplings[index])
+                prompts[index] = [*range(workload % 3 * 6), *prompts[index][:12]]
             done = engine.generate(prompts, samplings)
-            assert len(done) == 6
+            assert [len(each.answers) for each in done] == [ask.n for ask in samplings]
+            num_cached += sum(each.num_cached for each in done)
+            modes |= {(ask.n, ask.num_sequences) for ask in samplings}
             if workload == 0:
                 assert sorted(names) == sorted(PROGRAMS)
         assert not lengths
+        assert len(modes) == 6  # all that three slots allow
+        assert num_cached > 0
         # A cancellation, an idle engine, an arrival to come: nothing new.
         name = engine.submit([1, 2, 3], jaxkv.Sampling.greedy(max_tokens=50))
         engine.submit([1, 2, 3], arrival_s=engine.now() + 0.05)
