@@ -85,10 +85,22 @@ def copies(program: Any, pages: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize(
+    "numerics", ["reproducible", pytest.param("fast", marks=pytest.mark.slow)]
+)
 def test_the_pages_stay_where_they_are(numerics: str) -> None:
     program, pages = compile_steps(LARGE, numerics)
     # Below a twentieth of the whole pool, hence of its growth from any smaller one.
+    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
+    assert not copies(program, pages)
+
+
+@pytest.mark.parametrize(
+    "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
+)
+def test_they_stay_there_with_a_prefix_cache_and_beams(numerics: str) -> None:
+    config = dataclasses.replace(CONFIG, prefix_cache=True, max_beams=4)
+    program, pages = compile_steps(LARGE, numerics, config=config)
     assert temporary_bytes(program) < 0.05 * bytes_of(pages)
     assert not copies(program, pages)
 

@@ -26,6 +26,7 @@ ROOMY = EngineConfig(
     token_budget=16,
     max_stop_tokens=2,
     max_beams=6,
+    prefix_cache=True,
     submit_width=12,
     steps_per_call=4,
     debug=True,
@@ -87,35 +88,32 @@ class Moody(NamedTuple):
         return scheduling.fcfs(chunk_size=3).plan(counts._replace(free_pages=free))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)]
+)
 def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
     run = serve(name, ROOMY)
     check(name, run)
     assert run.info.num_copied.sum() > 50
+    assert sum(each.num_cached for each in run.outcomes.values()) > 10
 
 
 def test_beams_that_gave_way_go_on_as_if_nothing_had_happened() -> None:
     policy = Moody(jnp.asarray(4, jnp.int32))
     run = serve("llama", TIGHT, policy=policy)
     check("llama", run)
-    assert run.info.num_preempted.sum() > 60
+    assert run.info.num_preempted.sum() > 40
     lost = [
         run.outcomes[name].num_recomputed for name in engines.names_of(asks("llama"))
     ]
-    assert sum(lost) > 100
+    assert sum(lost) > 50
 
 
-def test_static_batching_searches_too() -> None:
-    config = dataclasses.replace(ROOMY, num_pages=192)
+@pytest.mark.slow
+def test_static_batching_searches_without_a_cache_too() -> None:
+    config = dataclasses.replace(ROOMY, num_pages=192, prefix_cache=False)
     run = serve("llama", config, 12, policy=baselines.static())
     check("llama", run, 12)
-
-
-def test_a_cache_finds_the_prompts_of_searches() -> None:
-    config = dataclasses.replace(ROOMY, prefix_cache=True)
-    run = serve("llama", config, 20)
-    check("llama", run, 20)
-    assert sum(each.num_cached for each in run.outcomes.values()) > 10
 
 
 def test_a_cancelled_search_leaves_nothing() -> None:
@@ -130,6 +128,7 @@ def test_a_cancelled_search_leaves_nothing() -> None:
         policy=scheduling.fcfs(),
     )
     assert int(state.pool.num_free) < ROOMY.num_pages
+    assert state.slots.sequence.max() >= 0
     # One beam named, all are meant.
     names = jnp.asarray([search.request_id, -1], jnp.int32)
     state = engines.cancel(state, names, jnp.asarray([1, -1], jnp.int32))
