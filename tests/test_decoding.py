@@ -48,9 +48,10 @@ def random_tokens(seed: int = 0) -> np.ndarray:
 @functools.cache
 def expected(seed: int = 0) -> np.ndarray:
     """Logits [slots, length, vocab] of one plain forward pass."""
-    tokens = np.zeros((1, MODEL.max_positions), np.int32)
     rows = []
     for row in random_tokens(seed):
+        # An array of its own: JAX may still read it when the next one is filled.
+        tokens = np.zeros((1, MODEL.max_positions), np.int32)
         tokens[0, :LENGTH] = row
         logits = engines.full_logits(engines.params(), tokens, config=MODEL)
         rows.append(logits[0, :LENGTH])

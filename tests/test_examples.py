@@ -6,10 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkv
 from jaxkv import caching
 from tests import engines
+
+# Slow, because the quick suite runs the README, which shows the same.
+pytestmark = pytest.mark.slow
 
 END = 60
 

@@ -161,6 +161,7 @@ def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert raw(end) == raw(rest.state)
 
 
+@pytest.mark.slow
 def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     start = busy(REPRODUCIBLE)
     folder = jaxkv.save_state(tmp_path / "state", start, REPRODUCIBLE)
@@ -183,6 +184,7 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     assert len(ways) > 2
 
 
+@pytest.mark.slow
 def test_a_state_that_has_not_begun_branches_into_static(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     jaxkv.save_state(folder, waiting(REPRODUCIBLE), REPRODUCIBLE)
