@@ -344,7 +344,8 @@ def search_with_pages(weights, prompt, params: Params, config: models.ModelConfi
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", pytest.param("mistral", marks=pytest.mark.slow)]
+    "name",
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "mistral"))],
 )
 def test_answers_and_scores_of_transformers(name: str) -> None:
     config, weights, _, _ = checkpoints.load_model(GOLDEN / name)

@@ -187,6 +187,7 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
     assert step == json.loads(lines[-1])["step"] > 0
 
 
+@pytest.mark.slow
 def test_an_answer_ends_with_what_it_has(start: Start, model: str) -> None:
     words = ("--prompt", "import ", "--max-tokens", "1000")
     process = start("generate", model, *words, "--json", code=SLOW)
