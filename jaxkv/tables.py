@@ -128,9 +128,7 @@ def num_wanted(
     page_size: int,
 ) -> Int32[Array, ""]:
     """Counts the free pages that `reserve` would take, copies included."""
-    goal = jnp.maximum(table.length + table.ahead, places)
-    growth = pages_for(goal, page_size=page_size)
-    growth -= num_pages(table, page_size=page_size)
+    growth = _growth(table, places, page_size)
     copies = needs_copy(pool, table, num_rows, page_size=page_size)
     return jnp.sum(growth + copies.astype(jnp.int32), dtype=jnp.int32)
 
@@ -176,8 +174,7 @@ def reserve(
         raise ValueError(f"{max_new_pages=} must be at least 1")
     max_slots, pages_per_slot = table.page_ids.shape
     have = num_pages(table, page_size=page_size)
-    goal = jnp.maximum(table.length + table.ahead, places)
-    growth = pages_for(goal, page_size=page_size) - have
+    growth = _growth(table, places, page_size)
     if num_rows is None:
         num_rows = jnp.zeros_like(places)
     parts = needs_copy(pool, table, num_rows, page_size=page_size)
@@ -202,7 +199,9 @@ def reserve(
     pool = pool._replace(ref=paging.put(pool.ref, copies.source, -1, "add"))
     table = table._replace(
         page_ids=jnp.where(new == NO_PAGE, table.page_ids, new),
-        ahead=jnp.where(enough, goal - table.length, table.ahead),
+        ahead=jnp.where(
+            enough, jnp.maximum(table.ahead, places - table.length), table.ahead
+        ),
     )
     return pool, table, copies, enough
 
@@ -389,6 +388,12 @@ def owned_pages(
 
     _, owned = lax.while_loop(any_left, compare, (nearest, owned))
     return jnp.sum(owned, axis=1, dtype=jnp.int32)
+
+
+def _growth(table: Table, places: Array, page_size: int) -> Array:
+    """Pages that each slot lacks for its places."""
+    goal = jnp.maximum(table.length + table.ahead, places)
+    return pages_for(goal, page_size=page_size) - num_pages(table, page_size=page_size)
 
 
 def _column(table: Table, page_size: int) -> Array:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from jaxkv import (
     answers,
+    checkpoints,
     engine,
     models,
     prefixes,
@@ -20,6 +22,7 @@ from jaxkv import (
 )
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState
+from jaxkv.tokenizing import ByteTokenizer
 
 MODEL = models.ModelConfig(
     vocab_size=61,
@@ -126,6 +129,23 @@ def params(config: models.ModelConfig = MODEL, dtype: str = "float32") -> models
         drawn["head"]["weight"] *= 3
     # Not in two roundings: the parameters in float64 are those in float32, widened.
     return jax.tree.map(lambda x: jnp.asarray(x.astype("float32"), dtype), drawn)
+
+
+def save_tiny_model(folder: Path, *, max_positions: int) -> str:
+    """Saves a byte-level model with random weights that compiles in seconds."""
+    shape = models.ModelConfig(
+        vocab_size=257,
+        hidden_size=16,
+        num_layers=1,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_size=16,
+        max_positions=max_positions,
+    )
+    weights = models.init_params(shape, jax.random.key(0))
+    checkpoints.save_model(folder, shape, weights, tokenizer=ByteTokenizer(257))
+    return str(folder)
 
 
 def start(

@@ -20,30 +20,16 @@ from experiments import (
     timelines,
 )
 from experiments.progress import Quiet
-from jaxkv import checkpoints, engine, models
+from jaxkv import engine
 from jaxkv.answers import Answer, Completion
 from jaxkv.tokenizing import ByteTokenizer
+from tests import engines
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A byte-level model with random weights, small enough to compile in seconds."""
-    import jax
-
-    shape = models.ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        num_layers=1,
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_size=16,
-        max_positions=64,
-    )
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    params = models.init_params(shape, jax.random.key(0))
-    checkpoints.save_model(folder, shape, params, tokenizer=ByteTokenizer(257))
-    return str(folder)
+    return engines.save_tiny_model(folder, max_positions=64)
 
 
 @pytest.fixture(scope="module")

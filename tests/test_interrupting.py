@@ -9,14 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from experiments import bundled_model, catalogue, interrupting, store
-from jaxkv import checkpoints, models
-from jaxkv.tokenizing import ByteTokenizer
 from scaling import training
+from tests import engines
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 120
@@ -50,20 +48,8 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    shape = models.ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        num_layers=1,
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_size=16,
-        max_positions=1024,
-    )
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    params = models.init_params(shape, jax.random.key(0))
-    checkpoints.save_model(folder, shape, params, tokenizer=ByteTokenizer(257))
-    return str(folder)
+    return engines.save_tiny_model(folder, max_positions=1024)
 
 
 def wait_for(is_so: Callable[[], object], process: subprocess.Popen[str]) -> None:
