@@ -8,8 +8,8 @@ from experiments.boxes import Box
 from experiments.page_frames import Frames
 from jaxkv.paging import NO_PAGE
 
-_LABEL = 0.43
-"""Width of what stands before the pages."""
+_LABEL, _THIN = 0.55, 0.06
+"""Widths: of what stands before the pages, of a page in the pool that is never used."""
 _ROW, _LINE = 0.39, 0.08
 """Heights: of a beam, of a line of text."""
 
@@ -45,7 +45,11 @@ def draw(
     for slot in range(num):
         look = {"fontsize": 6.2, "fontweight": "bold", "va": "center_baseline"}
         middle = top + (slot + 0.5) * _ROW
-        ax.text(x, middle, f"beam {names[slot]}", color=boxes.colors(slot), **look)
+        name = f"beam {names[slot]}"
+        ax.text(x, middle - 0.07, name, color=boxes.colors(slot), **look)
+        word = frames.words[frames.tokens[i, slot, frames.length[i, slot]]]
+        look = {"style": "italic", "color": boxes.GREY, "va": "center_baseline"}
+        ax.text(x, middle + 0.06, word, fontsize=boxes.SMALL, **look)
     for column in range(num_columns):
         first = 0
         for slot in range(1, num + 1):
@@ -80,8 +84,10 @@ def _beam_page(
     held = held[: frames.filled(i, first)[column]]
     middle = box.y + box.height / 2
     start = middle - (len(held) - 1) / 2 * _LINE
+    newest = int(frames.length[i, first]) - 1 - column * frames.held.shape[2]
     for k, token in enumerate(held):
         look = {"fontsize": 5.3, "va": "center_baseline", "color": boxes.INK}
+        look |= {"fontweight": "bold"} if k == newest else {}
         place = (box.x + 0.03, start + k * _LINE)
         ax.text(*place, str(frames.words[token]), **look)
     corner = {"fontsize": 5.6, "fontweight": "bold", "ha": "right", "color": boxes.GREY}
@@ -92,13 +98,19 @@ def _pool_strip(
     ax: Any, x: float, y: float, frames: Frames, i: int, total: float
 ) -> None:
     """All physical pages in a row: id, colours, reference count."""
-    num = frames.ref.shape[1]
-    width = (total - _LABEL) / num
+    used = frames.ever_used()
+    num = sum(used)
+    width = (total - _LABEL - (len(used) - num) * _THIN) / num
     look = {"fontsize": boxes.SMALL, "color": boxes.GREY, "va": "center_baseline"}
     ax.text(x, y + 0.1, "pool", **look)
     ax.text(x, y + 0.32, "uses", **look)
-    for page in range(num):
-        box = Box(x + _LABEL + page * width, y, width - 0.05, 0.2)
+    left = x + _LABEL
+    for page, is_used in enumerate(used):
+        box = Box(left, y, (width if is_used else _THIN) - 0.05, 0.2)
+        left += box.width + 0.05
+        if not is_used:
+            boxes.rectangle(ax, box, facecolor="none", edgecolor="0.85", linewidth=0.5)
+            continue
         count = int(frames.ref[i, page])
         owners = frames.owners(i, page)
         boxes.stripes(ax, box, owners)

@@ -21,7 +21,7 @@ _PAGE = 1.22
 """Width of a page of two words a line."""
 _LEGEND = (
     "Colour: sequence.   Black frame: shared page.   Number in a pill: references.   "
-    "Bold: written in this step.   Pale words: left behind in a free page."
+    "Bold: just written.   Italic: to be written next.   Pale: left in a free page."
 )
 
 
@@ -74,12 +74,8 @@ def _caption(ax: Any, x: float, y: float, frames: Frames, i: int) -> None:
     ax.text(x, y, text, fontsize=6.8, va="top", color=boxes.INK)
 
 
-def _ever_used(frames: Frames) -> list[bool]:
-    return (frames.ref > 0).any(0).tolist()
-
-
 def _scene_height(frames: Frames) -> float:
-    pool = sum(_ROW if used else _THIN for used in _ever_used(frames))
+    pool = sum(_ROW if used else _THIN for used in frames.ever_used())
     slots = [s for s in range(frames.length.shape[1]) if frames.length[:, s].any()]
     rows = sum((frames.page_ids[:, s] != NO_PAGE).any(0).sum() for s in slots)
     return 0.34 + max(pool, rows * _ROW + len(slots) * 0.17 + 0.05) + 0.12
@@ -153,7 +149,7 @@ def _draw_pool(
 ) -> dict[int, tuple[float, float]]:
     """All physical pages; returns where the line to each one ends."""
     places = {}
-    for page, used in enumerate(_ever_used(frames)):
+    for page, used in enumerate(frames.ever_used()):
         height = (_ROW if used else _THIN) - 0.03
         box = Box(x, y, _PAGE, height)
         places[page] = (x, y + height / 2)

@@ -8,17 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.sentences import Language, Scribe
-from jaxkv import (
-    answers,
-    beams,
-    caching,
-    engine,
-    paging,
-    queueing,
-    scheduling,
-    states,
-    tables,
-)
+from jaxkv import answers, caching, engine, paging, queueing, scheduling, states
 from jaxkv.paging import NO_PAGE
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState
@@ -40,6 +30,7 @@ class Frames(NamedTuple):
         [frames, pages, page_size].
       place: their positions, read from the values, likewise.
       copied: page that a page was copied from in this frame, or -1: [frames, pages].
+        Not told of beams: their slots also map others' pages when they follow others.
     """
 
     caption: np.ndarray
@@ -57,6 +48,10 @@ class Frames(NamedTuple):
         size, length = self.held.shape[2], int(self.length[frame, slot])
         return [min(size, length - i) for i in range(0, length, size)]
 
+    def ever_used(self) -> list[bool]:
+        """Whether each page is in use in any frame."""
+        return (self.ref > 0).any(0).tolist()
+
     def owners(self, frame: int, page: int) -> list[int]:
         """Slots whose tables hold a page."""
         return (self.page_ids[frame] == page).any(1).nonzero()[0].tolist()
@@ -65,24 +60,6 @@ class Frames(NamedTuple):
         """Pages of a slot, in token order."""
         row = self.page_ids[frame, slot]
         return row[row != NO_PAGE].tolist()
-
-
-class Search(NamedTuple):
-    """A beam search without the scheduler; slots are beams.
-
-    Attributes:
-      pages: K and V.
-      pool: who uses which page.
-      table: pages of each beam.
-      tokens: words of each beam, the last one not written yet: [beams, max_length].
-      group: scores.
-    """
-
-    pages: caching.Pages
-    pool: paging.Pool
-    table: tables.Table
-    tokens: jax.Array
-    group: beams.Beams
 
 
 class Ask(NamedTuple):
@@ -105,25 +82,36 @@ class Stage:
     One program serves all scenes that are played on it.
     """
 
-    def __init__(self, language: Language, *, num_pages: int, page_size: int) -> None:
-        """Sets an engine of two slots up; see `EngineConfig` for the sizes."""
+    def __init__(
+        self,
+        language: Language,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_slots: int = 2,
+        max_beams: int = 0,
+    ) -> None:
+        """Sets an engine up; see `EngineConfig` for the sizes."""
         self.language = language
         self.config = EngineConfig(
             num_pages=num_pages,
             page_size=page_size,
-            max_slots=2,
+            max_slots=max_slots,
             max_length=MAX_LENGTH,
-            max_sequences=2,
-            queue_capacity=2,
-            submit_width=2,
+            max_sequences=max_slots,
+            queue_capacity=max_slots,
             token_budget=MAX_LENGTH,
+            max_beams=max_beams,
+            submit_width=max_slots,
             steps_per_call=1,
             debug=True,
         )
         self._submit = jax.jit(queueing.submit, static_argnames="config")
         self._run = jax.jit(
             engine.run_steps,
-            static_argnames=("config", "forward", "logits_fn", "num_steps"),
+            static_argnames=("config", "forward"),
+            # It runs for milliseconds: to optimise it would take longer.
+            compiler_options={"xla_backend_optimization_level": 0},
         )
 
     def play(
@@ -133,18 +121,18 @@ class Stage:
 
         Args:
           asks: the requests, sequences of all of them no more than slots.
-          captions: what each step does.
+          captions: what each step does; an empty one makes no frame.
           order: pages, in the order in which they shall be handed out; the others
             follow.
 
         Raises:
-          RuntimeError: a step broke an invariant of the pool, or copied pages that the
-            tables do not show.
+          RuntimeError: a request does not fit the engine; or a step broke an invariant
+            of the pool, or copied pages that the tables do not show.
         """
         config = self.config
         num, size = config.num_pages, config.page_size
-        state = states.init(config, blank_pages(num, size))
-        state = state._replace(pool=make_pool(num, order))
+        state = states.init(config, _blank_pages(num, size))
+        state = state._replace(pool=_make_pool(num, order))
         requests = answers.make_requests(
             [self.language.encode(ask.prompt) for ask in asks],
             [ask.sampling for ask in asks],
@@ -152,55 +140,50 @@ class Stage:
             arrivals_s=[float(ask.step) for ask in asks],
             width=config.submit_width,
         )
-        state, _ = self._submit(state, requests, config=config)
+        state, taken = self._submit(state, requests, config=config)
+        if taken.sum() != sum(ask.sampling.num_sequences for ask in asks):
+            raise RuntimeError(f"{taken=}: a request does not fit {config}")
         shots = []
-        for step in range(len(captions)):
+        for step, caption in enumerate(captions):
             before = state
             state, info = self._run(
                 *(None, state, answers.clock(float(step))),
                 config=config,
-                forward=Scribe(vocab_size=len(self.language.words)),
+                forward=Scribe(language=self.language),
                 policy=scheduling.fcfs(),
-                logits_fn=self.language.logits,
             )
             if any(np.any(count) for count in info.violations):
                 raise RuntimeError(f"step {step} broke {info.violations=}")
-            shots.append(look(state, before))
-            if (shots[-1]["copied"] != NO_PAGE).sum() != info.num_copied.sum():
+            shot = _look(state, before)
+            num_copied = (shot["copied"] != NO_PAGE).sum()
+            if state.search is None and num_copied != info.num_copied.sum():
                 raise RuntimeError(f"step {step}: {info.num_copied=} differs")
-        return gather(shots, captions, self.language)
+            if caption:
+                shots.append(shot)
+        return _gather(shots, [text for text in captions if text], self.language)
 
 
-def make_pool(num_pages: int, order: Sequence[int]) -> paging.Pool:
+def _make_pool(num_pages: int, order: Sequence[int]) -> paging.Pool:
     """Makes a pool that hands out the pages of `order` first, then the others."""
     rest = [page for page in range(num_pages) if page not in order]
     return paging.make_pool(num_pages, jnp.asarray([*order, *rest], jnp.int32))
 
 
-def blank_pages(num_pages: int, page_size: int) -> caching.Pages:
+def _blank_pages(num_pages: int, page_size: int) -> caching.Pages:
     """Pages of not-a-numbers: what is none was written."""
     shape = (1, num_pages, 1, page_size, 1)
     # Two arrays: no buffer can be donated twice.
     return caching.Pages(*(jnp.full(shape, jnp.nan, "float32") for _ in range(2)))
 
 
-def look(
-    state: EngineState | Search, before: EngineState | None = None
-) -> dict[str, np.ndarray]:
+def _look(state: EngineState, before: EngineState) -> dict[str, np.ndarray]:
     """Reads one state; next to the one before, also what was copied since."""
     page_ids = np.asarray(state.table.page_ids)
     copied = np.full(state.pool.ref.shape, NO_PAGE, np.int32)
-    if isinstance(state, Search):
-        tokens = np.asarray(state.tokens)
-    else:
-        s, row = state.sequences, np.asarray(state.slots.sequence)
-        place = np.arange(s.tokens.shape[1])[None, :]
-        known = np.where(row >= 0, np.asarray(s.num_tokens)[row], 0)
-        tokens = np.where(place < known[:, None], np.asarray(s.tokens)[row], -1)
-    if before is not None:
-        old = np.asarray(before.table.page_ids)
-        # A slot that runs on maps another page in a place only if it took a copy.
-        moved = (old != page_ids) & (old != NO_PAGE) & (page_ids != NO_PAGE)
+    old = np.asarray(before.table.page_ids)
+    # A slot that runs on maps another page in a place only if it took a copy.
+    moved = (old != page_ids) & (old != NO_PAGE) & (page_ids != NO_PAGE)
+    if state.search is None:
         copied[page_ids[moved]] = old[moved]
 
     def read(leaf: jax.Array) -> np.ndarray:
@@ -208,7 +191,7 @@ def look(
         return np.where(np.isnan(values), -1, values).astype(np.int32)
 
     return {
-        "tokens": tokens,
+        "tokens": _histories(state),
         "page_ids": page_ids,
         "length": np.asarray(state.table.length),
         "ref": np.asarray(state.pool.ref),
@@ -218,9 +201,27 @@ def look(
     }
 
 
-def gather(
+def _histories(state: EngineState) -> np.ndarray:
+    """Tokens of each slot; those of a beam stand where they were chosen."""
+    s, slots = state.sequences, np.asarray(state.slots.sequence)
+    tokens = np.full((len(slots), s.tokens.shape[1]), -1, np.int32)
+    for slot, row in enumerate(slots):
+        if row < 0:
+            continue
+        num = int(s.num_tokens[row])
+        if state.search is None:
+            tokens[slot, :num] = s.tokens[row, :num]
+            continue
+        for place in reversed(range(num)):
+            tokens[slot, place] = s.tokens[row, place]
+            # Rows of a group lie side by side: nobody was there before it.
+            row = s.group[row] + state.search.parents[row, place]
+    return tokens
+
+
+def _gather(
     shots: list[dict[str, np.ndarray]], captions: Sequence[str], language: Language
 ) -> Frames:
-    """Stacks what `look` saw."""
+    """Stacks what `_look` saw."""
     stacked = {name: np.stack([shot[name] for shot in shots]) for name in shots[0]}
     return Frames(caption=np.array(captions), words=np.array(language.words), **stacked)

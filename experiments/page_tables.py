@@ -3,17 +3,15 @@
 Walks through PagedAttention frame by frame: the logical pages of a sequence, the page
 table with the physical page and how much of it is filled, and the physical pages with
 their reference counts. One word is a token and a page holds four. What comes next is
-known by heart, but everything drawn is read from the engine: tables and counts from
-its state, the words in physical pages from K, where they were written.
-
-The first three scenes are steps of the engine; the beams use its parts without the
-scheduler, see `beam_frames`.
+known by heart, but everything drawn is read from the engine between two of its steps:
+tables and counts from its state, the words in physical pages from K, where they were
+written, and where the model looks for them.
 """
 
 import dataclasses
 from typing import Any, NamedTuple
 
-from experiments import beam_frames, page_drawing, page_frames
+from experiments import page_drawing, page_frames
 from experiments.claims import Claim, judge
 from experiments.page_frames import Ask, Frames
 from experiments.progress import QUIET, Progress
@@ -24,8 +22,9 @@ PANEL_SIZE_INCHES = page_drawing.SIZE_INCHES
 
 NUM_PAGES, PAGE_SIZE = 9, 4
 """The pool of the paper's figures."""
-WIDTH = 4
-"""Beams."""
+WIDTH, NUM_BEAM_PAGES = 4, 17
+"""Beams, and the pages for them: a request is taken only if its worst case fits, in
+which no beam shares a page of its answer."""
 
 SENTENCES = {
     "Alan Turing is a computer scientist and mathematician renowned for his work": 1.0,
@@ -36,14 +35,16 @@ SENTENCES = {
 """What is known by heart. After "our", both words are as likely."""
 
 PROMPT = "The young Alan Turing"
+_MACHINE = "imagined a machine that"
+_SYMBOLS = f"{_MACHINE} reads and writes symbols"
 STORIES = {
-    "imagined a machine that reads and writes symbols along one long tape": 0.090,
-    "imagined a machine that reads and writes symbols on an endless tape and": 0.042,
-    "imagined a machine that reads and writes symbols on an endless tape which": 0.038,
-    "imagined a machine that reads and writes symbols in squares of paper ruled": 0.036,
-    "imagined a machine that reads and writes symbols in squares of paper one": 0.034,
-    "imagined a machine that follows a written rule": 0.18,
-    "imagined a machine that plays chess for you": 0.13,
+    f"{_SYMBOLS} along one long tape": 0.090,
+    f"{_SYMBOLS} on an endless tape and moves": 0.042,
+    f"{_SYMBOLS} on an endless tape which never": 0.038,
+    f"{_SYMBOLS} in squares of paper ruled like": 0.036,
+    f"{_SYMBOLS} in squares of paper one after": 0.034,
+    f"{_MACHINE} follows a written rule": 0.18,
+    f"{_MACHINE} plays chess for you": 0.13,
     "studied mathematics at Cambridge": 0.22,
     "loved long distance running": 0.18,
     "went to Princeton and worked there with Alonzo Church for two years": 0.05,
@@ -122,20 +123,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
     progress.show("beams")
     told = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
-    beams = beam_frames.play(
+    beams = page_frames.Stage(
         Language(told, page_frames.MAX_LENGTH),
-        PROMPT,
-        width=WIDTH,
-        captions={
-            4: ("", "Four beams share the prompt, and each writes a word."),
-            15: ("", "Beams 0 to 2 share two more pages, beam 3 went its own way."),
-            16: (
-                "The four best continue beams 1, 1, 2, 2: only table rows move.",
-                "Each writes its word to a page of its own, freed just now.",
-            ),
-        },
-        num_pages=NUM_PAGES,
+        num_pages=NUM_BEAM_PAGES,
         page_size=PAGE_SIZE,
+        max_slots=WIDTH,
+        max_beams=WIDTH,
+    ).play(
+        [Ask(PROMPT, Sampling(beam_width=WIDTH, max_tokens=15))],
+        [
+            "",  # the prompt is read
+            "Four beams share the prompt, and each has written a word.",
+            *[""] * 9,
+            "Beams 0 to 2 share two more pages, beam 3 went its own way.",
+            "A word later the best continue beams 1, 1, 2, 2: only table rows move.",
+            "Each has written its word to a page of its own, freed just now.",
+        ],
         # Hands out the pages that the paper's figure shows; those of the beams that
         # die out on the way are the next to be used.
         order=(0, 1, 6, 3, 2, 5, 4, 7, 8),
@@ -230,7 +233,7 @@ def claims(result: Result) -> list[Claim]:
             ),
             unit="pages",
             differs="Pages freed last are handed out first here, so the same four are "
-            "used again and a pool of nine is enough.",
+            "used again, and nine pages in all.",
         ),
     ]
 

@@ -1,7 +1,8 @@
 """A language of a few sentences known by heart, and a model that writes what it reads.
 
 For pictures of memory: what comes next is set, and K and V are words and positions, so
-that whoever looks into a page reads what stands there.
+that whoever looks into a page reads what stands there. The model itself reads nothing
+else: what a table maps decides what it says.
 """
 
 import dataclasses
@@ -9,9 +10,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
-from jaxkv import caching, emission
+from jaxkv import caching, paging
 from jaxkv.forwarding import ForwardResult
 
 _NEVER = -30.0
@@ -32,6 +33,7 @@ class Language:
           sentences: words between blanks, and a weight above 0, by sentence.
           max_length: token places of a sequence, more than a sentence has words.
         """
+        self.max_length = max_length
         texts = [text.split() for text in sentences]
         self.words = tuple(dict.fromkeys(word for text in texts for word in text))
         self._ids = {word: i for i, word in enumerate(self.words)}
@@ -54,34 +56,43 @@ class Language:
         return [self._ids[word] for word in text.split()]
 
     def logits(
-        self, answer: emission.Answer, logits: Float[Array, "rows vocab"]
+        self, tokens: Int32[Array, "rows max_length"]
     ) -> Float[Array, "rows vocab"]:
-        """Says what follows; see `emission.LogitsFn`.
+        """Says what follows.
 
         Args:
-          answer: prompts, and what was added to them.
-          logits: what to return where no sentence begins so.
+          tokens: the words so far, -1 beyond; any word may follow what begins no
+            sentence.
         """
-        place = jnp.arange(answer.tokens.shape[1], dtype=jnp.int32)[None, :]
-        tokens = jnp.where(place < answer.num_tokens[:, None], answer.tokens, -1)
         match = jnp.all(tokens[:, None, :] == self._known[None], axis=2)
         law = jnp.asarray(self._law)[jnp.argmax(match, axis=1)]
-        return jnp.where(jnp.any(match, axis=1)[:, None], law, logits)
+        return jnp.where(jnp.any(match, axis=1)[:, None], law, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scribe:
     """A forward pass that writes words as keys, and where they stand as values."""
 
-    vocab_size: int
+    language: Language
 
     def __call__(
         self, params: None, pages: caching.Pages, rows: caching.Rows
     ) -> ForwardResult:
-        """Writes the rows; its logits are zeros, for `Language` to say better."""
+        """Writes the rows, reads in the pages what came before, and goes on from it."""
         word, place = (
             x.astype(pages.k.dtype)[:, None, None] for x in (rows.token, rows.position)
         )
         pages = caching.write(pages, 0, word, place, rows)
-        num_rows = rows.logit_rows.shape[0]
-        return ForwardResult(jnp.zeros((num_rows, self.vocab_size), "float32"), pages)
+        last = paging.take(rows.position, rows.logit_rows, fill=-1)
+        slot = rows.logit_rows
+        if rows.slot is not None:
+            slot = paging.take(rows.slot, slot, fill=-1)
+        held = paging.take(
+            pages.k[0, :, 0, :, 0],
+            paging.take(rows.page_ids, slot, fill=paging.NO_PAGE),
+            fill=-1,
+        ).reshape(slot.shape[0], -1)[:, : self.language.max_length]
+        past = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :] <= last[:, None]
+        # Pages that nobody has written to hold no numbers.
+        tokens = jnp.where(past & ~jnp.isnan(held), held, -1).astype(jnp.int32)
+        return ForwardResult(self.language.logits(tokens), pages)

@@ -6,8 +6,8 @@ import pytest
 
 from experiments import catalogue, page_tables, style
 from experiments.page_frames import Frames
-from experiments.sentences import Language
-from jaxkv.emission import Answer
+from experiments.sentences import Language, Scribe
+from jaxkv import caching
 from jaxkv.paging import NO_PAGE
 
 
@@ -78,9 +78,12 @@ def test_beams_share_and_free_pages(result: page_tables.Result) -> None:
     assert pages[2] == [[0, 1, 3, 6], [0, 1, 3, 6], [0, 1, 3, 7], [0, 1, 3, 7]]
     assert [row[:4] for row in pages[3]] == pages[2]
     assert {row[4] for row in pages[3]} == {2, 4, 5, 8}  # freed a moment ago
-    assert beams.length.tolist() == [[5] * 4, [16] * 4, [16] * 4, [17] * 4]
+    assert beams.length.tolist() == [[5] * 4, [15] * 4, [16] * 4, [17] * 4]
     assert uses(beams, 1) == {0: 4, 1: 3, 3: 3} | dict.fromkeys((2, 4, 5, 6, 7, 8), 1)
     assert uses(beams, 2) == {0: 4, 1: 4, 3: 4, 6: 2, 7: 2}
+    # Tables have moved for words that are chosen and not written yet.
+    chosen = beams.words[beams.tokens[2, :, 16]].tolist()
+    assert chosen == ["and", "which", "ruled", "one"]
     ends = [text(beams, 3, slot).split("symbols ")[1] for slot in range(4)]
     assert ends == [
         *("on an endless tape and", "on an endless tape which"),
@@ -134,11 +137,33 @@ def test_a_seed_is_refused_as_the_engine_would() -> None:
 def test_a_language_shares_weight_among_what_follows() -> None:
     language = Language({"a b c": 3.0, "a b d": 1.0}, 4)
     assert language.words == ("a", "b", "c", "d")
-    tokens = jnp.asarray([[0, 1, 3, 3], [0, 0, 0, 0], [2, 0, 0, 0]], jnp.int32)
-    num = jnp.asarray([2, 1, 1], jnp.int32)
-    answer = Answer(tokens, num, num, num)
-    logits = jnp.zeros((3, 4), jnp.float32)
-    laws = np.exp(np.asarray(language.logits(answer, logits), np.float64))
+    tokens = jnp.asarray([[0, 1, -1, -1], [0, -1, -1, -1], [2, -1, -1, -1]], jnp.int32)
+    laws = np.exp(np.asarray(language.logits(tokens), np.float64))
     np.testing.assert_allclose(laws[0], [0, 0, 0.75, 0.25], atol=1e-6)
     np.testing.assert_allclose(laws[1], [0, 1, 0, 0], atol=1e-6)
     np.testing.assert_array_equal(laws[2], 1)  # begins no sentence
+
+
+def test_what_a_table_maps_decides_what_is_said() -> None:
+    language = Language({"a b c": 1.0, "d b e": 1.0}, 4)
+    pages = caching.make_pages(
+        num_layers=1,
+        num_pages=3,
+        num_kv_heads=1,
+        page_size=1,
+        head_dim=1,
+        dtype="float32",
+    )
+    a, b, d = language.encode("a b d")
+    pages = pages._replace(k=pages.k.at[0, :, 0, 0, 0].set(jnp.asarray([a, d, -1.0])))
+    rows = caching.Rows(
+        token=jnp.asarray([b, b], jnp.int32),
+        position=jnp.asarray([1, -1], jnp.int32),
+        slot=None,
+        page_ids=jnp.asarray([[0, 2, NO_PAGE, NO_PAGE], [NO_PAGE] * 4], jnp.int32),
+        logit_rows=jnp.asarray([0, -1], jnp.int32),
+    )
+    for first, following in ((0, "c"), (1, "e")):
+        table = rows.page_ids.at[0, 0].set(first)
+        result = Scribe(language=language)(None, pages, rows._replace(page_ids=table))
+        assert language.words[int(result.logits[0].argmax())] == following
