@@ -5,13 +5,12 @@ Only the standard library is imported up here: `--help` needs the options alone.
 
 import contextlib
 import dataclasses
-import os
 import signal
 import sys
 import time
 from typing import Any, Literal
 
-from experiments import bundled, interrupting, showing
+from experiments import bundled, interrupting, writing
 from experiments.running import Answer
 
 STEPS_PER_CALL = 4
@@ -46,6 +45,15 @@ class Options:
     best_of: int | None = None
     """Answers drawn for each prompt, of which the n most likely ones are kept, the best
     first; n by default."""
+    beam_width: int | None = None
+    """Searches with so many beams for the most likely answers, instead of drawing; the
+    n best are shown, each with its score, once the search has ended."""
+    length_penalty: float = 1.0
+    """Of beams: an answer scores its log-probability / its tokens to this power, so a
+    larger one favours long answers."""
+    early_stopping: Literal["false", "true", "never"] = "false"
+    """Whether beams end as soon as there are beam_width answers; false goes on while
+    better ones are likely, never while they are possible."""
     chat: bool = False
     """Whether a prompt is a message to a chat model, in its own format."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -67,10 +75,86 @@ def generate(model: str, options: Options) -> Answer:
     Raises:
       ValueError: the model, a prompt or an option cannot be used.
     """
+    asks = _asks(options)
+    num_drawn, num_kept = asks[0].num_sequences, options.n
+    # Answers stream as they grow, unless it is known only later which are kept.
+    is_ranked = options.beam_width is not None or num_drawn > num_kept
+    found: list[list[dict[str, Any]]] = [
+        [
+            {"text": "", "tokens": [], "reason": "cancelled"}
+            | {"sample": sample, "score": None, "prompt": i}
+            for sample in range(num_drawn)
+        ]
+        for i in range(len(asks))
+    ]
+    status, complete, keeps = 0, set(), None
+    engine, prompts = _engine(model, options)
+    for i, pair in enumerate(zip(prompts, asks, strict=True)):
+        engine.submit(*pair, request_id=i)
+    headings = tuple(text for text in options.prompt for _ in range(num_kept))
+    write, start_s = writing.Writer(headings, whole=is_ranked), time.perf_counter()
+    if options.beam_width is not None:
+        print("[searching: no text before the end]", file=sys.stderr)
+
+    def write_all(request: int) -> None:
+        for place, each in enumerate(found[request][:num_kept]):
+            write(request * num_kept + place, each["text"], True, each["score"])
+
+    with contextlib.ExitStack() as stack:
+        try:
+            for event in engine.stream():
+                if not keeps:  # all is compiled; from here on there is something
+                    keeps = interrupting.handling(signal.default_int_handler, _pass)
+                    stack.enter_context(keeps)
+                i, sample = event.request_id, event.sample
+                if options.beam_width is None:  # beams are no answers yet
+                    mine = found[i][sample]
+                    mine["text"] += event.text
+                    mine["tokens"] += event.tokens
+                    mine["reason"] = event.reason or mine["reason"]
+                if not is_ranked:
+                    is_over = event.reason is not None
+                    write(i * num_kept + sample, event.text, is_over)
+                if event.completion is not None:
+                    found[i] = [
+                        {name: getattr(each, name) for name in _TOLD} | {"prompt": i}
+                        for each in event.completion.answers
+                    ]
+                    complete.add(i)
+                    if is_ranked:
+                        write_all(i)
+        except KeyboardInterrupt:
+            status = 130
+            if is_ranked:  # of those under way none is known to be the best
+                for i in range(len(asks)):
+                    if i not in complete:
+                        write_all(i)
+    write.finish()
+    completions = [each for answers in found for each in answers[:num_kept]]
+    print(_summary(completions, time.perf_counter() - start_s), file=sys.stderr)
+    return Answer({"completions": completions}, [], [], status)
+
+
+_TOLD = ("text", "tokens", "reason", "sample", "score")
+"""Fields of an answer that the document has, beside the number of its prompt."""
+
+
+def _asks(options: Options) -> list[Any]:
+    """What is asked for each prompt.
+
+    Raises:
+      ValueError: an option is out of its range, or means nothing beside another.
+    """
     from jaxkv.sampling import Sampling
 
     if not options.prompt:
         raise ValueError("give at least one --prompt")
+    is_search = options.beam_width is not None
+    for name, nothing in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if value not in (nothing, getattr(Options, name)):
+            why = "beam search draws nothing" if is_search else "needs --beam-width"
+            raise ValueError(f"{flag} {value}: {why}")
     asks = [
         Sampling(
             temperature=options.temperature,
@@ -82,63 +166,39 @@ def generate(model: str, options: Options) -> Answer:
             stop=options.stop,
             n=options.n,
             best_of=options.best_of,
+            beam_width=options.beam_width,
+            length_penalty=options.length_penalty,
+            early_stopping=_EARLY_STOPPING[options.early_stopping],
         )
         for i in range(len(options.prompt))
     ]
-    num_drawn, num_kept = asks[0].num_sequences, options.n
-    if num_drawn > MAX_ANSWERS:
+    num_sequences = asks[0].num_sequences
+    if num_sequences > MAX_ANSWERS:
+        kind = "beams for" if is_search else "answers to"
         raise ValueError(
-            f"{num_drawn} answers to a prompt must be at most {MAX_ANSWERS}"
+            f"{num_sequences} {kind} a prompt must be at most {MAX_ANSWERS}"
         )
-    drawn: list[list[dict[str, Any]]] = [
-        [
-            {"text": "", "tokens": [], "reason": "cancelled", "prompt": i}
-            for _ in range(num_drawn)
-        ]
-        for i in range(len(asks))
-    ]
-    status = 0
-    engine, prompts = _engine(model, options)
-    for i, pair in enumerate(zip(prompts, asks, strict=True)):
-        engine.submit(*pair, request_id=i)
-    headings = tuple(text for text in options.prompt for _ in range(num_kept))
-    write, start_s = _Writer(headings), time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        try:
-            for event in engine.stream():
-                if not any(each["tokens"] for answers in drawn for each in answers):
-                    # All is compiled; from here on there is something to keep.
-                    stack.enter_context(
-                        interrupting.handling(signal.default_int_handler, lambda: None)
-                    )
-                answers, first = drawn[event.request_id], event.request_id * num_kept
-                mine = answers[event.sample]
-                mine["text"] += event.text
-                mine["tokens"] += event.tokens
-                mine["reason"] = event.reason or mine["reason"]
-                if num_drawn == num_kept:
-                    is_over = event.reason is not None
-                    write(first + event.sample, event.text, is_over)
-                elif event.completion is not None:
-                    # Who is among the best is known only now.
-                    best = [answers[each.sample] for each in event.completion.answers]
-                    drawn[event.request_id] = best
-                    for place, each in enumerate(best):
-                        write(first + place, each["text"], True)
-        except KeyboardInterrupt:
-            status = 130
-            for i, answers in enumerate(drawn):
-                if len(answers) > num_kept:  # none is known to be the best
-                    for place, each in enumerate(answers[:num_kept]):
-                        write(i * num_kept + place, each["text"], True)
-    write.finish()
-    completions = [each for answers in drawn for each in answers[:num_kept]]
+    return asks
+
+
+_EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
+_ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
+"""Options of draws, and the values by which they are off."""
+_ONLY_SEARCHES = (("length_penalty", 1), ("early_stopping", "false"))
+
+
+def _pass() -> None:
+    """Hears Ctrl-C, which the handler has seen to."""
+
+
+def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
+    """Says in a line how it ended, and how well a single answer scores."""
     num = sum(len(each["tokens"]) for each in completions)
     reasons = ", ".join(dict.fromkeys(each["reason"] for each in completions))
-    duration_s = time.perf_counter() - start_s
-    said = f"[{reasons}; {num:,} tokens in {duration_s:.1f} s]"
-    print(said, file=sys.stderr)
-    return Answer({"completions": completions}, [], [], status)
+    said = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
+    if len(completions) == 1 and completions[0]["score"] is not None:
+        said += f"; score {completions[0]['score']:.3f}"
+    return f"[{said}]"
 
 
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
@@ -158,7 +218,8 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     # Powers of two: few configurations, so that a later start finds its programs.
     longest = max(map(len, prompts)) + options.max_tokens
     max_length = min(_power_of_two(max(longest, 256)), shape.max_positions)
-    num_sequences = max(options.n, options.best_of or 0)
+    num_beams = options.beam_width or 0
+    num_sequences = max(options.n, options.best_of or 0, num_beams)
     max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
     max_slots = max(max_slots, _power_of_two(num_sequences))
     bounds = states.EngineConfig(
@@ -167,6 +228,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_slots=max_slots,
         max_length=max_length,
         max_stop_tokens=max(4, len(loaded.eos_ids)),
+        max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
     )
     engine = serving.Engine(
@@ -183,52 +245,3 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
 
 def _power_of_two(at_least: int) -> int:
     return 1 << (at_least - 1).bit_length()
-
-
-class _Writer:
-    """Writes texts that grow side by side one after the other.
-
-    The first that is not complete is live; what later ones have waits for its turn.
-    On a terminal the prompt stands before each answer, and nothing that a model says
-    can steer the terminal.
-    """
-
-    def __init__(self, prompts: tuple[str, ...]):
-        self._prompts = prompts
-        self._waiting = [""] * len(prompts)
-        self._complete = [False] * len(prompts)
-        self._turn = 0
-        self._on_terminal = sys.stdout.isatty()
-        self._begin()
-
-    def __call__(self, index: int, text: str, complete: bool) -> None:
-        """Takes new text of an answer, and whether it is complete with it."""
-        self._waiting[index] += text
-        self._complete[index] |= complete
-        while self._turn < len(self._prompts):
-            self._say(self._waiting[self._turn])
-            self._waiting[self._turn] = ""
-            if not self._complete[self._turn]:
-                return
-            self._say("\n")
-            self._turn += 1
-            self._begin()
-
-    def finish(self) -> None:
-        """Writes what still waits."""
-        for index in range(self._turn, len(self._prompts)):
-            self(index, "", True)
-
-    def _begin(self) -> None:
-        if self._turn == len(self._prompts):
-            return
-        if len(self._prompts) > 1:
-            self._say(f"--- {self._turn + 1} of {len(self._prompts)} ---\n")
-        if self._on_terminal:
-            prompt = showing.visible(self._prompts[self._turn])
-            is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-            sys.stdout.write(prompt if is_plain else f"\033[1m{prompt}\033[0m")
-
-    def _say(self, text: str) -> None:
-        sys.stdout.write(showing.visible(text) if self._on_terminal else text)
-        sys.stdout.flush()

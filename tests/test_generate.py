@@ -1,5 +1,6 @@
 """`jaxkv generate`: the model's own words, live, as JSON, and errors in one line."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bundled, cli, compiling, generating, showing
+from experiments import bundled, cli, compiling, generating, showing, writing
 from jaxkv import checkpoints, models, serving
 from jaxkv.answers import Event
+from tests import engines
 
 TOKENIZED = str(Path(__file__).parent / "golden" / "tokenized")
 LLAMA = str(Path(__file__).parent / "golden" / "llama")
@@ -29,6 +31,12 @@ def jaxkv(capsys: pytest.CaptureFixture[str]) -> Jaxkv:
         return status, said.out, said.err
 
     return call
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    return engines.save_tiny_model(folder, max_positions=64)
 
 
 def test_the_bundled_model_goes_on_greedily(jaxkv: Jaxkv) -> None:
@@ -98,20 +106,70 @@ def test_the_best_of_several_answers(jaxkv: Jaxkv) -> None:
     best = ("--n", "2", "--best-of", "4")
     document = json.loads(jaxkv("stdlib-bytes", *one, *best, "--json")[1])
     first, second = document["completions"]
-    assert first in drawn
-    assert second in drawn
-    model = checkpoints.load_model(bundled.folder_of("stdlib-bytes"))
+    ranked = sorted(drawn, key=lambda each: -logprob("import ", each["tokens"]))
+    assert [first | {"score": None}, second | {"score": None}] == ranked[:2]
+    for each in first, second:
+        expected = logprob("import ", each["tokens"])
+        assert each["score"] == pytest.approx(expected, abs=1e-3)
+    assert {each["score"] for each in drawn} == {None}
+    assert jaxkv("stdlib-bytes", *one, *best)[1] == said([first, second])
 
-    def score(answer: dict) -> float:
-        tokens = [*b"import ", *answer["tokens"]]
-        logits = models.logits(model.params, jnp.asarray([tokens]), config=model.config)
-        law = np.asarray(jax.nn.log_softmax(logits[0], axis=1))
-        return sum(float(law[i - 1, tokens[i]]) for i in range(7, len(tokens)))
 
-    assert sorted(drawn, key=score, reverse=True)[:2] == [first, second]
-    out = jaxkv("stdlib-bytes", *one, *best)[1]
-    texts = [first["text"], second["text"]]
-    assert out == "--- 1 of 2 ---\n{}\n--- 2 of 2 ---\n{}\n".format(*texts)
+def test_the_best_beams_of_each_prompt(jaxkv: Jaxkv, tiny: str) -> None:
+    both = (*("--prompt", "import "), *("--prompt", "class A"), "--max-tokens", "12")
+    search = ("--beam-width", "4", "--n", "3", "--length-penalty", "0.5")
+    status, out, err = jaxkv(tiny, *both, *search)
+    assert status == 0
+    found = json.loads(jaxkv(tiny, *both, *search, "--json")[1])["completions"]
+    assert out == said(found)
+    assert err.startswith("[searching: no text before the end]\n[length; 72 tokens")
+    assert [each["prompt"] for each in found] == [0, 0, 0, 1, 1, 1]
+    assert [each["sample"] for each in found] == [0, 1, 2] * 2
+    for prompt, mine in ("import ", found[:3]), ("class A", found[3:]):
+        scores = [each["score"] for each in mine]
+        totals = [logprob(prompt, each["tokens"], tiny) for each in mine]
+        assert scores == pytest.approx([each / 12**0.5 for each in totals], abs=1e-3)
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(each["tokens"]) for each in mine}) == 3
+        flags = ("--prompt", prompt, "--max-tokens", "12", "--temperature", "0")
+        greedy = json.loads(jaxkv(tiny, *flags, "--json")[1])["completions"]
+        assert totals[0] > logprob(prompt, greedy[0]["tokens"], tiny) - 1e-3
+
+
+def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Jaxkv) -> None:
+    flags = ("--prompt", "import ", "--prompt", "class A", "--max-tokens", "12")
+    found = generating._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
+    assert found == "[stop; 1 tokens in 2.0 s; score -0.500]"
+    assert "score" not in jaxkv("stdlib-bytes", *flags, "--n", "2")[2]
+
+
+def test_a_search_is_asked_for_as_the_flags_say() -> None:
+    options = generating.Options(prompt=("x", "y"), beam_width=3, length_penalty=-1.0)
+    asks = generating._asks(options)
+    assert [ask.beam_width for ask in asks] == [3, 3]
+    assert asks[0].length_penalty == -1.0
+    for flag, asked in ("false", False), ("true", True), ("never", "never"):
+        ask = dataclasses.replace(options, early_stopping=flag)
+        assert generating._asks(ask)[0].early_stopping is asked
+    # Off is off: what draws nothing may say so.
+    generating._asks(dataclasses.replace(options, temperature=0.0, top_p=1.0))
+
+
+def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") -> float:
+    """Log-probability of an answer, by a plain forward pass over the whole."""
+    model = checkpoints.load_model(bundled.folder_of(model_name))
+    tokens, start = [*prompt.encode(), *answer], len(prompt)
+    logits = models.logits(model.params, jnp.asarray([tokens]), config=model.config)
+    law = np.asarray(jax.nn.log_softmax(logits[0], axis=1))
+    return sum(float(law[i - 1, tokens[i]]) for i in range(start, len(tokens)))
+
+
+def said(found: list[dict]) -> str:
+    """What a person reads of ranked answers."""
+    return "".join(
+        f"--- {i + 1} of {len(found)}, score {each['score']:.3f} ---\n{each['text']}\n"
+        for i, each in enumerate(found)
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,6 +188,29 @@ def test_the_best_of_several_answers(jaxkv: Jaxkv) -> None:
         ("stdlib-bytes --prompt x --n 3 --best-of 2", "best_of=2 must be None or at"),
         ("stdlib-bytes --prompt x --best-of 65", "65 answers to a prompt must be at"),
         ("stdlib-bytes --prompt x --n three", "three"),
+        ("stdlib-bytes --prompt x --beam-width 0", "beam_width=0 must be None or at"),
+        (
+            "stdlib-bytes --prompt x --beam-width 2 --n 3",
+            "beam_width=2 must be None or",
+        ),
+        ("stdlib-bytes --prompt x --beam-width 65", "65 beams for a prompt must be at"),
+        ("stdlib-bytes --prompt x --beam-width 2 --best-of 2", "takes no best_of"),
+        ("stdlib-bytes --prompt x --beam-width 2 --stop y", "or stop strings"),
+        (
+            "stdlib-bytes --prompt x --beam-width 2 --top-k 3",
+            "beam search draws nothing",
+        ),
+        (
+            "stdlib-bytes --prompt x --beam-width 2 --length-penalty inf",
+            "length_penalty=inf must be in [-10, 10]",
+        ),
+        (
+            "stdlib-bytes --prompt x --beam-width 2 --length-penalty nan",
+            "length_penalty=nan must be in [-10, 10]",
+        ),
+        ("stdlib-bytes --prompt x --beam-width 2 --early-stopping x", "early-stopping"),
+        ("stdlib-bytes --prompt x --length-penalty 2", "2.0: needs --beam-width"),
+        ("stdlib-bytes --prompt x --early-stopping true", "true: needs --beam-width"),
         ("stdlib-bytes --prompt x --chat", "no chat template"),
         ("stdlib-bytes --prompt=", "the prompt is empty"),
         (f"stdlib-bytes --prompt {'x' * 1024}", "the prompt has 1024 tokens"),
@@ -151,14 +232,14 @@ def test_bad_input_is_one_line_and_status_2(
 def test_ctrl_c_keeps_the_words_so_far(
     jaxkv: Jaxkv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = generating._Writer.__call__
+    say = writing.Writer.__call__
 
-    def interrupt(self: generating._Writer, index: int, text: str, done: bool) -> None:
+    def interrupt(self: writing.Writer, index: int, text: str, done: bool) -> None:
         say(self, index, text, done)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generating._Writer, "__call__", interrupt)
-    monkeypatch.setattr(generating._Writer, "finish", lambda self: None)
+    monkeypatch.setattr(writing.Writer, "__call__", interrupt)
+    monkeypatch.setattr(writing.Writer, "finish", lambda self: None)
     flags = ("--prompt", "import ", "--max-tokens", "12", "--json")
     status, out, _ = jaxkv("stdlib-bytes", *flags)
     assert status == 130
@@ -190,19 +271,56 @@ def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
     assert out == "--- 1 of 2 ---\n{}\n--- 2 of 2 ---\n{}\n".format(*texts)
 
 
+def test_ctrl_c_keeps_the_searches_that_have_ended(
+    jaxkv: Jaxkv, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = serving.Engine.stream
+
+    def interrupted(self: serving.Engine) -> Iterator[Event]:
+        for event in stream(self):
+            yield event
+            if event.completion is not None:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.Engine, "stream", interrupted)
+    both = (*("--prompt", "import "), *("--prompt", "class A"), "--max-tokens", "12")
+    search = ("--beam-width", "4", "--n", "3")
+    status, out, _ = jaxkv(tiny, *both, *search, "--json")
+    assert status == 130
+    found = json.loads(out)["completions"]
+    assert [each["reason"] for each in found] == ["length"] * 3 + ["cancelled"] * 3
+    assert [each["score"] is None for each in found] == [False] * 3 + [True] * 3
+    assert [len(each["tokens"]) for each in found] == [12] * 3 + [0] * 3
+
+
 def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    write = generating._Writer(("a\x1b]b", "c"))
+    write = writing.Writer(("a\x1b]b", "c"))
     write(1, "late", True)
     write(0, "x\x1b[2J\r    y", False)
     write.finish()
     assert screen.getvalue() == (
         "--- 1 of 2 ---\n\033[1ma\ufffd]b\033[0mx\ufffd[2J\ufffd    y\n"
         "--- 2 of 2 ---\n\033[1mc\033[0mlate\n"
+    )
+
+
+def test_ranked_answers_come_whole_and_in_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write = writing.Writer(("a", "b", "c"), whole=True)
+    write(2, "z", True, -3.0)
+    write(1, "y", True, -2.0)
+    assert capsys.readouterr().out == ""
+    write(0, "x", True, -1.0)
+    write.finish()
+    texts = ((1, "-1.000", "x"), (2, "-2.000", "y"), (3, "-3.000", "z"))
+    assert capsys.readouterr().out == "".join(
+        f"--- {i} of 3, score {score} ---\n{text}\n" for i, score, text in texts
     )
 
 
