@@ -1,0 +1,289 @@
+"""What a prefix cache should find, keep and evict: the stated rules in plain Python.
+
+The model is told who had a slot in each step and how many tokens were fed there, as the
+infos tell it; that much is scheduling. What was found, which page holds it, what enters
+and what is evicted for whom it works out from the tokens alone, by a dictionary from
+(salt, all tokens up to the end of a page) to the page. It shares no code with the cache
+in the engine, and has no hashes: that a bucket is full, it does not know.
+
+Wherever an engine could tell that it did something else, the model fails: a request
+that found more or fewer pages would draw its next token in another step.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.engine import StepInfo
+from jaxkv.prefixes import Prefixes
+from jaxkv.states import EngineConfig, EngineState
+from tests.engines import Ask
+from tests.oracle import Oracle
+
+type Key = tuple[int, tuple[int, ...]]
+"""Salt, and all tokens up to the end of a page."""
+
+
+@dataclasses.dataclass
+class Known:
+    """A sequence: its tokens, and how it stands with the others of its request."""
+
+    tokens: list[int]
+    salt: int
+    reuses: bool
+    was_fed: bool = False
+    source: int | None = None
+    """Slot that feeds the common tokens for it."""
+    num_common: int = 0
+    """Tokens that it feeds for others; 0 if none wait for it."""
+
+    @property
+    def goal(self) -> int:
+        """Tokens that it has to have fed."""
+        if self.source is not None:
+            return 0
+        return self.num_common or len(self.tokens)
+
+
+class HitModel:
+    """The cache, and the pages of all slots: `Oracle` says which page is handed out."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.size = config, config.page_size
+        self.pages = Oracle(
+            *(config.num_pages, config.max_slots, config.max_pages_per_slot, self.size)
+        )
+        self.known: dict[tuple[int, int], Known] = {}
+        self.slots: list[tuple[int, int] | None] = [None] * config.max_slots
+        self.page_of: dict[Key, int] = {}
+        self.key_of: dict[int, Key] = {}
+        self.parent: dict[int, int | None] = {}
+        self.used: dict[int, int] = {}
+        self.tick = 0
+        self.num_cached: collections.Counter[int] = collections.Counter()
+        """Tokens that each request found when it came; none before it was admitted."""
+        self.num_found = self.num_entered = self.num_evicted = 0
+        """Pages found by anybody, those who came back included; entered; evicted."""
+
+    def submit(self, ask: Ask) -> None:
+        wish = ask.sampling
+        for sample in range(wish.num_sequences):
+            self.known[ask.request_id, sample] = Known(
+                list(ask.prompt), wish.salt, wish.prefix_cache
+            )
+
+    def replay(self, info: StepInfo) -> None:
+        """Goes through the steps of one call."""
+        for step in range(len(info.num_rows)):
+            self.step(jax.tree.map(lambda values, step=step: values[step], info))
+
+    def step(self, info: Any) -> None:
+        pages = self.pages
+        assert info.enough
+        names = [
+            (int(name), int(sample)) if name >= 0 else None
+            for name, sample in zip(info.request_id, info.sample, strict=True)
+        ]
+        moved = [now != old for now, old in zip(names, self.slots, strict=True)]
+        left = [
+            old is not None and old != now
+            for now, old in zip(names, self.slots, strict=True)
+        ]
+        came = [i for i, name in enumerate(names) if moved[i] and name is not None]
+        assert sum(left) == info.num_preempted
+        self.let_go(left)
+        self.slots = names
+        readers = self.seat(came)
+        assert bool(readers) == bool(info.num_admitted)
+
+        found = {slot: self.match(slot) for slot in readers}
+        self.start(found)
+        num_rows = info.num_rows.tolist()
+        places = [0 if name is None else self.known[name].goal for name in names]
+        growth = [
+            max(0, pages.pages_for(n) - len(row))
+            for n, row in zip(places, pages.rows, strict=True)
+        ]
+        wanted = sum(growth) + sum(pages.needs_copy(num_rows))
+        self.evict(max(0, wanted - len(pages.free)))
+        copies = pages.reserve(places, self.config.max_pages_per_slot, num_rows)
+        assert copies is not None
+        assert len(copies) == info.num_copied
+        in_use = self.config.num_pages - len(pages.free) - len(self.last_uses())
+        assert in_use == info.used_pages
+
+        before = list(pages.length)
+        pages.advance(num_rows)
+        assert min(pages.ahead) >= 0
+        self.keep(before)
+        fed = [n > 0 for n in num_rows]
+        self.fork(fed)
+        for slot, sequence in self.running():
+            sequence.was_fed |= fed[slot]
+            draws = fed[slot] and pages.length[slot] == len(sequence.tokens)
+            assert draws == info.num_emitted[slot], names[slot]
+            sequence.tokens += info.tokens[slot][: int(draws)].tolist()
+
+        self.let_go((info.reason > 0).tolist())
+
+    def cancel(self, request_id: int) -> None:
+        """Empties the slots of a request between two calls."""
+        self.let_go([name is not None and name[0] == request_id for name in self.slots])
+
+    def let_go(self, gone: list[bool]) -> None:
+        """Empties slots; their pages were used until now."""
+        leaving = [slot for slot, leaves in enumerate(gone) if leaves]
+        self.touch(page for slot in leaving for page in self.pages.rows[slot])
+        self.pages.drop(gone)
+        for slot in leaving:
+            self.slots[slot] = None
+
+    def running(self) -> list[tuple[int, Known]]:
+        return [
+            (slot, self.known[name])
+            for slot, name in enumerate(self.slots)
+            if name is not None
+        ]
+
+    def seat(self, came: Sequence[int]) -> list[int]:
+        """Of the slots of each new request, the first one feeds what all begin with."""
+        groups: dict[int, list[int]] = {}
+        for slot in came:
+            name = self.slots[slot]
+            assert name is not None
+            groups.setdefault(name[0], []).append(slot)
+        sequences = dict(self.running())
+        for first, *others in groups.values():
+            texts = [sequences[slot].tokens for slot in (first, *others)]
+            common = 0
+            while all(common < len(text) for text in texts) and (
+                len({text[common] for text in texts}) == 1
+            ):
+                common += 1
+            sequences[first].source = None
+            sequences[first].num_common = common if others else 0
+            for slot in others:
+                sequences[slot].source, sequences[slot].num_common = first, 0
+        return [first for first, *_ in groups.values()]
+
+    def fork(self, fed: list[bool]) -> None:
+        """Gives those who wait the pages of who has read all that is common."""
+        sequences = dict(self.running())
+        source = [-1] * len(self.slots)
+        for slot, sequence in sequences.items():
+            reader = sequence.source
+            if reader is not None:
+                common = sequences[reader].num_common
+                if fed[reader] and self.pages.length[reader] == common:
+                    source[slot], sequence.source, fed[slot] = reader, None, True
+        self.pages.fork(source)
+        for reader in set(source) - {-1}:
+            sequences[reader].num_common = 0
+
+    def match(self, slot: int) -> list[int]:
+        """Cached pages of its first tokens; one token at least is left to feed."""
+        sequence = dict(self.running())[slot]
+        found: list[int] = []
+        if sequence.reuses:
+            for end in range(self.size, sequence.goal, self.size):
+                page = self.page_of.get((sequence.salt, tuple(sequence.tokens[:end])))
+                if page is None:
+                    break
+                found.append(page)
+        return found
+
+    def start(self, found: dict[int, list[int]]) -> None:
+        """Puts new requests on what they found; the first time, it counts for them."""
+        self.touch(page for ids in found.values() for page in ids)
+        for slot, ids in found.items():
+            name = self.slots[slot]
+            assert name is not None
+            self.pages.share(ids)
+            self.pages.rows[slot] = list(ids)
+            self.pages.length[slot] = len(ids) * self.size
+            self.num_found += len(ids)
+            if not self.known[name].was_fed:
+                self.num_cached[name[0]] += len(ids) * self.size
+
+    def keep(self, before: list[int]) -> None:
+        """Enters filled pages: the first of every slot, then the second, and so on."""
+        pages, size = self.pages, self.size
+        first = [length // size for length in before]
+        num_filled = [
+            length // size - column
+            for length, column in zip(pages.length, first, strict=True)
+        ]
+        for k in range(max(num_filled)):
+            kept: list[tuple[int, int, int]] = []
+            for slot, sequence in self.running():
+                if not sequence.reuses or k >= num_filled[slot]:
+                    continue
+                column = first[slot] + k
+                own = pages.rows[slot][column]
+                tokens = tuple(sequence.tokens[: (column + 1) * size])
+                key = sequence.salt, tokens
+                if key not in self.page_of:
+                    parent = self.page_of[key[0], tokens[:-size]] if column else None
+                    self.page_of[key], self.key_of[own] = own, key
+                    self.parent[own] = parent
+                    self.num_entered += 1
+                    pages.share([own])
+                kept.append((slot, column, self.page_of[key]))
+            self.touch(page for _, _, page in kept)
+            swaps = [each for each in kept if pages.rows[each[0]][each[1]] != each[2]]
+            pages.share([page for _, _, page in swaps])
+            pages.release([pages.rows[slot][column] for slot, column, _ in swaps])
+            for slot, column, page in swaps:
+                pages.rows[slot][column] = page
+
+    def touch(self, ids: Iterable[int]) -> None:
+        self.tick += 1
+        self.used |= dict.fromkeys(ids, self.tick)
+
+    def depth(self, page: int) -> int:
+        return len(self.key_of[page][1]) // self.size - 1
+
+    def last_uses(self) -> dict[int, int]:
+        """When each page was last used, itself or a page after it.
+
+        Of the cached pages of which nobody uses the page or one after it.
+        """
+        last: dict[int, int] = {}
+        busy: set[int] = set()
+        for page in sorted(self.key_of, key=self.depth, reverse=True):
+            last[page] = max(last.get(page, 0), self.used[page])
+            if self.pages.ref[page] > 1:
+                busy.add(page)
+            parent = self.parent[page]
+            if parent is not None:
+                last[parent] = max(last.get(parent, 0), last[page])
+                busy |= {parent} if page in busy else set()
+        return {page: tick for page, tick in last.items() if page not in busy}
+
+    def evict(self, num: int) -> None:
+        """Least recently used first, then the deepest, then the lowest id."""
+        if not num:
+            return
+        last = self.last_uses()
+        order = sorted(last, key=lambda page: (last[page], -self.depth(page), page))
+        victims = sorted(order[:num])
+        for page in victims:
+            del self.page_of[self.key_of.pop(page)], self.parent[page]
+        self.num_evicted += len(victims)
+        self.pages.release(victims)
+
+    def check(self, state: EngineState) -> None:
+        """Fails unless all tables, counts and cached pages are those of the engine."""
+        self.pages.check(state.pool, state.table)
+        assert state.prefixes is not None
+        cache: Prefixes = jax.tree.map(np.asarray, state.prefixes)
+        assert set(np.flatnonzero(cache.pinned).tolist()) == set(self.key_of)
+        for page, (salt, tokens) in self.key_of.items():
+            assert cache.salt[page] == salt
+            assert cache.tokens[page].tolist() == list(tokens[-self.size :])
+            parent = self.parent[page]
+            assert cache.parent[page] == (-1 if parent is None else parent)
