@@ -339,7 +339,7 @@ def test_completions_tell_the_hits_of_the_model() -> None:
 
 
 # The model knows nothing of full buckets. Where all pages are cached, and there are as
-# many buckets, one page in 100,000 that enters for an evicted one finds its bucket full.
+# many buckets, one of 100,000 pages that enter for evicted ones finds its bucket full.
 # So these pools, a little above a power of two, have two buckets for each page.
 
 
