@@ -266,6 +266,21 @@ def test_hits_in_a_chat_equal_the_model() -> None:
     assert sum(beyond) > 5
 
 
+@pytest.mark.parametrize("chunk_size", [None, 50, 20])
+def test_who_reads_the_same_at_the_same_time_equals_the_model(
+    chunk_size: int | None,
+) -> None:
+    rng = np.random.default_rng(2)
+    begin = rng.integers(0, VOCAB, 200).tolist()
+    prompts = [begin + rng.integers(0, VOCAB, 5).tolist() for _ in range(40)]
+    wish = Sampling.greedy(max_tokens=4)
+    asks = [Ask(name, prompt, wish) for name, prompt in enumerate(prompts)]
+    model = serve(asks, SMALL, chunk_size=chunk_size).model
+    # The first ones find nothing, later ones all that they have in common.
+    assert 0 in model.num_cached.values()
+    assert max(model.num_cached.values()) == 200
+
+
 def test_hits_among_users_who_hang_up_equal_the_model() -> None:
     replay = converse(20, SMALL, seed=1, cancels=0.4)
     reasons = [outcome.reason for outcome in replay.outcomes.values()]
