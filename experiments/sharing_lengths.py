@@ -1,0 +1,111 @@
+"""Lengths of prompts and answers after published means, and the pages they share."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+NUM_DRAWN = 8192
+"""Pairs that stand for a law."""
+NUM_ROUNDS, NUM_SWAPS = 100, 10_000
+
+
+class Law(NamedTuple):
+    """Gamma laws of prompts and answers, apart from each other.
+
+    Attributes:
+      prompt_mean: tokens.
+      answer_mean: tokens.
+      prompt_shape: 1 / its squared coefficient of variation.
+      answer_shape: likewise.
+    """
+
+    prompt_mean: float
+    answer_mean: float
+    prompt_shape: float
+    answer_shape: float
+
+
+ALPACA = Law(19.31, 58.45, 3.0, 0.9)
+"""Means as printed; the shapes are our choice.
+
+Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1.
+"""
+SHAREGPT = Law(161.31, 337.99, 0.45, 1.30)
+"""Means as printed. The answers' shape follows from figure 2, where Orca (Max) reserves
+299 tokens for the rest of an average answer; the prompts' shape is our choice."""
+
+
+class Lengths(NamedTuple):
+    """Tokens of some requests."""
+
+    prompt: Int[np.ndarray, " requests"]
+    answer: Int[np.ndarray, " requests"]
+
+
+def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengths:
+    """Draws lengths that have the law's means however few they are.
+
+    Pairs longer than `max_length` are left out, and the others scaled to the means.
+    Prompts and answers are then cut into `num` parts of equal probability, each part
+    represented by its mean, and paired at random but for those that would not fit.
+
+    Args:
+      law: the means must fit `max_length` twice over.
+      num: how many, from 1 to some hundred.
+      max_length: prompt and answer together, in tokens.
+      rng: where the draws come from.
+
+    Returns:
+      The lengths; prompts have at least 1 token, answers at least 2.
+
+    Raises:
+      ValueError: the law is too long for `max_length`.
+    """
+    shapes = np.array([law.prompt_shape, law.answer_shape])
+    means = np.array([law.prompt_mean, law.answer_mean])
+    too_long = f"{means.tolist()} tokens on average do not fit {max_length=}"
+    if means.sum() > max_length / 2:
+        raise ValueError(too_long)
+    unit = rng.gamma(shapes, 1 / shapes, (NUM_DRAWN, 2))
+    scale = means
+    for _ in range(NUM_ROUNDS):
+        fits = (unit * scale).sum(1) <= max_length - 3
+        scale = means / unit[fits].mean(0)
+    kept = unit[fits][: fits.sum() // num * num] * scale
+    parts = np.sort(kept, axis=0).reshape(num, -1, 2)
+    sizes = parts.mean(1).round().astype(int)
+    prompt, answer = np.maximum(sizes[:, 0], 1), np.maximum(sizes[:, 1], 2)
+    answer = rng.permutation(answer)
+    for _ in range(NUM_SWAPS):
+        misfits = np.flatnonzero(prompt + answer > max_length)
+        if not misfits.size:
+            return Lengths(prompt, answer)
+        pair = [misfits[0], rng.integers(num)]
+        answer[pair] = answer[pair[::-1]]
+    raise ValueError(too_long)
+
+
+def saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
+    """Works out the share of pages that answers save, from counts of tokens alone.
+
+    While `n` answers of one prompt grow, equally long, each holds the pages of prompt
+    and answer, and the full pages of the prompt are there once instead of n times. Over
+    the steps of all requests that is (n - 1) / n of the share of full prompt pages.
+    Two answers to a prompt of 33 tokens, each of 17 tokens, with pages of 16: in 15
+    of 16 steps each holds 3 pages, in the last one 4, and 2 of those are full of the
+    prompt, so 1/2 * 2 * 16 / 49 = 0.327.
+
+    Args:
+      lengths: of the requests. An answer's last token is never written.
+      num_answers: answers of each, n.
+      page_size: token places in a page.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4; figure 15a measures it.
+    """
+    full = pages = 0
+    for prompt, answer in zip(*lengths, strict=True):
+        places = prompt + np.arange(1, answer)
+        full += (prompt // page_size) * len(places)
+        pages += int((-(-places // page_size)).sum())
+    return (num_answers - 1) / num_answers * full / pages

@@ -1,0 +1,337 @@
+"""What sequences share: counted from tables, from lengths, and by hand."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import (
+    catalogue,
+    cli,
+    sharing,
+    sharing_groups,
+    sharing_lengths,
+    sharing_picture,
+    store,
+    style,
+)
+from experiments.progress import QUIET, Quiet
+from experiments.prompting import Request
+from experiments.sharing_lengths import Lengths
+from experiments.sharing_serving import Server
+from jaxkv import checkpoints, scheduling
+from jaxkv.paging import NO_PAGE
+from jaxkv.sampling import Sampling
+from tests import engines
+
+SIZE = sharing.CONFIGS["smoke"].page_size
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return engines.save_tiny_model(folder, max_positions=208)
+
+
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a small run."""
+    out = tmp_path_factory.mktemp("runs") / "sharing"
+    args = ["run", "sharing", "smoke", "--model", model, "--out", str(out), "--json"]
+    assert cli.main(args) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> sharing.Result:
+    return store.read(folder, catalogue.load("sharing")).result
+
+
+@pytest.fixture(scope="module")
+def server(model: str) -> Server:
+    """The engine that the run had; its programs are compiled by now."""
+    smoke = sharing.CONFIGS["smoke"]
+    return Server(checkpoints.load_model(model), sharing.bounds(smoke))
+
+
+def request_of(num: int, sampling: Sampling) -> Request:
+    tokens = np.random.default_rng(num).integers(32, 127, num).tolist()
+    return Request(bytes(tokens).decode(), tokens, sampling)
+
+
+def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
+    """Logical and distinct pages of every step, with sets and nothing else."""
+    logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one reads for all
+    for places in range(prompt + 1, prompt + answer):
+        held = [
+            # A full page of the prompt is the same for all, any other one's own.
+            {(None if (k + 1) * SIZE <= prompt else sample, k) for k in range(num)}
+            for sample in range(n)
+            for num in [-(-places // SIZE)]
+        ]
+        logical.append(sum(map(len, held)))
+        distinct.append(len(set().union(*held)))
+    return logical, distinct
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "n", "share"),
+    [
+        (33, 17, 2, 16 / 49),  # 15 steps of 3 pages, one of 4; 2 of them shared
+        (16, 2, 4, 3 / 4 / 2),  # one step: a shared page, and one for the new token
+        (15, 30, 8, 0.0),
+        (64, 17, 2, 1 / 2 * 4 / 5),
+    ],
+)
+def test_the_saving_worked_by_hand(
+    prompt: int, answer: int, n: int, share: float
+) -> None:
+    lengths = Lengths(np.array([prompt]), np.array([answer]))
+    assert sharing_lengths.saving(lengths, n, 16) == pytest.approx(share)
+    # A count of sets agrees, but for the step that reads the prompt.
+    logical, distinct = pages_by_hand(prompt, answer, n)
+    assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("law", [sharing_lengths.ALPACA, sharing_lengths.SHAREGPT])
+@pytest.mark.parametrize("num", [1, 16, 300])
+def test_lengths_have_the_printed_means(law: sharing_lengths.Law, num: int) -> None:
+    lengths = sharing_lengths.draw(law, num, 1024, np.random.default_rng(3))
+    assert lengths.prompt.mean() == pytest.approx(law.prompt_mean, rel=0.05)
+    assert lengths.answer.mean() == pytest.approx(law.answer_mean, rel=0.05)
+    assert (lengths.prompt + lengths.answer).max() <= 1024
+    assert lengths.prompt.min() >= 1
+    assert lengths.answer.min() >= 2
+    with pytest.raises(ValueError, match="do not fit max_length=100"):
+        sharing_lengths.draw(law, num, 100, np.random.default_rng(3))
+
+
+@pytest.mark.parametrize(("prompt", "answer", "n"), [(37, 20, 3), (32, 40, 8)])
+def test_pages_of_every_step_are_those_counted_by_hand(
+    server: Server, prompt: int, answer: int, n: int
+) -> None:
+    ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
+    served = server.serve([request_of(prompt, ask)])
+    assert served is not None
+    logical, distinct = pages_by_hand(prompt, answer, n)
+    assert served.logical_pages.tolist() == logical
+    assert served.distinct_pages.tolist() == distinct
+    # Everybody but the last to write copies the prompt's partial page.
+    assert served.num_copied == (n - 1 if prompt % SIZE else 0)
+    assert served.num_rows.sum() == prompt + n * (answer - 1)
+    assert {name: len(tokens) for name, tokens in served.tokens.items()} == {
+        (0, sample): answer for sample in range(n)
+    }
+
+
+def test_requests_apart_share_nothing(server: Server) -> None:
+    ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
+    served = server.serve([request_of(40, ask)] * 5)
+    assert served is not None
+    np.testing.assert_array_equal(served.logical_pages, served.distinct_pages)
+    assert served.prompt_rows.tolist() == [40] * 5
+    assert served.num_cached.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 16, 40, None])
+@pytest.mark.parametrize("beams", [False, True])
+def test_a_prompt_is_computed_once_whatever_the_chunks(
+    server: Server, chunk_size: int | None, beams: bool
+) -> None:
+    num = 4 if beams else 8
+    fields: dict[str, Any] = {"beam_width": num} if beams else {}
+    ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
+    policy = scheduling.fcfs(chunk_size=chunk_size)
+    served = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
+    assert served is not None
+    assert served.prompt_rows.tolist() == [37, 3, 64]
+    assert served.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
+
+
+def test_samples_save_what_lengths_say(result: sharing.Result) -> None:
+    samples = result.samples
+    assert samples.lengths.tolist() == ["short", "short", "long", "long"]
+    assert samples.num_sequences.tolist() == [4, 8, 4, 8]
+    apart = samples.saved_share - samples.expected_share
+    assert abs(apart).max() < 0.01
+    assert (samples.saved_share[2:] > 0.2).all()
+    assert not samples.num_preempted.any()
+
+
+def test_beams_save_more_than_samples(result: sharing.Result) -> None:
+    assert result.beams.num_sequences.tolist() == [4, 4]
+    for name in ("short", "long"):
+        assert result.samples.at(name, 4) < result.beams.at(name, 4) < 3 / 4
+    assert np.isnan(result.beams.expected_share).all()
+
+
+def test_prompts_of_eight_answers_are_read_once(result: sharing.Result) -> None:
+    readings = result.readings
+    assert readings.chunk_size.tolist() == [3, 64]
+    assert readings.num_sequences.tolist() == [8, 8]
+    np.testing.assert_array_equal(readings.prompt_rows, readings.prompt_tokens)
+
+
+def test_a_common_beginning_is_found_and_changes_no_answer(
+    result: sharing.Result,
+) -> None:
+    smoke, prefixes = sharing.CONFIGS["smoke"], result.prefixes
+    assert prefixes.prefix_tokens.tolist() == [33]
+    assert prefixes.num_cached.tolist() == [32]  # its full pages
+    assert prefixes.num_different.tolist() == [0]
+    without, with_ = prefixes.prompt_rows[0]
+    assert without == prefixes.prompt_tokens[0]
+    assert with_ == without - 32 * smoke.num_prefixed
+    assert prefixes.steps[0, 1] < prefixes.steps[0, 0]
+    assert 0.3 < prefixes.saved_share[0] < 1
+    assert prefixes.rate.shape == (1, smoke.repeats, 2)
+
+
+def test_the_picture_shows_what_tables_hold(result: sharing.Result) -> None:
+    picture, rows = result.picture, sharing_picture.NUM_SEQUENCES
+    apart, samples, beams = picture.page_ids
+    assert [picture.num_pages(i)[0] for i in range(3)] == (
+        (picture.page_ids != NO_PAGE).sum((1, 2)).tolist()
+    )
+    assert picture.num_pages(0)[0] == picture.num_pages(0)[1]
+    full = len(sharing_picture.PROMPT) // SIZE
+    assert (samples[:, :full] == samples[0, :full]).all()
+    own = samples[:, full:][samples[:, full:] != NO_PAGE]
+    assert np.unique(own).size == own.size
+    assert (beams[:, :full] == beams[0, :full]).all()
+    for i, table in enumerate((apart, samples, beams)):
+        for row in range(rows):
+            text = "".join(picture.text[i, row, :full])
+            assert text == sharing_picture.PROMPT[: full * SIZE]
+            held = picture.num_filled[i, row][table[row] != NO_PAGE]
+            assert (held[:-1] == SIZE).all()
+            assert held.sum() >= len(sharing_picture.PROMPT)
+        # Who shares a page reads the same there, and shares all pages before it.
+        for column, one, two in np.ndindex(table.shape[1], rows, rows):
+            if table[one, column] == table[two, column] != NO_PAGE:
+                assert (table[one, :column] == table[two, :column]).all()
+                texts = picture.text[i, [one, two], column]
+                assert texts[0] == texts[1]
+
+
+def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
+    verdicts = [claim["verdict"] for claim in json.loads(_text(folder, "claims.json"))]
+    assert "fails" not in verdicts
+    assert verdicts.count("holds") == 4
+    run = store.read(folder, catalogue.load("sharing"))
+    assert run.metrics.keys() == {
+        *("samples", "beams", "readings", "prefixes", "pictures")
+    }
+    assert (
+        run.metrics["pictures"][0]["logical_pages"]
+        == run.metrics["pictures"][0]["pages"]
+    )
+    report = _text(folder, "report.md")
+    assert "pages saved by sequences of one request" in report
+    assert "10 requests that begin with the same text" in report
+    assert "read_lines" in _text(folder, "figure.svg")
+
+
+def _text(folder: Path, name: str) -> str:
+    return (folder / name).read_text("utf-8")
+
+
+class Impatient(Quiet):
+    """Stops when the named work has begun its second piece."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.stopped = label, False
+
+    def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
+        for i, item in enumerate(items):
+            if self.stopped:
+                return
+            self.stopped = label == self.label and i == 1
+            yield item
+
+
+@pytest.mark.parametrize("label", ["parallel sampling", "picture"])
+def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
+    config = dataclasses.replace(sharing.CONFIGS["smoke"], model=model)
+    result = sharing.run(config, Impatient(label))
+    assert len(result.samples.lengths) == (label == "parallel sampling")
+    assert len(result.prefixes.prefix_tokens) == 0
+    assert all(claim.verdict != "fails" for claim in sharing.claims(result))
+    assert sharing.metrics(result)["prefixes"] == []
+    assert len(sharing.summary(result)) >= 1
+    for part in (result, result._replace(picture=_nothing(result.picture))):
+        style.render(
+            lambda ax, part=part: sharing.plot(ax, part),
+            size_inches=sharing.PANEL_SIZE_INCHES,
+        )
+
+
+def _nothing(picture: sharing_picture.Picture) -> sharing_picture.Picture:
+    return sharing_picture.Picture(*(leaf[:0] for leaf in picture))
+
+
+def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
+    ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
+    progress = Quiet()
+    progress.stopped = True
+    requests = [request_of(50, ask)] * 3
+    assert server.serve(requests, progress=progress) is None
+    again = server.serve(requests[:1])
+    assert again is not None
+    assert again.num_cached.tolist() == [0]
+    server.clear()
+
+
+def test_settings_serve_the_same_requests(server: Server) -> None:
+    """Whatever their number of answers, so that savings can be compared."""
+    kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
+    ask = Sampling(temperature=0.7)
+    savings = sharing_groups.serve_groups(
+        server, kinds, (2, 3), ask, beams=False, seed=1, progress=QUIET
+    )
+    assert savings.mean_prompt.tolist() == [14.5] * 2
+    assert savings.mean_answer.tolist() == [9.0] * 2
+    assert savings.at("short", 3) > savings.at("short", 2) > 0
+    assert np.isnan(savings.at("long", 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"answers": (1, 2)}, r"answers=\(1, 2\) must lie in"),
+        ({"answers": (9,)}, r"answers=\(9,\) must lie in"),
+        ({"widths": ()}, r"widths=\(\) must lie in"),
+        ({"max_slots": 3}, "max_slots=3 must be at least 4"),
+        ({"num_long": 0}, "num_long=0 must be at least 1"),
+        ({"prefixes": (0,)}, r"prefixes=\(0,\) must be at least 1"),
+        ({"own_tokens": (9, 8)}, "must be in order"),
+        ({"length_scale": 0.0}, r"length_scale=0\.0 must be in"),
+        ({"prefixes": (1000,)}, "may need 1128 tokens"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+    ],
+)
+def test_bad_configs_are_refused(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        sharing.Config(**fields)
+
+
+def test_the_model_must_be_long_enough(model: str) -> None:
+    with pytest.raises(ValueError, match="max_length=1024 must be at most"):
+        sharing.run(sharing.Config(model=model))
+    smoke = dataclasses.replace(sharing.CONFIGS["smoke"], model=model, length_scale=1.0)
+    with pytest.raises(ValueError, match="do not fit max_length=208"):
+        sharing.run(smoke)
+
+
+@pytest.mark.slow
+def test_real_claims_hold() -> None:
+    result = sharing.run(dataclasses.replace(sharing.CONFIGS["real"], repeats=1))
+    claims = sharing.claims(result)
+    assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
+    assert len(claims) == 16
+    assert not result.samples.num_preempted.any()
+    np.testing.assert_array_equal(result.prefixes.num_cached, [80, 336])
