@@ -33,7 +33,7 @@ from experiments.progress import QUIET, Progress
 from experiments.prompting import Request
 from experiments.reporting import Excerpts, Part, Sheet
 from experiments.servings import Served
-from jaxkv import baselines, checkpoints, models, scheduling, serving, states
+from jaxkv import baselines, checkpoints, models, policies, serving, states
 from jaxkv.sampling import Sampling
 
 PANELS = (3, 1)
@@ -133,9 +133,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     progress.show("cutting prompts from files that the model has not seen")
     requests = _requests(config, model)
     static = _serve(config, model, STATIC, baselines.static(), requests, progress)
-    continuous = _serve(
-        config, model, CONTINUOUS, scheduling.fcfs(), requests, progress
-    )
+    continuous = _serve(config, model, CONTINUOUS, policies.fcfs(), requests, progress)
     prompts = np.array([request.text for request in requests])
     return Result(prompts, static, continuous)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.sentences import Language, Scribe
-from jaxkv import answers, caching, engine, paging, queueing, scheduling, states
+from jaxkv import answers, caching, engine, paging, queueing, states
 from jaxkv.paging import NO_PAGE
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState
@@ -150,7 +150,7 @@ class Stage:
                 *(None, state, answers.clock(float(step))),
                 config=config,
                 forward=Scribe(language=self.language),
-                policy=scheduling.fcfs(),
+                policy=policies.fcfs(),
             )
             if any(np.any(count) for count in info.violations):
                 raise RuntimeError(f"step {step} broke {info.violations=}")

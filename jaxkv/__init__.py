@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from jaxkv.emission import Answer
     from jaxkv.engine import StepInfo, run_steps, step
     from jaxkv.forwarding import Forward, ForwardResult, attend
+    from jaxkv.policies import fcfs
     from jaxkv.queueing import Requests, cancel, drain, submit
     from jaxkv.sampling import Sampling
-    from jaxkv.scheduling import Counts, Plan, Policy, fcfs, schedule
+    from jaxkv.scheduling import Counts, Plan, Policy, schedule
     from jaxkv.serving import Engine
     from jaxkv.snapshots import load_state, save_state
     from jaxkv.states import EngineConfig, EngineState, init
@@ -50,7 +51,7 @@ _HOMES = {
     "attend": "forwarding",
     "cancel": "queueing",
     "drain": "queueing",
-    "fcfs": "scheduling",
+    "fcfs": "policies",
     "init": "states",
     "load_state": "snapshots",
     "make_requests": "answers",

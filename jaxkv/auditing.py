@@ -26,6 +26,8 @@ class Violations(NamedTuple):
     """Slots that are not live and yet have a length, reserved places or a page."""
     i7: Int32[Array, ""]
     """Faults of the prefix cache, see `prefixes.unsound`."""
+    swap: Int32[Array, ""]
+    """Faults of what is swapped out, see `swap_space.unsound`."""
 
 
 def violations(
@@ -53,8 +55,8 @@ def violations(
       pins: uses of each page outside the table; None means none.
 
     Returns:
-      The counts. Those of I3, which is asked before a write, and of I7, which is asked
-      of a prefix cache, are 0 here.
+      The counts. Those of I3, which is asked before a write, of I7, which is asked of a
+      prefix cache, and of the swap space are 0 here.
     """
     (total,) = pool.ref.shape
     _, pages_per_slot = table.page_ids.shape
@@ -80,6 +82,7 @@ def violations(
         i4=count(misplaced) + count(repeated) + count(impossible),
         i5=count(ghost),
         i7=jnp.zeros((), jnp.int32),
+        swap=jnp.zeros((), jnp.int32),
     )
 
 

@@ -44,6 +44,7 @@ class Static(NamedTuple):
         )
         return scheduling.Plan(
             preempt=c.running & ~runs,
+            swap=jnp.zeros_like(runs),
             places=jnp.where(runs, c.num_tokens, 0),
             num_rows=num_rows,
             admit=admit,

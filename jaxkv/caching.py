@@ -179,7 +179,13 @@ def write(
     return jax.tree.map(one_leaf, pages, Pages(k=k, v=v))
 
 
-def copy(pages: Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]) -> Pages:
+def copy(
+    pages: Pages,
+    source: Int32[Array, " n"],
+    target: Int32[Array, " n"],
+    *,
+    origin: Pages | None = None,
+) -> Pages:
     """Copies pages to other pages, all layers of them, in place.
 
     Costs as much as the entries that name pages, next to nothing where none does, as in
@@ -190,6 +196,7 @@ def copy(pages: Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]) -
       source: page that each entry reads; `NO_PAGE` does nothing.
       target: page that it overwrites, no page twice and none that is also a source;
         `NO_PAGE` does nothing.
+      origin: other pages of the same model to read from; None reads from `pages`.
 
     Returns:
       The new pages.
@@ -200,17 +207,25 @@ def copy(pages: Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]) -
     nowhere = jnp.full((source.shape[0] + size,), NO_PAGE, jnp.int32)
     packed = [paging.put(nowhere, rank, ids, "set") for ids in (source, target)]
 
-    def one_leaf(leaf: Array, ids: list[Array]) -> Array:
-        num_layers, num_pages = leaf.shape[:2]
-        offset = functools.partial(flat_ids, num_layers=num_layers, num_pages=num_pages)
-        layers = jnp.arange(num_layers, dtype=jnp.int32)
-        every = [jax.vmap(offset, (None, 0))(x, layers).reshape(-1) for x in ids]
-        view = leaf.reshape(-1, *leaf.shape[2:])
-        return copying.copy_pages(view, *every).reshape(leaf.shape)
+    def one_leaf(leaf: Array, read: Array, ids: list[Array]) -> Array:
+        layers = jnp.arange(leaf.shape[0], dtype=jnp.int32)
+
+        def every(of: Array, ids: Array) -> Array:
+            sizes = {"num_layers": of.shape[0], "num_pages": of.shape[1]}
+            offset = functools.partial(flat_ids, **sizes)
+            return jax.vmap(offset, (None, 0))(ids, layers).reshape(-1)
+
+        view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
+        places = every(read, ids[0]), every(leaf, ids[1])
+        copied = copying.copy_pages(
+            *(view, *places), origin=None if read is leaf else other
+        )
+        return copied.reshape(leaf.shape)
 
     def some(index: Array, pages: Pages) -> Pages:
         ids = [lax.dynamic_slice_in_dim(x, index * size, size) for x in packed]
-        return jax.tree.map(lambda leaf: one_leaf(leaf, ids), pages)
+        read = pages if origin is None else origin
+        return jax.tree.map(lambda leaf, x: one_leaf(leaf, x, ids), pages, read)
 
     # A loop, of no trip where nothing is copied: a `cond` would copy all pages.
     trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size

@@ -21,10 +21,12 @@ from jaxkv import (
     prefixes,
     scheduling,
     sharing,
+    swap_space,
+    swapping,
     tables,
 )
 from jaxkv.emission import LogitsFn
-from jaxkv.states import NOBODY, NOT_ENDED, EngineConfig, EngineState
+from jaxkv.states import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
 
 
 class StepInfo(NamedTuple):
@@ -52,8 +54,12 @@ class StepInfo(NamedTuple):
     """Requests left in the queue."""
     num_preempted: Int32[Array, ""]
     """Sequences that gave way."""
+    num_swapped_out: Int32[Array, ""]
+    """How many of these were swapped out; the others are fed again."""
+    num_swapped_in: Int32[Array, ""]
+    """Sequences that got a slot, and their pages back."""
     num_admitted: Int32[Array, ""]
-    """Sequences that got a slot."""
+    """Requests whose sequences got slots."""
     num_copied: Int32[Array, ""]
     """Pages copied because others read them, too, before a sequence wrote to them."""
     used_pages: Int32[Array, ""]
@@ -61,6 +67,8 @@ class StepInfo(NamedTuple):
     used_places: Int32[Array, ""]
     """Token places that held K and V of running sequences at its end, those of several
     sequences counted once."""
+    asks_host: Bool[Array, ""]
+    """Whether the host should move swapped pages, see `swapping.asks_host`."""
     enough: Bool[Array, ""]
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
     violations: auditing.Violations | None
@@ -91,9 +99,8 @@ def step(
     """
     counts, found = admission.counts(state, config)
     plan = scheduling.schedule(counts, policy)
-    state, num_rows, num_copied, enough = admission.carry_out(
-        state, plan, found, config
-    )
+    state, done = admission.carry_out(state, plan, found, config)
+    num_rows = done.num_rows
     shared_writes = auditing.shared_writes(
         state.pool, state.table, num_rows, page_size=config.page_size
     )
@@ -121,11 +128,14 @@ def step(
         held=slots.held,
         num_waiting=state.queue.length,
         num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
-        num_admitted=jnp.sum(plan.admit, dtype=jnp.int32),
-        num_copied=num_copied,
+        num_swapped_out=done.num_swapped_out,
+        num_swapped_in=done.num_swapped_in,
+        num_admitted=done.num_admitted,
+        num_copied=done.num_copied,
         used_pages=used_pages,
         used_places=admission.used_places(state, config),
-        enough=enough,
+        asks_host=swapping.asks_host(state),
+        enough=done.enough,
         violations=_audit(state, shared_writes, config) if config.debug else None,
     )
 
@@ -185,9 +195,15 @@ def _audit(
         page_size=config.page_size,
         pins=sharing.pins(state),
     )._replace(i3=shared_writes)
-    if state.prefixes is None:
+    if state.prefixes is not None:
+        found = found._replace(i7=prefixes.unsound(state.prefixes, state.pool))
+    if state.staging is None:
         return found
-    return found._replace(i7=prefixes.unsound(state.prefixes, state.pool))
+    s, sizes = state.sequences, {"page_size": config.page_size}
+    waits = s.status == WAITING
+    return found._replace(
+        swap=swap_space.unsound(state.staging, s.group, waits, **sizes)
+    )
 
 
 def _retire(

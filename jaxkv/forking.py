@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import paging, sharing, tables
+from jaxkv import paging, sharing, siblings, tables
 from jaxkv.states import NOBODY, EngineConfig, EngineState
 
 
@@ -76,7 +76,7 @@ def advance(
     length = state.table.length
     state = state._replace(table=tables.advance(state.table, num_rows))
     state = sharing.keep(state, length, config)
-    pool, table = tables.fork(
+    pool, table = siblings.fork(
         state.pool, state.table, forks, page_size=config.page_size
     )
     fed_before = paging.take(s.num_fed, slots.sequence, fill=0)
@@ -113,7 +113,7 @@ def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
     heir = paging.take(heir, source, fill=NOBODY)
     succeeds = orphan & (heir == every)
     left = jnp.where(succeeds, source, NOBODY)
-    pool, table = tables.fork(state.pool, state.table, left, page_size=size)
+    pool, table = siblings.fork(state.pool, state.table, left, page_size=size)
     common = jnp.where(
         succeeds, paging.take(slots.num_common, source, fill=0), slots.num_common
     )

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import beams, forking, paging, sampling, sharing, states, tables
+from jaxkv import (
+    beams,
+    forking,
+    paging,
+    sampling,
+    sharing,
+    states,
+    swapping,
+    tables,
+)
 from jaxkv.states import NOBODY, EngineState
 
 
@@ -134,6 +143,8 @@ def submit(
             finish=clear(s.finish),
             num_cached=clear(s.num_cached),
             num_recomputed=clear(s.num_recomputed),
+            num_preempted=clear(s.num_preempted),
+            num_swapped=clear(s.num_swapped),
         ),
         queue=states.Queue(
             sequence=paging.put(
@@ -221,6 +232,7 @@ def cancel(
         ended |= alive & beam & _any_in_group(s, ended)
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
     gone = paging.take(ended, state.slots.sequence, fill=False)
+    state = swapping.cancel(state, ended)
     state = forking.leave(sharing.let_go(state, gone), gone)
     slots = state.slots
     pool, table = tables.drop(state.pool, state.table, gone)

@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from jaxkv import tables
-
 NO_LIMIT = 2**30
 """A chunk size, or any other bound, that never binds."""
 
@@ -41,12 +39,20 @@ class Counts(NamedTuple):
     owned_pages: Int32[Array, " line"]
     """Pages of a group, each counted at the first of its places: what it would give
     back."""
+    owned_tokens: Int32[Array, " line"]
+    """Tokens written to those pages: what a group would have to compute again."""
+    swap_pages: Int32[Array, " line"]
+    """Pages that would move if the group were swapped out, each counted at the first of
+    its places; more than `owned_pages` where others hold some of them, too."""
     copies: Int32[Array, " line"]
     """Pages that a sequence has to copy before its next token is written, 0 or 1."""
+    preempted: Bool[Array, " line"]
+    """Sequences that gave way before."""
     scored_prompt: Bool[Array, " line"]
     """Sequences whose next rows want the log-probabilities of prompt tokens."""
     waiting: Bool[Array, " head"]
-    """Requests at the head of the queue, in order, that have arrived."""
+    """Requests at the head of the queue, in order, that have arrived and whose pages,
+    if they were swapped out, are within reach."""
     waiting_tokens: Int32[Array, " head"]
     """Tokens each of them has to feed before its next token is drawn; of several
     sequences, those with which all begin."""
@@ -56,10 +62,17 @@ class Counts(NamedTuple):
     """Sequences of each."""
     waiting_pages: Int32[Array, " head"]
     """Free pages that all tokens known of each would take."""
+    waiting_preempted: Bool[Array, " head"]
+    """Requests that gave way before."""
+    waiting_swapped: Bool[Array, " head"]
+    """Those of them that are swapped out. Once admitted they have their pages back, and
+    feed nothing in the same step."""
     waiting_scored_prompt: Bool[Array, " head"]
     """As `scored_prompt`."""
     free_pages: Int32[Array, ""]
     """Pages that nobody uses, those of the prefix cache included."""
+    free_swap_pages: Int32[Array, ""]
+    """Pages that can be swapped out."""
     page_size: Size
     """Token places in a page."""
     max_length: Size
@@ -75,6 +88,9 @@ class Plan(NamedTuple):
 
     preempt: Bool[Array, " line"]
     """Sequences that give back slot and pages and wait at the head of the queue."""
+    swap: Bool[Array, " line"]
+    """Those of them, by whole groups, whose pages are kept outside the pool; there must
+    be room for them. The others have their tokens fed again."""
     places: Int32[Array, " line"]
     """Token places each slot must have; 0 leaves it as it is."""
     num_rows: Int32[Array, " line"]
@@ -112,76 +128,6 @@ def schedule(counts: Counts, policy: Policy) -> Plan:
     return policy.plan(counts)
 
 
-class FCFS(NamedTuple):
-    """First come, first served: continuous batching with chunked prefill.
-
-    Sequences that decode feed one token each, then prompts share what is left of the
-    token budget in order. A request is admitted with all of its sequences, where there
-    are pages for all of its prompt. When pages run out, the latest in line gives way
-    until the others can grow, and nobody is admitted in that step. The first in line
-    never gives way, so there is always progress.
-
-    Source: Yu et al. 2022 (Orca); Kwon et al. 2023, arXiv:2309.06180, section 4.5;
-    Agrawal et al. 2024, arXiv:2403.02310, algorithm 3 (the budget).
-    """
-
-    chunk_size: Int32[Array, ""]
-    """Rows that one prompt may feed in a step, at least 1."""
-    watermark: Int32[Array, ""]
-    """Pages kept free at admission while anything runs, at least 0."""
-
-    holds_finished = False
-
-    def plan(self, counts: Counts) -> Plan:
-        """Grows the running, preempts the latest, admits the next."""
-        c = counts
-        need = tables.pages_for(c.num_tokens, page_size=c.page_size)
-        wanted = c.owned_pages + jnp.maximum(need - c.num_pages, 0) + c.copies
-        wanted = jnp.where(c.running, wanted, 0)
-        owned = jnp.where(c.running, c.owned_pages, 0)
-        total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
-        runs = c.running & (jnp.cumsum(wanted, dtype=jnp.int32) <= total)
-        runs &= ~jnp.zeros_like(runs).at[c.group].max(c.running & ~runs)[c.group]
-        preempt = c.running & ~runs
-        # What a waiting request may take: the first of an idle engine takes anything.
-        free = total - jnp.sum(jnp.where(runs, wanted, 0), dtype=jnp.int32)
-        idle_first = ~jnp.any(runs) & (_ranks(c.waiting) == 0)
-        limit = jnp.where(idle_first, free, free - self.watermark)
-        num_free_slots = runs.shape[0] - jnp.sum(runs | c.held, dtype=jnp.int32)
-        admit = c.waiting & ~jnp.any(preempt)
-        admit &= jnp.cumsum(c.waiting_pages, dtype=jnp.int32) <= limit
-        admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free_slots
-        num_rows, head_rows = share_budget(c, runs, _leading(admit), self.chunk_size)
-        # Whoever gets no row waits, and so does everybody behind.
-        admit = _leading(admit & (head_rows > 0))
-        return Plan(
-            preempt=preempt,
-            places=jnp.where(runs, c.num_tokens, 0),
-            num_rows=num_rows,
-            admit=admit,
-            head_places=jnp.where(admit, c.waiting_tokens, 0),
-            head_rows=jnp.where(admit, head_rows, 0),
-        )
-
-
-def fcfs(*, chunk_size: int | None = None, watermark: int = 0) -> FCFS:
-    """Makes an `FCFS` policy.
-
-    Args:
-      chunk_size: rows that one prompt may feed in a step; None leaves it to the budget.
-      watermark: pages kept free at admission while anything runs.
-
-    Raises:
-      ValueError: a parameter is out of its range.
-    """
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{chunk_size=} must be at least 1, or None")
-    if watermark < 0:
-        raise ValueError(f"{watermark=} must be at least 0")
-    chunk = NO_LIMIT if chunk_size is None else chunk_size
-    return FCFS(jnp.asarray(chunk, jnp.int32), jnp.asarray(watermark, jnp.int32))
-
-
 def share_budget(
     counts: Counts,
     runs: Bool[Array, " line"],
@@ -205,7 +151,9 @@ def share_budget(
     prompts = jnp.concatenate(
         [
             jnp.where(decodes, 0, need),
-            jnp.where(admit, c.waiting_tokens - c.waiting_cached, 0),
+            jnp.where(
+                admit & ~c.waiting_swapped, c.waiting_tokens - c.waiting_cached, 0
+            ),
         ]
     )
     prompts = jnp.minimum(prompts, jnp.asarray(chunk_size, jnp.int32))
@@ -221,14 +169,3 @@ def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
     """Serves wishes in order until the amount is used up."""
     before = jnp.cumsum(want, dtype=jnp.int32) - want
     return jnp.clip(amount - before, 0, want)
-
-
-def _ranks(mask: Bool[Array, " n"]) -> Int32[Array, " n"]:
-    """How many marked entries stand before each one."""
-    ones = mask.astype(jnp.int32)
-    return jnp.cumsum(ones, dtype=jnp.int32) - ones
-
-
-def _leading(mask: Bool[Array, " n"]) -> Bool[Array, " n"]:
-    """The marked entries before the first one that is not."""
-    return jnp.cumsum(~mask, dtype=jnp.int32) == 0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import beams, forking, paging, states, tables
+from jaxkv import beams, forking, paging, siblings, states, tables
 from jaxkv.states import (
     FINISHED,
     FULL,
@@ -99,7 +99,7 @@ def advance(
         pool, table = tables.truncate(
             state.pool, state.table, keep, page_size=config.page_size
         )
-        pool, table = tables.reorder(pool, table, source)
+        pool, table = siblings.reorder(pool, table, source)
         lead = jnp.where(active, found.lead, NOBODY)
         old = state.search
         assert old is not None

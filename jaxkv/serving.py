@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxkv import answers, engine, forwarding, queueing, scheduling, states
+from jaxkv import answers, engine, forwarding, policies, queueing, scheduling, states
 from jaxkv.answers import Completion, Event
 from jaxkv.caching import Pages
 from jaxkv.records import Part, Record
@@ -74,7 +74,7 @@ class Engine:
           tokenizer: with `encode`, `stream` and `eos_ids`; needed for text.
           eos_ids: tokens that end an answer; None takes the tokenizer's.
           vocab_size: token ids must lie below it; None does not check.
-          policy: who runs; None means `scheduling.fcfs()`.
+          policy: who runs; None means `policies.fcfs()`.
           logits_fn: changes logits before a token is drawn; a plain function, compiled
             once for each function object.
           keep_trace: whether `trace` collects the step infos.
@@ -90,7 +90,7 @@ class Engine:
                 f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}"
             )
         self.params, self.config, self.tokenizer = params, config, tokenizer
-        self.policy = scheduling.fcfs() if policy is None else policy
+        self.policy = policies.fcfs() if policy is None else policy
         self.trace: list[engine.StepInfo] = []
         """Step infos of the calls read so far, as NumPy arrays."""
         self._keep_trace = keep_trace

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import beams, caching, paging, prefixes, sampling, tables
+from jaxkv import beams, caching, paging, prefixes, sampling, swap_space, tables
 
 NOBODY = -1
 """Stands where a slot, a line or a queue could name a sequence and does not."""
@@ -55,6 +55,9 @@ class EngineConfig:
     """Alternatives reported with each token."""
     max_beams: int = 0
     """Widest beam search; 0 leaves it out of the program."""
+    max_swap_pages: int = 0
+    """Pages of the staging buffer, through which preempted requests are swapped out; 0
+    leaves it out of the program, and their tokens are fed again."""
     emit_width: int = 1
     """Tokens that a sequence can gain in a step."""
     submit_width: int = 8
@@ -90,8 +93,9 @@ class EngineConfig:
             raise ValueError(
                 f"{self.max_logit_rows=} must be 0 or at least {self.max_slots=}"
             )
-        if self.max_logprobs < 0:
-            raise ValueError(f"{self.max_logprobs=} must be at least 0")
+        for name in ("max_logprobs", "max_swap_pages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if not 0 <= self.max_beams <= self.max_slots:
             raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
         if self.emit_width != 1:
@@ -167,6 +171,10 @@ class Sequences(NamedTuple):
     """Prompt tokens whose K and V were found rather than computed."""
     num_recomputed: Int32[Array, " sequences"]
     """Tokens whose K and V were lost to preemption and computed again."""
+    num_preempted: Int32[Array, " sequences"]
+    """Times that it gave way to others."""
+    num_swapped: Int32[Array, " sequences"]
+    """How many of these kept its pages."""
 
 
 class Slots(NamedTuple):
@@ -228,6 +236,8 @@ class EngineState(NamedTuple):
     """The prefix cache, if the engine has one."""
     search: Search | None
     """Beam search, if the engine has it."""
+    staging: swap_space.Staging | None
+    """Pages that were swapped out, if the engine does that."""
     clock: Int32[Array, " 2"]
     """Seconds and microseconds, as the host last said."""
 
@@ -283,6 +293,8 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
         finish=zeros(2),
         num_cached=zeros(),
         num_recomputed=zeros(),
+        num_preempted=zeros(),
+        num_swapped=zeros(),
     )
     slots = config.max_slots
     return EngineState(
@@ -306,6 +318,14 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
         if config.prefix_cache
         else None,
         search=_make_search(config) if config.max_beams else None,
+        staging=swap_space.make_staging(
+            pages,
+            num_places=config.max_swap_pages,
+            num_sequences=config.max_sequences,
+            pages_per_slot=config.max_pages_per_slot,
+        )
+        if config.max_swap_pages
+        else None,
         clock=jnp.zeros((2,), jnp.int32),
     )
 

@@ -5,10 +5,9 @@ cover, and `NO_PAGE` beyond. Tables and pool move together: every operation that
 or unmaps a page takes and returns both, so that counts always equal uses.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import paging
@@ -24,23 +23,6 @@ class Table(NamedTuple):
     """Tokens whose K and V are written and accepted."""
     ahead: Int32[Array, " slots"]
     """Token places beyond `length` that are reserved, or written provisionally."""
-
-
-@runtime_checkable
-class Demand(Protocol):
-    """What `apply` reads of a plan."""
-
-    @property
-    def drop(self) -> Bool[Array, " slots"]:
-        """Slots that give back all their pages, first."""
-
-    @property
-    def places(self) -> Int32[Array, " slots"]:
-        """Token places that each slot shall have then; 0 asks for nothing."""
-
-    @property
-    def num_rows(self) -> Int32[Array, " slots"] | None:
-        """Token places that each slot will write then, or None, see `reserve`."""
 
 
 class Copies(NamedTuple):
@@ -146,8 +128,9 @@ def reserve(
 
     A slot that will write to its last page while others hold it too maps a fresh page
     instead (see `needs_copy`); the caller copies before it writes. Pages beyond that
-    one are never shared by `fork`. Where they are all the same, as after `reorder` with
-    places reserved, they stay so, and `auditing.shared_writes` tells of it.
+    one are never shared by `siblings.fork`. Where they are all the same, as after
+    `siblings.reorder` with places reserved, they stay so, and
+    `auditing.shared_writes` tells of it.
 
     Args:
       pool: the pool to take pages from.
@@ -262,134 +245,6 @@ def truncate(
     return pool, shorter._replace(page_ids=page_ids)
 
 
-def fork(
-    pool: Pool, table: Table, source: Int32[Array, " slots"], *, page_size: int
-) -> tuple[Pool, Table]:
-    """Makes slots copies of other slots, by sharing every page that is written.
-
-    All sources are read before any slot changes. The last page may be partial: it is
-    shared as well, and parted by `reserve` before one of its owners writes to it.
-    Places reserved ahead stay with the source.
-
-    Args:
-      pool: the pool that holds the pages.
-      table: the slots.
-      source: slot that each slot becomes a copy of, or -1 to leave it. A slot that
-        becomes a copy must be empty; if it is not, its pages stay counted as used,
-        which `auditing.violations` shows.
-      page_size: token places in a page, static.
-
-    Returns:
-      The new pool and table.
-
-    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
-    """
-    copied = source >= 0
-    after = _follow(table, source)
-    after = after._replace(ahead=jnp.where(copied, 0, after.ahead))
-    place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
-    beyond = place >= num_pages(after, page_size=page_size)[:, None]
-    page_ids = jnp.where(copied[:, None] & beyond, NO_PAGE, after.page_ids)
-    pool = paging.share(pool, jnp.where(copied[:, None], page_ids, NO_PAGE))
-    return pool, after._replace(page_ids=page_ids)
-
-
-def reorder(
-    pool: Pool, table: Table, source: Int32[Array, " slots"]
-) -> tuple[Pool, Table]:
-    """Makes slots continue other slots instead of themselves: the beams of a group.
-
-    All sources are read before any slot changes. A page's count changes by its uses
-    after less its uses before: a page that a slot keeps in place is not touched, and
-    one that no slot continues is released once. Last pages are shared, as by `fork`.
-
-    Args:
-      pool: the pool that holds the pages.
-      table: the slots.
-      source: slot that each slot continues, in [0, slots), or -1 to leave it. Several
-        may continue the same slot; what continues an empty slot becomes empty.
-
-    Returns:
-      The new pool and table.
-
-    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
-    """
-    after = _follow(table, source)
-    changed = after.page_ids != table.page_ids
-    # Gains go first: a page that only moves must not reach zero on its way.
-    pool = paging.share(pool, jnp.where(changed, after.page_ids, NO_PAGE))
-    return paging.release(pool, jnp.where(changed, table.page_ids, NO_PAGE)), after
-
-
-def apply(
-    pool: Pool, table: Table, plan: Demand, *, page_size: int, max_new_pages: int
-) -> tuple[Pool, Table, Copies, Bool[Array, ""]]:
-    """Carries out a plan: first drops slots, then reserves places.
-
-    Args:
-      pool: the pool.
-      table: the slots.
-      plan: slots to `drop`, the `places` that each slot shall have afterwards, and the
-        `num_rows` that it will write.
-      page_size: token places in a page, static.
-      max_new_pages: pages that one call may append to one slot, static.
-
-    Returns:
-      As `reserve` does. If not every slot was served, those in `plan.drop` are empty
-      all the same, and nothing else has changed.
-    """
-    pool, table = drop(pool, table, plan.drop)
-    sizes = {"page_size": page_size, "max_new_pages": max_new_pages}
-    return reserve(pool, table, plan.places, plan.num_rows, **sizes)
-
-
-def owned_pages(
-    pool: Pool,
-    table: Table,
-    first: Int32[Array, " slots"],
-    *,
-    pins: Int32[Array, " pages"] | Bool[Array, " pages"] | None = None,
-) -> Int32[Array, " slots"]:
-    """Counts the pages that each slot accounts for: a group's shared ones once.
-
-    They count in the lowest slot that maps them. Slots of one group share pages only in
-    the same column, as `fork` and `reorder` leave them; groups share pinned pages only.
-    So the sum over a group is what dropping all of it would free.
-
-    Costs nothing like a search: as many passes over the table as the largest group has
-    slots beside one, so none where every sequence is alone.
-
-    Args:
-      pool: the pool.
-      table: the slots.
-      first: a slot that stands for the group of each slot, the same for all of it;
-        below 0 for a slot that has none.
-      pins: uses of each page outside the table, or whether there are any. Such pages
-        count for nobody, since dropping the group would not free them.
-
-    Returns:
-      The counts.
-    """
-    slot = jnp.arange(first.shape[0], dtype=jnp.int32)
-    before = (first[:, None] == first[None, :]) & (slot[:, None] < slot[None, :])
-    before &= (first >= 0)[None, :]
-    nearest = jnp.max(jnp.where(before, slot[:, None], -1), axis=0)
-    owned = table.page_ids != NO_PAGE
-    if pins is not None:
-        owned &= ~paging.take(pins, table.page_ids, fill=0).astype(bool)
-
-    def any_left(carry: tuple[Array, Array]) -> Array:
-        return jnp.any(carry[0] >= 0)
-
-    def compare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        other, owned = carry
-        theirs = paging.take(table.page_ids, other, fill=NO_PAGE)
-        return paging.take(nearest, other, fill=-1), owned & (table.page_ids != theirs)
-
-    _, owned = lax.while_loop(any_left, compare, (nearest, owned))
-    return jnp.sum(owned, axis=1, dtype=jnp.int32)
-
-
 def _growth(table: Table, places: Array, page_size: int) -> Array:
     """Pages that each slot lacks for its places."""
     goal = jnp.maximum(table.length + table.ahead, places)
@@ -412,16 +267,3 @@ def _unmap(pool: Pool, page_ids: Array, where: Array) -> tuple[Pool, Array]:
     """Releases the pages at the places in `where` and empties those places."""
     pool = paging.release(pool, jnp.where(where, page_ids, NO_PAGE))
     return pool, jnp.where(where, NO_PAGE, page_ids)
-
-
-def _follow(table: Table, source: Array) -> Table:
-    """The table with slots replaced by their sources, all read as they are now."""
-    moved = source >= 0
-    ids = paging.take(table.page_ids, source, fill=NO_PAGE)
-    length = paging.take(table.length, source, fill=0)
-    ahead = paging.take(table.ahead, source, fill=0)
-    return Table(
-        page_ids=jnp.where(moved[:, None], ids, table.page_ids),
-        length=jnp.where(moved, length, table.length),
-        ahead=jnp.where(moved, ahead, table.ahead),
-    )

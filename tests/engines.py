@@ -13,7 +13,9 @@ from jaxkv import (
     answers,
     checkpoints,
     engine,
+    hosting,
     models,
+    policies,
     prefixes,
     queueing,
     sampling,
@@ -78,6 +80,8 @@ class Outcome(NamedTuple):
     finish_s: float
     num_recomputed: int
     num_cached: int
+    num_preempted: int
+    num_swapped: int
     score: float
     """Of a beam search; else 0."""
 
@@ -199,6 +203,9 @@ def assert_empty(state: EngineState) -> None:
     assert (state.slots.sequence == states.NOBODY).all()
     assert not state.slots.held.any()
     assert int(state.queue.length) == 0
+    if state.staging is not None:
+        assert (state.staging.owner < 0).all()
+        assert not state.staging.on_host.any()
     assert sorted(state.slots.line.tolist()) == list(range(state.slots.line.shape[0]))
 
 
@@ -213,27 +220,31 @@ def serve(
     as_served: bool = False,
     step_s: float = 0.0,
     max_calls: int = 2000,
+    host: hosting.HostSpace | None = None,
+    num: int = 0,
 ) -> Run:
     """Runs requests to their end, handing them over as there is room.
 
     Args:
       asks: the requests, in order of arrival.
       config: the engine's bounds.
-      policy: who runs; None means `scheduling.fcfs()`.
-      state: an idle engine to go on with.
+      policy: who runs; None means `policies.fcfs()`.
+      state: an engine to go on with.
       model: the model.
       weights: its parameters; None means `params(model)`.
       as_served: whether to run the program that users get, slow to compile.
       step_s: how far the clock moves with each call.
       max_calls: calls after which the engine counts as stuck.
+      host: swap space beside the staging buffer.
+      num: answers that the state owes already.
     """
     waiting, infos = list(asks), []
     outcomes: dict[Name, Outcome] = {}
-    num = len(names_of(waiting))
+    num += len(names_of(waiting))
     weights = params(model) if weights is None else weights
     dtype = jax.tree.leaves(weights)[0].dtype
     state = start(config, model, dtype) if state is None else state
-    policy = scheduling.fcfs() if policy is None else policy
+    policy = policies.fcfs() if policy is None else policy
     forward = models.Forward(model, config.numerics)
     for call in range(max_calls):
         if len(outcomes) == num:
@@ -253,6 +264,8 @@ def serve(
         )
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])
+        if host is not None and infos[-1].asks_host[-1]:
+            state = host.exchange(state)
         state, sequences = drain(state)
         outcomes |= outcomes_of(sequences)
     assert len(outcomes) == num, f"stuck after {max_calls} calls"
@@ -284,6 +297,8 @@ def outcomes_of(sequences: states.Sequences) -> dict[Name, Outcome]:
             finish_s=float(s.finish[row] @ np.array([1, 1e-6])),
             num_recomputed=int(s.num_recomputed[row]),
             num_cached=int(s.num_cached[row]),
+            num_preempted=int(s.num_preempted[row]),
+            num_swapped=int(s.num_swapped[row]),
             score=float(s.score[row]),
         )
     return found

@@ -23,6 +23,9 @@ class Oracle:
         self.ahead = [0] * max_slots
         self.content: list[dict[int, int]] = [{} for _ in range(num_pages)]
         self.tokens: list[list[int]] = [[] for _ in range(max_slots)]
+        self.buffer: dict[int, tuple[int, dict[int, int]]] = {}
+        self.host: dict[int, dict[int, dict[int, int]]] = {}
+        self.out: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
         self.max_pages_per_slot = max_pages_per_slot
         self.page_size = page_size
 
@@ -127,6 +130,55 @@ class Oracle:
             counts.append(len(set(row) - mine - pinned))
             mine |= set(row)
         return counts
+
+    def swap_out(self, group: int, slots: list[int], places: int) -> bool:
+        """Moves what the slots of a group have written to a buffer of some places."""
+        moved: dict[tuple[int, int], int] = {}
+        new = {}
+        free = [place for place in range(places) if place not in self.buffer]
+        for slot in slots:
+            row = self.rows[slot][: self.pages_for(self.length[slot])]
+            for at in enumerate(row):
+                moved.setdefault(at, len(moved))
+            new[slot] = (self.tokens[slot], [moved[at] for at in enumerate(row)])
+        if not 0 < len(moved) <= len(free):
+            return False
+        for (_, page), rank in moved.items():
+            self.buffer[free[rank]] = (group, dict(self.content[page]))
+        self.out[group] = {
+            slot: (tokens, [free[rank] for rank in ranks])
+            for slot, (tokens, ranks) in new.items()
+        }
+        self.drop([slot in slots for slot in range(len(self.rows))])
+        return True
+
+    def swap_in(self, group: int, seats: dict[int, int]) -> None:
+        """Brings a group back; `seats` are the slots of its sequences."""
+        mine = [
+            place for place in sorted(self.buffer) if self.buffer[place][0] == group
+        ]
+        pages = {place: self.free.pop() for place in mine}
+        for place, page in pages.items():
+            self.content[page] = self.buffer.pop(place)[1]
+        for sequence, (tokens, places) in self.out.pop(group).items():
+            slot = seats[sequence]
+            self.rows[slot] = [pages[place] for place in places]
+            self.share(self.rows[slot])
+            self.tokens[slot], self.length[slot] = tokens, len(tokens)
+
+    def take(self, group: int) -> None:
+        """The host takes a group's pages out of the buffer."""
+        mine = [place for place, (owner, _) in self.buffer.items() if owner == group]
+        self.host[group] = {place: self.buffer.pop(place)[1] for place in mine}
+
+    def bring(self, group: int, new: dict[int, int]) -> None:
+        """The host brings them back, to new places."""
+        for place, content in self.host.pop(group).items():
+            self.buffer[new[place]] = (group, content)
+        self.out[group] = {
+            sequence: (tokens, [new[place] for place in places])
+            for sequence, (tokens, places) in self.out[group].items()
+        }
 
     def advance(self, accepted: list[int]) -> None:
         for slot, n in enumerate(accepted):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import auditing, beams, checkpoints, decoding, models, tables
+from jaxkv import auditing, beams, checkpoints, decoding, models, siblings
 from jaxkv.beams import ESTIMATE, FULL, NEVER, Beams, Params
 from tests import engines
 
@@ -325,7 +325,7 @@ def search_with_pages(weights, prompt, params: Params, config: models.ModelConfi
         group, parents, tokens = beams.step(
             group, params, tokens, logprobs, prompt_token < 0
         )
-        pool, table = tables.reorder(cache.pool, cache.table, parents)
+        pool, table = siblings.reorder(cache.pool, cache.table, parents)
         logits, cache, enough = decoding.decode_step(
             weights,
             cache._replace(pool=pool, table=table),

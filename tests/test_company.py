@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import scheduling
+from jaxkv import policies
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig
 from tests import engines, margins
@@ -109,7 +109,7 @@ def serve(
     return engines.serve(
         arriving,
         config_of(place, numerics),
-        scheduling.fcfs(chunk_size=place.chunk_size),
+        policies.fcfs(chunk_size=place.chunk_size),
         as_served=True,
         step_s=0.05,
         weights=engines.params(

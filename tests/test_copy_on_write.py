@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import auditing, caching, paging, tables
+from jaxkv import auditing, caching, hosting, paging, siblings, swap_space, tables
 from jaxkv.caching import Pages
 from jaxkv.paging import NO_PAGE, Pool
+from jaxkv.swap_space import Staging
 from jaxkv.tables import Table
 from tests.oracle import Oracle
 
-SLOTS, WIDTH, NUM_PAGES, MOST = 6, 6, 24, 7
+SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
 GROUPS = (0, 0, 0, 3, 3, 5)
 """Slots 0 to 2 are sequences of one request, 3 and 4 of another, 5 runs alone."""
 
@@ -24,12 +25,19 @@ class State(NamedTuple):
     pool: Pool
     table: Table
     pages: Pages
+    staging: Staging
 
 
 class Plan(NamedTuple):
     drop: jax.Array
     places: jax.Array
     num_rows: jax.Array
+
+
+def apply(pool: Pool, table: Table, plan: Plan, **sizes: int) -> Any:
+    """Drops, then reserves, as a step of the engine does."""
+    pool, table = tables.drop(pool, table, plan.drop)
+    return tables.reserve(pool, table, plan.places, plan.num_rows, **sizes)
 
 
 def ints(*values: int) -> jax.Array:
@@ -45,7 +53,11 @@ def make_state(page_size: int = 4) -> State:
         head_dim=1,
         dtype="float32",
     )
-    return State(paging.make_pool(NUM_PAGES), tables.make_table(SLOTS, WIDTH), pages)
+    staging = swap_space.make_staging(
+        pages, num_places=PLACES, num_sequences=SLOTS, pages_per_slot=WIDTH
+    )
+    table = tables.make_table(SLOTS, WIDTH)
+    return State(paging.make_pool(NUM_PAGES), table, pages, staging)
 
 
 def three_sharers(free: int) -> tuple[Pool, Table]:
@@ -55,7 +67,7 @@ def three_sharers(free: int) -> tuple[Pool, Table]:
         *(pool, table, ints(6, 0, 0, 0, 0, 0)), page_size=4, max_new_pages=WIDTH
     )
     table = tables.advance(table, ints(6, 0, 0, 0, 0, 0))
-    return tables.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
+    return siblings.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
 
 
 def reserve(pool: Pool, table: Table, *num_rows: int) -> Any:
@@ -142,7 +154,7 @@ def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
     assert check(pool, table, ints(0, 0, 0, 0, 0, 4 * WIDTH + 1)) == WIDTH + 1
     # Places reserved ahead that a careless reorder made common.
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
-    pool, table = tables.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
+    pool, table = siblings.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
     assert check(pool, table, ints(4, 0, 0, 0, 0, 0)) == 1
 
@@ -151,12 +163,15 @@ def test_a_group_accounts_for_a_shared_page_once() -> None:
     pool, table, *_ = reserve(*three_sharers(5), 0, 3, 1, 2, 0, 0)
     # Rows: 0 1 / 0 2 3 / 0 4 / 5
     first = ints(2, 2, 2, 3, -1, -1)
-    assert tables.owned_pages(pool, table, first).tolist() == [2, 2, 1, 1, 0, 0]
-    alone = jnp.arange(SLOTS, dtype=jnp.int32)
-    assert tables.owned_pages(pool, table, alone).tolist() == [2, 3, 2, 1, 0, 0]
+    holder = siblings.holders(table, first)
+    mapped = jnp.where(table.page_ids >= 0, holder, -1)[:4, :3]
+    assert mapped.tolist() == [[0, 0, -1], [0, 1, 1], [0, 2, -1], [3, -1, -1]]
+    assert siblings.owned_pages(table, holder).tolist() == [2, 2, 1, 1, 0, 0]
+    alone = siblings.holders(table, jnp.arange(SLOTS, dtype=jnp.int32))
+    assert siblings.owned_pages(table, alone).tolist() == [2, 3, 2, 1, 0, 0]
     pins = jnp.zeros_like(pool.ref).at[ints(0, 3)].set(1)
     for pinned in (pins, pins > 0):
-        owned = tables.owned_pages(pool, table, first, pins=pinned)
+        owned = siblings.owned_pages(table, holder, pins=pinned)
         assert owned.tolist() == [1, 1, 1, 1, 0, 0]
     freed, _ = tables.drop(pool, table, first == 2)
     assert freed.num_free - pool.num_free == 5
@@ -165,7 +180,7 @@ def test_a_group_accounts_for_a_shared_page_once() -> None:
 def write(state: State, plan: Plan, tokens: jax.Array) -> tuple[State, Any]:
     """What a step does with pages; `tokens` are the rows of each slot, padded."""
     page_size = state.pages.page_size
-    pool, table, copies, enough = tables.apply(
+    pool, table, copies, enough = apply(
         state.pool, state.table, plan, page_size=page_size, max_new_pages=WIDTH
     )
     num_rows = jnp.where(enough, plan.num_rows, 0)
@@ -184,7 +199,8 @@ def write(state: State, plan: Plan, tokens: jax.Array) -> tuple[State, Any]:
     new = tokens.reshape(-1, 1, 1).astype(jnp.float32)
     for layer in range(2):
         pages = caching.write(pages, layer, new + layer, -new - layer, rows)
-    return State(pool, table, pages), (copies, enough, shared)
+    state = state._replace(pool=pool, table=table, pages=pages)
+    return state, (copies, enough, shared)
 
 
 def on_table(f: Callable) -> Callable:
@@ -201,16 +217,48 @@ def reorder(pool: Pool, table: Table, source: jax.Array, *, page_size: int) -> A
     """As beams do it: places reserved ahead are given back first."""
     nothing = jnp.zeros_like(source)
     pool, table = tables.truncate(pool, table, nothing, page_size=page_size)
-    return tables.reorder(pool, table, source)
+    return siblings.reorder(pool, table, source)
+
+
+def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
+    """Sequence i is what slot i held when it left."""
+    pool, table, pages, staging = state
+    group, size = ints(*GROUPS), pages.page_size
+    staging, left = swap_space.move_out(
+        *(staging, pages, table, siblings.holders(table, group), row, group),
+        page_size=size,
+    )
+    pool, table = tables.drop(pool, table, left)
+    return State(pool, table, pages, staging), left
+
+
+def swap_in(state: State, arguments: Any) -> tuple[State, None]:
+    pool, table, pages, staging = state
+    back, slot = arguments
+    pages, pool, table, staging = swap_space.move_in(
+        *(staging, pages, pool, table, ints(*GROUPS), back, slot)
+    )
+    return State(pool, table, pages, staging), None
+
+
+def host(state: State, moves: hosting.Moves) -> tuple[State, None]:
+    return state._replace(
+        staging=hosting.move(state.staging, ints(*GROUPS), moves)
+    ), None
 
 
 def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     """Broken invariants, owned pages, and K and V of every layer by slot and place."""
-    pool, table, pages = state
+    pool, table, pages, staging = state
     live = (table.length + table.ahead) > 0
     found = auditing.violations(pool, table, live, page_size=pages.page_size, pins=pins)
-    owned = tables.owned_pages(pool, table, ints(*GROUPS), pins=pins)
+    holder = siblings.holders(table, ints(*GROUPS))
+    owned = siblings.owned_pages(table, holder, pins=pins)
     values = [caching.gather(pages, layer, table.page_ids) for layer in range(2)]
+    faults = swap_space.unsound(
+        *(staging, ints(*GROUPS), staging.length > 0), page_size=pages.page_size
+    )
+    found = found._replace(swap=faults)
     return found._asdict(), owned, jnp.stack([jnp.stack(x)[..., 0, 0] for x in values])
 
 
@@ -218,12 +266,15 @@ def programs(page_size: int) -> dict[str, Any]:
     """Compiled anew for every caller, so that a fault can be planted first."""
     run = {
         "write": lambda *x: write(*x),
-        "fork": on_table(partial(tables.fork, page_size=page_size)),
+        "fork": on_table(partial(siblings.fork, page_size=page_size)),
         "reorder": on_table(partial(reorder, page_size=page_size)),
         "drop": on_table(lambda *x: tables.drop(*x)),
         "truncate": on_table(partial(tables.truncate, page_size=page_size)),
         "pin": on_table(lambda pool, table, ids: (paging.share(pool, ids), table)),
         "unpin": on_table(lambda pool, table, ids: (paging.release(pool, ids), table)),
+        "swap_out": lambda *x: swap_out(*x),
+        "swap_in": swap_in,
+        "host": host,
         "look": look,
     }
     return {verb: jax.jit(f) for verb, f in run.items()}
@@ -240,11 +291,14 @@ class Walk:
         self.oracle = Oracle(NUM_PAGES, SLOTS, WIDTH, page_size)
         self.state, self.size = make_state(page_size), page_size
         self.pinned: list[int] = []
-        self.num_written = self.num_copies = self.refused = 0
+        self.num_written = self.num_copies = self.refused = self.num_swaps = 0
+        self.kept: dict[int, tuple[np.ndarray, Any]] = {}
 
     def step(self) -> None:
         verbs = ["write"] * 8 + ["fork"] * 3
-        verb = self.rng.choice([*verbs, "reorder", "drop", "truncate", "pin", "unpin"])
+        verbs += ["reorder", "drop", "truncate", "pin", "unpin"]
+        verbs += ["swap_out"] * 2 + ["swap_in"] * 2 + ["host"]
+        verb = self.rng.choice(verbs)
         getattr(self, verb)()
         self.check(verb)
 
@@ -305,7 +359,9 @@ class Walk:
         self.oracle.reorder(source.tolist())
 
     def drop(self) -> None:
-        mask = self.rng.random(SLOTS) < 0.3
+        self.empty(self.rng.random(SLOTS) < 0.3)
+
+    def empty(self, mask: np.ndarray) -> None:
         self.do("drop", mask)
         self.oracle.drop(mask.tolist())
 
@@ -328,6 +384,64 @@ class Walk:
             self.do("unpin", ints(page))
             self.oracle.release([page])
 
+    def swap_out(self) -> None:
+        group = int(self.rng.choice(GROUPS))
+        slots = np.flatnonzero(np.equal(GROUPS, group) & self.oracle.live()).tolist()
+        if not slots or group in self.oracle.out:
+            return
+        row = np.full(SLOTS, -1, np.int32)
+        row[slots] = slots
+        left = self.do("swap_out", row)
+        assert bool(left.any()) == self.oracle.swap_out(group, slots, PLACES)
+        self.num_swaps += bool(left.any())
+
+    def swap_in(self) -> None:
+        """A group comes back, to any slots of its own that are empty."""
+        oracle, rng = self.oracle, self.rng
+        near = [group for group in oracle.out if group not in oracle.host]
+        if not near:
+            return
+        group = rng.choice(near)
+        sequences = list(oracle.out[group])
+        empty = np.equal(GROUPS, group) & ~np.array(oracle.live())
+        free = rng.permutation(np.flatnonzero(empty)).tolist()
+        needed = sum(owner == group for owner, _ in oracle.buffer.values())
+        if len(free) < len(sequences):
+            self.empty(np.equal(GROUPS, group))
+            return
+        if needed > len(oracle.free):
+            return
+        seats = dict(zip(sequences, free, strict=False))
+        slot = np.full(SLOTS, -1, np.int32)
+        slot[sequences] = [seats[each] for each in sequences]
+        self.do("swap_in", (np.arange(SLOTS) == group, slot))
+        oracle.swap_in(group, seats)
+
+    def host(self) -> None:
+        """The host takes a group's pages, or brings some back."""
+        oracle, staging = self.oracle, self.state.staging
+        moves, owner = hosting.no_moves(staging), np.asarray(staging.owner)
+        staged = [group for group in oracle.out if group not in oracle.host]
+        if staged and self.rng.random() < 0.5:
+            group = self.rng.choice(staged)
+            places = np.flatnonzero(owner == group)
+            pages = [np.asarray(leaf)[:, places] for leaf in staging.pages]
+            self.kept[group] = places, pages
+            moves.leaves[group] = True
+            oracle.take(group)
+        elif self.kept:
+            group = self.rng.choice(list(self.kept))
+            places, pages = self.kept[group]
+            free = self.rng.permutation(np.flatnonzero(owner < 0))[: len(places)]
+            if len(free) < len(places):
+                return
+            del self.kept[group]
+            moves.arrives[...], moves.place[places] = group, free
+            for buffer, leaf in zip(moves.pages, pages, strict=True):
+                buffer[:, free] = leaf
+            oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
+        self.do("host", moves)
+
     def check(self, verb: str) -> None:
         pins = np.bincount(self.pinned, minlength=NUM_PAGES).astype(np.int32)
         found, owned, values = self.run["look"](self.state, pins)
@@ -344,6 +458,10 @@ class Walk:
         pinned = set(self.pinned)
         assert owned.tolist() == self.oracle.owned_pages(list(GROUPS), pinned), verb
         self.oracle.check(self.state.pool, table)
+        owner = np.full(PLACES, -1)
+        for place, (group, _) in self.oracle.buffer.items():
+            owner[place] = group
+        assert np.array_equal(self.state.staging.owner, owner), (verb, "buffer")
 
 
 @pytest.mark.parametrize(
@@ -354,8 +472,9 @@ def test_every_slot_keeps_its_own_tokens(seed, page_size: int, steps: int) -> No
     for _ in range(steps):
         walk.step()
     # Pages of one token are never partial; a small pool of large ones is large.
-    assert page_size == 1 or walk.num_copies > steps // 20
+    assert page_size == 1 or walk.num_copies > steps // 40
     assert page_size == 16 or walk.refused > steps // 50
+    assert walk.num_swaps > steps // 100
 
 
 @pytest.mark.slow
@@ -375,7 +494,7 @@ def always(pool: Pool, table: Table, num_rows: jax.Array, *, page_size: int) -> 
     return (num_rows > 0) & (paging.take(table.page_ids, index, fill=NO_PAGE) >= 0)
 
 
-def uncopied(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
+def uncopied(pages: Pages, source: Any, target: Any, *, origin: Any = None) -> Pages:
     return pages
 
 
@@ -387,6 +506,16 @@ def released_twice(pool: Pool, ids: jax.Array) -> Pool:
     return release(release(pool, ids), ids)
 
 
+def never_written(table: Table, *, page_size: int) -> Any:
+    """Forgets the last page, if it is partial."""
+    column = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
+    return column < (table.length // page_size)[:, None]
+
+
+def unforgotten(staging: Staging, group: jax.Array, gone: jax.Array) -> Staging:
+    return staging
+
+
 release = paging.release
 
 FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
@@ -395,6 +524,8 @@ FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
     "a copy that is not made": (caching, "copy", uncopied, "content"),
     "a lost reference": (paging, "share", uncounted, "i1|i3"),
     "a double free": (paging, "release", released_twice, "i1|i3"),
+    "a page that stays behind": (swap_space, "written", never_written, "swap|content"),
+    "places not given up": (swap_space, "forget", unforgotten, "swap"),
 }
 
 
@@ -405,7 +536,7 @@ def test_a_walk_over_faulty_code_fails(name, monkeypatch: pytest.MonkeyPatch) ->
     walk = Walk(0, 4, programs(4))
 
     def stroll() -> None:
-        for _ in range(200):
+        for _ in range(400):
             walk.step()
 
     with pytest.raises(AssertionError, match=flagged):

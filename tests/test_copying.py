@@ -53,6 +53,14 @@ def test_sources_are_read_before_targets_are_written() -> None:
     np.testing.assert_array_equal(after, pages[ints(2, 0, 1, 3)])
 
 
+def test_pages_come_from_another_array() -> None:
+    pages, other = numbered(4, 2), -numbered(6, 2)
+    after = copying.copy_pages(pages, ints(5, -1, 6, 0), ints(1, 2, 3, 9), origin=other)
+    np.testing.assert_array_equal(after, pages.at[1].set(other[5]))
+    with pytest.raises(ValueError, match="must be pages"):
+        copying.copy_pages(pages, ints(0), ints(1), origin=numbered(4, 3))
+
+
 def test_an_implementation_that_does_not_exist_is_refused() -> None:
     arrays: Any = (numbered(4, 2), ints(0), ints(1))
     # Without the type checks that tests run under, as a user would call it.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import baselines, engine, models, scheduling, states
+from jaxkv import baselines, engine, models, policies, scheduling, states
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig
 from tests import engines
@@ -33,7 +33,7 @@ TIGHT = EngineConfig(
 )
 ROOMY = dataclasses.replace(TIGHT, num_pages=56)
 """Three sequences of full length, and a rest."""
-FCFS = scheduling.fcfs()
+FCFS = policies.fcfs()
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def workload(seed: int = 0, num: int = 24) -> tuple[Ask, ...]:
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0) -> Run:
-    policy = scheduling.fcfs(chunk_size=chunk_size, watermark=watermark)
+    policy = policies.fcfs(chunk_size=chunk_size, watermark=watermark)
     return engines.serve(workload(), TIGHT, policy)
 
 
@@ -462,7 +462,7 @@ class Hoarder(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
-        plan = scheduling.fcfs().plan(counts)
+        plan = policies.fcfs().plan(counts)
         return plan._replace(head_places=jnp.where(plan.admit, counts.max_length, 0))
 
 

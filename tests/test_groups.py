@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxkv import answers, baselines, scheduling
+from jaxkv import answers, baselines, policies
 from jaxkv.sampling import Sampling
 from tests import engines
 from tests.engines import MODEL, Ask, Run
@@ -32,7 +32,7 @@ def pages_of(ask: Ask, page_size: int = TIGHT.page_size) -> int:
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0, seed: int = 0) -> Run:
-    policy = scheduling.fcfs(chunk_size=chunk_size, watermark=watermark)
+    policy = policies.fcfs(chunk_size=chunk_size, watermark=watermark)
     return engines.serve(workload(seed), TIGHT, policy)
 
 
@@ -56,7 +56,7 @@ def test_static_batching_forks_too() -> None:
 def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
     prompt = np.random.default_rng(length).integers(0, 61, length).tolist()
     ask = Ask(3, prompt, Sampling(n=8, max_tokens=5, ignore_eos=True))
-    run = engines.serve([ask], ROOMY, scheduling.fcfs(chunk_size=chunk_size))
+    run = engines.serve([ask], ROOMY, policies.fcfs(chunk_size=chunk_size))
     assert run.info.num_rows.sum() == length + 8 * 4
     # Seven of the eight copy the page that is begun, if there is one.
     assert run.info.num_copied.sum() == (7 if length % 4 else 0)
@@ -115,7 +115,7 @@ def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
     ask = Ask(7, list(range(22)), Sampling(n=3, max_tokens=9, ignore_eos=True))
     requests = engines.requests_of([ask], TIGHT)
     state, _ = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
-    slow = scheduling.fcfs(chunk_size=1)
+    slow = policies.fcfs(chunk_size=1)
     state, _ = run_on(state, calls=calls, policy=slow)
     names = np.full(len(gone), 7, np.int32)
     state = engines.cancel(state, names, np.array(gone, np.int32))

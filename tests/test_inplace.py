@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import baselines, caching, decoding, engine, models, scheduling, states
+from jaxkv import (
+    baselines,
+    caching,
+    decoding,
+    engine,
+    models,
+    policies,
+    scheduling,
+    states,
+)
 from jaxkv.models import ModelConfig
 from jaxkv.states import EngineConfig
 from tests import engines
@@ -60,7 +69,7 @@ def compile_steps(
         engine.run_steps,
         config=config,
         forward=models.Forward(model, numerics),
-        policy=scheduling.fcfs() if policy is None else policy,
+        policy=policies.fcfs() if policy is None else policy,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
     lowered = jax.jit(run, donate_argnums=1).lower(
@@ -106,7 +115,7 @@ def test_they_stay_there_with_a_prefix_cache_and_beams(numerics: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [scheduling.fcfs(), baselines.static()])
+@pytest.mark.parametrize("policy", [policies.fcfs(), baselines.static()])
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_temporary_memory_does_not_grow_with_the_pool(numerics, policy) -> None:
     (small, few), (large, many) = (

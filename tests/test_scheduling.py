@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxkv import baselines, scheduling
-from jaxkv.scheduling import Counts, Plan, fcfs
+from jaxkv.policies import fcfs
+from jaxkv.scheduling import Counts, Plan
 
 LINE = 4
 PAGE_SIZE = 4
@@ -24,6 +25,7 @@ def counts(
     arrived: list[bool] | None = None,
     scored: tuple[list[int], list[int]] = ([], []),
     spare_logit_rows: int = 0,
+    free_swap_pages: int = 0,
     max_length: int = 32,
     **fields: list[int],
 ) -> Counts:
@@ -38,6 +40,7 @@ def counts(
       arrived: which of the waiting have arrived; None means all.
       scored: places in line, and in the queue, whose prompts are scored.
       spare_logit_rows: as in `Counts`.
+      free_swap_pages: as in `Counts`.
       max_length: as in `Counts`.
       **fields: other fields of `Counts`; else everybody stands alone.
     """
@@ -59,7 +62,7 @@ def counts(
 
     runs = [isinstance(each, tuple) for each in line] + [False] * LINE
     running: Any = np.array(runs[:LINE])
-    limits: Any = np.array([free_pages, spare_logit_rows], np.int32)
+    limits: Any = np.array([free_pages, spare_logit_rows, free_swap_pages], np.int32)
     alone: Any = np.arange(LINE, dtype=np.int32)
     more: Any = {name: np.array(each, np.int32) for name, each in fields.items()}
     return Counts(
@@ -70,7 +73,10 @@ def counts(
         length=length,
         num_pages=num_pages,
         owned_pages=num_pages,
+        owned_tokens=length,
+        swap_pages=num_pages,
         copies=0 * alone,
+        preempted=marked([]),
         scored_prompt=marked(scored[0]),
         waiting=here,
         waiting_tokens=tokens,
@@ -78,7 +84,10 @@ def counts(
         waiting_slots=np.minimum(tokens, 1),
         waiting_pages=-(-tokens // PAGE_SIZE),
         waiting_scored_prompt=marked(scored[1]),
+        waiting_preempted=marked([]),
+        waiting_swapped=marked([]),
         free_pages=limits[0],
+        free_swap_pages=limits[2],
         page_size=PAGE_SIZE,
         max_length=max_length,
         token_budget=token_budget,

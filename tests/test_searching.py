@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import answers, baselines, checkpoints, models, scheduling
+from jaxkv import answers, baselines, checkpoints, models, policies, scheduling
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig
 from tests import engines
@@ -85,7 +85,7 @@ class Moody(NamedTuple):
         held = jnp.sum(counts.owned_pages, dtype=jnp.int32)
         missing = jnp.where(age == 0, self.most + held // 3, 0)
         free = counts.free_pages - missing
-        return scheduling.fcfs(chunk_size=3).plan(counts._replace(free_pages=free))
+        return policies.fcfs(chunk_size=3).plan(counts._replace(free_pages=free))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_cancelled_search_leaves_nothing() -> None:
         *(loaded.params, state, engines.clock(0)),
         config=ROOMY,
         forward=models.Forward(loaded.config, ROOMY.numerics),
-        policy=scheduling.fcfs(),
+        policy=policies.fcfs(),
     )
     assert int(state.pool.num_free) < ROOMY.num_pages
     assert state.slots.sequence.max() >= 0

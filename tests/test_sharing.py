@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxkv import scheduling
+from jaxkv import policies
 from jaxkv.sampling import Sampling
 from tests import engines
 from tests.engines import Ask, Run
@@ -38,7 +38,7 @@ def served(
     chunk_size: int | None = None, numerics: str = "fast", on: bool = True
 ) -> Run:
     config = dataclasses.replace(TIGHT, prefix_cache=on, numerics=numerics)
-    return engines.serve(workload(), config, scheduling.fcfs(chunk_size=chunk_size))
+    return engines.serve(workload(), config, policies.fcfs(chunk_size=chunk_size))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 5])

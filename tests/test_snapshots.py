@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxkv
-from jaxkv import baselines, engine, models, scheduling, snapshots
+from jaxkv import baselines, engine, models, policies, scheduling, snapshots
 from jaxkv.caching import Pages
 from jaxkv.states import EngineConfig, EngineState
 from tests import engines
@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
     debug=True,
 )
 REPRODUCIBLE = dataclasses.replace(CONFIG, numerics="reproducible")
-FCFS = scheduling.fcfs()
+FCFS = policies.fcfs()
 
 # Nothing is donated: a state can be gone on with as often as one likes.
 run_steps: Any = jax.jit(
@@ -166,13 +166,13 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     start = busy(REPRODUCIBLE)
     folder = jaxkv.save_state(tmp_path / "state", start, REPRODUCIBLE)
     state = jaxkv.load_state(folder, REPRODUCIBLE, pages_of(REPRODUCIBLE))
-    policies = [
+    rules = [
         FCFS,
-        scheduling.fcfs(chunk_size=3),
-        scheduling.fcfs(watermark=4),
+        policies.fcfs(chunk_size=3),
+        policies.fcfs(watermark=4),
         baselines.static(),
     ]
-    rests = [go_on(state, REPRODUCIBLE, policy) for policy in policies]
+    rests = [go_on(state, REPRODUCIBLE, policy) for policy in rules]
     assert raw(state) == raw(start)
     plain = engines.plain(asks(), REPRODUCIBLE)
     for rest in rests:

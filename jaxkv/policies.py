@@ -1,0 +1,169 @@
+"""First come, first served: the policy of continuous batching, and its variants."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import scheduling, tables, victims
+from jaxkv.scheduling import NO_LIMIT, Counts, Plan
+
+
+class FCFS(NamedTuple):
+    """First come, first served: continuous batching with chunked prefill.
+
+    Sequences that decode feed one token each, then prompts share what is left of the
+    token budget in order. A request is admitted with all of its sequences, where there
+    are pages for all of its prompt. When pages run out, requests give way until the
+    others can grow, and nobody is admitted in that step. The first in line never gives
+    way, so there is always progress.
+
+    Source: Yu et al. 2022 (Orca); Kwon et al. 2023, arXiv:2309.06180, section 4.5;
+    Agrawal et al. 2024, arXiv:2403.02310, algorithm 3 (the budget).
+    """
+
+    chunk_size: Int32[Array, ""]
+    """Rows that one prompt may feed in a step, at least 1."""
+    watermark: Int32[Array, ""]
+    """Pages kept free at admission while anything runs, at least 0."""
+    victim: Int32[Array, ""]
+    """Who gives way: index into `victims.NAMES`."""
+    swap: Bool[Array, ""]
+    """Whether pages of those are kept outside the pool, where there is room."""
+    hold: Bool[Array, ""]
+    """Whether new requests wait until all that gave way have completed."""
+    cached_first: Bool[Array, ""]
+    """Whether those with the most tokens in the prefix cache are admitted first."""
+
+    holds_finished = False
+
+    def plan(self, counts: Counts) -> Plan:
+        """Grows the running, lets some give way, admits the next."""
+        order = _order(counts, self.cached_first)
+        c = _by_order(counts, order)
+        need = tables.pages_for(c.num_tokens, page_size=c.page_size)
+        wanted = c.owned_pages + jnp.maximum(need - c.num_pages, 0) + c.copies
+        wanted = jnp.where(c.running, wanted, 0)
+        owned = jnp.where(c.running, c.owned_pages, 0)
+        total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
+        shortage = jnp.sum(wanted, dtype=jnp.int32) - total
+        cost = jnp.where(self.swap, c.swap_pages, c.owned_tokens)
+        rank = victims.ranks(c, self.victim, shortage, wanted, cost)
+        sooner = rank[:, None] <= rank[None, :]
+        needed = jnp.where(sooner, wanted[:, None], 0)
+        needed = jnp.sum(needed, axis=0, dtype=jnp.int32)
+        runs = c.running & (needed <= total)
+        runs &= ~_any_of_group(c, c.running & ~runs)
+        preempt = c.running & ~runs
+        # What a waiting request may take: the first of an idle engine takes anything.
+        free = total - jnp.sum(jnp.where(runs, wanted, 0), dtype=jnp.int32)
+        first = jnp.cumsum(c.waiting, dtype=jnp.int32) == 1
+        limit = jnp.where(~jnp.any(runs) & first, free, free - self.watermark)
+        num_free_slots = runs.shape[0] - jnp.sum(runs | c.held, dtype=jnp.int32)
+        held = self.hold & (
+            jnp.any(c.running & c.preempted) | jnp.any(c.waiting_preempted)
+        )
+        admit = c.waiting & ~jnp.any(preempt) & (c.waiting_preempted | ~held)
+        admit &= jnp.cumsum(c.waiting_pages, dtype=jnp.int32) <= limit
+        admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free_slots
+        num_rows, head_rows = scheduling.share_budget(
+            c, runs, _leading(admit), self.chunk_size
+        )
+        # Whoever gets no row waits, and so does everybody behind.
+        admit = _leading(admit & ((head_rows > 0) | c.waiting_swapped))
+        back = (
+            jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype="int32"))
+        )
+        admit, head_rows = admit[back], head_rows[back]
+        return Plan(
+            preempt=preempt,
+            swap=_swapped(c, preempt & self.swap),
+            places=jnp.where(runs, c.num_tokens, 0),
+            num_rows=num_rows,
+            admit=admit,
+            head_places=jnp.where(admit, counts.waiting_tokens, 0),
+            head_rows=jnp.where(admit, head_rows, 0),
+        )
+
+
+def fcfs(
+    *,
+    chunk_size: int | None = None,
+    watermark: int = 0,
+    victim: victims.Victim = "latest",
+    preemption: Literal["recompute", "swap"] = "recompute",
+    hold_new: bool | None = None,
+    cached_first: bool = False,
+) -> FCFS:
+    """Makes an `FCFS` policy.
+
+    Args:
+      chunk_size: rows that one prompt may feed in a step; None leaves it to the budget.
+      watermark: pages kept free at admission while anything runs.
+      victim: who gives way when pages run out, see `victims.ranks`.
+      preemption: what becomes of the pages of those: their tokens are fed again, or
+        the pages are swapped out, as far as `EngineConfig.max_swap_pages` goes.
+      hold_new: whether, after somebody gave way, new requests wait until all who did
+        have completed; None does so under swapping, as the paper's authors do.
+      cached_first: admits those first of whose tokens the prefix cache has most, among
+        the first `max_slots` that wait. A request that finds little there may wait for
+        as long as others that find more keep coming.
+
+    Raises:
+      ValueError: a parameter is out of its range.
+    """
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{chunk_size=} must be at least 1, or None")
+    if watermark < 0:
+        raise ValueError(f"{watermark=} must be at least 0")
+    if victim not in victims.NAMES:
+        raise ValueError(f"{victim=} must be one of {', '.join(victims.NAMES)}")
+    if preemption not in ("recompute", "swap"):
+        raise ValueError(f"{preemption=} must be 'recompute' or 'swap'")
+    chunk = NO_LIMIT if chunk_size is None else chunk_size
+    return FCFS(
+        chunk_size=jnp.asarray(chunk, jnp.int32),
+        watermark=jnp.asarray(watermark, jnp.int32),
+        victim=jnp.asarray(victims.NAMES.index(victim), jnp.int32),
+        swap=jnp.asarray(preemption == "swap"),
+        hold=jnp.asarray(preemption == "swap" if hold_new is None else hold_new),
+        cached_first=jnp.asarray(cached_first),
+    )
+
+
+def _order(counts: Counts, cached_first: Bool[Array, ""]) -> Int32[Array, " head"]:
+    """Who is considered first: preempted ones, then by what they find, then by time."""
+    c = counts
+    key = jnp.where(c.waiting, c.waiting_cached, -1)
+    key = jnp.where(c.waiting_preempted, NO_LIMIT, key)
+    key = jnp.where(cached_first, key, 0)
+    return jnp.argsort(-key, stable=True).astype(jnp.int32)
+
+
+def _by_order(counts: Counts, order: Int32[Array, " head"]) -> Counts:
+    """The counts with the waiting requests in another order."""
+    waiting = {
+        name: jax.tree.map(lambda x: x[order], value)
+        for name, value in counts._asdict().items()
+        if name.startswith("waiting")
+    }
+    return counts._replace(**waiting)
+
+
+def _any_of_group(counts: Counts, mask: Bool[Array, " line"]) -> Bool[Array, " line"]:
+    """Marks all places of a group of which any is marked."""
+    return jnp.zeros_like(mask).at[counts.group].max(mask)[counts.group]
+
+
+def _swapped(counts: Counts, preempt: Bool[Array, " line"]) -> Bool[Array, " line"]:
+    """Those who give way, in order, as far as there is room for all their pages."""
+    pages = jnp.where(preempt, counts.swap_pages, 0)
+    fits = jnp.cumsum(pages, dtype=jnp.int32) <= counts.free_swap_pages
+    has_any = _any_of_group(counts, pages > 0)
+    return preempt & has_any & ~_any_of_group(counts, preempt & ~fits)
+
+
+def _leading(mask: Bool[Array, " n"]) -> Bool[Array, " n"]:
+    """The marked entries before the first one that is not."""
+    return jnp.cumsum(~mask, dtype=jnp.int32) == 0
