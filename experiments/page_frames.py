@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.sentences import Language, Scribe
-from jaxkv import answers, caching, engine, paging, queueing, states
+from jaxkv import answers, caching, engine, paging, policies, queueing, states
 from jaxkv.paging import NO_PAGE
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState

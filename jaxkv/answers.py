@@ -49,6 +49,10 @@ class Completion(NamedTuple):
     """Prompt tokens whose K and V were found rather than computed."""
     num_recomputed: int
     """Tokens whose K and V were computed again after a preemption."""
+    num_preempted: int
+    """Times that it gave way to others."""
+    num_swapped: int
+    """How many of these kept its pages."""
 
     @property
     def tokens(self) -> list[int]:
@@ -100,6 +104,7 @@ def check(
     num_eos: int,
     vocab_size: int | None,
     has_text: bool,
+    has_logits_fn: bool = False,
 ) -> None:
     """Refuses a request that an engine could never serve.
 
@@ -110,6 +115,7 @@ def check(
       num_eos: end tokens of the model.
       vocab_size: token ids must lie below it; None does not check.
       has_text: whether there is a tokenizer.
+      has_logits_fn: whether the engine changes logits by a function of the user's.
 
     Raises:
       ValueError: in one line, what does not fit and what would.
@@ -128,6 +134,11 @@ def check(
         )
     if (ask.beam_width or 0) > config.max_beams:
         raise ValueError(f"{ask.beam_width=} must be at most {config.max_beams=}")
+    if ask.beam_width is not None and has_logits_fn:
+        raise ValueError(
+            f"{ask.beam_width=} must be None in an engine with a logits_fn, which "
+            "beams would not pass through"
+        )
     if ask.num_sequences > config.max_sequences:
         raise ValueError(
             f"{ask.num_sequences} answers of one request must be at most "

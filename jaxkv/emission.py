@@ -38,7 +38,8 @@ class Answer(NamedTuple):
 type LogitsFn = Callable[
     [Answer, Float[Array, "rows vocab"]], Float[Array, "rows vocab"]
 ]
-"""Changes logits before penalties and cut-offs: masks, biases, grammars."""
+"""Changes logits before penalties and cut-offs: masks, biases, grammars. Beams do not
+pass through it, so the facade refuses them beside one."""
 
 
 def emit(

@@ -133,7 +133,8 @@ def no_moves(staging: Staging) -> Any:
     """Moves of nothing, as NumPy arrays to be filled in."""
     s = staging
     (num_sequences,), (num_places,) = s.on_host.shape, s.owner.shape
-    return Moves(
+    blank: Any = Moves  # of NumPy arrays, not of JAX ones
+    return blank(
         leaves=np.zeros(num_sequences, bool),
         lost=np.zeros(num_sequences, bool),
         arrives=np.full((), NOBODY, np.int32),

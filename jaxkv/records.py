@@ -41,6 +41,8 @@ class Record:
     finish_s: float = 0.0
     num_cached: int = 0
     num_recomputed: int = 0
+    num_preempted: int = 0
+    num_swapped: int = 0
     prompt_logprobs: list[float | None] | None = None
 
     def extend(
@@ -107,6 +109,10 @@ class Record:
             # Indexed on the host: on the device it would compile a program.
             self.num_cached += int(np.asarray(drained.num_cached)[row])
             self.num_recomputed += int(np.asarray(drained.num_recomputed)[row])
+            # Its sequences give way together; those that had ended before do not.
+            for name in ("num_preempted", "num_swapped"):
+                times = int(np.asarray(getattr(drained, name))[row])
+                setattr(self, name, max(getattr(self, name), times))
             if ask.prompt_logprobs and sample == 0:
                 scores = np.asarray(drained.logprobs)[row, 1:num]
                 self.prompt_logprobs = [None, *map(float, scores)]
@@ -152,4 +158,6 @@ class Record:
             finish_s=self.finish_s,
             num_cached=self.num_cached,
             num_recomputed=self.num_recomputed,
+            num_preempted=self.num_preempted,
+            num_swapped=self.num_swapped,
         )

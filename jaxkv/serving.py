@@ -16,7 +16,16 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxkv import answers, engine, forwarding, policies, queueing, scheduling, states
+from jaxkv import (
+    answers,
+    engine,
+    forwarding,
+    hosting,
+    policies,
+    queueing,
+    scheduling,
+    states,
+)
 from jaxkv.answers import Completion, Event
 from jaxkv.caching import Pages
 from jaxkv.records import Part, Record
@@ -63,6 +72,7 @@ class Engine:
         policy: scheduling.Policy | None = None,
         logits_fn: engine.LogitsFn | None = None,
         keep_trace: bool = False,
+        host_pages: int | None = None,
     ):
         """Makes an idle engine; compiles nothing yet.
 
@@ -78,11 +88,17 @@ class Engine:
           logits_fn: changes logits before a token is drawn; a plain function, compiled
             once for each function object.
           keep_trace: whether `trace` collects the step infos.
+          host_pages: swap space in host memory, in pages, beside the staging buffer of
+            `max_swap_pages`; None means as many as the pool has.
 
         Raises:
-          ValueError: the pages do not fit the configuration, or the end tokens do not
-            fit `max_stop_tokens`.
+          ValueError: the pages do not fit the configuration, the end tokens do not fit
+            `max_stop_tokens`, or `host_pages` is below 0.
         """
+        if host_pages is None:
+            host_pages = config.num_pages
+        if host_pages < 0:
+            raise ValueError(f"{host_pages=} must be at least 0")
         if eos_ids is None:
             eos_ids = () if tokenizer is None else tokenizer.eos_ids
         if len(eos_ids) > config.max_stop_tokens:
@@ -94,6 +110,8 @@ class Engine:
         self.trace: list[engine.StepInfo] = []
         """Step infos of the calls read so far, as NumPy arrays."""
         self._keep_trace = keep_trace
+        self._host = hosting.HostSpace(host_pages)
+        self._asked = False  # by the device, to move swapped pages
         self._static = {"config": config, "forward": forward, "logits_fn": logits_fn}
         self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
         self._state = states.init(config, pages)
@@ -117,15 +135,15 @@ class Engine:
         Args:
           folder: with config.json, safetensors and, for text, tokenizer.json.
           dtype: of weights and pages.
-          **fields: of `EngineConfig`; `policy`, `logits_fn` and `keep_trace` go to the
-            engine.
+          **fields: of `EngineConfig`; `policy`, `logits_fn`, `keep_trace` and
+            `host_pages` go to the engine.
 
         Raises:
           ValueError: the folder or a field is not usable; the message says why.
         """
         from jaxkv import checkpoints, models  # flax and tokenizers load only here
 
-        own = ("policy", "logits_fn", "keep_trace")
+        own = ("policy", "logits_fn", "keep_trace", "host_pages")
         rest = {name: fields.pop(name) for name in own if name in fields}
         config = EngineConfig(**fields)
         loaded = checkpoints.load_model(folder, dtype=dtype)
@@ -274,6 +292,11 @@ class Engine:
             if wait_s > 0 and self._unread:
                 return
             time.sleep(max(0.0, wait_s))
+        if self._asked:
+            # Rare, so it is done with nothing under way, where all is known.
+            while self._unread:
+                self._read(self._unread.popleft())
+            self._state, self._asked = self._host.exchange(self._state), False
         batch = self._next_batch()
         if batch:
             requests = answers.make_requests(
@@ -322,6 +345,7 @@ class Engine:
         """Notes what a call emitted, then which requests are complete."""
         info = jax.tree.map(np.asarray, call.info)
         now = self.now()
+        self._asked |= bool(info.asks_host[-1])
         if self._keep_trace:
             self.trace.append(info)
         for name, sample, tokens, logprobs, reason in answers.emitted(info):
@@ -385,5 +409,6 @@ class Engine:
             num_eos=0 if ask.ignore_eos else len(self._eos_ids),
             vocab_size=self._vocab_size,
             has_text=self.tokenizer is not None,
+            has_logits_fn=self._static["logits_fn"] is not None,
         )
         return tokens

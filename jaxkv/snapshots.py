@@ -59,8 +59,8 @@ def save_state(
       The folder.
 
     Raises:
-      ValueError: if something else is in the folder's place, or if the state is not
-        one of the configuration.
+      ValueError: if something else is in the folder's place, if the state is not one
+        of the configuration, or if pages of it are in the memory of the host.
     """
     folder = Path(folder).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -71,6 +71,11 @@ def save_state(
     shapes = _described(_like(config, state.pages))
     if different := _differences(_described(state), shapes, "in the state", "needed"):
         raise ValueError(f"the state is not one of the configuration: {different}")
+    if state.staging is not None and np.any(np.asarray(state.staging.on_host)):
+        raise ValueError(
+            "pages of swapped requests are in the memory of the host, which a snapshot "
+            "does not hold; save a state without a host, or with them back"
+        )
     with aside(folder) as new:
         with ocp.StandardCheckpointer() as writer:
             # Orbax refuses arrays that hold nothing; their shapes say all of them.

@@ -14,6 +14,8 @@ from tests import engines
 from tests.engines import MODEL
 
 PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
+MOVE = "jit(move)"
+"""And one for pages that go to the host's memory or come back."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """What JAX reports for every program that it makes, taken from its cache or not."""
 
@@ -35,7 +37,7 @@ def compilations() -> Generator[list[str]]:
 
 
 BOUNDS = jaxkv.EngineConfig(
-    num_pages=20,
+    num_pages=17,
     page_size=4,
     max_slots=3,
     max_length=MODEL.max_positions,
@@ -48,6 +50,7 @@ BOUNDS = jaxkv.EngineConfig(
     submit_width=4,
     steps_per_call=8,
     prefix_cache=True,
+    max_swap_pages=24,
 )
 
 
@@ -78,12 +81,12 @@ def make_engine(policy: scheduling.Policy | None = None) -> jaxkv.Engine:
 def test_one_program_each_for_every_workload_length_and_mode() -> None:
     rng = np.random.default_rng(0)
     with compilations() as names:
-        engine = make_engine()
+        engine = make_engine(jaxkv.fcfs(preemption="swap", hold_new=False))
         # Making states is nobody's step; from here on every program counts.
         names.clear()
         # Every length that a prompt may have, in workloads of every kind.
         lengths = rng.permutation(np.arange(1, MODEL.max_positions)).tolist()
-        modes, num_cached = set(), 0
+        modes, num_cached, num_swapped = set(), 0, 0
         for workload in range(21):
             asks = engines.random_asks(rng, 6, max_answer=6, scores=True)
             prompts = [ask.prompt for ask in asks]
@@ -96,12 +99,17 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
             done = engine.generate(prompts, samplings)
             assert [len(each.answers) for each in done] == [ask.n for ask in samplings]
             num_cached += sum(each.num_cached for each in done)
+            num_swapped += sum(each.num_swapped for each in done)
             modes |= {(ask.n, ask.num_sequences) for ask in samplings}
             if workload == 0:
-                assert sorted(names) == sorted(PROGRAMS)
+                assert sorted({*names} - {MOVE}) == sorted(PROGRAMS)
+        # Three that want all pages: two are swapped out, and one goes to the host.
+        done = engine.generate([[1, 2, 3, 4]] * 3, jaxkv.Sampling(max_tokens=50))
+        num_swapped += sum(each.num_swapped for each in done)
         assert not lengths
         assert len(modes) == 6  # all that three slots allow
         assert num_cached > 0
+        assert num_swapped > 0
         # A cancellation, an idle engine, an arrival to come: nothing new.
         name = engine.submit([1, 2, 3], jaxkv.Sampling.greedy(max_tokens=50))
         engine.submit([1, 2, 3], arrival_s=engine.now() + 0.05)
@@ -111,11 +119,8 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
         # A second engine of the same configuration, and other policy parameters.
         again = make_engine(jaxkv.fcfs(chunk_size=3, watermark=1))
         assert again.generate([[1, 2, 3]] * 3)
-        assert len(names) == len(PROGRAMS) + COPIES, names
-
-
-COPIES = 0
-"""Programs that a second engine makes besides: none, its state has the same shapes."""
+        assert names.count(MOVE) == 1
+        assert len(names) == len(PROGRAMS) + 1, names
 
 
 def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:

@@ -273,7 +273,7 @@ def programs(page_size: int) -> dict[str, Any]:
         "pin": on_table(lambda pool, table, ids: (paging.share(pool, ids), table)),
         "unpin": on_table(lambda pool, table, ids: (paging.release(pool, ids), table)),
         "swap_out": lambda *x: swap_out(*x),
-        "swap_in": swap_in,
+        "swap_in": lambda *x: swap_in(*x),
         "host": host,
         "look": look,
     }
@@ -401,7 +401,7 @@ class Walk:
         near = [group for group in oracle.out if group not in oracle.host]
         if not near:
             return
-        group = rng.choice(near)
+        group = int(rng.choice(near))
         sequences = list(oracle.out[group])
         empty = np.equal(GROUPS, group) & ~np.array(oracle.live())
         free = rng.permutation(np.flatnonzero(empty)).tolist()
@@ -423,14 +423,14 @@ class Walk:
         moves, owner = hosting.no_moves(staging), np.asarray(staging.owner)
         staged = [group for group in oracle.out if group not in oracle.host]
         if staged and self.rng.random() < 0.5:
-            group = self.rng.choice(staged)
+            group = int(self.rng.choice(staged))
             places = np.flatnonzero(owner == group)
             pages = [np.asarray(leaf)[:, places] for leaf in staging.pages]
             self.kept[group] = places, pages
             moves.leaves[group] = True
             oracle.take(group)
         elif self.kept:
-            group = self.rng.choice(list(self.kept))
+            group = int(self.rng.choice(list(self.kept)))
             places, pages = self.kept[group]
             free = self.rng.permutation(np.flatnonzero(owner < 0))[: len(places)]
             if len(free) < len(places):
@@ -525,7 +525,7 @@ FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
     "a lost reference": (paging, "share", uncounted, "i1|i3"),
     "a double free": (paging, "release", released_twice, "i1|i3"),
     "a page that stays behind": (swap_space, "written", never_written, "swap|content"),
-    "places not given up": (swap_space, "forget", unforgotten, "swap"),
+    "places not given up": (swap_space, "forget", unforgotten, "swap|buffer"),
 }
 
 

@@ -107,8 +107,11 @@ def test_the_pages_stay_where_they_are(numerics: str) -> None:
 @pytest.mark.parametrize(
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )
-def test_they_stay_there_with_a_prefix_cache_and_beams(numerics: str) -> None:
-    config = dataclasses.replace(CONFIG, prefix_cache=True, max_beams=4)
+def test_they_stay_there_with_a_cache_beams_and_swapping(numerics: str) -> None:
+    # A buffer as large as the pool: a copy of either would show.
+    config = dataclasses.replace(
+        CONFIG, prefix_cache=True, max_beams=4, max_swap_pages=LARGE
+    )
     program, pages = compile_steps(LARGE, numerics, config=config)
     assert temporary_bytes(program) < 0.05 * bytes_of(pages)
     assert not copies(program, pages)

@@ -64,7 +64,10 @@ def counts(
     running: Any = np.array(runs[:LINE])
     limits: Any = np.array([free_pages, spare_logit_rows, free_swap_pages], np.int32)
     alone: Any = np.arange(LINE, dtype=np.int32)
-    more: Any = {name: np.array(each, np.int32) for name, each in fields.items()}
+    more: Any = {
+        name: np.array(each, bool if isinstance(each[0], bool) else np.int32)
+        for name, each in fields.items()
+    }
     return Counts(
         running=running,
         held=held,

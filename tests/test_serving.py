@@ -807,3 +807,34 @@ def test_beams_need_an_engine_that_has_them(engine: jaxkv.Engine) -> None:
     message = r"ask.beam_width=2 must be at most config.max_beams=0"
     with pytest.raises(ValueError, match=message):
         engine.submit("x", Sampling(beam_width=2))
+
+
+def test_swapping_through_the_facade(engine: jaxkv.Engine) -> None:
+    # Each wants nearly all pages; a third finds its way to the host and back.
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
+    ask = Sampling(max_tokens=55, temperature=0.8, ignore_eos=True, logprobs=0)
+    plain = engine.generate(prompts, ask)
+    names = [each.request_id for each in plain]
+    swapping = make_engine(max_swap_pages=20, policy=jaxkv.fcfs(preemption="swap"))
+    for name, prompt in zip(names, prompts, strict=True):
+        swapping.submit(prompt, ask, request_id=name)
+    done = {
+        event.request_id: event.completion
+        for event in swapping.stream()
+        if event.completion is not None
+    }
+    for each in plain:
+        assert done[each.request_id].tokens == each.tokens
+    assert sum(each.num_swapped for each in done.values()) > 1
+    assert sum(each.num_preempted for each in plain) > 1
+    assert not any(each.num_recomputed for each in done.values())
+    assert any(info.asks_host[-1] for info in swapping.trace)
+    assert swapping._host.num_used == 0
+    with pytest.raises(ValueError, match="host_pages=-1 must be at least 0"):
+        make_engine(host_pages=-1)
+
+
+def test_beams_are_refused_beside_a_logits_fn() -> None:
+    engine = make_engine(max_beams=2, logits_fn=lambda answer, logits: logits)
+    with pytest.raises(ValueError, match="must be None in an engine with a logits_fn"):
+        engine.submit([1, 2], Sampling(beam_width=2))

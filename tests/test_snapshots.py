@@ -379,3 +379,16 @@ def test_an_interrupted_call_leaves_what_was_there(
             jaxkv.save_state(folder, waiting(CONFIG), CONFIG, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(state)
+
+
+def test_pages_with_the_host_are_not_left_out(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, max_swap_pages=4)
+    state = engines.start(config)
+    saved = jaxkv.save_state(tmp_path / "state", state, config)
+    assert raw(jaxkv.load_state(saved, config, pages_of(config))) == raw(state)
+    assert state.staging is not None
+    away = state.staging.on_host.at[1].set(True)
+    state = state._replace(staging=state.staging._replace(on_host=away))
+    with pytest.raises(ValueError, match="in the memory of the host"):
+        jaxkv.save_state(tmp_path / "other", state, config)
+    assert not (tmp_path / "other").exists()

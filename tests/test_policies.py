@@ -1,0 +1,160 @@
+"""Who gives way, what becomes of its pages, and who comes in then: worked by hand."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxkv import baselines, victims
+from jaxkv.policies import fcfs
+from tests.test_scheduling import check, counts, plan_of
+
+READER, SHORT, LONG = (16, 2, 4), (6, 5, 2), (12, 11, 3)
+"""(known, written, pages): one has read little of its prompt, two decode."""
+
+
+@pytest.mark.parametrize(
+    ("victim", "out"),
+    [
+        ("latest", [0, 0, 0, 1]),
+        ("least_computed", [0, 1, 0, 0]),
+        ("fewest_pages", [0, 0, 1, 0]),
+        ("cheapest", [0, 1, 0, 0]),
+    ],
+)
+def test_one_gives_way(victim: Any, out: list[int]) -> None:
+    # The first needs a page, and there is none.
+    line: Any = [(9, 8, 2), READER, SHORT, LONG]
+    plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
+    kept = [0 if gone else known for gone, (known, *_) in zip(out, line, strict=True)]
+    # Who decodes feeds one token, who reads a prompt the rest of 12.
+    rows = [int(not gone) for gone in out]
+    rows[1] = 0 if out[1] else 12 - rows[0] - rows[2] - rows[3]
+    check(plan, preempt=out, places=kept, num_rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("victim", "out"),
+    [
+        ("latest", [0, 0, 1, 1]),
+        ("least_computed", [0, 1, 0, 1]),
+        ("fewest_pages", [0, 1, 0, 1]),
+        # One is enough, if it is the right one: of those, the one of fewer tokens.
+        ("cheapest", [0, 1, 0, 0]),
+    ],
+)
+def test_three_pages_are_missing(victim: Any, out: list[int]) -> None:
+    line: Any = [(17, 8, 2), LONG, (16, 14, 4), SHORT]
+    plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
+    assert plan.preempt.tolist() == [bool(each) for each in out]
+
+
+def test_where_nobody_frees_enough_the_largest_gives_way_first() -> None:
+    # The first wants three pages more, and none of the others has as many.
+    line: Any = [(18, 8, 2), (5, 4, 2), (5, 4, 2), (1, 0, 1)]
+    plan = plan_of(counts(line, free_pages=0), fcfs(victim="cheapest"))
+    assert plan.preempt.tolist() == [False, True, True, False]
+
+
+def test_when_pages_move_the_cheapest_has_the_fewest_to_move() -> None:
+    # Both free two pages; one shares them with a cache, so more would move.
+    line: Any = [(9, 8, 2), (8, 7, 2), (8, 6, 2)]
+    c = counts(line, free_pages=0, swap_pages=[2, 1, 2, 0], free_swap_pages=9)
+    assert plan_of(c, fcfs(victim="cheapest")).preempt.tolist()[2]
+    plan = plan_of(c, fcfs(victim="cheapest", preemption="swap"))
+    assert plan.preempt.tolist()[:3] == plan.swap.tolist()[:3] == [False, True, False]
+
+
+@pytest.mark.parametrize("victim", victims.NAMES)
+def test_the_first_never_gives_way_and_groups_go_as_one(victim: Any) -> None:
+    line: Any = [None, (5, 4, 1), (5, 4, 1), (5, 4, 1)]
+    shared: Any = dict(group=[0, 1, 2, 2], owned_pages=[0, 1, 1, 1])
+    plan = plan_of(counts(line, free_pages=0, **shared), fcfs(victim=victim))
+    assert plan.preempt.tolist() == [False, False, True, True]
+
+
+def test_pages_are_kept_as_far_as_there_is_room() -> None:
+    line: Any = [(17, 8, 2), (8, 7, 2), (8, 7, 2), (8, 7, 2)]
+    for free, kept in ((9, 2), (4, 2), (3, 1), (1, 0)):
+        c = counts(line, free_pages=0, free_swap_pages=free)
+        plan = plan_of(c, fcfs(preemption="swap"))
+        assert plan.preempt.tolist() == [False, False, True, True]
+        assert plan.swap.tolist() == [False, False, kept > 0, kept > 1]
+    # A group only as a whole, and nothing of those who have written nothing.
+    shared: Any = dict(group=[0, 1, 2, 2], swap_pages=[2, 0, 2, 2])
+    c = counts(line, free_pages=0, free_swap_pages=3, **shared)
+    assert not plan_of(c, fcfs(preemption="swap")).swap.any()
+    assert not plan_of(c, fcfs()).swap.any()
+
+
+def test_who_comes_back_gets_pages_and_no_rows() -> None:
+    back: Any = dict(
+        waiting_preempted=[True, False, False, False],
+        waiting_swapped=[True, False, False, False],
+        waiting_pages=[3, 1, 0, 0],
+    )
+    c = counts([(5, 4, 2)], waiting=[9, 3], free_pages=9, **back)
+    plan = plan_of(c, fcfs())
+    check(
+        plan,
+        places=[5],
+        num_rows=[1],
+        admit=[1, 1],
+        head_places=[9, 3],
+        head_rows=[0, 3],
+    )
+    # Under the rule of swapping the other one is new, and has to wait.
+    plan = plan_of(c, fcfs(preemption="swap"))
+    check(plan, places=[5], num_rows=[1], admit=[1], head_places=[9])
+    tight = counts([(5, 4, 2)], waiting=[9, 3], free_pages=2, **back)
+    check(plan_of(tight, fcfs()), places=[5], num_rows=[1])
+
+
+def test_new_requests_wait_while_one_that_gave_way_runs() -> None:
+    line: Any = [(5, 4, 2), (5, 4, 2)]
+    for hold_new in (True, False):
+        policy = fcfs(hold_new=hold_new)
+        c = counts(line, waiting=[3], free_pages=9)
+        assert plan_of(c, policy).admit.tolist()[0]
+        second: Any = np.arange(4) == 1
+        c = c._replace(preempted=second)
+        assert plan_of(c, policy).admit.tolist()[0] != hold_new
+
+
+def test_the_longest_prefix_comes_first_if_asked_for() -> None:
+    # Two slots are free. Nobody gets ahead of one that gave way before.
+    waiting: Any = dict(waiting_cached=[0, 4, 8, 8], waiting_pages=[3, 2, 1, 1])
+    sizes: Any = dict(free_pages=9, token_budget=30)
+    c = counts([(5, 4, 2)] * 2, waiting=[10, 10, 10, 10], **sizes, **waiting)
+    plan = plan_of(c, fcfs(cached_first=True))
+    assert plan.admit.tolist() == [False, False, True, True]
+    assert plan.head_rows.tolist() == [0, 0, 2, 2]
+    assert plan_of(c, fcfs()).admit.tolist() == [True, True, False, False]
+    second: Any = np.arange(4) == 1
+    c = c._replace(waiting_preempted=second)
+    plan = plan_of(c, fcfs(cached_first=True))
+    assert plan.admit.tolist() == [False, True, True, False]
+    # Who has not arrived keeps nobody waiting then.
+    c = counts(waiting=[9, 2], free_pages=9, arrived=[False, True])
+    assert plan_of(c, fcfs(cached_first=True)).admit.tolist()[:2] == [False, True]
+
+
+def test_static_batching_takes_back_what_was_swapped_out() -> None:
+    back: Any = dict(waiting_swapped=[True, False, False, False])
+    c = counts(waiting=[5, 2], free_pages=16, max_length=17, **back)
+    plan = plan_of(c, baselines.static())
+    check(plan, admit=[1, 1], head_places=[17, 17], head_rows=[0, 2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(victim="oldest"), "victim='oldest' must be one of latest, least_comp"),
+        (dict(preemption="drop"), "preemption='drop' must be 'recompute' or 'swap'"),
+    ],
+)
+def test_rules_that_do_not_exist_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        # Without the type checks that tests run under, as a user would call it.
+        inspect.unwrap(fcfs)(**fields)
