@@ -24,8 +24,9 @@ from jaxkv import hashing, paging
 from jaxkv.paging import NO_PAGE, Pool
 
 WAYS = 8
-"""Pages in a bucket. There are as many buckets as pages, or more: of a million pages,
-all cached, about one finds its bucket full."""
+"""Pages in a bucket. There are two to four buckets for each page: where all pages are
+cached, and each new one enters for an evicted one, less than one in ten million finds
+its bucket full."""
 
 
 class Prefixes(NamedTuple):
@@ -59,7 +60,7 @@ def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
       page_size: token places in a page, at least 1, static.
 
     Returns:
-      The cache, of 4 (page_size + 14 to 22) bytes for each page.
+      The cache, of 4 (page_size + 22 to 38) bytes for each page.
 
     Raises:
       ValueError: a size is below 1.
@@ -68,7 +69,7 @@ def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
         raise ValueError(f"{num_pages=} must be at least 1")
     if page_size < 1:
         raise ValueError(f"{page_size=} must be at least 1")
-    num_buckets = 1 << (num_pages - 1).bit_length()
+    num_buckets = 2 << (num_pages - 1).bit_length()
     return Prefixes(
         buckets=jnp.full((num_buckets, WAYS), NO_PAGE, jnp.int32),
         pinned=jnp.zeros(num_pages, bool),

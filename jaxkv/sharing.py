@@ -3,9 +3,9 @@
 A request that is admitted starts on the cached pages of its first tokens, one token at
 least left to feed. A page that a step fills enters the cache at the step's end. Where
 the same tokens are cached already, the sequence goes on with the cached page and gives
-back its own, so of two sequences that read the same in one step, the one in the lower
-slot leaves the pages for both. Pages that nobody uses are evicted when others need
-them. Everything here does nothing if the engine has no cache.
+back its own, so of two sequences that read the same in one step, from the same place
+on, the one in the lower slot leaves the pages for both. Pages that nobody uses are
+evicted when others need them. Everything here does nothing if the engine has no cache.
 """
 
 from typing import NamedTuple
@@ -135,7 +135,7 @@ def let_go(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
 def keep(
     state: EngineState, before: Int32[Array, " slots"], config: EngineConfig
 ) -> EngineState:
-    """Enters the pages filled in this step, one column of every slot at a time.
+    """Enters the pages filled in this step: the first of every slot, then the second.
 
     Args:
       state: the engine, its table advanced.

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import caching, engine, paging, prefixes, scheduling, sharing, states
+from jaxkv import (
+    caching,
+    engine,
+    paging,
+    policies,
+    prefixes,
+    sharing,
+    states,
+)
 from jaxkv.forwarding import ForwardResult
 from jaxkv.paging import NO_PAGE
 from jaxkv.sampling import Sampling
@@ -100,12 +108,12 @@ def serve(
       follow: makes another request of the first answer to one.
       before_call: what to do to the engine before each call.
       program: the steps, compiled.
-      chunk_size: as in `scheduling.fcfs`.
+      chunk_size: as in `policies.fcfs`.
       cancels: chance in each call that somebody hangs up.
     """
     rng, model, waiting = np.random.default_rng(3), HitModel(config), list(first)
     state = states.init(config, make_pages(config))
-    policy = scheduling.fcfs(chunk_size=chunk_size)
+    policy = policies.fcfs(chunk_size=chunk_size)
     asks = {ask.request_id: ask for ask in first}
     outcomes: dict[Any, Outcome] = {}
     num_preempted = 0
@@ -353,13 +361,8 @@ def test_completions_tell_the_hits_of_the_model() -> None:
     assert sum(found.values()) > 2500
 
 
-# The model knows nothing of full buckets. Where all pages are cached, and there are as
-# many buckets, one of 100,000 pages that enter for evicted ones finds its bucket full.
-# So these pools, a little above a power of two, have two buckets for each page.
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("num_pages", [132, 520])
+@pytest.mark.parametrize("num_pages", [128, 512])
 def test_hits_on_the_whole_trace_equal_the_model(num_pages: int) -> None:
     config = dataclasses.replace(
         SMALL, num_pages=num_pages, max_length=512, steps_per_call=16

@@ -358,7 +358,7 @@ class Model:
         return cached
 
     def has_room(self, word: int) -> bool:
-        buckets = 1 << (len(self.oracle.ref) - 1).bit_length()
+        buckets = 2 << (len(self.oracle.ref) - 1).bit_length()
         words = [self.hash_of(*content)[0] for content in self.content.values()]
         return sum(other % buckets == word % buckets for other in words) < 8
 
