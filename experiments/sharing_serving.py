@@ -22,6 +22,7 @@ from jaxkv import (
     checkpoints,
     engine,
     models,
+    policies,
     queueing,
     scheduling,
     states,
@@ -105,7 +106,7 @@ class Server:
         A run that is left half-way must be followed by `clear`.
         """
         config, waiting = self.config, list(enumerate(requests))
-        policy = scheduling.fcfs() if policy is None else policy
+        policy = policies.fcfs() if policy is None else policy
         clock = answers.clock(0.0)
         unfinished = 0
         while waiting or unfinished:

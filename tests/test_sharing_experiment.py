@@ -23,7 +23,7 @@ from experiments.progress import QUIET, Quiet
 from experiments.prompting import Request
 from experiments.sharing_lengths import Lengths
 from experiments.sharing_serving import Server
-from jaxkv import checkpoints, scheduling
+from jaxkv import checkpoints, policies
 from jaxkv.paging import NO_PAGE
 from jaxkv.sampling import Sampling
 from tests import engines
@@ -145,7 +145,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     num = 4 if beams else 8
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
-    policy = scheduling.fcfs(chunk_size=chunk_size)
+    policy = policies.fcfs(chunk_size=chunk_size)
     served = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
     assert served is not None
     assert served.prompt_rows.tolist() == [37, 3, 64]
