@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Place(NamedTuple):
-    """Where a workload is served: static bounds, and a chunk size."""
+    """Where a workload is served: static bounds, and how the policy decides."""
 
     max_slots: int
     page_size: int
@@ -32,6 +32,8 @@ class Place(NamedTuple):
     token_budget: int
     chunk_size: int | None
     prefix_cache: bool
+    max_swap_pages: int = 0
+    victim: Any = "latest"
 
 
 # Sequences have up to 63 places. Pools of just so many force preemption wherever more
@@ -40,9 +42,9 @@ PLACES = {
     "crowd": Place(8, 4, 16, 40, 8, False),
     "alone": Place(1, 16, 4, 24, None, False),
     "trickle": Place(3, 64, 3, 3, 32, False),
-    "flood": Place(8, 16, 6, 200, None, True),
-    "squeeze": Place(3, 4, 17, 70, 32, True),
-    "squeeze that keeps nothing": Place(3, 4, 17, 70, 32, False),
+    "flood": Place(8, 16, 6, 200, None, True, 5, "fewest_pages"),
+    "squeeze": Place(3, 4, 17, 70, 32, True, 20, "cheapest"),
+    "squeeze that keeps nothing": Place(3, 4, 17, 70, 32, False, 0, "least_computed"),
     "pages of one token": Place(3, 1, 120, 64, 8, True),
     "plenty": Place(8, 64, 8, 64, 32, False),
     "alone by the token": Place(1, 4, 16, 1, 8, True),
@@ -64,6 +66,7 @@ def config_of(place: Place, numerics: Any = "reproducible") -> EngineConfig:
         max_stop_tokens=2,
         max_logprobs=2,
         prefix_cache=place.prefix_cache,
+        max_swap_pages=place.max_swap_pages,
         submit_width=16,
         steps_per_call=8,
         numerics=numerics,
@@ -109,7 +112,13 @@ def serve(
     return engines.serve(
         arriving,
         config_of(place, numerics),
-        policies.fcfs(chunk_size=place.chunk_size),
+        policies.fcfs(
+            chunk_size=place.chunk_size,
+            victim=place.victim,
+            preemption="swap" if place.max_swap_pages else "recompute",
+            hold_new=False,
+            cached_first=place.prefix_cache,
+        ),
         as_served=True,
         step_s=0.05,
         weights=engines.params(
