@@ -73,7 +73,8 @@ def _draw_savings(
         text = f"{name}: {tokens[0]:.0f} + {tokens[1]:.0f} tokens"
         labels.append((text, color))
     if np.isfinite(savings.expected_share).any():
-        labels.append(("lines: what lengths alone say", INK))
+        look = {"transform": ax.transAxes, "fontsize": 6, "va": "top", "color": INK}
+        ax.text(0.03, 0.98, "points: counted\nlines: what\nlengths alone say", **look)
     ax.margins(x=0.08)
     ax.set_ylim(0)
     ax.set_ylabel("pages saved, %")
@@ -111,7 +112,7 @@ def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
             "steps": steps[1] / steps[0],
         }
         top = 5 * i
-        speed = f"{num} tokens: {prefixes.speed_up[i]:.2f} times the tokens/s"
+        speed = f"{num} tokens: {prefixes.speed_ups[i, 1]:.2f} times the tokens/s"
         ax.text(0, top - 0.75, speed, va="center", color=INK)
         for k, (label, share) in enumerate(shares.items()):
             ax.barh(top + k, 100 * share, 0.86, color=colors[k])

@@ -39,7 +39,9 @@ def metrics(
                 "steps_with": int(prefixes.steps[i, 1]),
                 "tokens_without_per_s": float(np.median(prefixes.rate[i, :, 0])),
                 "tokens_with_per_s": float(np.median(prefixes.rate[i, :, 1])),
-                "speed_up": float(prefixes.speed_up[i]),
+                "speed_up": float(prefixes.speed_ups[i, 1]),
+                "speed_up_lowest": float(prefixes.speed_ups[i, 0]),
+                "speed_up_highest": float(prefixes.speed_ups[i, 2]),
                 "different_answers": int(prefixes.num_different[i]),
             }
             for i in range(len(prefixes.prefix_tokens))
@@ -135,7 +137,7 @@ def _prefix_sheet(prefixes: Prefixes) -> Sheet:
                 f"{a:,} / {b:,}"
                 for a, b in (prefixes.prompt_rows[i], prefixes.steps[i])
             ),
-            f"{prefixes.speed_up[i]:.2f}",
+            "{1:.2f} ({0:.2f}-{2:.2f})".format(*prefixes.speed_ups[i]),
             units.cell(int(prefixes.num_different[i])),
         )
         for i, num in enumerate(prefixes.prefix_tokens.tolist())
@@ -145,7 +147,7 @@ def _prefix_sheet(prefixes: Prefixes) -> Sheet:
     repeats = prefixes.rate.shape[1]
     note = (
         "Without and with the prefix cache, which holds the beginning at the start; "
-        f"rates are medians of {repeats} alternating runs."
+        f"rates: medians, lowest and highest of {repeats} alternating pairs of runs."
     )
     title = f"{prefixes.num_requests[0]} requests that begin with the same text"
     return Sheet(title, heads, rows, note)

@@ -47,9 +47,10 @@ class Prefixes(NamedTuple):
         return 1 - self.distinct_pages / np.maximum(self.logical_pages, 1)
 
     @property
-    def speed_up(self) -> np.ndarray:
-        """Median of the ratios of answer tokens per second: [settings]."""
-        return np.array([np.median(rate[:, 1] / rate[:, 0]) for rate in self.rate])
+    def speed_ups(self) -> np.ndarray:
+        """Ratios of answer tokens per second: least, median, most: [settings, 3]."""
+        ratios = [np.sort(rate[:, 1] / rate[:, 0]) for rate in self.rate]
+        return np.array([[x[0], np.median(x), x[-1]] for x in ratios])
 
 
 def serve_prefixes(
