@@ -22,6 +22,8 @@ class Part:
     shown: int = 0
     """Characters of the text that events have told."""
     reason: str | None = None
+    gone: bool = False
+    """Whether the device has ended it, or was told to."""
     answer: Answer | None = None
     """The whole of it, once the device has let go of the sequence."""
 

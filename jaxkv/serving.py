@@ -3,7 +3,7 @@
 `Engine` owns a state and three compiled programs. In every turn it hands over waiting
 requests, dispatches the next steps, and only then reads what the last ones emitted: the
 device never waits for Python. It never looks into the state either; what it must know,
-it counts itself.
+its ledger counts.
 """
 
 import collections
@@ -28,6 +28,7 @@ from jaxkv import (
 )
 from jaxkv.answers import Completion, Event
 from jaxkv.caching import Pages
+from jaxkv.ledger import Ledger
 from jaxkv.records import Part, Record
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig, EngineState
@@ -117,16 +118,8 @@ class Engine:
         self._state = states.init(config, pages)
         self._started = time.perf_counter()
         self._ids = itertools.count()
-        self._pending: collections.deque[Record] = collections.deque()
-        self._records: dict[int, Record] = {}
-        self._withdrawn: list[Record] = []
-        self._cancels: list[tuple[int, int]] = []
+        self._ledger = Ledger(config)
         self._unread: collections.deque[_Call] = collections.deque()
-        # Read and not told: whoever leaves a stream half-way must lose none.
-        self._events: collections.deque[Event] = collections.deque()
-        # Rows of `Sequences` by fate: handed over and not known to have ended; known to
-        # have ended and not drained. And requests handed over and not drained.
-        self._unfinished, self._finished, self._requests = 0, 0, 0
 
     @classmethod
     def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> "Engine":
@@ -192,10 +185,12 @@ class Engine:
         ask = Sampling() if sampling is None else sampling
         tokens = self._checked(prompt, ask)
         if request_id is None:
-            request_id = next(name for name in self._ids if name not in self._records)
+            request_id = next(
+                name for name in self._ids if name not in self._ledger.records
+            )
         if not 0 <= request_id < 2**31:
             raise ValueError(f"{request_id=} must be in [0, 2**31)")
-        if request_id in self._records:
+        if request_id in self._ledger.records:
             raise ValueError(f"{request_id=} is the name of a request still running")
         record = Record(
             request_id=request_id,
@@ -208,21 +203,12 @@ class Engine:
                 for _ in range(ask.num_sequences)
             ],
         )
-        self._pending.append(record)
-        self._records[request_id] = record
+        self._ledger.add(record)
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored."""
-        record = self._records.get(request_id)
-        if record is None:
-            return
-        if record in self._pending:
-            self._pending.remove(record)
-            record.finish_s = self.now()
-            self._withdrawn.append(record)
-        elif any(part.reason is None for part in record.parts):
-            self._cancels.append((request_id, -1))
+        self._ledger.cancel(request_id, self.now())
 
     def generate(
         self,
@@ -258,7 +244,7 @@ class Engine:
                 others.append(event)
             elif event.completion is not None:
                 done[event.request_id] = event.completion
-        self._events.extend(others)
+        self._ledger.events.extend(others)
         return [done[name] for name in names]
 
     def stream(self) -> Iterator[Event]:
@@ -266,29 +252,23 @@ class Engine:
 
         A stream may be left at any event; the next one goes on with the event after.
         """
-        while self._events or self._records or self._unread:
-            while self._events:
-                yield self._events.popleft()
-            for record in self._withdrawn:
-                for sample in range(len(record.parts)):
-                    self._close(record, sample, None, 0)
-            self._withdrawn.clear()
-            if self._has_work():
+        ledger = self._ledger
+        while ledger.events or ledger.records or self._unread:
+            while ledger.events:
+                yield ledger.events.popleft()
+            ledger.tell_withdrawn()
+            if ledger.has_work():
                 self._dispatch()
             # One call is always under way while the one before is read.
-            if len(self._unread) > 1 or (self._unread and not self._has_work()):
+            if len(self._unread) > 1 or (self._unread and not ledger.has_work()):
                 self._read(self._unread.popleft())
-
-    def _has_work(self) -> bool:
-        return bool(
-            self._pending or self._unfinished or self._finished or self._cancels
-        )
 
     def _dispatch(self) -> None:
         """Hands over what there is room for, then starts the next steps."""
-        if not self._unfinished and not self._finished and self._pending:
+        arrival_s = self._ledger.idle_until()
+        if arrival_s is not None:
             # Nothing runs: wait for the next arrival, or what is unread comes first.
-            wait_s = self._pending[0].arrival_s - self.now()
+            wait_s = arrival_s - self.now()
             if wait_s > 0 and self._unread:
                 return
             time.sleep(max(0.0, wait_s))
@@ -297,7 +277,7 @@ class Engine:
             while self._unread:
                 self._read(self._unread.popleft())
             self._state, self._asked = self._host.exchange(self._state), False
-        batch = self._next_batch()
+        batch = self._ledger.next_batch()
         if batch:
             requests = answers.make_requests(
                 [record.prompt for record in batch],
@@ -309,92 +289,24 @@ class Engine:
                 width=max(self.config.submit_width, self.config.max_slots),
             )
             self._state, _ = _submit(self._state, requests, config=self.config)
-            self._unfinished += sum(len(record.parts) for record in batch)
-            self._requests += len(batch)
         clock = answers.clock(self.now())
         self._state, info = _run_steps(
             self.params, self._state, clock, policy=self.policy, **self._static
         )
-        drained = None
-        if self._finished or self._cancels:
-            named = np.full((self.config.max_sequences, 2), -1, np.int32)
-            now, self._cancels = (
-                self._cancels[: len(named)],
-                self._cancels[len(named) :],
-            )
-            named[: len(now)] = np.array(now, np.int32).reshape(-1, 2)
+        drained, named = None, self._ledger.next_cancels()
+        if named is not None:
             self._state, drained = _drain(self._state, named[:, 0], named[:, 1])
         self._unread.append(_Call(info, drained))
 
-    def _next_batch(self) -> list[Record]:
-        """The next pending requests, as many as the device surely has room for."""
-        config = self.config
-        requests = config.queue_capacity + config.max_slots - self._requests
-        known = self._unfinished + self._finished
-        rows = max(config.submit_width, config.max_slots)
-        rows = min(rows, config.max_sequences - known)
-        batch: list[Record] = []
-        while self._pending and requests > len(batch):
-            rows -= len(self._pending[0].parts)
-            if rows < 0:
-                break
-            batch.append(self._pending.popleft())
-        return batch
-
     def _read(self, call: _Call) -> None:
         """Notes what a call emitted, then which requests are complete."""
-        info = jax.tree.map(np.asarray, call.info)
-        now = self.now()
+        info, now = jax.tree.map(np.asarray, call.info), self.now()
         self._asked |= bool(info.asks_host[-1])
         if self._keep_trace:
             self.trace.append(info)
-        for name, sample, tokens, logprobs, reason in answers.emitted(info):
-            if reason is not None:
-                self._unfinished -= 1
-                self._finished += 1
-            record = self._records.get(name)
-            if record is None or record.parts[sample].reason is not None:
-                continue  # ended by a stop string; what the device added is void
-            event = record.extend(sample, tokens, logprobs, reason, now)
-            self._events.append(event)
-            if record.parts[sample].reason is not None and reason is None:
-                self._cancels.append((name, sample))
+        self._ledger.read(info, now)
         if call.drained is not None:
-            self._collect(call.drained)
-
-    def _collect(self, drained: states.Sequences) -> None:
-        rows = np.flatnonzero(np.asarray(drained.status) == states.FINISHED)
-        names, reasons = np.asarray(drained.request_id), np.asarray(drained.reason)
-        samples = np.asarray(drained.params.sample)
-        for row in rows.tolist():
-            if reasons[row] == states.CANCELLED:
-                self._unfinished -= 1
-            else:
-                self._finished -= 1
-            record = self._records.get(int(names[row]))
-            if record is not None:
-                if record.parts[samples[row]].reason is None:
-                    record.finish_s = self.now()
-                self._close(record, int(samples[row]), drained, row)
-
-    def _close(
-        self, record: Record, sample: int, drained: states.Sequences | None, row: int
-    ) -> None:
-        """Closes a sequence, and with the last one of a request the request."""
-        part = record.parts[sample]
-        cancelled = part.reason is None
-        part.reason = part.reason or "cancelled"
-        record.close(sample, drained, row)
-        text, completion = part.text[part.shown :], None
-        if record.is_complete():
-            del self._records[record.request_id]
-            self._requests -= drained is not None
-            completion = record.complete()
-        tokens = part.tokens if record.sampling.beam_width is not None else []
-        if tokens or text or completion or cancelled:
-            reason = part.reason if cancelled else None
-            event = Event(record.request_id, tokens, text, completion, sample, reason)
-            self._events.append(event)
+            self._ledger.collect(call.drained, self.now())
 
     def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:
         if not isinstance(prompt, str):

@@ -76,8 +76,9 @@ def assert_idle(engine: jaxkv.Engine) -> None:
         engines.assert_sound(info)
     engines.assert_empty(engine._state)
     assert not np.asarray(engine._state.sequences.status).any()
-    assert not engine._records
-    assert (engine._unfinished, engine._finished, engine._requests) == (0, 0, 0)
+    assert engine._ledger.is_empty()
+    assert not engine._ledger.has_work()
+    assert engine._ledger._requests == 0
 
 
 @functools.cache
