@@ -27,7 +27,7 @@ demo: setup
 	$(BIN)/jaxkv demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

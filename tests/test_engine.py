@@ -552,7 +552,7 @@ def test_sizes_without_a_run() -> None:
         (dict(max_length=1), "self.max_length=1 must be at least 2"),
         (dict(token_budget=3), "self.token_budget=3 must be at least self.max_slots=8"),
         (dict(max_logit_rows=3), "self.max_logit_rows=3 must be 0 or at least"),
-        (dict(max_logprobs=-1), "self.max_logprobs=-1 must be at least 0"),
+        (dict(max_logprobs=-1), "max_logprobs=-1 must be at least 0"),
         (dict(emit_width=2), "self.emit_width=2 must be 1"),
         (dict(seed=-1), "self.seed=-1 must be in"),
     ],
