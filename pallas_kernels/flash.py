@@ -33,7 +33,10 @@ class _Sizes(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    rows: int
+    """Queries of a tile."""
     tile: int
+    """Keys of a tile."""
 
 
 def flash_attention(
@@ -61,7 +64,8 @@ def flash_attention(
       window: latest keys seen, at least 1, the query's own included; None means all.
         Needs `causal`.
       scale: factor on the scores; None means head_dim ** -0.5.
-      tile: queries and keys of a tile, at least 1; the reference's alone.
+      tile: keys of a tile, and at most as many queries, at least 1; the reference's
+        alone.
       implementation: None, or a name that must serve this call. "cudnn" needs a GPU,
         bfloat16 or float16, and `causal` with as many queries as keys, or neither.
 
@@ -89,6 +93,7 @@ def flash_attention(
         causal=causal,
         window=window,
         scale=head_dim**-0.5 if scale is None else scale,
+        rows=min(tile, max(q.shape[1], 1)),
         tile=tile,
     )
     reason = _not_cudnn(q, sizes)
@@ -136,13 +141,13 @@ def _attend(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
 def _forward(
     q: Array, k: Array, v: Array, sizes: _Sizes
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    padded = _pad(q, 3, sizes.tile), _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
+    padded = _pad(q, 3, sizes.rows), _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
     wide = np.promote_types(q.dtype, np.float32)
     lead, head_dim = q.shape[:3], q.shape[4]
     lowest = jnp.asarray(jnp.finfo(wide).min, wide)
 
     def row(index: Array) -> tuple[Array, Array]:
-        queries = _cut(padded[0], index, 3, sizes)
+        queries = _cut(padded[0], index, 3, sizes.rows)
 
         def column(other: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             top, total, out = carry
@@ -153,7 +158,7 @@ def _forward(
                 seen, jnp.exp(scores - new[..., None]), jnp.zeros((), wide)
             )
             decay = jnp.exp(top - new)
-            values = _cut(padded[2], other, 2, sizes)
+            values = _cut(padded[2], other, 2, sizes.tile)
             part = jnp.einsum(
                 "bhgqk,bhkd->bhgqd",
                 weights.astype(values.dtype),
@@ -163,7 +168,7 @@ def _forward(
             total = total * decay + weights.sum(-1)
             return new, total, out * decay[..., None] + part
 
-        shape = (*lead, sizes.tile)
+        shape = (*lead, sizes.rows)
         start = (
             jnp.full(shape, lowest, wide),
             jnp.zeros(shape, wide),
@@ -175,7 +180,7 @@ def _forward(
         lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
         return (out / total[..., None]).astype(q.dtype), lse.astype(wide)
 
-    num = padded[0].shape[3] // sizes.tile
+    num = padded[0].shape[3] // sizes.rows
     out, lse = lax.map(row, jnp.arange(num, dtype=jnp.int32))
     out, lse = (_joined(x, 3)[:, :, :, : sizes.num_queries] for x in (out, lse))
     return (out, lse), (q, k, v, out, lse)
@@ -190,22 +195,22 @@ def _backward(
     # A query without keys has no weights: any finite log-sum-exp will do for it.
     lse = jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
-    q, d_out, lse, delta = (_pad(x, 3, sizes.tile) for x in (q, d_out, lse, delta))
+    q, d_out, lse, delta = (_pad(x, 3, sizes.rows) for x in (q, d_out, lse, delta))
     k, v = _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
 
     def column(d_q: Array, other: Array) -> tuple[Array, tuple[Array, Array]]:
-        keys, values = _cut(k, other, 2, sizes), _cut(v, other, 2, sizes)
+        keys, values = (_cut(x, other, 2, sizes.tile) for x in (k, v))
 
         def row(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             d_q, d_k, d_v = carry
-            queries, d_o = _cut(q, index, 3, sizes), _cut(d_out, index, 3, sizes)
+            queries, d_o = (_cut(x, index, 3, sizes.rows) for x in (q, d_out))
             scores, seen = _scores(queries, k, index, other, sizes)
-            weights = jnp.exp(scores - _cut(lse, index, 3, sizes)[..., None])
+            weights = jnp.exp(scores - _cut(lse, index, 3, sizes.rows)[..., None])
             weights = jnp.where(seen, weights, jnp.zeros((), wide))
             d_w = jnp.einsum(
                 "bhgqd,bhkd->bhgqk", d_o, values, preferred_element_type=wide
             )
-            d_s = weights * (d_w - _cut(delta, index, 3, sizes)[..., None])
+            d_s = weights * (d_w - _cut(delta, index, 3, sizes.rows)[..., None])
             d_s = (d_s * jnp.asarray(sizes.scale, wide)).astype(q.dtype)
             d_v += jnp.einsum(
                 "bhgqk,bhgqd->bhkd",
@@ -219,8 +224,8 @@ def _backward(
             part = jnp.einsum(
                 "bhgqk,bhkd->bhgqd", d_s, keys, preferred_element_type=wide
             )
-            at = index * sizes.tile
-            part += lax.dynamic_slice_in_dim(d_q, at, sizes.tile, axis=3)
+            at = index * sizes.rows
+            part += lax.dynamic_slice_in_dim(d_q, at, sizes.rows, axis=3)
             return lax.dynamic_update_slice_in_dim(d_q, part, at, axis=3), d_k, d_v
 
         zero = jnp.zeros(keys.shape, wide)
@@ -244,11 +249,10 @@ def _scores(
 ) -> tuple[Array, Array]:
     """Scores of a tile, and which of them count."""
     wide = np.promote_types(queries.dtype, np.float32)
-    keys = _cut(k, other, 2, sizes)
+    keys = _cut(k, other, 2, sizes.tile)
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", queries, keys, preferred_element_type=wide)
-    every = jnp.arange(sizes.tile, dtype=jnp.int32)
-    query = (index * sizes.tile + every)[:, None]
-    key = (other * sizes.tile + every)[None, :]
+    query = index * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)[:, None]
+    key = other * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)[None, :]
     seen = (key < sizes.num_keys) & (query < sizes.num_queries)
     if sizes.causal:
         behind = query + sizes.num_keys - sizes.num_queries - key
@@ -268,26 +272,26 @@ def _columns(index: Array, sizes: _Sizes) -> tuple[Array, Array]:
             last, ((index + 1) * sizes.tile - 1 + ahead) // sizes.tile + 1
         )
         if sizes.window is not None:
-            oldest = index * sizes.tile + ahead - sizes.window + 1
+            oldest = index * sizes.rows + ahead - sizes.window + 1
             first = jnp.maximum(oldest, 0) // sizes.tile
     return first, last
 
 
 def _rows(other: Array, sizes: _Sizes) -> tuple[Array, Array]:
     """The tiles of queries, first and end, that see anything of a tile of keys."""
-    last = jnp.asarray(-(-sizes.num_queries // sizes.tile), jnp.int32)
+    last = jnp.asarray(-(-sizes.num_queries // sizes.rows), jnp.int32)
     first = jnp.zeros((), jnp.int32)
     if sizes.causal:
         ahead = sizes.num_keys - sizes.num_queries
-        first = jnp.maximum(other * sizes.tile - ahead, 0) // sizes.tile
+        first = jnp.maximum(other * sizes.tile - ahead, 0) // sizes.rows
         if sizes.window is not None:
             newest = (other + 1) * sizes.tile - 1 + sizes.window - 1 - ahead
-            last = jnp.minimum(last, jnp.maximum(newest, -1) // sizes.tile + 1)
+            last = jnp.minimum(last, jnp.maximum(newest, -1) // sizes.rows + 1)
     return first, last
 
 
-def _cut(x: Array, index: Array, axis: int, sizes: _Sizes) -> Array:
-    return lax.dynamic_slice_in_dim(x, index * sizes.tile, sizes.tile, axis=axis)
+def _cut(x: Array, index: Array, axis: int, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, index * size, size, axis=axis)
 
 
 def _pad(x: Array, axis: int, tile: int) -> Array:
