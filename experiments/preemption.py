@@ -181,18 +181,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             (pool, max(1, round(config.host_share * pool))),
         )
     )
-    first = Way("room for all", need)
     recompute = Way("recompute", pool)
     swap = Way("swap", pool, "swap", swap_pages=pool)
-    ways = [
-        (first, wide),
-        *((way, tight) for way in (recompute, recompute._replace(hold_new=True))),
-        *((way, tight) for way in (swap, swap._replace(hold_new=True))),
-    ]
-    ways = [
-        (way._replace(name=f"{way.name}, hold new") if way.hold_new else way, c)
-        for way, c in ways
-    ]
+    ways = [(Way("room for all", need), wide)]
+    for way in (recompute, swap):
+        held = way._replace(name=f"{way.name}, hold new", hold_new=True)
+        ways += [(way, tight), (held, tight)]
     chosen = [
         (way._replace(name=f"{way.name}, {rule}", victim=rule), tight)
         for way in (recompute, swap)

@@ -118,6 +118,7 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
     top = 100 * spaces.recomputed_share.max(initial=0.0)
     ax.set_ylim(0, max(1.12 * top, 1))
     ax.set_xlim(-20, 116)
+    ax.set_xticks(range(0, 101, 25))
 
 
 def _draw_moves(ax: Any, moves: Moves) -> None:

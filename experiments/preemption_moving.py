@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
 
 from experiments.progress import Progress
 from experiments.prompting import Request
@@ -115,12 +114,12 @@ def measure(
         num_bytes = num_tokens * sum(
             leaf[:, 0].nbytes // page_size for leaf in jax.tree.leaves(pages)
         )
-        recompute_s = _time_reading(model, request, config, repeats)
-        columns = [_time_moves(pages, num_tokens, config, repeats)]
-        columns += [_time_host(pages, num_tokens, config, repeats)]
-        rows.append(
-            (page_size, num_tokens, num_bytes, recompute_s, *columns[0], *columns[1])
+        times_s = (
+            _time_reading(model, request, config, repeats),
+            *_time_moves(pages, num_tokens, config, repeats),
+            *_time_host(pages, num_tokens, config, repeats),
         )
+        rows.append((page_size, num_tokens, num_bytes, *times_s))
     found = zip(*rows, strict=True) if rows else [()] * len(Moves._fields)
     return Moves(*map(np.array, found))
 
@@ -290,8 +289,8 @@ def _staging(pages: caching.Pages, config: EngineConfig) -> swap_space.Staging:
 
 
 def _first_layer(pages: caching.Pages, table: tables.Table) -> np.ndarray:
-    ids: Int32[Array, "slots pages_per_slot"] = table.page_ids
-    return np.stack([np.asarray(x) for x in caching.gather(pages, 0, ids)])
+    found = caching.gather(pages, 0, table.page_ids)
+    return np.stack([np.asarray(x) for x in found])
 
 
 def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
