@@ -39,6 +39,9 @@ def paged_attention(
     ancestors: Bool[Array, "rows columns"] | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    alibi: Float[Array, " q_heads"] | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: Implementation | None = None,
 ) -> AttentionState:
@@ -62,6 +65,10 @@ def paged_attention(
       ancestors: see above.
       scale: factor on the scores; None means head_dim ** -0.5.
       window: latest keys seen, at least 1; None means all.
+      softcap: bound of the scores, above 0: softcap * tanh(score / softcap), after the
+        scale and before `alibi`; None means none.
+      alibi: slope of each query head: a score gains slope * (place - position).
+      sinks: one more score a head, that takes weight and brings no value.
       numerics: "reproducible" gives a row the same bits in any company.
       implementation: None, or a name that must serve this call.
 
@@ -71,8 +78,10 @@ def paged_attention(
     Raises:
       ValueError: shapes that do not fit each other, or an unknown implementation.
 
-    Source: Kwon et al. 2023, arXiv:2309.06180, eq. 4; trees: Miao et al. 2024,
-    arXiv:2305.09781, section 4.
+    Sources: Kwon et al. 2023, arXiv:2309.06180, eq. 4; trees, Miao et al. 2024,
+    arXiv:2305.09781, section 4; softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi,
+    Press et al. 2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925,
+    section 2.
     """
     if implementation not in (None, "reference"):
         raise ValueError(f"{implementation=} must be None or 'reference'")
@@ -87,6 +96,8 @@ def paged_attention(
         raise ValueError("context and ancestors must be given together")
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{softcap=} must be above 0, or None")
     view = reference.View(
         page_ids=page_ids,
         positions=positions,
@@ -95,8 +106,14 @@ def paged_attention(
         ancestors=ancestors,
     )
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    group = q_heads // kv_heads
     q = (q * jnp.asarray(scale, q.dtype)).reshape(
-        q.shape[0], kv_heads, q_heads // kv_heads, q.shape[2]
+        q.shape[0], kv_heads, group, q.shape[2]
+    )
+    scoring = reference.Scoring(
+        window=window,
+        softcap=softcap,
+        alibi=None if alibi is None else alibi.reshape(kv_heads, group),
     )
     rows, head_dim = q.shape[0], q.shape[3]
     attend = reference.attend_per_row
@@ -106,9 +123,29 @@ def paged_attention(
         attend = functools.partial(attend, block_size=size)
     elif numerics == "fast":
         attend = reference.attend_per_tile
-    out, lse = attend(q, k_pages, v_pages, view, window=window)
-    return AttentionState(
+    out, lse = attend(q, k_pages, v_pages, view, scoring=scoring)
+    state = AttentionState(
         out.reshape(rows, q_heads, head_dim), lse.reshape(rows, q_heads)
+    )
+    return state if sinks is None else add_sinks(state, sinks)
+
+
+def add_sinks(state: AttentionState, sinks: Float[Array, " q_heads"]) -> AttentionState:
+    """Adds one score a head that takes weight and brings no value.
+
+    Args:
+      state: attention over all keys.
+      sinks: the score of each query head.
+
+    Returns:
+      The state over the keys and the sink; unchanged where there was no key.
+    """
+    lse = jnp.logaddexp(state.lse, sinks.astype(state.lse.dtype)[None, :])
+    share = jnp.exp(state.lse - lse)[..., None]
+    some = ~jnp.isneginf(state.lse)
+    out = (state.out.astype(lse.dtype) * share).astype(state.out.dtype)
+    return AttentionState(
+        jnp.where(some[..., None], out, state.out), jnp.where(some, lse, state.lse)
     )
 
 
