@@ -71,13 +71,15 @@ def make_case(
     dtype: str = "bfloat16",
     seed: int = 0,
     padding: int = 0,
+    sharing: tuple[int, ...] = (),
+    shared_pages: int = 0,
     **features: Any,
 ) -> Case:
     """Makes a case from (places before, rows) of each slot.
 
     Pages are scattered over a pool with strangers; every place that no row sees holds
     NaN, and every id that no row needs is wild. With `decode` a slot of no row gets one
-    of position -1.
+    of position -1. The slots in `sharing` have their first `shared_pages` in common.
     """
     rng = np.random.default_rng(seed)
     rounded = lambda *shape: np.asarray(  # noqa: E731
@@ -89,11 +91,10 @@ def make_case(
     positions, owners, kin = [], [], []
     columns = max(rows for _, rows in slots)
     for slot, (before, rows) in enumerate(slots):
-        parents = [int(rng.integers(-1, max(row, 0) + 1)) - 1 for row in range(rows)]
         depth: list[int] = []
         flags = np.zeros((rows, columns), bool)
-        for row, parent in enumerate(parents):
-            parent = min(parent, row - 1)
+        for row in range(rows):
+            parent = int(rng.integers(-1, row)) if row else -1
             flags[row, row] = True
             if parent >= 0:
                 flags[row] |= flags[parent]
@@ -122,6 +123,9 @@ def make_case(
         dtype=dtype,
         **features,
     )
+    if sharing:
+        shared = case.page_ids[sharing[0], :shared_pages]
+        case.page_ids[list(sharing), :shared_pages] = shared
     if case.alibi is not None:
         assert len(case.alibi) == kv_heads * group
     needed = np.zeros((len(slots), width), bool)

@@ -1,27 +1,47 @@
 """The decode kernel under the emulator, races watched, against float64."""
 
+import contextlib
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulator
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import cascade_mosaic_gpu as cascade
+from pallas_kernels import cutting, planning
 from pallas_kernels import decode_mosaic_gpu as decode
-from pallas_kernels import planning
+from pallas_kernels import decode_warpgroups_mosaic_gpu as warpgroups
 from pallas_kernels.cutting import Tiling
 from tests.kernel_cases import Case, assert_within_rule, make_case
 
 SMALL = Tiling(num_programs=3, stages=2)
 
 
-def run(case: Case, tiling: Tiling = SMALL, kernel: Any = decode) -> tuple[Any, Any]:
-    """Emulates the kernel; raises what it finds, races among it."""
+@contextlib.contextmanager
+def emulator_of_races() -> Iterator[plgpu.InterpretGPUParams]:
+    """Raises on races, which some versions of jax only print and remember."""
+    try:
+        yield plgpu.InterpretGPUParams(detect_races=True)
+        if emulator.get_races().races_found:
+            raise RuntimeError("RACE DETECTED")
+    finally:
+        emulator.reset_gpu_interpret_mode_state()
+
+
+def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
+    """Emulates the kernel; raises what the emulator finds."""
     _, kv_heads, _, _ = case.k_pages.shape
-    arrays = {name: case.array(name) for name in ("positions", "slots", "context")}
     plan = planning.make_plan(
-        **arrays,
+        *(case.array("positions"), case.array("slots")),
+        context=case.array("context"),
         ancestors=case.array("ancestors"),
         num_slots=case.page_ids.shape[0],
         kv_heads=kv_heads,
@@ -29,8 +49,8 @@ def run(case: Case, tiling: Tiling = SMALL, kernel: Any = decode) -> tuple[Any, 
         tiling=tiling,
         window=case.window,
     )
-    try:
-        out, lse = kernel.attend(
+    with emulator_of_races() as interpret:
+        state = decode.attend(
             *(case.array(name) for name in ("q", "k_pages", "v_pages", "page_ids")),
             plan,
             scale=case.scale,
@@ -38,14 +58,9 @@ def run(case: Case, tiling: Tiling = SMALL, kernel: Any = decode) -> tuple[Any, 
             alibi=case.array("alibi"),
             sinks=case.array("sinks"),
             tiling=tiling,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
+            interpret=interpret,
         )
-        jax.block_until_ready((out, lse))
-        if emulator.get_races().races_found:
-            raise RuntimeError("RACE DETECTED")
-    finally:
-        emulator.reset_gpu_interpret_mode_state()
-    return out, lse
+        return jax.block_until_ready(state)
 
 
 def test_lengths_around_tiles_and_pages() -> None:
@@ -54,3 +69,257 @@ def test_lengths_around_tiles_and_pages() -> None:
         [(n - 1, 1) if n else (0, 0) for n in ends], page_size=16, decode=True
     )
     assert_within_rule(case, *run(case))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "dtype"), [(64, 128, "float16"), (256, 256, "bfloat16")]
+)
+def test_pages_heads_and_types(page_size: int, head_dim: int, dtype: str) -> None:
+    slots = [(page_size - 1, 1), (0, 0), (page_size, 1), (2 * page_size + 5, 1)]
+    case = make_case(
+        *(slots,),
+        page_size=page_size,
+        kv_heads=1,
+        group=5,
+        head_dim=head_dim,
+        dtype=dtype,
+        decode=True,
+    )
+    assert_within_rule(case, *run(case))
+
+
+def test_rows_of_slots_in_blocks_of_two_warpgroups() -> None:
+    case = make_case(
+        [(90, 7), (0, 0), (3, 1), (40, 50), (64, 2)],
+        page_size=16,
+        kv_heads=1,
+        group=20,
+        padding=2,
+        window=70,
+    )
+    tiling = Tiling(num_programs=4, stages=2, block_rows=128)
+    assert_within_rule(case, *run(case, tiling))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_trees(window: int | None) -> None:
+    case = make_case(
+        [(61, 9), (0, 4), (130, 40), (0, 0), (64, 1)],
+        page_size=16,
+        kv_heads=1,
+        group=2,
+        trees=True,
+        window=window,
+    )
+    assert_within_rule(case, *run(case))
+
+
+def test_every_feature_at_once() -> None:
+    case = make_case(
+        [(200, 2), (70, 1), (0, 1)],
+        page_size=64,
+        kv_heads=2,
+        group=2,
+        softcap=2.0,
+        alibi=2.0 ** -np.arange(1.0, 5.0),
+        sinks=np.linspace(-1.0, 2.0, 4),
+        window=150,
+        scale=0.5,
+    )
+    assert_within_rule(case, *run(case))
+
+
+def test_a_chain_equals_causal_rows_bit_for_bit() -> None:
+    slots, sizes = [(62, 4)], {"page_size": 16, "kv_heads": 1, "group": 4}
+    causal = make_case(slots, **sizes)
+    chain = dataclasses.replace(
+        causal,
+        context=np.asarray([62]),
+        ancestors=np.tril(np.ones((4, 4), bool)),
+    )
+    tiling = Tiling(num_programs=2, stages=2)
+    for one, other in zip(run(causal, tiling), run(chain, tiling), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "trees",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+)
+def test_a_shared_prefix_equals_private_copies(trees: bool) -> None:
+    case = make_case(
+        [(70, 2), (0, 1), (66, 3), (5, 1), (64, 1)],
+        page_size=16,
+        kv_heads=1,
+        group=8,
+        trees=trees,
+        sharing=(0, 2, 4),
+        shared_pages=4,
+        sinks=np.linspace(-1.0, 1.0, 8),
+        padding=1,
+    )
+    arrays = {name: case.array(name) for name in ("context", "ancestors")}
+    plan = cascade.make_plan(
+        *(case.array("positions"), case.array("slots")),
+        jnp.asarray([1, -1, 1, 0, 1], jnp.int32),
+        jnp.asarray([0, 63], jnp.int32),
+        kv_heads=1,
+        group=8,
+        tiling=SMALL,
+        **arrays,
+    )
+    prefix_ids = np.full((2, 5), -1)
+    prefix_ids[1, :4] = case.page_ids[0, :4]
+    page_ids = case.page_ids.copy()
+    page_ids[[0, 2, 4], :3] = -1
+    with emulator_of_races() as interpret:
+        state = cascade.attend_shared_prefix(
+            *(case.array(name) for name in ("q", "k_pages", "v_pages")),
+            *(jnp.asarray(ids, jnp.int32) for ids in (prefix_ids, page_ids)),
+            plan,
+            scale=case.scale,
+            sinks=case.array("sinks"),
+            tiling=SMALL,
+            interpret=interpret,
+        )
+        jax.block_until_ready(state)
+    assert_within_rule(case, *state)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"head_dim": 256, "page_size": 64},
+        {"head_dim": 64, "page_size": 256, "group": 1},
+        {"columns": 40},
+        {"softcap": 30.0, "alibi": True},
+        {"block_rows": 128, "group": 64},
+    ],
+    ids=str,
+)
+def test_it_lowers_for_a_gpu(sizes: dict[str, Any]) -> None:
+    lower(**sizes)
+
+
+def lower(
+    *,
+    head_dim: int = 128,
+    page_size: int = 16,
+    group: int = 4,
+    columns: int = 0,
+    softcap: float | None = None,
+    alibi: bool = False,
+    block_rows: int = 64,
+) -> None:
+    tiling = cutting.default_tiling(head_dim=head_dim)
+    if block_rows == 128:
+        tiling = dataclasses.replace(tiling, block_rows=128, q_stages=1, stages=3)
+
+    def attend(q, k_pages, v_pages, page_ids, rows, context, ancestors, slopes):
+        plan = planning.make_plan(
+            *rows,
+            num_slots=4,
+            kv_heads=2,
+            group=group,
+            tiling=tiling,
+            context=context if columns else None,
+            ancestors=ancestors if columns else None,
+        )
+        return decode.attend(
+            *(q, k_pages, v_pages, page_ids, plan),
+            scale=1.0,
+            softcap=softcap,
+            alibi=slopes if alibi else None,
+            tiling=tiling,
+        )
+
+    spec = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    pages = spec(jnp.bfloat16, 64, 2, page_size, head_dim)
+    row = spec(jnp.int32, 12)
+    traced = jax.jit(attend).trace(
+        spec(jnp.bfloat16, 12, 2 * group, head_dim),
+        *(pages, pages, spec(jnp.int32, 4, 8), (row, row), spec(jnp.int32, 4)),
+        *(spec(bool, 12, max(columns, 1)), spec(jnp.float32, 2 * group)),
+    )
+    traced.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"head_dim": 96}, "head_dim=96 must be 64, 128 or 256"),
+        ({"page_size": 8}, "page_size=8 must be a power of two in"),
+        ({"group": 65, "block_rows": 128}, "group=65 query heads for each KV head"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lower(**sizes)
+
+
+def mutant(removed: str, added: str = "pass") -> types.ModuleType:
+    """The module of the warpgroups with one place of its source changed."""
+    source = inspect.getsource(warpgroups)
+    assert source.count(removed) == 1
+    module = types.ModuleType("mutant")
+    exec(compile(source.replace(removed, added), "mutant", "exec"), module.__dict__)
+    return module
+
+
+K_FULL = "plgpu.barrier_wait(shared.k_full.at[stage])"
+V_FREE = "plgpu.barrier_arrive(shared.v_free.at[stage])"
+PRODUCT = "out = _add_product(out, weights, shared.v.at[stage], emulated)"
+BETWEEN = "\n            "
+BARRIER = "barrier (completed phase|was deallocated|is already at phase)"
+RACE = "RACE DETECTED"
+BUGS = {
+    "back-pressure": ("plgpu.barrier_wait(free.at[stage])", "pass", BARRIER),
+    "wait for keys": (K_FULL, "pass", BARRIER),
+    "early release": (
+        *(PRODUCT + BETWEEN + V_FREE, V_FREE + BETWEEN + PRODUCT),
+        RACE,
+    ),
+    "commit": ("= lse\n        plgpu.commit_smem()", "= lse", RACE),
+}
+MORE_BUGS = {
+    "wait for values": (K_FULL.replace("k_full", "v_full"), "pass", BARRIER),
+    "back-pressure of queries": (
+        "plgpu.barrier_wait(shared.q_free.at[stage])",
+        *("pass", BARRIER),
+    ),
+    "wait for results": ("plgpu.wait_smem_to_gmem(0)", "pass", "Not all copy_smem"),
+    "wait for the last results": (
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+        *("pass", RACE),
+    ),
+    "NaN": ("jnp.where(kept, values, jnp.zeros_like(values))", "values", "isfinite"),
+}
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "message"),
+    [
+        *(pytest.param(*bug, id=name) for name, bug in BUGS.items()),
+        *(
+            pytest.param(*bug, id=name, marks=pytest.mark.slow)
+            for name, bug in MORE_BUGS.items()
+        ),
+    ],
+)
+def test_seeded_bugs_are_caught(
+    monkeypatch: pytest.MonkeyPatch, removed: str, added: str, message: str
+) -> None:
+    module = mutant(removed, added)
+    for name in ("consume", "produce"):
+        monkeypatch.setattr(warpgroups, name, getattr(module, name))
+    with pytest.raises((RuntimeError, AssertionError), match=f"(?i){message}"):
+        assert_within_rule(TINY, *run(TINY, Tiling(num_programs=1, stages=2)))
+
+
+def test_without_a_bug_nothing_is_caught() -> None:
+    assert_within_rule(TINY, *run(TINY, Tiling(num_programs=1, stages=2)))
+
+
+TINY = make_case([(64, 1)], page_size=64, kv_heads=3, group=1)
+"""Two tiles of three heads: both rings turn once."""
