@@ -9,6 +9,7 @@ Source: Juravsky et al. 2024, arXiv:2402.05099 (Hydragen), section 3; Ye et al. 
 arXiv:2501.01005 (FlashInfer), section 3.1.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -68,19 +69,16 @@ def make_plan(
         owner = jnp.where(slots >= 0, owner, -1)
     shared = prefix_lengths[jnp.maximum(owner, 0)]
     shared = jnp.where(owner >= 0, shared, 0)
-    sizes = {"kv_heads": kv_heads, "group": group, "tiling": tiling, "window": window}
-    prefix = planning.make_plan(
-        positions, owner, num_slots=num_groups, end=shared, sort=True, **sizes
+    plan = functools.partial(
+        planning.make_plan,
+        kv_heads=kv_heads,
+        group=group,
+        tiling=tiling,
+        window=window,
     )
-    own = planning.make_plan(
-        *(positions, slots),
-        num_slots=num_slots,
-        first=shared,
-        context=context,
-        ancestors=ancestors,
-        **sizes,
-    )
-    return SharedPrefixPlan(prefix, own)
+    prefix = plan(positions, owner, num_slots=num_groups, end=shared, sort=True)
+    rows = {"first": shared, "context": context, "ancestors": ancestors}
+    return SharedPrefixPlan(prefix, plan(positions, slots, num_slots=num_slots, **rows))
 
 
 def attend_shared_prefix(

@@ -86,7 +86,6 @@ def attend(
         scale=scale,
         softcap=softcap,
         alibi=alibi is not None,
-        num_words=plan.rows.shape[1] - planning.WORDS,
     )
     slopes = None
     if alibi is not None:
@@ -155,7 +154,9 @@ def _launch(
 
         @pl.when(warpgroup < num_warpgroups)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(
+                248 if num_warpgroups == 1 else 232, action="increase"
+            )
             warpgroups.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,

@@ -14,6 +14,7 @@ one warpgroup that copies and others that multiply, Shah et al. 2024, arXiv:2407
 section 3.1.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ _LOWEST = -1e20
 """Where the running maximum starts. A row that has seen nothing stays here with weights
 2 ** (_MASKED - _LOWEST) = 0, however the compiler rounds."""
 
+_SQUARE = 64
+"""Rows and columns of values that are cleared at a time."""
 OUT_COLUMNS = 128
 """Columns of the output that are on their way to global memory at a time."""
 
@@ -46,7 +49,6 @@ class Scoring(NamedTuple):
     scale: float
     softcap: float | None
     alibi: bool
-    num_words: int
 
     @property
     def is_linear(self) -> bool:
@@ -170,22 +172,16 @@ def consume(
     per_row = plgpu.Layout.WGMMA.reduce(1)
     factor = scoring.scale * LOG2E if scoring.is_linear else 1.0
 
-    def along(values, like=shape):
-        return lax.broadcast_in_dim(values, like, [0])
-
     def visit(piece: _Piece) -> None:
         low, high = inputs.low[piece.block], inputs.high[piece.block]
         inner_low = inputs.inner_low[piece.block]
         inner_high = inputs.inner_high[piece.block]
         q_stage = lax.rem(piece.index, jnp.int32(tiling.q_stages))
         plgpu.barrier_wait(shared.q_full.at[q_stage])
-        lines = [
-            plgpu.load(shared.rows.at[q_stage, warpgroup, i], layout=per_row)
-            for i in range(planning.WORDS + scoring.num_words)
-        ]
+        rows = shared.rows.at[q_stage, warpgroup]
         slopes = None
         if shared.slopes is not None:
-            slopes = plgpu.load(shared.slopes.at[q_stage, warpgroup], layout=per_row)
+            slopes = shared.slopes.at[q_stage, warpgroup]
 
         def one_tile(i, state):
             out, top, total = state
@@ -200,25 +196,20 @@ def consume(
 
             scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_arrive(shared.k_free.at[stage])
-            place = begin + plgpu.broadcasted_iota(
-                jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA
-            )
             if not scoring.is_linear:
-                scores = _shape_scores(
-                    scores, place, along(lines[planning.POSITION]), slopes, scoring
-                )
+                scores = _shape_scores(scores, begin, rows, slopes, scoring)
             inside = (begin >= inner_low) & (begin + tile <= inner_high)
             scores = lax.cond(
                 inside,
                 lambda scores: scores,
-                lambda scores: jnp.where(_seen(place, lines, along), scores, _MASKED),
+                lambda scores: jnp.where(_seen(shape, begin, rows), scores, _MASKED),
                 scores,
             )
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             decay = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores * factor - along(new_top))
+            weights = jnp.exp2(scores * factor - _along(new_top, shape))
             total = total * decay + weights.sum(axis=1)
-            out = out * along(decay, out.shape)
+            out = out * _along(decay, out.shape)
             plgpu.barrier_wait(shared.v_full.at[stage])
             _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups)
             weights = weights.astype(shared.v.dtype)
@@ -236,7 +227,7 @@ def consume(
         plgpu.barrier_arrive(shared.q_free.at[q_stage])
 
         lse = top + jnp.log2(total)
-        out = out / along(jnp.where(total > 0, total, 1.0), out.shape)
+        out = out / _along(jnp.where(total > 0, total, 1.0), out.shape)
 
         @pl.when(piece.is_whole)
         def _():
@@ -253,28 +244,48 @@ def consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _shape_scores(products, place, position, slopes, scoring: Scoring):
+def _places(shape, begin):
+    """Place of each column of scores."""
+    layout = plgpu.Layout.WGMMA
+    return begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+
+def _along(values, shape):
+    """Spreads one number a row over the columns."""
+    return lax.broadcast_in_dim(values, shape, [0])
+
+
+def _load(numbers: Ref, shape):
+    """Loads one number a row, over the columns. Where needed: registers are scarce."""
+    return _along(plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape)
+
+
+def _shape_scores(products, begin, rows: Ref, slopes: Ref, scoring: Scoring):
     """Turns products of queries and keys into scores in base 2: `[64, tile]`."""
-    scores = products * scoring.scale
+    scores, shape = products * scoring.scale, products.shape
     if scoring.softcap is not None:
         # tanh by an exponential: the one of the hardware has 11 good bits.
         growth = jnp.exp2(scores * (2 * LOG2E / scoring.softcap))
         scores = scoring.softcap - 2 * scoring.softcap / (growth + 1.0)
     scores *= LOG2E
     if slopes is not None:
-        slopes = lax.broadcast_in_dim(slopes, scores.shape, [0])
-        scores += slopes * (place - position).astype(jnp.float32)
+        position = _load(rows.at[planning.POSITION], shape)
+        distance = (_places(shape, begin) - position).astype(jnp.float32)
+        scores += _load(slopes, shape) * distance
     return scores
 
 
-def _seen(place, lines, along):
+def _seen(shape, begin, rows: Ref):
     """Whether each row sees each place: `[64, tile]`."""
-    column = place - along(lines[planning.LIMIT])
+    place = _places(shape, begin)
+    column = place - _load(rows.at[planning.LIMIT], shape)
     seen = column < 0
-    for i, word in enumerate(lines[planning.WORDS :]):
-        bit = lax.shift_right_logical(along(word), column & 31) & 1
-        seen |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == i)
-    return seen & (place >= along(lines[planning.FIRST]))
+    for line in range(planning.WORDS, rows.shape[0]):
+        word = _load(rows.at[line], shape)
+        bit = lax.shift_right_logical(word, column & 31) & 1
+        nth = line - planning.WORDS
+        seen |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == nth)
+    return seen & (place >= _load(rows.at[planning.FIRST], shape))
 
 
 def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
@@ -285,12 +296,22 @@ def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
     def _():
         @pl.when(warpgroup == 0)
         def _():
-            place = begin + plgpu.broadcasted_iota(
-                jnp.int32, (tile, head_dim), 0, layout=plgpu.Layout.WGMMA
-            )
-            values = shared.v[stage]
-            kept = (place >= low) & (place < high)
-            shared.v[stage] = jnp.where(kept, values, jnp.zeros_like(values))
+            # In squares, so that few registers hold values and places at a time.
+            for row, column in itertools.product(
+                range(0, tile, _SQUARE), range(0, head_dim, _SQUARE)
+            ):
+                square = pl.ds(row, _SQUARE), pl.ds(column, _SQUARE)
+                place = (
+                    begin
+                    + row
+                    + plgpu.broadcasted_iota(
+                        jnp.int32, (_SQUARE, _SQUARE), 0, layout=plgpu.Layout.WGMMA
+                    )
+                )
+                values = shared.v[stage, *square]
+                kept = (place >= low) & (place < high)
+                values = jnp.where(kept, values, jnp.zeros_like(values))
+                shared.v[stage, *square] = values
             plgpu.commit_smem()
 
         if num_warpgroups > 1:
