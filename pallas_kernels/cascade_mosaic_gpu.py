@@ -77,8 +77,14 @@ def make_plan(
         window=window,
     )
     prefix = plan(positions, owner, num_slots=num_groups, end=shared, sort=True)
-    rows = {"first": shared, "context": context, "ancestors": ancestors}
-    return SharedPrefixPlan(prefix, plan(positions, slots, num_slots=num_slots, **rows))
+    own = plan(
+        *(positions, slots),
+        num_slots=num_slots,
+        first=shared,
+        context=context,
+        ancestors=ancestors,
+    )
+    return SharedPrefixPlan(prefix, own)
 
 
 def attend_shared_prefix(

@@ -21,14 +21,17 @@ def add_sinks(
 
     Args:
       out: attention over the keys.
-      lse: its natural log-sum-exp.
+      lse: its natural log-sum-exp, -inf where there was no key.
       sinks: the score of each query head.
 
     Returns:
-      Output and log-sum-exp over the keys and the sink.
+      Output and log-sum-exp over the keys and the sink; 0 and -inf where there was no
+      key, sink or not.
     """
     total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, :])
-    return out * jnp.exp(lse - total)[..., None], total
+    total = jnp.where(jnp.isneginf(lse), -jnp.inf, total)
+    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+    return out * share[..., None], total
 
 
 def merge_parts(

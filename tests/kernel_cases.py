@@ -164,8 +164,6 @@ def _attend(case: Case, narrow: Any) -> tuple[np.ndarray, np.ndarray]:
     for row in range(num_rows):
         places = case.seen(row)
         if not len(places):
-            if case.sinks is not None:
-                lse[row] = case.sinks
             continue
         pages = case.page_ids[case.slot_of(row), places // page_size]
         k, v = (x[pages, :, places % page_size] for x in (case.k_pages, case.v_pages))
