@@ -48,15 +48,18 @@ class Case:
             places = places[places > position - self.window]
         return places
 
-    def array(self, name: str) -> Any:
-        """An argument as the kernel gets it."""
-        value = getattr(self, name)
-        if value is None:
-            return None
-        if value.dtype == np.float64:
-            wide = name in ("alibi", "sinks")
-            return jnp.asarray(value, jnp.float32 if wide else self.dtype)
-        return jnp.asarray(value, bool if value.dtype == bool else jnp.int32)
+    def arrays(self) -> dict[str, Any]:
+        """The arrays by name, as the kernel gets them; None where there is none."""
+
+        def one(name: str, value: Any) -> Any:
+            if not isinstance(value, np.ndarray):
+                return None
+            if value.dtype == np.float64:
+                wide = name in ("alibi", "sinks")
+                return jnp.asarray(value, jnp.float32 if wide else self.dtype)
+            return jnp.asarray(value, bool if value.dtype == bool else jnp.int32)
+
+        return {name: one(name, value) for name, value in vars(self).items()}
 
 
 def make_case(

@@ -40,7 +40,6 @@ def emulator_of_races() -> Iterator[plgpu.InterpretGPUParams]:
 def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
     """Emulates the kernel; raises what the emulator finds."""
     _, kv_heads, _, _ = case.k_pages.shape
-    names = ("q", "k_pages", "v_pages", "page_ids")
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
         plan = planning.make_plan(
@@ -54,7 +53,7 @@ def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
             window=case.window,
         )
         return decode.attend(
-            *(arrays[name] for name in names),
+            *(arrays[name] for name in ("q", "k_pages", "v_pages", "page_ids")),
             plan,
             scale=case.scale,
             softcap=case.softcap,
@@ -64,11 +63,9 @@ def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
             interpret=interpret,
         )
 
-    more = ("positions", "slots", "context", "ancestors", "alibi", "sinks")
-    arrays = {name: case.array(name) for name in names + more}
     with emulator_of_races() as interpret:
-        state = jax.jit(plan_and_attend, static_argnums=1)(arrays, interpret)
-        return jax.block_until_ready(state)
+        attend = jax.jit(plan_and_attend, static_argnums=1)
+        return jax.block_until_ready(attend(case.arrays(), interpret))
 
 
 def test_lengths_around_tiles_and_pages() -> None:
@@ -254,31 +251,35 @@ def test_a_shared_prefix_equals_private_copies(trees: bool) -> None:
         sinks=np.linspace(-1.0, 1.0, 8),
         padding=1,
     )
-    arrays = {name: case.array(name) for name in ("context", "ancestors")}
-    plan = cascade.make_plan(
-        *(case.array("positions"), case.array("slots")),
-        jnp.asarray([1, -1, 1, 0, 1], jnp.int32),
-        jnp.asarray([0, 63], jnp.int32),
-        kv_heads=1,
-        group=8,
-        tiling=SMALL,
-        **arrays,
-    )
     prefix_ids = np.full((2, 5), -1)
     prefix_ids[1, :4] = case.page_ids[0, :4]
     page_ids = case.page_ids.copy()
     page_ids[[0, 2, 4], :3] = -1
-    with emulator_of_races() as interpret:
-        state = cascade.attend_shared_prefix(
-            *(case.array(name) for name in ("q", "k_pages", "v_pages")),
+
+    def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
+        plan = cascade.make_plan(
+            *(arrays["positions"], arrays["slots"]),
+            jnp.asarray([1, -1, 1, 0, 1], jnp.int32),
+            jnp.asarray([0, 63], jnp.int32),
+            kv_heads=1,
+            group=8,
+            tiling=SMALL,
+            context=arrays["context"],
+            ancestors=arrays["ancestors"],
+        )
+        return cascade.attend_shared_prefix(
+            *(arrays["q"], arrays["k_pages"], arrays["v_pages"]),
             *(jnp.asarray(ids, jnp.int32) for ids in (prefix_ids, page_ids)),
             plan,
             scale=case.scale,
-            sinks=case.array("sinks"),
+            sinks=arrays["sinks"],
             tiling=SMALL,
             interpret=interpret,
         )
-        jax.block_until_ready(state)
+
+    with emulator_of_races() as interpret:
+        attend = jax.jit(plan_and_attend, static_argnums=1)
+        state = jax.block_until_ready(attend(case.arrays(), interpret))
     assert_within_rule(case, *state)
 
 

@@ -1,5 +1,6 @@
 """The plan of the decode kernel against plain Python that lays the tiles out."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,12 @@ import pytest
 
 from pallas_kernels import cutting, packing, planning
 from pallas_kernels.cutting import Tiling
+
+MAKE_PLAN = jax.jit(
+    planning.make_plan,
+    static_argnames=("num_slots", "kv_heads", "group", "tiling", "window", "sort"),
+)
+CUT = jax.jit(cutting.cut, static_argnames=("kv_heads", "tiling"))
 
 
 def ints(values: Any) -> jax.Array:
@@ -102,19 +109,17 @@ def test_random_spans() -> None:
 def test_random_rows_are_packed_in_order_and_come_back(sort: bool) -> None:
     rng, num_rows, num_slots, tokens = np.random.default_rng(1), 24, 6, 3
     group, kv_heads, head_dim = 2, 3, 4
-    pack = jax.jit(packing.pack_rows, static_argnames=("num_slots", "tokens", "sort"))
+    sizes = {"num_slots": num_slots, "tokens": tokens, "sort": sort}
+    pack = jax.jit(functools.partial(packing.pack_rows, **sizes))
+    lay_out = jax.jit(functools.partial(packing.pack_queries, kv_heads=kv_heads))
+    unpack = jax.jit(functools.partial(packing.unpack, group=group, fill=-1.0))
     for _ in range(40):
         slots = rng.integers(0, num_slots, num_rows)
         if not sort:
             slots = np.repeat(rng.permutation(num_slots), 4)
         live = rng.random(num_rows) < rng.random()
         slots = np.where(live, slots, rng.integers(-1, 9, num_rows))
-        got = pack(
-            *(ints(slots), jnp.asarray(live)),
-            num_slots=num_slots,
-            tokens=tokens,
-            sort=sort,
-        )
+        got = pack(ints(slots), jnp.asarray(live))
         # The model: the live rows of a slot in order, `tokens` at a time.
         rows_of: dict[int, list[int]] = {}
         for row in np.flatnonzero(live).tolist():
@@ -127,19 +132,19 @@ def test_random_rows_are_packed_in_order_and_come_back(sort: bool) -> None:
         ]
         num_blocks = got.row.shape[0]
         assert len(wanted) <= num_blocks
-        for block in range(num_blocks):
-            key, rows = wanted[block] if block < len(wanted) else (0, [])
-            assert got.slot[block] == key
-            padded = rows + [num_rows] * (tokens - len(rows))
-            assert got.row[block].tolist() == padded
-            for token, row in enumerate(rows):
-                assert (got.block[row], got.token[row]) == (block, token)
-        assert (got.block[~live] == num_blocks).all()
+        row, slot, block, token = (np.asarray(x) for x in got)
+        for i in range(num_blocks):
+            key, rows = wanted[i] if i < len(wanted) else (0, [])
+            assert slot[i] == key
+            assert row[i].tolist() == rows + [num_rows] * (tokens - len(rows))
+            assert (block[rows] == i).all()
+            assert token[rows].tolist() == list(range(len(rows)))
+        assert (block[~live] == num_blocks).all()
         q = rng.standard_normal((num_rows, kv_heads * group, head_dim), np.float32)
-        blocks = packing.pack_queries(jnp.asarray(q), got, kv_heads=kv_heads)
+        blocks = np.array(lay_out(jnp.asarray(q), got))
         assert blocks.shape == (num_blocks, kv_heads, 8, head_dim)
-        blocks = blocks.at[:, :, tokens * group :].set(jnp.nan)
-        back = packing.unpack(blocks, got, group=group, fill=-1.0)
+        blocks[:, :, tokens * group :] = np.nan
+        back = np.asarray(unpack(jnp.asarray(blocks), got))
         np.testing.assert_array_equal(back[live], q[live])
         assert (back[~live] == -1).all()
 
@@ -170,7 +175,7 @@ def test_blocks_are_never_more_than_the_bound() -> None:
 
 def test_spans_of_a_block_are_those_of_its_rows() -> None:
     """Two slots with chunks, a padding row, a window: worked by hand."""
-    plan = planning.make_plan(
+    plan = MAKE_PLAN(
         ints([6, 7, 8, -1, 100]),
         ints([1, 1, 1, -1, 0]),
         num_slots=2,
@@ -192,7 +197,7 @@ def test_spans_of_a_block_are_those_of_its_rows() -> None:
 def test_spans_of_a_tree() -> None:
     """A tree of three nodes over 10 places: the root, and two branches of it."""
     ancestors = jnp.asarray([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
-    plan = planning.make_plan(
+    plan = MAKE_PLAN(
         ints([10, 11, 11]),
         ints([0, 0, 0]),
         num_slots=1,
