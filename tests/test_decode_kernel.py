@@ -287,10 +287,10 @@ def test_a_shared_prefix_equals_private_copies(trees: bool) -> None:
     "sizes",
     [
         {},
-        {"head_dim": 256, "page_size": 64},
+        {"head_dim": 256, "page_size": 64, "softcap": 30.0, "alibi": True},
+        {"head_dim": 256, "block_rows": 128},
         {"head_dim": 64, "page_size": 256, "group": 1},
-        {"columns": 40},
-        {"softcap": 30.0, "alibi": True},
+        {"columns": 64},
         {"block_rows": 128, "group": 64},
     ],
     ids=str,
@@ -309,9 +309,7 @@ def lower(
     alibi: bool = False,
     block_rows: int = 64,
 ) -> None:
-    tiling = cutting.default_tiling(head_dim=head_dim)
-    if block_rows == 128:
-        tiling = dataclasses.replace(tiling, block_rows=128, q_stages=1, stages=3)
+    tiling = cutting.default_tiling(head_dim=head_dim, block_rows=block_rows)
 
     def attend(q, k_pages, v_pages, page_ids, rows, context, ancestors, slopes):
         plan = planning.make_plan(

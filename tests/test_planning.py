@@ -236,3 +236,20 @@ def test_a_group_that_no_block_holds_is_refused() -> None:
         planning.make_plan(
             ints([0]), None, num_slots=1, kv_heads=1, group=65, tiling=Tiling()
         )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_rows", "stages", "q_stages"),
+    [
+        (64, 64, 8, 2),
+        (128, 64, 4, 2),
+        (256, 64, 2, 1),
+        (128, 128, 3, 1),
+        (64, 128, 8, 2),
+    ],
+)
+def test_default_tilings_fill_the_shared_memory(
+    head_dim: int, block_rows: int, stages: int, q_stages: int
+) -> None:
+    tiling = cutting.default_tiling(head_dim=head_dim, block_rows=block_rows)
+    assert (tiling.stages, tiling.q_stages) == (stages, q_stages)
