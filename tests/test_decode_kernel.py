@@ -366,33 +366,33 @@ K_FULL = "plgpu.barrier_wait(shared.k_full.at[stage])"
 V_FREE = "plgpu.barrier_arrive(shared.v_free.at[stage])"
 PRODUCT = "out = _add_product(out, weights, shared.v.at[stage], emulated)"
 BETWEEN = "\n            "
-BARRIER = r"barrier( \d+)? (completed phase|was deallocated|is already at phase)"
-RACE = "RACE DETECTED"
 BUGS = {
-    "back-pressure": ("plgpu.barrier_wait(free.at[stage])", "pass", BARRIER),
-    "wait for keys": (K_FULL, "pass", BARRIER),
-    "early release": (
-        *(PRODUCT + BETWEEN + V_FREE, V_FREE + BETWEEN + PRODUCT),
-        RACE,
-    ),
-    "commit": ("= lse\n        plgpu.commit_smem()", "= lse", RACE),
+    "back-pressure": ("plgpu.barrier_wait(free.at[stage])", "pass"),
+    "wait for keys": (K_FULL, "pass"),
+    "early release": (PRODUCT + BETWEEN + V_FREE, V_FREE + BETWEEN + PRODUCT),
+    "commit": ("= lse\n        plgpu.commit_smem()", "= lse"),
 }
 MORE_BUGS = {
-    "wait for values": (K_FULL.replace("k_full", "v_full"), "pass", BARRIER),
+    "wait for values": (K_FULL.replace("k_full", "v_full"), "pass"),
     "back-pressure of queries": (
         "plgpu.barrier_wait(shared.q_free.at[stage])",
-        *("pass", BARRIER),
+        "pass",
     ),
-    "wait for results": ("plgpu.wait_smem_to_gmem(0)", "pass", "Not all copy_smem"),
+    "wait for results": ("plgpu.wait_smem_to_gmem(0)", "pass"),
     "wait for the last results": (
         "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
-        *("pass", RACE),
+        "pass",
     ),
 }
+# Which of them comes first is up to the version of jax and to the threads.
+NOTICED = (
+    r"RACE DETECTED|Not all copy_smem_to_gmem|"
+    r"[Bb]arrier( \d+)? (completed phase|was deallocated|is already at phase)"
+)
 
 
 @pytest.mark.parametrize(
-    ("removed", "added", "message"),
+    ("removed", "added"),
     [
         *(pytest.param(*bug, id=name) for name, bug in BUGS.items()),
         *(
@@ -402,12 +402,12 @@ MORE_BUGS = {
     ],
 )
 def test_seeded_bugs_are_caught(
-    monkeypatch: pytest.MonkeyPatch, removed: str, added: str, message: str
+    monkeypatch: pytest.MonkeyPatch, removed: str, added: str
 ) -> None:
     module = mutant(removed, added)
     for name in ("consume", "produce"):
         monkeypatch.setattr(warpgroups, name, getattr(module, name))
-    with pytest.raises(RuntimeError, match=f"(?i){message}"):
+    with pytest.raises(RuntimeError, match=NOTICED):
         run(TINY, Tiling(num_programs=1, stages=2))
 
 
