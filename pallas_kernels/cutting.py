@@ -88,10 +88,12 @@ class Schedule(NamedTuple):
     """Program i holds the tiles cuts[i] to cuts[i + 1] - 1 of the line."""
     begin: Int32[Array, "programs 3"]
     """Its first tile: block, in that order; KV head; tile of the item from 0."""
-    parts: Int32[Array, "programs 2"]
-    """Item, block * kv_heads + head, of the program's partial states: of the one that
-    began before the stretch, and of the one that goes on after it. Past the end where
-    there is none."""
+    cut_of: Int32[Array, "programs 2"]
+    """Item that the program's partial states belong to, counted among those that were
+    cut: of the one that began before the stretch, and of the one that goes on after it.
+    `programs`, past the end, where there is none."""
+    cut_items: Int32[Array, " programs"]
+    """Those items, block * kv_heads + head; past the end after the last of them."""
 
 
 def cut(
@@ -144,25 +146,25 @@ def cut(
         inside = place - ends[block] + size * kv_heads
         return block, inside // size, inside % size
 
-    def item(block, head):
-        return order[block] * kv_heads + head
-
-    begin, end, nobody = cuts[:-1], cuts[1:], num_blocks * kv_heads
+    begin, end = cuts[:-1], cuts[1:]
     block, head, tile_index = locate(begin)
     last_block, last_head, last_tile = locate(jnp.maximum(end - 1, 0))
     began_before = (end > begin) & (tile_index > 0)
-    # The last item goes on after the stretch, and began in it.
+    # The last item goes on after the stretch, and began in it: a new one is cut.
     goes_on = (last_tile + 1 < num_tiles[last_block]) & (end - 1 - last_tile >= begin)
     goes_on &= end > begin
-    parts = [
-        jnp.where(began_before, item(block, head), nobody),
-        jnp.where(goes_on, item(last_block, last_head), nobody),
-    ]
+    # What began before the stretch is the last item that was cut there.
+    num_cut = jnp.cumsum(goes_on, dtype=jnp.int32)
+    before = jnp.where(began_before, num_cut - goes_on.astype(jnp.int32) - 1, programs)
+    after = jnp.where(goes_on, num_cut - 1, programs)
+    item = order[last_block] * kv_heads + last_head
+    cut_items = jnp.full((programs,), num_blocks * kv_heads, jnp.int32)
     return Schedule(
         order=order,
         first_tile=first_tile,
         num_tiles=num_tiles,
         cuts=cuts,
         begin=jnp.stack([block, head, tile_index], axis=1),
-        parts=jnp.stack(parts, axis=1),
+        cut_of=jnp.stack([before, after], axis=1),
+        cut_items=cut_items.at[after].set(item, mode="drop"),
     )

@@ -101,7 +101,8 @@ def attend(
         tiling=tiling,
         interpret=interpret,
     )
-    out, lse = merging.merge_parts(*states, plan.schedule.parts)
+    schedule = plan.schedule
+    out, lse = merging.merge_parts(*states, schedule.cut_of, schedule.cut_items)
     out = packing.unpack(out, plan.packing, group=group, fill=0.0)
     lse = packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
     if sinks is not None:

@@ -39,7 +39,8 @@ def merge_parts(
     lse: Float32[Array, "blocks kv_heads block_rows"],
     part_out: Float32[Array, "programs 2 block_rows head_dim"],
     part_lse: Float32[Array, "programs 2 block_rows"],
-    parts: Int[Array, "programs 2"],
+    cut_of: Int[Array, "programs 2"],
+    cut_items: Int[Array, " programs"],
 ) -> tuple[
     Float32[Array, "blocks kv_heads block_rows head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
@@ -54,21 +55,18 @@ def merge_parts(
       lse: likewise.
       part_out: partial states of every program; unused ones hold anything.
       part_lse: likewise.
-      parts: item of each of them, past the end where unused.
+      cut_of: cut item that each of them belongs to, see `cutting.Schedule`.
+      cut_items: those items.
 
     Returns:
       Results of all items that have tiles.
     """
-    (num_blocks, kv_heads, rows, head_dim), num_programs = out.shape, parts.shape[0]
+    (num_blocks, kv_heads, rows, head_dim), num_programs = out.shape, cut_of.shape[0]
     num_items = num_blocks * kv_heads
-    item = parts.reshape(-1)
-    used = item < num_items
-    # The parts of an item follow one another: a cut item has the rank of its first one.
-    # Parts that begin before their stretch (column 0) continue an item.
-    opens = used & (jnp.arange(2 * num_programs, dtype=jnp.int32) % 2 == 1)
-    rank = jnp.cumsum(opens, dtype=jnp.int32) - 1
+    cut_of = cut_of.reshape(-1)
+    used = cut_of < num_programs
     index = jnp.arange(num_programs, dtype=jnp.int32)
-    member = used[None, :] & (rank[None, :] == index[:, None])  # [cut items, parts]
+    member = cut_of[None, :] == index[:, None]  # [cut items, parts]
     state_lse = jnp.where(used[:, None], part_lse.reshape(-1, rows), -jnp.inf)
     state_out = jnp.where(
         used[:, None, None], part_out.reshape(-1, rows, head_dim), 0.0
@@ -77,7 +75,7 @@ def merge_parts(
         jnp.where(member[..., None], state_lse[None], -jnp.inf), axis=1
     )  # [cut items, rows]
     top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp2(state_lse - top[jnp.maximum(rank, 0)])
+    weight = jnp.exp2(state_lse - top[jnp.where(used, cut_of, 0)])
     weight = jnp.where(used[:, None], weight, 0.0)
     sum_parts = functools.partial(
         jnp.einsum, "ip,pr...->ir...", member.astype(jnp.float32), precision="highest"
@@ -85,11 +83,10 @@ def merge_parts(
     total = sum_parts(weight)
     some = jnp.where(total > 0, total, 1.0)
     mixed = sum_parts(weight[..., None] * state_out) / some[..., None]
-    to = jnp.full((num_programs,), num_items, jnp.int32)
-    to = to.at[jnp.where(opens, rank, num_programs)].set(item, mode="drop")
-    out = out.reshape(num_items, rows, head_dim).at[to].set(mixed, mode="drop")
+    out = out.reshape(num_items, rows, head_dim)
+    out = out.at[cut_items].set(mixed, mode="drop")
     lse = lse.reshape(num_items, rows)
-    lse = lse.at[to].set(jnp.log2(total) + top, mode="drop")
+    lse = lse.at[cut_items].set(jnp.log2(total) + top, mode="drop")
     return (
         out.reshape(num_blocks, kv_heads, rows, head_dim),
         lse.reshape(num_blocks, kv_heads, rows),

@@ -22,16 +22,18 @@ def test_parts_of_cut_items(num_parts: int) -> None:
     """Items of a line of programs, one of them over `num_parts`; all else is NaN."""
     rng = np.random.default_rng(num_parts)
     programs, blocks, heads = 13, 3, 2
-    items, nobody = blocks * heads, blocks * heads
+    items = blocks * heads
     out = np.full((blocks, heads, ROWS, HEAD_DIM), np.nan)
     lse = np.full((blocks, heads, ROWS), np.nan)
     part_out = np.full((programs, 2, ROWS, HEAD_DIM), np.nan)
     part_lse = np.full((programs, 2, ROWS), np.nan)
-    parts = np.full((programs, 2), nobody)
+    cut_of, cut_items = np.full((programs, 2), programs), np.full(programs, items)
     # Item 4 begins in program 0 and ends in a later one; item 1 is cut after it.
     if num_parts:
-        parts[0, 1], parts[1:num_parts, 0] = 4, 4
-        parts[num_parts - 1, 1], parts[num_parts, 0] = 1, 1
+        cut_items[:2] = 4, 1
+        cut_of[0, 1], cut_of[1:num_parts, 0] = 0, 0
+        cut_of[num_parts - 1, 1], cut_of[num_parts, 0] = 1, 1
+    parts = np.append(cut_items, items)[cut_of]
     wanted = {}
     for item in range(items):
         where = np.argwhere(parts == item)
@@ -50,7 +52,7 @@ def test_parts_of_cut_items(num_parts: int) -> None:
             part_out[program, side], part_lse[program, side] = state[0][i], state[1][i]
     got_out, got_lse = merging.merge_parts(
         *(jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse)),
-        jnp.asarray(parts, jnp.int32),
+        *(jnp.asarray(x, jnp.int32) for x in (cut_of, cut_items)),
     )
     for item, (wanted_out, wanted_lse) in wanted.items():
         place = divmod(item, heads)

@@ -52,9 +52,13 @@ def check_schedule(
     assert got.cuts[-1] == len(line)
     assert (sizes[busy:] == 0).all()
     assert sizes[:busy].max() - sizes[:busy].min() <= 1
+    nobody = len(low) * kv_heads
+    num_cut = int((got.cut_of[:, 1] < programs).sum())
+    assert (got.cut_items[num_cut:] == nobody).all()
+    item_of = [*got.cut_items.tolist(), nobody]
     for program in range(programs):
         stretch = line[got.cuts[program] : got.cuts[program + 1]]
-        parts = [len(low) * kv_heads] * 2
+        parts = [nobody] * 2
         if stretch:
             place, head, tile = got.begin[program]
             assert (got.order[place], head, tile) == stretch[0][:3]
@@ -64,7 +68,7 @@ def check_schedule(
             for (block, head, count), tiles in pieces.items():
                 if len(tiles) < count:
                     parts[0 if tiles[0] > 0 else 1] = block * kv_heads + head
-        assert got.parts[program].tolist() == parts
+        assert [item_of[i] for i in got.cut_of[program]] == parts
 
 
 @pytest.mark.parametrize(
