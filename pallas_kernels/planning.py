@@ -79,6 +79,7 @@ def make_plan(
     context: Int[Array, " slots"] | None = None,
     ancestors: Bool[Array, "rows columns"] | None = None,
     window: int | None = None,
+    rows_per_slot: int | None = None,
     sort: bool = False,
 ) -> Plan:
     """Packs the rows and cuts the work.
@@ -99,6 +100,8 @@ def make_plan(
       context: see above.
       ancestors: see above.
       window: a row sees places above its position - window; None means all.
+      rows_per_slot: rows that slots have as a rule, as the nodes of a tree: blocks are
+        no longer than that, so that little of them is padding. None means any number.
       sort: allows the rows of a slot to lie anywhere.
 
     Returns:
@@ -114,11 +117,9 @@ def make_plan(
         packed = packing.one_row_a_slot(live)
     else:
         live &= slots >= 0
+        tokens = min(tiling.block_rows // group, rows_per_slot or positions.shape[0])
         packed = packing.pack_rows(
-            *(slots, live),
-            num_slots=num_slots,
-            tokens=tiling.block_rows // group,
-            sort=sort,
+            slots, live, num_slots=num_slots, tokens=tokens, sort=sort
         )
     start = jnp.zeros_like(positions) if first is None else first
     if window is not None:

@@ -13,7 +13,7 @@ from pallas_kernels.cutting import Tiling
 
 MAKE_PLAN = jax.jit(
     planning.make_plan,
-    static_argnames=("num_slots", "kv_heads", "group", "tiling", "window", "sort"),
+    static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),
 )
 CUT = jax.jit(cutting.cut, static_argnames=("kv_heads", "tiling"))
 
@@ -215,6 +215,24 @@ def test_spans_of_a_tree() -> None:
     assert (plan.inner_low.item(), plan.inner_high.item()) == (0, 10)
     assert plan.rows[0, planning.LIMIT, ::8].tolist() == [10, 10, 10] + [0] * 5
     assert plan.rows[0, planning.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
+
+
+@pytest.mark.parametrize(("rows_per_slot", "tokens"), [(None, 6), (2, 2), (1, 1)])
+def test_blocks_are_no_longer_than_the_rows_of_a_slot(
+    rows_per_slot: int | None, tokens: int
+) -> None:
+    plan = planning.make_plan(
+        ints([4, 5, 4, 5, 6, -1]),
+        ints([0, 0, 1, 1, 1, -1]),
+        num_slots=2,
+        kv_heads=1,
+        group=8,
+        tiling=Tiling(num_programs=2),
+        rows_per_slot=rows_per_slot,
+    )
+    assert plan.packing.row.shape[1] == tokens
+    rows = np.asarray(plan.packing.row)
+    assert sorted(rows[rows < 6]) == [0, 1, 2, 3, 4]
 
 
 def test_words_of_ancestors() -> None:
