@@ -58,12 +58,13 @@ def default_tiling(
     Args:
       head_dim: 64, 128 or 256.
       block_rows: packed rows of a block at most: 128 read long keys that many rows
-        share half as often.
+        share half as often. Of heads of 256 there is room for 64 only.
       num_programs: multiprocessors of the device; an H200 has 132.
 
     Returns:
       The tiling.
     """
+    block_rows = 64 if head_dim > 128 else block_rows
     q_stages = 2 if block_rows * head_dim <= 64 * 128 else 1
     rest = 220 * 1024 - q_stages * block_rows * head_dim * 2
     rest -= block_rows * min(head_dim, 128) * 4

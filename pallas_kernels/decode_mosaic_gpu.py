@@ -153,11 +153,13 @@ def _launch(
         shared = references[-1]
         warpgroup = lax.axis_index("warpgroup")
 
+        # Registers of a thread that multiplies, and of one that copies: all warpgroups
+        # together have 512.
+        many, few = (248, 40) if num_warpgroups == 1 else (240, 24)
+
         @pl.when(warpgroup < num_warpgroups)
         def _():
-            plgpu.set_max_registers(
-                248 if num_warpgroups == 1 else 232, action="increase"
-            )
+            plgpu.set_max_registers(many, action="increase")
             warpgroups.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,
@@ -167,7 +169,7 @@ def _launch(
 
         @pl.when(warpgroup == num_warpgroups)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(few, action="decrease")
             warpgroups.produce(inputs, shared, tiling=tiling)
 
     # The layout in which the tensor cores read.

@@ -16,7 +16,6 @@ from pallas_kernels import decode_mosaic_gpu as decode
     [
         {},
         {"head_dim": 256, "page_size": 64, "softcap": 30.0, "alibi": True},
-        {"head_dim": 256, "block_rows": 128},
         {"head_dim": 64, "page_size": 256, "group": 1},
         {"columns": 64},
         {"block_rows": 128, "group": 64},
