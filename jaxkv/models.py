@@ -379,6 +379,13 @@ class Forward:
           same rows.
         """
         model = _merge(self.config, params)
+        sees: Any = {"window": self.config.window, "numerics": self.numerics}
+        plan = forwarding.make_plan(
+            *(pages, rows),
+            num_q_heads=self.config.num_q_heads,
+            dtype=model.embed.weight[...].dtype,
+            **sees,
+        )
 
         def attend(layer, q, k, v, pages):
             out, pages = forwarding.attend(
@@ -386,8 +393,8 @@ class Forward:
                 layer,
                 *(x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1) for x in (q, k, v)),
                 rows,
-                window=self.config.window,
-                numerics=self.numerics,
+                plan=plan,
+                **sees,
             )
             return out.transpose(1, 2, 0).reshape(q.shape), pages
 

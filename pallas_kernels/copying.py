@@ -10,7 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-type Implementation = Literal["reference"]
+type CopyImplementation = Literal["reference"]
 """Implementations by name; `None` takes the best one for platform and shape."""
 
 
@@ -20,7 +20,7 @@ def copy_pages(
     target: Int[Array, " n"],
     *,
     origin: Shaped[Array, "origin_pages ..."] | None = None,
-    implementation: Implementation | None = None,
+    implementation: CopyImplementation | None = None,
 ) -> Shaped[Array, "pages ..."]:
     """Makes some pages equal to others, in place where the pages are donated.
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-type Implementation = Literal["reference", "cudnn"]
+type FlashImplementation = Literal["reference", "cudnn"]
 """Implementations by name; `None` takes the best one for platform and type."""
 
 TILE = 128
@@ -48,7 +48,7 @@ def flash_attention(
     window: int | None = None,
     scale: float | None = None,
     tile: int = TILE,
-    implementation: Implementation | None = None,
+    implementation: FlashImplementation | None = None,
 ) -> tuple[
     Float[Array, "batch queries q_heads head_dim"],
     Float[Array, "batch queries q_heads"],

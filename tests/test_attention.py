@@ -421,7 +421,11 @@ def refused(message: str, **changes: Any) -> None:
 
 
 def test_misuse_is_told_in_one_line() -> None:
-    refused("implementation='cuda' must be None or", implementation="cuda")
+    case, _ = plain()
+    with pytest.raises(ValueError, match="implementation='cuda' must be None, 'refer"):
+        inspect.unwrap(attention.choose)(case.q, case.k_pages, implementation="cuda")
+    on_cpu = "'mosaic_gpu': the default backend is cpu, not a GPU; 'reference' takes"
+    refused(on_cpu, implementation="mosaic_gpu")
     refused("q_heads=3 must be a multiple of kv_heads=2", q=jnp.zeros((68, 3, 8)))
     refused("window=0 must be at least 1, or None", window=0)
     refused("softcap=0.0 must be above 0, or None", softcap=0.0)
