@@ -17,17 +17,19 @@ places become an out-of-range id after the offset, never before.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import paging
 from jaxkv.paging import NO_PAGE
-from pallas_kernels import copying
+from pallas_kernels import copying, quantizing, writing
+from pallas_kernels.quantizing import Quantized
 
 _COPIES_AT_ONCE = 16
 """Pages that `copy` holds outside the pool at one time, all layers of each."""
@@ -37,9 +39,17 @@ class Pages(NamedTuple):
     """K and V of every page. Sizes are read from the shapes."""
 
     k: Float[Array, "layers pages kv_heads page_size head_dim"]
-    """Keys, positions already encoded in them."""
+    """Keys, positions already encoded in them. In 8 bits this is a `Quantized` of that
+    shape, numbers and a scale for each token and head: leaves like all others."""
     v: Float[Array, "layers pages kv_heads page_size head_dim"]
-    """Values."""
+    """Values, likewise."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """What K and V are kept in, as `EngineConfig.kv_dtype` says it."""
+        if not isinstance(self.k, Quantized):
+            return "model"
+        return quantizing.kind_of(self.k.dtype) or "model"
 
     @property
     def num_layers(self) -> int:
@@ -82,6 +92,7 @@ def make_pages(
     page_size: int,
     head_dim: int,
     dtype: DTypeLike,
+    kv_dtype: Literal["model", "int8", "fp8"] = "model",
 ) -> Pages:
     """Makes the K and V arrays, filled with zeros.
 
@@ -91,11 +102,13 @@ def make_pages(
       num_kv_heads: key and value heads of a layer, at least 1.
       page_size: token places in a page, at least 1.
       head_dim: elements of one key or value, at least 1.
-      dtype: floating type of the elements.
+      dtype: floating type of the model.
+      kv_dtype: "model" keeps K and V in that type, the others in 8 bits with a scale
+        for each token and head, see `pallas_kernels.quantizing`.
 
     Returns:
       The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
-      elements in all.
+      elements in all, and a scale for every head_dim of them if of 8 bits.
 
     Raises:
       ValueError: a size is below 1, or the type is not a floating one.
@@ -112,9 +125,19 @@ def make_pages(
         raise ValueError(f"{head_dim=} must be at least 1")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{dtype=} must be a floating type")
+    if kv_dtype not in ("model", *quantizing.NUMBERS):
+        raise ValueError(f"{kv_dtype=} must be 'model', 'int8' or 'fp8'")
     shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
-    # Two arrays, not one twice: a buffer can be donated only once.
-    return Pages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    # Every array anew, not one twice: a buffer can be donated only once.
+    if kv_dtype == "model":
+        return Pages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    numbers, wide = quantizing.NUMBERS[kv_dtype], np.promote_types(dtype, np.float32)
+
+    def empty() -> Any:
+        scales = jnp.zeros(shape[:4], wide)
+        return quantizing.whole(jnp.zeros(shape, numbers), scales)
+
+    return Pages(k=empty(), v=empty())
 
 
 def locate(
@@ -160,7 +183,7 @@ def write(
     Args:
       pages: the pages, donated or carried.
       layer: layer to write, in [0, layers).
-      k: keys, cast to the type of the pages.
+      k: keys, cast to the type of the pages, or rounded to their 8 bits.
       v: values, likewise.
       rows: where each row belongs; only position, slot and page_ids are read.
 
@@ -171,12 +194,19 @@ def write(
       ValueError: `rows.slot` is None and there are not as many rows as slots.
     """
     page, offset = locate(rows, page_size=pages.page_size)
-
-    def one_leaf(leaf: Array, new: Array) -> Array:
-        index = (layer, page, slice(None), offset)
-        return paging.put(leaf, index, new.astype(leaf.dtype), "set")
-
-    return jax.tree.map(one_leaf, pages, Pages(k=k, v=v))
+    sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
+    view = flat(pages)
+    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, view)
+    written = writing.write_kv(
+        *(k_pages, v_pages, flat_ids(page, layer, **sizes), offset, k, v),
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+    new = Pages(
+        k=quantizing.whole(written.k_pages, written.k_scales),
+        v=quantizing.whole(written.v_pages, written.v_scales),
+    )
+    return jax.tree.map(lambda old, new: new.reshape(old.shape), pages, new)
 
 
 def copy(
@@ -283,14 +313,18 @@ def gather(
       page_ids: rows of a page table.
 
     Returns:
-      K and V with tokens = columns * page_size, as `write` was given them; zeros where
-      no page is mapped.
+      K and V with tokens = columns * page_size, as `write` was given them, up to their
+      rounding to the type of the pages; zeros where no page is mapped.
     """
 
-    def one_leaf(leaf: Array) -> Array:
-        found = paging.take(leaf, (layer, page_ids), fill=0)
+    def one(leaves: Array | Quantized) -> Array:
+        numbers, scales = quantizing.parts(leaves)
+        found = paging.take(numbers, (layer, page_ids), fill=0)
+        if scales is not None:
+            worth = paging.take(scales, (layer, page_ids), fill=0)
+            found = quantizing.dequantize(found, worth)
         num_rows, columns, kv_heads, page_size, head_dim = found.shape
         tokens = found.swapaxes(2, 3)
         return tokens.reshape(num_rows, columns * page_size, kv_heads, head_dim)
 
-    return one_leaf(pages.k), one_leaf(pages.v)
+    return one(pages.k), one(pages.v)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv import caching
-from pallas_kernels import attention, planning
+from pallas_kernels import attention, planning, quantizing
 
 
 class ForwardResult(NamedTuple):
@@ -83,15 +83,18 @@ def attend(
     ids = caching.flat_ids(
         rows.page_ids, layer, num_layers=pages.num_layers, num_pages=pages.num_pages
     )
+    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, flat)
     state = attention.paged_attention(
         q,
-        flat.k,
-        flat.v,
+        k_pages,
+        v_pages,
         ids,
         rows.position,
         rows.slot,
         scale=scale,
         window=window,
+        k_scales=k_scales,
+        v_scales=v_scales,
         numerics=numerics,
         plan=plan,
     )

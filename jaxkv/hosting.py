@@ -124,7 +124,8 @@ class HostSpace:
             else:
                 moves.arrives[...] = first
                 moves.place[places] = new = free[: len(places)]
-                for buffer, leaf in zip(moves.pages, pages, strict=True):
+                both = map(jax.tree.leaves, (moves.pages, pages))
+                for buffer, leaf in zip(*both, strict=True):
                     buffer[:, new] = leaf
         return state._replace(staging=_move(s, state.sequences.group, moves))
 

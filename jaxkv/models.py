@@ -328,6 +328,7 @@ def make_pages(
         page_size=engine.page_size,
         head_dim=config.head_dim,
         dtype=dtype,
+        kv_dtype=engine.kv_dtype,
     )
 
 

@@ -67,6 +67,9 @@ class EngineConfig:
     """Steps between two looks of the host."""
     prefix_cache: bool = False
     """Whether full pages are kept for requests that begin with the same tokens."""
+    kv_dtype: Literal["model", "int8", "fp8"] = "model"
+    """What K and V are kept in: the model's type, or 8 bits and a scale for each token
+    and head, which holds about twice as many tokens as 16 bits."""
     numerics: Literal["fast", "reproducible"] = "fast"
     """Whether a request gets the same bits in any company, or the fastest program."""
     seed: int = 0
@@ -101,6 +104,8 @@ class EngineConfig:
             raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
         if self.emit_width != 1:
             raise ValueError(f"{self.emit_width=} must be 1 without speculation")
+        if self.kv_dtype not in ("model", "int8", "fp8"):
+            raise ValueError(f"{self.kv_dtype=} must be 'model', 'int8' or 'fp8'")
         if self.numerics not in ("fast", "reproducible"):
             raise ValueError(f"{self.numerics=} must be 'fast' or 'reproducible'")
         if not 0 <= self.seed < 2**64:
@@ -255,11 +260,13 @@ def init(config: EngineConfig, pages: caching.Pages) -> EngineState:
       The state.
 
     Raises:
-      ValueError: the pages have other sizes than the configuration.
+      ValueError: the pages have another size or type than the configuration.
     """
-    for leaf in pages:
+    for leaf in jax.tree.leaves(pages):
         if leaf.shape[1] != config.num_pages:
             raise ValueError(f"{leaf.shape[1]=} must be {config.num_pages=}")
+    if pages.kv_dtype != config.kv_dtype:
+        raise ValueError(f"{pages.kv_dtype=} must be {config.kv_dtype=}")
     if pages.page_size != config.page_size:
         raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
     num, length = config.max_sequences, config.max_length

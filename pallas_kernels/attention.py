@@ -11,9 +11,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels import cutting, planning, reference
+from pallas_kernels import checking, cutting, planning, reference
+from pallas_kernels.reading import Memory
+from pallas_kernels.scoring import Scoring
 
 type AttentionImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""
@@ -33,8 +35,8 @@ class AttentionState(NamedTuple):
 
 def paged_attention(
     q: Float[Array, "rows q_heads head_dim"],
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    k_pages: Num[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Num[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None = None,
@@ -46,6 +48,8 @@ def paged_attention(
     softcap: float | None = None,
     alibi: Float[Array, " q_heads"] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "pages kv_heads *k_places"] | None = None,
+    v_scales: Float[Array, "pages kv_heads *v_places"] | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
     plan: planning.Plan | None = None,
@@ -59,10 +63,11 @@ def paged_attention(
 
     Args:
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of all layers with ids offset by the layer.
-      v_pages: values, likewise.
+      k_pages: keys of one layer, or of all layers with ids offset by the layer; of a
+        floating type, or of 8 bits as `quantizing` makes them.
+      v_pages: values, likewise and of the same type.
       page_ids: page of every place / page_size; an id outside [0, pages) is unmapped
-        and must lie beyond what any row sees.
+        and must hold no place that any row sees.
       positions: position of each row; -1 for a padding row, which sees nothing.
       slots: slot of each row, the rows of a slot side by side and in ascending order;
         None where row i is slot i.
@@ -73,9 +78,16 @@ def paged_attention(
       softcap: bound of the scores, above 0: softcap * tanh(score / softcap), after the
         scale and before `alibi`; None means none.
       alibi: slope of each query head: a score gains slope * (place - position).
-      sinks: one more score a head, that takes weight and brings no value.
+      sinks: one more score a head, that takes weight and brings no value. Of states to
+        be merged only one may have it.
+      k_scales: of 8-bit pages alone, the factor on the keys of a page and head, or with
+        an axis of page_size more on each of them.
+      v_scales: likewise on the values.
       numerics: "reproducible" gives a row the same bits in any company.
-      implementation: None, or a name that must serve this call.
+      implementation: None, or a name that must serve this call. "reference" takes any
+        sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
+        bfloat16 or both in float16, head_dim 64, 128 or 256, pages of 16, 32, 64, 128
+        or 256 places, and at most 64 query heads for a KV head.
       plan: `make_plan` of the same rows, so that the layers of a model share it; None
         makes one where one is needed.
 
@@ -91,9 +103,8 @@ def paged_attention(
     Press et al. 2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925,
     section 2.
     """
-    q_heads, kv_heads = q.shape[1], k_pages.shape[1]
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
+    checking.check_arrays(q, k_pages, v_pages, k_scales, v_scales)
+    checking.check_heads(q, sinks=sinks, alibi=alibi)
     if slots is None and q.shape[0] != page_ids.shape[0]:
         raise ValueError(
             f"{q.shape[0]=} must be {page_ids.shape[0]=} when slots is None"
@@ -127,23 +138,8 @@ def paged_attention(
             tiling=_tiling(q.shape[2]),
         )
         return AttentionState(out.astype(q.dtype), lse)
-    view = reference.View(
-        page_ids=page_ids,
-        positions=positions,
-        slots=slots,
-        context=context,
-        ancestors=ancestors,
-    )
-    group = q_heads // kv_heads
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(
-        q.shape[0], kv_heads, group, q.shape[2]
-    )
-    scoring = reference.Scoring(
-        window=window,
-        softcap=softcap,
-        alibi=None if alibi is None else alibi.reshape(kv_heads, group),
-    )
-    rows, head_dim = q.shape[0], q.shape[3]
+    (rows, q_heads, head_dim), kv_heads = q.shape, k_pages.shape[1]
+    by_head = kv_heads, q_heads // kv_heads
     attend = reference.attend_per_row
     if numerics == "fast" and slots is None:
         few = max(1, 4 // max(rows, 1))
@@ -151,16 +147,23 @@ def paged_attention(
         attend = functools.partial(attend, block_size=size)
     elif numerics == "fast":
         attend = reference.attend_per_tile
-    out, lse = attend(q, k_pages, v_pages, view, scoring=scoring)
-    state = AttentionState(
-        out.reshape(rows, q_heads, head_dim), lse.reshape(rows, q_heads)
+    out, lse = attend(
+        q.reshape(rows, *by_head, head_dim),
+        Memory(k_pages, v_pages, k_scales, v_scales),
+        reference.View(page_ids, positions, slots, context, ancestors, window),
+        Scoring(
+            scale=scale,
+            softcap=softcap,
+            slopes=None if alibi is None else alibi.reshape(by_head),
+            sinks=None if sinks is None else sinks.reshape(by_head),
+        ),
     )
-    return state if sinks is None else add_sinks(state, sinks)
+    return AttentionState(out.reshape(q.shape), lse.reshape(rows, q_heads))
 
 
 def make_plan(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
     page_ids: Int[Array, "slots pages_per_slot"],
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None = None,
@@ -210,7 +213,7 @@ def make_plan(
 
 def choose(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
     *,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
@@ -284,22 +287,28 @@ def add_sinks(state: AttentionState, sinks: Float[Array, " q_heads"]) -> Attenti
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:
     """Attention over the keys of both states, which must be disjoint.
 
-    Associative and commutative up to rounding; a state without keys is neutral.
+    Associative and commutative up to rounding, so any number of states merge in any
+    order. A state without keys is neutral, whatever its output holds.
 
     Args:
       first: state of some rows.
       second: state of the same rows over other keys.
 
     Returns:
-      The state over all of these keys.
+      The state over all of these keys, its output in the type of the first one's.
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
     """
-    lse = jnp.logaddexp(first.lse, second.lse)
-    total = jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
-    wide = lse.dtype
-    left, right = (
-        state.out.astype(wide) * jnp.exp(state.lse - total)[..., None]
-        for state in (first, second)
-    )
-    return AttentionState((left + right).astype(first.out.dtype), lse)
+    top = jnp.maximum(first.lse, second.lse)
+    top = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
+    weights = [jnp.exp(state.lse - top) for state in (first, second)]
+    total = weights[0] + weights[1]
+    some = jnp.where(total > 0, total, jnp.ones_like(total))
+
+    def share(state: AttentionState, weight: Array) -> Array:
+        out = state.out.astype(top.dtype) * (weight / some)[..., None]
+        empty = jnp.isneginf(state.lse)[..., None]
+        return jnp.where(empty, jnp.zeros((), top.dtype), out)
+
+    out = share(first, weights[0]) + share(second, weights[1])
+    return AttentionState(out.astype(first.out.dtype), top + jnp.log(total))

@@ -91,6 +91,7 @@ def make_case(
     head_dim: int = 8,
     padding: int = 0,
     decode: bool = False,
+    window: int | None = None,
 ) -> Case:
     """Rows over sequences in scattered pages, with NaN wherever no row may look.
 
@@ -103,6 +104,8 @@ def make_case(
       head_dim: of all heads.
       padding: rows without a slot, put between the runs.
       decode: whether row i is slot i.
+      window: places that no row sees behind it hold NaN, too, and pages of such places
+        alone are not mapped; None keeps all places.
     """
     lengths = [start + num if num else 0 for start, num in runs]
     num_pages = [-(-length // page_size) for length in lengths]
@@ -113,8 +116,10 @@ def make_case(
     shape = (total, kv_heads, page_size, head_dim)
     k_pages, v_pages = (np.full(shape, np.nan, np.float32) for _ in range(2))
     for slot, num in enumerate(num_pages):
-        page_ids[slot, :num] = [free.pop() for _ in range(num)]
-        places = np.arange(lengths[slot])
+        begin = 0 if window is None else max(0, runs[slot][0] - window + 1)
+        kept = slice(min(begin // page_size, num), num)
+        page_ids[slot, kept] = [free.pop() for _ in page_ids[slot, kept]]
+        places = np.arange(begin, lengths[slot])
         address = page_ids[slot, places // page_size], slice(None), places % page_size
         for pages in (k_pages, v_pages):
             pages[address] = rng.normal(size=(len(places), kv_heads, head_dim))

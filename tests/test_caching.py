@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,13 +196,14 @@ def test_vmap_equals_single_runs() -> None:
     "name", ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"]
 )
 def test_sizes_below_one_are_refused(name: str) -> None:
-    sizes = dict.fromkeys(
+    sizes: dict[str, Any] = dict.fromkeys(
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 1
     )
-    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        caching.make_pages(**{**sizes, name: 0}, dtype="float32")
     with pytest.raises(ValueError, match="dtype='int32' must be a floating type"):
         caching.make_pages(**sizes, dtype="int32")
+    sizes[name] = 0
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        caching.make_pages(**sizes, dtype="float32")
 
 
 def test_rows_without_slots_must_be_as_many_as_slots() -> None:

@@ -1,0 +1,117 @@
+"""Blocks of keys and values out of their pages, for the reference.
+
+A block is so many places in token order, wherever their pages lie. Indexed by (page,
+head, part of a page), so that it needs no transposition.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from pallas_kernels import quantizing
+
+
+class Memory(NamedTuple):
+    """Keys and values in pages; of 8-bit pages also what their numbers are worth."""
+
+    k: Num[Array, "pages kv_heads page_size head_dim"]
+    v: Num[Array, "pages kv_heads page_size head_dim"]
+    k_scales: Float[Array, "pages kv_heads *places"] | None = None
+    """Factor on the keys of a page and head, or with one more axis on each of them."""
+    v_scales: Float[Array, "pages kv_heads *places"] | None = None
+    """Likewise on the values."""
+
+
+class Block(NamedTuple):
+    """Keys and values of one block of places, of every row."""
+
+    k: Float[Array, "rows kv_heads places head_dim"]
+    v: Float[Array, "rows kv_heads places head_dim"]
+    k_scales: Float[Array, "rows kv_heads places"] | None
+    v_scales: Float[Array, "rows kv_heads places"] | None
+
+
+def type_of_products(q_type: DTypeLike, memory: Memory) -> np.dtype:
+    """Type that queries, keys, weights and values are multiplied in.
+
+    8-bit numbers fit exactly into every type. But weights times the scales of values
+    are often too small for float16.
+
+    Args:
+      q_type: type of the queries.
+      memory: the keys and values.
+    """
+    q_type, page_type = np.dtype(q_type), np.dtype(memory.k.dtype)
+    narrow = page_type.itemsize == 1 and q_type != np.float16
+    if q_type == page_type or narrow:
+        return q_type
+    wide = np.promote_types(q_type, np.float32)
+    return wide if page_type.itemsize == 1 else np.promote_types(wide, page_type)
+
+
+def read(
+    memory: Memory,
+    page_ids: Int[Array, "rows pages_per_slot"],
+    index: Int[Array, ""],
+    used: Bool[Array, "rows places"],
+    dtype: DTypeLike,
+) -> Block:
+    """Reads one block of every row's keys and values.
+
+    Args:
+      memory: the pages.
+      page_ids: page of every place / page_size of each row.
+      index: of the block.
+      used: which of its places any query of the row sees; the size of a block. Pages
+        without such a place are not followed.
+      dtype: to read the numbers in.
+
+    Returns:
+      The block; values of places that are not used are 0, all else of them anything.
+    """
+    num_pages, kv_heads, page_size, head_dim = memory.k.shape
+    (rows, size), (_, width) = used.shape, page_ids.shape
+    # A block is so many equal parts of pages.
+    part = math.gcd(page_size, size)
+    parts_per_page, parts = page_size // part, size // part
+    used = used.reshape(rows, parts, part)
+    which = index * parts + jnp.arange(parts, dtype=jnp.int32)
+    column = which // parts_per_page
+    ids = page_ids[:, jnp.minimum(column, width - 1)]
+    mapped = (column < width)[None, :] & (ids >= 0) & (ids < num_pages)
+    ids = jnp.where(mapped & jnp.any(used, axis=2), ids, 0)
+    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    page = ids[:, None, :] * kv_heads + head  # of one head
+    address = page * parts_per_page + (which % parts_per_page)[None, None, :]
+
+    def take(pages: Array, *, clean: bool = False) -> Array:
+        """Rows of a matrix until they are whole: what a CPU copies fastest."""
+        flat = pages.reshape(num_pages * kv_heads * parts_per_page, -1)
+        found = flat.at[address.reshape(-1)].get(mode="promise_in_bounds")
+        if clean:
+            shape = (rows, kv_heads, parts, part, head_dim)
+            held = jnp.broadcast_to(used[:, None, :, :, None], shape)
+            zero = jnp.zeros((), found.dtype)
+            found = jnp.where(held.reshape(found.shape), found, zero)
+        found = lax.optimization_barrier(found)
+        return found.reshape(rows, kv_heads, size, -1)
+
+    def scale(pages: Array | None) -> Array | None:
+        if pages is None:
+            return None
+        if pages.ndim == 3:
+            return take(pages)[..., 0]
+        found = pages.reshape(-1).at[page].get(mode="promise_in_bounds")
+        return jnp.repeat(found, part, axis=2)
+
+    return Block(
+        k=quantizing.meaning(take(memory.k)).astype(dtype),
+        v=quantizing.meaning(take(memory.v, clean=True)).astype(dtype),
+        k_scales=scale(memory.k_scales),
+        v_scales=scale(memory.v_scales),
+    )

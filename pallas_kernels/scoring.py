@@ -1,0 +1,132 @@
+"""From products of queries and keys to weights: what every implementation computes.
+
+A score is `scale * q.k`, then `softcap * tanh(score / softcap)`, then plus
+`slope * (place - position)`, then masked. Weights and sums are those of the online
+softmax, so blocks of keys can come one after the other.
+
+Sources: the cap, Gemma 2, arXiv:2408.00118, section 2; linear biases, Press et al.
+2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2; the
+online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Scoring(NamedTuple):
+    """What makes scores of products, beside which keys are seen."""
+
+    scale: float
+    """Factor on the products."""
+    softcap: float | None = None
+    """Bound of the scores; None means none."""
+    slopes: Float[Array, "kv_heads group"] | None = None
+    """What a score gains by each place nearer to the query; None means nothing."""
+    sinks: Float[Array, "kv_heads group"] | None = None
+    """One more score, that takes weight and brings no value; None means none."""
+
+
+class Softmax(NamedTuple):
+    """Running state of the online softmax of some queries."""
+
+    top: Float[Array, "*queries"]
+    """Highest score so far; the lowest number where there was none."""
+    total: Float[Array, "*queries"]
+    """Sum of exp(score - top)."""
+    out: Float[Array, "*queries head_dim"]
+    """Sum of the values under the same weights."""
+
+
+def start(shape: tuple[int, ...], head_dim: int, dtype: DTypeLike) -> Softmax:
+    """Makes the state of queries of one type that have seen nothing.
+
+    Args:
+      shape: of the queries, without head_dim.
+      head_dim: size of a value.
+      dtype: of the queries; the state is in float32 at least.
+    """
+    wide = np.promote_types(dtype, np.float32)
+    # Not -inf: the difference of two of them would be NaN.
+    top = jnp.full(shape, jnp.finfo(wide).min, wide)
+    return Softmax(top, jnp.zeros(shape, wide), jnp.zeros((*shape, head_dim), wide))
+
+
+def score(
+    products: Float[Array, "*queries places"],
+    scoring: Scoring,
+    *,
+    slopes: Float[Array, "..."] | None,
+    distance: Int[Array, "..."],
+    k_scales: Float[Array, "..."] | None,
+) -> Float[Array, "*queries places"]:
+    """Turns products into scores, not yet masked.
+
+    Args:
+      products: of queries and keys.
+      scoring: what to do with them.
+      slopes: its slopes, laid out to be broadcast over the products.
+      distance: place of the key minus position of the query, likewise.
+      k_scales: factor on each key, of 8-bit pages, likewise.
+    """
+    scores = products * scoring.scale
+    if k_scales is not None:
+        scores = scores * k_scales.astype(scores.dtype)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
+    if slopes is not None:
+        scores = scores + slopes.astype(scores.dtype) * distance.astype(scores.dtype)
+    return scores
+
+
+def reweigh(
+    state: Softmax, scores: Float[Array, "*queries places"], seen: Bool[Array, "..."]
+) -> tuple[Float[Array, "*queries places"], Softmax]:
+    """Weights of a block under the new maximum, and the old state scaled to it."""
+    lowest = jnp.asarray(jnp.finfo(scores.dtype).min, scores.dtype)
+    scores = jnp.where(seen, scores, lowest)
+    top = jnp.maximum(state.top, scores.max(-1))
+    weights = jnp.where(
+        seen, jnp.exp(scores - top[..., None]), jnp.zeros((), scores.dtype)
+    )
+    decay = jnp.exp(state.top - top)
+    total = state.total * decay + weights.sum(-1)
+    return weights, Softmax(top, total, state.out * decay[..., None])
+
+
+def scaled(
+    weights: Float[Array, "*queries places"], v_scales: Float[Array, "..."] | None
+) -> Float[Array, "*queries places"]:
+    """Weights times the factor on each value, of 8-bit pages; 0 stays 0."""
+    if v_scales is None:
+        return weights
+    worth = weights * v_scales.astype(weights.dtype)
+    return jnp.where(weights > 0, worth, jnp.zeros((), weights.dtype))
+
+
+def finish(
+    state: Softmax, sinks: Float[Array, "..."] | None, dtype: DTypeLike
+) -> tuple[Float[Array, "*queries head_dim"], Float[Array, "*queries"]]:
+    """Turns the state into the output and the natural log-sum-exp.
+
+    Args:
+      state: after the last block.
+      sinks: laid out to be broadcast over the queries.
+      dtype: of the output.
+
+    Returns:
+      Both, 0 and -inf where no key was seen, sink or not.
+    """
+    some, top, total, out = state.total > 0, state.top, state.total, state.out
+    if sinks is not None:
+        sinks = sinks.astype(top.dtype)
+        top = jnp.maximum(state.top, sinks)
+        decay = jnp.exp(state.top - top)
+        total, out = total * decay + jnp.exp(sinks - top), out * decay[..., None]
+    total = jnp.where(some, total, jnp.ones_like(total))
+    out = jnp.where(some[..., None], out / total[..., None], jnp.zeros((), out.dtype))
+    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
+    return out.astype(dtype), lse.astype(total.dtype)
