@@ -9,6 +9,7 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import targets
@@ -86,6 +87,9 @@ def _copy(
     content = origin.at[source].get(
         mode="fill", fill_value=0, wrap_negative_indices=False
     )
+    # On a GPU the gather would become part of the scatter, which would then read the
+    # array that it writes and so need a copy of all of it.
+    content = lax.optimization_barrier(content)
     return pages.at[jnp.where(read, target, -1)].set(
         content, mode="drop", wrap_negative_indices=False
     )

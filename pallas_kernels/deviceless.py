@@ -77,7 +77,10 @@ def available() -> str | None:
     Only files are looked at. Without libdevice the compiler would end the process.
     """
     if any(not _is_installed(name) for name in _PLUGINS):
-        return "jax's CUDA plugin is not installed (the extra `deviceless` has it)"
+        return (
+            "jax's CUDA plugin is not installed; `make setup` puts one into "
+            ".venv/deviceless, to be named in PYTHONPATH"
+        )
     if _toolkit() is None:
         return (
             "no CUDA toolkit with bin/ptxas and nvvm/libdevice in CUDA_HOME, in the "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxkv import caching
 from pallas_kernels import copy_mosaic_gpu, copying, deviceless, targets
 from tests import test_inplace
 
@@ -108,6 +109,22 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
 
 
 @needs_compiler
+def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
+    def run(pages: caching.Pages, source: Any, target: Any) -> caching.Pages:
+        def step(_: Any, pages: caching.Pages) -> caching.Pages:
+            return caching.copy(pages, source, target)
+
+        return jax.lax.fori_loop(0, 5, step, pages)
+
+    leaf = shape(4, 4096, 4, 16, 64)
+    pages = caching.Pages(leaf, leaf)
+    report = deviceless.compile(run, pages, ids(8), ids(8), donate_argnums=0)
+    assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)
+    assert not test_inplace.large_copies(report.text, pages)
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_the_engine_keeps_its_pages_in_place_on_an_h200() -> None:
     run, arguments, pages = test_inplace.steps(test_inplace.LARGE)
     report = deviceless.compile(run, *arguments, donate_argnums=1)
