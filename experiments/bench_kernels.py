@@ -20,8 +20,6 @@ PANELS = (1, 2)
 MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest error, by type, with which an answer counts as one."""
 
-plot = kernel_drawing.plot
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -68,6 +66,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         rows += _measure(spec, config, target, ceilings)
         gc.collect()  # of arrays that a failure left behind
     return [head, *rows]
+
+
+def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+    """Draws the roofline, and how near each call comes to it."""
+    kernel_drawing.plot(axes, result)
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:

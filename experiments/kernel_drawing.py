@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import NullFormatter
 
 from experiments import units
 from pallas_kernels.benchmarking import Ceilings
@@ -42,6 +43,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         roof.plot(flops[does] / moved[does], flops[does] / seconds[does], **look)
         shares.plot(moved, [100 * row["fraction"] for row in mine], **look)
     shares.set_xscale("log")
+    shares.xaxis.set_minor_formatter(NullFormatter())
     shares.set_xlabel("bytes to be moved")
     shares.set_ylim(bottom=0)
     shares.set_title("share of the floor [%]", loc="left")
@@ -67,7 +69,7 @@ def _draw_roof(ax: Any, ceilings: Ceilings, rows: list[dict[str, Any]]) -> None:
         ha="right",
     )
     ax.annotate(
-        f"{units.size(bytes_per_s)}/s", *((low, roof[0]), (0, 14)), **place, ha="left"
+        f"{units.size(bytes_per_s)}/s", *((low, roof[0]), (8, -3)), **place, ha="left"
     )
     ax.set_xlabel("operations per byte")
     ax.set_title("operations per second [FLOP/s]", loc="left")

@@ -65,7 +65,7 @@ def of_attention() -> list[Implementation]:
 
 def of_copies() -> list[Implementation]:
     """All that copy pages, ours first; XLA's own way is our reference."""
-    names = typing.get_args(copying.Implementation.__value__)
+    names = typing.get_args(copying.CopyImplementation.__value__)
     return [
         Implementation(name, False, lambda problem, name=name: _copy(problem, name))
         for name in names

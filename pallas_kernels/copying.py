@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import targets
 
-type Implementation = Literal["reference", "mosaic_gpu"]
+type CopyImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape.
 
 "mosaic_gpu" needs a Hopper GPU, pages of a multiple of 128 bytes, and that no page is
@@ -33,7 +33,7 @@ def copy_pages(
     *,
     origin: Shaped[Array, "origin_pages ..."] | None = None,
     disjoint: bool = False,
-    implementation: Implementation | None = None,
+    implementation: CopyImplementation | None = None,
 ) -> Shaped[Array, "pages ..."]:
     """Makes some pages equal to others, in place where the pages are donated.
 

@@ -54,6 +54,19 @@ class Problem:
         """Places in use of each sequence, those of its rows included: `[batch]`."""
         return self.spec.contexts() + self.spec.rows
 
+    @functools.cached_property
+    def samples(self) -> list[tuple[np.ndarray, int, np.ndarray]]:
+        """Some rows, a KV head, and attention with the first table, in float64."""
+        spec, rng, found = self.spec, np.random.default_rng(1), []
+        # The longest sequence is always among them.
+        others = rng.integers(0, spec.batch, NUM_CHECKED - 1)
+        rows = np.unique(np.linspace(0, spec.rows - 1, MAX_CHECKED_ROWS, dtype=int))
+        for sequence in [spec.batch // 2, *others]:
+            head = int(rng.integers(0, spec.heads.kv_heads))
+            wanted = _attend(self, int(sequence), head, rows)
+            found.append((sequence * spec.rows + rows, head, wanted))
+        return found
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyProblem:
@@ -123,28 +136,21 @@ def make_copy(spec: Spec, *, seed: int = 0) -> CopyProblem:
     )
 
 
-def error(problem: Problem, out: Any, *, turn: int = 0) -> float:
+def error(problem: Problem, out: jax.Array) -> float:
     """Compares a result with attention in float64, at some sequences, heads and rows.
 
     Args:
       problem: what was attended to.
-      out: the result, `[batch * rows, q_heads, head_dim]`.
-      turn: the table that was used.
+      out: attention with the first of its tables, `[batch * rows, q_heads, head_dim]`.
 
     Returns:
       The norm of the difference by that of the right result; NaN if any is NaN.
     """
-    spec = problem.spec
-    rng, group = np.random.default_rng(1), spec.heads.q_heads // spec.heads.kv_heads
     off = norm = 0.0
-    # The longest sequence is always among them.
-    sequences = [spec.batch // 2, *rng.integers(0, spec.batch, NUM_CHECKED - 1)]
-    for sequence in sequences:
-        head = int(rng.integers(0, spec.heads.kv_heads))
-        rows = np.unique(np.linspace(0, spec.rows - 1, MAX_CHECKED_ROWS, dtype=int))
-        wanted = _attend(problem, turn, int(sequence), head, rows)
-        mine = out[sequence * spec.rows + rows, head * group : (head + 1) * group]
-        off += float(np.sum((_wide(mine) - wanted) ** 2))
+    for row, head, wanted in problem.samples:
+        group = wanted.shape[1]
+        mine = _wide(out[row])[:, head * group : (head + 1) * group]
+        off += float(np.sum((mine - wanted) ** 2))
         norm += float(np.sum(wanted**2))
     return float(np.sqrt(off / norm))
 
@@ -189,20 +195,18 @@ def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
     return masks.reshape(-1, spec.rows)
 
 
-def _attend(
-    problem: Problem, turn: int, sequence: int, head: int, rows: np.ndarray
-) -> np.ndarray:
+def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.ndarray:
     """Attention of some rows of a sequence and a KV head: `[rows, group, head_dim]`."""
     spec = problem.spec
     length, context = (int(x[sequence]) for x in (problem.lengths(), spec.contexts()))
-    ids = problem.page_ids[turn, sequence, : -(-length // spec.page_size)]
+    ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
     k, v = (
         _wide(pages[ids, head]).reshape(-1, spec.heads.head_dim)[:length]
         for pages in (problem.k_pages, problem.v_pages)
     )
     group = spec.heads.q_heads // spec.heads.kv_heads
     index = sequence * spec.rows + rows
-    q = _wide(problem.q[index, head * group : (head + 1) * group])
+    q = _wide(problem.q[index])[:, head * group : (head + 1) * group]
     scores = np.einsum("rgd,td->rgt", q, k) / np.sqrt(spec.heads.head_dim)
     place = np.arange(length)
     if problem.ancestors is None:

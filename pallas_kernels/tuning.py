@@ -3,11 +3,15 @@
 What no device has measured yet says so: it was reasoned out from the sizes of the chip.
 """
 
+import itertools
 from typing import Literal, NamedTuple
 
 COPY_PART_BYTES = 32_768
 """Most that one program of the page copy moves. Unmeasured: seven programs share a
 multiprocessor, 29 MB on their way on an H200, of which 4.3 TB/s at 1 us need 4.3."""
+
+MAX_SMEM_BYTES = 232_448 - 2048
+"""Shared memory of a Hopper program, less some for barriers."""
 
 L2_BYTES = {"NVIDIA H200": 62_914_560, "NVIDIA H100 80GB HBM3": 52_428_800}
 """Last cache before memory: a cold measurement passes over several times as much."""
@@ -30,10 +34,18 @@ class DecodeSizes(NamedTuple):
     block_rows: int
     source: Literal["measured", "reasoned"]
 
-    @property
-    def kv_bytes(self) -> int:
-        """Shared memory of keys and values for each element of a head, 2 bytes wide."""
-        return 2 * 2 * self.tile * self.stages
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of keys, values, queries and results, barriers aside.
+
+        Args:
+          head_dim: size of a head; numbers have 2 bytes, those of results 4.
+
+        Returns:
+          The bytes. (64, 4, 2, 64) and 128: 131,072 + 32,768 + 32,768.
+        """
+        kv = 2 * self.tile * self.stages * 2
+        queries = self.q_stages * self.block_rows * 2
+        return (kv + queries + 4 * self.block_rows) * head_dim
 
 
 DECODE = {
@@ -41,15 +53,19 @@ DECODE = {
     ("NVIDIA H200", 128): DecodeSizes(64, 4, 2, 64, "reasoned"),
     ("NVIDIA H200", 256): DecodeSizes(64, 2, 1, 64, "reasoned"),
 }
-"""By kind of device and head_dim: 128 KiB of keys and values are in flight."""
+"""By kind of device and head_dim, with 128 KiB of keys and values on their way."""
 
 DECODE_CANDIDATES = tuple(
-    DecodeSizes(tile, stages, 2, block_rows, "reasoned")
-    for tile, most in ((64, 6), (128, 3))
-    for stages in range(most // 2, most + 1)
-    for block_rows in (64, 128)
+    sizes
+    for tile, stages, q_stages, block_rows in itertools.product(
+        (64, 128), (2, 3, 4, 5), (1, 2), (64, 128)
+    )
+    if (
+        sizes := DecodeSizes(tile, stages, q_stages, block_rows, "reasoned")
+    ).smem_bytes(128)
+    <= MAX_SMEM_BYTES
 )
-"""What a device is to choose from for head_dim 128, in the order of trying."""
+"""What a device is to choose from for head_dim 128."""
 
 
 def decode_sizes(kind: str, head_dim: int) -> DecodeSizes:
