@@ -5,11 +5,16 @@ its time against that of a device that moves the bytes and does the operations a
 rates it was seen to reach in the same run. What is wrong is not timed.
 """
 
+import contextlib
 import dataclasses
 import gc
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any, Literal
 
-from experiments import kernel_drawing, kernel_runs, units
+from experiments import kernel_drawing, kernel_peers, kernel_runs, units
+from experiments.kernel_runs import Implementation
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
 from pallas_kernels import benchmarking, problems, specs, targets
@@ -33,6 +38,9 @@ class Config:
     """Takes only the shapes whose name has this in it."""
     num_calls: int = 30
     """Calls that are timed of each; fewer where they are slow."""
+    peer_python: Path | None = None
+    """A Python that has torch: its attention is timed, too, in a process of its own.
+    None means this one on a GPU, if it has it."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured."""
@@ -59,12 +67,19 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     chosen = _choose(config, target.platform)
     progress.show("measuring what the device can do")
     ceilings = _measure_ceilings(config, target.platform)
-    head = {"device": target.kind, "ceilings": ceilings._asdict()}
+    head: dict[str, Any] = {"device": target.kind, "ceilings": ceilings._asdict()}
     rows: list[dict[str, Any]] = []
-    for spec in progress.track(chosen, "shapes", "shapes"):
-        progress.show(spec.name)
-        rows += _measure(spec, config, target, ceilings)
-        gc.collect()  # of arrays that a failure left behind
+    with contextlib.ExitStack() as stack:
+        python = config.peer_python
+        if target.platform == "gpu" and importlib.util.find_spec("torch"):
+            python = python or Path(sys.executable)
+        others, head["peers"], absent = kernel_peers.start(python, stack)
+        for spec in progress.track(chosen, "shapes", "shapes"):
+            progress.show(spec.name)
+            rows += _measure(spec, config, target, ceilings, others)
+            if spec.kind != "copy":
+                rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
+            gc.collect()  # of arrays that a failure left behind
     return [head, *rows]
 
 
@@ -158,40 +173,33 @@ def _measure_ceilings(config: Config, platform: str) -> Ceilings:
 
 
 def _measure(
-    spec: Spec, config: Config, target: targets.Target, ceilings: Ceilings
+    spec: Spec,
+    config: Config,
+    target: targets.Target,
+    ceilings: Ceilings,
+    others: list[Implementation],
 ) -> list[dict[str, Any]]:
     """Rows of all implementations on a shape, with the ratio to the best peer."""
     if spec.kind == "copy":
         everyone = kernel_runs.of_copies()
         problem: Any = problems.make_copy(spec)
     else:
-        everyone = kernel_runs.of_attention()
+        everyone = [*kernel_runs.of_attention(), *others]
         turns = benchmarking.num_turns(spec.bytes, target.kind)
         problem = problems.make(spec, num_turns=turns)
     num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
     rows = []
     for implementation in everyone:
-        row: dict[str, Any] = {
-            "spec": spec.name,
-            "implementation": implementation.name,
-            "is_peer": implementation.is_peer,
-            "seconds": None,
-            "error": None,
-            "bytes": spec.bytes,
-            "flops": spec.flops,
-            "fraction": None,
-            "ratio": None,
-            "spread": None,
-            "num_kernels": None,
-            "clock": "",
-            "note": "",
-        }
+        row = _row(spec, implementation.name, implementation.is_peer)
         try:
             run = implementation.prepare(problem)
             row["error"] = run.error()
             if not row["error"] <= MAX_ERROR[spec.dtype]:
                 raise ValueError(f"its answer is wrong: error={row['error']:.2g}")
-            timing = benchmarking.measure(run.call, num_calls=num_calls)
+            if run.measure is None:
+                timing = benchmarking.measure(run.call, num_calls=num_calls)
+            else:
+                timing = run.measure(num_calls)
             row |= timing._asdict()
             floor_s = ceilings.floor_s(spec.bytes, spec.flops)
             row["fraction"] = floor_s / timing.seconds
@@ -204,6 +212,15 @@ def _measure(
         if peers and row["seconds"]:
             row["ratio"] = min(peers) / row["seconds"]
     return rows
+
+
+def _row(spec: Spec, name: str, is_peer: bool) -> dict[str, Any]:
+    """A row without any measurement."""
+    known = {"bytes": spec.bytes, "flops": spec.flops, "is_peer": is_peer}
+    unknown = ("seconds", "error", "fraction", "ratio", "spread", "num_kernels")
+    words = {"clock": "", "note": ""}
+    empty = dict.fromkeys(unknown)
+    return {"spec": spec.name, "implementation": name, **known, **empty, **words}
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attention, copying, problems, targets
+from pallas_kernels.benchmarking import Timing
 from pallas_kernels.problems import CopyProblem, Problem
 
 MAX_SCORE_BYTES = 12_000_000_000
@@ -27,10 +28,12 @@ class Run(NamedTuple):
     Attributes:
       call: makes call number i; returns arrays to wait for.
       error: how far a result is from the right one, as `problems.error` says it.
+      measure: times so many calls, elsewhere; None where `call` is timed here.
     """
 
     call: Callable[[int], Any]
     error: Callable[[], float]
+    measure: Callable[[int], Timing] | None = None
 
 
 class Implementation(NamedTuple):

@@ -23,14 +23,15 @@ class Timing(NamedTuple):
 
     Attributes:
       seconds: median.
-      spread: from the tenth to the ninetieth of a hundred, by the median.
+      spread: from the tenth to the ninetieth of a hundred, by the median; None where
+        only the mean is known.
       num_kernels: that one call launches; None where nobody counts.
       clock: "cupti", the time of its kernels; "wall", of a call waited for; "queue",
         of one among calls that are waited for together.
     """
 
     seconds: float
-    spread: float
+    spread: float | None
     num_kernels: int | None
     clock: Literal["cupti", "wall", "queue"]
 

@@ -1,5 +1,6 @@
 """The kernel benchmark: its document, what it refuses to time, and how it counts."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments import bench_kernels, cli, kernel_runs, style
+from experiments import bench_kernels, cli, kernel_peers, kernel_runs, style
 from experiments.bench_kernels import Config
 from experiments.kernel_runs import Implementation, Run
 from experiments.progress import Quiet
@@ -133,6 +134,55 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
             assert jnp.allclose(mine, other, atol=1e-5)
     assert not jnp.allclose(ours[0], ours[1], atol=1e-2)
     assert jnp.array_equal(ours[0], ours[2])
+
+
+FAKE = """
+import json, sys
+if sys.argv[1] != "torch SDPA":
+    sys.exit(3)
+print(json.dumps({"version": "7"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    assert asked["heads"] == [4, 2, 16] and len(asked["contexts"]) > 1
+    if asked["is_tree"]:
+        print(json.dumps({"refused": "no trees"}), flush=True)
+        continue
+    timing = {"seconds": 1e-9, "spread": None, "num_kernels": 1, "clock": "cupti"}
+    timing = timing if asked["num_calls"] else None
+    print(json.dumps({"error": 1e-7, "timing": timing}), flush=True)
+"""
+
+
+def test_peers_answer_from_a_process_of_their_own(
+    few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(kernel_peers, "SCRIPT", tmp_path / "fake.py")
+    few(ours=right, theirs=right)
+    config = Config(shapes="tiny", num_calls=2, peer_python=Path(sys.executable))
+    head, *rows = bench_kernels.run(config)
+    assert head["peers"] == {"torch SDPA": "7"}
+    said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
+    assert len(said) == len(specs.SETS["tiny"]) - 1  # not of copies
+    for name, row in said.items():
+        if name.startswith("tree"):
+            assert (row["seconds"], row["note"]) == (None, "no trees")
+        else:
+            assert (row["seconds"], row["ratio"]) == (1e-9, 1)
+            assert row["num_kernels"] == 1
+    ours = [row for row in rows if row["implementation"] == "ours"]
+    assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is not None, reason="it is installed here"
+)
+def test_the_real_script_says_what_is_missing(few: Any) -> None:
+    few(ours=right, theirs=right)
+    config = Config(shapes="tiny", only="decode", peer_python=Path(sys.executable))
+    head, *rows = bench_kernels.run(config)
+    assert head["peers"] == {}
+    assert "No module named 'torch'" in rows[-1]["note"]
 
 
 def test_the_floor_worked_by_hand() -> None:

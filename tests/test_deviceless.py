@@ -1,5 +1,6 @@
 """Compiling for a GPU that is not there; without the compiler, saying why not."""
 
+import dataclasses
 import importlib.util
 import os
 from pathlib import Path
@@ -125,8 +126,18 @@ def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_engine_keeps_its_pages_in_place_on_an_h200() -> None:
-    run, arguments, pages = test_inplace.steps(test_inplace.LARGE)
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 64)])
+def test_the_engine_keeps_its_pages_in_place_on_an_h200(
+    dtype: str, head_dim: int
+) -> None:
+    """The reference serves float32, the kernel for Hopper what it takes."""
+    model = dataclasses.replace(test_inplace.MODEL, head_dim=head_dim)
+    run, arguments, pages = test_inplace.steps(
+        test_inplace.LARGE, model=model, dtype=dtype
+    )
     report = deviceless.compile(run, *arguments, donate_argnums=1)
     assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)
     assert not test_inplace.large_copies(report.text, pages)
+    for kernel in report.kernels:
+        assert kernel.spill_stores == kernel.spill_loads == 0
+        assert kernel.smem_bytes <= deviceless.MAX_SMEM_BYTES

@@ -44,8 +44,8 @@ SMALL, LARGE = 1024, 16384
 """Pages in the two pools; 12.6 and 201 MB."""
 
 
-def pages_of(model: ModelConfig, config: EngineConfig) -> Any:
-    return jax.eval_shape(lambda: models.make_pages(model, config))
+def pages_of(model: ModelConfig, config: EngineConfig, dtype: Any = "float32") -> Any:
+    return jax.eval_shape(lambda: models.make_pages(model, config, dtype=dtype))
 
 
 def bytes_of(tree: Any) -> int:
@@ -59,10 +59,11 @@ def steps(
     *,
     model: ModelConfig = MODEL,
     config: EngineConfig = CONFIG,
+    dtype: Any = "float32",
 ) -> tuple[Any, Any, Any]:
     """Returns `run_steps`, the shapes of its arguments, and those of its pages."""
     config = dataclasses.replace(config, num_pages=num_pages, numerics=numerics)
-    pages = pages_of(model, config)
+    pages = pages_of(model, config, dtype)
     # The pages as an argument: `init` would allocate them.
     state = jax.eval_shape(functools.partial(states.init, config), pages)
     run = functools.partial(
@@ -72,7 +73,7 @@ def steps(
         policy=policies.fcfs() if policy is None else policy,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return run, (models.param_shapes(model), state, clock), pages
+    return run, (models.param_shapes(model, dtype=dtype), state, clock), pages
 
 
 def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:
