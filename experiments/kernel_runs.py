@@ -6,7 +6,6 @@ in the layouts they ask for; bringing keys and values there is not timed.
 
 import importlib
 import typing
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -190,11 +189,8 @@ def _triton(problem: Problem) -> Run:
     tables = jnp.pad(tables, [(0, 0), (0, 0), (0, width - tables.shape[2])])
 
     def attend(q, k, v, page_ids):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return module.paged_attention(
-                *(q * jnp.asarray(scale, q.dtype), k, v, page_ids, lengths)
-            )
+        q = q * jnp.asarray(scale, q.dtype)
+        return module.paged_attention(q, k, v, page_ids, lengths)
 
     return _run(problem, attend, [(k, v, page_ids) for page_ids in tables])
 

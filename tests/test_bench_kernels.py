@@ -16,8 +16,10 @@ from experiments.bench_kernels import Config
 from experiments.kernel_runs import Implementation, Run
 from experiments.progress import Quiet
 from experiments.reporting import Sheet
-from pallas_kernels import benchmarking, problems, specs
+from pallas_kernels import benchmarking, deviceless, problems, specs, targets
 from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels.specs import Spec
+from pallas_kernels.targets import Target
 
 KEYS = {
     *("spec", "implementation", "seconds", "error"),
@@ -183,6 +185,33 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     head, *rows = bench_kernels.run(config)
     assert head["peers"] == {}
     assert "No module named 'torch'" in rows[-1]["note"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
+def test_everyone_compiles_for_an_h200(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that can be known of them before there is a GPU; cuDNN asks for itself."""
+    prepared: list[Any] = []
+    monkeypatch.setattr(kernel_runs, "_run", lambda *args: prepared.append(args))
+    monkeypatch.setattr(targets, "current", lambda: Target("gpu", "NVIDIA H200", 132))
+    rows = 1 if kind == "decode" else 26
+    problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
+    for implementation in kernel_runs.of_attention():
+        if implementation.name == "cuDNN contiguous":
+            continue
+        try:
+            implementation.prepare(problem)
+        except ValueError:
+            assert (implementation.name, kind) != ("Pallas Triton", "decode")
+    # Others' code is not as strict as ours.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for _, function, turns in prepared:
+            deviceless.compile(function, problem.q, *turns[0])
+    assert len(prepared) >= 3
 
 
 def test_the_floor_worked_by_hand() -> None:

@@ -43,7 +43,7 @@ def copy(pages: jax.Array, source: Any, target: Any, **options: Any) -> jax.Arra
     except BaseException:
         interpreter.reset_gpu_interpret_mode_state()
         raise
-    assert not interpreter.get_races().races_found
+    assert not interpreter.get_races().races_found, "a race"
     return after
 
 
@@ -101,13 +101,21 @@ def test_nothing_to_copy() -> None:
 
 def test_a_chain_of_copies_is_a_race() -> None:
     pages = make_pages((NUM_PAGES, 32), jnp.float32)
-    try:
-        # jax 0.11 remembers a race, 0.12 raises an error.
-        with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)) as caught:
-            copy(pages, ints(1, 4), ints(4, 5))
-        assert "RACE" in str(caught.value) or interpreter.get_races().races_found
-    finally:
-        interpreter.reset_gpu_interpret_mode_state()
+    # jax 0.11 remembers a race, 0.12 raises an error.
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"(?i)race"):
+        copy(pages, ints(1, 4), ints(4, 5))
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("left_out", ["barrier_wait", "wait_smem_to_gmem"])
+def test_a_wait_left_out_is_noticed(
+    left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = make_pages((NUM_PAGES, 32), jnp.float32)
+    monkeypatch.setattr(copy_mosaic_gpu.plgpu, left_out, lambda *args: None)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        copy(pages, ints(1), ints(4))
+    interpreter.reset_gpu_interpret_mode_state()
 
 
 def test_pages_of_an_odd_size_are_refused() -> None:
