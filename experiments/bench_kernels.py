@@ -114,7 +114,10 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     note = _CLOCKS[ceilings.clock]
     parts: list[Part] = [Sheet(f"ceilings of {head['device']}", ("", ""), lines, note)]
     timed = [row for row in rows if row["seconds"] is not None]
-    heads = ("implementation", "time", "of the floor", "best peer / it", "error")
+    heads = (
+        *("implementation", "time", "target", "of the floor", "best peer / it"),
+        "error",
+    )
     for name in dict.fromkeys(row["spec"] for row in timed):
         mine = [row for row in timed if row["spec"] == name]
         work = units.size(mine[0]["bytes"]), units.flops(mine[0]["flops"])
@@ -122,6 +125,7 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
             (
                 row["implementation"],
                 units.seconds(row["seconds"]),
+                units.seconds(row["target_s"]),
                 units.share(row["fraction"]),
                 "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
                 f"{row['error']:.1e}",
@@ -203,6 +207,10 @@ def _measure(
             row |= timing._asdict()
             floor_s = ceilings.floor_s(spec.bytes, spec.flops)
             row["fraction"] = floor_s / timing.seconds
+            row["excess_s"] = timing.seconds - floor_s
+            row["target_s"] = ceilings.target_s(
+                spec.bytes, spec.flops, timing.num_kernels or 1
+            )
         except Exception as error:  # of a peer's, of a compiler's: the others go on
             row["note"] = _first_line(error)
         rows.append(row)
@@ -217,7 +225,10 @@ def _measure(
 def _row(spec: Spec, name: str, is_peer: bool) -> dict[str, Any]:
     """A row without any measurement."""
     known = {"bytes": spec.bytes, "flops": spec.flops, "is_peer": is_peer}
-    unknown = ("seconds", "error", "fraction", "ratio", "spread", "num_kernels")
+    unknown = (
+        *("seconds", "error", "fraction", "ratio", "excess_s", "target_s"),
+        *("spread", "num_kernels"),
+    )
     words = {"clock": "", "note": ""}
     empty = dict.fromkeys(unknown)
     return {"spec": spec.name, "implementation": name, **known, **empty, **words}

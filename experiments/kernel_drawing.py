@@ -1,5 +1,6 @@
 """The picture of a kernel benchmark: a roofline, and how near each call comes to it."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,12 @@ from matplotlib.ticker import NullFormatter
 from experiments import units
 from pallas_kernels.benchmarking import Ceilings
 
-MARKERS = {"reference": "s", "mosaic_gpu": "o"}
-"""Ours; peers are crosses."""
+OURS = {
+    "reference": {"marker": "s", "color": "C1"},
+    "mosaic_gpu": {"marker": "o", "color": "C5"},
+}
+"""How ours look; peers are crosses."""
+PEER_COLORS = ("C2", "C3", "C6", "C7", "0.4")
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
@@ -27,15 +32,12 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(row["implementation"] for row in timed))
     roof, shares = axes
     _draw_roof(roof, ceilings, [row for row in timed if row["flops"]])
-    for number, name in enumerate(names):
+    peers = [name for name in names if name not in OURS]
+    colors = dict(zip(peers, itertools.cycle(PEER_COLORS), strict=False))
+    for name in names:
         mine = [row for row in timed if row["implementation"] == name]
-        look: dict[str, Any] = {
-            "color": f"C{number + 1}",
-            "marker": MARKERS.get(name, "x"),
-            "linestyle": "",
-            "alpha": 0.85,
-            "label": name,
-        }
+        look: dict[str, Any] = {"linestyle": "", "alpha": 0.85, "label": name}
+        look |= OURS.get(name) or {"marker": "x", "color": colors[name]}
         seconds = np.asarray([row["seconds"] for row in mine])
         flops = np.asarray([row["flops"] for row in mine], float)
         moved = np.asarray([row["bytes"] for row in mine], float)

@@ -221,6 +221,13 @@ def test_the_floor_worked_by_hand() -> None:
     assert ceilings.floor_s(4_400_000, 8 * 10**12) == pytest.approx(1e-2)
 
 
+def test_the_target_worked_by_hand() -> None:
+    ceilings = Ceilings(4.3e12, 4e12, 8e14, 5e-6, "cupti")
+    seconds = ceilings.target_s(33_600_000, 0)
+    assert seconds == pytest.approx(13.7e-6, rel=1e-2)
+    assert ceilings.target_s(33_600_000, 0, 3) == pytest.approx(seconds + 10e-6)
+
+
 def test_calls_go_round_until_the_cache_has_forgotten() -> None:
     cache = 62_914_560
     assert benchmarking.num_turns(4_214_784, "NVIDIA H200") == 60
