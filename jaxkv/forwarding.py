@@ -7,10 +7,12 @@ and `attend` does the paged part of a layer.
 
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv import caching
-from pallas_kernels import attention
+from pallas_kernels import attention, planning
 
 
 class ForwardResult(NamedTuple):
@@ -56,6 +58,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
+    plan: planning.Plan | None = None,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], caching.Pages]:
     """Writes one layer's K and V of the rows, then attends over the pages.
 
@@ -69,6 +72,8 @@ def attend(
       scale: factor on the scores; None means head_dim ** -0.5.
       window: latest keys a row sees; None means all.
       numerics: "reproducible" gives a row the same bits in any company.
+      plan: what `make_plan` returns for these rows, made once for all layers; None
+        makes one in each layer where one is needed.
 
     Returns:
       The attention output of every row, 0 on padding rows; and the pages.
@@ -88,5 +93,37 @@ def attend(
         scale=scale,
         window=window,
         numerics=numerics,
+        plan=plan,
     )
     return state.out, pages
+
+
+def make_plan(
+    pages: caching.Pages,
+    rows: caching.Rows,
+    *,
+    num_q_heads: int,
+    dtype: DTypeLike,
+    window: int | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+) -> planning.Plan | None:
+    """Prepares attention over the rows, for all layers; None where there is no need.
+
+    Args:
+      pages: K and V arrays.
+      rows: the packed rows.
+      num_q_heads: query heads of a layer.
+      dtype: type of the queries.
+      window: as for `attend`.
+      numerics: likewise.
+    """
+    head_dim, num_rows = pages.k.shape[-1], rows.position.shape[0]
+    return attention.make_plan(
+        jax.ShapeDtypeStruct((num_rows, num_q_heads, head_dim), dtype),
+        jax.ShapeDtypeStruct(pages.k.shape[1:], pages.k.dtype),
+        rows.page_ids,
+        rows.position,
+        rows.slot,
+        window=window,
+        numerics=numerics,
+    )

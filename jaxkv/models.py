@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxkv import caching, forwarding, states
+from pallas_kernels import flash
 
 type Params = Any
 """A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
@@ -337,22 +338,16 @@ def logits(
     batch, seq = tokens.shape
     model = _merge(config, params)
     position = jnp.arange(seq, dtype=jnp.int32)
-    distance = position[:, None] - position[None, :]
-    seen = distance >= 0
-    if config.window is not None:
-        seen &= distance < config.window
-    seen = seen[None, None, None]
 
     def attend(layer, q, k, v, carry):
-        q, k, v = (x.reshape(*x.shape[:-1], batch, seq) for x in (q, k, v))
-        wide = np.promote_types(q.dtype, np.float32)
-        scores = jnp.einsum(
-            "hgdbq,hdbk->bhgqk", q, k, preferred_element_type=wide
-        ) * jnp.asarray(config.head_dim**-0.5, wide)
-        scores = jnp.where(seen, scores, jnp.asarray(-jnp.inf, wide))
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        y = jnp.einsum("bhgqk,hdbk->hgdbq", weights, v)
-        return y.reshape(*y.shape[:3], batch * seq), carry
+        # To [batch, seq, heads, head_dim] and back.
+        q, k, v = (
+            x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
+            for x in (q, k, v)
+        )
+        y, _ = flash.flash_attention(q, k, v, window=config.window)
+        y = y.transpose(2, 3, 0, 1)
+        return y.reshape(config.num_kv_heads, -1, config.head_dim, batch * seq), carry
 
     hidden, _ = model.hidden(tokens.reshape(-1), jnp.tile(position, batch), attend, ())
     return model.logits(hidden).reshape(batch, seq, -1)
@@ -384,6 +379,13 @@ class Forward:
           same rows.
         """
         model = _merge(self.config, params)
+        sees: Any = {"window": self.config.window, "numerics": self.numerics}
+        plan = forwarding.make_plan(
+            *(pages, rows),
+            num_q_heads=self.config.num_q_heads,
+            dtype=model.embed.weight[...].dtype,
+            **sees,
+        )
 
         def attend(layer, q, k, v, pages):
             out, pages = forwarding.attend(
@@ -391,8 +393,8 @@ class Forward:
                 layer,
                 *(x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1) for x in (q, k, v)),
                 rows,
-                window=self.config.window,
-                numerics=self.numerics,
+                plan=plan,
+                **sees,
             )
             return out.transpose(1, 2, 0).reshape(q.shape), pages
 

@@ -35,7 +35,8 @@ class EngineConfig:
     num_pages: int = 512
     """Pages in the pool."""
     page_size: int = 16
-    """Token places in a page."""
+    """Token places in a page. With 1, XLA copies the whole pool in every step on a CPU
+    (see experiments/LOG.md); from 2 on it stays in place."""
     max_slots: int = 8
     """Sequences that run at once."""
     max_length: int = 512

@@ -9,13 +9,17 @@ the caller has added to the page ids, a request does not exist.
 import functools
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import reference
+from pallas_kernels import cutting, planning, reference
 
-type Implementation = Literal["reference"]
+type AttentionImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""
+
+CAPABILITY = "9.0"
+"""GPUs that the Mosaic kernels are for, by CUDA compute capability: H100 and H200."""
 
 
 class AttentionState(NamedTuple):
@@ -39,8 +43,12 @@ def paged_attention(
     ancestors: Bool[Array, "rows columns"] | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    alibi: Float[Array, " q_heads"] | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
-    implementation: Implementation | None = None,
+    implementation: AttentionImplementation | None = None,
+    plan: planning.Plan | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
 
@@ -62,20 +70,27 @@ def paged_attention(
       ancestors: see above.
       scale: factor on the scores; None means head_dim ** -0.5.
       window: latest keys seen, at least 1; None means all.
+      softcap: bound of the scores, above 0: softcap * tanh(score / softcap), after the
+        scale and before `alibi`; None means none.
+      alibi: slope of each query head: a score gains slope * (place - position).
+      sinks: one more score a head, that takes weight and brings no value.
       numerics: "reproducible" gives a row the same bits in any company.
       implementation: None, or a name that must serve this call.
+      plan: `make_plan` of the same rows, so that the layers of a model share it; None
+        makes one where one is needed.
 
     Returns:
       Output in the type of q, and the log-sum-exp in float32 (float64 if q is).
 
     Raises:
-      ValueError: shapes that do not fit each other, or an unknown implementation.
+      ValueError: shapes that do not fit each other, or an implementation that is
+        unknown or cannot serve the call.
 
-    Source: Kwon et al. 2023, arXiv:2309.06180, eq. 4; trees: Miao et al. 2024,
-    arXiv:2305.09781, section 4.
+    Sources: Kwon et al. 2023, arXiv:2309.06180, eq. 4; trees, Miao et al. 2024,
+    arXiv:2305.09781, section 4; softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi,
+    Press et al. 2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925,
+    section 2.
     """
-    if implementation not in (None, "reference"):
-        raise ValueError(f"{implementation=} must be None or 'reference'")
     q_heads, kv_heads = q.shape[1], k_pages.shape[1]
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
@@ -87,6 +102,31 @@ def paged_attention(
         raise ValueError("context and ancestors must be given together")
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{softcap=} must be above 0, or None")
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
+    if chosen == "mosaic_gpu":
+        from pallas_kernels import decode_mosaic_gpu  # Pallas loads only where it runs
+
+        if plan is None:
+            plan = make_plan(
+                *(q, k_pages, page_ids, positions, slots),
+                context=context,
+                ancestors=ancestors,
+                window=window,
+                implementation=implementation,
+            )
+        assert plan is not None
+        out, lse = decode_mosaic_gpu.attend(
+            *(q, k_pages, v_pages, page_ids, plan),
+            scale=scale,
+            softcap=softcap,
+            alibi=alibi,
+            sinks=sinks,
+            tiling=_tiling(q.shape[2]),
+        )
+        return AttentionState(out.astype(q.dtype), lse)
     view = reference.View(
         page_ids=page_ids,
         positions=positions,
@@ -94,9 +134,14 @@ def paged_attention(
         context=context,
         ancestors=ancestors,
     )
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    group = q_heads // kv_heads
     q = (q * jnp.asarray(scale, q.dtype)).reshape(
-        q.shape[0], kv_heads, q_heads // kv_heads, q.shape[2]
+        q.shape[0], kv_heads, group, q.shape[2]
+    )
+    scoring = reference.Scoring(
+        window=window,
+        softcap=softcap,
+        alibi=None if alibi is None else alibi.reshape(kv_heads, group),
     )
     rows, head_dim = q.shape[0], q.shape[3]
     attend = reference.attend_per_row
@@ -106,9 +151,133 @@ def paged_attention(
         attend = functools.partial(attend, block_size=size)
     elif numerics == "fast":
         attend = reference.attend_per_tile
-    out, lse = attend(q, k_pages, v_pages, view, window=window)
-    return AttentionState(
+    out, lse = attend(q, k_pages, v_pages, view, scoring=scoring)
+    state = AttentionState(
         out.reshape(rows, q_heads, head_dim), lse.reshape(rows, q_heads)
+    )
+    return state if sinks is None else add_sinks(state, sinks)
+
+
+def make_plan(
+    q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
+    page_ids: Int[Array, "slots pages_per_slot"],
+    positions: Int[Array, " rows"],
+    slots: Int[Array, " rows"] | None = None,
+    *,
+    context: Int[Array, " slots"] | None = None,
+    ancestors: Bool[Array, "rows columns"] | None = None,
+    window: int | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+    implementation: AttentionImplementation | None = None,
+) -> planning.Plan | None:
+    """Prepares what a kernel needs once a step, whatever the layer.
+
+    Args:
+      q: the queries, or only their shape and type.
+      k_pages: the keys, likewise.
+      page_ids: as for `paged_attention`, like all that follow; of these only the shape
+        matters.
+      positions: position of each row.
+      slots: slot of each row.
+      context: places that every row of the slot sees.
+      ancestors: who sees whom beyond.
+      window: latest keys seen.
+      numerics: as will be asked for.
+      implementation: likewise.
+
+    Returns:
+      The plan; None where the reference will serve the call, which needs none.
+
+    Raises:
+      ValueError: an implementation that is unknown or cannot serve the call.
+    """
+    chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
+    if chosen != "mosaic_gpu":
+        return None
+    kv_heads = k_pages.shape[1]
+    return planning.make_plan(
+        *(positions, slots),
+        num_slots=page_ids.shape[0],
+        kv_heads=kv_heads,
+        group=q.shape[1] // kv_heads,
+        tiling=_tiling(q.shape[2]),
+        context=context,
+        ancestors=ancestors,
+        window=window,
+    )
+
+
+def choose(
+    q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
+    *,
+    numerics: Literal["fast", "reproducible"] = "fast",
+    implementation: AttentionImplementation | None = None,
+) -> AttentionImplementation:
+    """Names the implementation that serves a call.
+
+    Raises:
+      ValueError: one is asked for that is unknown, or that cannot serve the call.
+    """
+    if implementation not in (None, "reference", "mosaic_gpu"):
+        raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
+    if implementation == "reference":
+        return "reference"
+    kind, capability = device()
+    if kind != "gpu":
+        reason = f"the default backend is {kind}, not a GPU"
+    elif capability != CAPABILITY:
+        reason = f"the GPU has compute capability {capability}, not {CAPABILITY}"
+    elif numerics != "fast":
+        reason = f"{numerics=} needs sums that do not depend on the other rows"
+    else:
+        reason = planning.why_not(
+            q_dtype=str(q.dtype),
+            page_dtype=str(k_pages.dtype),
+            group=q.shape[1] // k_pages.shape[1],
+            head_dim=q.shape[2],
+            page_size=k_pages.shape[2],
+        )
+    if reason is None:
+        return "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        raise ValueError(f"implementation='mosaic_gpu': {reason}; 'reference' takes it")
+    return "reference"
+
+
+def device() -> tuple[str, str]:
+    """Platform and compute capability of the device that programs are made for."""
+    kind = jax.default_backend()
+    if kind != "gpu":
+        return kind, ""
+    return kind, str(getattr(jax.devices()[0], "compute_capability", ""))
+
+
+def _tiling(head_dim: int) -> cutting.Tiling:
+    """The same for plan and kernel, which must agree."""
+    cores = 132
+    if jax.default_backend() == "gpu":
+        cores = int(getattr(jax.devices()[0], "core_count", cores))
+    return cutting.default_tiling(head_dim=head_dim, num_programs=cores)
+
+
+def add_sinks(state: AttentionState, sinks: Float[Array, " q_heads"]) -> AttentionState:
+    """Adds one score a head that takes weight and brings no value.
+
+    Args:
+      state: attention over all keys.
+      sinks: the score of each query head.
+
+    Returns:
+      The state over the keys and the sink; unchanged where there was no key.
+    """
+    lse = jnp.logaddexp(state.lse, sinks.astype(state.lse.dtype)[None, :])
+    share = jnp.exp(state.lse - lse)[..., None]
+    some = ~jnp.isneginf(state.lse)
+    out = (state.out.astype(lse.dtype) * share).astype(state.out.dtype)
+    return AttentionState(
+        jnp.where(some[..., None], out, state.out), jnp.where(some, lse, state.lse)
     )
 
 

@@ -34,6 +34,17 @@ class View(NamedTuple):
     ancestors: Bool[Array, "rows columns"] | None
 
 
+class Scoring(NamedTuple):
+    """What becomes of a scaled product before the softmax."""
+
+    window: int | None = None
+    """Latest keys seen."""
+    softcap: float | None = None
+    """Bound of the scores."""
+    alibi: Float[Array, "kv_heads group"] | None = None
+    """Slope of each query head."""
+
+
 class _Softmax(NamedTuple):
     """Running state of the online softmax of some queries."""
 
@@ -48,7 +59,7 @@ def attend_per_row(
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     view: View,
     *,
-    window: int | None,
+    scoring: Scoring,
     block_size: int = BLOCK,
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
@@ -58,7 +69,7 @@ def attend_per_row(
     The queries are already scaled. Returns the output and the log-sum-exp.
     """
     rows, kv_heads, group, head_dim = q.shape
-    page_ids, context = view.page_ids, view.context
+    page_ids, context, window = view.page_ids, view.context, scoring.window
     if view.slots is not None:
         slots = jnp.maximum(view.slots, 0)
         page_ids = page_ids[slots]
@@ -74,6 +85,8 @@ def attend_per_row(
         scores = jnp.einsum(
             "rhgd,rhtd->rhgt", q, k, preferred_element_type=state.top.dtype
         )
+        away = (places[None, :] - view.positions[:, None])[:, None, None, :]
+        scores = _bend(scores, away, scoring, (1, kv_heads, group, 1))
         weights, state = _reweigh(state, scores, seen[:, None, None, :])
         out = jnp.einsum(
             "rhgt,rhtd->rhgd",
@@ -98,7 +111,7 @@ def attend_per_tile(
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     view: View,
     *,
-    window: int | None,
+    scoring: Scoring,
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
@@ -108,6 +121,7 @@ def attend_per_tile(
     """
     assert view.slots is not None
     rows, kv_heads, group, head_dim = q.shape
+    window = scoring.window
     starts, num_tiles = _tiles(view.positions, view.slots)
     # Padding lets the last tile read TILE rows; padded rows have slot -1, seen by none.
     pad = lambda x, fill: jnp.pad(  # noqa: E731
@@ -140,6 +154,8 @@ def attend_per_tile(
             scores = jnp.einsum(
                 "hqd,htd->hqt", queries, k, preferred_element_type=state.top.dtype
             ).reshape(kv_heads, group, TILE, BLOCK)
+            away = (places[None, :] - tile_positions[:, None])[None, None]
+            scores = _bend(scores, away, scoring, (kv_heads, group, 1, 1))
             weights, state = _reweigh(state, scores, seen[None, None])
             out = jnp.einsum(
                 "hqt,htd->hqd",
@@ -246,6 +262,17 @@ def _gather(pages, page_ids, index, block_size, last=None):
         held = element[None, :] < known.reshape(-1)[:, None]
         found = jnp.where(held, found, _zero(found))
     return lax.optimization_barrier(found).reshape(rows, kv_heads, block_size, head_dim)
+
+
+def _bend(scores, away, scoring: Scoring, heads: tuple[int, ...]) -> Array:
+    """Caps the scores, then lowers those of distant places."""
+    if scoring.softcap is not None:
+        cap = jnp.asarray(scoring.softcap, scores.dtype)
+        scores = cap * jnp.tanh(scores / cap)
+    if scoring.alibi is not None:
+        slopes = scoring.alibi.astype(scores.dtype).reshape(heads)
+        scores = scores + slopes * away.astype(scores.dtype)
+    return scores
 
 
 def _start(shape, head_dim, dtype) -> _Softmax:

@@ -14,7 +14,7 @@ from pallas_kernels.attention import AttentionState, merge_states
 
 attend = jax.jit(
     attention.paged_attention,
-    static_argnames=("scale", "window", "numerics", "implementation"),
+    static_argnames=("scale", "window", "softcap", "numerics", "implementation"),
 )
 NOWHERE = (-1, -7, 10**6, 2**31 - 1)
 """Ids that name no page."""
@@ -38,6 +38,9 @@ def oracle(
     ancestors: np.ndarray | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    alibi: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the door promises, one row, one head, one key at a time, in float64."""
     rows, q_heads, head_dim = case.q.shape
@@ -65,6 +68,13 @@ def oracle(
             address = pages, head // (q_heads // kv_heads), places % page_size
             keys, values = case.k_pages[address], case.v_pages[address]
             scores = keys.astype(float) @ case.q[row, head].astype(float) * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            if alibi is not None:
+                scores = scores + alibi[head] * (places - position)
+            if sinks is not None:  # one more key, whose value is 0
+                scores = np.append(scores, sinks[head])
+                values = np.append(values, np.zeros((1, head_dim)), axis=0)
             weights = np.exp(scores - scores.max())
             out[row, head] = weights @ values.astype(float) / weights.sum()
             lse[row, head] = scores.max() + np.log(weights.sum())
@@ -411,9 +421,14 @@ def refused(message: str, **changes: Any) -> None:
 
 
 def test_misuse_is_told_in_one_line() -> None:
-    refused("implementation='cuda' must be None or", implementation="cuda")
+    case, _ = plain()
+    with pytest.raises(ValueError, match="implementation='cuda' must be None, 'refer"):
+        inspect.unwrap(attention.choose)(case.q, case.k_pages, implementation="cuda")
+    on_cpu = "'mosaic_gpu': the default backend is cpu, not a GPU; 'reference' takes"
+    refused(on_cpu, implementation="mosaic_gpu")
     refused("q_heads=3 must be a multiple of kv_heads=2", q=jnp.zeros((68, 3, 8)))
     refused("window=0 must be at least 1, or None", window=0)
+    refused("softcap=0.0 must be above 0, or None", softcap=0.0)
     refused("must be page_ids.shape.* when slots is None", slots=None)
     together = "context and ancestors must be given together"
     refused(together, context=jnp.zeros(5, jnp.int32))

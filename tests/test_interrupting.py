@@ -189,14 +189,14 @@ def test_an_answer_ends_with_what_it_has(start: Start, model: str) -> None:
 
 SLOW = """if True:
     import time
-    from experiments import generating
-    say = generating._Writer.__call__
-    def call(self, index, text, complete):
-        say(self, index, text, complete)
+    from experiments import writing
+    say = writing.Writer.__call__
+    def call(self, index, text, complete, score=None):
+        say(self, index, text, complete, score)
         if not complete:
             print("under way", file=sys.stderr, flush=True)
             time.sleep(60)
-    generating._Writer.__call__ = call
+    writing.Writer.__call__ = call
 """
 
 

@@ -1,0 +1,219 @@
+"""Attention of few rows a slot over pages, for Hopper GPUs: decode, trees, prefixes.
+
+The queries that read the same keys are packed (`packing`), the work is cut into equal
+stretches (`planning`), each program does its own (`decode_warpgroups_mosaic_gpu`), and
+the parts of items that a cut went through are merged (`merging`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import decode_warpgroups_mosaic_gpu as warpgroups
+from pallas_kernels import merging, packing, planning
+from pallas_kernels.cutting import Tiling
+from pallas_kernels.decode_warpgroups_mosaic_gpu import LOG2E
+from pallas_kernels.packing import WGMMA_ROWS
+from pallas_kernels.planning import Plan
+
+
+def attend(
+    q: Float[Array, "rows q_heads head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, "slots pages_per_slot"],
+    plan: Plan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    alibi: Float[Array, " q_heads"] | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    tiling: Tiling,
+    interpret: plgpu.InterpretGPUParams | bool = False,
+) -> tuple[
+    Float32[Array, "rows q_heads head_dim"],
+    Float32[Array, "rows q_heads"],
+]:
+    """Attends from the planned rows to the pages of their slots.
+
+    A score is scale * q.k, then softcap * tanh(score / softcap), then plus
+    alibi[head] * (place - position).
+
+    Args:
+      q: queries in bfloat16 or float16; query head h reads KV head
+        `h // (q_heads // kv_heads)`.
+      k_pages: keys of one layer, or of all layers with ids offset by the layer.
+      v_pages: values, likewise; both of the type of q.
+      page_ids: page of every place / page_size. Entries whose places no row sees are
+        not followed.
+      plan: `planning.make_plan` of these rows, with the same tiling.
+      scale: factor on the products.
+      softcap: bound of the scores, above 0; None means none.
+      alibi: slope of each query head.
+      sinks: one more score a head, that takes weight and brings no value.
+      tiling: sizes.
+      interpret: how to emulate the kernel on a CPU; False compiles it.
+
+    Returns:
+      Output and natural log-sum-exp, both in float32 so that states of the same rows
+      can be merged; 0 and -inf for rows that see nothing.
+
+    Raises:
+      ValueError: types or sizes that the kernel does not take.
+
+    Sources: softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi, Press et al. 2022,
+    arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2.
+    """
+    _, kv_heads, page_size, head_dim = k_pages.shape
+    group = q.shape[1] // kv_heads
+    reason = planning.why_not(
+        q_dtype=str(q.dtype),
+        page_dtype=str(k_pages.dtype),
+        group=group,
+        head_dim=head_dim,
+        page_size=page_size,
+    )
+    if reason is not None:
+        raise ValueError(reason)
+    if max(tiling.tile, page_size) % min(tiling.tile, page_size):
+        raise ValueError(f"{tiling.tile=} and {page_size=} must divide one another")
+    scoring = warpgroups.Scoring(
+        scale=scale,
+        softcap=softcap,
+        alibi=alibi is not None,
+    )
+    slopes = None
+    if alibi is not None:
+        # Row t * group + g of KV head h asks for query head h * group + g.
+        slopes = (alibi.astype(jnp.float32) * LOG2E).reshape(kv_heads, group)
+        slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
+        padding = plan.rows.shape[2] - slopes.shape[1]
+        slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
+    blocks = packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
+    states = _launch(
+        *(blocks, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
+        scoring=scoring,
+        tiling=tiling,
+        interpret=interpret,
+    )
+    schedule = plan.schedule
+    out, lse = merging.merge_parts(*states, schedule.cut_of, schedule.cut_items)
+    out = packing.unpack(out, plan.packing, group=group, fill=0.0)
+    lse = packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
+    if sinks is not None:
+        out, lse = merging.add_sinks(out, lse, sinks)
+    return out, lse
+
+
+def _launch(
+    q: Float[Array, "blocks kv_heads block_rows head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, "slots pages_per_slot"],
+    plan: Plan,
+    slopes: Float32[Array, "kv_heads wgmma_rows"] | None,
+    *,
+    scoring: warpgroups.Scoring,
+    tiling: Tiling,
+    interpret: plgpu.InterpretGPUParams | bool,
+) -> list[Array]:
+    """Runs the kernel: results of whole items, and partial states, in base 2."""
+    num_blocks, kv_heads, block_rows, head_dim = q.shape
+    schedule, tile, stages = plan.schedule, tiling.tile, tiling.stages
+    programs, num_lines = schedule.begin.shape[0], plan.rows.shape[1]
+    num_warpgroups = plan.rows.shape[2] // WGMMA_ROWS
+    given = warpgroups.Inputs(
+        q=q,
+        k=k_pages,
+        v=v_pages,
+        page_ids=page_ids,
+        slot=plan.packing.slot,
+        rows=plan.rows,
+        low=plan.low,
+        high=plan.high,
+        inner_low=plan.inner_low,
+        inner_high=plan.inner_high,
+        order=schedule.order,
+        first_tile=schedule.first_tile,
+        num_tiles=schedule.num_tiles,
+        cuts=schedule.cuts,
+        begin=schedule.begin,
+        slopes=slopes,
+    )
+    operands = [x for x in given if x is not None]
+
+    def decode_attention(*references):
+        inputs = warpgroups.Inputs(*references[: len(operands)])
+        outputs = warpgroups.Outputs(*references[len(operands) : -1])
+        shared = references[-1]
+        warpgroup = lax.axis_index("warpgroup")
+
+        # Registers of a thread that multiplies, and of one that copies: all warpgroups
+        # together have 512.
+        many, few = (248, 40) if num_warpgroups == 1 else (240, 24)
+
+        @pl.when(warpgroup < num_warpgroups)
+        def _():
+            plgpu.set_max_registers(many, action="increase")
+            warpgroups.consume(
+                *(inputs, outputs, shared),
+                scoring=scoring,
+                tiling=tiling,
+                emulated=bool(interpret),
+            )
+
+        @pl.when(warpgroup == num_warpgroups)
+        def _():
+            plgpu.set_max_registers(few, action="decrease")
+            warpgroups.produce(inputs, shared, tiling=tiling)
+
+    # The layout in which the tensor cores read.
+    tiled: Any = [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
+    boxes = max(1, tile // k_pages.shape[2])
+    lanes, wide = (num_warpgroups, WGMMA_ROWS), jnp.float32
+    q_ring, ring = (tiling.q_stages, *lanes), (stages, tile, head_dim)
+    copies = num_warpgroups * (2 if slopes is None else 3)
+
+    def barriers(count: int, arrivals: int):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    shared = warpgroups.Shared(
+        q=plgpu.SMEM((*q_ring, head_dim), q.dtype, transforms=tiled),
+        rows=plgpu.SMEM(
+            (tiling.q_stages, num_warpgroups, num_lines, WGMMA_ROWS), jnp.int32
+        ),
+        slopes=None if slopes is None else plgpu.SMEM(q_ring, wide),
+        k=plgpu.SMEM(ring, k_pages.dtype, transforms=tiled),
+        v=plgpu.SMEM(ring, v_pages.dtype, transforms=tiled),
+        out=plgpu.SMEM((*lanes, min(head_dim, warpgroups.OUT_COLUMNS)), wide),
+        lse=plgpu.SMEM(lanes, wide),
+        q_full=barriers(tiling.q_stages, copies),
+        q_free=barriers(tiling.q_stages, num_warpgroups),
+        k_full=barriers(stages, boxes),
+        k_free=barriers(stages, num_warpgroups),
+        v_full=barriers(stages, boxes),
+        v_free=barriers(stages, num_warpgroups),
+        cleared=barriers(1, num_warpgroups),
+    )
+    items, parts = (num_blocks, kv_heads, block_rows), (programs, 2, block_rows)
+    return plgpu.kernel(
+        decode_attention,
+        out_type=[
+            jax.ShapeDtypeStruct((*items, head_dim), wide),
+            jax.ShapeDtypeStruct(items, wide),
+            jax.ShapeDtypeStruct((*parts, head_dim), wide),
+            jax.ShapeDtypeStruct(parts, wide),
+        ],
+        scratch_types=[shared],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=num_warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*operands)

@@ -1,0 +1,432 @@
+"""What the warpgroups of the decode kernel do: copy pages, and multiply.
+
+Persistent programs walk their stretches of the line of tiles (`planning`). In each, one
+warpgroup asks the copy engine (TMA) for pages, and one or two multiply: scores on the
+tensor cores, softmax online in base 2, weighted values on the tensor cores. Rings of
+stages in shared memory lie between them; a barrier each says that a stage is full, or
+free again.
+
+What no row sees may hold anything, NaN included: scores there are replaced, values
+cleared, and pages outside [0, pages) read as zeros, as the copy engine does with them.
+
+Sources: the online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3;
+one warpgroup that copies and others that multiply, Shah et al. 2024, arXiv:2407.08608,
+section 3.1.
+"""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import planning
+from pallas_kernels.cutting import Tiling
+from pallas_kernels.packing import WGMMA_ROWS
+
+type Ref = Any
+"""A reference to memory, or a barrier, inside a kernel."""
+
+LOG2E = math.log2(math.e)
+_MASKED = -1e30
+"""Score of a place that a row does not see: finite, and far below `_LOWEST`."""
+_LOWEST = -1e20
+"""Where the running maximum starts. A row that has seen nothing stays here with weights
+2 ** (_MASKED - _LOWEST) = 0, however the compiler rounds."""
+
+_SQUARE = 64
+"""Rows and columns of values that are cleared at a time."""
+OUT_COLUMNS = 128
+"""Columns of the output that are on their way to global memory at a time."""
+
+
+class Scoring(NamedTuple):
+    """What becomes of a product of query and key; static."""
+
+    scale: float
+    softcap: float | None
+    alibi: bool
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the scores are the products times a positive number.
+
+        Then the number can be applied within the exponent, at no cost.
+        """
+        return self.softcap is None and not self.alibi and self.scale > 1e-6
+
+
+class Inputs(NamedTuple):
+    """References to global memory that are read: see `Plan` and `Schedule`."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    page_ids: Ref
+    slot: Ref
+    rows: Ref
+    low: Ref
+    high: Ref
+    inner_low: Ref
+    inner_high: Ref
+    order: Ref
+    first_tile: Ref
+    num_tiles: Ref
+    cuts: Ref
+    begin: Ref
+    slopes: Ref | None = None
+
+
+class Outputs(NamedTuple):
+    """References to global memory that are written."""
+
+    out: Ref
+    lse: Ref
+    part_out: Ref
+    part_lse: Ref
+
+
+class Shared(NamedTuple):
+    """Shared memory of a program, and its barriers."""
+
+    q: Ref  # [q_stages, warpgroups, 64, head_dim]
+    rows: Ref  # [q_stages, warpgroups, lines, 64]
+    slopes: Ref | None  # [q_stages, warpgroups, 64]
+    k: Ref  # [stages, tile, head_dim]
+    v: Ref  # [stages, tile, head_dim]
+    out: Ref  # [warpgroups, 64, columns]
+    lse: Ref  # [warpgroups, 64]
+    q_full: Ref
+    q_free: Ref
+    k_full: Ref
+    k_free: Ref
+    v_full: Ref
+    v_free: Ref
+    cleared: Ref
+
+
+class _Piece(NamedTuple):
+    """Tiles of one item in a program's stretch."""
+
+    block: Any
+    head: Any
+    tile: Any  # first one, counted from place 0
+    take: Any
+    ring: Any  # tiles of the stretch before this piece
+    index: Any  # pieces before it
+    is_whole: Any
+    begins: Any  # with the item's first tile
+
+
+def _walk(inputs: Inputs, kv_heads: int, visit) -> tuple[Any, Any]:
+    """Visits the pieces of this program's stretch; returns how many tiles and pieces.
+
+    All warpgroups walk alike, so that they agree on the stages of the rings.
+    """
+    program = lax.axis_index("program")
+    begin, end = inputs.cuts[program], inputs.cuts[program + 1]
+
+    def step(state):
+        at, place, head, tile, index = state
+        count, block = inputs.num_tiles[place], inputs.order[place]
+        take = jnp.minimum(count - tile, end - at)
+        visit(
+            _Piece(
+                block=block,
+                head=head,
+                tile=inputs.first_tile[place] + tile,
+                take=take,
+                ring=at - begin,
+                index=index,
+                is_whole=take == count,
+                begins=tile == 0,
+            )
+        )
+        is_last = head + 1 == kv_heads
+        head = jnp.where(is_last, 0, head + 1)
+        place = jnp.where(is_last, place + 1, place)
+        return at + take, place, head, jnp.int32(0), index + 1
+
+    start = (begin, *(inputs.begin[program, i] for i in range(3)), jnp.int32(0))
+    state = lax.while_loop(lambda state: state[0] < end, step, start)
+    return end - begin, state[-1]
+
+
+def consume(
+    inputs: Inputs,
+    outputs: Outputs,
+    shared: Shared,
+    *,
+    scoring: Scoring,
+    tiling: Tiling,
+    emulated: bool,
+) -> None:
+    """Multiplies: what a compute warpgroup does."""
+    warpgroup = lax.axis_index("warpgroup")
+    _, kv_heads, block_rows, head_dim = inputs.q.shape
+    tile, num_warpgroups = tiling.tile, -(-block_rows // WGMMA_ROWS)
+    shape = (WGMMA_ROWS, tile)
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    factor = scoring.scale * LOG2E if scoring.is_linear else 1.0
+
+    def visit(piece: _Piece) -> None:
+        low, high = inputs.low[piece.block], inputs.high[piece.block]
+        inner_low = inputs.inner_low[piece.block]
+        inner_high = inputs.inner_high[piece.block]
+        q_stage = lax.rem(piece.index, jnp.int32(tiling.q_stages))
+        plgpu.barrier_wait(shared.q_full.at[q_stage])
+        rows = shared.rows.at[q_stage, warpgroup]
+        slopes = None
+        if shared.slopes is not None:
+            slopes = shared.slopes.at[q_stage, warpgroup]
+
+        def one_tile(i, state):
+            out, top, total = state
+            begin = (piece.tile + i) * tile
+            stage = lax.rem(piece.ring + i, jnp.int32(tiling.stages))
+            plgpu.barrier_wait(shared.k_full.at[stage])
+
+            def product(sums):
+                queries = shared.q.at[q_stage, warpgroup]
+                plgpu.wgmma(sums, queries, shared.k.at[stage].T)
+                return sums[...]
+
+            scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(shared.k_free.at[stage])
+            if not scoring.is_linear:
+                scores = _shape_scores(scores, begin, rows, slopes, scoring)
+            inside = (begin >= inner_low) & (begin + tile <= inner_high)
+            scores = lax.cond(
+                inside,
+                lambda scores: scores,
+                lambda scores: jnp.where(_seen(shape, begin, rows), scores, _MASKED),
+                scores,
+            )
+            new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+            decay = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores * factor - _along(new_top, shape))
+            total = total * decay + weights.sum(axis=1)
+            out = out * _along(decay, out.shape)
+            plgpu.barrier_wait(shared.v_full.at[stage])
+            _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups)
+            weights = weights.astype(shared.v.dtype)
+            out = _add_product(out, weights, shared.v.at[stage], emulated)
+            plgpu.barrier_arrive(shared.v_free.at[stage])
+            return out, new_top, total
+
+        zeros = jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32)
+        start = (
+            plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((WGMMA_ROWS,), _LOWEST, jnp.float32), per_row),
+            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), jnp.float32), per_row),
+        )
+        out, top, total = lax.fori_loop(0, piece.take, one_tile, start)
+        plgpu.barrier_arrive(shared.q_free.at[q_stage])
+
+        lse = top + jnp.log2(total)
+        out = out / _along(jnp.where(total > 0, total, 1.0), out.shape)
+
+        @pl.when(piece.is_whole)
+        def _():
+            where = (piece.block, piece.head)
+            _send(out, lse, shared, outputs.out.at[where], outputs.lse.at[where])
+
+        @pl.when(jnp.logical_not(piece.is_whole))
+        def _():
+            where = (lax.axis_index("program"), jnp.where(piece.begins, 1, 0))
+            targets = outputs.part_out.at[where], outputs.part_lse.at[where]
+            _send(out, lse, shared, *targets)
+
+    _walk(inputs, kv_heads, visit)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _places(shape, begin):
+    """Place of each column of scores."""
+    layout = plgpu.Layout.WGMMA
+    return begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+
+def _along(values, shape):
+    """Spreads one number a row over the columns."""
+    return lax.broadcast_in_dim(values, shape, [0])
+
+
+def _load(numbers: Ref, shape):
+    """Loads one number a row, over the columns. Where needed: registers are scarce."""
+    return _along(plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape)
+
+
+def _shape_scores(products, begin, rows: Ref, slopes: Ref, scoring: Scoring):
+    """Turns products of queries and keys into scores in base 2: `[64, tile]`."""
+    scores, shape = products * scoring.scale, products.shape
+    if scoring.softcap is not None:
+        # tanh by an exponential: the one of the hardware has 11 good bits.
+        growth = jnp.exp2(scores * (2 * LOG2E / scoring.softcap))
+        scores = scoring.softcap - 2 * scoring.softcap / (growth + 1.0)
+    scores *= LOG2E
+    if slopes is not None:
+        position = _load(rows.at[planning.POSITION], shape)
+        distance = (_places(shape, begin) - position).astype(jnp.float32)
+        scores += _load(slopes, shape) * distance
+    return scores
+
+
+def _seen(shape, begin, rows: Ref):
+    """Whether each row sees each place: `[64, tile]`."""
+    place = _places(shape, begin)
+    column = place - _load(rows.at[planning.LIMIT], shape)
+    seen = column < 0
+    for line in range(planning.WORDS, rows.shape[0]):
+        word = _load(rows.at[line], shape)
+        bit = lax.shift_right_logical(word, column & 31) & 1
+        nth = line - planning.WORDS
+        seen |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == nth)
+    return seen & (place >= _load(rows.at[planning.FIRST], shape))
+
+
+def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
+    """Clears values that no row sees: weights of 0 do not make NaN vanish."""
+    tile, head_dim = shared.v.shape[1:]
+
+    @pl.when((begin < low) | (begin + tile > high))
+    def _():
+        @pl.when(warpgroup == 0)
+        def _():
+            # In squares, so that few registers hold values and places at a time.
+            for row, column in itertools.product(
+                range(0, tile, _SQUARE), range(0, head_dim, _SQUARE)
+            ):
+                square = pl.ds(row, _SQUARE), pl.ds(column, _SQUARE)
+                place = (
+                    begin
+                    + row
+                    + plgpu.broadcasted_iota(
+                        jnp.int32, (_SQUARE, _SQUARE), 0, layout=plgpu.Layout.WGMMA
+                    )
+                )
+                values = shared.v[stage, *square]
+                kept = (place >= low) & (place < high)
+                values = jnp.where(kept, values, jnp.zeros_like(values))
+                shared.v[stage, *square] = values
+            plgpu.commit_smem()
+
+        if num_warpgroups > 1:
+            plgpu.barrier_arrive(shared.cleared)
+            plgpu.barrier_wait(shared.cleared)
+
+
+def _add_product(out, weights, values, emulated: bool):
+    """Adds weights times values to the output: `[64, head_dim]`."""
+    if emulated:
+        # The emulator has no product with a left side in registers. A plain read needs
+        # a fence before the copy engine writes again, which the product does not.
+        out += jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return out
+    product = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))
+    return product(plgpu.ACC.init(out))
+
+
+def _send(out, lse, shared: Shared, out_target, lse_target) -> None:
+    """Writes a warpgroup's rows to global memory, some columns at a time.
+
+    The last of them are still on their way when this returns.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+    (block_rows, head_dim), width = out_target.shape, shared.out.shape[2]
+    moved = min(block_rows, WGMMA_ROWS)
+    packed = pl.ds(warpgroup * WGMMA_ROWS, moved)
+    for begin in range(0, head_dim, width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        shared.out[warpgroup] = out[:, begin : begin + width]
+        if begin == 0:
+            shared.lse[warpgroup] = lse
+        plgpu.commit_smem()
+        source = shared.out.at[warpgroup, pl.ds(0, moved)]
+        target = out_target.at[packed, pl.ds(begin, width)]
+        plgpu.copy_smem_to_gmem(source, target)
+        if begin == 0:
+            source = shared.lse.at[warpgroup, pl.ds(0, moved)]
+            plgpu.copy_smem_to_gmem(source, lse_target.at[packed])
+
+
+def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
+    """Copies: what the last warpgroup does."""
+    _, kv_heads, block_rows, _ = inputs.q.shape
+    num_pages, _, page_size, _ = inputs.k.shape
+    pages_per_slot = inputs.page_ids.shape[1]
+    tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
+    box = min(tile, page_size)  # tokens of one copy
+    moved = min(block_rows, WGMMA_ROWS)
+
+    def ask_for_rows(piece: _Piece) -> None:
+        stage = lax.rem(piece.index, jnp.int32(q_stages))
+
+        @pl.when(piece.index >= q_stages)
+        def _():
+            plgpu.barrier_wait(shared.q_free.at[stage])
+
+        for i in range(shared.q.shape[1]):
+            full = shared.q_full.at[stage]
+            queries = inputs.q.at[piece.block, piece.head, pl.ds(i * WGMMA_ROWS, moved)]
+            target = shared.q.at[stage, i, pl.ds(0, moved)]
+            plgpu.copy_gmem_to_smem(queries, target, full)
+            packed = pl.ds(i * WGMMA_ROWS, WGMMA_ROWS)
+            lines = inputs.rows.at[piece.block, :, packed]
+            plgpu.copy_gmem_to_smem(lines, shared.rows.at[stage, i], full)
+            if inputs.slopes is not None and shared.slopes is not None:
+                slopes = inputs.slopes.at[piece.head, packed]
+                plgpu.copy_gmem_to_smem(slopes, shared.slopes.at[stage, i], full)
+
+    def visit(piece: _Piece) -> None:
+        ask_for_rows(piece)
+        slot = inputs.slot[piece.block]
+        low, high = inputs.low[piece.block], inputs.high[piece.block]
+
+        def page_at(place):
+            """Page with a place, or one past the end: its copy delivers zeros."""
+            nth = lax.div(place, jnp.int32(page_size))
+            page = inputs.page_ids[slot, jnp.minimum(nth, pages_per_slot - 1)]
+            wanted = (place + box > low) & (place < high)
+            wanted &= (page >= 0) & (page < num_pages)
+            return jnp.where(wanted, page, num_pages)
+
+        @pl.loop(0, piece.take)
+        def _(i):
+            begin, index = (piece.tile + i) * tile, piece.ring + i
+            stage = lax.rem(index, jnp.int32(stages))
+            pages = [page_at(begin + j * box) for j in range(tile // box)]
+            inside = pl.ds(lax.rem(begin, jnp.int32(page_size)), box)
+            if box == page_size:
+                inside = pl.ds(0, box)
+            for source, target, full, free in (
+                (inputs.k, shared.k, shared.k_full, shared.k_free),
+                (inputs.v, shared.v, shared.v_full, shared.v_free),
+            ):
+
+                @pl.when(index >= stages)
+                def _(free=free):
+                    plgpu.barrier_wait(free.at[stage])
+
+                for j, page in enumerate(pages):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[page, piece.head, inside],
+                        target.at[stage, pl.ds(j * box, box)],
+                        full.at[stage],
+                    )
+
+    num_tiles, num_pieces = _walk(inputs, kv_heads, visit)
+
+    # All that arrives must have been waited for when the kernel ends.
+    @pl.loop(jnp.maximum(0, num_tiles - stages), num_tiles)
+    def _(i):
+        plgpu.barrier_wait(shared.k_free.at[lax.rem(i, jnp.int32(stages))])
+        plgpu.barrier_wait(shared.v_free.at[lax.rem(i, jnp.int32(stages))])
+
+    @pl.loop(jnp.maximum(0, num_pieces - q_stages), num_pieces)
+    def _(i):
+        plgpu.barrier_wait(shared.q_free.at[lax.rem(i, jnp.int32(q_stages))])

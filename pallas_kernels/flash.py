@@ -1,0 +1,306 @@
+"""Attention over contiguous keys and values, with its gradient, in tiles.
+
+For training and for prompts that are not in pages. Scores exist for one tile of queries
+and one of keys at a time; the gradient computes them again from the log-sum-exp, so
+memory grows with the length and not with its square. Decoding is another matter: its
+single query leaves nothing to tile but the keys, see `attention.paged_attention`.
+
+Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; the loop over keys inside
+that over queries: Dao 2023, arXiv:2307.08691, section 3.1.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+type FlashImplementation = Literal["reference", "cudnn"]
+"""Implementations by name; `None` takes the best one for platform and type."""
+
+TILE = 128
+"""Queries, and keys, of a tile."""
+
+
+class _Sizes(NamedTuple):
+    """What is static: hashable, so an argument of a function with its own gradient."""
+
+    num_queries: int
+    num_keys: int
+    causal: bool
+    window: int | None
+    scale: float
+    rows: int
+    """Queries of a tile."""
+    tile: int
+    """Keys of a tile."""
+
+
+def flash_attention(
+    q: Float[Array, "batch queries q_heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads head_dim"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    tile: int = TILE,
+    implementation: FlashImplementation | None = None,
+) -> tuple[
+    Float[Array, "batch queries q_heads head_dim"],
+    Float[Array, "batch queries q_heads"],
+]:
+    """Attends from every query to the keys that it sees.
+
+    Args:
+      q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
+      k: keys.
+      v: values.
+      causal: whether a query sees no later keys; the last query is aligned with the
+        last key, so fewer queries than keys are the end of a sequence.
+      window: latest keys seen, at least 1, the query's own included; None means all.
+        Needs `causal`.
+      scale: factor on the scores; None means head_dim ** -0.5.
+      tile: keys of a tile, and at most as many queries, at least 1; the reference's
+        alone.
+      implementation: None, or a name that must serve this call. "cudnn" needs a GPU,
+        bfloat16 or float16, and `causal` with as many queries as keys, or neither.
+
+    Returns:
+      The output in the type of q; and the natural log of the sum of exponentials of the
+      scores in float32 (float64 if q is), -inf where a query sees no key. Both have
+      gradients.
+
+    Raises:
+      ValueError: shapes, types or bounds that do not fit, or an implementation that
+        cannot serve the call.
+    """
+    q_heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"{window=} must be at least 1, and needs causal=True")
+    if tile < 1:
+        raise ValueError(f"{tile=} must be at least 1")
+    if causal and q.shape[1] > k.shape[1]:
+        raise ValueError(f"{q.shape[1]=} must be at most {k.shape[1]=} if causal")
+    sizes = _Sizes(
+        num_queries=q.shape[1],
+        num_keys=k.shape[1],
+        causal=causal,
+        window=window,
+        scale=head_dim**-0.5 if scale is None else scale,
+        rows=min(tile, max(q.shape[1], 1)),
+        tile=tile,
+    )
+    reason = _not_cudnn(q, sizes)
+    if implementation not in (None, "reference", "cudnn"):
+        raise ValueError(f"{implementation=} must be None, 'reference' or 'cudnn'")
+    if implementation == "cudnn" and reason:
+        raise ValueError(f"implementation='cudnn': {reason}; 'reference' takes it")
+    if implementation == "cudnn" or (implementation is None and not reason):
+        return jax.nn.dot_product_attention(
+            *(q, k, v),
+            scale=sizes.scale,
+            is_causal=causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+            return_residual=True,
+        )
+    group = q_heads // kv_heads
+    # Heads first: a tile's products are then one matrix product a KV head.
+    q = q.reshape(*q.shape[:2], kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    out, lse = _attend(q, k, v, sizes)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], -1, q_heads, head_dim)
+    return out, lse.transpose(0, 3, 1, 2).reshape(q.shape[0], -1, q_heads)
+
+
+def _not_cudnn(q: Array, sizes: _Sizes) -> str:
+    """Why cuDNN cannot serve a call; empty if it can."""
+    if jax.default_backend() != "gpu":
+        return f"the default backend is {jax.default_backend()}, not a GPU"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the type is {q.dtype}, not bfloat16 or float16"
+    if sizes.causal and sizes.num_queries != sizes.num_keys:
+        return "there are fewer queries than keys"
+    if q.shape[3] % 8 or q.shape[3] > 128:
+        return f"head_dim is {q.shape[3]}, not a multiple of 8 up to 128"
+    return ""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attend(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """Output and log-sum-exp of `[batch, kv_heads, group, queries, head_dim]`."""
+    return _forward(q, k, v, sizes)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, sizes: _Sizes
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    padded = _pad(q, 3, sizes.rows), _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
+    wide = np.promote_types(q.dtype, np.float32)
+    lead, head_dim = q.shape[:3], q.shape[4]
+    lowest = jnp.asarray(jnp.finfo(wide).min, wide)
+
+    def row(index: Array) -> tuple[Array, Array]:
+        queries = _cut(padded[0], index, 3, sizes.rows)
+
+        def column(other: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            top, total, out = carry
+            scores, seen = _scores(queries, padded[1], index, other, sizes)
+            scores = jnp.where(seen, scores, lowest)
+            new = jnp.maximum(top, scores.max(-1))
+            weights = jnp.where(
+                seen, jnp.exp(scores - new[..., None]), jnp.zeros((), wide)
+            )
+            decay = jnp.exp(top - new)
+            values = _cut(padded[2], other, 2, sizes.tile)
+            part = jnp.einsum(
+                "bhgqk,bhkd->bhgqd",
+                weights.astype(values.dtype),
+                values,
+                preferred_element_type=wide,
+            )
+            total = total * decay + weights.sum(-1)
+            return new, total, out * decay[..., None] + part
+
+        shape = (*lead, sizes.rows)
+        start = (
+            jnp.full(shape, lowest, wide),
+            jnp.zeros(shape, wide),
+            jnp.zeros((*shape, head_dim), wide),
+        )
+        top, total, out = lax.fori_loop(*_columns(index, sizes), column, start)
+        some = total > 0
+        total = jnp.where(some, total, jnp.ones_like(total))
+        lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
+        return (out / total[..., None]).astype(q.dtype), lse.astype(wide)
+
+    num = padded[0].shape[3] // sizes.rows
+    out, lse = lax.map(row, jnp.arange(num, dtype=jnp.int32))
+    out, lse = (_joined(x, 3)[:, :, :, : sizes.num_queries] for x in (out, lse))
+    return (out, lse), (q, k, v, out, lse)
+
+
+def _backward(
+    sizes: _Sizes, saved: tuple[Array, ...], grads: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    q, k, v, out, lse = saved
+    wide = lse.dtype
+    d_out, d_lse = grads
+    # A query without keys has no weights: any finite log-sum-exp will do for it.
+    lse = jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
+    delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
+    q, d_out, lse, delta = (_pad(x, 3, sizes.rows) for x in (q, d_out, lse, delta))
+    k, v = _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
+
+    def column(d_q: Array, other: Array) -> tuple[Array, tuple[Array, Array]]:
+        keys, values = (_cut(x, other, 2, sizes.tile) for x in (k, v))
+
+        def row(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            d_q, d_k, d_v = carry
+            queries, d_o = (_cut(x, index, 3, sizes.rows) for x in (q, d_out))
+            scores, seen = _scores(queries, k, index, other, sizes)
+            weights = jnp.exp(scores - _cut(lse, index, 3, sizes.rows)[..., None])
+            weights = jnp.where(seen, weights, jnp.zeros((), wide))
+            d_w = jnp.einsum(
+                "bhgqd,bhkd->bhgqk", d_o, values, preferred_element_type=wide
+            )
+            d_s = weights * (d_w - _cut(delta, index, 3, sizes.rows)[..., None])
+            d_s = (d_s * jnp.asarray(sizes.scale, wide)).astype(q.dtype)
+            d_v += jnp.einsum(
+                "bhgqk,bhgqd->bhkd",
+                weights.astype(q.dtype),
+                d_o,
+                preferred_element_type=wide,
+            )
+            d_k += jnp.einsum(
+                "bhgqk,bhgqd->bhkd", d_s, queries, preferred_element_type=wide
+            )
+            part = jnp.einsum(
+                "bhgqk,bhkd->bhgqd", d_s, keys, preferred_element_type=wide
+            )
+            at = index * sizes.rows
+            part += lax.dynamic_slice_in_dim(d_q, at, sizes.rows, axis=3)
+            return lax.dynamic_update_slice_in_dim(d_q, part, at, axis=3), d_k, d_v
+
+        zero = jnp.zeros(keys.shape, wide)
+        d_q, d_k, d_v = lax.fori_loop(*_rows(other, sizes), row, (d_q, zero, zero))
+        return d_q, (d_k, d_v)
+
+    num = k.shape[2] // sizes.tile
+    d_q, (d_k, d_v) = lax.scan(
+        column, jnp.zeros(q.shape, wide), jnp.arange(num, dtype=jnp.int32)
+    )
+    d_k, d_v = (_joined(x, 2)[:, :, : sizes.num_keys] for x in (d_k, d_v))
+    d_q = d_q[:, :, :, : sizes.num_queries]
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _scores(
+    queries: Array, k: Array, index: Array, other: Array, sizes: _Sizes
+) -> tuple[Array, Array]:
+    """Scores of a tile, and which of them count."""
+    wide = np.promote_types(queries.dtype, np.float32)
+    keys = _cut(k, other, 2, sizes.tile)
+    scores = jnp.einsum("bhgqd,bhkd->bhgqk", queries, keys, preferred_element_type=wide)
+    query = index * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)[:, None]
+    key = other * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)[None, :]
+    seen = (key < sizes.num_keys) & (query < sizes.num_queries)
+    if sizes.causal:
+        behind = query + sizes.num_keys - sizes.num_queries - key
+        seen &= behind >= 0
+        if sizes.window is not None:
+            seen &= behind < sizes.window
+    return scores * jnp.asarray(sizes.scale, wide), seen[None, None, None]
+
+
+def _columns(index: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """The tiles of keys, first and end, that a tile of queries sees anything of."""
+    last = jnp.asarray(-(-sizes.num_keys // sizes.tile), jnp.int32)
+    first = jnp.zeros((), jnp.int32)
+    if sizes.causal:
+        ahead = sizes.num_keys - sizes.num_queries
+        last = jnp.minimum(
+            last, ((index + 1) * sizes.tile - 1 + ahead) // sizes.tile + 1
+        )
+        if sizes.window is not None:
+            oldest = index * sizes.rows + ahead - sizes.window + 1
+            first = jnp.maximum(oldest, 0) // sizes.tile
+    return first, last
+
+
+def _rows(other: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """The tiles of queries, first and end, that see anything of a tile of keys."""
+    last = jnp.asarray(-(-sizes.num_queries // sizes.rows), jnp.int32)
+    first = jnp.zeros((), jnp.int32)
+    if sizes.causal:
+        ahead = sizes.num_keys - sizes.num_queries
+        first = jnp.maximum(other * sizes.tile - ahead, 0) // sizes.rows
+        if sizes.window is not None:
+            newest = (other + 1) * sizes.tile - 1 + sizes.window - 1 - ahead
+            last = jnp.minimum(last, jnp.maximum(newest, -1) // sizes.rows + 1)
+    return first, last
+
+
+def _cut(x: Array, index: Array, axis: int, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, index * size, size, axis=axis)
+
+
+def _pad(x: Array, axis: int, tile: int) -> Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % tile)
+    return jnp.pad(x, widths)
+
+
+def _joined(x: Array, axis: int) -> Array:
+    """Tiles stacked in front, side by side along `axis` again."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

@@ -1,0 +1,200 @@
+"""Packed rows: the queries that read the same keys, side by side in blocks.
+
+A matrix product of the tensor cores has 64 rows, and a decode step has one query a
+sequence. So all that read the same keys of a KV head are packed: `tokens` rows of one
+slot (a tree's nodes, a chunk, or one) times the `group` query heads of the KV head.
+Row `token * group + head_in_group` of a block; the rest of its rows is padding.
+
+Source: the packing of token x group in FlashInfer, Ye et al. 2025, arXiv:2501.01005.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+
+WGMMA_ROWS = 64
+"""Rows of one matrix product of a warpgroup."""
+
+
+class Packing(NamedTuple):
+    """Where each row lies in the blocks, and which row lies at each place of them."""
+
+    row: Int32[Array, "blocks tokens"]
+    """Row at each place; `rows`, one past the end, where there is none."""
+    slot: Int32[Array, " blocks"]
+    """Slot whose keys the block reads; 0 where the block has no rows."""
+    block: Int32[Array, " rows"]
+    """Block of each row; `blocks`, one past the end, for rows that are left out."""
+    token: Int32[Array, " rows"]
+    """Place of the row in its block; 0 for rows that are left out."""
+
+
+def num_block_rows(*, tokens: int, group: int) -> int:
+    """Counts the packed rows of a block, padding included.
+
+    Memory holds multiples of 8, what a transfer can move. Beyond one matrix product
+    they are whole ones, a warpgroup each.
+
+    Args:
+      tokens: tokens in a block, at least 1.
+      group: query heads that share a KV head, at least 1.
+
+    Returns:
+      A multiple of 8 up to 64, else a multiple of 64.
+    """
+    unit = 8 if tokens * group <= WGMMA_ROWS else WGMMA_ROWS
+    return -(-tokens * group // unit) * unit
+
+
+def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
+    """Bounds the blocks that rows of so many slots can fill, whatever their split.
+
+    A slot with n rows fills ceil(n / tokens) <= 1 + (n - 1) / tokens blocks.
+
+    Args:
+      num_rows: rows, at least 1.
+      num_slots: slots, at least 1.
+      tokens: rows of one slot in a block, at least 1.
+
+    Returns:
+      The bound, at least 1. 10 rows of 3 slots in blocks of 4: 3 + 7 // 4 = 4.
+    """
+    used = min(num_rows, num_slots)
+    return used + (num_rows - used) // tokens
+
+
+def one_row_a_slot(live: Bool[Array, " rows"]) -> Packing:
+    """Packs row i, which is slot i, into block i.
+
+    Args:
+      live: whether the row sees any key.
+
+    Returns:
+      The packing, of blocks of one token.
+    """
+    num_rows = live.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    kept = jnp.where(live, row, num_rows)
+    return Packing(kept[:, None], row, kept, jnp.zeros_like(row))
+
+
+def pack_rows(
+    slots: Int[Array, " rows"],
+    live: Bool[Array, " rows"],
+    *,
+    num_slots: int,
+    tokens: int,
+    sort: bool = False,
+) -> Packing:
+    """Packs the rows of each slot, in their order, into blocks of `tokens`.
+
+    Args:
+      slots: slot of each row, in [0, num_slots) where live; the live rows of a slot
+        side by side, unless `sort`.
+      live: whether the row is packed at all.
+      num_slots: slots, static.
+      tokens: rows of one slot in a block, static.
+      sort: brings the rows of a slot together first, for slots in any order.
+
+    Returns:
+      The packing, of `max_blocks` blocks; those in use come first.
+    """
+    num_rows = slots.shape[0]
+    num_blocks = max_blocks(num_rows=num_rows, num_slots=num_slots, tokens=tokens)
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    order = index
+    if sort:
+        order = jnp.argsort(jnp.where(live, slots, num_slots)).astype(jnp.int32)
+        slots, live = slots[order], live[order]
+    slots = jnp.where(live, slots, -1).astype(jnp.int32)
+    # The slot of the live row before, over any rows between that are not.
+    latest = lax.cummax(jnp.where(live, index, -1))
+    before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), latest[:-1]])
+    before = jnp.where(before >= 0, slots[jnp.maximum(before, 0)], -1)
+    opens = live & (slots != before)
+    nth = jnp.cumsum(live, dtype=jnp.int32) - 1
+    token = (nth - lax.cummax(jnp.where(opens, nth, 0))) % tokens
+    block = jnp.cumsum(live & (token == 0), dtype=jnp.int32) - 1
+    block = jnp.where(live, block, num_blocks)
+    token = jnp.where(live, token, 0)
+    row = jnp.full((num_blocks, tokens), num_rows, jnp.int32)
+    row = row.at[block, token].set(order, mode="drop")  # blocks, if left out
+    slot = jnp.zeros((num_blocks,), jnp.int32).at[block].set(slots, mode="drop")
+    if sort:
+        block, token = (jnp.zeros_like(x).at[order].set(x) for x in (block, token))
+    return Packing(row, slot, block, token)
+
+
+def pack_queries(
+    q: Float[Array, "rows q_heads head_dim"], packing: Packing, *, kv_heads: int
+) -> Float[Array, "blocks {kv_heads} block_rows head_dim"]:
+    """Lays the queries out in blocks, one of each for every KV head.
+
+    Args:
+      q: queries; query head h reads KV head `h // (q_heads // kv_heads)`.
+      packing: where the rows lie.
+      kv_heads: KV heads, a divisor of the query heads, static.
+
+    Returns:
+      The blocks; zeros where there is no row.
+    """
+    (num_blocks, tokens), (_, q_heads, head_dim) = packing.row.shape, q.shape
+    group = q_heads // kv_heads
+    found = q.at[packing.row].get(mode="fill", fill_value=0)
+    found = found.reshape(num_blocks, tokens, kv_heads, group, head_dim)
+    found = found.swapaxes(1, 2).reshape(num_blocks, kv_heads, -1, head_dim)
+    padding = num_block_rows(tokens=tokens, group=group) - tokens * group
+    return jnp.pad(found, [(0, 0), (0, 0), (0, padding), (0, 0)])
+
+
+def pack_values(
+    values: Shaped[Array, " rows"], packing: Packing, *, group: int, fill: int
+) -> Shaped[Array, "blocks wgmma_rows"]:
+    """Spreads one number a row over the packed rows, padded to whole matrix products.
+
+    Args:
+      values: the numbers.
+      packing: where the rows lie.
+      group: query heads that share a KV head, static.
+      fill: what padding gets.
+
+    Returns:
+      The number of each packed row.
+    """
+    tokens, filler = packing.row.shape[1], jnp.asarray(fill, values.dtype)
+    found = values.at[packing.row].get(mode="fill", fill_value=fill)
+    found = jnp.repeat(found, group, axis=1, total_repeat_length=tokens * group)
+    padding = -tokens * group % WGMMA_ROWS
+    return jnp.pad(found, [(0, 0), (0, padding)], constant_values=filler)
+
+
+def unpack(
+    blocks: Shaped[Array, "blocks kv_heads block_rows *rest"],
+    packing: Packing,
+    *,
+    group: int,
+    fill: float,
+) -> Shaped[Array, "rows q_heads *rest"]:
+    """Brings packed results back to rows.
+
+    Args:
+      blocks: the results.
+      packing: where the rows lie.
+      group: query heads that share a KV head, static.
+      fill: what rows get that are left out.
+
+    Returns:
+      The results of each row and query head.
+    """
+    num_blocks, kv_heads, _, *rest = blocks.shape
+    tokens = packing.row.shape[1]
+    blocks = blocks[:, :, : tokens * group]
+    blocks = blocks.reshape(num_blocks, kv_heads, tokens, group, *rest)
+    # Padding may hold anything, so that rows left out are chosen, not multiplied, away.
+    kept = packing.block < num_blocks
+    index = jnp.where(kept, packing.block, 0), slice(None), packing.token
+    found = blocks[index].reshape(kept.shape[0], kv_heads * group, *rest)
+    mask = kept.reshape(-1, *(1,) * (found.ndim - 1))
+    return jnp.where(mask, found, jnp.asarray(fill, found.dtype))

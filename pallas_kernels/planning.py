@@ -1,0 +1,180 @@
+"""The plan of a step: which program attends from which rows to which keys.
+
+The plan packs the rows (`packing`), says which places each of them sees, and cuts the
+work into equal stretches (`cutting`). It knows no layer: it is made once a step. All
+shapes are static, so that new lengths compile nothing.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32, UInt32
+
+from pallas_kernels import cutting, packing
+from pallas_kernels.cutting import Schedule, Tiling
+from pallas_kernels.packing import Packing
+
+FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
+"""Lines of `Plan.rows`; the words of ancestors fill the lines from `WORDS` on."""
+
+
+def why_not(
+    *, q_dtype: str, page_dtype: str, group: int, head_dim: int, page_size: int
+) -> str | None:
+    """Says why the decode kernel does not take a call.
+
+    Args:
+      q_dtype: name of the type of the queries.
+      page_dtype: name of the type of keys and values.
+      group: query heads that share a KV head.
+      head_dim: size of a head.
+      page_size: tokens of a page.
+
+    Returns:
+      The argument and its range in a clause; None if it takes the call.
+    """
+    if q_dtype not in ("bfloat16", "float16") or page_dtype != q_dtype:
+        return (
+            f"q and pages must both be bfloat16 or both float16, not {q_dtype} and"
+            f" {page_dtype}"
+        )
+    if not 1 <= group <= 64:
+        return f"{group=} query heads for each KV head must be in [1, 64]"
+    if head_dim not in (64, 128, 256):
+        return f"{head_dim=} must be 64, 128 or 256"
+    if page_size not in (16, 32, 64, 128, 256):
+        return f"{page_size=} must be a power of two in [16, 256]"
+    return None
+
+
+class Plan(NamedTuple):
+    """What the decode kernel needs besides arrays of a layer."""
+
+    packing: Packing
+    rows: Int32[Array, "blocks lines wgmma_rows"]
+    """Of each packed row, padded to whole matrix products: the first place it sees; the
+    place from which on it sees only ancestors; its position; and words whose bit j
+    stands for the j-th place from there, the lowest first."""
+    low: Int32[Array, " blocks"]
+    """First place that any row of the block sees."""
+    high: Int32[Array, " blocks"]
+    """Place after the last that any sees."""
+    inner_low: Int32[Array, " blocks"]
+    """First place that all rows see, up to `inner_high`."""
+    inner_high: Int32[Array, " blocks"]
+    schedule: Schedule
+
+
+def make_plan(
+    positions: Int[Array, " rows"],
+    slots: Int[Array, " rows"] | None,
+    *,
+    num_slots: int,
+    kv_heads: int,
+    group: int,
+    tiling: Tiling,
+    first: Int[Array, " rows"] | None = None,
+    end: Int[Array, " rows"] | None = None,
+    context: Int[Array, " slots"] | None = None,
+    ancestors: Bool[Array, "rows columns"] | None = None,
+    window: int | None = None,
+    rows_per_slot: int | None = None,
+    sort: bool = False,
+) -> Plan:
+    """Packs the rows and cuts the work.
+
+    A row sees the places up to its position; with `context` instead those below that of
+    its slot, and with `ancestors` also place `context + j` where `ancestors[row, j]`.
+
+    Args:
+      positions: position of each row; -1 for a padding row.
+      slots: slot of each row, the rows of a slot side by side unless `sort`; None where
+        row i is slot i.
+      num_slots: slots, static.
+      kv_heads: KV heads, static.
+      group: query heads that share a KV head, at most `tiling.block_rows`, static.
+      tiling: sizes; the same for plan and kernel.
+      first: no row sees a place below this one, at least 0; None means 0.
+      end: nor this one and those above, ancestors apart; None means no bound.
+      context: see above.
+      ancestors: see above.
+      window: a row sees places above its position - window; None means all.
+      rows_per_slot: rows that slots have as a rule, as the nodes of a tree: blocks are
+        no longer than that, so that little of them is padding. None means any number.
+      sort: allows the rows of a slot to lie anywhere.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: a group that a block does not hold.
+    """
+    if not 1 <= group <= tiling.block_rows:
+        raise ValueError(f"{group=} must be in [1, {tiling.block_rows=}]")
+    live = positions >= 0
+    if slots is None:
+        packed = packing.one_row_a_slot(live)
+    else:
+        live &= slots >= 0
+        tokens = min(tiling.block_rows // group, rows_per_slot or positions.shape[0])
+        packed = packing.pack_rows(
+            slots, live, num_slots=num_slots, tokens=tokens, sort=sort
+        )
+    start = jnp.zeros_like(positions) if first is None else first
+    if window is not None:
+        start = jnp.maximum(start, positions - window + 1)
+    limit, lines = positions + 1, []
+    if context is not None:
+        limit = context if slots is None else context[jnp.where(live, slots, 0)]
+    past = limit = limit if end is None else jnp.minimum(limit, end)
+    if ancestors is not None:
+        column = jnp.arange(1, ancestors.shape[1] + 1, dtype=jnp.int32)
+        past += jnp.max(jnp.where(ancestors, column, 0), axis=1, initial=0)
+        words = lax.bitcast_convert_type(ancestor_words(ancestors), jnp.int32)
+        lines = [words[:, i] for i in range(words.shape[1])]
+
+    def spread(values, fill):
+        return packing.pack_values(
+            values.astype(jnp.int32), packed, group=group, fill=fill
+        )
+
+    # A row may see nothing, as under a window with all ancestors before it.
+    sees, big = live & (start < past), jnp.iinfo(jnp.int32).max
+    low = jnp.min(spread(jnp.where(sees, start, big), big), axis=1)
+    high = jnp.max(spread(jnp.where(sees, past, 0), 0), axis=1)
+    low = jnp.minimum(low, high)
+    # Padding is seen by nobody: it may see anything.
+    inner_low = jnp.max(spread(start, 0), axis=1)
+    inner_high = jnp.min(spread(limit, big), axis=1)
+    # Rows of a block without tiles get no result from the kernel.
+    num_blocks = packed.row.shape[0]
+    some = (high > low).at[packed.block].get(mode="fill", fill_value=False)
+    packed = packed._replace(block=jnp.where(some, packed.block, num_blocks))
+    rows = [spread(x, 0) for x in (start, limit, positions, *lines)]
+    return Plan(
+        packing=packed,
+        rows=jnp.stack(rows, axis=1),
+        low=low,
+        high=high,
+        inner_low=inner_low,
+        inner_high=inner_high,
+        schedule=cutting.cut(low, high, kv_heads=kv_heads, tiling=tiling),
+    )
+
+
+def ancestor_words(ancestors: Bool[Array, "rows columns"]) -> UInt32[Array, "rows _"]:
+    """Packs flags into words of 32 bits, column j into bit j % 32 of word j // 32.
+
+    Args:
+      ancestors: the flags.
+
+    Returns:
+      ceil(columns / 32) words a row.
+    """
+    rows, columns = ancestors.shape
+    num_words = -(-columns // 32)
+    flags = jnp.pad(ancestors, [(0, 0), (0, 32 * num_words - columns)])
+    bit = jnp.left_shift(jnp.uint32(1), jnp.arange(32, dtype=jnp.uint32))
+    flags = flags.reshape(rows, num_words, 32).astype(jnp.uint32)
+    return jnp.sum(flags * bit[None, None, :], axis=2, dtype=jnp.uint32)

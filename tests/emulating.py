@@ -1,0 +1,59 @@
+"""The kernels under the emulator of Mosaic GPU, races watched."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulator
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import decode_mosaic_gpu as decode
+from pallas_kernels import planning
+from pallas_kernels.cutting import Tiling
+from tests.kernel_cases import Case
+
+SMALL = Tiling(num_programs=3, stages=2)
+TWO = Tiling(num_programs=4, stages=2, block_rows=128)
+
+
+@contextlib.contextmanager
+def emulator_of_races() -> Generator[plgpu.InterpretGPUParams]:
+    """Raises on races, which some versions of jax only print and remember."""
+    try:
+        yield plgpu.InterpretGPUParams(detect_races=True)
+        if emulator.get_races().races_found:
+            raise RuntimeError("RACE DETECTED")
+    finally:
+        emulator.reset_gpu_interpret_mode_state()
+
+
+def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
+    """Emulates the kernel; raises what the emulator finds."""
+    _, kv_heads, _, _ = case.k_pages.shape
+
+    def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
+        plan = planning.make_plan(
+            *(arrays["positions"], arrays["slots"]),
+            context=arrays["context"],
+            ancestors=arrays["ancestors"],
+            num_slots=case.page_ids.shape[0],
+            kv_heads=kv_heads,
+            group=case.q.shape[1] // kv_heads,
+            tiling=tiling,
+            window=case.window,
+        )
+        return decode.attend(
+            *(arrays[name] for name in ("q", "k_pages", "v_pages", "page_ids")),
+            plan,
+            scale=case.scale,
+            softcap=case.softcap,
+            alibi=arrays["alibi"],
+            sinks=arrays["sinks"],
+            tiling=tiling,
+            interpret=interpret,
+        )
+
+    with emulator_of_races() as interpret:
+        attend = jax.jit(plan_and_attend, static_argnums=1)
+        return jax.block_until_ready(attend(case.arrays(), interpret))

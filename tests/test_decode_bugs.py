@@ -1,0 +1,88 @@
+"""Bugs seeded into the decode kernel: the emulator notices every one of them."""
+
+import inspect
+import types
+
+import numpy as np
+import pytest
+
+from pallas_kernels import decode_warpgroups_mosaic_gpu as warpgroups
+from pallas_kernels.cutting import Tiling
+from tests.emulating import run
+from tests.kernel_cases import assert_within_rule, make_case
+
+
+def mutant(removed: str, added: str = "pass") -> types.ModuleType:
+    """The module of the warpgroups with one place of its source changed."""
+    source = inspect.getsource(warpgroups)
+    assert source.count(removed) == 1
+    module = types.ModuleType("mutant")
+    exec(compile(source.replace(removed, added), "mutant", "exec"), module.__dict__)
+    return module
+
+
+K_FULL = "plgpu.barrier_wait(shared.k_full.at[stage])"
+V_FREE = "plgpu.barrier_arrive(shared.v_free.at[stage])"
+PRODUCT = "out = _add_product(out, weights, shared.v.at[stage], emulated)"
+BETWEEN = "\n            "
+BUGS = {
+    "back-pressure": ("plgpu.barrier_wait(free.at[stage])", "pass", 2),
+    "wait for keys": (K_FULL, "pass", 2),
+    "early release": (PRODUCT + BETWEEN + V_FREE, V_FREE + BETWEEN + PRODUCT, 2),
+    "commit": ("= lse\n        plgpu.commit_smem()", "= lse", 2),
+}
+MORE_BUGS = {
+    "wait for values": (K_FULL.replace("k_full", "v_full"), "pass", 2),
+    "back-pressure of queries": (
+        "plgpu.barrier_wait(shared.q_free.at[stage])",
+        "pass",
+        6,  # else keys that are not free yet hold the queries back, too
+    ),
+    "wait for results": ("plgpu.wait_smem_to_gmem(0)", "pass", 2),
+    "wait for the last results": (
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+        "pass",
+        2,
+    ),
+}
+# Which of them comes first is up to the version of jax and to the threads.
+NOTICED = (
+    r"RACE DETECTED|Not all copy_smem_to_gmem|"
+    r"[Bb]arrier( \d+)? (completed phase|was deallocated|is already at phase)"
+)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "stages"),
+    [
+        *(pytest.param(*bug, id=name) for name, bug in BUGS.items()),
+        *(
+            pytest.param(*bug, id=name, marks=pytest.mark.slow)
+            for name, bug in MORE_BUGS.items()
+        ),
+    ],
+)
+def test_seeded_bugs_are_caught(
+    monkeypatch: pytest.MonkeyPatch, removed: str, added: str, stages: int
+) -> None:
+    module = mutant(removed, added)
+    for name in ("consume", "produce"):
+        monkeypatch.setattr(warpgroups, name, getattr(module, name))
+    with pytest.raises(RuntimeError, match=NOTICED):
+        run(TINY, Tiling(num_programs=1, stages=stages))
+
+
+def test_values_that_nobody_sees_must_be_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warpgroups, "_clear", lambda *_: None)
+    out, _ = run(TINY, Tiling(num_programs=1, stages=2))
+    assert np.isnan(out).any()
+
+
+def test_without_a_bug_nothing_is_caught() -> None:
+    assert_within_rule(TINY, *run(TINY, Tiling(num_programs=1, stages=2)))
+
+
+TINY = make_case([(64, 1)], page_size=64, kv_heads=3, group=1)
+"""Two tiles of three heads: both rings turn once."""

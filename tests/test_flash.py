@@ -1,0 +1,150 @@
+"""Attention in tiles: against plain softmax in float64, its gradient included."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import flash
+from pallas_kernels.flash import flash_attention
+
+
+def plain(q: Any, k: Any, v: Any, *, causal: bool, window: int | None) -> Any:
+    """Softmax written out: output and log-sum-exp."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.asarray(
+        q.shape[3] ** -0.5, q.dtype
+    )
+    query = jnp.arange(q.shape[1], dtype=jnp.int32)[:, None] + (k.shape[1] - q.shape[1])
+    key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+    if causal:
+        seen = key <= query
+        if window is not None:
+            seen &= key > query - window
+        lowest = jnp.asarray(-jnp.inf, q.dtype)
+        scores = jnp.where(seen[None, None], scores, lowest)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - lse[..., None])
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), lse.transpose(0, 2, 1)
+
+
+def draw(
+    queries: int, keys: int, q_heads: int, kv_heads: int, head_dim: int, dtype: Any
+) -> tuple[Any, ...]:
+    rng = np.random.default_rng(queries + keys)
+    shapes = [
+        (2, queries, q_heads, head_dim),
+        *[(2, keys, kv_heads, head_dim)] * 2,
+    ]
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def in_float64(f: Any, *arrays: Any) -> Any:
+    with jax.enable_x64(True):
+        return f(*(jnp.asarray(np.asarray(x, np.float64)) for x in arrays))
+
+
+def total(attend: Any, *arrays: Any) -> Any:
+    """A number that depends on every output, and on every log-sum-exp."""
+    out, lse = attend(*arrays)
+    weights = jnp.sin(jnp.arange(out.size, dtype=jnp.int32).astype(lse.dtype))
+    out = jnp.sum(out.astype(lse.dtype).reshape(-1) * weights)
+    return out + jnp.sum(lse * jnp.cos(lse))
+
+
+CASES = [
+    # queries, keys, q_heads, kv_heads, head_dim, causal, window
+    (1, 1, 1, 1, 8, True, None),
+    (7, 7, 2, 2, 8, True, None),
+    (16, 16, 4, 2, 16, True, None),
+    (33, 33, 4, 1, 8, True, None),
+    (40, 40, 2, 1, 8, True, 5),
+    (40, 40, 2, 1, 8, True, 16),
+    (40, 40, 2, 1, 8, True, 99),
+    (5, 45, 4, 2, 8, True, None),
+    (5, 45, 2, 2, 8, True, 12),
+    (1, 50, 2, 1, 8, True, None),
+    (20, 37, 4, 2, 8, False, None),
+    (37, 5, 2, 1, 8, False, None),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tile", [16, 128])
+def test_outputs_and_gradients_are_those_of_plain_softmax(case, tile: int) -> None:
+    *sizes, causal, window = case
+    arrays = draw(*sizes, "float32")
+    twin = partial(plain, causal=causal, window=window)
+    ours = partial(flash_attention, causal=causal, window=window, tile=tile)
+    wanted = in_float64(twin, *arrays)
+    found = jax.jit(ours)(*arrays)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6, rtol=1e-5)
+    grad = partial(jax.grad, argnums=(0, 1, 2))
+    wanted = in_float64(grad(partial(total, twin)), *arrays)
+    found = jax.jit(grad(partial(total, ours)))(*arrays)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_error_is_that_of_the_type(dtype: str) -> None:
+    arrays = draw(70, 70, 4, 2, 32, dtype)
+    twin = partial(plain, causal=True, window=None)
+    wanted = in_float64(twin, *arrays)
+    same = jax.jit(twin)(*arrays)
+    found = jax.jit(partial(flash_attention, tile=16))(*arrays)
+    assert found[0].dtype == dtype
+    assert found[1].dtype == jnp.float32
+    for a, b, c in zip(found, same, wanted, strict=True):
+        exact = np.asarray(c)
+        ours = np.abs(np.asarray(a, np.float64) - exact)
+        theirs = np.abs(np.asarray(b, np.float64) - exact)
+        assert ours.max() <= 2 * theirs.max() + 1e-5
+        assert ours.mean() <= 1.5 * theirs.mean() + 1e-5
+
+
+def test_one_tile_or_many_give_the_same() -> None:
+    arrays = draw(50, 50, 4, 2, 8, "float32")
+    found = [flash_attention(*arrays, tile=tile) for tile in (8, 17, 64)]
+    for out, lse in found[1:]:
+        np.testing.assert_allclose(out, found[0][0], atol=1e-6)
+        np.testing.assert_allclose(lse, found[0][1], atol=1e-6)
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+    def temporary(length: int) -> int:
+        shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        grad = jax.grad(partial(total, flash_attention), argnums=(0, 1, 2))
+        compiled: Any = jax.jit(grad).lower(shape, shape, shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(1024), temporary(4096)
+    assert long < 4.5 * short
+    assert long < 4096**2 * 4  # one head's scores
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(window=0), "window=0 must be at least 1"),
+        (dict(window=3, causal=False), "needs causal=True"),
+        (dict(tile=0), "tile=0 must be at least 1"),
+        (dict(implementation="cudnn"), "default backend is cpu, not a GPU; 'refer"),
+    ],
+)
+def test_calls_that_cannot_be_served(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*draw(4, 4, 2, 1, 8, "float32"), **fields)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="q_heads=3 must be a multiple of kv_heads=2"):
+        flash_attention(*draw(4, 4, 3, 2, 8, "float32"))
+    with pytest.raises(ValueError, match=r"must be at most k.shape\[1\]=4 if causal"):
+        flash_attention(*draw(5, 4, 2, 1, 8, "float32"))
+    assert flash.TILE == 128

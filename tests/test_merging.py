@@ -1,0 +1,79 @@
+"""Partial states put together, against numpy in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import merging
+
+ROWS, HEAD_DIM = 8, 4
+
+
+def merged(out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """State over the keys of all states along axis 0, in base 2."""
+    total = np.exp2(lse).sum(0)
+    weights = np.exp2(lse)[..., None] / np.where(total > 0, total, 1)[..., None]
+    with np.errstate(divide="ignore"):
+        return (weights * out).sum(0), np.log2(total)
+
+
+@pytest.mark.parametrize("num_parts", [0, 2, 3, 5, 12])
+def test_parts_of_cut_items(num_parts: int) -> None:
+    """Items of a line of programs, one of them over `num_parts`; all else is NaN."""
+    rng = np.random.default_rng(num_parts)
+    programs, blocks, heads = 13, 3, 2
+    items = blocks * heads
+    out = np.full((blocks, heads, ROWS, HEAD_DIM), np.nan)
+    lse = np.full((blocks, heads, ROWS), np.nan)
+    part_out = np.full((programs, 2, ROWS, HEAD_DIM), np.nan)
+    part_lse = np.full((programs, 2, ROWS), np.nan)
+    cut_of, cut_items = np.full((programs, 2), programs), np.full(programs, items)
+    # Item 4 begins in program 0 and ends in a later one; item 1 is cut after it.
+    if num_parts:
+        cut_items[:2] = 4, 1
+        cut_of[0, 1], cut_of[1:num_parts, 0] = 0, 0
+        cut_of[num_parts - 1, 1], cut_of[num_parts, 0] = 1, 1
+    parts = np.append(cut_items, items)[cut_of]
+    wanted = {}
+    for item in range(items):
+        where = np.argwhere(parts == item)
+        shape = (max(len(where), 1), ROWS)
+        state = rng.standard_normal((*shape, HEAD_DIM)), 9 * rng.standard_normal(shape)
+        # A row that saw nothing in some part, and one that saw nothing at all.
+        state[1][0, 0] = -np.inf
+        state[1][:, 1] = -np.inf
+        state[0][:, 1] = 0
+        wanted[item] = merged(*state)
+        block, head = divmod(item, heads)
+        if len(where) == 0:
+            out[block, head], lse[block, head] = state[0][0], state[1][0]
+            wanted[item] = state[0][0], state[1][0]
+        for i, (program, side) in enumerate(where):
+            part_out[program, side], part_lse[program, side] = state[0][i], state[1][i]
+    got_out, got_lse = merging.merge_parts(
+        *(jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse)),
+        *(jnp.asarray(x, jnp.int32) for x in (cut_of, cut_items)),
+    )
+    for item, (wanted_out, wanted_lse) in wanted.items():
+        place = divmod(item, heads)
+        np.testing.assert_allclose(got_out[place], wanted_out, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got_lse[place], wanted_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_sinks() -> None:
+    rng = np.random.default_rng(0)
+    scores, values = rng.standard_normal((3, 2, 5)), rng.standard_normal((3, 2, 5, 4))
+    sinks = np.asarray([-1.0, 2.0])
+    total = np.exp(scores).sum(-1)
+    out = (np.exp(scores)[..., None] * values).sum(2) / total[..., None]
+    lse = np.log(total)
+    out[0], lse[0] = 0, -np.inf
+    got_out, got_lse = merging.add_sinks(
+        *(jnp.asarray(x, jnp.float32) for x in (out, lse, sinks))
+    )
+    share = total / (total + np.exp(sinks))
+    np.testing.assert_allclose(got_out, out * share[..., None], rtol=1e-5)
+    np.testing.assert_allclose(
+        got_lse[1:], np.log(total + np.exp(sinks))[1:], rtol=1e-5
+    )
+    assert (np.asarray(got_lse[0]) == -np.inf).all()

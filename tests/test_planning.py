@@ -1,0 +1,278 @@
+"""The plan of the decode kernel against plain Python that lays the tiles out."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cutting, packing, planning
+from pallas_kernels.cutting import Tiling
+
+MAKE_PLAN = jax.jit(
+    planning.make_plan,
+    static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),
+)
+CUT = jax.jit(cutting.cut, static_argnames=("kv_heads", "tiling"))
+
+
+def ints(values: Any) -> jax.Array:
+    return jnp.asarray(np.asarray(values), jnp.int32)
+
+
+def line_of(low: list[int], high: list[int], kv_heads: int, tile: int) -> list[tuple]:
+    """All tiles as (block, head, tile from the item's first, tiles of the item)."""
+    line = []
+    for block, (begin, end) in enumerate(zip(low, high, strict=True)):
+        count = -(-end // tile) - begin // tile if end > begin else 0
+        for head in range(kv_heads):
+            line += [(block, head, t, count) for t in range(count)]
+    return line
+
+
+def check_schedule(
+    low: list[int], high: list[int], kv_heads: int, tiling: Tiling
+) -> None:
+    cut = jax.jit(cutting.cut, static_argnames=("kv_heads", "tiling"))
+    got = jax.tree.map(
+        np.asarray, cut(ints(low), ints(high), kv_heads=kv_heads, tiling=tiling)
+    )
+    line, programs = line_of(low, high, kv_heads, tiling.tile), tiling.num_programs
+    live = [block for block in range(len(low)) if high[block] > low[block]]
+    assert got.order[: len(live)].tolist() == live
+    assert sorted(got.order) == list(range(len(low)))
+    assert got.num_tiles.sum() * kv_heads == len(line)
+    assert (got.first_tile == np.asarray(low)[got.order] // tiling.tile).all()
+    # The stretches cover the line, in order and evenly.
+    sizes = np.diff(got.cuts)
+    busy = min(programs, max(1, len(line) // tiling.min_tiles))
+    assert got.cuts[0] == 0
+    assert got.cuts[-1] == len(line)
+    assert (sizes[busy:] == 0).all()
+    assert sizes[:busy].max() - sizes[:busy].min() <= 1
+    nobody = len(low) * kv_heads
+    num_cut = int((got.cut_of[:, 1] < programs).sum())
+    assert (got.cut_items[num_cut:] == nobody).all()
+    item_of = [*got.cut_items.tolist(), nobody]
+    for program in range(programs):
+        stretch = line[got.cuts[program] : got.cuts[program + 1]]
+        parts = [nobody] * 2
+        if stretch:
+            place, head, tile = got.begin[program]
+            assert (got.order[place], head, tile) == stretch[0][:3]
+            pieces: dict[tuple, list] = {}
+            for block, head, tile, count in stretch:
+                pieces.setdefault((block, head, count), []).append(tile)
+            for (block, head, count), tiles in pieces.items():
+                if len(tiles) < count:
+                    parts[0 if tiles[0] > 0 else 1] = block * kv_heads + head
+        assert [item_of[i] for i in got.cut_of[program]] == parts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "programs"),
+    [
+        ([0, 0], 2, 3),
+        ([1], 1, 4),
+        (
+            [0, 1, 0, 63, 64, 65, 0],
+            2,
+            4,
+        ),  # fewer tiles than programs, empty ones between
+        ([64] * 6, 2, 3),
+        ([64 * 4], 3, 4),
+        ([100_000], 8, 132),
+    ],
+)
+def test_schedules_worked_through_by_plain_python(lengths, kv_heads, programs) -> None:
+    zeros = [0] * len(lengths)
+    check_schedule(zeros, lengths, kv_heads, Tiling(num_programs=programs))
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1])
+@pytest.mark.parametrize("each", [1, 5])
+def test_totals_around_a_multiple_of_the_programs(over: int, each: int) -> None:
+    programs = 12
+    lengths = [64 * (programs * each + over - 4), 64 * 3, 0, 17]
+    check_schedule([0] * 4, lengths, 1, Tiling(num_programs=programs))
+
+
+def test_random_spans() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        blocks = int(rng.integers(1, 4)) * 4
+        high = rng.integers(0, 700, blocks) * rng.integers(0, 2, blocks)
+        low = (high * rng.random(blocks)).astype(int)
+        tiling = Tiling(num_programs=7, min_tiles=int(rng.integers(1, 3)))
+        check_schedule(low.tolist(), high.tolist(), 2, tiling)
+
+
+@pytest.mark.parametrize("sort", [False, True])
+def test_random_rows_are_packed_in_order_and_come_back(sort: bool) -> None:
+    rng, num_rows, num_slots, tokens = np.random.default_rng(1), 24, 6, 3
+    group, kv_heads, head_dim = 2, 3, 4
+    sizes = {"num_slots": num_slots, "tokens": tokens, "sort": sort}
+    pack = jax.jit(functools.partial(packing.pack_rows, **sizes))
+    lay_out = jax.jit(functools.partial(packing.pack_queries, kv_heads=kv_heads))
+    unpack = jax.jit(functools.partial(packing.unpack, group=group, fill=-1.0))
+    for _ in range(40):
+        slots = rng.integers(0, num_slots, num_rows)
+        if not sort:
+            slots = np.repeat(rng.permutation(num_slots), 4)
+        live = rng.random(num_rows) < rng.random()
+        slots = np.where(live, slots, rng.integers(-1, 9, num_rows))
+        got = pack(ints(slots), jnp.asarray(live))
+        # The model: the live rows of a slot in order, `tokens` at a time.
+        rows_of: dict[int, list[int]] = {}
+        for row in np.flatnonzero(live).tolist():
+            rows_of.setdefault(int(slots[row]), []).append(row)
+        keys = sorted(rows_of) if sort else list(rows_of)
+        wanted = [
+            (key, rows_of[key][i : i + tokens])
+            for key in keys
+            for i in range(0, len(rows_of[key]), tokens)
+        ]
+        num_blocks = got.row.shape[0]
+        assert len(wanted) <= num_blocks
+        row, slot, block, token = (np.asarray(x) for x in got)
+        for i in range(num_blocks):
+            key, rows = wanted[i] if i < len(wanted) else (0, [])
+            assert slot[i] == key
+            assert row[i].tolist() == rows + [num_rows] * (tokens - len(rows))
+            assert (block[rows] == i).all()
+            assert token[rows].tolist() == list(range(len(rows)))
+        assert (block[~live] == num_blocks).all()
+        q = rng.standard_normal((num_rows, kv_heads * group, head_dim), np.float32)
+        blocks = np.array(lay_out(jnp.asarray(q), got))
+        assert blocks.shape == (num_blocks, kv_heads, 8, head_dim)
+        blocks[:, :, tokens * group :] = np.nan
+        back = np.asarray(unpack(jnp.asarray(blocks), got))
+        np.testing.assert_array_equal(back[live], q[live])
+        assert (back[~live] == -1).all()
+
+
+def test_one_row_a_slot() -> None:
+    got = packing.one_row_a_slot(jnp.asarray([True, False, True]))
+    assert got.row.tolist() == [[0], [3], [2]]
+    assert got.block.tolist() == [0, 3, 2]
+
+
+def test_rows_of_a_block() -> None:
+    sizes = [(1, 1), (1, 8), (3, 5), (16, 4), (1, 64), (17, 4), (2, 64)]
+    wanted = [8, 8, 16, 64, 64, 128, 128]
+    got = [packing.num_block_rows(tokens=t, group=g) for t, g in sizes]
+    assert got == wanted
+
+
+def test_blocks_are_never_more_than_the_bound() -> None:
+    assert packing.max_blocks(num_rows=10, num_slots=3, tokens=4) == 4
+    for tokens in range(1, 6):
+        for split in np.ndindex(5, 5, 5):
+            used = sum(-(-n // tokens) for n in split)
+            bound = packing.max_blocks(
+                num_rows=max(sum(split), 1), num_slots=3, tokens=tokens
+            )
+            assert used <= bound
+
+
+def test_spans_of_a_block_are_those_of_its_rows() -> None:
+    """Two slots with chunks, a padding row, a window: worked by hand."""
+    plan = MAKE_PLAN(
+        ints([6, 7, 8, -1, 100]),
+        ints([1, 1, 1, -1, 0]),
+        num_slots=2,
+        kv_heads=1,
+        group=32,
+        tiling=Tiling(num_programs=2),
+        window=5,
+    )
+    assert plan.packing.row.tolist() == [[0, 1], [2, 5], [4, 5]]
+    assert plan.low.tolist() == [2, 4, 96]
+    assert plan.high.tolist() == [8, 9, 101]
+    assert plan.inner_low.tolist() == [3, 4, 96]
+    assert plan.inner_high.tolist() == [7, 9, 101]
+    assert plan.rows[0, :, 0].tolist() == [2, 7, 6]
+    assert plan.rows[0, :, 32].tolist() == [3, 8, 7]
+    assert plan.schedule.first_tile.tolist() == [0, 0, 1]
+
+
+def test_spans_of_a_tree() -> None:
+    """A tree of three nodes over 10 places: the root, and two branches of it."""
+    ancestors = jnp.asarray([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    plan = MAKE_PLAN(
+        ints([10, 11, 11]),
+        ints([0, 0, 0]),
+        num_slots=1,
+        kv_heads=1,
+        group=8,
+        tiling=Tiling(num_programs=2),
+        context=ints([10]),
+        ancestors=ancestors,
+    )
+    assert (plan.low.item(), plan.high.item()) == (0, 13)
+    assert (plan.inner_low.item(), plan.inner_high.item()) == (0, 10)
+    assert plan.rows[0, planning.LIMIT, ::8].tolist() == [10, 10, 10] + [0] * 5
+    assert plan.rows[0, planning.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
+
+
+@pytest.mark.parametrize(("rows_per_slot", "tokens"), [(None, 6), (2, 2), (1, 1)])
+def test_blocks_are_no_longer_than_the_rows_of_a_slot(
+    rows_per_slot: int | None, tokens: int
+) -> None:
+    plan = planning.make_plan(
+        ints([4, 5, 4, 5, 6, -1]),
+        ints([0, 0, 1, 1, 1, -1]),
+        num_slots=2,
+        kv_heads=1,
+        group=8,
+        tiling=Tiling(num_programs=2),
+        rows_per_slot=rows_per_slot,
+    )
+    assert plan.packing.row.shape[1] == tokens
+    rows = np.asarray(plan.packing.row)
+    assert sorted(rows[rows < 6]) == [0, 1, 2, 3, 4]
+
+
+def test_words_of_ancestors() -> None:
+    rng = np.random.default_rng(2)
+    flags = rng.random((5, 70)) < 0.5
+    words = np.asarray(planning.ancestor_words(jnp.asarray(flags)))
+    assert words.shape == (5, 3)
+    for row, column in np.ndindex(*flags.shape):
+        assert (words[row, column // 32] >> (column % 32)) & 1 == flags[row, column]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tile", 96), ("block_rows", 32), ("stages", 0), ("num_programs", 0)],
+)
+def test_sizes_out_of_range_are_refused(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{field}={value} must be"):
+        Tiling(**{field: value})
+
+
+def test_a_group_that_no_block_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="group=65 must be in"):
+        planning.make_plan(
+            ints([0]), None, num_slots=1, kv_heads=1, group=65, tiling=Tiling()
+        )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_rows", "stages", "q_stages"),
+    [
+        (64, 64, 8, 2),
+        (128, 64, 4, 2),
+        (256, 64, 2, 1),
+        (128, 128, 3, 1),
+        (256, 128, 2, 1),
+        (64, 128, 8, 2),
+    ],
+)
+def test_default_tilings_fill_the_shared_memory(
+    head_dim: int, block_rows: int, stages: int, q_stages: int
+) -> None:
+    tiling = cutting.default_tiling(head_dim=head_dim, block_rows=block_rows)
+    assert (tiling.stages, tiling.q_stages) == (stages, q_stages)

@@ -1,0 +1,331 @@
+"""What giving way costs: read off traces, from one workload served in many ways."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import (
+    catalogue,
+    cli,
+    preemption,
+    preemption_moving,
+    preemption_replay,
+    preemption_serving,
+    store,
+    style,
+)
+from experiments.preemption_serving import Server, Servings, Way
+from experiments.progress import QUIET, Quiet
+from jaxkv import checkpoints
+from tests import engines
+
+SMOKE = preemption.CONFIGS["smoke"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return engines.save_tiny_model(folder, max_positions=72)
+
+
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a small run."""
+    out = tmp_path_factory.mktemp("runs") / "preemption"
+    args = ["run", "preemption", "smoke", "--model", model, "--out", str(out)]
+    assert cli.main([*args, "--json"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> preemption.Result:
+    return store.read(folder, catalogue.load("preemption")).result
+
+
+def served(result: preemption.Result) -> Servings:
+    """All servings in one table."""
+    parts = [part for part in result if isinstance(part, Servings)]
+    return Servings(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def rows(servings: Servings, **wanted: Any) -> Servings:
+    """The servings of which that is so."""
+    here = np.ones(len(servings.name), bool)
+    for name, value in wanted.items():
+        here &= getattr(servings, name) == value
+    assert here.any()
+    return Servings(*(column[here] for column in servings))
+
+
+TRACE = [
+    # Requests in three slots, and the tokens that they feed; * ends the request.
+    ("7:5 8:9 -", "both are read"),
+    ("7:1 8:1 -", ""),
+    ("7:1 - -", "8 gives way with 10 tokens"),
+    ("7:1* - -", "7 completes; 8 is still away"),
+    ("- 9:4 -", "9 overtakes"),
+    ("8:0 9:1 -", "8 is back with its pages"),
+    ("8:1 9:1* -", ""),
+    ("- - -", "8 gives way with 11; nobody runs"),
+    ("- 8:6 -", "it is fed again, in two parts"),
+    ("- 8:6* 5:3*", "with its last token; 5 is let in before that"),
+]
+
+
+def test_a_trace_is_read_as_by_hand() -> None:
+    cells = [line.split() for line, _ in TRACE]
+    names = [[int(c.split(":")[0]) if c != "-" else -1 for c in row] for row in cells]
+    fed = [
+        [int(c.split(":")[1].strip("*")) if c != "-" else 0 for c in row]
+        for row in cells
+    ]
+    ended = [["*" in c for c in row] for row in cells]
+    story = preemption_replay.read(
+        *(np.array(names), np.array(fed), np.array(ended)), page_size=4
+    )
+    assert story == preemption_replay.Story(
+        num_preempted=2,
+        num_returned=1,
+        pages_moved=2 * 3,
+        num_fed=int(np.sum(fed)),
+        num_recomputed=11,
+        num_overtaken=2,
+        steps=9,
+    )
+
+
+def test_no_answer_depends_on_who_gives_way_or_how(result: preemption.Result) -> None:
+    all_ = served(result)
+    assert len(all_.name) >= 20
+    assert not all_.num_different.any()
+    # Not for want of occasions.
+    assert (all_.num_preempted > 0).sum() >= 15
+    # Whoever gives way, each token is computed once, and those lost again.
+    assert len(set((all_.num_fed - all_.num_recomputed).tolist())) == 1
+
+
+def test_nobody_gives_way_where_there_is_room(result: preemption.Result) -> None:
+    roomy = rows(result.ways, name="room for all")
+    assert not roomy.num_preempted.any()
+    assert not roomy.num_recomputed.any()
+    tight = rows(result.ways, name="recompute")
+    assert tight.num_preempted > 2
+    assert tight.steps > roomy.steps
+    assert 0.02 < tight.recomputed_share[0] < 0.9
+
+
+def test_with_enough_swap_space_nothing_is_computed_again(
+    result: preemption.Result,
+) -> None:
+    swap = rows(served(result), preemption="swap", host_pages=0)
+    roomy = swap.swap_pages >= swap.pool_pages
+    assert roomy.sum() >= 6
+    assert not swap.num_recomputed[roomy].any()
+    assert not swap.num_fallbacks[roomy].any()
+    assert (swap.num_returned[roomy] == swap.num_preempted[roomy]).all()
+    # As many pages come back as left, and a request has at least one.
+    assert (swap.pages_moved[roomy] >= 2 * swap.num_preempted[roomy]).all()
+    again = rows(served(result), preemption="recompute")
+    assert not again.pages_moved.any()
+    assert (again.num_fallbacks == again.num_preempted).all()
+
+
+def test_nobody_new_before_those_who_gave_way_are_done(
+    result: preemption.Result,
+) -> None:
+    held = rows(result.ways, hold_new=True)
+    assert held.preemption.tolist() == ["recompute", "swap"]
+    assert (held.num_preempted > 0).all()
+    assert not held.num_overtaken.any()
+    assert rows(result.ways, name="swap").num_overtaken > 0
+
+
+def test_rules_choose_different_victims(result: preemption.Result) -> None:
+    for preemption_ in ("recompute", "swap"):
+        rules = rows(result.victims, preemption=preemption_)
+        assert len(rules.name) == 4
+        assert len({*rules.num_fed.tolist()} | {*rules.steps.tolist()}) > 2
+    # The first of them is what the ways do.
+    latest = rows(result.victims, victim="latest", preemption="recompute")
+    assert latest.num_fed == rows(result.ways, name="recompute").num_fed
+
+
+def test_a_watermark_leaves_less_to_compute_again(result: preemption.Result) -> None:
+    marks = result.watermarks
+    assert marks.watermark[0] == 0
+    assert marks.num_fed[0] == rows(result.ways, name="recompute").num_fed
+    assert marks.recomputed_share[-1] < marks.recomputed_share[0]
+
+
+def test_too_small_a_swap_space_lies_between(result: preemption.Result) -> None:
+    spaces = result.spaces
+    again = rows(result.ways, name="recompute")
+    assert spaces.swap_pages[0] == 0
+    for name in ("num_fed", "num_preempted", "steps", "num_overtaken"):
+        assert getattr(spaces, name)[0] == getattr(again, name)[0]
+    assert (spaces.num_fallbacks[1:-1] > 0).all()
+    assert (spaces.num_swapped_out[1:-1] > 0).all()
+    assert (np.diff(spaces.num_fallbacks) <= 0).all()
+    assert spaces.num_recomputed[-1] == 0
+
+
+def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(
+    result: preemption.Result,
+) -> None:
+    assert result.hosts.host_pages[0] == 0
+    assert (result.hosts.swap_pages == result.hosts.swap_pages[0]).all()
+    hidden = rows(result.spaces, swap_pages=result.hosts.swap_pages[0])
+    for name in ("num_fed", "num_preempted", "num_recomputed", "pages_moved", "steps"):
+        assert getattr(hidden, name) == getattr(result.hosts, name)[0]
+
+
+def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(
+    result: preemption.Result,
+) -> None:
+    """The ways have the pool that they know of; here it is a part of a larger one."""
+    for preemption_ in ("recompute", "swap"):
+        real = rows(result.ways, name=preemption_)
+        hidden = rows(
+            result.pools, preemption=preemption_, pool_pages=real.pool_pages[0]
+        )
+        for name in ("num_fed", "num_preempted", "pages_moved", "steps"):
+            assert getattr(hidden, name) == getattr(real, name)
+
+
+def test_times_of_one_request(result: preemption.Result) -> None:
+    moves = result.moves
+    assert moves.page_size.tolist() == list(SMOKE.page_sizes)
+    assert (moves.num_tokens == moves.num_tokens[0]).all()
+    # Keys and values of one head of eight dimensions, in float32.
+    assert (moves.num_bytes == 2 * 8 * 4 * moves.num_tokens).all()
+    for name in ("recompute_s", "out_s", "in_s", "host_out_s", "host_in_s"):
+        times_s = getattr(moves, name)
+        assert times_s.shape == (len(moves.page_size), SMOKE.move_repeats)
+        assert (times_s > 0).all()
+    assert (moves.swap_through_host > moves.swap).all()
+
+
+def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
+    claims = json.loads(_text(folder, "claims.json"))
+    verdicts = [claim["verdict"] for claim in claims]
+    assert "fails" not in verdicts
+    assert verdicts.count("holds") == 4
+    exact = {claim["claim"]: claim["ours"] for claim in claims}
+    assert exact["no answer depends on who gives way, or how"] == 0
+    run = store.read(folder, catalogue.load("preemption"))
+    assert list(run.metrics) == list(preemption.Result._fields)
+    assert run.metrics["ways"][0]["name"] == "room for all"
+    report = _text(folder, "report.md")
+    for title in ("who gives way", "smaller pools", "swap space that is too small"):
+        assert title in report
+    assert "room for all" in _text(folder, "figure.svg")
+
+
+def _text(folder: Path, name: str) -> str:
+    return (folder / name).read_text("utf-8")
+
+
+class Impatient(Quiet):
+    """Stops when the named work has begun its second piece."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.stopped = label, False
+
+    def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
+        for i, item in enumerate(items):
+            if self.stopped:
+                return
+            self.stopped = label == self.label and i == 1
+            yield item
+
+
+@pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
+def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
+    config = dataclasses.replace(SMOKE, model=model)
+    result = preemption.run(config, Impatient(label))
+    assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
+    assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
+    assert len(result.spaces.name) == len(result.moves.page_size) == 0
+    claims = preemption.claims(result)
+    assert all(claim.verdict != "fails" for claim in claims)
+    assert preemption.metrics(result)["ways"][0]["num_preempted"] == 0
+    assert len(preemption.summary(result)) >= 1
+    style.render(
+        lambda axes: preemption.plot(axes, result),
+        panels=preemption.PANELS,
+        size_inches=preemption.PANEL_SIZE_INCHES,
+    )
+
+
+def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
+    progress = Quiet()
+    progress.stopped = True
+    config = dataclasses.replace(SMOKE, model=model, page_sizes=())
+    result = preemption.run(config, progress)
+    assert preemption.claims(result) == []
+    assert preemption.summary(result) == []
+    style.render(
+        lambda axes: preemption.plot(axes, result),
+        panels=preemption.PANELS,
+        size_inches=preemption.PANEL_SIZE_INCHES,
+    )
+
+
+def test_a_way_must_fit_its_engine(model: str) -> None:
+    loaded = checkpoints.load_model(model)
+    requests, _ = preemption.workload(SMOKE, loaded)
+    server = Server(loaded, requests, QUIET)
+    config = preemption_serving.bounds(preemption.bounds(SMOKE), 20, 4)
+    with pytest.raises(ValueError, match="needs more pages"):
+        server.serve("too large", [(Way("large", 21), config)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"num_requests": 0}, "num_requests=0 must be at least 1"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"prompt_tokens": (9, 8)}, "must be in order"),
+        ({"pool_share": 0.0}, r"pool_share=0\.0 must be in"),
+        ({"pool_shares": (1.5,)}, "must lie in"),
+        ({"swap_shares": (-0.1,)}, "must lie in"),
+        ({"page_sizes": (0,)}, "must be at least 1"),
+        ({"sigma": float("nan")}, "sigma=nan must be at least 0"),
+    ],
+)
+def test_bad_configs_are_refused(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        preemption.Config(**fields)
+
+
+def test_the_model_must_be_long_enough(model: str) -> None:
+    with pytest.raises(ValueError, match="513 tokens must be at most"):
+        preemption.run(preemption.Config(model=model))
+
+
+def test_moves_of_no_page_size_are_empty(model: str) -> None:
+    loaded = checkpoints.load_model(model)
+    _, moved = preemption.workload(SMOKE, loaded)
+    moves = preemption_moving.measure(
+        *(loaded, moved, ()), repeats=1, numerics="fast", progress=QUIET
+    )
+    assert moves.recompute.size == moves.swap_through_host.size == 0
+
+
+def test_the_record_shows_what_makes_it_cheap() -> None:
+    folder = Path(preemption.__file__).parent / "records" / "preemption"
+    run = store.read(folder, catalogue.load("preemption"))
+    claims = preemption.claims(run.result)
+    verdicts = [claim.verdict for claim in claims]
+    assert (verdicts.count("holds"), verdicts.count("fails")) == (4, 0)
+    ways, hosts = run.result.ways, run.result.hosts
+    again = rows(ways, name="recompute")
+    # Holding new requests back loses more steps than giving way costs.
+    assert rows(ways, name="recompute, hold new").steps > 1.2 * again.steps
+    assert (hosts.num_recomputed[1:] < hosts.num_recomputed[0]).all()
+    assert run.result.victims.recomputed_share.max() == again.recomputed_share
