@@ -51,7 +51,7 @@ class Implementation(NamedTuple):
 
 def of_attention() -> list[Implementation]:
     """All that attend to pages, ours first."""
-    names = typing.get_args(attention.Implementation.__value__)
+    names = typing.get_args(attention.AttentionImplementation.__value__)
     ours = [
         Implementation(name, False, lambda problem, name=name: _ours(problem, name))
         for name in names

@@ -218,7 +218,7 @@ def copy(
         view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
         places = every(read, ids[0]), every(leaf, ids[1])
         copied = copying.copy_pages(
-            *(view, *places), origin=None if read is leaf else other
+            *(view, *places), origin=None if read is leaf else other, disjoint=True
         )
         return copied.reshape(leaf.shape)
 

@@ -77,7 +77,7 @@ def test_the_command_gives_its_document(
     assert by_name[tiny[-1], "reference"]["error"] == 0
     reasons = {row["implementation"]: row["note"] for row in absent}
     assert reasons["cuDNN contiguous"] == "cuDNN needs a GPU"
-    assert "needs a Hopper GPU" in reasons["mosaic_gpu"]
+    assert "is a cpu, not a GPU" in reasons["mosaic_gpu"]
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
     assert "XLA gather" in (tmp_path / "run" / "report.md").read_text("utf-8")
 
@@ -197,7 +197,9 @@ def test_everyone_compiles_for_an_h200(
     """All that can be known of them before there is a GPU; cuDNN asks for itself."""
     prepared: list[Any] = []
     monkeypatch.setattr(kernel_runs, "_run", lambda *args: prepared.append(args))
-    monkeypatch.setattr(targets, "current", lambda: Target("gpu", "NVIDIA H200", 132))
+    monkeypatch.setattr(
+        targets, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
+    )
     rows = 1 if kind == "decode" else 26
     problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
     for implementation in kernel_runs.of_attention():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice
 
 from pallas_kernels import copy_mosaic_gpu, copying, targets
 from pallas_kernels.targets import Target
@@ -93,6 +94,16 @@ def test_there_and_back_changes_nothing() -> None:
     assert_same_bits(back, there)
 
 
+def test_vmap_equals_single_runs() -> None:
+    pages = make_pages((2, NUM_PAGES, 32), jnp.float32)
+    source, target = jnp.stack([ints(1, 2), ints(-1, 5)]), jnp.stack([ints(3, 4)] * 2)
+    run = lambda *x: copy_mosaic_gpu.copy_pages(*x, interpret=EMULATED)  # noqa: E731
+    both = jax.jit(jax.vmap(run))(pages, source, target)
+    assert not interpreter.get_races().races_found
+    for i in range(2):
+        assert_same_bits(both[i], copying.copy_pages(pages[i], source[i], target[i]))
+
+
 def test_nothing_to_copy() -> None:
     pages = make_pages((NUM_PAGES, 32), jnp.float32)
     assert_same_bits(copy(pages, ints(), ints()), pages)
@@ -131,7 +142,7 @@ def test_it_lowers_for_a_gpu() -> None:
 
 
 def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = Target("gpu", "NVIDIA H200", 132)
+    hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
     monkeypatch.setattr(targets, "current", lambda: hopper)
     shapes = ((4, 32), (2,), (2,))
     arrays: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
@@ -152,17 +163,27 @@ def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None
         takes_it(odd, *arrays[1:], disjoint=True, implementation="mosaic_gpu")
 
 
+def test_which_devices_are_hoppers() -> None:
+    hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
+    assert targets.why_not_hopper(hopper) is None
+    ampere = hopper._replace(kind="NVIDIA A100-SXM4-40GB", capability="8.0")
+    assert "capability 8.0, not 9.0" in str(targets.why_not_hopper(ampere))
+    assert targets.current().platform == jax.devices()[0].platform
+    assert "is a cpu" in str(targets.why_not_hopper(targets.current()))
+
+
 @pytest.mark.parametrize(
-    ("target", "fits"),
+    ("kind", "capability"),
     [
-        (Target("gpu", "NVIDIA H200", 132), True),
-        (Target("gpu", "NVIDIA H100 80GB HBM3", 132), True),
-        (Target("gpu", "NVIDIA GH200 480GB", 132), True),
-        (Target("gpu", "NVIDIA A100-SXM4-40GB", 108), False),
-        (Target("gpu", "NVIDIA B200", 148), False),
-        (Target("cpu", "cpu", 1), False),
+        ("NVIDIA H200", "9.0"),
+        ("NVIDIA H100 80GB HBM3", "9.0"),
+        ("NVIDIA GH200 480GB", "9.0"),
+        ("NVIDIA A100-SXM4-40GB", ""),
+        ("NVIDIA B200", ""),
     ],
 )
-def test_which_devices_are_hoppers(target: Target, fits: bool) -> None:
-    assert (targets.why_not_hopper(target) is None) == fits
-    assert targets.current().platform == jax.devices()[0].platform
+def test_a_mesh_names_its_devices(kind: str, capability: str) -> None:
+    there = AbstractDevice(device_kind=kind, num_cores=7, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=there)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert targets.current() == Target("gpu", kind, 7, capability)
