@@ -141,7 +141,9 @@ def test_the_engine_keeps_its_pages_in_place_on_an_h200(
     report = deviceless.compile(run, *arguments, donate_argnums=1)
     assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)
     assert not test_inplace.large_copies(report.text, pages)
-    assert bool(report.kernels) == (dtype == "bfloat16")
+    names = {kernel.name.rpartition("_")[0] for kernel in report.kernels}
+    attends = {"decode_attention"} if dtype == "bfloat16" else set()
+    assert names == {"copy_part"} | attends
     for kernel in report.kernels:
         assert kernel.spill_stores == kernel.spill_loads == 0
         assert kernel.smem_bytes <= deviceless.MAX_SMEM_BYTES
