@@ -162,8 +162,6 @@ def _read_config(
     prog: str,
 ) -> tuple[Any, Path | None]:
     """Reads an experiment's config and `--out` from its arguments."""
-    import tyro
-
     base = experiment.configs[config_name or next(iter(experiment.configs))]
     config_type: Any = type(base)
     flags = args if config_name is None else args[1:]
@@ -172,6 +170,13 @@ def _read_config(
         if config_name is not None:
             raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
         base = documents.config_loads(config_type, _read_text(file), file)
+    out = _value_of(flags, "--out")
+    if _names_files_only(flags):
+        return base, None if out is None else Path(out)
+
+    # Only here: a machine that is lent for a benchmark may not have it.
+    import tyro
+
     bare = tyro.conf.arg(name="")  # the config's fields are flags without a prefix
     options = dataclasses.make_dataclass(
         "Options",
@@ -261,6 +266,18 @@ def _value_of(args: list[str], flag: str) -> str | None:
         if arg.startswith(f"{flag}="):
             return arg.partition("=")[2]
     return None
+
+
+def _names_files_only(args: list[str]) -> bool:
+    """Tells whether there is nothing but `--out` and `--config`, each with a value."""
+    rest = list(args)
+    while rest:
+        flag, joined, _ = rest.pop(0).partition("=")
+        if flag not in ("--out", "--config"):
+            return False
+        if not joined and (not rest or rest.pop(0).startswith("-")):
+            return False
+    return True
 
 
 def _read_text(path: str) -> str:

@@ -30,21 +30,23 @@ class Timing(NamedTuple):
     peak_bytes: int
 
 
-class Peer:
-    """A running peer, as a context; leaving it ends the process.
+class Answerer:
+    """A script in a process of its own, as a context; leaving it ends the process.
+
+    It says `{"version": ...}` when it is ready, or `{"absent": why}`; then it answers
+    every line, a JSON document, with another.
 
     Args:
-      kind: which engine, one of `KINDS`.
-      python: the interpreter that has it installed.
-      folder: the model, a Hugging Face folder of float32 weights.
-      num_threads: processor threads that it may use.
+      name: what it is called.
+      python: the interpreter that runs it.
+      words: the script, and its arguments.
 
     Raises:
       ValueError: the interpreter cannot be started.
     """
 
-    def __init__(self, kind: str, python: Path, folder: Path, num_threads: int):
-        command = [str(python), str(SCRIPT), kind, str(folder), str(num_threads)]
+    def __init__(self, name: str, python: Path, words: Sequence[str]):
+        command = [str(python), *words]
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(
@@ -58,13 +60,13 @@ class Peer:
         except OSError as error:
             self._errors.close()
             raise ValueError(f"{python}: cannot be started: {error.strerror}") from None
-        self.name = kind
+        self.name = name
 
     def __enter__(self) -> Self:
-        """Waits until the model is loaded.
+        """Waits until it is ready.
 
         Raises:
-          ValueError: the engine is not installed there, or cannot load the model.
+          ValueError: what it needs is not installed there, or cannot be loaded.
         """
         try:
             said = self._hear()
@@ -82,18 +84,17 @@ class Peer:
         self._process.communicate()
         self._errors.close()
 
-    def measure(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Timing:
-        """Serves prompts of one length as one batch, greedily.
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Asks, and waits for the answer.
 
         Raises:
-          ValueError: the peer broke down; the line says what it said last.
+          ValueError: the script broke down; the line says what it said last.
         """
-        asked = {"prompts": prompts, "output_tokens": output_tokens}
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is nothing to hear
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
-        return Timing(**self._hear())
+        return self._hear()
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -106,3 +107,30 @@ class Peer:
                 f"{self.name}: ended early: {said.strip() or 'it said nothing'}"
             )
         return json.loads(line)
+
+
+class Peer(Answerer):
+    """A running engine, as a context; leaving it ends the process.
+
+    Args:
+      kind: which engine, one of `KINDS`.
+      python: the interpreter that has it installed.
+      folder: the model, a Hugging Face folder of float32 weights.
+      num_threads: processor threads that it may use.
+
+    Raises:
+      ValueError: the interpreter cannot be started.
+    """
+
+    def __init__(self, kind: str, python: Path, folder: Path, num_threads: int):
+        words = [str(SCRIPT), kind, str(folder), str(num_threads)]
+        super().__init__(kind, python, words)
+
+    def measure(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Timing:
+        """Serves prompts of one length as one batch, greedily.
+
+        Raises:
+          ValueError: the peer broke down; the line says what it said last.
+        """
+        asked = {"prompts": prompts, "output_tokens": output_tokens}
+        return Timing(**self.ask(asked))

@@ -5,6 +5,11 @@ from typing import Any
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
+_FLOPS = (
+    *((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")),
+    *((1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP")),
+)
+
 
 def cell(value: Any) -> str:
     """Writes a value short: four significant digits, whole numbers in full."""
@@ -27,6 +32,11 @@ def seconds(value: float | None) -> str:
 def size(value: float | None) -> str:
     """Writes a number of bytes: 734 MB; a MB is 1e6 bytes."""
     return _scaled(value, _BYTES)
+
+
+def flops(value: float | None) -> str:
+    """Writes a number of operations: 1.07 GFLOP."""
+    return _scaled(value, _FLOPS)
 
 
 def share(value: float | None) -> str:

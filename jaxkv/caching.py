@@ -8,9 +8,9 @@ head_dim]`.
 In place. The pages are the largest thing in memory and must never be copied. Donate
 them to the outermost `jit`, and carry them through loops: a `lax.scan` that takes them
 as scanned input and returns them as scanned output copies them three times, and a
-`lax.cond` around unrolled layers once more. `write` indexes the whole array by (layer,
-page, offset), and kernels read the `flat` view, `[layers * pages, ...]`, through ids
-that `flat_ids` has offset by the layer: neither ever slices a layer out.
+`lax.cond` around unrolled layers once more. `write` and kernels index the `flat` view,
+`[layers * pages, ...]`, through ids that `flat_ids` has offset by the layer: neither
+ever slices a layer out.
 
 Sentinels. `NO_PAGE` plus an offset would be the last page of another layer, so unmapped
 places become an out-of-range id after the offset, never before.
@@ -248,7 +248,7 @@ def copy(
         view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
         places = every(read, ids[0]), every(leaf, ids[1])
         copied = copying.copy_pages(
-            *(view, *places), origin=None if read is leaf else other
+            *(view, *places), origin=None if read is leaf else other, disjoint=True
         )
         return copied.reshape(leaf.shape)
 

@@ -1,1 +1,54 @@
-"""Attention over paged KV arrays: arrays in, arrays out, with a plain reference."""
+"""Attention over paged KV arrays: arrays in, arrays out, with a plain reference.
+
+`paged_attention` attends from rows to pages, in one plan a step (`make_plan`);
+`merge_states` puts attention over parts of the keys together. `write_kv` and
+`copy_pages` fill and copy pages, `quantize` and `dequantize` are for pages of 8 bits,
+and `flash_attention` is for keys that are not in pages.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pallas_kernels.attention import (
+        AttentionState,
+        make_plan,
+        merge_states,
+        paged_attention,
+    )
+    from pallas_kernels.copying import copy_pages
+    from pallas_kernels.flash import flash_attention
+    from pallas_kernels.quantizing import Quantized, dequantize, quantize
+    from pallas_kernels.writing import write_kv
+
+_HOMES = {
+    "AttentionState": "attention",
+    "Quantized": "quantizing",
+    "copy_pages": "copying",
+    "dequantize": "quantizing",
+    "flash_attention": "flash",
+    "make_plan": "attention",
+    "merge_states": "attention",
+    "paged_attention": "attention",
+    "quantize": "quantizing",
+    "write_kv": "writing",
+}
+
+__all__ = [
+    "AttentionState",
+    "Quantized",
+    "copy_pages",
+    "dequantize",
+    "flash_attention",
+    "make_plan",
+    "merge_states",
+    "paged_attention",
+    "quantize",
+    "write_kv",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

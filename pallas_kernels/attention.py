@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels import checking, cutting, planning, reference
+from pallas_kernels import checking, cutting, planning, reference, targets
 from pallas_kernels.reading import Memory
 from pallas_kernels.scoring import Scoring
 
@@ -251,17 +251,14 @@ def choose(
 
 def device() -> tuple[str, str]:
     """Platform and compute capability of the device that programs are made for."""
-    kind = jax.default_backend()
-    if kind != "gpu":
-        return kind, ""
-    return kind, str(getattr(jax.devices()[0], "compute_capability", ""))
+    target = targets.current()
+    return target.platform, target.capability
 
 
 def _tiling(head_dim: int) -> cutting.Tiling:
     """The same for plan and kernel, which must agree."""
-    cores = 132
-    if jax.default_backend() == "gpu":
-        cores = int(getattr(jax.devices()[0], "core_count", cores))
+    target = targets.current()
+    cores = target.num_cores if target.platform == "gpu" else 132
     return cutting.default_tiling(head_dim=head_dim, num_programs=cores)
 
 

@@ -5,13 +5,25 @@ pages on their way to host memory and back. Kernels know pages and nothing above
 a page of every layer is as many entries as there are layers.
 """
 
+import math
 from typing import Literal
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-type CopyImplementation = Literal["reference"]
-"""Implementations by name; `None` takes the best one for platform and shape."""
+from pallas_kernels import targets
+
+type CopyImplementation = Literal["reference", "mosaic_gpu"]
+"""Implementations by name; `None` takes the best one for platform and shape.
+
+"mosaic_gpu" needs a Hopper GPU, pages of a multiple of 128 bytes, and that no page is
+both read and written: `disjoint`, or an `origin`.
+"""
+
+
+LINE_BYTES = 128
+"""The Mosaic GPU kernel moves pages in lines of this size."""
 
 
 def copy_pages(
@@ -20,6 +32,7 @@ def copy_pages(
     target: Int[Array, " n"],
     *,
     origin: Shaped[Array, "origin_pages ..."] | None = None,
+    disjoint: bool = False,
     implementation: CopyImplementation | None = None,
 ) -> Shaped[Array, "pages ..."]:
     """Makes some pages equal to others, in place where the pages are donated.
@@ -32,28 +45,63 @@ def copy_pages(
       target: page that it overwrites, no page twice. An entry with either id out of
         range does nothing.
       origin: pages of the same shape and type to read from; None reads from `pages`.
+      disjoint: promises that no page is both a source and a target.
       implementation: None, or a name that must serve this call.
 
     Returns:
       The pages with every target replaced; all others bit for bit as before.
 
     Raises:
-      ValueError: an unknown implementation, or `origin` has pages of another kind.
+      ValueError: an implementation that is unknown or does not take this call, or
+        `origin` has pages of another kind.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
-    if implementation not in (None, "reference"):
-        raise ValueError(f"{implementation=} must be None or 'reference'")
-    origin = pages if origin is None else origin
-    if origin.shape[1:] != pages.shape[1:] or origin.dtype != pages.dtype:
+    if implementation not in (None, "reference", "mosaic_gpu"):
+        raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
+    read = pages if origin is None else origin
+    if read.shape[1:] != pages.shape[1:] or read.dtype != pages.dtype:
         raise ValueError(
-            f"{origin.shape[1:]=}, {origin.dtype=} must be {pages.shape[1:]=}, "
+            f"{read.shape[1:]=}, {read.dtype=} must be {pages.shape[1:]=}, "
             f"{pages.dtype=}"
         )
+    if implementation != "reference":
+        reason = _why_not_mosaic(pages, disjoint or origin is not None)
+        if reason is None:
+            from pallas_kernels import copy_mosaic_gpu
+
+            return copy_mosaic_gpu.copy_pages(pages, source, target, origin=origin)
+        if implementation is not None:
+            raise ValueError(f"{implementation=} does not take this call: {reason}")
+    return _copy(pages, source, target, read)
+
+
+def _copy(
+    pages: Shaped[Array, "pages ..."],
+    source: Int[Array, " n"],
+    target: Int[Array, " n"],
+    origin: Shaped[Array, "origin_pages ..."],
+) -> Shaped[Array, "pages ..."]:
+    """The reference: gathers all sources, then scatters."""
     read = (source >= 0) & (source < origin.shape[0])
     content = origin.at[source].get(
         mode="fill", fill_value=0, wrap_negative_indices=False
     )
+    # On a GPU the gather would become part of the scatter, which would then read the
+    # array that it writes and so need a copy of all of it.
+    content = lax.optimization_barrier(content)
     return pages.at[jnp.where(read, target, -1)].set(
         content, mode="drop", wrap_negative_indices=False
     )
+
+
+def _why_not_mosaic(pages: Shaped[Array, "pages ..."], disjoint: bool) -> str | None:
+    """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
+    page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
+    if (reason := targets.why_not_hopper(targets.current())) is not None:
+        return reason
+    if page_bytes == 0 or page_bytes % LINE_BYTES:
+        return f"{page_bytes=} must be a positive multiple of {LINE_BYTES}"
+    if not disjoint:
+        return "pages may be both read and written; say `disjoint` if none is"
+    return None

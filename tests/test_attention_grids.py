@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from pallas_kernels import attention, gathering
 from pallas_kernels.attention import AttentionState, merge_states
 from tests.test_attention import Case, assert_same, attend, check, make_case, oracle
@@ -317,3 +318,9 @@ def test_numbers_for_heads_must_be_one_for_each() -> None:
 def test_the_comparison_with_gathering_runs() -> None:
     tiny = gathering.compare(batch=2, context=20, head_dim=8, repeats=2)
     assert tiny.speedup == tiny.gather_s / tiny.door_s > 0
+
+
+def test_the_public_names_are_there() -> None:
+    for name in pallas_kernels.__all__:
+        assert callable(getattr(pallas_kernels, name))
+    assert not hasattr(pallas_kernels, "pages")

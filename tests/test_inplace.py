@@ -44,25 +44,26 @@ SMALL, LARGE = 1024, 16384
 """Pages in the two pools; 12.6 and 201 MB."""
 
 
-def pages_of(model: ModelConfig, config: EngineConfig) -> Any:
-    return jax.eval_shape(lambda: models.make_pages(model, config))
+def pages_of(model: ModelConfig, config: EngineConfig, dtype: Any = "float32") -> Any:
+    return jax.eval_shape(lambda: models.make_pages(model, config, dtype=dtype))
 
 
 def bytes_of(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def compile_steps(
+def steps(
     num_pages: int,
     numerics: Any = "fast",
     policy: scheduling.Policy | None = None,
     *,
     model: ModelConfig = MODEL,
     config: EngineConfig = CONFIG,
-) -> tuple[Any, Any]:
-    """The program of `run_steps`, and the shapes of its pages."""
+    dtype: Any = "float32",
+) -> tuple[Any, Any, Any]:
+    """Returns `run_steps`, the shapes of its arguments, and those of its pages."""
     config = dataclasses.replace(config, num_pages=num_pages, numerics=numerics)
-    pages = pages_of(model, config)
+    pages = pages_of(model, config, dtype)
     # The pages as an argument: `init` would allocate them.
     state = jax.eval_shape(functools.partial(states.init, config), pages)
     run = functools.partial(
@@ -72,9 +73,13 @@ def compile_steps(
         policy=policies.fcfs() if policy is None else policy,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
-    lowered = jax.jit(run, donate_argnums=1).lower(
-        models.param_shapes(model), state, clock
-    )
+    return run, (models.param_shapes(model, dtype=dtype), state, clock), pages
+
+
+def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """The program of `run_steps`, and the shapes of its pages."""
+    run, arguments, pages = steps(*args, **options)
+    lowered = jax.jit(run, donate_argnums=1).lower(*arguments)
     # Where arrays live is settled before LLVM sees the program.
     return lowered.compile(engines.FAST_COMPILE), pages
 
@@ -85,9 +90,13 @@ def temporary_bytes(program: Any) -> int:
 
 def copies(program: Any, pages: Any) -> list[str]:
     """Copies in the program of anything as large as the keys, whatever its shape."""
+    return large_copies(program.as_text(), pages)
+
+
+def large_copies(text: str, pages: Any) -> list[str]:
     size = math.prod(pages.k.shape)
     found = []
-    for line in program.as_text().splitlines():
+    for line in text.splitlines():
         match = re.search(r"= \w+\[([\d,]*)\]\S* copy(-start)?\(", line)
         if match and math.prod(int(n) for n in match[1].split(",") if n) >= size:
             found.append(line.strip())

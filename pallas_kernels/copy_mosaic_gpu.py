@@ -1,0 +1,96 @@
+"""Copies of whole pages, for Hopper GPUs: in place, all layers in one launch.
+
+Every program moves a part of a page through shared memory by bulk copies, so that no
+thread handles the data and nothing is set aside but what is on its way.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int, Shaped
+
+from pallas_kernels import tuning
+from pallas_kernels.copying import LINE_BYTES
+
+MAX_LINES = 256
+"""Lines that one transfer can move."""
+
+
+def copy_pages(
+    pages: Shaped[Array, "pages ..."],
+    source: Int[Array, " n"],
+    target: Int[Array, " n"],
+    *,
+    origin: Shaped[Array, "origin_pages ..."] | None = None,
+    part_bytes: int = tuning.COPY_PART_BYTES,
+    interpret: plgpu.InterpretGPUParams | bool = False,
+) -> Shaped[Array, "pages ..."]:
+    """Makes some pages equal to others, in place where the pages are donated.
+
+    Programs run in any order: no page may be both a source and a target.
+
+    Args:
+      pages: pages of one layer, or of all layers with ids offset by the layer.
+      source: page that each entry reads.
+      target: page that it overwrites, no page twice. An entry with either id out of
+        range does nothing.
+      origin: pages of the same shape and type to read from; None reads from `pages`.
+      part_bytes: most that one program moves, at least `LINE_BYTES`.
+      interpret: how to emulate the kernel on a CPU; False compiles it.
+
+    Returns:
+      The pages with every target replaced; all others bit for bit as before.
+
+    Raises:
+      ValueError: pages or parts of a size that cannot be moved.
+    """
+    page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
+    if page_bytes == 0 or page_bytes % LINE_BYTES:
+        raise ValueError(f"{page_bytes=} must be a positive multiple of {LINE_BYTES}")
+    if part_bytes < LINE_BYTES:
+        raise ValueError(f"{part_bytes=} must be at least {LINE_BYTES}")
+    if source.shape[0] == 0:
+        return pages
+    line = LINE_BYTES // pages.dtype.itemsize
+    num_lines = page_bytes // LINE_BYTES
+    lines = _largest_divisor(num_lines, min(MAX_LINES, part_bytes // LINE_BYTES))
+    shape, num_pages = (-1, num_lines // lines, lines, line), pages.shape[0]
+    num_readable = num_pages if origin is None else origin.shape[0]
+
+    def copy_part(*references):
+        *given, written, source_ids, target_ids, buffer, arrived = references
+        read = given[0] if given else written
+        entry, index = lax.axis_index("entry"), lax.axis_index("part")
+        start, end = source_ids[entry], target_ids[entry]
+        is_read = jnp.logical_and(start >= 0, start < num_readable)
+        is_written = jnp.logical_and(end >= 0, end < num_pages)
+
+        @pl.when(jnp.logical_and(is_read, is_written))
+        def _():
+            plgpu.copy_gmem_to_smem(read.at[start, index], buffer, arrived)
+            plgpu.barrier_wait(arrived)
+            plgpu.copy_smem_to_gmem(buffer, written.at[end, index])
+            plgpu.wait_smem_to_gmem(0)
+
+    # A reference to donated pages is the pages themselves.
+    written = jax.new_ref(pages.reshape(shape))
+    given = [] if origin is None else [origin.reshape(shape)]
+    ids = (source.astype(jnp.int32), target.astype(jnp.int32))
+    plgpu.kernel(
+        copy_part,
+        out_type=(),
+        scratch_types=[plgpu.SMEM((lines, line), pages.dtype), plgpu.Barrier()],
+        grid=(source.shape[0], shape[1]),
+        grid_names=("entry", "part"),
+        interpret=interpret,
+    )(*given, written, *ids)
+    return jax.freeze(written).reshape(pages.shape)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most `most`."""
+    return max(x for x in range(1, min(number, most) + 1) if number % x == 0)

@@ -1,0 +1,199 @@
+"""Compiling for an H200 that is not there: what a kernel takes, what a program copies.
+
+The compiler is the one that a GPU machine runs, so registers, spills, shared memory,
+instructions and XLA's memory plan are those of the real thing. Speed is not: matrix
+products outside the kernels are left untuned. What the compiler says of nvdisasm on
+standard error is harmless: nobody here reads machine code.
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+MAX_SMEM_BYTES = 232_448
+"""Shared memory that a kernel may ask for on an H200."""
+
+_TARGET = Path(__file__).with_name("h200.txtpb")
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
+_TOOLKITS = ("/usr/local/cuda",)
+_LIBDEVICE = Path("nvvm", "libdevice", "libdevice.10.bc")
+_INSTRUCTIONS = {
+    "wgmma": r"\bwgmma\.mma_async\b",
+    "tma_load": r"\bcp\.async\.bulk\.(tensor\.\dd\.)?shared::\w+\.global\b",
+    "tma_store": r"\bcp\.async\.bulk\.(tensor\.\dd\.)?global\.shared::cta\b",
+    "barrier_wait": r"\bmbarrier\.try_wait\b",
+}
+
+
+class Kernel(NamedTuple):
+    """What one Mosaic GPU kernel takes.
+
+    Attributes:
+      name: its name and a number.
+      registers: of every thread at the launch.
+      spill_stores: bytes of registers that a thread writes to memory for want of room.
+      spill_loads: bytes that it reads back.
+      smem_bytes: shared memory of a block, at most `MAX_SMEM_BYTES`.
+      instructions: how often some stand in the code: `wgmma` (matrix products),
+        `tma_load` and `tma_store` (bulk copies), `barrier_wait`.
+    """
+
+    name: str
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    smem_bytes: int
+    instructions: dict[str, int]
+
+
+class Report(NamedTuple):
+    """What a program takes on an H200.
+
+    Attributes:
+      kernels: its Mosaic GPU kernels, each once however often it is called.
+      temp_bytes: memory beside arguments and results.
+      alias_bytes: results that lie where a donated argument lay.
+      text: the optimised program, in which a copy is a line with ` copy(`.
+    """
+
+    kernels: tuple[Kernel, ...]
+    temp_bytes: int
+    alias_bytes: int
+    text: str
+
+
+def available() -> str | None:
+    """Says why nothing can be compiled here, or None where it can.
+
+    Only files are looked at. Without libdevice the compiler would end the process.
+    """
+    if any(not _is_installed(name) for name in _PLUGINS):
+        return (
+            "jax's CUDA plugin is not installed; `make setup` puts one into "
+            ".venv/deviceless, to be named in PYTHONPATH"
+        )
+    if _toolkit() is None:
+        return (
+            "no CUDA toolkit with bin/ptxas and nvvm/libdevice in CUDA_HOME, in the "
+            "packages nvidia-cuda-nvcc and nvidia-nvvm, or in /usr/local/cuda"
+        )
+    return None
+
+
+def compile(
+    function: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+) -> Report:
+    """Compiles a function for one H200.
+
+    Args:
+      function: takes arrays; jitted here.
+      args: its arguments, trees of anything with shape and dtype.
+      donate_argnums: arguments whose memory the results may take.
+
+    Returns:
+      What the program takes.
+
+    Raises:
+      RuntimeError: nothing can be compiled here, see `available`.
+    """
+    if (reason := available()) is not None:
+        raise RuntimeError(f"cannot compile for an H200: {reason}")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGET.read_text("utf-8"), topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("device",))
+    there = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), args
+    )
+    jitted = jax.jit(function, donate_argnums=donate_argnums)
+    # Doors ask the mesh what they are traced for.
+    with _dumping() as folder, jax.set_mesh(mesh):
+        program = jitted.lower(*shapes).compile()
+        kernels = tuple(_read_kernel(path) for path in sorted(folder.glob("*.ptxas")))
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    if "mosaic_gpu" in text and not kernels:
+        raise RuntimeError("the compiler told nothing of the kernels in the program")
+    return Report(kernels, memory.temp_size_in_bytes, memory.alias_size_in_bytes, text)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package around it
+        return False
+
+
+def _toolkit() -> Path | None:
+    """Folder of a CUDA toolkit that has all that is needed."""
+    folders = [os.environ["CUDA_HOME"]] if "CUDA_HOME" in os.environ else []
+    if _is_installed("nvidia.cu13"):
+        spec = importlib.util.find_spec("nvidia.cu13")
+        assert spec is not None
+        folders += spec.submodule_search_locations or []
+    for folder in map(Path, (*folders, *_TOOLKITS)):
+        has_ptxas = (folder / "bin" / "ptxas").exists() or shutil.which("ptxas")
+        if has_ptxas and (folder / _LIBDEVICE).exists():
+            return folder
+    return None
+
+
+@contextlib.contextmanager
+def _dumping() -> Generator[Path]:
+    """Lets the compiler write what it knows of each kernel into a fresh folder.
+
+    It reads these variables whenever it compiles, and takes nothing else.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = {
+            "CUDA_HOME": str(_toolkit()),
+            "MOSAIC_GPU_DUMP_TO": folder,
+            "MOSAIC_GPU_DUMP_PTX": "1",
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
+        }
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield Path(folder)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _read_kernel(path: Path) -> Kernel:
+    """Reads what the assembler and Mosaic said of a kernel."""
+    said = path.read_text("utf-8")
+    resources = path.with_suffix(".resources.txt").read_text("utf-8")
+    ptx = path.with_suffix(".ptx").read_text("utf-8")
+
+    def total(pattern: str, text: str) -> int:
+        return sum(int(number) for number in re.findall(pattern, text))
+
+    return Kernel(
+        name=path.stem,
+        registers=max(int(x) for x in re.findall(r"Used (\d+) registers", said)),
+        spill_stores=total(r"(\d+) bytes spill stores", said),
+        spill_loads=total(r"(\d+) bytes spill loads", said),
+        smem_bytes=total(r"\bsmem_scratch_bytes=(\d+)", resources),
+        instructions={
+            name: len(re.findall(pattern, ptx))
+            for name, pattern in _INSTRUCTIONS.items()
+        },
+    )

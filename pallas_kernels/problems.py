@@ -1,0 +1,223 @@
+"""Arrays of a shape to measure, and what attention over them must come to.
+
+Keys, values and queries are normal, pages stand in the pool in random order, and every
+place that nobody may look at holds NaN. Several tables over one pool let calls follow
+one another without finding their keys in a cache.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.specs import Spec
+
+NUM_SPARE = 3
+"""Pages that belong to nobody."""
+NUM_CHECKED = 4
+"""Pairs of a sequence and a KV head that are looked at."""
+MAX_CHECKED_ROWS = 16
+"""Rows of each that are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Arguments of attention over pages; `page_ids` leads with one more axis."""
+
+    spec: Spec
+    q: jax.Array
+    """`[batch * rows, q_heads, head_dim]`."""
+    k_pages: jax.Array
+    """`[pages, kv_heads, page_size, head_dim]`."""
+    v_pages: jax.Array
+    """Likewise."""
+    page_ids: jax.Array
+    """`[turns, batch, pages_per_slot]`; the tables have no page in common."""
+    positions: jax.Array
+    """`[batch * rows]`."""
+    slots: jax.Array | None
+    """`[batch * rows]`, None where every sequence has one row."""
+    context: jax.Array | None
+    """`[batch]`, of trees alone."""
+    ancestors: jax.Array | None
+    """`[batch * rows, rows]`, of trees alone."""
+
+    @property
+    def num_turns(self) -> int:
+        """Tables that calls take in turns."""
+        return self.page_ids.shape[0]
+
+    def lengths(self) -> np.ndarray:
+        """Places in use of each sequence, those of its rows included: `[batch]`."""
+        return self.spec.contexts() + self.spec.rows
+
+    @functools.cached_property
+    def samples(self) -> list[tuple[np.ndarray, int, np.ndarray]]:
+        """Some rows, a KV head, and attention with the first table, in float64."""
+        spec, rng, found = self.spec, np.random.default_rng(1), []
+        # The longest sequence is always among them.
+        others = rng.integers(0, spec.batch, NUM_CHECKED - 1)
+        rows = np.unique(np.linspace(0, spec.rows - 1, MAX_CHECKED_ROWS, dtype=int))
+        for sequence in [spec.batch // 2, *others]:
+            head = int(rng.integers(0, spec.heads.kv_heads))
+            wanted = _attend(self, int(sequence), head, rows)
+            found.append((sequence * spec.rows + rows, head, wanted))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopyProblem:
+    """Arguments of a copy of pages."""
+
+    spec: Spec
+    pages: jax.Array
+    """`[2 * batch, kv_heads, page_size, head_dim]`."""
+    source: jax.Array
+    """`[batch]`; none of them is a target."""
+    target: jax.Array
+    """`[batch]`."""
+
+
+def make(spec: Spec, *, num_turns: int = 1, seed: int = 0) -> Problem:
+    """Draws the arrays of an attention spec.
+
+    Args:
+      spec: the shape, no copy.
+      num_turns: tables over different pages.
+      seed: of all that is random.
+    """
+    rng, heads = np.random.default_rng(seed), spec.heads
+    lengths = spec.contexts() + spec.rows
+    page_ids, used = _lay_out(spec, lengths, num_turns, rng)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    dtype = jnp.dtype(spec.dtype)
+    shape = (*used.shape, heads.head_dim)
+    shape = (shape[0], heads.kv_heads, *shape[1:])
+    k, v = (_poisoned(key, used, shape, dtype) for key in keys[:2])
+    num_rows = spec.batch * spec.rows
+    q = jax.random.normal(keys[2], (num_rows, heads.q_heads, heads.head_dim), dtype)
+    slot = np.repeat(np.arange(spec.batch), spec.rows)
+    column = np.tile(np.arange(spec.rows), spec.batch)
+    context = ancestors = None
+    if spec.kind == "tree":
+        context = jnp.asarray(spec.contexts(), jnp.int32)
+        ancestors = jnp.asarray(_random_trees(spec, rng))
+    return Problem(
+        spec=spec,
+        q=q,
+        k_pages=k,
+        v_pages=v,
+        page_ids=jnp.asarray(page_ids, jnp.int32),
+        positions=jnp.asarray(spec.contexts()[slot] + column, jnp.int32),
+        slots=None if spec.rows == 1 else jnp.asarray(slot, jnp.int32),
+        context=context,
+        ancestors=ancestors,
+    )
+
+
+def make_copy(spec: Spec, *, seed: int = 0) -> CopyProblem:
+    """Draws the arrays of a copy spec.
+
+    Args:
+      spec: the shape, a copy.
+      seed: of all that is random.
+    """
+    ids = np.random.default_rng(seed).permutation(2 * spec.batch).astype(np.int32)
+    shape = (spec.heads.kv_heads, spec.page_size, spec.heads.head_dim)
+    key, dtype = jax.random.key(seed), jnp.dtype(spec.dtype)
+    return CopyProblem(
+        spec=spec,
+        pages=jax.random.normal(key, (2 * spec.batch, *shape), dtype),
+        source=jnp.asarray(ids[: spec.batch]),
+        target=jnp.asarray(ids[spec.batch :]),
+    )
+
+
+def error(problem: Problem, out: jax.Array) -> float:
+    """Compares a result with attention in float64, at some sequences, heads and rows.
+
+    Args:
+      problem: what was attended to.
+      out: attention with the first of its tables, `[batch * rows, q_heads, head_dim]`.
+
+    Returns:
+      The norm of the difference by that of the right result; NaN if any is NaN.
+    """
+    off = norm = 0.0
+    for row, head, wanted in problem.samples:
+        group = wanted.shape[1]
+        mine = _wide(out[row])[:, head * group : (head + 1) * group]
+        off += float(np.sum((mine - wanted) ** 2))
+        norm += float(np.sum(wanted**2))
+    return float(np.sqrt(off / norm))
+
+
+def _lay_out(
+    spec: Spec, lengths: np.ndarray, num_turns: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gives every sequence its pages: tables, and which places are used."""
+    num_shared = spec.shared // spec.page_size
+    counts = -(-lengths // spec.page_size)
+    width = int(counts.max())
+    own = counts - num_shared
+    num_pages = num_turns * (num_shared + int(own.sum())) + NUM_SPARE
+    free = iter(rng.permutation(num_pages))
+    # Past its end a table names no page.
+    page_ids = np.full((num_turns, spec.batch, width), num_pages)
+    used = np.zeros((num_pages, spec.page_size), bool)
+    for turn in page_ids:
+        prefix = [next(free) for _ in range(num_shared)]
+        for row, count, length in zip(turn, counts, lengths, strict=True):
+            row[:num_shared] = prefix
+            row[num_shared:count] = [next(free) for _ in range(count - num_shared)]
+            used[row[:count]] = True
+            used[row[count - 1], length - (count - 1) * spec.page_size :] = False
+    return page_ids, used
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _poisoned(key: jax.Array, used: Any, shape: tuple[int, ...], dtype: Any):
+    pages = jax.random.normal(key, shape, dtype)
+    return jnp.where(used[:, None, :, None], pages, jnp.asarray(jnp.nan, dtype))
+
+
+def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
+    """Ancestors of every row, itself among them: `[batch * rows, rows]`."""
+    masks = np.zeros((spec.batch, spec.rows, spec.rows), bool)
+    for mask in masks:
+        for row in range(spec.rows):
+            if row:
+                mask[row] = mask[rng.integers(0, row)]
+            mask[row, row] = True
+    return masks.reshape(-1, spec.rows)
+
+
+def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.ndarray:
+    """Attention of some rows of a sequence and a KV head: `[rows, group, head_dim]`."""
+    spec = problem.spec
+    length, context = (int(x[sequence]) for x in (problem.lengths(), spec.contexts()))
+    ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
+    k, v = (
+        _wide(pages[ids, head]).reshape(-1, spec.heads.head_dim)[:length]
+        for pages in (problem.k_pages, problem.v_pages)
+    )
+    group = spec.heads.q_heads // spec.heads.kv_heads
+    index = sequence * spec.rows + rows
+    q = _wide(problem.q[index])[:, head * group : (head + 1) * group]
+    scores = np.einsum("rgd,td->rgt", q, k) / np.sqrt(spec.heads.head_dim)
+    place = np.arange(length)
+    if problem.ancestors is None:
+        seen = place[None, :] <= context + rows[:, None]
+    else:
+        kin = np.asarray(problem.ancestors)[index]
+        seen = np.concatenate([np.ones((len(rows), context), bool), kin], axis=1)
+    scores = np.where(seen[:, None, :], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("rgt,td->rgd", weights, v) / weights.sum(-1)[..., None]
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32), np.float64)

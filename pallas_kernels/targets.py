@@ -1,0 +1,56 @@
+"""What a function that is being traced will run on."""
+
+import re
+from typing import NamedTuple
+
+import jax
+
+HOPPER = "9.0"
+"""Compute capability of GPUs that the Mosaic kernels are for: H100 and H200."""
+
+_HOPPER_NAMES = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
+
+
+class Target(NamedTuple):
+    """A kind of device.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      kind: as the device calls itself, for example "NVIDIA H200".
+      num_cores: multiprocessors of a GPU; 1 where it does not say.
+      capability: CUDA compute capability of a GPU, "" where it is not known.
+    """
+
+    platform: str
+    kind: str
+    num_cores: int
+    capability: str
+
+
+def current() -> Target:
+    """Tells the target of a trace: a device of the mesh that is set, else the default.
+
+    So a program that is lowered for a device which is not there asks for the right one.
+    A mesh knows names only, and of those only Hopper's are known here.
+    """
+    there = jax.sharding.get_abstract_mesh().abstract_device
+    if there is not None and there.platform is not None:
+        kind = there.device_kind
+        capability = HOPPER if _HOPPER_NAMES.search(kind) else ""
+        return Target(there.platform, kind, there.num_cores or 1, capability)
+    device = jax.devices()[0]
+    return Target(
+        platform=device.platform,
+        kind=device.device_kind,
+        num_cores=int(getattr(device, "core_count", None) or 1),
+        capability=str(getattr(device, "compute_capability", None) or ""),
+    )
+
+
+def why_not_hopper(target: Target) -> str | None:
+    """Says in a clause why kernels for Hopper do not run on it, or None."""
+    if target.platform != "gpu":
+        return f"the device is a {target.platform}, not a GPU"
+    if target.capability != HOPPER:
+        return f"the GPU has compute capability {target.capability}, not {HOPPER}"
+    return None

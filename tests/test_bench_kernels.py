@@ -1,0 +1,280 @@
+"""The kernel benchmark: its document, what it refuses to time, and how it counts."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+from experiments import bench_kernels, cli, kernel_peers, kernel_runs, style
+from experiments.bench_kernels import Config
+from experiments.kernel_runs import Implementation, Run
+from experiments.progress import Quiet
+from experiments.reporting import Sheet
+from pallas_kernels import benchmarking, deviceless, problems, specs, targets
+from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels.specs import Spec
+from pallas_kernels.targets import Target
+
+KEYS = {
+    *("spec", "implementation", "seconds", "error"),
+    *("bytes", "flops", "fraction", "ratio"),
+}
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts two implementations in place of all: one of ours, one peer."""
+
+    def install(**calls: Any) -> None:
+        def implement(name: str, is_peer: bool) -> Implementation:
+            def prepare(problem: problems.Problem) -> Run:
+                return calls[name](problem)
+
+            return Implementation(name, is_peer, prepare)
+
+        everyone = [implement("ours", False), implement("theirs", True)]
+        monkeypatch.setattr(kernel_runs, "of_attention", lambda: everyone)
+
+    return install
+
+
+def right(problem: problems.Problem) -> Run:
+    return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
+
+
+def test_the_command_gives_its_document(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As on a machine that was only lent.
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    args = ["bench", "kernels", "smoke", "--out", str(tmp_path / "run"), "--json"]
+    assert cli.main(args) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["device"] == "cpu"
+    assert document["ceilings"].keys() == set(Ceilings._fields)
+    rows, absent = document["rows"], document["absent"]
+    assert all(row.keys() >= KEYS for row in rows)
+    tiny = [spec.name for spec in specs.SETS["tiny"]]
+    assert list(dict.fromkeys(row["spec"] for row in rows)) == tiny
+    for row in rows:
+        assert row["seconds"] > 0
+        assert row["error"] < 1e-5
+        assert row["clock"] == "wall"
+    by_name = {(row["spec"], row["implementation"]): row for row in rows}
+    for name in tiny[:-1]:
+        peers = [by_name[name, "XLA gather"], by_name[name, "XLA contiguous"]]
+        best = min(peer["seconds"] for peer in peers)
+        ours = by_name[name, "reference"]
+        assert ours["ratio"] == pytest.approx(best / ours["seconds"])
+    assert by_name[tiny[-1], "reference"]["error"] == 0
+    reasons = {row["implementation"]: row["note"] for row in absent}
+    assert reasons["cuDNN contiguous"] == "cuDNN needs a GPU"
+    assert "is a cpu, not a GPU" in reasons["mosaic_gpu"]
+    assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
+    assert "XLA gather" in (tmp_path / "run" / "report.md").read_text("utf-8")
+
+
+def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
+    def broken(problem: problems.Problem) -> Run:
+        raise RuntimeError("out of memory\nand a long story")
+
+    few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
+    result = bench_kernels.run(Config(shapes="tiny", only="decode"))
+    ours, theirs = result[1:]
+    assert ours["note"] == "its answer is wrong: error=0.5"
+    assert theirs["note"] == "RuntimeError: out of memory"
+    assert ours["seconds"] is ours["ratio"] is theirs["seconds"] is None
+    assert not bench_kernels.metrics(result)["rows"]
+    (_, sheet) = bench_kernels.summary(result)
+    assert isinstance(sheet, Sheet)
+    assert [row[0] for row in sheet.rows] == ["ours", "theirs"]
+    nan = lambda problem: right(problem)._replace(error=lambda: float("nan"))  # noqa: E731
+    few(ours=nan, theirs=nan)
+    assert bench_kernels.run(Config(shapes="tiny", only="decode"))[1]["seconds"] is None
+
+
+def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
+    class Impatient(Quiet):
+        """Stops before the second shape."""
+
+        def track(self, items: Any, label: str, unit: str) -> Any:
+            yield next(iter(items))
+
+    few(ours=right, theirs=right)
+    result = bench_kernels.run(Config(shapes="tiny", num_calls=2), Impatient())
+    assert len({row["spec"] for row in result[1:]}) == 1
+    assert {row["implementation"] for row in result[1:]} == {"ours", "theirs"}
+    for kept in (result, result[:1]):
+        draw = lambda axes, kept=kept: bench_kernels.plot(axes, kept)  # noqa: E731
+        style.render(draw, panels=bench_kernels.PANELS)
+
+
+@pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
+def test_every_turn_of_everyone_is_right(kind: str) -> None:
+    """Peers lay keys out on their own, and read another table at every call."""
+    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == kind)
+    problem = problems.make(spec, num_turns=2)
+    outs = {}
+    for implementation in kernel_runs.of_attention():
+        try:
+            run = implementation.prepare(problem)
+            outs[implementation.name] = [run.call(index) for index in range(3)]
+        except ValueError:
+            continue
+    ours = outs.pop("reference")
+    assert len(outs) == 2
+    for theirs in outs.values():
+        for mine, other in zip(ours, theirs, strict=True):
+            assert jnp.allclose(mine, other, atol=1e-5)
+    assert not jnp.allclose(ours[0], ours[1], atol=1e-2)
+    assert jnp.array_equal(ours[0], ours[2])
+
+
+FAKE = """
+import json, sys
+if sys.argv[1] != "torch SDPA":
+    sys.exit(3)
+print(json.dumps({"version": "7"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    assert asked["heads"] == [4, 2, 16] and len(asked["contexts"]) > 1
+    if asked["is_tree"]:
+        print(json.dumps({"refused": "no trees"}), flush=True)
+        continue
+    timing = {"seconds": 1e-9, "spread": None, "num_kernels": 1, "clock": "cupti"}
+    timing = timing if asked["num_calls"] else None
+    print(json.dumps({"error": 1e-7, "timing": timing}), flush=True)
+"""
+
+
+def test_peers_answer_from_a_process_of_their_own(
+    few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(kernel_peers, "SCRIPT", tmp_path / "fake.py")
+    few(ours=right, theirs=right)
+    config = Config(shapes="tiny", num_calls=2, peer_python=Path(sys.executable))
+    head, *rows = bench_kernels.run(config)
+    assert head["peers"] == {"torch SDPA": "7"}
+    said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
+    assert len(said) == len(specs.SETS["tiny"]) - 1  # not of copies
+    for name, row in said.items():
+        if name.startswith("tree"):
+            assert (row["seconds"], row["note"]) == (None, "no trees")
+        else:
+            assert (row["seconds"], row["ratio"]) == (1e-9, 1)
+            assert row["num_kernels"] == 1
+    ours = [row for row in rows if row["implementation"] == "ours"]
+    assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is not None, reason="it is installed here"
+)
+def test_the_real_script_says_what_is_missing(few: Any) -> None:
+    few(ours=right, theirs=right)
+    config = Config(shapes="tiny", only="decode", peer_python=Path(sys.executable))
+    head, *rows = bench_kernels.run(config)
+    assert head["peers"] == {}
+    assert "No module named 'torch'" in rows[-1]["note"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
+def test_everyone_compiles_for_an_h200(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that can be known of them before there is a GPU; cuDNN asks for itself."""
+    prepared: list[Any] = []
+    monkeypatch.setattr(kernel_runs, "_run", lambda *args: prepared.append(args))
+    monkeypatch.setattr(
+        targets, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
+    )
+    rows = 1 if kind == "decode" else 26
+    problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
+    for implementation in kernel_runs.of_attention():
+        if implementation.name == "cuDNN contiguous":
+            continue
+        try:
+            implementation.prepare(problem)
+        except ValueError:
+            assert (implementation.name, kind) != ("Pallas Triton", "decode")
+    # Others' code is not as strict as ours.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for _, function, turns in prepared:
+            deviceless.compile(function, problem.q, *turns[0])
+    assert len(prepared) >= 3
+
+
+def test_the_floor_worked_by_hand() -> None:
+    ceilings = Ceilings(4e12, 4.4e12, 8e14, 2e-6, "cupti")
+    # Reading is the faster way through memory; the larger of both times counts.
+    assert ceilings.floor_s(4_400_000_000, 0) == pytest.approx(1e-3)
+    assert ceilings.floor_s(4_400_000, 8 * 10**12) == pytest.approx(1e-2)
+
+
+def test_the_target_worked_by_hand() -> None:
+    ceilings = Ceilings(4.3e12, 4e12, 8e14, 5e-6, "cupti")
+    seconds = ceilings.target_s(33_600_000, 0)
+    assert seconds == pytest.approx(13.7e-6, rel=1e-2)
+    assert ceilings.target_s(33_600_000, 0, 3) == pytest.approx(seconds + 10e-6)
+
+
+def test_calls_go_round_until_the_cache_has_forgotten() -> None:
+    cache = 62_914_560
+    assert benchmarking.num_turns(4_214_784, "NVIDIA H200") == 60
+    assert benchmarking.num_turns(4 * cache, "NVIDIA H200") == 1
+    assert benchmarking.num_turns(4 * cache - 1, "NVIDIA H200") == 2
+    assert benchmarking.num_turns(1000, "cpu") == 1
+
+
+def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler is made up: it is what a GPU would answer."""
+    seen: list[int] = []
+
+    def measure(function: Any, *, aggregate: bool, iterations: int) -> Any:
+        # What it would jit again would have no turns.
+        assert isinstance(function, jax.stages.Wrapped)
+        assert not aggregate
+
+        def run() -> Any:
+            for _ in range(1 + iterations):  # it warms up
+                function()
+            return None, [[("a", 1.0), ("b", n)] for n in range(iterations)]
+
+        return run
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    timing = benchmarking._cupti(seen.append, 5)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert timing is not None
+    # Milliseconds 1 to 5.
+    assert timing.seconds == pytest.approx(3e-3)
+    assert timing.spread == pytest.approx((5 - 1) / 3, rel=0.5)
+    assert timing.num_kernels == 2
+    assert timing.clock == "cupti"
+
+
+def test_without_cupti_the_queue_is_timed() -> None:
+    add, x = jax.jit(lambda x: x + 1), jnp.zeros((3,))
+    assert benchmarking._cupti(lambda index: add(x), 2) is None
+    timing = benchmarking._queue(lambda index: add(x), 2)
+    assert timing.clock == "queue"
+    assert timing.seconds > 0
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"self\.num_calls=1"):
+        Config(num_calls=1)
+    with pytest.raises(ValueError, match=r"config\.only='nothing' is in no name"):
+        bench_kernels.run(Config(shapes="tiny", only="nothing"))

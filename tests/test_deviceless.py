@@ -1,0 +1,149 @@
+"""Compiling for a GPU that is not there; without the compiler, saying why not."""
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv import caching
+from pallas_kernels import copy_mosaic_gpu, copying, deviceless, targets
+from tests import test_inplace
+
+WHY_NOT = deviceless.available()
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+def shape(*dims: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def ids(num: int) -> Any:
+    return shape(num, dtype=jnp.int32)
+
+
+def test_without_the_plugin_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "CUDA plugin is not installed" in str(deviceless.available())
+    with pytest.raises(RuntimeError, match="CUDA plugin is not installed"):
+        deviceless.compile(jnp.sin, shape(3))
+
+
+def test_without_libdevice_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With ptxas alone the compiler would take the process with it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ptxas").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(deviceless, "_TOOLKITS", ())
+    monkeypatch.setattr(deviceless, "_is_installed", lambda name: "nvidia" not in name)
+    assert "no CUDA toolkit" in str(deviceless.available())
+    (tmp_path / "nvvm" / "libdevice").mkdir(parents=True)
+    (tmp_path / "nvvm" / "libdevice" / "libdevice.10.bc").touch()
+    assert deviceless.available() is None
+
+
+@needs_compiler
+def test_the_page_copy_takes_next_to_nothing() -> None:
+    # 32 layers of 1000 pages of 16 tokens, all layers of 64 pages copied at once.
+    pool, before = shape(32 * 1000, 8, 16, 128), dict(os.environ)
+    report = deviceless.compile(
+        copy_mosaic_gpu.copy_pages, pool, ids(64 * 32), ids(64 * 32), donate_argnums=0
+    )
+    assert dict(os.environ) == before
+    (kernel,) = report.kernels
+    assert kernel.name.startswith("copy_part")
+    assert 0 < kernel.registers <= 32
+    assert kernel.spill_stores == kernel.spill_loads == 0
+    assert kernel.smem_bytes == 32_768
+    assert kernel.instructions["tma_load"] == kernel.instructions["tma_store"] == 1
+    assert kernel.instructions["wgmma"] == 0
+    # In place, without memory of its own.
+    assert report.temp_bytes == 0
+    assert report.alias_bytes == 32 * 1000 * 8 * 16 * 128 * 2
+    assert " copy(" not in report.text
+
+
+@needs_compiler
+def test_the_door_knows_what_it_is_traced_for() -> None:
+    seen = []
+
+    def copy(pages: Any, source: Any, target: Any) -> Any:
+        seen.append(targets.current())
+        return copying.copy_pages(
+            pages, source, target, disjoint=True, implementation="mosaic_gpu"
+        )
+
+    arguments = (shape(99, 2, 16, 64), ids(3), ids(3))
+    report = deviceless.compile(copy, *arguments, donate_argnums=0)
+    assert [kernel.name[:9] for kernel in report.kernels] == ["copy_part"]
+    assert seen[0] == targets.Target("gpu", "NVIDIA H200", 132, "9.0")
+    assert targets.current().platform == "cpu"
+
+
+@needs_compiler
+def test_pages_of_more_than_two_to_the_31_numbers() -> None:
+    pool = shape(200_000, 8, 16, 128)
+    report = deviceless.compile(
+        copy_mosaic_gpu.copy_pages, pool, ids(8), ids(8), donate_argnums=0
+    )
+    assert report.alias_bytes == 200_000 * 8 * 16 * 128 * 2
+    assert report.temp_bytes == 0
+
+
+@needs_compiler
+def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
+    """The twin of the kernel: what is measured above could have been otherwise."""
+    pool = shape(32 * 1000, 8, 16, 128)
+    report = deviceless.compile(
+        lambda *args: copying.copy_pages(*args, implementation="reference"),
+        *(pool, ids(64 * 32), ids(64 * 32)),
+        donate_argnums=0,
+    )
+    assert not report.kernels
+    assert report.temp_bytes >= 64 * 32 * 8 * 16 * 128 * 2
+
+
+@needs_compiler
+def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
+    def run(pages: caching.Pages, source: Any, target: Any) -> caching.Pages:
+        def step(_: Any, pages: caching.Pages) -> caching.Pages:
+            return caching.copy(pages, source, target)
+
+        return jax.lax.fori_loop(0, 5, step, pages)
+
+    # Pages of 128 bytes are for the kernel, those of 64 for the reference.
+    for page_size, num_kernels in ((16, 2), (1, 0)):
+        leaf = shape(4, 4096 * 16, 1, page_size, 32)
+        pages = caching.Pages(leaf, leaf)
+        report = deviceless.compile(run, pages, ids(8), ids(8), donate_argnums=0)
+        assert len(report.kernels) == num_kernels
+        assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)
+        assert not test_inplace.large_copies(report.text, pages)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 64)])
+def test_the_engine_keeps_its_pages_in_place_on_an_h200(
+    dtype: str, head_dim: int
+) -> None:
+    """The reference serves float32, the kernel for Hopper what it takes."""
+    model = dataclasses.replace(test_inplace.MODEL, head_dim=head_dim)
+    run, arguments, pages = test_inplace.steps(
+        test_inplace.LARGE, model=model, dtype=dtype
+    )
+    report = deviceless.compile(run, *arguments, donate_argnums=1)
+    assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)
+    assert not test_inplace.large_copies(report.text, pages)
+    names = {kernel.name.rpartition("_")[0] for kernel in report.kernels}
+    attends = {"decode_attention"} if dtype == "bfloat16" else set()
+    assert names == {"copy_part"} | attends
+    for kernel in report.kernels:
+        assert kernel.spill_stores == kernel.spill_loads == 0
+        assert kernel.smem_bytes <= deviceless.MAX_SMEM_BYTES
