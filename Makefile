@@ -8,13 +8,16 @@
 # PYTHON=/path/to/python   the interpreter to build .venv from (3.12 or newer)
 # EXTRAS=dev,cuda          the extras to install
 # JAX='>=0.12,<0.13'       another jax than the one constraints.txt pins
+# DEVICELESS=1             with a compiler for GPUs that are not there (0.7 GB), for the
+#                          tests of the kernels' programs
 
 PYTHON ?=
 EXTRAS ?= dev
 JAX ?=
+DEVICELESS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-export PYTHON EXTRAS JAX
+export PYTHON EXTRAS JAX DEVICELESS
 
 BIN := .venv/bin
 
