@@ -269,12 +269,13 @@ def _value_of(args: list[str], flag: str) -> str | None:
 
 
 def _names_files_only(args: list[str]) -> bool:
-    """Tells whether there is nothing but `--out` and `--config`, each with a value."""
-    rest = list(args)
+    """Tells whether there is at most one `--out` and one `--config`, with a value."""
+    rest, allowed = list(args), {"--out", "--config"}
     while rest:
         flag, joined, _ = rest.pop(0).partition("=")
-        if flag not in ("--out", "--config"):
+        if flag not in allowed:
             return False
+        allowed.remove(flag)
         if not joined and (not rest or rest.pop(0).startswith("-")):
             return False
     return True
