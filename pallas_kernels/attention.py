@@ -262,25 +262,6 @@ def _tiling(head_dim: int) -> cutting.Tiling:
     return cutting.default_tiling(head_dim=head_dim, num_programs=cores)
 
 
-def add_sinks(state: AttentionState, sinks: Float[Array, " q_heads"]) -> AttentionState:
-    """Adds one score a head that takes weight and brings no value.
-
-    Args:
-      state: attention over all keys.
-      sinks: the score of each query head.
-
-    Returns:
-      The state over the keys and the sink; unchanged where there was no key.
-    """
-    lse = jnp.logaddexp(state.lse, sinks.astype(state.lse.dtype)[None, :])
-    share = jnp.exp(state.lse - lse)[..., None]
-    some = ~jnp.isneginf(state.lse)
-    out = (state.out.astype(lse.dtype) * share).astype(state.out.dtype)
-    return AttentionState(
-        jnp.where(some[..., None], out, state.out), jnp.where(some, lse, state.lse)
-    )
-
-
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:
     """Attention over the keys of both states, which must be disjoint.
 

@@ -18,6 +18,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import scoring, targets
+from pallas_kernels.scoring import Softmax
+
 type FlashImplementation = Literal["reference", "cudnn"]
 """Implementations by name; `None` takes the best one for platform and type."""
 
@@ -121,8 +124,9 @@ def flash_attention(
 
 def _not_cudnn(q: Array, sizes: _Sizes) -> str:
     """Why cuDNN cannot serve a call; empty if it can."""
-    if jax.default_backend() != "gpu":
-        return f"the default backend is {jax.default_backend()}, not a GPU"
+    platform = targets.current().platform
+    if platform != "gpu":
+        return f"the device is a {platform}, not a GPU"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the type is {q.dtype}, not bfloat16 or float16"
     if sizes.causal and sizes.num_queries != sizes.num_keys:
@@ -144,20 +148,13 @@ def _forward(
     padded = _pad(q, 3, sizes.rows), _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
     wide = np.promote_types(q.dtype, np.float32)
     lead, head_dim = q.shape[:3], q.shape[4]
-    lowest = jnp.asarray(jnp.finfo(wide).min, wide)
 
     def row(index: Array) -> tuple[Array, Array]:
         queries = _cut(padded[0], index, 3, sizes.rows)
 
-        def column(other: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            top, total, out = carry
+        def column(other: Array, state: Softmax) -> Softmax:
             scores, seen = _scores(queries, padded[1], index, other, sizes)
-            scores = jnp.where(seen, scores, lowest)
-            new = jnp.maximum(top, scores.max(-1))
-            weights = jnp.where(
-                seen, jnp.exp(scores - new[..., None]), jnp.zeros((), wide)
-            )
-            decay = jnp.exp(top - new)
+            weights, state = scoring.reweigh(state, scores, seen)
             values = _cut(padded[2], other, 2, sizes.tile)
             part = jnp.einsum(
                 "bhgqk,bhkd->bhgqd",
@@ -165,20 +162,11 @@ def _forward(
                 values,
                 preferred_element_type=wide,
             )
-            total = total * decay + weights.sum(-1)
-            return new, total, out * decay[..., None] + part
+            return state._replace(out=state.out + part)
 
-        shape = (*lead, sizes.rows)
-        start = (
-            jnp.full(shape, lowest, wide),
-            jnp.zeros(shape, wide),
-            jnp.zeros((*shape, head_dim), wide),
-        )
-        top, total, out = lax.fori_loop(*_columns(index, sizes), column, start)
-        some = total > 0
-        total = jnp.where(some, total, jnp.ones_like(total))
-        lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
-        return (out / total[..., None]).astype(q.dtype), lse.astype(wide)
+        state = scoring.start((*lead, sizes.rows), head_dim, q.dtype)
+        state = lax.fori_loop(*_columns(index, sizes), column, state)
+        return scoring.finish(state, None, q.dtype)
 
     num = padded[0].shape[3] // sizes.rows
     out, lse = lax.map(row, jnp.arange(num, dtype=jnp.int32))

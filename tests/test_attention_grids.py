@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import attention, gathering
+from pallas_kernels import attention
 from pallas_kernels.attention import AttentionState, merge_states
+from tests import gathering
 from tests.test_attention import Case, assert_same, attend, check, make_case, oracle
 
 ALL: dict[str, Any] = dict(softcap=3.0, sinks=True, alibi=True, window=40, scale=0.4)
@@ -313,11 +314,6 @@ def test_numbers_for_heads_must_be_one_for_each() -> None:
         inspect.unwrap(attention.paged_attention)(
             *map(jnp.asarray, case[:5]), alibi=jnp.zeros(3, jnp.float32)
         )
-
-
-def test_the_comparison_with_gathering_runs() -> None:
-    tiny = gathering.compare(batch=2, context=20, head_dim=8, repeats=2)
-    assert tiny.speedup == tiny.gather_s / tiny.door_s > 0
 
 
 def test_the_public_names_are_there() -> None:

@@ -134,7 +134,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
         (dict(window=0), "window=0 must be at least 1"),
         (dict(window=3, causal=False), "needs causal=True"),
         (dict(tile=0), "tile=0 must be at least 1"),
-        (dict(implementation="cudnn"), "default backend is cpu, not a GPU; 'refer"),
+        (dict(implementation="cudnn"), "the device is a cpu, not a GPU; 'refer"),
     ],
 )
 def test_calls_that_cannot_be_served(fields: dict, message: str) -> None:

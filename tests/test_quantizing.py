@@ -11,8 +11,8 @@ import pytest
 
 from jaxkv import caching, forwarding, models, states
 from jaxkv.caching import Rows
-from pallas_kernels import attention, gathering, quantizing, writing
-from tests import engines
+from pallas_kernels import attention, quantizing, writing
+from tests import engines, gathering
 from tests.test_attention import Case, check, make_case, oracle
 
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
