@@ -11,7 +11,7 @@ The recomputed share is tokens computed again / tokens computed.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from experiments import (
     prompting,
 )
 from experiments.claims import Claim
-from experiments.preemption_moving import Moves
-from experiments.preemption_serving import Server, Servings, Way
+from experiments.preemption_results import Result
+from experiments.preemption_serving import Server, Way
 from experiments.progress import QUIET, Progress
 from experiments.prompting import Request
 from experiments.reporting import Part
@@ -142,21 +142,6 @@ CONFIGS = {
 }
 
 
-class Result(NamedTuple):
-    """The same requests, served in many ways; and one request, brought back."""
-
-    ways: Servings
-    """With room for all; then with too little, recomputing and swapping."""
-    victims: Servings
-    watermarks: Servings
-    pools: Servings
-    spaces: Servings
-    """Swapping with a buffer that has not room for all."""
-    hosts: Servings
-    """Swapping with a small buffer and host memory beside it."""
-    moves: Moves
-
-
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves everything; ended early, it has what is done."""
     model = checkpoints.load_model(bundled.folder_of(config.model))
@@ -229,22 +214,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws what is computed again, what saves it, and what one return costs."""
-    preemption_drawing.draw(axes, **result._asdict())
+    preemption_drawing.draw(axes, result)
 
 
 def claims(result: Result) -> list[Claim]:
     """Holds what must be so, and published numbers, against ours."""
-    return preemption_published.claims(**result._asdict())
+    return preemption_published.claims(result)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Lists every serving, a row each."""
-    return preemption_numbers.metrics(**result._asdict())
+    return preemption_numbers.metrics(result)
 
 
 def summary(result: Result) -> list[Part]:
     """Puts the ways beside each other."""
-    return preemption_numbers.summary(**result._asdict())
+    return preemption_numbers.summary(result)
 
 
 def bounds(config: Config) -> states.EngineConfig:

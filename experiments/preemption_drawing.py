@@ -7,28 +7,19 @@ import numpy as np
 from experiments import style
 from experiments.preemption_moving import Moves
 from experiments.preemption_published import WATERMARKS
+from experiments.preemption_results import Result
 from experiments.preemption_serving import Servings
 
 GREY, INK = "0.55", "0.15"
 PALE = "#cfe3f1"
 
 
-def draw(
-    axes: Any,
-    ways: Servings,
-    victims: Servings,
-    watermarks: Servings,
-    pools: Servings,
-    spaces: Servings,
-    hosts: Servings,
-    moves: Moves,
-) -> None:
+def draw(axes: Any, result: Result) -> None:
     """Draws four panels; those of parts that were not served stay empty."""
-    del pools  # in the report
-    _draw_ways(axes[0, 0], ways)
-    _draw_watermarks(axes[0, 1], watermarks, victims)
-    _draw_spaces(axes[1, 0], spaces, hosts)
-    _draw_moves(axes[1, 1], moves)
+    _draw_ways(axes[0, 0], result.ways)
+    _draw_watermarks(axes[0, 1], result.watermarks, result.victims)
+    _draw_spaces(axes[1, 0], result.spaces, result.hosts)
+    _draw_moves(axes[1, 1], result.moves)
 
 
 def _draw_ways(ax: Any, ways: Servings) -> None:

@@ -6,62 +6,47 @@ import numpy as np
 
 from experiments import units
 from experiments.preemption_moving import Moves
+from experiments.preemption_results import Result
 from experiments.preemption_serving import Servings
 from experiments.reporting import Part, Sheet
 
 
-def metrics(
-    ways: Servings,
-    victims: Servings,
-    watermarks: Servings,
-    pools: Servings,
-    spaces: Servings,
-    hosts: Servings,
-    moves: Moves,
-) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, Any]:
     """Lists every serving, a row each, and every page size."""
     return {
-        "ways": _rows(ways),
-        "victims": _rows(victims),
-        "watermarks": _rows(watermarks),
-        "pools": _rows(pools),
-        "spaces": _rows(spaces),
-        "hosts": _rows(hosts),
+        "ways": _rows(result.ways),
+        "victims": _rows(result.victims),
+        "watermarks": _rows(result.watermarks),
+        "pools": _rows(result.pools),
+        "spaces": _rows(result.spaces),
+        "hosts": _rows(result.hosts),
         "moves": [
             {
-                "page_size": int(moves.page_size[i]),
-                "num_tokens": int(moves.num_tokens[i]),
-                "kv_bytes": int(moves.num_bytes[i]),
-                "recompute_s": float(moves.recompute[i]),
+                "page_size": int(result.moves.page_size[i]),
+                "num_tokens": int(result.moves.num_tokens[i]),
+                "kv_bytes": int(result.moves.num_bytes[i]),
+                "recompute_s": float(result.moves.recompute[i]),
                 **{
-                    name: float(np.median(getattr(moves, name)[i]))
+                    name: float(np.median(getattr(result.moves, name)[i]))
                     for name in ("out_s", "in_s", "host_out_s", "host_in_s")
                 },
-                "swap_s": float(moves.swap[i]),
-                "swap_through_host_s": float(moves.swap_through_host[i]),
+                "swap_s": float(result.moves.swap[i]),
+                "swap_through_host_s": float(result.moves.swap_through_host[i]),
             }
-            for i in range(moves.page_size.size)
+            for i in range(result.moves.page_size.size)
         ],
     }
 
 
-def summary(
-    ways: Servings,
-    victims: Servings,
-    watermarks: Servings,
-    pools: Servings,
-    spaces: Servings,
-    hosts: Servings,
-    moves: Moves,
-) -> list[Part]:
+def summary(result: Result) -> list[Part]:
     """Puts the ways beside each other; parts that were not served are left out."""
     sheets = [
-        _ways_sheet(ways),
-        _victims_sheet(victims),
-        _watermarks_sheet(watermarks),
-        _pools_sheet(pools, ways),
-        _spaces_sheet(spaces, hosts),
-        _moves_sheet(moves),
+        _ways_sheet(result.ways),
+        _victims_sheet(result.victims),
+        _watermarks_sheet(result.watermarks),
+        _pools_sheet(result.pools, result.ways),
+        _spaces_sheet(result.spaces, result.hosts),
+        _moves_sheet(result.moves),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 

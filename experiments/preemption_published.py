@@ -4,6 +4,7 @@ import numpy as np
 
 from experiments.claims import Claim, judge
 from experiments.preemption_moving import Moves
+from experiments.preemption_results import Result
 from experiments.preemption_serving import Servings
 
 PAPER = "Kwon et al. 2023, arXiv:2309.06180"
@@ -31,23 +32,22 @@ _MEMORY = (
 )
 
 
-def claims(
-    ways: Servings,
-    victims: Servings,
-    watermarks: Servings,
-    pools: Servings,
-    spaces: Servings,
-    hosts: Servings,
-    moves: Moves,
-) -> list[Claim]:
+def claims(result: Result) -> list[Claim]:
     """Judges everything that was served; parts that were not are left out."""
-    served = (ways, victims, watermarks, pools, spaces, hosts)
+    served = (
+        result.ways,
+        result.victims,
+        result.watermarks,
+        result.pools,
+        result.spaces,
+        result.hosts,
+    )
     return [
         *_exact(served),
-        *_left_end(spaces, ways),
-        *_watermarks(watermarks),
-        *_published(ways, victims, pools),
-        *_moves(moves),
+        *_left_end(result.spaces, result.ways),
+        *_watermarks(result.watermarks),
+        *_published(result.ways, result.victims, result.pools),
+        *_moves(result.moves),
     ]
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from experiments.preemption_serving import Server, Servings, Way
 from experiments.progress import QUIET, Quiet
 from jaxkv import checkpoints
 from tests import engines
+from tests.impatience import Impatient
 
 SMOKE = preemption.CONFIGS["smoke"]
 
@@ -211,7 +211,7 @@ def test_times_of_one_request(result: preemption.Result) -> None:
 
 
 def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
-    claims = json.loads(_text(folder, "claims.json"))
+    claims = json.loads((folder / "claims.json").read_text())
     verdicts = [claim["verdict"] for claim in claims]
     assert "fails" not in verdicts
     assert verdicts.count("holds") == 4
@@ -220,28 +220,10 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     run = store.read(folder, catalogue.load("preemption"))
     assert list(run.metrics) == list(preemption.Result._fields)
     assert run.metrics["ways"][0]["name"] == "room for all"
-    report = _text(folder, "report.md")
+    report = (folder / "report.md").read_text()
     for title in ("who gives way", "smaller pools", "swap space that is too small"):
         assert title in report
-    assert "room for all" in _text(folder, "figure.svg")
-
-
-def _text(folder: Path, name: str) -> str:
-    return (folder / name).read_text("utf-8")
-
-
-class Impatient(Quiet):
-    """Stops when the named work has begun its second piece."""
-
-    def __init__(self, label: str) -> None:
-        self.label, self.stopped = label, False
-
-    def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
-        for i, item in enumerate(items):
-            if self.stopped:
-                return
-            self.stopped = label == self.label and i == 1
-            yield item
+    assert "room for all" in (folder / "figure.svg").read_text()
 
 
 @pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from jaxkv import checkpoints, policies
 from jaxkv.paging import NO_PAGE
 from jaxkv.sampling import Sampling
 from tests import engines
+from tests.impatience import Impatient
 
 SIZE = sharing.CONFIGS["smoke"].page_size
 
@@ -219,7 +219,9 @@ def test_the_picture_shows_what_tables_hold(result: sharing.Result) -> None:
 
 
 def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
-    verdicts = [claim["verdict"] for claim in json.loads(_text(folder, "claims.json"))]
+    verdicts = [
+        claim["verdict"] for claim in json.loads((folder / "claims.json").read_text())
+    ]
     assert "fails" not in verdicts
     assert verdicts.count("holds") == 4
     run = store.read(folder, catalogue.load("sharing"))
@@ -230,28 +232,10 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
         run.metrics["pictures"][0]["logical_pages"]
         == run.metrics["pictures"][0]["pages"]
     )
-    report = _text(folder, "report.md")
+    report = (folder / "report.md").read_text()
     assert "pages saved by sequences of one request" in report
     assert "10 requests that begin with the same text" in report
-    assert "read_lines" in _text(folder, "figure.svg")
-
-
-def _text(folder: Path, name: str) -> str:
-    return (folder / name).read_text("utf-8")
-
-
-class Impatient(Quiet):
-    """Stops when the named work has begun its second piece."""
-
-    def __init__(self, label: str) -> None:
-        self.label, self.stopped = label, False
-
-    def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
-        for i, item in enumerate(items):
-            if self.stopped:
-                return
-            self.stopped = label == self.label and i == 1
-            yield item
+    assert "read_lines" in (folder / "figure.svg").read_text()
 
 
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
