@@ -1,0 +1,200 @@
+"""What a scaling law is: a formula, its coefficients, and the coordinates to fit it in.
+
+A law predicts one number from a few positive inputs, mostly a loss in nats per token.
+People read its *coefficients*, in natural units. Fitting moves *coordinates*: the
+logarithm of every coefficient that must be positive, the others as they are. And
+because inputs span decades, fitting divides each by its geometric mean first; `shift`
+says what that does to the coordinates, exactly.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+Columns = Mapping[str, Any]
+"""Named columns of equal length."""
+LogLoss = Callable[[Any, Any], Any]
+Linearise = Callable[[Any, Any], tuple[Any, list[Any]]]
+
+
+class Coordinate(NamedTuple):
+    """One coefficient as fitting sees it.
+
+    Attributes:
+      name: of the coefficient.
+      low: least value fitted, as the logarithm where `log`.
+      high: largest value.
+      starts: values from which fits start.
+      log: whether the coordinate is the logarithm of the coefficient.
+      relative: whether low, high and starts count from the logarithm of the target's
+        typical value, so that they suit losses near 3 and rates near 0.001 alike.
+    """
+
+    name: str
+    low: float
+    high: float
+    starts: tuple[float, ...]
+    log: bool = False
+    relative: bool = False
+
+
+def scale(name: str, *starts: float) -> Coordinate:
+    """A term's size where the data is: between a millionth of the target and it."""
+    return Coordinate(name, -14.0, 7.0, starts or (-1.2,), log=True, relative=True)
+
+
+def exponent(name: str, *starts: float) -> Coordinate:
+    """An exponent of decay, in (0, 2]."""
+    return Coordinate(name, 1e-3, 2.0, starts or (0.1, 0.3, 0.7))
+
+
+def real(name: str, low: float, high: float, *starts: float) -> Coordinate:
+    """A coefficient of either sign."""
+    return Coordinate(name, low, high, starts)
+
+
+def positive(name: str, low: float, high: float, *starts: float) -> Coordinate:
+    """A positive coefficient that is no size of the target; limits as logarithms."""
+    return Coordinate(name, low, high, starts, log=True)
+
+
+class TwoPowers(NamedTuple):
+    """A loss of the form `floor + (A / N^alpha + B / D^beta)^outer`."""
+
+    A: Any
+    B: Any
+    alpha: Any
+    beta: Any
+    floor: Any = 0.0
+    outer: Any = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Law:
+    """A law that can be evaluated and fitted.
+
+    Attributes:
+      name: as the command line has it.
+      formula: for reports, in the coefficients' names.
+      inputs: names of the columns it takes, all positive.
+      coordinates: one for each coefficient, in order.
+      source: where it comes from.
+      log_loss: (coordinates [k], logarithms of the inputs ["inputs n"]) -> logarithm
+        of the target [n].
+      shift: (coordinates, centre ["inputs"]) -> the coordinates c with
+        `log_loss(c, logs - centre) == log_loss(coordinates, logs)`.
+      target: name of the column it predicts.
+      linearise: `log_loss` with its derivatives, one [n] for each coordinate; where it
+        is not given, automatic differentiation finds them.
+      two_powers: natural coefficients -> the sum of powers of parameters and tokens
+        that decides the compute optimum, for laws that have one.
+      units: which inputs, by place, are divided by one common mean before fitting;
+        each by its own where nothing is given, and one that is in no group by none.
+    """
+
+    name: str
+    formula: str
+    inputs: tuple[str, ...]
+    coordinates: tuple[Coordinate, ...]
+    source: str
+    log_loss: LogLoss
+    shift: Callable[[Any, Any], Any]
+    target: str = "loss"
+    linearise: Linearise | None = None
+    two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None
+    units: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        """Names of the coefficients, in order."""
+        return tuple(coordinate.name for coordinate in self.coordinates)
+
+    def predict(
+        self, coefficients: Float[Array | np.ndarray, " k"], data: Columns
+    ) -> Float[Array, " n"]:
+        """Computes the target from coefficients and columns in natural units.
+
+        Differentiable, and in float64 under `jax.enable_x64(True)`.
+
+        Args:
+          coefficients: in the order of `self.coefficients`; those that are fitted as
+            logarithms must be positive.
+          data: has a column, positive, for each of `self.inputs`.
+
+        Raises:
+          ValueError: a column is missing.
+        """
+        if missing := [name for name in self.inputs if name not in data]:
+            raise ValueError(f"{self.name} needs a column {missing[0]}")
+        x = jnp.asarray(coefficients)
+        logs = [jnp.log(jnp.asarray(data[name], x.dtype)) for name in self.inputs]
+        return jnp.exp(self.log_loss(self.encode(x), jnp.stack(logs)))
+
+    def encode(self, coefficients: Float[Array, " k"]) -> Float[Array, " k"]:
+        """Turns coefficients into coordinates."""
+        pairs = zip(self.coordinates, coefficients, strict=True)
+        return jnp.stack([jnp.log(x) if c.log else x for c, x in pairs])
+
+    def decode(self, coordinates: Float[Array, " k"]) -> Float[Array, " k"]:
+        """Turns coordinates into coefficients."""
+        pairs = zip(self.coordinates, coordinates, strict=True)
+        return jnp.stack([jnp.exp(x) if c.log else x for c, x in pairs])
+
+    def derivatives(
+        self, coordinates: Float[Array, " k"], logs: Float[Array, "inputs n"]
+    ) -> tuple[Float[Array, " n"], list[Float[Array, " n"]]]:
+        """Computes the logarithm of the target and its derivative by coordinate."""
+        if self.linearise is not None:
+            return self.linearise(coordinates, logs)
+        value, push = jax.linearize(lambda x: self.log_loss(x, logs), coordinates)
+        rows = jax.vmap(push)(jnp.eye(len(self.coordinates), dtype=coordinates.dtype))
+        return value, list(rows)
+
+    def box(self, level: float) -> tuple[np.ndarray, np.ndarray]:
+        """Gives the least and the largest coordinates.
+
+        Args:
+          level: logarithm of the target's typical value.
+        """
+        zero = np.array([level if c.relative else 0.0 for c in self.coordinates])
+        low = np.array([c.low for c in self.coordinates])
+        high = np.array([c.high for c in self.coordinates])
+        return zero + low, zero + high
+
+    def centre(
+        self, logs: Float[np.ndarray, "inputs n"]
+    ) -> Float[np.ndarray, " inputs"]:
+        """Computes the logarithms of what the inputs are divided by before fitting."""
+        groups = self.units
+        if groups is None:
+            groups = tuple((i,) for i in range(len(self.inputs)))
+        centre = np.zeros(len(self.inputs))
+        for group in groups:
+            centre[[*group]] = logs[[*group]].mean()
+        return centre
+
+    def starts(self, level: float) -> Float[np.ndarray, "starts k"]:
+        """Gives where fits start: all combinations of the coordinates' starts."""
+        places = [
+            [level * c.relative + start for start in c.starts] for c in self.coordinates
+        ]
+        return np.array(list(itertools.product(*places)))
+
+    def over(self, *inputs: str) -> "Law":
+        """Returns the same law of other columns.
+
+        Args:
+          inputs: as many names as the law has inputs.
+
+        Raises:
+          ValueError: there are more or fewer.
+        """
+        if len(inputs) != len(self.inputs):
+            raise ValueError(f"{self.name} takes {len(self.inputs)} columns: {inputs=}")
+        return dataclasses.replace(self, inputs=inputs)
