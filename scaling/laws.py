@@ -12,7 +12,20 @@ from scaling.laws_base import Columns, Coordinate, Law, TwoPowers
 from scaling.laws_forms import FORMS
 from scaling.laws_powers import CHINCHILLA, POWER_SUMS
 
-__all__ = ["CHINCHILLA", "CONSTANTS", "Columns", "Coordinate", "Exponents", "LAWS", "Law", "Optimum", "TwoPowers", "exponents", "find", "optimum"]
+__all__ = [
+    "CHINCHILLA",
+    "CONSTANTS",
+    "LAWS",
+    "Columns",
+    "Coordinate",
+    "Exponents",
+    "Law",
+    "Optimum",
+    "TwoPowers",
+    "exponents",
+    "find",
+    "optimum",
+]
 
 LAWS = {law.name: law for law in (*POWER_SUMS, *FORMS)}
 

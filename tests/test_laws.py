@@ -103,26 +103,30 @@ def test_every_law_has_an_example() -> None:
 def test_a_law_in_any_units(name: str) -> None:
     law, data = laws.LAWS[name], COLUMNS
     expected = plainly(name, EXAMPLES[name], data)
-    with jax.enable_x64(True):
-        x = jnp.array(EXAMPLES[name])
-        np.testing.assert_allclose(law.predict(x, data), expected, rtol=1e-12)
-        np.testing.assert_allclose(law.decode(law.encode(x)), x, rtol=1e-12)
-        logs = np.log([data[column] for column in law.inputs])
-        centre = law.centre(logs)
-        centred = jnp.asarray(logs - centre[:, None])
-        y = law.shift(law.encode(x), jnp.asarray(centre))
-        np.testing.assert_allclose(
-            law.log_loss(y, centred), np.log(expected), rtol=1e-11, atol=1e-12
-        )
+    logs = np.log([data[column] for column in law.inputs])
+    centre = law.centre(logs)
+
+    @jax.jit
+    def compute(x, centre):
+        y = law.shift(law.encode(x), centre)
+        centred = jnp.asarray(logs) - centre[:, None]
         value, rows = law.derivatives(y, centred)
         slow = jax.jacfwd(law.log_loss)(y, centred).T
-        np.testing.assert_allclose(value, np.log(expected), rtol=1e-11, atol=1e-12)
-        np.testing.assert_allclose(np.array(rows), slow, rtol=1e-9, atol=1e-12)
-        # Where fits may go holds the example, and every start.
-        low, high = law.box(float(np.median(np.log(expected))))
-        assert np.all((low < y) & (y < high))
-        starts = law.starts(float(np.median(np.log(expected))))
-        assert np.all((low < starts) & (starts < high))
+        back = law.decode(law.encode(x))
+        return y, law.predict(x, data), value, jnp.stack(rows), slow, back
+
+    with jax.enable_x64(True):
+        x = jnp.array(EXAMPLES[name])
+        y, found, value, rows, slow, back = compute(x, jnp.asarray(centre))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(back, x, rtol=1e-12)
+    np.testing.assert_allclose(value, np.log(expected), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(rows, slow, rtol=1e-9, atol=1e-12)
+    # Where fits may go holds the example, and every start.
+    low, high = law.box(float(np.median(np.log(expected))))
+    assert np.all((low < y) & (y < high))
+    starts = law.starts(float(np.median(np.log(expected))))
+    assert np.all((low < starts) & (starts < high))
 
 
 def test_float32_without_the_switch() -> None:
