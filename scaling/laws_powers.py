@@ -49,7 +49,7 @@ def power_sum(
     row = {column: i for i, column in enumerate(inputs)}
 
     def slope(power: Power, x: Any) -> Any:
-        if isinstance(power.exponent, float):
+        if not isinstance(power.exponent, str):
             return power.sign * power.exponent
         return power.sign * x[place[power.exponent]]
 
