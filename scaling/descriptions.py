@@ -1,0 +1,187 @@
+"""What the cost formulas know of a model: shapes alone, of every family they count.
+
+Wider than `jaxkv.models.ModelConfig`, which describes the models that we can run: here
+are also latent attention, mixtures of experts, windows that differ from layer to layer
+and layers that predict several tokens ahead. Plain Python, so that a question about a
+model's cost is answered before JAX is awake.
+
+The letters of the formulas: b sequences, s tokens of each, h hidden size, i FFN width,
+n query heads, m KV heads, d head size, v vocabulary, L layers, e experts, k of them
+used by a token, j the width of an expert.
+"""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadAttention:
+    """Multi-head, grouped-query or multi-query attention."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries, keys and values; n d need not be the hidden size (Qwen3, Gemma)."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm over head_dim of every query and key (Qwen3, Gemma 3)."""
+
+    def __post_init__(self):
+        """Refuses head counts that cannot be."""
+        _at_least_one(self, "num_q_heads", "num_kv_heads", "head_dim")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
+            )
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers kept of a token in one layer: K and V."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values are made of one short vector.
+
+    Source: DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    num_q_heads: int
+    q_rank: int | None
+    """Width of the compressed query; None where queries are not compressed."""
+    kv_rank: int
+    """Width of the latent that is cached in place of K and V."""
+    nope_dim: int
+    """Part of a query or key head without positions."""
+    rope_dim: int
+    """Rotary part of a query head; of the keys, one that all heads share."""
+    value_dim: int
+
+    def __post_init__(self):
+        """Refuses widths that cannot be."""
+        names = ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+        _at_least_one(self, *names)
+        if self.q_rank is not None and self.q_rank < 1:
+            raise ValueError(f"{self.q_rank=} must be at least 1, or None")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every head has a key and value of its own once they are made."""
+        return self.num_q_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers kept of a token in one layer: the latent and the rotary key."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture: every token meets `top_k` of the routed experts, and all shared."""
+
+    num_experts: int
+    top_k: int
+    size: int
+    """FFN width of a routed expert."""
+    shared_size: int = 0
+    """FFN width of all shared experts together."""
+    shared_gate: bool = False
+    """Whether a number per token, from h weights, scales the shared part (Qwen2)."""
+    gate_bias: bool = False
+    """Whether routing adds a correction to each expert's score (DeepSeek-V3)."""
+
+    def __post_init__(self):
+        """Refuses counts that cannot be."""
+        _at_least_one(self, "num_experts", "top_k", "size")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"{self.top_k=} must be at most {self.num_experts=}")
+        if self.shared_size < 0:
+            raise ValueError(f"{self.shared_size=} must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """The shapes of a decoder-only transformer."""
+
+    name: str
+    """For tables; says nothing about the shape."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    attention: HeadAttention | LatentAttention
+    mlp_size: int
+    """FFN width of the dense layers."""
+    gated: bool = True
+    """Whether an MLP has a gate beside its up projection: three matrices, not two."""
+    mlp_bias: bool = False
+    experts: Experts | None = None
+    mixture_layers: tuple[bool, ...] = ()
+    """Which layers are mixtures; empty: all if there are experts, else none."""
+    norm: Literal["rms", "layer"] = "rms"
+    """A layer norm has a bias beside its scale."""
+    norms_per_layer: int = 2
+    """Over the hidden size; 4 where the branches' outputs are normed (Gemma 2)."""
+    position_rows: int = 0
+    """Rows of a table of learned positions; 0 with rotary ones."""
+    windows: tuple[int | None, ...] = ()
+    """Latest tokens that a layer sees, None for all; empty: no layer has a window."""
+    tie_embeddings: bool = False
+    num_ahead_layers: int = 0
+    """Layers for multi-token prediction, beside `num_layers` (DeepSeek-V3)."""
+    max_positions: int | None = None
+    """Longest sequence it is meant for, where that is known."""
+
+    def __post_init__(self):
+        """Refuses shapes that cannot be, and fills in one entry per layer."""
+        names = ("vocab_size", "hidden_size", "num_layers", "mlp_size")
+        _at_least_one(self, *names, "norms_per_layer")
+        for name in ("position_rows", "num_ahead_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        per_layer = {
+            "mixture_layers": self.mixture_layers or (self.experts is not None,),
+            "windows": self.windows or (None,),
+        }
+        for name, values in per_layer.items():
+            if len(values) == 1:
+                values *= self.num_layers
+            if len(values) != self.num_layers:
+                raise ValueError(f"{len(values)} {name} for {self.num_layers=}")
+            object.__setattr__(self, name, values)
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"{min(w for w in self.windows if w)=} must be at least 1")
+        if any(self.mixture_layers) and self.experts is None:
+            raise ValueError("mixture_layers without experts")
+
+    @property
+    def num_mixture_layers(self) -> int:
+        """Layers whose FFN is a mixture."""
+        return sum(self.mixture_layers)
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers whose FFN is a plain one."""
+        return self.num_layers - self.num_mixture_layers
+
+
+def _at_least_one(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")

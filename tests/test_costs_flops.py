@@ -1,0 +1,222 @@
+"""Operations: published numbers, closed forms, and what XLA counts in our models."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv import models
+from scaling import costs, costs_serving, describing, devices, named_models
+from scaling.costs_flops import decode, forward, total, training
+
+LLAMA = named_models.describe("llama-2-7b")
+
+
+@pytest.mark.parametrize(
+    ("sequence", "per_token"), [(2048, 14_287_896_576), (4096, 15_361_638_400)]
+)
+def test_llama_7b_per_token(sequence: int, per_token: int) -> None:
+    assert total(forward(LLAMA, sequence=sequence)) == sequence * per_token
+    step = training(LLAMA, sequence=sequence)
+    assert step.model == 3 * sequence * per_token
+    assert step.backward == 2 * step.forward
+
+
+ONE: dict[str, Any] = {"num_layers": 1, "windows": (), "mixture_layers": ()}
+
+
+def test_one_layer_of_llama_7b() -> None:
+    terms = forward(dataclasses.replace(LLAMA, **ONE), sequence=4096)
+    parts = {part: total(tuple(x for x in terms if x.part == part)) for part in _PARTS}
+    scores = sum(x.flops for x in terms if x.growth == "s^2")
+    assert parts["attention"] - scores == 549_755_813_888
+    assert scores == 274_877_906_944
+    assert parts["mlp"] == 1_108_101_562_368
+
+
+_PARTS = ("attention", "mlp")
+
+
+def test_causal_is_half_of_full_and_windows_are_less() -> None:
+    def scores(model: Any, **how: Any) -> int:
+        return sum(x.flops for x in forward(model, **how) if x.growth == "s^2")
+
+    full = scores(LLAMA, sequence=512)
+    assert 2 * scores(LLAMA, sequence=512, attention="causal") == full
+    narrow = dataclasses.replace(LLAMA, windows=(128,))
+    assert scores(narrow, sequence=512) * 4 == full
+    # Of the triangle 128 of 512 keys wide: 512 x 128 - 128 x 128 / 2 pairs.
+    pairs = 512 * 128 - 128 * 128 // 2
+    found = scores(narrow, sequence=512, attention="causal")
+    assert found == 32 * 4 * 4096 * pairs
+    # In chunks, the triangle is as large.
+    how: dict[str, Any] = {"attention": "causal"}
+    for model in (LLAMA, narrow):
+        chunks = [scores(model, sequence=100, past=x, **how) for x in (0, 100, 200)]
+        assert sum(chunks) == scores(model, sequence=300, **how)
+
+
+def test_megatron_with_everything_recomputed() -> None:
+    model = named_models.describe("gpt3-175b")
+    b, s, h, v, n = 4, 2048, 12288, 50257, 96
+    step = training(model, batch=b, sequence=s, checkpointing="full")
+    assert (
+        step.model == 72 * b * n * s * h**2 + 12 * b * n * s * s * h + 6 * b * s * h * v
+    )
+    every = step.model + step.recomputed
+    assert every == 96 * b * n * s * h**2 + 16 * b * n * s * s * h + 6 * b * s * h * v
+    selective = training(model, batch=b, sequence=s, checkpointing="selective")
+    # What is recomputed is s / 6h of the layers' products: 2.78 % at their sizes.
+    layers = 24 * b * n * s * h**2
+    assert selective.recomputed / layers == pytest.approx(s / 6 / h)
+
+
+def test_heads_need_not_be_as_wide_as_the_model() -> None:
+    model = named_models.describe("qwen3-0.6b")  # 16 heads of 128 in 1,024
+    scores = [x for x in forward(model, sequence=10) if x.growth == "s^2"]
+    assert total(tuple(scores)) == 28 * 4 * 10 * 10 * 16 * 128
+
+
+def test_latent_attention_has_two_widths() -> None:
+    model = named_models.describe("deepseek-v3")
+    by_name = {x.name: x.flops for x in forward(model, sequence=10)}
+    assert by_name["scores"] == 61 * 2 * 100 * 128 * (128 + 64)
+    assert by_name["values"] == 61 * 2 * 100 * 128 * 128
+    # Decoding works on the latents, at the same price outside the scores.
+    found = {x.name: x.flops for x in decode(model, context=10)}
+    assert found["scores"] == 61 * 2 * 10 * 128 * (512 + 64)
+    assert found["values"] == 61 * 2 * 10 * 128 * 512
+    weights = sum(x for name, x in found.items() if name not in ("scores", "values"))
+    assert weights == 2 * costs.parameters(model).matmul
+
+
+def test_decoding_token_by_token_meets_every_earlier_key() -> None:
+    for window in (None, 1, 4, 100):
+        model = dataclasses.replace(LLAMA, windows=(window,))
+        for context, steps in ((1, 1), (1, 9), (3, 5), (6, 2)):
+            each = [total(decode(model, context=context + i)) for i in range(steps)]
+            assert total(decode(model, context=context, steps=steps)) == sum(each)
+
+
+def test_published_totals() -> None:
+    # Brown et al. 2020, appendix D; Grattafiori et al. 2024; DeepSeek-AI 2024, table 1.
+    gpt = costs.parameters(named_models.describe("gpt3-175b")).total
+    assert 6 * gpt * 300e9 == pytest.approx(3.14e23, rel=2e-3)
+    llama = costs.parameters(named_models.describe("llama-3.1-405b")).total
+    assert 6 * llama * 15.6e12 == pytest.approx(3.8e25, rel=2e-3)
+    deepseek = costs.parameters(named_models.describe("deepseek-v3"))
+    assert deepseek.active_non_embedding == pytest.approx(37e9, rel=0.02)
+    h800 = devices.find("h800").bfloat16
+    share = 6 * 37e9 * 14.8e12 / (2.664e6 * 3600 * h800)
+    assert share == pytest.approx(0.346, abs=5e-4)
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch=0 must be at least 1"):
+        forward(LLAMA, batch=0, sequence=1)
+    with pytest.raises(ValueError, match="past=-1 must be at least 0"):
+        forward(LLAMA, sequence=1, past=-1)
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        decode(LLAMA, context=1, steps=0)
+
+
+SMALL = models.ModelConfig(
+    vocab_size=256,
+    hidden_size=256,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_size=688,
+    max_positions=128,
+)
+GPT: dict[str, Any] = {"positions": "learned", "norm": "layer", "gated": False}
+GPT |= dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        pytest.param(
+            {"qk_norm": True, "head_dim": 128, "tie_embeddings": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"mlp_size": 1024, "num_kv_heads": 4, **GPT}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["llama", "qwen3", "gpt2"],
+)
+def test_within_2_per_cent_of_xla(change: dict[str, Any]) -> None:
+    config = dataclasses.replace(SMALL, **change)
+    batch, seq = 4, 128
+    # XLA counts a loop's body once. Here is one tile of queries and keys, so that no
+    # loop has a second round; inside a tile the causal mask saves no product.
+    shapes = models.param_shapes(config), jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+
+    def logits(params: Any, tokens: Any) -> Any:
+        return models.logits(params, tokens, config=config)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logs = jax.nn.log_softmax(logits(params, tokens))
+        return -jnp.mean(jnp.take_along_axis(logs, tokens[..., None], axis=-1))
+
+    def counted(step: Any) -> float:
+        analysis: Any = jax.jit(step).lower(*shapes).compile().cost_analysis()
+        return analysis["flops"]
+
+    found = training(describing.describe(config), batch=batch, sequence=seq)
+    assert counted(logits) == pytest.approx(found.forward, rel=0.02)
+    assert counted(jax.value_and_grad(loss)) == pytest.approx(found.model, rel=0.02)
+
+
+def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
+    # A weight of two bytes, two operations: b = s = 1 is bound by memory everywhere.
+    work = costs_serving.decode(LLAMA, batch=1, context=1)
+    assert work.intensity == pytest.approx(1.0, abs=1e-3)
+    a100 = devices.find("a100-40gb")
+    found = costs_serving.roofline(work, a100)
+    assert found.bound == "memory"
+    assert found.time_s == pytest.approx(work.weight_bytes / 1555e9, rel=1e-3)
+    assert costs_serving.roofline(work, a100, num_devices=4).time_s * 4 == found.time_s
+
+
+def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:
+    a100 = devices.find("a100-40gb")
+
+    def decodes(batch: int, context: int) -> float:
+        return costs_serving.decode(LLAMA, batch=batch, context=context).intensity
+
+    # Two operations per weight and sequence against two bytes: about the batch.
+    assert decodes(64, 1) == pytest.approx(64, rel=0.02)
+    bound = costs_serving.turning_point(lambda b: decodes(b, 1) > a100.ridge())
+    assert bound is not None
+    assert decodes(bound, 1) > a100.ridge() > decodes(bound - 1, 1)
+    # With 4,096 tokens kept, K and V alone hold it below 2 x 6.6e9 / 2.1e9 = 6.2, and
+    # a few operations on them.
+    never = costs_serving.turning_point(lambda b: decodes(b, 4096) > a100.ridge())
+    assert never is None
+
+
+def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
+    model = named_models.describe("mixtral-8x7b")
+    expert = 32 * 3 * 4096 * 14336 * 2
+
+    def read(tokens: int) -> float:
+        return costs_serving.weight_bytes_read(model, tokens)
+
+    dense = read(1) - 2 * expert
+    assert read(2) - dense - 8192 == pytest.approx((2 + 2 * 0.75) * expert)
+    assert read(1000) - dense == pytest.approx(8 * expert, rel=1e-3)
+
+
+def test_sequences_that_fit_beside_the_weights() -> None:
+    model, a100 = named_models.describe("llama-2-13b"), devices.find("a100-40gb")
+    left = 40e9 - 2 * 13_015_864_320
+    fit = costs_serving.max_batch(model, a100, context=2048)
+    assert fit == int(left / (2048 * 819_200))
+    assert costs_serving.max_batch(LLAMA, devices.find("t4"), context=4096) == 1
+    assert costs_serving.max_batch(model, devices.find("t4"), context=1) == 0
