@@ -1,0 +1,248 @@
+"""Compute-optimal frontiers: power laws through minima, and how sure they are.
+
+Approaches 1 and 2 differ in how they find minima: the best N, D and loss at some
+budgets. What follows is the same: `N* = k C^a`, `D* = k C^b`, `L* = k C^-c` by least
+squares in logarithms, and intervals from a bootstrap that resamples whole runs and
+finds every minimum again.
+
+Source: Hoffmann et al. 2022, arXiv:2203.15556, sections 3.1 and 3.2.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+FINE, FEW, EDGE, DOWNWARD, OUTSIDE = range(5)
+"""What became of the search for a minimum."""
+
+REASONS = {
+    FINE: "",
+    FEW: "fewer than three sizes",
+    EDGE: "the lowest loss is at the edge of the sizes that were run",
+    DOWNWARD: "the parabola opens downward",
+    OUTSIDE: "the minimum lies outside of the sizes that were run",
+}
+
+CHUNK = 128
+"""Resamples at a time."""
+MIN_SHARE = 0.9
+"""Of the resamples that must have a frontier; less is a warning."""
+
+
+class Minima(NamedTuple):
+    """Minima at some budgets, found anew for every resample.
+
+    Attributes:
+      num_params: N*, not a number where there is none.
+      num_tokens: D*.
+      loss: L*.
+      reason: why there is none, a key of `REASONS`.
+    """
+
+    num_params: Float[np.ndarray, "resamples budgets"]
+    num_tokens: Float[np.ndarray, "resamples budgets"]
+    loss: Float[np.ndarray, "resamples budgets"]
+    reason: Int[np.ndarray, "resamples budgets"]
+
+
+class PowerLaw(NamedTuple):
+    """`y = coefficient C^exponent`.
+
+    Attributes:
+      coefficient: k.
+      exponent: the slope in logarithms.
+      interval: of the exponent, from the bootstrap; None without one.
+    """
+
+    coefficient: float
+    exponent: float
+    interval: tuple[float, float] | None = None
+
+    def __call__(self, flops: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        """The law at some budgets."""
+        return self.coefficient * flops**self.exponent
+
+
+class Frontier(NamedTuple):
+    """What is best at each budget, by one method.
+
+    Attributes:
+      method: its name.
+      flops: the budgets, FLOPs.
+      minima: what was found there, with one row for the runs as they are.
+      num_params: `N*(C)`; None with less than two minima at different budgets.
+      num_tokens: `D*(C)`.
+      loss: `L*(C)`, without a floor.
+      num_resamples: resamples behind the intervals.
+      warnings: what a reader must know, in sentences.
+    """
+
+    method: str
+    flops: Float[np.ndarray, " budgets"]
+    minima: Minima
+    num_params: PowerLaw | None
+    num_tokens: PowerLaw | None
+    loss: PowerLaw | None
+    num_resamples: int
+    warnings: tuple[str, ...]
+
+
+Find = Callable[[Float[np.ndarray, "resamples runs"]], Minima]
+"""Finds minima, given how often each run counts: once, or as a resample drew it."""
+
+Track = Callable[[Iterable[int]], Iterator[int]]
+"""Passes items on under a progress bar; may end before them."""
+
+
+def frontier(
+    method: str,
+    find: Find,
+    flops: Float[np.ndarray, " budgets"],
+    strata: Int[np.ndarray, " runs"],
+    *,
+    resamples: int = 0,
+    seed: int = 0,
+    level: float = 0.9,
+    track: Track = iter,
+) -> Frontier:
+    """Finds minima, lays power laws through them, and bootstraps the exponents.
+
+    On 150 simulated sets each of five budgets with 7, 9 and 13 sizes the 90 % intervals
+    of the exponent of N covered it in 89 to 100 %, whatever the method.
+
+    Args:
+      method: what to call it.
+      find: finds minima for given weights of the runs.
+      flops: the budgets that it finds them for.
+      strata: a label for each run; a resample draws as many runs of each label as there
+        are. For isoFLOP groups, the group: every budget keeps its number of runs.
+      resamples: of the bootstrap; 0 for no intervals.
+      seed: of its draws.
+      level: of the intervals, percentiles, in (0, 1).
+      track: watches the bootstrap, in chunks of `CHUNK`; what was done when it ends is
+        used.
+
+    Returns:
+      The frontier. Without two minima at different budgets it has no laws, and a
+      warning says why.
+    """
+    minima = find(np.ones((1, strata.size)))
+    laws = {name: _power(flops, getattr(minima, name)) for name in _LAWS}
+    refused = [
+        f"{method}: no minimum at {c:.3g} FLOP: {REASONS[int(reason)]}"
+        for c, reason in zip(flops, minima.reason[0], strict=True)
+        if reason != FINE
+    ]
+    warnings = _shorten(refused, method, len(flops))
+    if np.isnan(laws["num_params"][0][0]):
+        warnings.append(f"{method}: fewer than two budgets have a minimum; no law")
+        return Frontier(method, flops, minima, None, None, None, 0, tuple(warnings))
+    draws = np.random.default_rng(seed)
+    slopes: dict[str, list[np.ndarray]] = {name: [] for name in _LAWS}
+    sizes = [min(CHUNK, resamples - start) for start in range(0, resamples, CHUNK)]
+    for size in track(sizes):
+        found = find(_draw(draws, size, strata))
+        for name in _LAWS:
+            slopes[name].append(_power(flops, getattr(found, name))[0])
+    drawn = {name: np.concatenate(each) for name, each in slopes.items() if each}
+    fits = {}
+    for name, (slope, intercept) in laws.items():
+        samples = drawn.get(name, np.empty(0))
+        good = samples[~np.isnan(samples)]
+        tails = ((1 - level) / 2, (1 + level) / 2)
+        interval = None
+        if good.size >= 2:
+            low, high = np.quantile(good, tails)
+            interval = float(low), float(high)
+            if not low <= slope[0] <= high:
+                warnings.append(
+                    f"{method}: the exponent of {name} lies outside of its own "
+                    "interval: single runs decide it"
+                )
+        fits[name] = PowerLaw(float(np.exp(intercept[0])), float(slope[0]), interval)
+    num_drawn = drawn["num_params"].size if drawn else 0
+    num_failed = int(np.isnan(drawn["num_params"]).sum()) if drawn else 0
+    if num_drawn and num_failed > (1 - MIN_SHARE) * num_drawn:
+        warnings.append(
+            f"{method}: {num_failed} of {num_drawn} resamples had no frontier; the "
+            "interval is of the others"
+        )
+    return Frontier(
+        method=method,
+        flops=flops,
+        minima=minima,
+        **fits,
+        num_resamples=num_drawn - num_failed,
+        warnings=tuple(warnings),
+    )
+
+
+_LAWS = ("num_params", "num_tokens", "loss")
+
+
+def _shorten(refused: list[str], method: str, num_budgets: int) -> list[str]:
+    """Tells of a few budgets one by one, of many by their number."""
+    if len(refused) <= 4:
+        return refused
+    reasons = sorted({line.rpartition(": ")[2] for line in refused})
+    return [
+        f"{method}: no minimum at {len(refused)} of {num_budgets} budgets: "
+        f"{'; '.join(reasons)}"
+    ]
+
+
+def _draw(
+    draws: np.random.Generator, num: int, strata: Int[np.ndarray, " runs"]
+) -> Float[np.ndarray, "resamples runs"]:
+    """How often each run is drawn, with replacement inside its stratum."""
+    weights = np.zeros((num, strata.size))
+    for label in np.unique(strata):
+        places = np.flatnonzero(strata == label)
+        drawn = draws.integers(0, places.size, (num, places.size))
+        rows = np.arange(num)[:, None]
+        np.add.at(weights, (rows, places[drawn]), 1.0)
+    return weights
+
+
+def _power(
+    flops: Float[np.ndarray, " budgets"], y: Float[np.ndarray, "resamples budgets"]
+) -> tuple[Float[np.ndarray, " resamples"], Float[np.ndarray, " resamples"]]:
+    """Slope and intercept of `log y` in `log C`; not numbers without two points."""
+    x = np.log(flops)[None, :]
+    present = ~np.isnan(y)
+    count = np.maximum(present.sum(1), 1)
+    log_y = np.log(np.where(present, y, 1.0))
+    centre = (x * present).sum(1) / count
+    u = (x - centre[:, None]) * present
+    square = (u**2).sum(1)
+    usable = square > 1e-12
+    slope = np.where(usable, (u * log_y).sum(1) / np.where(usable, square, 1.0), np.nan)
+    level = log_y.sum(1) / count
+    return slope, level - slope * centre
+
+
+def compare(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
+    """Warns where methods give exponents of N that their own intervals do not explain.
+
+    Args:
+      frontiers: with laws or without.
+      what: what differs between them, such as "windows".
+    """
+    found = [x for x in frontiers if x.num_params is not None]
+    exponents = [x.num_params.exponent for x in found if x.num_params]
+    if len(exponents) < 2:
+        return []
+    spread = max(exponents) - min(exponents)
+    widths = [
+        x.num_params.interval[1] - x.num_params.interval[0]
+        for x in found
+        if x.num_params and x.num_params.interval
+    ]
+    if spread <= (max(widths) if widths else 0.05):
+        return []
+    said = ", ".join(
+        f"{x.method} {x.num_params.exponent:.3f}" for x in found if x.num_params
+    )
+    return [f"the exponent of N depends on the {what}: {said}"]

@@ -1,0 +1,200 @@
+"""Approach 2 of Chinchilla: the best size at each of some budgets, three ways.
+
+Runs of one budget form a group. Its minimum is that of a parabola in log N, of Akima's
+curve in log-log, or of the surface fitted to all groups together by variable
+projection. The parabola is biased on surfaces that are not symmetric (`parabolas`), and
+its window matters; Akima's curve follows the noise of single runs; the surface uses all
+of the runs and the assumption that the Chinchilla form holds.
+
+Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2 and figure 3.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from scaling import akima, parabolas, projecting
+from scaling.frontiers import DOWNWARD, EDGE, FEW, FINE, OUTSIDE, Find, Minima
+from scaling.grouping import MIN_SIZES, Group, Groups, by_size
+
+WINDOWS = (3, 5, 7)
+"""Points around the lowest one through which parabolas are compared."""
+
+
+def by_parabola(
+    groups: Groups,
+    window: int | None = None,
+    exponents: tuple[float, float] | None = None,
+) -> Find:
+    """Minima of parabolas through the loss against log N.
+
+    Args:
+      groups: the groups.
+      window: sizes around the lowest one that the parabola goes through, odd, at least
+        3; None for all.
+      exponents: alpha and beta of the surface, with which the bias of the vertex is
+        taken out of the runs as they are (`parabolas.correct`); None for the vertex.
+
+    Returns:
+      A finder. It refuses a group whose lowest loss is at an edge, whose parabola opens
+      downward, and whose vertex lies outside of the sizes in its window.
+
+    Raises:
+      ValueError: `window` is even or below 3.
+    """
+    if window is not None and (window < 3 or window % 2 == 0):
+        raise ValueError(f"{window=} must be odd and at least 3")
+
+    def minimum(
+        group: Group, loss: np.ndarray, weight: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        x = np.log10(group.sizes)
+        present = weight > 0
+        used = present
+        if window is not None:
+            used = parabolas.nearest(loss, present, window)
+        vertex = parabolas.fit(x, loss, weight * used)
+        place = vertex.place
+        if exponents is not None:
+            place = np.array(
+                [
+                    parabolas.correct(float(p), x[mask], *exponents)
+                    if np.isfinite(p)
+                    else p
+                    for p, mask in zip(place, used, strict=True)
+                ]
+            )
+        reason = np.where(vertex.curvature > 0, FINE, DOWNWARD)
+        low = np.where(used, x, np.inf).min(1, initial=np.inf)
+        high = np.where(used, x, -np.inf).max(1, initial=-np.inf)
+        beyond = ~((place >= low) & (place <= high))
+        reason = np.where((reason == FINE) & beyond, OUTSIDE, reason)
+        return place, vertex.height, reason
+
+    return _each(groups, minimum)
+
+
+def by_akima(groups: Groups) -> Find:
+    """Minima of Akima's curves through log L against log N."""
+
+    def minimum(
+        group: Group, loss: np.ndarray, weight: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        present = weight > 0
+        log_loss = np.log(np.where(present, loss, 1.0))
+        place, low = akima.lowest(np.log10(group.sizes), log_loss, present)
+        return place, np.exp(low), np.full(len(loss), FINE)
+
+    return _each(groups, minimum)
+
+
+def surface(groups: Groups) -> projecting.Surface:
+    """Fits `E + A/N^alpha + B/D^beta` to all groups at once; one fit, at least a group.
+
+    Its exponents are what `by_parabola` may be corrected with.
+    """
+    return projecting.fit(*_points(groups), np.ones((1, groups.rows.size)))
+
+
+def by_projection(groups: Groups, whole: projecting.Surface) -> Find:
+    """Minima of the surface that is fitted to all groups at once.
+
+    Along a group `C = k N D`, with the k of its runs (6 where C = 6ND).
+
+    Args:
+      groups: the groups.
+      whole: their `surface`, where resamples start.
+
+    Returns:
+      A finder. It refuses a budget whose minimum lies outside of the sizes that were
+      run there, and every one if a term of the surface vanishes.
+    """
+    points = _points(groups)
+    start = float(whole.alpha[0]), float(whole.beta[0])
+
+    def find(weights: np.ndarray) -> Minima:
+        is_whole = len(weights) == 1 and (weights == 1).all()
+        fits = whole if is_whole else projecting.fit(*points, weights, start)
+        minima = _nowhere(len(weights), groups, OUTSIDE)
+        both = np.isfinite(fits.log_a) & np.isfinite(fits.log_b)
+        log_a, log_b = (np.where(both, x, 0.0) for x in (fits.log_a, fits.log_b))
+        # At constant N D, `alpha A N^-alpha = beta B D^-beta` at the minimum.
+        ratio = np.log(fits.alpha / fits.beta) + log_a - log_b
+        for i, group in enumerate(groups.groups):
+            product = float(np.log(group.num_params * group.num_tokens).mean())
+            n = (ratio + fits.beta * product) / (fits.alpha + fits.beta)
+            d = product - n
+            value = fits.floor + np.exp(log_a - fits.alpha * n)
+            value += np.exp(log_b - fits.beta * d)
+            inside = (n >= np.log(group.sizes[0])) & (n <= np.log(group.sizes[-1]))
+            _put(minima, both & inside, i, np.exp(n), np.exp(d), value)
+        return minima
+
+    return find
+
+
+def _points(groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log N, log D and the loss of all grouped runs."""
+    return (
+        np.log(np.concatenate([group.num_params for group in groups.groups])),
+        np.log(np.concatenate([group.num_tokens for group in groups.groups])),
+        np.concatenate([group.loss for group in groups.groups]),
+    )
+
+
+_Minimum = Callable[
+    [Group, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
+]
+"""From a group, its losses and weights by size, to log10 N*, L* and a reason."""
+
+
+def _each(groups: Groups, minimum: _Minimum) -> Find:
+    """A finder that looks at every group by itself."""
+
+    def find(weights: np.ndarray) -> Minima:
+        minima = _nowhere(len(weights), groups, FEW)
+        for i, group in enumerate(groups.groups):
+            loss, weight = by_size(group, weights[:, group.places])
+            rank = np.cumsum(weight > 0, 1)
+            best = np.argmin(np.where(weight > 0, loss, np.inf), 1)
+            at = np.take_along_axis(rank, best[:, None], 1)[:, 0]
+            enough = rank[:, -1] >= MIN_SIZES
+            inner = (at > 1) & (at < rank[:, -1])
+            minima.reason[enough & ~inner, i] = EDGE
+            rows = np.flatnonzero(enough & inner)
+            if not rows.size:
+                continue
+            place, low, minima.reason[rows, i] = minimum(
+                group, loss[rows], weight[rows]
+            )
+            good = minima.reason[:, i] == FINE
+            n, value = np.full((2, len(weights)), np.nan)
+            n[rows], value[rows] = place * np.log(10), low
+            # Along the group log D is a line in log N, or close to one.
+            d = np.interp(n, np.log(group.sizes), np.log(group.tokens))
+            _put(minima, good, i, np.exp(n), np.exp(d), value)
+        return minima
+
+    return find
+
+
+def _nowhere(num_resamples: int, groups: Groups, reason: int) -> Minima:
+    """Minima none of which has been found, all for one reason."""
+    shape = (num_resamples, len(groups.groups))
+    numbers = (np.full(shape, np.nan) for _ in range(3))
+    return Minima(*numbers, reason=np.full(shape, reason))
+
+
+def _put(
+    minima: Minima,
+    good: np.ndarray,
+    column: int,
+    num_params: np.ndarray,
+    num_tokens: np.ndarray,
+    loss: np.ndarray,
+) -> None:
+    """Notes the minima of one budget in the resamples that have one."""
+    minima.num_params[good, column] = num_params[good]
+    minima.num_tokens[good, column] = num_tokens[good]
+    minima.loss[good, column] = loss[good]
+    minima.reason[good, column] = FINE

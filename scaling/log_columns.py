@@ -1,0 +1,249 @@
+"""What a log's columns mean: found by name or flag, read as numbers in SI units."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling import log_tables
+from scaling.log_tables import RawRow, RawTable
+
+FLOPS_PER_PARAM_AND_TOKEN = 6.0
+"""`C = 6 N D`: 2 forward and 4 backward. Kaplan et al. 2020, arXiv:2001.08361, 2.1."""
+
+Count = Literal["total", "non-embedding", "matmul", "active"]
+
+_COLUMN_OF_COUNT = {
+    "total": "num_params",
+    "non-embedding": "num_params_non_embedding",
+    "matmul": "num_params_matmul",
+    "active": "num_params_active",
+}
+
+LETTERS = {"num_params": "N", "num_tokens": "D", "flops": "C", "loss": "L"}
+
+_KNOWN_AS = {
+    "num_params": ("num_params", "N", "n", "params", "n_params", "parameters"),
+    "num_tokens": ("num_tokens", "D", "d", "tokens", "n_tokens", "training_tokens"),
+    "flops": ("flops", "C", "c", "compute", "FLOPs", "FLOP", "training_flops"),
+    "loss": ("loss", "L", "final_loss", "val_loss", "eval_loss"),
+    "run": ("run_id", "run"),
+}
+"""Columns that need no flag, the first that is there; a flag overrules them."""
+
+_FLAGS = {
+    "num_params": "--n",
+    "num_tokens": "--d",
+    "flops": "--c",
+    "loss": "--loss",
+    "run": "--run",
+}
+
+_SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which columns of a log mean what; where the name is empty, what it is called."""
+
+    n: str = ""
+    """Parameters; like `d`, `c` and `loss` found by its name if this is empty."""
+    d: str = ""
+    """Tokens trained on."""
+    c: str = ""
+    """FLOPs of training."""
+    loss: str = ""
+    """Nats per token."""
+    run: str = ""
+    """What run a row belongs to, where a run has several."""
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Columns of other inputs of laws, by the input."""
+    n_unit: float = 1.0
+    """Parameters that a 1 in the file means; `d_unit` and `c_unit` alike."""
+    d_unit: float = 1.0
+    c_unit: float = 1.0
+    count: Count = "total"
+    """Which parameters `n` counts; in a sweep of ours, which of its counts is read."""
+
+    def __post_init__(self) -> None:
+        if self.count not in get_args(Count):
+            raise ValueError(f"{self.count=} must be one of {get_args(Count)}")
+        for name in ("n_unit", "d_unit", "c_unit"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+
+
+def read(
+    table: RawTable, columns: Columns, needs: Iterable[str]
+) -> tuple[dict[str, Float[np.ndarray, " runs"]], list[str], list[str]]:
+    """Reads the columns that are needed, and derives the one that may be missing.
+
+    Args:
+      table: at least one row.
+      columns: which columns mean what.
+      needs: other columns that a law reads.
+
+    Returns:
+      `num_params`, `num_tokens`, `flops`, `loss` and the others, positive and finite; a
+      label for each row, equal where rows are one run's; what was assumed or derived,
+      in sentences.
+
+    Raises:
+      ValueError: a column is missing, or a cell is not a number above 0.
+    """
+    names, notes = _find(table, columns)
+    units = {
+        "num_params": columns.n_unit,
+        "num_tokens": columns.d_unit,
+        "flops": columns.c_unit,
+    }
+    for meaning, unit in units.items():
+        if unit != 1 and meaning not in names:
+            flag = _FLAGS[meaning]
+            raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
+    found = {
+        meaning: numbers(table, names[meaning], unit)
+        for meaning, unit in units.items()
+        if meaning in names
+    }
+    if len(found) < 2:
+        said = ", ".join(f"{LETTERS[m]} ({names[m]})" for m in found) or "none"
+        raise ValueError(
+            f"{table.path}: two of N, D and C are needed, and there is {said}; name "
+            f"columns with --n, --d, --c; it has {', '.join(table.names)}"
+        )
+    notes += _derive(found)
+    found["loss"] = numbers(table, names["loss"], None)
+    values = {name: found[name] for name in LETTERS}
+    for need in needs:
+        if need not in values:
+            name = columns.others.get(need, need)
+            if name not in table.names:
+                raise ValueError(
+                    f"{table.path}: the law reads {need}; name its column with "
+                    f"--columns {need}=COLUMN; there is {', '.join(table.names)}"
+                )
+            values[need] = numbers(table, name, 1.0)
+    labels = [str(row.number) for row in table.rows]
+    if "run" in names:
+        labels = [str(row.cells.get(names["run"])) for row in table.rows]
+    return values, labels, notes
+
+
+def _find(table: RawTable, columns: Columns) -> tuple[dict[str, str], list[str]]:
+    """Finds the file's name of each meaning, and says which were guessed.
+
+    Raises:
+      ValueError: a column that was named is not there, or none looks like the loss.
+    """
+    said = {
+        "num_params": columns.n,
+        "num_tokens": columns.d,
+        "flops": columns.c,
+        "loss": columns.loss,
+        "run": columns.run,
+    }
+    ours = _COLUMN_OF_COUNT[columns.count]
+    known = dict(_KNOWN_AS)
+    if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep of ours has them all
+        known["num_params"] = (ours,)
+    names, guessed = {}, []
+    for meaning, name in said.items():
+        if name:
+            if name not in table.names:
+                raise ValueError(
+                    f"{table.path}: {_FLAGS[meaning]} {name}: no such column; there is "
+                    f"{', '.join(table.names)}"
+                )
+            names[meaning] = name
+            continue
+        found = [name for name in known[meaning] if name in table.names]
+        if meaning == "loss" and not found:
+            found = [name for name in table.names if "loss" in name.lower()]
+            found = found if len(found) == 1 else []
+        if found:
+            names[meaning] = found[0]
+            if found[0] not in (meaning, ours) and meaning in LETTERS:
+                guessed.append(f"{LETTERS[meaning]} is {found[0]}")
+    if "loss" not in names:
+        raise ValueError(
+            f"{table.path}: which column is the loss? --loss COLUMN, one of "
+            f"{', '.join(table.names)}"
+        )
+    notes = [f"by their names, {', '.join(guessed)}"] if guessed else []
+    if names.get("num_params") not in (None, *_COLUMN_OF_COUNT.values()):
+        notes.append(f"N is taken to count {columns.count} parameters (--count)")
+    return names, notes
+
+
+def numbers(
+    table: RawTable, name: str, unit: float | None
+) -> Float[np.ndarray, " runs"]:
+    """Reads a column of positive numbers.
+
+    Args:
+      table: where it stands.
+      name: its name there.
+      unit: what a 1 in the file means. Where that is 1, a cell may carry a suffix of
+        K, M, B or G, and T, as in 1.5B; None for what has no such suffix.
+
+    Raises:
+      ValueError: a cell is missing, no number, or not above 0 and finite.
+    """
+    return np.asarray([_number(table, row, name, unit) for row in table.rows])
+
+
+def _number(table: RawTable, row: RawRow, name: str, unit: float | None) -> float:
+    cell = row.cells.get(name)
+    value = _parse(cell, unit)
+    if value is None or not 0 < value < math.inf:
+        if cell is None or cell == "":
+            what = f"{name} is missing"
+        elif value is None:
+            what = f"{name} is {cell!r}, not a number"
+        else:
+            what = f"{name} is {cell}, must be above 0 and finite"
+        raise ValueError(
+            f"{table.path}: {row.place}: {what}; --ignore 'row == {row.number}' "
+            "leaves it out"
+        )
+    return value
+
+
+def _parse(cell: log_tables.Cell, unit: float | None) -> float | None:
+    """Reads 1.5e9, or 1.5B where nothing else says the unit; None if it is neither."""
+    if isinstance(cell, bool) or cell is None:
+        return None
+    if isinstance(cell, int | float):
+        return float(cell) * (unit or 1.0)
+    match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([KMBGTkmbgt]?)", cell)
+    try:
+        value = float(match[1] if match else cell.replace("_", "x"))
+    except ValueError:
+        return None
+    if match and match[2]:
+        return value * _SCALES[match[2].upper()] if unit == 1 else None
+    return value * (unit or 1.0)
+
+
+def _derive(found: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:
+    """Fills in the third of N, D and C, or says how far C is from 6ND."""
+    six = FLOPS_PER_PARAM_AND_TOKEN
+    if "flops" not in found:
+        found["flops"] = six * found["num_params"] * found["num_tokens"]
+        return ["C = 6 N D"]
+    if "num_tokens" not in found:
+        found["num_tokens"] = found["flops"] / (six * found["num_params"])
+        return ["D = C / 6N"]
+    if "num_params" not in found:
+        found["num_params"] = found["flops"] / (six * found["num_tokens"])
+        return ["N = C / 6D"]
+    ratio = found["flops"] / (six * found["num_params"] * found["num_tokens"])
+    low, high = float(ratio.min()), float(ratio.max())
+    if high - 1 > 1e-3 or 1 - low > 1e-3:
+        return [f"C is {low:.3g} to {high:.3g} times 6 N D"]
+    return []

@@ -1,0 +1,177 @@
+"""Parabolas through losses against the logarithm of the size: vertex, bias, correction.
+
+A parabola is an approximation: along an isoFLOP curve of the Chinchilla form `L - E` is
+proportional to `10^(-alpha w)/alpha + 10^(beta w)/beta`, with `w = log10(N / N*)`.
+Unless alpha = beta, its vertex is not the minimum. On samples that are centred alike at
+every budget the shift is a constant, and exponents stay exact.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+_NUM_ROUNDS = 100
+"""Of the fixed point in `correct`; each shrinks the error at least tenfold on the
+surfaces tried."""
+
+
+class Vertex(NamedTuple):
+    """Lowest or highest points of parabolas.
+
+    Attributes:
+      place: where, on the axis of the samples.
+      height: the value there.
+      curvature: the coefficient of the square; it opens upward where this is above 0.
+    """
+
+    place: Float[np.ndarray, " curves"]
+    height: Float[np.ndarray, " curves"]
+    curvature: Float[np.ndarray, " curves"]
+
+
+def fit(
+    x: Float[np.ndarray, " points"],
+    y: Float[np.ndarray, "curves points"],
+    weights: Float[np.ndarray, "curves points"],
+) -> Vertex:
+    """Fits a parabola to each curve by weighted least squares.
+
+    Args:
+      x: places of the samples.
+      y: their values.
+      weights: at least 0; points without weight do not count. A curve needs three.
+
+    Returns:
+      The vertices; not a number for a curve with less than three points.
+    """
+    x, y, weights = _full(x, y, weights)
+    # Centred on the weighted mean and scaled: the normal equations stay well
+    # conditioned, and a symmetric curve has its vertex at the centre to rounding.
+    total = weights.sum(1, keepdims=True)
+    enough = ((weights > 0).sum(1) >= 3)[:, None]
+    total = np.where(enough, total, 1.0)
+    centre = (weights * x).sum(1, keepdims=True) / total
+    level = (weights * y).sum(1, keepdims=True) / total
+    spread = np.sqrt((weights * (x - centre) ** 2).sum(1, keepdims=True) / total)
+    spread = np.where(enough, spread, 1.0)
+    u, v = (x - centre) / spread, y - level
+    m2, m3, m4, c1, c2 = (
+        (weights * z).sum(1) / total[:, 0] for z in (u**2, u**3, u**4, u * v, u**2 * v)
+    )
+    # Mean of u and of v is 0: the constant is -a2 m2.
+    determinant = m2 * (m4 - m2**2) - m3**2
+    usable = enough[:, 0] & (determinant > 0)
+    determinant = np.where(usable, determinant, 1.0)
+    a2 = np.where(usable, (m2 * c2 - m3 * c1) / determinant, np.nan)
+    a1 = np.where(usable, ((m4 - m2**2) * c1 - m3 * c2) / determinant, np.nan)
+    top = -a1 / (2 * np.where(a2 == 0, np.nan, a2))
+    return Vertex(
+        centre[:, 0] + spread[:, 0] * top,
+        level[:, 0] - a2 * m2 + a1 * top / 2,
+        a2 / spread[:, 0] ** 2,
+    )
+
+
+def nearest(
+    y: Float[np.ndarray, "curves points"],
+    present: Bool[np.ndarray, "curves points"],
+    window: int,
+) -> Bool[np.ndarray, "curves points"]:
+    """Selects so many neighbours of the lowest point of each curve, itself included.
+
+    Args:
+      y: values, in the order of their places.
+      present: which of them there are.
+      window: points to select, odd; where the curve ends before, the points beyond are
+        taken on its other side.
+    """
+    rank = np.cumsum(present, 1) - 1
+    lowest = np.argmin(np.where(present, y, np.inf), 1)
+    at = np.take_along_axis(rank, lowest[:, None], 1)
+    first = np.clip(
+        at - window // 2, 0, np.maximum(present.sum(1)[:, None] - window, 0)
+    )
+    return present & (rank >= first) & (rank < first + window)
+
+
+def vertex_shift(
+    alpha: float, beta: float, half_width: float, num_points: int
+) -> float:
+    """How far the vertex lies from the minimum, in decades of N, in closed form.
+
+    Args:
+      alpha: exponent of N, above 0.
+      beta: exponent of D, above 0.
+      half_width: W, decades of N on each side of the minimum, above 0.
+      num_points: samples, evenly spaced over [-W, W], at least 3.
+
+    Returns:
+      `-a1 / 2 a2`: 0.016974194774109 for (0.34, 0.28, 1, 9), so that N* comes out 4.0 %
+      high; 0 where alpha = beta.
+
+    Raises:
+      ValueError: an argument is out of its range.
+
+    Source: least squares on `10^(-alpha w)/alpha + 10^(beta w)/beta`, the Chinchilla
+    form (Hoffmann et al. 2022, arXiv:2203.15556, section 3.3) at constant 6ND.
+    """
+    if not (alpha > 0 and beta > 0 and half_width > 0 and num_points >= 3):
+        raise ValueError(
+            f"{alpha=}, {beta=} and {half_width=} must be above 0, {num_points=} "
+            "at least 3"
+        )
+    w = np.linspace(-half_width, half_width, num_points)
+    f = _along(w, alpha, beta)
+    a1 = (w * f).sum() / (w**2).sum()
+    a2 = (num_points * (w**2 * f).sum() - (w**2).sum() * f.sum()) / (
+        num_points * (w**4).sum() - (w**2).sum() ** 2
+    )
+    return float(-a1 / (2 * a2))
+
+
+def correct(
+    place: float, x: Float[np.ndarray, " points"], alpha: float, beta: float
+) -> float:
+    """Takes the bias out of a vertex, given the exponents of the surface.
+
+    Args:
+      place: the vertex of the parabola through the samples at `x`, `log10 N`.
+      x: where the samples lie, `log10 N`; not necessarily centred or evenly spaced.
+      alpha: exponent of N.
+      beta: exponent of D.
+
+    Returns:
+      The place of the minimum for which the same parabola, through samples of the
+      Chinchilla form, has this vertex; not a number if there is none near.
+    """
+    minimum = place
+    ones = np.ones((1, x.size))
+    for _ in range(_NUM_ROUNDS):
+        curve = _along(x - minimum, alpha, beta)
+        vertex = float(fit(x, curve[None], ones).place[0])
+        step = place - vertex
+        minimum += step
+        if not abs(step) > 1e-14:
+            break
+    return minimum if abs(step) < 1e-9 else float("nan")
+
+
+def _along(
+    w: Float[np.ndarray, " points"], alpha: float, beta: float
+) -> Float[np.ndarray, " points"]:
+    """`L - E` along an isoFLOP curve, up to a factor, in decades from its minimum."""
+    return 10 ** (-alpha * w) / alpha + 10 ** (beta * w) / beta
+
+
+def _full(
+    x: Float[np.ndarray, " points"],
+    y: Float[np.ndarray, "curves points"],
+    weights: Float[np.ndarray, "curves points"],
+) -> tuple[
+    Float[np.ndarray, "curves points"],
+    Float[np.ndarray, "curves points"],
+    Float[np.ndarray, "curves points"],
+]:
+    """Spreads the places over the curves; absent values become harmless ones."""
+    return np.broadcast_to(x, y.shape), np.where(weights > 0, y, 0.0), weights

@@ -1,0 +1,206 @@
+"""The surface `E + A/N^alpha + B/D^beta` by variable projection, for many resamples.
+
+With the exponents held, the loss is linear in E, A and B, which are then found exactly
+and not below 0; the search is over the plane of the two exponents alone, where it is
+well conditioned. Least squares on the loss itself.
+
+Source: Golub & Pereyra 1973, SIAM J. Numer. Anal. 10(2), with Kaufman's 1975 Jacobian.
+Used for scaling laws by the Open-Athena study of Chinchilla's approaches.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+BOUNDS = (0.01, 3.0)
+"""Of both exponents."""
+_STARTS = tuple(itertools.product((0.1, 0.2, 0.35, 0.6, 1.0), repeat=2))
+_NUM_STEPS = 60
+
+
+class Surface(NamedTuple):
+    """Fitted surfaces, one for each set of weights.
+
+    Attributes:
+      alpha: exponent of N, within `BOUNDS`.
+      beta: exponent of D.
+      log_a: logarithm of A; minus infinity where the term vanishes.
+      log_b: logarithm of B.
+      floor: E, at least 0.
+      objective: half of the weighted sum of squares.
+    """
+
+    alpha: Float[np.ndarray, " fits"]
+    beta: Float[np.ndarray, " fits"]
+    log_a: Float[np.ndarray, " fits"]
+    log_b: Float[np.ndarray, " fits"]
+    floor: Float[np.ndarray, " fits"]
+    objective: Float[np.ndarray, " fits"]
+
+
+def fit(
+    log_n: Float[np.ndarray, " points"],
+    log_d: Float[np.ndarray, " points"],
+    loss: Float[np.ndarray, " points"],
+    weights: Float[np.ndarray, "fits points"],
+    start: tuple[float, float] | None = None,
+) -> Surface:
+    """Fits the surface by weighted least squares.
+
+    Args:
+      log_n: natural logarithms of the parameters.
+      log_d: natural logarithms of the tokens.
+      loss: nats per token.
+      weights: at least 0, as a bootstrap draws them.
+      start: alpha and beta to begin at; by default 25 places, for each set of weights.
+
+    Returns:
+      The best surface found for each set of weights.
+    """
+    n0, d0 = float(log_n.mean()), float(log_d.mean())
+    x, y = log_n - n0, log_d - d0  # A and B are then of the size of their terms
+    starts = _STARTS if start is None else (start,)
+    found = [_descend(x, y, loss, weights, np.array(each)) for each in starts]
+    best = np.argmin([each[2] for each in found], 0)
+    pick = np.arange(len(weights))
+    theta, linear, objective = (
+        np.stack([each[part] for each in found])[best, pick] for part in range(3)
+    )
+    with np.errstate(divide="ignore"):
+        log_a = np.log(linear[:, 1]) + theta[:, 0] * n0
+        log_b = np.log(linear[:, 2]) + theta[:, 1] * d0
+    return Surface(theta[:, 0], theta[:, 1], log_a, log_b, linear[:, 0], objective)
+
+
+def _descend(
+    x: Float[np.ndarray, " points"],
+    y: Float[np.ndarray, " points"],
+    loss: Float[np.ndarray, " points"],
+    weights: Float[np.ndarray, "fits points"],
+    start: Float[np.ndarray, " 2"],
+) -> tuple[
+    Float[np.ndarray, "fits 2"],
+    Float[np.ndarray, "fits 3"],
+    Float[np.ndarray, " fits"],
+]:
+    """Gauss-Newton on the projected problem, damped (Levenberg-Marquardt)."""
+    root = np.sqrt(weights)
+    theta = np.tile(start, (len(weights), 1))
+    damping = np.full(len(weights), 1e-3)
+    state = _project(theta, x, y, loss, root)
+    for _ in range(_NUM_STEPS):
+        basis, residual, linear, objective = state
+        # d(X c)/d(alpha), d(X c)/d(beta), less what X itself can follow.
+        slopes = np.stack(
+            [
+                -x * np.exp(-theta[:, :1] * x) * linear[:, 1:2],
+                -y * np.exp(-theta[:, 1:] * y) * linear[:, 2:],
+            ],
+            2,
+        )
+        slopes *= root[:, :, None]
+        slopes -= basis @ (basis.transpose(0, 2, 1) @ slopes)
+        gradient = -(slopes * residual[:, :, None]).sum(1)
+        normal = slopes.transpose(0, 2, 1) @ slopes
+        step = _solve(normal, gradient, damping)
+        trial = np.clip(theta - step, *BOUNDS)
+        tried = _project(trial, x, y, loss, root)
+        better = tried[3] <= objective
+        theta = np.where(better[:, None], trial, theta)
+        damping = np.clip(damping * np.where(better, 0.1, 8.0), 1e-12, 1e12)
+        state = tuple(
+            np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip(tried, state, strict=True)
+        )
+        if np.all(np.abs(step) < 1e-10 * theta):
+            break
+    return theta, state[2], state[3]
+
+
+def _project(
+    theta: Float[np.ndarray, "fits 2"],
+    x: Float[np.ndarray, " points"],
+    y: Float[np.ndarray, " points"],
+    loss: Float[np.ndarray, " points"],
+    root: Float[np.ndarray, "fits points"],
+) -> tuple[
+    Float[np.ndarray, "fits points 3"],
+    Float[np.ndarray, "fits points"],
+    Float[np.ndarray, "fits 3"],
+    Float[np.ndarray, " fits"],
+]:
+    """Finds E, A and B, none below 0, for exponents that are held.
+
+    Returns:
+      An orthonormal basis of what the terms span, the weighted residuals, the
+      coefficients, and half of the sum of squares.
+    """
+    design = np.stack(
+        [
+            np.ones((len(theta), x.size)),
+            np.exp(-theta[:, :1] * x),
+            np.exp(-theta[:, 1:] * y),
+        ],
+        2,
+    )
+    design *= root[:, :, None]
+    target = root * loss
+    basis, linear = _least_squares(design, target)
+    # Where one is negative the best of the faces is the answer: with three terms
+    # there are few enough to look at them all.
+    for i in np.flatnonzero((linear < 0).any(1)):
+        faces = []
+        for kept in ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
+            mask = np.isin(np.arange(3), kept)
+            q, c = _least_squares(design[i : i + 1] * mask, target[i : i + 1])
+            short = target[i] - design[i] @ (c[0] * mask)
+            if (c[0] * mask >= 0).all():
+                faces.append((float(short @ short), q[0], c[0] * mask))
+        _, basis[i], linear[i] = min(faces, key=lambda face: face[0])
+    residual = target - (design @ linear[:, :, None])[:, :, 0]
+    return basis, residual, linear, (residual**2).sum(1) / 2
+
+
+def _least_squares(
+    design: Float[np.ndarray, "fits points 3"], target: Float[np.ndarray, "fits points"]
+) -> tuple[Float[np.ndarray, "fits points 3"], Float[np.ndarray, "fits 3"]]:
+    """Orthogonalises the terms one after the other, twice; absent ones become 0."""
+    basis = np.zeros_like(design)
+    upper = np.zeros((len(design), 3, 3))
+    for k in range(3):
+        v = design[:, :, k].copy()
+        for _ in range(2):
+            part = (basis[:, :, :k] * v[:, :, None]).sum(1)
+            upper[:, :k, k] += part
+            v -= (basis[:, :, :k] * part[:, None, :]).sum(2)
+        norm = np.sqrt((v**2).sum(1))
+        # A term that those before it can follow says nothing of its own.
+        alive = norm > 1e-13 * np.sqrt((design[:, :, k] ** 2).sum(1))
+        basis[:, :, k] = np.where(
+            alive[:, None], v / np.where(alive, norm, 1.0)[:, None], 0.0
+        )
+        upper[:, k, k] = np.where(alive, norm, 1.0)
+    c = (basis * target[:, :, None]).sum(1)
+    for k in (2, 1, 0):
+        c[:, k] /= upper[:, k, k]
+        c[:, :k] -= upper[:, :k, k] * c[:, k : k + 1]
+    return basis, c
+
+
+def _solve(
+    normal: Float[np.ndarray, "fits 2 2"],
+    gradient: Float[np.ndarray, "fits 2"],
+    damping: Float[np.ndarray, " fits"],
+) -> Float[np.ndarray, "fits 2"]:
+    """Solves the damped normal equations; no step where both slopes vanish."""
+    a, d = (normal[:, i, i] * (1 + damping) + 1e-300 for i in (0, 1))
+    b = normal[:, 0, 1]
+    determinant = a * d - b**2
+    usable = determinant > 1e-14 * a * d
+    determinant = np.where(usable, determinant, 1.0)
+    g, h = gradient[:, 0], gradient[:, 1]
+    step = np.stack([d * g - b * h, a * h - b * g], 1) / determinant[:, None]
+    fallback = np.stack([g / a, h / d], 1) / 2
+    return np.where(usable[:, None], step, np.where(fallback == fallback, fallback, 0))

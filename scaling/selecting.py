@@ -1,0 +1,181 @@
+"""Rules that select rows of a log: `N <= 4.2e8 and (multiplier == 20 or seed != 3)`.
+
+    rule        := term {"or" term}
+    term        := factor {"and" factor}
+    factor      := "not" factor | "(" rule ")" | value operator value
+    operator    := "<" | "<=" | ">" | ">=" | "==" | "!="
+    value       := number | 'text' | "text" | column | `a column of any name`
+
+A rule is read, never evaluated as a program. Numbers compare with numbers; text is
+equal to text or not; true is 1 and false is 0. What is no number is neither below nor
+above anything, and asking is an error.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+MAX_LENGTH = 2_000
+"""Characters of a rule; deeper nesting than that is nobody's wish."""
+
+Test = Callable[[Mapping[str, Any]], bool]
+_Value = Callable[[Mapping[str, Any]], Any]
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])"
+    r"|(?P<text>'[^']*'|\"[^\"]*\")|(?P<quoted>`[^`]+`)|(?P<name>[^\W\d][\w.]*)"
+    r"|(?P<mark><=|>=|==|!=|<|>|\(|\)))"
+)
+_ORDERS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    start: int
+
+
+def parse(rule: str, names: Collection[str]) -> Test:
+    """Reads a rule.
+
+    Args:
+      rule: as above, not empty, at most `MAX_LENGTH` characters.
+      names: the columns it may name.
+
+    Returns:
+      A function from a row's cells, by column, to whether the rule selects it. It
+      raises `ValueError` where an order is asked of something that is not a number.
+
+    Raises:
+      ValueError: the rule is not one, or names another column; one line that says
+        where.
+    """
+    if len(rule) > MAX_LENGTH:
+        raise ValueError(f"rule of {len(rule)} characters; at most {MAX_LENGTH}")
+    reader = _Reader(rule, names)
+    try:
+        test = reader.either()
+    except RecursionError:
+        raise ValueError(f"rule {rule!r}: nested too deeply") from None
+    reader.end()
+    return test
+
+
+class _Reader:
+    """Reads tokens from the left; a method for each kind of thing in the grammar."""
+
+    def __init__(self, rule: str, names: Collection[str]) -> None:
+        self._rule, self._names = rule, names
+        self._tokens: list[_Token] = []
+        start = 0
+        while rule[start:].strip():
+            match = _TOKEN.match(rule, start)
+            if match is None:
+                raise self._error("cannot read", rule[start:].strip())
+            kind = str(match.lastgroup)
+            self._tokens.append(_Token(kind, match[kind], start))
+            start = match.end()
+        self._next = 0
+
+    def either(self) -> Test:
+        tests = [self._both()]
+        while self._take("or"):
+            tests.append(self._both())
+        return lambda row: any(test(row) for test in tests)
+
+    def end(self) -> None:
+        if token := self._peek():
+            raise self._error("needs `and` or `or` before", token.text)
+
+    def _both(self) -> Test:
+        tests = [self._factor()]
+        while self._take("and"):
+            tests.append(self._factor())
+        return lambda row: all(test(row) for test in tests)
+
+    def _factor(self) -> Test:
+        if self._take("not"):
+            test = self._factor()
+            return lambda row: not test(row)
+        if self._take("("):
+            test = self.either()
+            if not self._take(")"):
+                raise self._error("needs a ) before", self._here())
+            return test
+        return self._comparison()
+
+    def _comparison(self) -> Test:
+        left_text, left = self._value()
+        token = self._peek()
+        if token is None or token.text not in {*_ORDERS, "==", "!="}:
+            raise self._error("needs a comparison such as <= before", self._here())
+        self._next += 1
+        right_text, right = self._value()
+        order = _ORDERS.get(token.text)
+        is_equal = token.text == "=="
+
+        def test(row: Mapping[str, Any]) -> bool:
+            a, b = left(row), right(row)
+            x, y = _number(a), _number(b)
+            if order is None:
+                is_same = a == b if x is None or y is None else x == y
+                return is_same == is_equal
+            if x is None or y is None:
+                text, cell = (left_text, a) if x is None else (right_text, b)
+                found = "missing" if cell in (None, "") else f"{cell!r}, not a number"
+                raise ValueError(f"rule {self._rule!r}: {text} is {found}")
+            return order(x, y)
+
+        return test
+
+    def _value(self) -> tuple[str, _Value]:
+        token = self._peek()
+        if token is None or token.kind == "mark" or token.text in _WORDS:
+            raise self._error("needs a column or a value before", self._here())
+        self._next += 1
+        if token.kind == "number":
+            number = float(token.text)
+            return token.text, lambda row: number
+        text = token.text[1:-1]
+        if token.kind == "text":
+            return token.text, lambda row: text
+        name = text if token.kind == "quoted" else token.text
+        if name not in self._names:
+            known = ", ".join(self._names)
+            raise ValueError(f"rule {self._rule!r}: no column {name!r}; one of {known}")
+        return name, lambda row: row.get(name)
+
+    def _peek(self) -> _Token | None:
+        return self._tokens[self._next] if self._next < len(self._tokens) else None
+
+    def _take(self, text: str) -> bool:
+        token = self._peek()
+        found = token is not None and token.text == text
+        self._next += found
+        return found
+
+    def _here(self) -> str:
+        token = self._peek()
+        return "its end" if token is None else token.text
+
+    def _error(self, what: str, where: str) -> ValueError:
+        return ValueError(f"rule {self._rule!r}: {what} {where}")
+
+
+_WORDS = {"and", "or", "not"}
+
+
+def _number(value: Any) -> float | None:
+    """Reads a cell as a number; None if it is none."""
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

@@ -1,0 +1,221 @@
+"""Approaches 1 and 2: exact where they must be, honest where they cannot."""
+
+import numpy as np
+import pytest
+from scipy.interpolate import Akima1DInterpolator
+
+from scaling import akima, enveloping, frontiers, grouping, isoflop, parabolas
+from scaling.grouping import Groups
+
+BUDGETS = np.geomspace(1e18, 1e21, 5)
+
+
+def make_groups(
+    alpha: float,
+    beta: float,
+    *,
+    shift: float = 0.0,
+    num: int = 9,
+    noise: float = 0.0,
+    sign: float = 1.0,
+) -> Groups:
+    """IsoFLOP runs of a surface, over a decade on each side of `shift` from N*."""
+    best = optimum(alpha, beta)[:, None] * 10 ** (shift + np.linspace(-1, 1, num))
+    flops = np.repeat(BUDGETS, num)
+    num_params = best.reshape(-1)
+    num_tokens = flops / 6 / num_params
+    loss = 1.7 + sign * (400 * num_params**-alpha + 410 * num_tokens**-beta)
+    loss = loss * np.exp(noise * np.random.default_rng(3).normal(size=loss.size))
+    return grouping.find_groups(num_params, num_tokens, flops, loss)
+
+
+def optimum(alpha: float, beta: float) -> np.ndarray:
+    g = (alpha * 400 / (beta * 410)) ** (1 / (alpha + beta))
+    return g * (BUDGETS / 6) ** (beta / (alpha + beta))
+
+
+def frontier(
+    groups: Groups, find: frontiers.Find, resamples: int = 0
+) -> frontiers.Frontier:
+    return frontiers.frontier(
+        "x", find, groups.flops, groups.strata, resamples=resamples
+    )
+
+
+def exponents(found: frontiers.Frontier) -> tuple[float, float]:
+    assert found.num_params is not None
+    assert found.num_tokens is not None
+    return found.num_params.exponent, found.num_tokens.exponent
+
+
+def test_a_symmetric_surface_has_exponent_one_half() -> None:
+    groups = make_groups(0.35, 0.35)
+    surface = isoflop.surface(groups)
+    for find in (
+        isoflop.by_parabola(groups),
+        isoflop.by_parabola(groups, 5),
+        isoflop.by_akima(groups),
+        isoflop.by_projection(groups, surface),
+    ):
+        np.testing.assert_allclose(exponents(frontier(groups, find)), 0.5, atol=1e-9)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.25])
+def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
+    shift: float,
+) -> None:
+    alpha, beta = 0.34, 0.28
+    groups = make_groups(alpha, beta, shift=shift)
+    a = beta / (alpha + beta)
+    best = optimum(alpha, beta)
+    plain = frontier(groups, isoflop.by_parabola(groups))
+    np.testing.assert_allclose(exponents(plain), (a, 1 - a), atol=1e-9)
+    if not shift:
+        decades = np.log10(plain.minima.num_params[0] / best)
+        expected = parabolas.vertex_shift(alpha, beta, 1.0, 9)
+        np.testing.assert_allclose(decades, expected, atol=1e-9)
+    surface = isoflop.surface(groups)
+    np.testing.assert_allclose((surface.alpha, surface.beta), [[alpha], [beta]])
+    both = float(surface.alpha[0]), float(surface.beta[0])
+    for find in (
+        isoflop.by_parabola(groups, None, both),
+        isoflop.by_projection(groups, surface),
+    ):
+        found = frontier(groups, find)
+        np.testing.assert_allclose(found.minima.num_params[0], best, rtol=1e-9)
+        np.testing.assert_allclose(
+            found.minima.num_tokens[0], BUDGETS / 6 / best, rtol=1e-9
+        )
+
+
+def test_the_vertex_shift_in_closed_form() -> None:
+    shift = parabolas.vertex_shift
+    np.testing.assert_allclose(shift(0.34, 0.28, 1.0, 9), 0.016974194774109, atol=1e-14)
+    np.testing.assert_allclose(shift(0.5, 0.25, 1.0, 9), 0.069796453662046, atol=1e-14)
+    np.testing.assert_allclose(shift(0.3, 0.3, 2.0, 5), 0, atol=1e-15)
+    with pytest.raises(ValueError, match="must be above 0"):
+        shift(0.3, 0.0, 1.0, 9)
+
+
+def test_what_has_no_minimum_is_refused() -> None:
+    fine, edge = make_groups(0.34, 0.28), make_groups(0.34, 0.28, shift=1.2)
+    upside_down = make_groups(0.34, 0.28, sign=-1)
+    assert frontier(fine, isoflop.by_parabola(fine, 3)).warnings == ()
+    for groups, reason in ((edge, frontiers.EDGE), (upside_down, frontiers.EDGE)):
+        for find in (isoflop.by_parabola(groups), isoflop.by_akima(groups)):
+            found = frontier(groups, find)
+            assert (found.minima.reason == reason).all()
+            assert found.num_params is None
+            assert "edge of the sizes" in found.warnings[0]
+            assert "no law" in found.warnings[-1]
+    projected = isoflop.by_projection(edge, isoflop.surface(edge))
+    assert (frontier(edge, projected).minima.reason == frontiers.OUTSIDE).all()
+
+    # The lowest loss is inside, but the five losses bend the other way.
+    x, y = np.arange(1.0, 6), np.array([3.0, 5.0, 2.9, 5.0, 3.0])
+    bent = grouping.find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
+    found = frontier(bent, isoflop.by_parabola(bent))
+    assert found.minima.reason.tolist() == [[frontiers.DOWNWARD]]
+    y = np.array([3.0, 2.95, 2.96, 3.0, 3.3])
+    steep = grouping.find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y - 0.2 * x)
+    assert frontier(steep, isoflop.by_parabola(steep)).num_params is None
+    with pytest.raises(ValueError, match="window=4 must be odd"):
+        isoflop.by_parabola(bent, 4)
+
+
+def test_windows_are_compared_and_the_bootstrap_covers() -> None:
+    groups = make_groups(0.34, 0.28, noise=0.003)
+    a = 0.28 / 0.62
+    found = [
+        frontier(groups, isoflop.by_parabola(groups, window), 300)
+        for window in isoflop.WINDOWS
+    ]
+    projection = isoflop.by_projection(groups, isoflop.surface(groups))
+    found.append(frontier(groups, projection, 300))
+    widths = []
+    for each in found:
+        assert each.num_params is not None
+        assert each.num_params.interval is not None
+        low, high = each.num_params.interval
+        assert low < a < high
+        inside = low < each.num_params.exponent < high
+        assert inside == (not any("its own interval" in x for x in each.warnings))
+        widths.append(high - low)
+    assert widths[3] < widths[2] < widths[0]
+    again = frontier(groups, isoflop.by_parabola(groups, 3), 300)
+    assert again.num_params == found[0].num_params
+
+    # The losses that the reference measured at 1.8e11 FLOP: the window decides.
+    sizes = np.array([8, 12, 16, 24, 32, 48, 64, 96]) ** 2 * 24.0
+    losses = [
+        [2.252, 2.138, 2.217, 2.440, 2.440, 2.622, 2.730, 2.921],
+        [2.180, 1.997, 1.949, 2.029, 2.139, 2.291, 2.455, 2.642],
+    ]
+    flops = np.repeat([6e10, 1.8e11], 8)
+    n = np.tile(sizes, 2)
+    real = grouping.find_groups(n, flops / 6 / n, flops, np.ravel(losses))
+    windows = [frontier(real, isoflop.by_parabola(real, w)) for w in isoflop.WINDOWS]
+    (said,) = frontiers.compare(windows, what="window")
+    assert said.startswith("the exponent of N depends on the window: x 0.")
+
+
+def test_runs_are_grouped_by_budget() -> None:
+    n = np.array([1.0, 2, 3, 3, 1, 2, 5, 7])
+    flops = np.array([100, 104, 96, 97, 500, 505, 510, 9e3])
+    groups = grouping.find_groups(n, flops / n, flops, 1 + n, tolerance=0.1)
+    assert [list(group.sizes) for group in groups.groups] == [[1, 2, 3], [1, 2, 5]]
+    assert list(groups.strata) == [0, 0, 0, 0, 1, 1, 1]
+    assert list(groups.rows) == [0, 1, 2, 3, 4, 5, 6]
+    assert groups.num_left == 1
+    np.testing.assert_allclose(groups.groups[0].tokens[-1], np.sqrt(96 * 97) / 3)
+    assert not grouping.find_groups(n, n, flops, n, tolerance=0.0).groups
+    with pytest.raises(ValueError, match="tolerance"):
+        grouping.find_groups(n, n, flops, n, tolerance=1.0)
+
+
+def test_akima_is_lowest_where_scipys_is() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        x = np.sort(rng.uniform(0, 10, 9))
+        y = 0.1 * (x - 5) ** 2 + rng.normal(0, 0.3, (4, 9))
+        present = rng.random((4, 9)) < 0.8
+        present[:, :3] = True
+        places, values = akima.lowest(x, np.where(present, y, 99.0), present)
+        for i, mask in enumerate(present):
+            curve = Akima1DInterpolator(x[mask], y[i, mask])
+            grid = np.linspace(x[mask][0], x[mask][-1], 5000)
+            np.testing.assert_allclose(values[i], curve(places[i]), atol=1e-9)
+            assert values[i] <= curve(grid).min() + 1e-12
+
+
+def test_the_envelope_of_curves_follows_the_optimum() -> None:
+    runs = np.repeat(np.arange(25), 60)
+    n = np.geomspace(1e7, 1e9, 25)[runs]
+    d = np.tile(np.geomspace(0.02, 200, 60), 25) * n
+    loss = 1.7 + 400 * n**-0.34 + 410 * d**-0.34
+    curves = enveloping.read_off(runs, n, d, 6 * n * d, loss, num_budgets=300)
+    find = enveloping.envelope(curves)
+    strata = np.zeros(25, int)
+    found = frontiers.frontier("e", find, curves.flops, strata, resamples=100)
+    assert found.num_params is not None
+    assert found.num_params.interval is not None
+    np.testing.assert_allclose(exponents(found), 0.5, atol=0.01)
+    assert found.num_params.interval[0] < 0.5 < found.num_params.interval[1]
+    assert "edge of the sizes" in found.warnings[0]
+    good = found.minima.reason[0] == frontiers.FINE
+    sizes = found.minima.num_params[0, good]
+    assert sizes.min() > 1e7 * 1.001
+    assert sizes.max() < 1e9 * 0.999
+    g = (400 / 410) ** (1 / 0.68)
+    best = g * np.sqrt(curves.flops[good] / 6)
+    assert np.abs(np.log10(sizes / best)).max() < 0.1
+
+    noisy = loss * np.exp(np.random.default_rng(0).normal(0, 0.01, loss.size))
+    plain = enveloping.read_off(runs, n, d, 6 * n * d, noisy, num_budgets=300)
+    smooth = enveloping.read_off(
+        runs, n, d, 6 * n * d, noisy, num_budgets=300, smoothing=0.2
+    )
+    errors = [np.nanstd(x.log_loss - curves.log_loss) for x in (plain, smooth)]
+    assert errors[1] < 0.6 * errors[0]
+    with pytest.raises(ValueError, match="no run has a curve"):
+        enveloping.read_off(np.arange(3), n[:3], d[:3], d[:3], loss[:3])

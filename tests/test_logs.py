@@ -1,0 +1,212 @@
+"""Logs: columns found and converted, every row accounted for, bad input named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scaling import logs, selecting
+from scaling.logs import Columns
+from tests import traces
+
+RUNS = [
+    {
+        "run_id": f"r{i}",
+        "status": "completed",
+        "num_params": 1000.0 * (i + 1),
+        "num_params_non_embedding": 900.0 * (i + 1),
+        "num_tokens": 20_000 * (i + 1),
+        "flops": 1.3e8 * (i + 1) ** 2,
+        "loss": 4.0 - 0.1 * i,
+        "recipe": {"rate": 0.01, "betas": [0.9, 0.95]},
+    }
+    for i in range(4)
+]
+
+
+def write(folder: Path, text: str, name: str = "log.csv") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def write_lines(folder: Path, rows: list[Any], name: str = "runs.jsonl") -> Path:
+    return write(folder, "".join(json.dumps(row) + "\n" for row in rows), name)
+
+
+def test_a_mapped_csv_becomes_si_columns(tmp_path: Path) -> None:
+    text = "size,seen,val\n1.5,20,3.5\n\n3,40,3.25\n"
+    columns = Columns(n="size", d="seen", n_unit=1e6, d_unit=1e9, loss="val")
+    log = logs.read(write(tmp_path, text), columns)
+    np.testing.assert_array_equal(log.columns["num_params"], [1.5e6, 3e6])
+    np.testing.assert_array_equal(log.columns["num_tokens"], [20e9, 40e9])
+    np.testing.assert_array_equal(log.columns["flops"], [6 * 1.5e6 * 20e9, 7.2e17])
+    np.testing.assert_array_equal(log.columns["loss"], [3.5, 3.25])
+    assert log.notes == ("N is taken to count total parameters (--count)", "C = 6 N D")
+    assert [row.line for row in log.raw] == [2, 4]
+
+
+def test_a_foreign_file_is_read_by_its_names_aloud(tmp_path: Path) -> None:
+    text = "N;C;c4_loss;run\n70M;2.52e18;3.5;a\n0.125B;4.5e18;3.4;b\n"
+    log = logs.read(write(tmp_path, text), Columns(count="non-embedding"))
+    np.testing.assert_allclose(log.columns["num_params"], [70e6, 125e6], rtol=1e-15)
+    np.testing.assert_allclose(log.columns["num_tokens"], [6e9, 6e9], rtol=1e-12)
+    assert log.count == "non-embedding"
+    assert log.runs == ("a", "b")
+    assert log.notes == (
+        "by their names, N is N, C is C, L is c4_loss",
+        "N is taken to count non-embedding parameters (--count)",
+        "D = C / 6N",
+    )
+
+
+def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
+    diverged = {"run_id": "r8", "status": "diverged", "loss": None}
+    twice = {"run_id": "r9", "status": "diverged", "loss": float("nan")}
+    write_lines(tmp_path, [*RUNS, diverged, twice])
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"run_id": "r1')  # killed while it wrote
+    points = [
+        {"run_id": run, "step": s, "num_tokens": s * 10, "flops": s * 1e6, "loss": 5.0}
+        for run in ("r0", "r2", "r8")
+        for s in (1, 2)
+    ]
+    write_lines(tmp_path, points, "curves.jsonl")
+    log = logs.read(tmp_path)
+    np.testing.assert_array_equal(log.columns["num_params"], [1e3, 2e3, 3e3, 4e3])
+    assert log.notes == (
+        "the last line (7) is not whole, and is left out",
+        "2 rows left out by status: 2 diverged",
+        "C is 1.08 to 1.08 times 6 N D",
+    )
+    assert log.curves is not None
+    assert log.curves.runs == ("r0", "r0", "r2", "r2")
+    np.testing.assert_array_equal(
+        log.curves.columns["num_params"], [1e3, 1e3, 3e3, 3e3]
+    )
+
+    other = logs.read(tmp_path, Columns(count="non-embedding"), needs=["recipe.rate"])
+    np.testing.assert_array_equal(other.columns["num_params"], [900, 1800, 2700, 3600])
+    np.testing.assert_array_equal(other.columns["recipe.rate"], 0.01)
+
+
+def test_rules_select_and_ignore(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, [*RUNS, {"loss": "?", "status": "completed"}])
+    rule = "loss == '?' or (`recipe.rate` < .02 and not num_params > 1e3)"
+    log = logs.read(path, ignore=rule)
+    assert log.notes[0] == f"2 rows left out by {rule!r}"
+    assert log.runs == ("r1", "r2", "r3")
+    for rule, selected in (
+        ("row == 3", [False, True, False]),
+        ("run_id != 'r1' and flops>1.2e9", [False, False, True]),
+        ("num_params<=2000 or num_params >= +4e3", [True, False, True]),
+        ("not (row < 3 or row == 4)", [False, True, False]),
+        ("recipe.rate == 0.01", [True, True, True]),
+    ):
+        np.testing.assert_array_equal(log.select(rule), selected)
+    assert log.take(log.select("row == 3")).runs == ("r2",)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "line"),
+    [
+        ("", {}, "log.csv: holds no runs"),
+        ("N,D,loss\n", {}, "log.csv: holds no runs"),
+        ("N,D,loss\n1,2\n", {}, "row 1 (line 2) has 2 cells, the header has 3"),
+        ("N,N,loss\n1,2,3\n", {}, "two columns are named 'N'"),
+        ("N,D,loss\n1,2,3\n1,x,3\n", {}, "row 2 (line 3): D is 'x', not a number"),
+        ("N,D,loss\n1,,3\n", {}, "row 1 (line 2): D is missing; --ignore 'row == 1'"),
+        ("N,D,loss\n-1,2,3\n", {}, "N is -1, must be above 0 and finite"),
+        ("N,D,loss\n1,2,nan\n", {}, "loss is nan, must be above 0 and finite"),
+        ("N,D,loss\n1,2,3M\n", {}, "loss is '3M', not a number"),
+        ("N,D,loss\n1M,2,3\n", {"n": "N", "n_unit": 1e6}, "N is '1M', not a number"),
+        ("N,D,loss\n1,2_0,3\n", {}, "D is '2_0', not a number"),
+        ("N,D,loss\n1,2,3\n1,2,3\n", {}, "rows 1 and 2 are the same run"),
+        ("N,x,loss\n1,2,3\n", {}, "two of N, D and C are needed, and there is N (N)"),
+        ("N,D,x\n1,2,3\n", {}, "which column is the loss?"),
+        ("N,D,a_loss,b_loss\n1,2,3,4\n", {}, "one of N, D, a_loss, b_loss"),
+        ("N,D,loss\n1,2,3\n", {"c": "F"}, "--c F: no such column; there is N, D, loss"),
+        ("N,D,loss\n1,2,3\n", {"c_unit": 1e18}, "--c-unit 1e+18, but no --c"),
+        ("N,D,loss,status\n1,2,3,failed\n", {}, "no run is left: 1 row left out by st"),
+        ('N,D,loss\n1,2,"3\n', {}, "line 2: unexpected end of data"),
+        ('{"N": 1\n{"N": 2}\n', {}, "line 1: not JSON"),
+        ('{"N": 1}\n[1]\n', {}, "line 2: holds list, not an object"),
+        ('{"N": 1, "D": true, "loss": 2}', {}, "D is True, not a number"),
+    ],
+)
+def test_bad_logs_are_named_in_a_line(
+    tmp_path: Path, text: str, flags: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        logs.read(write(tmp_path, text), Columns(**flags))
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_sweep_with_a_run_twice_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path, [*RUNS, RUNS[1] | {"loss": 3.0}])
+    with pytest.raises(ValueError, match="rows 2 and 5 are the same run"):
+        logs.read(tmp_path)
+    (tmp_path / "runs.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"holds no runs\.jsonl"):
+        logs.read(tmp_path)
+
+
+def test_rows_that_agree_in_numbers_are_told_of(tmp_path: Path) -> None:
+    text = "N,D,loss,seed\n1,2,3,0\n1,2,3,1\n1,2,4,2\n"
+    log = logs.read(write(tmp_path, text))
+    assert "equal numbers in rows 1 and 2: one run twice?" in log.notes
+
+
+def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
+    path = write(tmp_path, "N,D,loss,unique\n1,2,3,1e9\n")
+    with pytest.raises(ValueError, match="--columns num_unique_tokens=COLUMN"):
+        logs.read(path, needs=["num_unique_tokens"])
+    columns = Columns(others={"num_unique_tokens": "unique"})
+    log = logs.read(path, columns, needs=["num_unique_tokens"])
+    np.testing.assert_array_equal(log.columns["num_unique_tokens"], [1e9])
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        ("a <", "needs a column or a value before its end"),
+        ("a < 1 b", "needs `and` or `or` before b"),
+        ("(a < 1", "needs a ) before its end"),
+        ("a", "needs a comparison such as <= before its end"),
+        ("a = 1", "cannot read = 1"),
+        ("a < 1 and", "needs a column or a value before its end"),
+        ("b < 1", "no column 'b'; one of a"),
+        ("__import__('os').system('id') == 0", "cannot read .system"),
+        ("1e3x < a", "cannot read 1e3x < a"),
+        ("(" * 1999, "nested too deeply"),
+        ("a" * 2001, "at most 2000"),
+    ],
+)
+def test_bad_rules_are_named(rule: str, line: str) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        selecting.parse(rule, ["a"])
+    assert line in str(error.value)
+
+
+def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:
+    test = selecting.parse("a < 1", ["a"])
+    for cell, said in (("x", "a is 'x', not a number"), (None, "a is missing")):
+        with pytest.raises(ValueError, match=said):
+            test({"a": cell})
+    assert selecting.parse("a == 1", ["a"])({"a": True})
+    assert selecting.parse("a != 1", ["a"])({"a": None})
+
+
+def test_the_published_runs_are_selected() -> None:
+    log = logs.read(traces.find("losses/gadre_c4.csv"), needs=["token_multiplier"])
+    assert len(log.runs) == 34
+    rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
+    mine = log.take(log.select(rule))
+    assert mine.columns["loss"].size == 5
+    np.testing.assert_allclose(
+        mine.columns["num_tokens"],
+        mine.columns["token_multiplier"] * mine.columns["num_params"],
+    )
