@@ -56,32 +56,33 @@ def power_sum(
     def forms(x: Any, logs: Any) -> list[Any]:
         found = []
         for term in terms:
-            form = jnp.broadcast_to(x[place[term.scale]], logs.shape[1:])
+            form = x[place[term.scale]]
             for power in term.powers:
                 argument = logs[row[power.input]] + math.log(power.factor)
                 form = form + slope(power, x) * argument
             found.append(form)
         return found
 
-    def shares(x: Any, logs: Any) -> tuple[Any, list[Any]]:
-        found = forms(x, logs)
-        top = found[0]
-        for form in found[1:]:
-            top = jnp.maximum(top, form)
-        sizes = [jnp.exp(form - top) for form in found]
-        total = sum(sizes[1:], sizes[0])
-        return top + jnp.log(total), [size / total for size in sizes]
+    def log_loss(x: Any, logs: Any) -> Any:
+        total, *others = forms(x, logs)
+        for form in others:
+            total = jnp.logaddexp(total, jnp.broadcast_to(form, total.shape))
+        return total
 
     def linearise(x: Any, logs: Any) -> tuple[Any, list[Any]]:
-        value, parts = shares(x, logs)
-        rows = [jnp.zeros_like(value) for _ in coordinates]
-        for term, part in zip(terms, parts, strict=True):
-            rows[place[term.scale]] += part
+        # Fits stay in a box, so no term overflows and none needs a common factor out;
+        # a floor is one exponential for all points.
+        sizes = [jnp.exp(form) for form in forms(x, logs)]
+        total = sum(sizes[1:], sizes[0])
+        rows = [jnp.zeros_like(total) for _ in coordinates]
+        for term, size in zip(terms, sizes, strict=True):
+            share = size / total
+            rows[place[term.scale]] += share
             for power in term.powers:
                 if isinstance(power.exponent, str):
                     argument = logs[row[power.input]] + math.log(power.factor)
-                    rows[place[power.exponent]] += power.sign * part * argument
-        return value, rows
+                    rows[place[power.exponent]] += power.sign * share * argument
+        return jnp.log(total), rows
 
     def shift(x: Any, centre: Any) -> Any:
         moved = list(x)
@@ -97,7 +98,7 @@ def power_sum(
         inputs=inputs,
         coordinates=coordinates,
         source=source,
-        log_loss=lambda x, logs: shares(x, logs)[0],
+        log_loss=log_loss,
         shift=shift,
         linearise=linearise,
         **rest,

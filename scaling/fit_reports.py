@@ -1,0 +1,121 @@
+"""Puts a fit's result together: natural units, intervals, exponents, doubts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling import diagnosing, intervals, laws, solving
+from scaling.fit_results import FitResult
+from scaling.laws_base import Law
+from scaling.solving import Problem
+
+
+def report(
+    problem: Problem,
+    data: Mapping[str, Any],
+    found: diagnosing.Starts,
+    best: Float[np.ndarray, " k"],
+    objective: float,
+    samples: Float[np.ndarray, "resamples k"] | None,
+    level: float,
+) -> FitResult:
+    """Describes an optimum.
+
+    Args:
+      problem: what was minimised.
+      data: the columns it came from.
+      found: how the starts ended.
+      best: the optimum's coordinates.
+      objective: its sum of losses.
+      samples: the resamples' coordinates.
+      level: probability of the intervals.
+    """
+    law, seen = problem.law, problem.seen
+    names, centre = law.coefficients, seen.centre
+    n, k = seen.num_points, len(names)
+    matrix, covariance = intervals.curvature(problem, best)
+    slopes = solving.coefficient_slopes(law, best, centre)
+    covariance = slopes @ covariance @ slopes.T
+    natural = solving.coefficients(law, best[None], centre)[0]
+    residuals = solving.values(law, best[None], seen.logs)[0] - seen.target
+    shape = diagnosing.shape(problem, matrix)
+
+    def interval(value: Any, spread: Any, sampled: Any) -> Any:
+        if samples is None:
+            half = intervals.student(level, max(1, n - k)) * spread
+            return value - half, value + half
+        size = {"loss": problem.loss, "num_points": n, "k": k}
+        return intervals.from_samples(value, sampled, level, **size)
+
+    sampled = None
+    if samples is not None:
+        sampled = solving.coefficients(law, samples, centre)
+    spread = np.sqrt(np.maximum(np.diagonal(covariance), 0))
+    ends = interval(natural, spread, sampled)
+    exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
+    columns = {x: np.asarray(data[x], float) for x in (*law.inputs, law.target)}
+    if {"num_params", "num_tokens"} <= columns.keys():
+        columns["flops"] = 6 * columns["num_params"] * columns["num_tokens"]
+    result = FitResult(
+        law=law.name,
+        inputs=law.inputs,
+        coefficients=dict(zip(names, map(float, natural), strict=True)),
+        objective=objective,
+        status=found.statuses[found.best],
+        statuses=found.statuses,
+        distinct_minima=found.distinct_minima,
+        covariance=covariance,
+        intervals=_pairs(names, ends),
+        samples=samples,
+        condition_number=shape.condition_number,
+        flat_directions=shape.flat_directions,
+        bounds_hit=diagnosing.bounds_hit(problem, best),
+        warnings=[],
+        num_points=n,
+        residuals=residuals,
+        exponents=exponents,
+        exponent_intervals=exponent_ends,
+        held_out=None,
+        loss=problem.loss,
+        delta=problem.delta,
+        space=problem.space,
+        level=level,
+        coordinates=best,
+        centre=centre,
+        noise=residuals * np.sqrt(n / max(1, n - k)),
+        ranges={x: (float(y.min()), float(y.max())) for x, y in columns.items()},
+    )
+    return result._replace(warnings=diagnosing.warnings(problem, result))
+
+
+def _exponents(
+    law: Law, natural: Any, covariance: Any, sampled: Any, interval: Any
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """The exponents of the compute optimum and their intervals."""
+    if law.two_powers is None:
+        return {}, {}
+
+    def compute(x: np.ndarray) -> np.ndarray:
+        return np.stack(
+            laws.exponents(law, dict(zip(law.coefficients, x, strict=True)))
+        )
+
+    value = compute(natural)
+    # A central difference; its step is far above rounding and far below any curve.
+    steps = np.diag(1e-6 * np.maximum(np.abs(natural), 1e-12))
+    slopes = [
+        (compute(natural + x) - compute(natural - x)) / (2 * x.sum()) for x in steps
+    ]
+    slope = np.stack(slopes, 1)
+    spread = np.sqrt(np.maximum(np.diagonal(slope @ covariance @ slope.T), 0))
+    several = None if sampled is None else compute(sampled.T).T
+    ends = interval(value, spread, several)
+    names = laws.Exponents._fields
+    return dict(zip(names, map(float, value), strict=True)), _pairs(names, ends)
+
+
+def _pairs(names: Sequence[str], ends: Any) -> dict[str, tuple[float, float]]:
+    low, high = ends
+    return {name: (float(low[i]), float(high[i])) for i, name in enumerate(names)}

@@ -1,0 +1,187 @@
+"""What a fit returns, and the file that keeps it."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling import laws, solving
+from scaling.laws_base import Law
+from scaling.solving import Loss, Space
+
+SCHEMA = 1
+_MAX_SAMPLES = 1000
+
+
+class HeldOut(NamedTuple):
+    """How well larger runs were foreseen.
+
+    Attributes:
+      num_points: how many there are.
+      mean_error: mean of |ln(predicted / seen)| over them.
+      worst_error: the largest.
+      last_error: ln(predicted / seen) of the run with the most compute.
+      covered: the share of runs inside their 90 % prediction interval; nothing where
+        the fit has no resamples.
+    """
+
+    num_points: int
+    mean_error: float
+    worst_error: float
+    last_error: float
+    covered: float | None
+
+
+class FitResult(NamedTuple):
+    """A fitted law, with its doubts.
+
+    Attributes:
+      law: its name.
+      inputs: the columns it was fitted to.
+      coefficients: in natural units, by name.
+      objective: the sum of the losses at the optimum.
+      status: of the best start.
+      statuses: of every start: `converged`; `bound_hit`, converged at the wall of the
+        box; `max_iter`; or `abnormal`, where no step was finite.
+      distinct_minima: number of different optima that starts converged to.
+      covariance: of the coefficients, in their order, from the curvature; infinite
+        where the curvature vanishes.
+      intervals: of the coefficients, at `level`; with resamples from them, else from
+        the covariance.
+      samples: centred coordinates of the resamples, or nothing.
+      condition_number: of the curvature, coordinates scaled to unit curvature: 1 is
+        perfect, beyond some 1e6 some directions are free.
+      flat_directions: directions in which the data says nothing, each the change of
+        coordinates by name, of length one.
+      bounds_hit: coefficients at the wall of the box.
+      warnings: doubts in words; none where the fit is sound.
+      num_points: how many observations were fitted.
+      residuals: of the logarithm of the target, predicted minus seen.
+      exponents: `a` and `b` of the compute optimum `N* ~ C^a`, `D* ~ C^b`, for laws
+        that have one.
+      exponent_intervals: of these.
+      held_out: the score on runs left out, where there is one (`rollout`).
+      loss: what was minimised: `huber`, `lad` or `mse`.
+      delta: of `huber`.
+      space: of the residuals: `log` or `linear`.
+      level: probability of the intervals.
+      coordinates: the optimum in centred coordinates.
+      centre: logarithms of what the inputs were divided by.
+      noise: residuals to add to a prediction, widened for the coefficients fitted.
+      ranges: the least and the largest value of every input, of the target, and of
+        `flops` = 6 N D where there are both.
+    """
+
+    law: str
+    inputs: tuple[str, ...]
+    coefficients: dict[str, float]
+    objective: float
+    status: str
+    statuses: list[str]
+    distinct_minima: int
+    covariance: Float[np.ndarray, "k k"]
+    intervals: dict[str, tuple[float, float]]
+    samples: Float[np.ndarray, "resamples k"] | None
+    condition_number: float
+    flat_directions: list[dict[str, float]]
+    bounds_hit: list[str]
+    warnings: list[str]
+    num_points: int
+    residuals: Float[np.ndarray, " n"]
+    exponents: dict[str, float]
+    exponent_intervals: dict[str, tuple[float, float]]
+    held_out: HeldOut | None
+    loss: Loss
+    delta: float
+    space: Space
+    level: float
+    coordinates: Float[np.ndarray, " k"]
+    centre: Float[np.ndarray, " inputs"]
+    noise: Float[np.ndarray, " n"]
+    ranges: dict[str, tuple[float, float]]
+
+    def find_law(self) -> Law:
+        """Returns the law, of the columns that it was fitted to."""
+        return laws.find(self.law).over(*self.inputs)
+
+    def sampled(self) -> Float[np.ndarray, "resamples k"]:
+        """Returns the resamples' coefficients in natural units; none, if none."""
+        law = self.find_law()
+        if self.samples is None:
+            return np.zeros((0, len(law.coefficients)))
+        return solving.coefficients(law, self.samples, self.centre)
+
+
+def to_json(result: FitResult) -> dict[str, Any]:
+    """Turns a result into what `fit.json` holds: plain numbers, lists and dicts.
+
+    Of more than 1,000 resamples an even selection is kept. Numbers that JSON has not
+    become null.
+    """
+    samples = result.samples
+    if samples is not None and len(samples) > _MAX_SAMPLES:
+        place = np.linspace(0, len(samples) - 1, _MAX_SAMPLES).round().astype(int)
+        samples = samples[place]
+    fields = result._replace(samples=samples)._asdict()
+    if result.held_out is not None:
+        fields["held_out"] = result.held_out._asdict()
+    return {"schema": SCHEMA} | _plain(fields)
+
+
+def from_json(document: str | Mapping[str, Any]) -> FitResult:
+    """Reads what `to_json` wrote.
+
+    Args:
+      document: the text of a `fit.json`, or the object in it.
+
+    Raises:
+      ValueError: it is no such object, or has another schema.
+    """
+    try:
+        fields = json.loads(document) if isinstance(document, str) else {**document}
+        if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
+            raise ValueError(f"its schema must be {SCHEMA}")
+        fields = {name: fields[name] for name in FitResult._fields}
+        law = laws.find(fields["law"])
+        k = len(law.coordinates)
+        if set(fields["coefficients"]) != set(law.coefficients):
+            raise ValueError(f"its coefficients are not those of {law.name}")
+        arrays = ("coordinates", "centre", "noise", "residuals")
+        fields |= {name: _array(fields[name]) for name in arrays}
+        fields["covariance"] = _array(fields["covariance"]).reshape(k, k)
+        if fields["samples"] is not None:
+            fields["samples"] = _array(fields["samples"]).reshape(-1, k)
+        fields["coordinates"].reshape(k)
+        fields["inputs"] = tuple(fields["inputs"])
+        for name in ("intervals", "exponent_intervals", "ranges"):
+            pairs = fields[name].items()
+            fields[name] = {key: _pair(value) for key, value in pairs}
+        if fields["held_out"] is not None:
+            fields["held_out"] = HeldOut(**fields["held_out"])
+        return FitResult(**fields)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"not a fit.json: {what}") from None
+
+
+def _array(values: Any) -> np.ndarray:
+    """Reads numbers; null is not a number."""
+    return np.asarray(values, np.float64)
+
+
+def _pair(values: Any) -> tuple[float, float]:
+    low, high = (math.nan if x is None else float(x) for x in values)
+    return low, high
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value.item() if isinstance(value, np.generic) else value

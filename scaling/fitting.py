@@ -1,0 +1,184 @@
+"""Fits scaling laws robustly, from many starts, and says how far to trust the result.
+
+The doors: `fit` and `rollout`, which fits the small runs and scores the others; then
+`predict` and `score`; `to_json` and `from_json`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scaling import diagnosing, fit_reports, forecasting, solving
+from scaling.fit_results import FitResult, HeldOut, from_json, to_json
+from scaling.forecasting import Prediction, predict, score
+from scaling.laws_base import Law
+from scaling.observations import Observations, observe
+from scaling.solving import DELTA, Loss, Problem, Report, Space
+
+__all__ = [
+    "FitResult",
+    "HeldOut",
+    "Prediction",
+    "fit",
+    "from_json",
+    "predict",
+    "rollout",
+    "score",
+    "to_json",
+]
+
+
+def fit(
+    law: Law,
+    data: Mapping[str, Any],
+    *,
+    loss: Loss = "huber",
+    delta: float = DELTA,
+    space: Space = "log",
+    weights: Any = None,
+    starts: Sequence[Mapping[str, float]] | None = None,
+    bootstrap: int = 0,
+    cluster: Any = None,
+    level: float = 0.9,
+    seed: int = 0,
+    progress: Report | None = None,
+) -> FitResult:
+    """Fits a law to runs.
+
+    Minimises the sum of `loss` over the residuals, from every start, and polishes the
+    best end until rounding stops it.
+
+    Args:
+      law: from `laws.LAWS`.
+      data: a column for each of the law's inputs, and one for its target; positive.
+      loss: of a residual: `huber`, half its square up to `delta` and linear beyond;
+        `lad`, its size; `mse`, half its square.
+      delta: of `huber`, above 0.
+      space: whether residuals are of logarithms or of the target itself.
+      weights: of the rows, at least 0; 1 by default.
+      starts: coefficients to start from, beside the law's own.
+      bootstrap: number of resamples for the intervals, fitted from the optimum; with
+        none they come from the curvature.
+      cluster: labels; rows with equal labels are resampled together.
+      level: probability of the intervals, in (0, 1).
+      seed: of the resamples.
+      progress: called with the number of resamples done.
+
+    Returns:
+      The fit, with all that is doubtful about it in `warnings`.
+
+    Raises:
+      ValueError: the data cannot be fitted (see `observations.observe`), or an
+        argument is outside its range.
+
+    Source: the objective is that of Hoffmann et al. 2022, arXiv:2203.15556,
+    section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
+    """
+    _check(loss=loss, space=space, delta=delta, bootstrap=bootstrap, level=level)
+    seen = observe(law, data, weights, cluster)
+    problem = Problem(law, seen, loss, float(delta), space)
+    first = law.starts(seen.level)
+    if starts:
+        first = np.concatenate([first, _coordinates(law, starts, seen)])
+    ends = solving.solve(problem, np.tile(seen.weights, (len(first), 1)), first)
+    found = diagnosing.compare_starts(problem, ends)
+    best, objective = _polish(problem, ends.coordinates[found.best])
+    samples = None
+    if bootstrap:
+        drawn = solving.draw_weights(seen, bootstrap, seed)
+        resampled = solving.solve(
+            *(problem, drawn, np.tile(best, (bootstrap, 1))),
+            report=progress or (lambda done: None),
+        )
+        samples = resampled.coordinates
+    return fit_reports.report(problem, data, found, best, objective, samples, level)
+
+
+def rollout(
+    law: Law,
+    data: Mapping[str, Any],
+    held_out: Any = None,
+    *,
+    weights: Any = None,
+    cluster: Any = None,
+    **options: Any,
+) -> FitResult:
+    """Fits the small runs and scores the fit on the others.
+
+    Args:
+      law: from `laws.LAWS`.
+      data: columns, as `fit` takes them.
+      held_out: which rows are not fitted; by default those with more than a tenth of
+        the largest compute.
+      weights: see `fit`.
+      cluster: see there.
+      options: its other options.
+
+    Returns:
+      The fit of the others, with `held_out` filled in.
+
+    Raises:
+      ValueError: nothing is held out, or the rest cannot be fitted.
+    """
+    columns = {name: np.asarray(data[name]) for name in data}
+    if held_out is None:
+        flops = forecasting.compute(law, columns)
+        held_out = flops > flops.max() / 10
+    held_out = np.asarray(held_out, bool)
+    if not held_out.any():
+        raise ValueError("no run is held out: there is nothing to score")
+
+    def rest(x: Any) -> Any:
+        return None if x is None else np.asarray(x)[~held_out]
+
+    result = fit(
+        law,
+        {name: column[~held_out] for name, column in columns.items()},
+        weights=rest(weights),
+        cluster=rest(cluster),
+        **options,
+    )
+    larger = {name: column[held_out] for name, column in columns.items()}
+    return result._replace(held_out=forecasting.score(result, larger))
+
+
+def _polish(problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float]:
+    """Steps on until the objective falls no more."""
+    weights = problem.seen.weights[None]
+    end = solving.solve(problem, weights, start[None], tolerance=1e-30)
+    best, objective = end.coordinates[0], float(end.objective[0])
+    if problem.loss == "lad":  # which was rounded off at its corner
+        objective = float(weights[0] @ np.abs(problem.residuals(best)))
+    return best, objective
+
+
+def _coordinates(
+    law: Law, starts: Sequence[Mapping[str, float]], seen: Observations
+) -> np.ndarray:
+    """Turns a caller's starts into centred coordinates."""
+    rows = []
+    for start in starts:
+        if set(start) != set(law.coefficients):
+            raise ValueError(f"a start needs {', '.join(law.coefficients)}: {start}")
+        rows.append([float(start[name]) for name in law.coefficients])
+    logged = [c.log for c in law.coordinates]
+    values = np.array(rows)
+    if not (np.isfinite(values).all() and (values[:, logged] > 0).all()):
+        raise ValueError("coefficients to start from must be finite, sizes positive")
+    return solving.coordinates(law, values, seen.centre)
+
+
+def _check(
+    *, loss: str, space: str, delta: float, bootstrap: int, level: float
+) -> None:
+    if loss not in ("huber", "lad", "mse"):
+        raise ValueError(f"{loss=} must be 'huber', 'lad' or 'mse'")
+    if space not in ("log", "linear"):
+        raise ValueError(f"{space=} must be 'log' or 'linear'")
+    if not 0 < delta < np.inf:
+        raise ValueError(f"{delta=} must be positive and finite; see loss='mse'")
+    if bootstrap < 0 or bootstrap == 1:
+        raise ValueError(f"{bootstrap=} must be 0 or at least 2 resamples")
+    if not 0 < level < 1:
+        raise ValueError(f"{level=} must be in (0, 1)")

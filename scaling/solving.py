@@ -1,0 +1,226 @@
+"""Runs the optimiser on observations: in float64, in pieces, from many starts."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int32
+
+from scaling import optimising
+from scaling.laws_base import Law
+from scaling.observations import Observations
+from scaling.optimising import Space
+
+Loss = Literal["huber", "lad", "mse"]
+Report = Callable[[float], None]
+
+DELTA = 1e-3
+_LAST_DELTA = 1e-8
+"""Below it Huber's loss is, to rounding, the absolute value times delta."""
+_PIECE = 1024
+"""Problems in one call: one compiled program, and pauses in which to report."""
+_POINTS = 16
+"""Points are padded to a multiple of it, so that similar sizes share a program."""
+
+
+class Ends(NamedTuple):
+    """An `optimising.Solution` on the host, in float64."""
+
+    coordinates: Float[np.ndarray, "problems k"]
+    objective: Float[np.ndarray, " problems"]
+    promise: Float[np.ndarray, " problems"]
+    damping: Float[np.ndarray, " problems"]
+    num_steps: Int32[np.ndarray, " problems"]
+
+
+class Problem(NamedTuple):
+    """What is minimised, over which runs.
+
+    Attributes:
+      law: what is fitted.
+      seen: the runs.
+      loss: of a residual: `huber`, quadratic up to `delta` and linear beyond; `lad`,
+        its size; `mse`, half its square.
+      delta: see there.
+      space: whether residuals are of logarithms or of the target itself.
+    """
+
+    law: Law
+    seen: Observations
+    loss: Loss = "huber"
+    delta: float = DELTA
+    space: Space = "log"
+
+    @property
+    def box(self) -> tuple[np.ndarray, np.ndarray]:
+        """Least and largest coordinates."""
+        return self.law.box(self.seen.level)
+
+    def deltas(self) -> list[float]:
+        """The deltas to go through: a small one is approached from larger ones."""
+        if self.loss == "mse":
+            return [np.inf]
+        last = _LAST_DELTA if self.loss == "lad" else self.delta
+        steps = max(0, round(np.log10(DELTA / last)))
+        return [*np.geomspace(DELTA, last, steps + 1)[:-1], last]
+
+    def residuals(
+        self, coordinates: Float[np.ndarray, " k"]
+    ) -> Float[np.ndarray, " n"]:
+        """Computes prediction minus what was seen, in the problem's space."""
+        value = values(self.law, coordinates[None], self.seen.logs)[0]
+        if self.space == "log":
+            return value - self.seen.target
+        return np.exp(value) - np.exp(self.seen.target)
+
+
+def solve(
+    problem: Problem,
+    weights: Float[np.ndarray, "problems n"],
+    starts: Float[np.ndarray, "problems k"],
+    *,
+    tolerance: float = 1e-10,
+    max_steps: int = 300,
+    report: Report = lambda done: None,
+) -> Ends:
+    """Fits many weightings of the same runs, each from its own start.
+
+    Args:
+      problem: what is minimised.
+      weights: of the runs, instead of those in `problem.seen`.
+      starts: coordinates.
+      tolerance: see `optimising.Settings`; a stage of a small delta scales it.
+      max_steps: evaluations per problem and delta.
+      report: called with the number of problems done.
+
+    Returns:
+      The ends.
+    """
+    parts = []
+    for i in range(0, len(starts), _PIECE):
+        some = slice(i, i + _PIECE)
+        parts.append(
+            _solve_piece(problem, weights[some], starts[some], tolerance, max_steps)
+        )
+        report(min(i + _PIECE, len(starts)))
+    return Ends(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+
+
+def _solve_piece(
+    problem: Problem,
+    weights: np.ndarray,
+    starts: np.ndarray,
+    tolerance: float,
+    max_steps: int,
+) -> Ends:
+    seen, count = problem.seen, len(starts)
+    room = -seen.num_points % _POINTS
+    logs = np.pad(seen.logs, ((0, 0), (0, room)))
+    target = np.pad(seen.target, (0, room), constant_values=seen.level)
+    low, high = problem.box
+    with jax.enable_x64(True):
+        call = optimising.compiled(problem.law, problem.space)
+        full = np.zeros((_PIECE, seen.num_points + room))
+        full[:count, : seen.num_points] = weights
+        x = np.zeros((_PIECE, starts.shape[1]))
+        x[:count] = np.clip(starts, low, high)
+        steps, found = np.zeros(count, np.int32), []
+        arrays = [jnp.asarray(a) for a in (logs, target, full)]
+        walls = (jnp.asarray(low), jnp.asarray(high))
+        for delta in problem.deltas():
+            scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
+            settings = optimising.Settings(
+                jnp.float64(delta), jnp.float64(tolerance * scale), jnp.int32(max_steps)
+            )
+            end = call(*arrays, jnp.asarray(x), walls, settings, jnp.int32(count))
+            x = np.asarray(end.coordinates)
+            steps += np.asarray(end.num_steps)[:count]
+            found = [np.asarray(part)[:count] for part in end]
+    return Ends(*found)._replace(num_steps=steps)
+
+
+def draw_weights(
+    seen: Observations, num_resamples: int, seed: int
+) -> Float[np.ndarray, "resamples n"]:
+    """Draws runs with replacement, as many as there are; counts how often each came.
+
+    Rows of one cluster are drawn together.
+
+    Args:
+      seen: the runs.
+      num_resamples: how many times.
+      seed: of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    num_runs = int(seen.cluster.max()) + 1
+    share = np.full(num_runs, 1 / num_runs)
+    counts = rng.multinomial(num_runs, share, num_resamples)
+    return counts[:, seen.cluster] * seen.weights
+
+
+def values(
+    law: Law,
+    coordinates: Float[np.ndarray, "problems k"],
+    logs: Float[np.ndarray, "inputs n"],
+) -> Float[np.ndarray, "problems n"]:
+    """Evaluates the logarithm of a law's target for many coordinates, in float64."""
+    with jax.enable_x64(True):
+        call = _evaluators(law)[0]
+        return np.asarray(call(jnp.asarray(coordinates), jnp.asarray(logs)))
+
+
+def slopes(
+    law: Law, coordinates: Float[np.ndarray, " k"], logs: Float[np.ndarray, "inputs n"]
+) -> Float[np.ndarray, "n k"]:
+    """Evaluates the derivatives of the logarithm of a law's target, in float64."""
+    with jax.enable_x64(True):
+        _, rows = _evaluators(law)[1](jnp.asarray(coordinates), jnp.asarray(logs))
+        return np.stack([np.asarray(row) for row in rows], 1)
+
+
+def coefficients(
+    law: Law,
+    coordinates: Float[np.ndarray, "problems k"],
+    centre: Float[np.ndarray, " inputs"],
+) -> Float[np.ndarray, "problems k"]:
+    """Turns centred coordinates into coefficients in natural units, in float64."""
+    with jax.enable_x64(True):
+        call = _evaluators(law)[2]
+        return np.asarray(call(jnp.asarray(coordinates), jnp.asarray(centre)))
+
+
+def coordinates(
+    law: Law,
+    coefficients: Float[np.ndarray, "problems k"],
+    centre: Float[np.ndarray, " inputs"],
+) -> Float[np.ndarray, "problems k"]:
+    """Turns coefficients into centred coordinates, in float64."""
+    with jax.enable_x64(True):
+        call = _evaluators(law)[4]
+        return np.asarray(call(jnp.asarray(coefficients), jnp.asarray(centre)))
+
+
+def coefficient_slopes(
+    law: Law, coordinates: Float[np.ndarray, " k"], centre: Float[np.ndarray, " inputs"]
+) -> Float[np.ndarray, "k k"]:
+    """Evaluates the derivatives of coefficients by centred coordinates, in float64."""
+    with jax.enable_x64(True):
+        call = _evaluators(law)[3]
+        return np.asarray(call(jnp.asarray(coordinates), jnp.asarray(centre)))
+
+
+@functools.cache
+def _evaluators(law: Law) -> tuple[Any, ...]:
+    def natural(x: Any, centre: Any) -> Any:
+        return law.decode(law.shift(x, -centre))
+
+    def inward(x: Any, centre: Any) -> Any:
+        return law.shift(law.encode(x), centre)
+
+    values = jax.vmap(law.log_loss, (0, None))
+    everything = (values, law.derivatives, jax.vmap(natural, (0, None)))
+    slopes, inwards = jax.jacfwd(natural), jax.vmap(inward, (0, None))
+    return tuple(map(jax.jit, (*everything, slopes, inwards)))

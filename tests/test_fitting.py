@@ -1,0 +1,214 @@
+"""Fits reach optima that are known, say where they doubt, and refuse what is wrong."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scaling import fitting, laws
+from tests import surfaces
+
+CHINCHILLA = laws.CHINCHILLA
+HOFFMANN = laws.CONSTANTS["hoffmann-tex"]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict:
+    return surfaces.runs()
+
+
+@pytest.fixture(scope="module")
+def result(runs: dict) -> fitting.FitResult:
+    return fitting.fit(CHINCHILLA, runs, bootstrap=4000)
+
+
+def test_the_public_surface(runs: dict, result: fitting.FitResult) -> None:
+    np.testing.assert_allclose(
+        runs["loss"][:3], [2.85453134, 2.85944945, 3.0771333], rtol=1e-8
+    )
+    assert abs(result.objective - 0.00122400645673) < 1e-10
+    found = result.coefficients
+    assert abs(found["A"] / 431.35 - 1) < 1e-3
+    assert abs(found["B"] / 1368.7 - 1) < 1e-3
+    for name, value in {"E": 1.79848, "alpha": 0.34180, "beta": 0.35544}.items():
+        assert abs(found[name] - value) < 1e-5
+    assert set(result.statuses) == {"converged"}
+    assert result.distinct_minima == 1
+    assert not result.warnings
+    assert not result.bounds_hit
+    assert result.num_points == 240
+
+
+def test_the_public_surface_near_least_absolute_deviations(runs: dict) -> None:
+    near = fitting.fit(CHINCHILLA, runs, delta=1e-6)
+    assert abs(near.objective - 1.33680897724e-6) < 1e-15
+    assert abs(near.coefficients["A"] / 418.76 - 1) < 1e-3
+    assert abs(near.coefficients["E"] - 1.79535) < 1e-5
+    at = fitting.fit(CHINCHILLA, runs, loss="lad")
+    assert at.objective == pytest.approx(np.abs(at.residuals).sum(), rel=1e-7)
+    assert at.objective <= np.abs(near.residuals).sum()
+
+
+def test_resamples_spread_as_published(result: fitting.FitResult) -> None:
+    # Standard errors and 95 % interval of 4,000 resamples by another generator.
+    spread = result.sampled().std(0)
+    expected = np.array([81.3, 278, 0.0168, 0.0104, 0.0106])
+    np.testing.assert_allclose(spread, expected, rtol=0.05)
+    sampled = dict(zip(CHINCHILLA.coefficients, result.sampled().T, strict=True))
+    a = laws.exponents(CHINCHILLA, sampled).a
+    np.testing.assert_allclose(
+        np.quantile(a, [0.025, 0.975]), [0.489, 0.525], atol=2e-3
+    )
+    low, high = result.exponent_intervals["a"]
+    assert low < 0.36 / 0.7 < high
+    assert 0.489 < low < result.exponents["a"] < high < 0.525
+    # Without resamples the curvature says about the same.
+    curved = np.sqrt(np.diagonal(result.covariance))
+    np.testing.assert_allclose(curved, expected, rtol=0.25)
+
+
+def test_intervals_of_predictions(runs: dict, result: fitting.FitResult) -> None:
+    larger = {"num_params": [1e10, 2e10], "num_tokens": [2e11, 4e11]}
+    narrow = fitting.predict(result, larger, "confidence")
+    wide = fitting.predict(result, larger, "prediction")
+    truth = CHINCHILLA.predict(jnp.array([*surfaces.COEFFICIENTS.values()]), larger)
+    assert np.all((wide.low < narrow.low) & (narrow.low < truth))
+    assert np.all((truth < narrow.high) & (narrow.high < wide.high))
+    # Where the data is, 90 % of it lies within.
+    inside = fitting.predict(result, runs, "prediction")
+    share = np.mean((inside.low < runs["loss"]) & (runs["loss"] < inside.high))
+    assert 0.86 < share < 0.95
+    curved = fitting.predict(result._replace(samples=None), larger, "prediction")
+    np.testing.assert_allclose(curved.low, wide.low, rtol=5e-3)
+    np.testing.assert_allclose(curved.high, wide.high, rtol=5e-3)
+    assert np.isnan(fitting.predict(result, larger).low).all()
+
+
+def test_a_fit_survives_its_file(result: fitting.FitResult) -> None:
+    text = json.dumps(fitting.to_json(result))
+    again = fitting.from_json(text)
+    assert again.samples is not None
+    assert len(again.samples) == 1000
+    np.testing.assert_array_equal(again.covariance, result.covariance)
+    for name in ("coefficients", "intervals", "exponents", "warnings", "statuses"):
+        assert getattr(again, name) == getattr(result, name)
+    larger = {"num_params": [1e10], "num_tokens": [2e11]}
+    before = fitting.predict(result, larger, "confidence")
+    after = fitting.predict(again, larger, "confidence")
+    assert after.loss == before.loss
+    np.testing.assert_allclose(after.low, before.low, rtol=1e-3)
+    for broken, reason in {
+        "[]": "schema",
+        '{"schema": 1}': "lacks 'law'",
+        "{": "Expecting",
+    }.items():
+        with pytest.raises(ValueError, match=f"not a fit.json: .*{reason}"):
+            fitting.from_json(broken)
+
+
+def test_a_start_far_away_is_left(runs: dict) -> None:
+    # Where first-order methods with default tolerances stay.
+    law = CHINCHILLA
+    found = fitting.fit(law, runs, starts=[HOFFMANN])
+    assert len(found.statuses) == len(law.starts(0.0)) + 1
+    assert abs(found.objective - 0.00122400645673) < 1e-10
+
+
+def test_weights_are_repetitions(runs: dict) -> None:
+    some = {name: column[:60] for name, column in runs.items()}
+    weights = np.arange(60) % 3
+    twice = {name: np.repeat(column, weights) for name, column in some.items()}
+    weighted = fitting.fit(CHINCHILLA, some, weights=weights)
+    repeated = fitting.fit(CHINCHILLA, twice, cluster=np.repeat(np.arange(60), weights))
+    assert weighted.objective == pytest.approx(repeated.objective, rel=1e-9)
+    for name, value in weighted.coefficients.items():
+        assert value == pytest.approx(repeated.coefficients[name], rel=1e-5)
+
+
+def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
+    rows = {name: column[:48] for name, column in runs.items()}
+    alone = fitting.fit(CHINCHILLA, rows, bootstrap=200)
+    # Four copies of every run, nearly: four times the rows, no more knowledge.
+    copies = {name: np.tile(column, 4) for name, column in rows.items()}
+    copies["loss"] = copies["loss"] * np.repeat([1, 1 + 1e-9, 1 - 1e-9, 1 + 2e-9], 48)
+    together = fitting.fit(
+        CHINCHILLA, copies, bootstrap=200, cluster=np.tile(np.arange(48), 4)
+    )
+    apart = fitting.fit(CHINCHILLA, copies, bootstrap=200)
+
+    def width(found: fitting.FitResult) -> float:
+        low, high = found.exponent_intervals["a"]
+        return high - low
+
+    assert width(together) == pytest.approx(width(alone), rel=0.02)
+    assert width(apart) < 0.7 * width(alone)
+
+
+def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
+    before = jax.jit(lambda x: x * 2)(jnp.ones(3))
+    fitting.fit(CHINCHILLA, runs)
+    after = jax.jit(lambda x: x * 2)(jnp.ones(3))
+    assert before.dtype == after.dtype == jnp.float32
+    assert not jax.config.jax_enable_x64
+
+
+def test_held_out_runs_are_scored(runs: dict) -> None:
+    found = fitting.rollout(CHINCHILLA, runs, bootstrap=200)
+    flops = 6 * runs["num_params"] * runs["num_tokens"]
+    held_out = found.held_out
+    assert held_out is not None
+    assert found.num_points + held_out.num_points == 240
+    assert held_out.num_points == np.sum(flops > flops.max() / 10)
+    assert found.ranges["flops"][1] <= flops.max() / 10
+    assert held_out.mean_error < 0.01
+    assert held_out.covered is not None
+    assert held_out.covered > 0.8
+    with pytest.raises(ValueError, match="no run is held out"):
+        fitting.rollout(CHINCHILLA, runs, np.zeros(240, bool))
+
+
+def spoilt(**columns: object) -> dict:
+    good = {name: column[:30].copy() for name, column in surfaces.runs().items()}
+    return good | columns
+
+
+def negative() -> np.ndarray:
+    column = spoilt()["loss"]
+    column[7] = -1
+    return column
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({x: y[:4] for x, y in spoilt().items()}, "4 points are too few for the 5"),
+        (spoilt(loss=negative()), "row 7: loss=-1.0 must be positive and finite"),
+        (spoilt(num_tokens=np.full(30, np.nan)), "row 0: num_tokens=nan must be"),
+        (spoilt(num_params=np.full(30, 1e9)), "num_params is the same in all 30 rows"),
+        ({x: np.tile(y, 2) for x, y in spoilt().items()}, "rows 0 and 30 are the same"),
+        (spoilt(loss=np.ones(29)), "columns of different lengths: .* loss 29"),
+        (spoilt(loss=["a"] * 30), "loss is not numeric"),
+        ({"num_params": [1.0], "loss": [1.0]}, "chinchilla needs a column num_tokens"),
+    ],
+)
+def test_bad_data_is_refused(data: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        fitting.fit(CHINCHILLA, data)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"delta": 0.0}, "delta=0.0 must be positive"),
+        ({"bootstrap": 1}, "bootstrap=1 must be"),
+        ({"level": 1.0}, "level=1.0 must be"),
+        ({"weights": np.zeros(30)}, "not all 0"),
+        ({"cluster": np.zeros(9)}, "9 cluster labels for 30 rows"),
+        ({"starts": [{"A": 1.0}]}, "a start needs A, B, E, alpha, beta"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        fitting.fit(CHINCHILLA, spoilt(), **options)
