@@ -109,6 +109,18 @@ def _generate(args: list[str]) -> Answer:
     return generating.generate(args[0], options)
 
 
+def _cost(args: list[str]) -> Answer:
+    from experiments import costing
+
+    prog = "jaxkv cost MODEL"
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError(f"which model? A config.json, a folder, or {costing.names()}")
+    flags = args[1:] if _is_word(args) else args
+    description = f"MODEL is a config.json, a folder with one, or {costing.names()}."
+    options = _parse(costing.Options, flags, prog, description)
+    return costing.cost(args[0], options)
+
+
 def _list(args: list[str]) -> Answer:
     from experiments import reporting
 
@@ -133,6 +145,7 @@ _COMMANDS = {
     "run": Command("run an experiment and keep its folder", _run),
     "generate": Command("continue text with a model", _generate),
     "bench": Command("measure speed on this machine", _bench),
+    "cost": Command("count a model's parameters, operations and bytes", _cost),
 }
 
 _USAGE = """usage: jaxkv COMMAND [OPTIONS]

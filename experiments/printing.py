@@ -161,7 +161,8 @@ def _min_width(sheet: Sheet) -> int:
     """Columns that a table needs, its sentences wrapped."""
     needed = 0
     for i, head in enumerate(sheet.columns):
-        cells = max(len(line) for row in sheet.rows for line in row[i].split("\n"))
+        lines = [line for row in sheet.rows for line in row[i].split("\n")]
+        cells = max(map(len, lines), default=0)  # one column turned has no rows
         if _is_prose(sheet, i):
             cells = min(cells, MIN_TEXT_WIDTH)
         needed += GAP + max(cells, *map(len, head.split("\n")))

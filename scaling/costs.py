@@ -5,6 +5,7 @@ embeddings, who counts each expert once, what a token is multiplied with, what l
 one of many devices.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -108,6 +109,7 @@ def copies(model: Description) -> dict[Place, int]:
     }
 
 
+@functools.lru_cache(maxsize=64)
 def weights(model: Description) -> tuple[Weight, ...]:
     """Lists every weight of a model, once per place.
 

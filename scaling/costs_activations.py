@@ -125,7 +125,7 @@ def _attention(model: Description, e: int) -> Iterable[Stored]:
 
     def tensor(name: str, formula: str, numbers: int, divided: Divided) -> Stored:
         made = e * numbers
-        return Stored("attention", name, f"{e} {formula}", made, "every", divided)
+        return Stored("attention", name, f"{e} · {formula}", made, "every", divided)
 
     if isinstance(a, HeadAttention):
         m, d = a.num_kv_heads, a.head_dim

@@ -56,6 +56,11 @@ class Layout:
         return self.data * self.context
 
     @property
+    def sharing(self) -> int:
+        """Devices over which one copy of the model is spread when it serves."""
+        return self.tensor * self.pipeline * max(self.context, self.expert)
+
+    @property
     def context(self) -> int:
         """Parts of a sequence."""
         return self.ring * self.ulysses

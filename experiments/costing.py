@@ -1,0 +1,304 @@
+"""What does a model cost? `jaxkv cost MODEL`: its numbers, tables, words and figure.
+
+Reads a description and asks `scaling` for everything; JAX stays asleep, so that the
+answer is there in a second.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from experiments import bundled, cost_answers, cost_tables, documents
+from experiments.running import Answer
+from scaling import (
+    comms,
+    costs,
+    costs_flops,
+    costs_memory,
+    costs_serving,
+    devices,
+    hf_descriptions,
+    layouts,
+    named_models,
+)
+from scaling.descriptions import Description
+from scaling.devices import Device
+from scaling.layouts import Layout
+
+DEFAULT_SEQUENCE = 4096
+"""Tokens of a sequence where nothing is said, if the model takes as many."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the costs are asked for."""
+
+    batch: int = 1
+    """Sequences b: of a training micro-batch, and of a step of serving."""
+    sequence: int | None = None
+    """Tokens s of each; 4096, or as many as the model takes."""
+    device: str = "a100-80gb"
+    """The accelerator of the roofline."""
+    parallel: str = ""
+    """How the model is divided, such as tp=8,sp,pp=2,dp=4,ep=8,ulysses=8,ring=8."""
+    zero: int = 0
+    """What copies divide: 1 optimizer, 2 also gradients, 3 also weights."""
+    dtype: Literal["bfloat16", "float32", "float8"] = "bfloat16"
+    """Of weights, keys and values. Training: 16 bits with a float32 master copy and
+    Adam's moments, or float32 alone."""
+    checkpoint: Literal["none", "selective", "full", "boundary"] = "none"
+    """What training keeps: all; all but attention's weights; layer inputs; these and
+    one layer that is computed again."""
+    attention: Literal["full", "causal"] = "full"
+    """Whether pairs of query and key are all counted, or half."""
+    flash: bool = True
+    """Whether attention works in tiles and keeps no weights."""
+    dropout: bool = False
+    """Whether training drops out, and keeps the masks."""
+    plot: bool = False
+    """Draw the breakdown and the roofline."""
+    out: Path | None = None
+    """Folder for cost.json and the figure; with --plot a new one under runs/."""
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that cannot be."""
+        for name in ("batch", "sequence"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+
+class Case(NamedTuple):
+    """A model and what it is asked for, looked up and checked.
+
+    Attributes:
+      model: its shape.
+      batch: sequences.
+      sequence: tokens of each.
+      device: the accelerator.
+      layout: how the model is divided.
+      weight_bytes: of a weight, and of a number of K or V, when serving.
+      bytes_per_param: of weights, gradients and optimizer when training.
+      options: what was asked.
+    """
+
+    model: Description
+    batch: int
+    sequence: int
+    device: Device
+    layout: Layout
+    weight_bytes: int
+    bytes_per_param: costs_memory.Bytes
+    options: Options
+
+    def memory(self, **change: Any) -> costs_memory.Memory:
+        """Training memory of the fullest device, with other settings if given."""
+        how: dict[str, Any] = {
+            "batch": self.batch,
+            "sequence": self.sequence,
+            "layout": self.layout,
+            "bytes_per_param": self.bytes_per_param,
+            "checkpointing": self.options.checkpoint,
+            "flash": self.options.flash,
+            "dropout": self.options.dropout,
+        }
+        return costs_memory.training(self.model, **how | change)
+
+    def training(self, **change: Any) -> costs_flops.Training:
+        """Operations of a training step of the batch, on all devices together."""
+        how: dict[str, Any] = {
+            "batch": self.batch,
+            "sequence": self.sequence,
+            "attention": self.options.attention,
+            "checkpointing": self.options.checkpoint,
+        }
+        return costs_flops.training(self.model, **how | change)
+
+    def forward(self) -> tuple[costs_flops.Term, ...]:
+        """Products of a forward pass over the batch."""
+        return costs_flops.forward(
+            self.model,
+            batch=self.batch,
+            sequence=self.sequence,
+            attention=self.options.attention,
+        )
+
+    def decode(self, batch: int | None = None) -> costs_serving.Work:
+        """A step of decoding with `sequence` tokens kept of each."""
+        return costs_serving.decode(
+            self.model,
+            batch=batch or self.batch,
+            context=self.sequence,
+            weight_bytes=self.weight_bytes,
+            kv_bytes=self.weight_bytes,
+        )
+
+    def prefill(self, prompt: int | None = None) -> costs_serving.Work:
+        """Reading prompts of `sequence` tokens."""
+        return costs_serving.prefill(
+            self.model,
+            batch=self.batch,
+            prompt=prompt or self.sequence,
+            attention=self.options.attention,
+            weight_bytes=self.weight_bytes,
+            kv_bytes=self.weight_bytes,
+        )
+
+    def roofline(self, work: costs_serving.Work) -> costs_serving.Roofline:
+        """Its time on the devices that share one copy of the model, none waiting."""
+        return costs_serving.roofline(
+            work,
+            self.device,
+            precision=self.options.dtype,
+            num_devices=self.layout.sharing,
+        )
+
+    def traffic(self) -> tuple[comms.Traffic, ...]:
+        """What a device sends in a training step."""
+        return comms.training(
+            self.model, self.layout, batch=self.batch, sequence=self.sequence
+        )
+
+
+def cost(name: str, options: Options) -> Answer:
+    """Answers `jaxkv cost`.
+
+    Args:
+      name: a published model, a bundled one, a `config.json` or a folder with one.
+      options: what is asked.
+
+    Raises:
+      ValueError: there is no such model or device, or a size or degree does not fit.
+    """
+    case = look_up(name, options)
+    answers = cost_answers.answers(case)
+    document = describe(case) | {
+        "answers": [{"question": x, "answer": y} for x, y in answers]
+    }
+    parts = [*cost_tables.sheets(case), *cost_answers.sheets(answers)]
+    lines = []
+    if options.plot or options.out is not None:
+        folder = _keep(case, document)
+        document["out"] = folder
+        lines.append(f"kept in {folder}")
+    return Answer(document, parts, lines)
+
+
+def look_up(name: str, options: Options) -> Case:
+    """Finds the model and the device, and checks that all sizes fit."""
+    model = find(name)
+    sequence = options.sequence or min(
+        DEFAULT_SEQUENCE, model.max_positions or DEFAULT_SEQUENCE
+    )
+    if model.position_rows and model.max_positions and sequence > model.max_positions:
+        raise ValueError(
+            f"sequence={sequence} must be at most {model.max_positions}, the positions "
+            f"that {model.name} has"
+        )
+    layout = layouts.parse(options.parallel, zero=options.zero)
+    layouts.check(model, layout, sequence=sequence)
+    device = devices.find(options.device)
+    device.rate(options.dtype)
+    single = options.dtype == "float32"
+    return Case(
+        model=model,
+        batch=options.batch,
+        sequence=sequence,
+        device=device,
+        layout=layout,
+        weight_bytes=devices.BYTES[options.dtype],
+        bytes_per_param=costs_memory.SINGLE if single else costs_memory.MIXED,
+        options=options,
+    )
+
+
+def find(name: str) -> Description:
+    """Finds a model: a path first, then a published name, then a bundled one.
+
+    Raises:
+      ValueError: there is none, or its file describes no model that is counted.
+    """
+    if Path(name).exists():
+        return hf_descriptions.load(Path(name))
+    if name in named_models.CONFIGS:
+        return named_models.describe(name)
+    if name in bundled.names():
+        return hf_descriptions.load(bundled.folder_of(name))
+    if "/" in name or name.endswith(".json"):
+        raise ValueError(f"{name}: no such file or folder")
+    known = [*named_models.CONFIGS, *bundled.names()]
+    line = documents.unknown("model", name, known)
+    raise ValueError(f"{line}, or the path of a config.json")
+
+
+def names() -> str:
+    """Lists the models that are known by name."""
+    return f"one of: {', '.join([*named_models.CONFIGS, *bundled.names()])}"
+
+
+def describe(case: Case) -> dict[str, Any]:
+    """Gives every number as a JSON document."""
+    model, tokens = case.model, case.batch * case.sequence
+    step, memory = case.training(), case.memory()
+    params = costs.parameters(model)
+    kv = costs_serving.kv_bytes_per_token(model, kv_bytes=case.weight_bytes)
+    schemes: dict[str, dict[str, float]] = {}
+    for traffic in case.traffic():
+        scheme = schemes.setdefault(traffic.scheme, {"forward": 0.0, "backward": 0.0})
+        scheme["forward"] += traffic.forward
+        scheme["backward"] += traffic.backward
+    return {
+        "model": model.name,
+        "symbols": cost_tables.symbols(case),
+        "num_params": params._asdict(),
+        "flops": {
+            "attention": case.options.attention,
+            "forward_per_token": _divided(step.forward, tokens),
+            "train_per_token": _divided(step.model, tokens),
+            **step._asdict(),
+            "terms": {f"{x.part}: {x.name}": x.flops for x in case.forward()},
+        },
+        "memory_bytes": memory._asdict()
+        | {
+            "model_state": memory.model_state,
+            "total": memory.total,
+            "serving_weights": params.total * case.weight_bytes,
+        },
+        "kv_bytes_per_token": kv,
+        "comms_bytes": schemes,
+        "num_devices": case.layout.num_devices,
+        "device": case.device.name,
+        "decode": _served(case, case.decode()),
+        "prefill": _served(case, case.prefill()),
+    }
+
+
+def _divided(total: int, tokens: int) -> int | float:
+    return total // tokens if total % tokens == 0 else total / tokens
+
+
+def _served(case: Case, work: costs_serving.Work) -> dict[str, Any]:
+    return (
+        work._asdict()
+        | {"intensity": work.intensity, "ridge": case.device.ridge(case.options.dtype)}
+        | case.roofline(work)._asdict()
+    )
+
+
+def _keep(case: Case, document: dict[str, Any]) -> Path:
+    """Writes the document, and the figure if it is wanted."""
+    from experiments import store
+
+    folder = case.options.out
+    if folder is None:
+        folder = store.new_folder(None, f"cost-{case.model.name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        store.write(folder / "cost.json", documents.dumps(document))
+        if case.options.plot:
+            from experiments import cost_drawing
+
+            for name, content in cost_drawing.render(case).items():
+                store.write(folder / name, content)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
+    return folder

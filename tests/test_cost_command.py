@@ -1,0 +1,178 @@
+"""`jaxkv cost`: its document, its words, its figure, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import cli
+
+Cost = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cost:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*args: str) -> tuple[int, str, str]:
+        status = cli.main(["cost", *args])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+def document(cost: Cost, *args: str) -> dict[str, Any]:
+    status, out, err = cost(*args, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_the_document_of_llama_2_7b(cost: Cost) -> None:
+    found = document(cost, "llama-2-7b", "--sequence", "2048")
+    assert found["num_params"]["total"] == 6_738_415_616
+    assert found["num_params"]["non_embedding"] == 6_476_271_616
+    assert found["num_params"]["matmul"] == 6_607_077_376
+    assert found["num_params"]["active"] == 6_738_415_616
+    assert found["flops"]["forward_per_token"] == 14_287_896_576
+    assert found["flops"]["train_per_token"] == 42_863_689_728
+    assert found["kv_bytes_per_token"] == 524_288
+    assert found["memory_bytes"]["model_state"] == 16 * 6_738_415_616
+    assert found["comms_bytes"] == {}
+    assert found["symbols"]["i"] == 11_008
+    assert {found["prefill"]["bound"], found["decode"]["bound"]} == {
+        "compute",
+        "memory",
+    }
+
+
+def test_a_layout_divides_and_sends(cost: Cost) -> None:
+    args = ("--parallel", "tp=8,sp,pp=2", "--device", "h100", "--zero", "1")
+    found = document(cost, "llama-2-7b", *args, "--attention", "causal")
+    assert found["num_devices"] == 16
+    # Half of the layers, four all-reduces each.
+    assert found["comms_bytes"]["tensor"]["forward"] == 3_758_096_384 / 2
+    assert found["comms_bytes"]["pipeline"]["forward"] == 33_554_432 / 8
+    assert found["flops"]["attention"] == "causal"
+    assert found["memory_bytes"]["weights"] < 2 * 6_738_415_616 / 15
+
+
+def test_tables_and_words_say_the_same(cost: Cost) -> None:
+    status, out, _ = cost("llama-2-7b", "--checkpoint", "boundary")
+    assert status == 0
+    said = " ".join(out.split())
+    for words in (
+        "gate and up 2 h i 90,177,536 32 2,885,681,152",
+        "total 6,738,415,616",
+        "training 3 X 46.1 GFLOP 189 TFLOP",
+        "1,073,741,824 bytes (1 GiB) over 32 layers",
+        "33,554,432 bytes each way",
+        "as much as all else at s = 25,204",
+        "llama-2-7b has none. With 8 experts",
+        "bind at no batch: K and V hold it below 7.15",
+    ):
+        assert words in said, words
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_mixture_is_explained_by_its_own_numbers(cost: Cost) -> None:
+    _, out, _ = cost("mixtral-8x7b")
+    said = " ".join(out.split())
+    assert "Of 46.7 G parameters a token uses 12.88 G" in said
+    assert "3.63 times the parameters" in said
+    # The experts of eight devices' tokens go there and back: 2 k h of two bytes.
+    found = document(cost, "mixtral-8x7b", "--parallel", "ep=8")
+    assert found["comms_bytes"]["expert"]["forward"] == 32 * 4096 * 2 * 2 * 4096 * 2
+
+
+def test_every_name_is_answered(cost: Cost) -> None:
+    for name in ("deepseek-v3", "gemma-2-9b", "stdlib-bytes"):
+        status, out, err = cost(name)
+        assert status == 0, err
+        assert name in out
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_file_and_a_folder_are_read(cost: Cost, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "llama_7b_config.json").write_text(json.dumps(config))
+    for path in (".", "config.json", "llama_7b_config.json"):
+        found = document(cost, path)
+        assert found["num_params"]["total"] == 6_738_415_616
+    assert found["model"] == "llama_7b_config"
+
+
+def test_the_figure_and_the_document_are_kept(cost: Cost) -> None:
+    found = document(cost, "smollm2-135m", "--plot", "--out", "here")
+    kept = json.loads(Path("here/cost.json").read_text())
+    assert kept["num_params"] == found["num_params"]
+    assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
+    first = Path("here/figure.svg").read_bytes()
+    assert b"memory binds below" in first
+    document(cost, "smollm2-135m", "--plot")  # a new folder, the same bytes
+    (again,) = Path("runs").iterdir()
+    assert again.name.startswith("cost-smollm2-135m-")
+    assert (again / "figure.svg").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("", "which model? A config.json, a folder, or one of: llama-7b"),
+        ("llama-2-8b", "did you mean llama-2-7b or"),
+        ("here/there.json", "here/there.json: no such file or folder"),
+        ("bad.json", "bad.json: not JSON"),
+        ("mamba.json", "mamba.json: model_type='mamba' is not counted, only llama"),
+        ("part.json", "part.json: hidden_size is missing"),
+        ("llama-2-7b --batch 0", "batch=0 must be at least 1"),
+        ("llama-2-7b --sequence -5", "sequence=-5 must be at least 1"),
+        ("gpt2 --sequence 2048", "sequence=2048 must be at most 1024"),
+        ("llama-2-7b --parallel tp=3", "tensor=3 must divide the 32 query heads"),
+        ("llama-2-7b --parallel up=3", "unknown parallelism 'up'"),
+        ("llama-2-7b --zero 4", "self.zero=4 must be 0, 1, 2 or 3"),
+        ("llama-2-7b --device a200", "unknown device 'a200'"),
+        ("llama-2-7b --device a100 --dtype float8", "no units for float8"),
+        ("llama-2-7b --out bad.json", "bad.json: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    cost: Cost, args: str, line: str, tmp_path: Path
+) -> None:
+    Path("bad.json").write_text("{")
+    Path("mamba.json").write_text('{"model_type": "mamba"}')
+    Path("part.json").write_text('{"model_type": "llama", "num_attention_heads": 4}')
+    status, out, err = cost(*args.split(), "--json")
+    assert (status, out) == (2, "")
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_no_jax_is_woken_for_an_answer() -> None:
+    code = (
+        "import sys; from experiments import cli\n"
+        "assert cli.main(['cost', 'deepseek-v3', '--json']) == 0\n"
+        "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+    )
