@@ -1,0 +1,212 @@
+"""Attention of chunks of queries over pages, causal, for Hopper GPUs.
+
+The chunks are cut into tiles of 128 rows (`prefill_planning`), and persistent programs
+attend from one after the other (`prefill_warpgroups_mosaic_gpu`), in place of the rows
+of an output that others may have written the rest of.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import planning, prefill_planning
+from pallas_kernels import prefill_warpgroups_mosaic_gpu as warpgroups
+from pallas_kernels.cutting import Tiling
+from pallas_kernels.packing import WGMMA_ROWS
+from pallas_kernels.prefill_planning import TILE_ROWS, Plan
+from pallas_kernels.softmax_mosaic_gpu import LOG2E, Scoring
+
+
+def attend(
+    q: Float[Array, "rows q_heads head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, "slots pages_per_slot"],
+    plan: Plan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: Float[Array, " q_heads"] | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    others: tuple[
+        Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]
+    ]
+    | None = None,
+    tiling: Tiling,
+    interpret: plgpu.InterpretGPUParams | bool = False,
+) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
+    """Attends from the planned rows to the pages of their slots.
+
+    A score is scale * q.k, then softcap * tanh(score / softcap), then plus
+    alibi[head] * (place - position). A row sees the places up to its position. Of a
+    slot's places, those between the first and the last that its rows see must hold
+    numbers: under a window, positions of its rows follow on one another.
+
+    Args:
+      q: queries in bfloat16 or float16; query head h reads KV head
+        `h // (q_heads // kv_heads)`.
+      k_pages: keys of one layer, or of all layers with ids offset by the layer.
+      v_pages: values, likewise; both of the type of q.
+      page_ids: page of every place / page_size. Entries whose places no row sees are
+        not followed.
+      plan: `prefill_planning.make_plan` of these rows, with the same tiling and window.
+      scale: factor on the products.
+      window: latest keys seen; None means all.
+      softcap: bound of the scores, above 0; None means none.
+      alibi: slope of each query head.
+      sinks: one more score a head, that takes weight and brings no value.
+      others: output, in the type of q, and log-sum-exp of the rows that are left out;
+        None means 0 and -inf.
+      tiling: sizes, of 128 rows.
+      interpret: how to emulate the kernel on a CPU; False compiles it.
+
+    Returns:
+      Output in the type of q, and natural log-sum-exp.
+
+    Raises:
+      ValueError: types or sizes that the kernel does not take.
+
+    Sources: softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi, Press et al. 2022,
+    arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2.
+    """
+    (num_rows, q_heads, head_dim), (_, kv_heads, page_size, _) = q.shape, k_pages.shape
+    reason = planning.why_not(
+        q_dtype=str(q.dtype),
+        page_dtype=str(k_pages.dtype),
+        group=q_heads // kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+    )
+    if reason is not None:
+        raise ValueError(reason)
+    if tiling.block_rows != TILE_ROWS:
+        raise ValueError(f"{tiling.block_rows=} must be {TILE_ROWS}")
+    if max(tiling.tile, page_size) % min(tiling.tile, page_size):
+        raise ValueError(f"{tiling.tile=} and {page_size=} must divide one another")
+    if others is None:
+        blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
+        others = jnp.zeros_like(q), blank
+    padding = prefill_planning.num_padded(num_rows) - num_rows
+    base_2 = [
+        None if x is None else x.astype(jnp.float32) * LOG2E for x in (alibi, sinks)
+    ]
+    given = warpgroups.Inputs(
+        q=jnp.pad(q, [(0, padding), (0, 0), (0, 0)]) if padding else q,
+        k=k_pages,
+        v=v_pages,
+        page_ids=page_ids.astype(jnp.int32),
+        position=plan.position,
+        slot=plan.slot,
+        row=plan.row,
+        begin=plan.begin,
+        end=plan.end,
+        whole=plan.whole,
+        low=plan.low,
+        high=plan.high,
+        first=plan.first,
+        inner=plan.inner,
+        num_inner=plan.num_inner,
+        num_kv=plan.num_kv,
+        num_used=plan.num_used,
+        slopes=base_2[0],
+        sinks=base_2[1],
+    )
+    out, lse = _launch(
+        *(given, others[0]),
+        scoring=Scoring(scale, softcap, alibi is not None),
+        window=window,
+        tiling=tiling,
+        interpret=interpret,
+    )
+    # Of a row: its tile, and its place there.
+    num_tiles = plan.row.shape[0]
+    tile = jnp.minimum(plan.tile_of, num_tiles - 1)
+    place = jnp.arange(num_rows, dtype=jnp.int32) - plan.row[tile]
+    mine = lse[tile, :, jnp.clip(place, 0, TILE_ROWS - 1)] / LOG2E
+    return out, jnp.where((plan.tile_of < num_tiles)[:, None], mine, others[1])
+
+
+def _launch(
+    given: warpgroups.Inputs,
+    out: Float[Array, "rows q_heads head_dim"],
+    *,
+    scoring: Scoring,
+    window: int | None,
+    tiling: Tiling,
+    interpret: plgpu.InterpretGPUParams | bool,
+) -> tuple[
+    Float[Array, "rows q_heads head_dim"], Float32[Array, "tiles q_heads tile_rows"]
+]:
+    """Runs the kernel: the output with the tiles' rows replaced, and their lse."""
+    (_, q_heads, head_dim), page_size = given.q.shape, given.k.shape[2]
+    tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
+    names = [name for name, x in given._asdict().items() if x is not None]
+
+    def prefill_attention(*references):
+        *reads, written, lse, shared = references
+        inputs = warpgroups.Inputs(**dict(zip(names, reads, strict=True)))
+        outputs = warpgroups.Outputs(lse=lse, out=written)
+        warpgroup = lax.axis_index("warpgroup")
+
+        # Registers of a thread that multiplies, and of one that copies: all three
+        # warpgroups together have 512.
+        @pl.when(warpgroup < 2)
+        def _():
+            plgpu.set_max_registers(240, action="increase")
+            warpgroups.consume(
+                *(inputs, outputs, shared),
+                scoring=scoring,
+                window=window,
+                tiling=tiling,
+                emulated=bool(interpret),
+            )
+
+        @pl.when(warpgroup == 2)
+        def _():
+            plgpu.set_max_registers(24, action="decrease")
+            warpgroups.produce(inputs, shared, tiling=tiling)
+
+    # The layout in which the tensor cores read.
+    tiled: Any = [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
+    dtype, ring = given.q.dtype, (stages, tile, head_dim)
+    boxes, halves = max(1, tile // page_size), (2, WGMMA_ROWS)
+
+    def barriers(count: int, arrivals: int):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    shared = warpgroups.Shared(
+        q=plgpu.SMEM((q_stages, *halves, head_dim), dtype, transforms=tiled),
+        position=plgpu.SMEM((q_stages, *halves), jnp.int32),
+        k=plgpu.SMEM(ring, dtype, transforms=tiled),
+        v=plgpu.SMEM(ring, dtype, transforms=tiled),
+        out=plgpu.SMEM((*halves, min(head_dim, warpgroups.OUT_COLUMNS)), dtype),
+        lse=plgpu.SMEM(halves, jnp.float32),
+        q_full=barriers(q_stages, 4),
+        q_free=barriers(q_stages, 2),
+        k_full=barriers(stages, boxes),
+        k_free=barriers(stages, 2),
+        v_full=barriers(stages, boxes),
+        v_free=barriers(stages, 2),
+        turn=barriers(1, 2),
+    )
+    written = jax.new_ref(out)
+    operands = [x for x in given if x is not None]
+    tiles = given.row.shape[0]
+    lse = plgpu.kernel(
+        prefill_attention,
+        out_type=jax.ShapeDtypeStruct((tiles, q_heads, TILE_ROWS), jnp.float32),
+        scratch_types=[shared],
+        grid=(tiling.num_programs,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*operands, written)
+    return jax.freeze(written), lse

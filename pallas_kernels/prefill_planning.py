@@ -1,0 +1,200 @@
+"""The plan of a step's long chunks: tiles of queries, the longest first.
+
+A tile is 128 rows of one slot, whatever the query head: a head is one offset more, and
+its queries and results are read and written where they lie. (Packing the heads of a KV
+head side by side, as decode does, would pass over queries and results two times more,
+and save keys only where a chunk has fewer rows than a tile.) A tile starts at a multiple
+of 8 rows, which the copy engine asks for: it may hold rows of others, whose results are
+not written. The plan knows no layer, and its shapes are static.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+from pallas_kernels.cutting import Tiling
+from pallas_kernels.packing import WGMMA_ROWS
+
+TILE_ROWS = 2 * WGMMA_ROWS
+"""Rows of a tile of queries: a warpgroup has half of them."""
+_ALIGNMENT = 8
+"""Rows that the copy engine counts in."""
+
+
+class Plan(NamedTuple):
+    """What the prefill kernel needs besides arrays of a layer."""
+
+    position: Int32[Array, " padded_rows"]
+    """Position of each row; -1 for padding and for rows that are left out."""
+    slot: Int32[Array, " tiles"]
+    """Slot of each tile, the tiles with most keys first."""
+    row: Int32[Array, " tiles"]
+    """Row at which it starts, a multiple of 8."""
+    begin: Int32[Array, " tiles"]
+    """Its own rows, from this one."""
+    end: Int32[Array, " tiles"]
+    """To this one, not included."""
+    whole: Int32[Array, "tiles 2"]
+    """1 where a half of it is its own rows only."""
+    low: Int32[Array, " tiles"]
+    """First place that any of its rows sees."""
+    high: Int32[Array, " tiles"]
+    """Place after the last."""
+    first: Int32[Array, " tiles"]
+    """First of the tiles of keys that any row sees."""
+    inner: Int32[Array, " tiles"]
+    """First of those that all rows see every place of."""
+    num_inner: Int32[Array, " tiles"]
+    """How many of these there are."""
+    num_kv: Int32[Array, " tiles"]
+    """How many tiles of keys in all; 0 where the tile has no rows."""
+    num_used: Int32[Array, " one"]
+    """Tiles that have rows."""
+    tile_of: Int32[Array, " rows"]
+    """Tile of each row; `tiles`, past the end, for rows that are left out."""
+
+
+def num_padded(num_rows: int) -> int:
+    """Rows that the queries are padded to: a tile at least, and a multiple of 8."""
+    return max(TILE_ROWS, -(-num_rows // _ALIGNMENT) * _ALIGNMENT)
+
+
+def max_tiles(*, num_rows: int, num_slots: int, few: int) -> int:
+    """Bounds the tiles that slots of more than `few` rows can fill.
+
+    A slot whose rows span n places fills at most (n + 7 + 127) // 128 tiles, the 7 for
+    its start.
+
+    Args:
+      num_rows: rows, at least 1.
+      num_slots: slots, at least 1.
+      few: rows of a slot that is left out, at least 0.
+
+    Returns:
+      The bound, at least 1. 512 rows of 4 slots of more than 32: (512 + 536) // 128 = 8.
+    """
+    used = min(num_slots, num_rows // (few + 1))
+    slack = _ALIGNMENT - 1 + TILE_ROWS - 1
+    return max(1, (num_rows + used * slack) // TILE_ROWS)
+
+
+def default_tiling(*, head_dim: int, num_programs: int = 132) -> Tiling:
+    """Fills the shared memory of a Hopper multiprocessor: 224 of 227 KiB at 128.
+
+    Args:
+      head_dim: 64, 128 or 256.
+      num_programs: multiprocessors of the device; an H200 has 132.
+
+    Returns:
+      The tiling: two stages of 128 keys; of wide heads 64 keys and one tile of queries.
+    """
+    return Tiling(
+        tile=64 if head_dim > 128 else 128,
+        stages=4 if head_dim == 64 else 2,
+        q_stages=1 if head_dim > 128 else 2,
+        block_rows=TILE_ROWS,
+        num_programs=num_programs,
+    )
+
+
+def make_plan(
+    positions: Int[Array, " rows"],
+    slots: Int[Array, " rows"],
+    *,
+    num_slots: int,
+    few: int,
+    tiling: Tiling,
+    window: int | None = None,
+) -> Plan:
+    """Cuts the chunks of slots with many rows into tiles.
+
+    Args:
+      positions: position of each row; -1 for a padding row.
+      slots: slot of each row, the rows of a slot side by side.
+      num_slots: slots, static.
+      few: slots of so many rows or fewer are left out, static.
+      tiling: sizes; the same for plan and kernel.
+      window: a row sees places above its position - window; None means all.
+
+    Returns:
+      The plan, of `max_tiles` tiles.
+    """
+    num_rows, keys = positions.shape[0], tiling.tile
+    num_tiles = max_tiles(num_rows=num_rows, num_slots=num_slots, few=few)
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    owner = owners(positions, slots, num_slots=num_slots)
+    many = has_many(owner, num_slots=num_slots, few=few)
+    owner = jnp.where(many, owner, num_slots)
+    # Of each slot: its rows, first and end, and where its tiles lie among all.
+    begin = jnp.full((num_slots,), num_rows, jnp.int32)
+    begin = begin.at[owner].min(index, mode="drop")
+    end = jnp.zeros((num_slots,), jnp.int32).at[owner].max(index + 1, mode="drop")
+    start = begin - begin % _ALIGNMENT
+    count = jnp.maximum(end - start + TILE_ROWS - 1, 0) // TILE_ROWS
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    # Of each tile.
+    number = jnp.arange(num_tiles, dtype=jnp.int32)
+    slot = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
+    slot = jnp.minimum(slot, num_slots - 1)
+    row = start[slot] + (number - ends[slot] + count[slot]) * TILE_ROWS
+    begin, end = jnp.maximum(row, begin[slot]), jnp.minimum(row + TILE_ROWS, end[slot])
+    row = jnp.clip(row, 0, num_padded(num_rows) - TILE_ROWS)
+    # Of each row.
+    held = jnp.where(many, owner, 0)
+    tile_of = ends[held] - count[held] + (index - start[held]) // TILE_ROWS
+    tile_of = jnp.where(many, tile_of, num_tiles)
+    half = (index - row.at[tile_of].get(mode="clip")) // WGMMA_ROWS
+    owned = jnp.zeros((num_tiles, 2), jnp.int32).at[tile_of, half].add(1, mode="drop")
+    big = jnp.iinfo(jnp.int32).max
+    lowest = jnp.full((num_tiles,), big, jnp.int32)
+    lowest = lowest.at[tile_of].min(positions.astype(jnp.int32), mode="drop")
+    highest = jnp.full((num_tiles,), -1, jnp.int32)
+    highest = highest.at[tile_of].max(positions.astype(jnp.int32), mode="drop")
+
+    low, inner_low, high = jnp.zeros_like(highest), jnp.zeros_like(highest), highest + 1
+    if window is not None:
+        low = jnp.maximum(jnp.minimum(lowest, highest) - window + 1, 0)
+        inner_low = jnp.maximum(high - window, 0)
+    first = low // keys
+    num_kv = jnp.where(high > 0, (high + keys - 1) // keys - first, 0)
+    inner = (inner_low + keys - 1) // keys
+    num_inner = jnp.maximum((jnp.minimum(lowest, highest) + 1) // keys - inner, 0)
+    inner = jnp.where(num_inner > 0, inner, first)
+
+    order = jnp.argsort(-num_kv).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(number)
+    padding = num_padded(num_rows) - num_rows
+    position = jnp.where(many, positions, -1).astype(jnp.int32)
+    return Plan(
+        position=jnp.pad(position, (0, padding), constant_values=jnp.int32(-1)),
+        slot=slot[order],
+        row=row[order],
+        begin=begin[order],
+        end=end[order],
+        whole=(owned == WGMMA_ROWS).astype(jnp.int32)[order],
+        low=low[order],
+        high=high[order],
+        first=first[order],
+        inner=inner[order],
+        num_inner=num_inner[order],
+        num_kv=num_kv[order],
+        num_used=jnp.sum(num_kv > 0, dtype=jnp.int32)[None],
+        tile_of=rank.at[tile_of].get(mode="fill", fill_value=num_tiles),
+    )
+
+
+def owners(
+    positions: Int[Array, " rows"], slots: Int[Array, " rows"], *, num_slots: int
+) -> Int32[Array, " rows"]:
+    """Slot of each row; `num_slots`, past the end, for a padding row."""
+    live = (positions >= 0) & (slots >= 0)
+    return jnp.where(live, slots, num_slots).astype(jnp.int32)
+
+
+def has_many(
+    owner: Int32[Array, " rows"], *, num_slots: int, few: int
+) -> Array:
+    """Whether each row is one of more than `few` of its slot; no padding row is."""
+    count = jnp.zeros((num_slots,), jnp.int32).at[owner].add(1, mode="drop")
+    return count.at[owner].get(mode="fill", fill_value=0) > few

@@ -1,0 +1,355 @@
+"""What the warpgroups of the prefill kernel do: copy pages, and multiply in turns.
+
+Persistent programs take tiles of queries, the longest first. One warpgroup asks the copy
+engine (TMA) for pages; two have 64 rows each of the tile and take turns, so that one
+exponentiates while the other has the tensor cores: they meet at a barrier twice a tile of
+keys, half a step apart. Tiles of keys that all rows see whole come first, those that need
+a mask after them.
+
+What no row sees may hold anything, NaN included: scores there are replaced, values
+cleared, and pages outside [0, pages) read as zeros, as the copy engine does with them.
+
+Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import softmax_mosaic_gpu as softmax
+from pallas_kernels.cutting import Tiling
+from pallas_kernels.packing import WGMMA_ROWS
+from pallas_kernels.softmax_mosaic_gpu import MASKED, Ref, Scoring
+
+OUT_COLUMNS = 128
+"""Columns of the output that are on their way to global memory at a time."""
+
+
+class Inputs(NamedTuple):
+    """References to global memory that are read: see `prefill_planning.Plan`."""
+
+    q: Ref  # [padded_rows, q_heads, head_dim]
+    k: Ref
+    v: Ref
+    page_ids: Ref
+    position: Ref
+    slot: Ref
+    row: Ref
+    begin: Ref
+    end: Ref
+    whole: Ref
+    low: Ref
+    high: Ref
+    first: Ref
+    inner: Ref
+    num_inner: Ref
+    num_kv: Ref
+    num_used: Ref
+    slopes: Ref | None = None  # [q_heads], in base 2
+    sinks: Ref | None = None  # [q_heads], in base 2
+
+
+class Outputs(NamedTuple):
+    """References to global memory that are written."""
+
+    lse: Ref  # [tiles, q_heads, 128], in base 2
+    out: Ref  # [rows, q_heads, head_dim], of which only the tiles' own rows
+
+
+class Shared(NamedTuple):
+    """Shared memory of a program, and its barriers."""
+
+    q: Ref  # [q_stages, 2, 64, head_dim]
+    position: Ref  # [q_stages, 2, 64]
+    k: Ref  # [stages, tile, head_dim]
+    v: Ref  # [stages, tile, head_dim]
+    out: Ref  # [2, 64, columns]
+    lse: Ref  # [2, 64]
+    q_full: Ref
+    q_free: Ref
+    k_full: Ref
+    k_free: Ref
+    v_full: Ref
+    v_free: Ref
+    turn: Ref
+
+
+class _Item(NamedTuple):
+    """A tile of queries of one head."""
+
+    tile: Any
+    head: Any
+    index: Any  # items of this program before it
+    ring: Any  # tiles of keys of these
+    first: Any
+    inner: Any
+    num_inner: Any
+    num_kv: Any
+
+    def kv_tile(self, i: Any) -> Any:
+        """The i-th tile of keys: those without a mask, then those before and after."""
+        j = i - self.num_inner
+        skipped = jnp.where(j >= self.inner - self.first, self.num_inner, 0)
+        return jnp.where(j < 0, self.inner + i, self.first + j + skipped)
+
+
+def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
+    """Visits this program's items; returns how many items and tiles of keys.
+
+    The items go around, there and back: whoever got the longest of one round gets the
+    shortest of the next. All warpgroups walk alike, so that they agree on the stages of
+    the rings.
+    """
+    program, q_heads = lax.axis_index("program"), inputs.q.shape[1]
+    num_items = inputs.num_used[0] * q_heads
+
+    def number(turn):
+        back = programs - 1 - program
+        return turn * programs + jnp.where(lax.rem(turn, 2) == 1, back, program)
+
+    def step(state):
+        turn, ring = state
+        tile = lax.div(number(turn), jnp.int32(q_heads))
+        num_kv = inputs.num_kv[tile]
+        visit(
+            _Item(
+                tile=tile,
+                head=lax.rem(number(turn), jnp.int32(q_heads)),
+                index=turn,
+                ring=ring,
+                first=inputs.first[tile],
+                inner=inputs.inner[tile],
+                num_inner=inputs.num_inner[tile],
+                num_kv=num_kv,
+            )
+        )
+        return turn + 1, ring + num_kv
+
+    def is_there(state):
+        return number(state[0]) < num_items
+
+    return lax.while_loop(is_there, step, (jnp.int32(0), jnp.int32(0)))
+
+
+def consume(
+    inputs: Inputs,
+    outputs: Outputs,
+    shared: Shared,
+    *,
+    scoring: Scoring,
+    window: int | None,
+    tiling: Tiling,
+    emulated: bool,
+) -> None:
+    """Multiplies: what a compute warpgroup does."""
+    warpgroup = lax.axis_index("warpgroup")
+    head_dim = inputs.q.shape[2]
+    tile, stages = tiling.tile, tiling.stages
+    shape = (WGMMA_ROWS, tile)
+
+    def meet() -> None:
+        plgpu.barrier_arrive(shared.turn)
+        plgpu.barrier_wait(shared.turn)
+
+    def visit(item: _Item) -> None:
+        low, high = inputs.low[item.tile], inputs.high[item.tile]
+        q_stage = lax.rem(item.index, jnp.int32(tiling.q_stages))
+        positions = shared.position.at[q_stage, warpgroup]
+
+        def wait_for_keys(i):
+            stage = lax.rem(item.ring + i, jnp.int32(stages))
+            plgpu.barrier_wait(shared.k_full.at[stage])
+
+        def one_tile(i, state, *, masked: bool):
+            begin = item.kv_tile(i) * tile
+            stage = lax.rem(item.ring + i, jnp.int32(stages))
+
+            def product(sums):
+                queries = shared.q.at[q_stage, warpgroup]
+                plgpu.wgmma(sums, queries, shared.k.at[stage].T)
+                # The other's values are next on the tensor cores.
+                meet()
+                return sums[...]
+
+            scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(shared.k_free.at[stage])
+            if not scoring.is_linear:
+                scores = softmax.scale_and_cap(scores, scoring)
+            if inputs.slopes is not None:
+                away = softmax.places(shape, begin) - softmax.load(positions, shape)
+                scores += inputs.slopes[item.head] * away.astype(jnp.float32)
+            if masked:
+                scores = jnp.where(_seen(shape, begin, positions), scores, MASKED)
+            weights, state = softmax.reweigh(scores, state, scoring.factor)
+            weights = weights.astype(shared.v.dtype)
+            plgpu.barrier_wait(shared.v_full.at[stage])
+            if masked:
+                # The first to take its turn clears for both.
+                @pl.when((warpgroup == 0) & ((begin < low) | (begin + tile > high)))
+                def _():
+                    softmax.clear(shared.v.at[stage], begin, low, high)
+
+            meet()
+
+            def meanwhile():
+                pl.when(i + 1 < item.num_kv)(lambda: wait_for_keys(i + 1))
+
+            values = shared.v.at[stage]
+            out = softmax.add_product(state.out, weights, values, emulated, meanwhile)
+            plgpu.barrier_arrive(shared.v_free.at[stage])
+            return state._replace(out=out)
+
+        plgpu.barrier_wait(shared.q_full.at[q_stage])
+        wait_for_keys(0)
+        state = softmax.start(head_dim)
+        if inputs.sinks is not None:
+            top = jnp.maximum(state.top, inputs.sinks[item.head])
+            weight = jnp.exp2(inputs.sinks[item.head] - top)
+            state = state._replace(top=top, total=weight)
+        for masked, ends in (
+            (False, (0, item.num_inner)),
+            (True, (item.num_inner, item.num_kv)),
+        ):
+            step = functools.partial(one_tile, masked=masked)
+            state = lax.fori_loop(*ends, step, state)
+        plgpu.barrier_arrive(shared.q_free.at[q_stage])
+        _send(item, state, inputs, outputs, shared, q_stage)
+
+    def _seen(shape, begin, positions):
+        place, position = softmax.places(shape, begin), softmax.load(positions, shape)
+        seen = place <= position
+        return seen if window is None else seen & (place > position - window)
+
+    # The second is half a step behind; in the end the first waits for it.
+    pl.when(warpgroup == 1)(meet)
+    _walk(inputs, tiling.num_programs, visit)
+    pl.when(warpgroup == 0)(meet)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _send(
+    item: _Item,
+    state: softmax.State,
+    inputs: Inputs,
+    outputs: Outputs,
+    shared: Shared,
+    q_stage: Any,
+) -> None:
+    """Writes a warpgroup's rows to global memory, some columns at a time.
+
+    The last of them are still on their way when this returns.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+    head_dim, width = inputs.q.shape[2], shared.out.shape[2]
+    lse = state.top + jnp.log2(state.total)
+    out = state.out / softmax.along(state.total, state.out.shape)
+    start = inputs.row[item.tile] + warpgroup * WGMMA_ROWS
+    begin, end = inputs.begin[item.tile], inputs.end[item.tile]
+    is_whole = inputs.whole[item.tile, warpgroup] == 1
+
+    for column in range(0, head_dim, width):
+        columns = pl.ds(column, width)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        shared.out[warpgroup] = out[:, column : column + width].astype(shared.out.dtype)
+        if column == 0:
+            shared.lse[warpgroup] = lse
+        plgpu.commit_smem()
+        if column == 0:
+            half = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
+            target = outputs.lse.at[item.tile, item.head, half]
+            plgpu.copy_smem_to_gmem(shared.lse.at[warpgroup], target)
+
+        @pl.when(is_whole)
+        def _(columns=columns):
+            rows = pl.ds(start, WGMMA_ROWS)
+            target = outputs.out.at[rows, item.head, columns]
+            plgpu.copy_smem_to_gmem(shared.out.at[warpgroup], target)
+
+        @pl.when(jnp.logical_not(is_whole))
+        def _(columns=columns):
+            # Between rows of others, and of nobody.
+            @pl.loop(jnp.maximum(begin - start, 0), jnp.minimum(end - start, WGMMA_ROWS))
+            def _(i):
+                @pl.when(shared.position[q_stage, warpgroup, i] >= 0)
+                def _():
+                    target = outputs.out.at[pl.ds(start + i, 1), item.head, columns]
+                    source = shared.out.at[warpgroup, pl.ds(i, 1)]
+                    plgpu.copy_smem_to_gmem(source, target)
+
+
+def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
+    """Copies: what the last warpgroup does."""
+    num_pages, kv_heads, page_size, _ = inputs.k.shape
+    group = inputs.q.shape[1] // kv_heads
+    pages_per_slot = inputs.page_ids.shape[1]
+    tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
+    box = min(tile, page_size)  # tokens of one copy
+
+    def ask_for_rows(item: _Item) -> None:
+        stage = lax.rem(item.index, jnp.int32(q_stages))
+
+        @pl.when(item.index >= q_stages)
+        def _():
+            plgpu.barrier_wait(shared.q_free.at[stage])
+
+        full = shared.q_full.at[stage]
+        for i in range(2):
+            start = pl.multiple_of(inputs.row[item.tile] + i * WGMMA_ROWS, 8)
+            rows = pl.ds(start, WGMMA_ROWS)
+            queries, target = inputs.q.at[rows, item.head], shared.q.at[stage, i]
+            plgpu.copy_gmem_to_smem(queries, target, full)
+            positions, target = inputs.position.at[rows], shared.position.at[stage, i]
+            plgpu.copy_gmem_to_smem(positions, target, full)
+
+    def visit(item: _Item) -> None:
+        ask_for_rows(item)
+        slot, kv_head = inputs.slot[item.tile], lax.div(item.head, jnp.int32(group))
+        low, high = inputs.low[item.tile], inputs.high[item.tile]
+
+        def page_at(place):
+            """Page with a place, or one past the end: its copy delivers zeros."""
+            nth = lax.div(place, jnp.int32(page_size))
+            page = inputs.page_ids[slot, jnp.minimum(nth, pages_per_slot - 1)]
+            wanted = (place + box > low) & (place < high)
+            wanted &= (page >= 0) & (page < num_pages)
+            return jnp.where(wanted, page, num_pages)
+
+        @pl.loop(0, item.num_kv)
+        def _(i):
+            begin, index = item.kv_tile(i) * tile, item.ring + i
+            stage = lax.rem(index, jnp.int32(stages))
+            pages = [page_at(begin + j * box) for j in range(tile // box)]
+            inside = pl.ds(lax.rem(begin, jnp.int32(page_size)), box)
+            if box == page_size:
+                inside = pl.ds(0, box)
+            for source, target, full, free in (
+                (inputs.k, shared.k, shared.k_full, shared.k_free),
+                (inputs.v, shared.v, shared.v_full, shared.v_free),
+            ):
+
+                @pl.when(index >= stages)
+                def _(free=free):
+                    plgpu.barrier_wait(free.at[stage])
+
+                for j, page in enumerate(pages):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[page, kv_head, inside],
+                        target.at[stage, pl.ds(j * box, box)],
+                        full.at[stage],
+                    )
+
+    num_items, num_tiles = _walk(inputs, tiling.num_programs, visit)
+
+    # All that arrives must have been waited for when the kernel ends.
+    @pl.loop(jnp.maximum(0, num_tiles - stages), num_tiles)
+    def _(i):
+        plgpu.barrier_wait(shared.k_free.at[lax.rem(i, jnp.int32(stages))])
+        plgpu.barrier_wait(shared.v_free.at[lax.rem(i, jnp.int32(stages))])
+
+    @pl.loop(jnp.maximum(0, num_items - q_stages), num_items)
+    def _(i):
+        plgpu.barrier_wait(shared.q_free.at[lax.rem(i, jnp.int32(q_stages))])

@@ -1,0 +1,177 @@
+"""The online softmax of a warpgroup: what the attention kernels have in common.
+
+A warpgroup holds the scores of 64 rows and a tile of keys in registers, and of every row
+the highest score, the sum of the weights and the weighted values so far. All of it is in
+base 2, which is what the hardware exponentiates in.
+
+Source: Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.packing import WGMMA_ROWS
+
+type Ref = Any
+"""A reference to memory, or a barrier, inside a kernel."""
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30
+"""Score of a place that a row does not see: finite, and far below `LOWEST`."""
+LOWEST = -1e20
+"""Where the running maximum starts. A row that has seen nothing stays here with weights
+2 ** (MASKED - LOWEST) = 0, however the compiler rounds."""
+
+_SQUARE = 64
+"""Rows and columns of values that are cleared at a time."""
+
+
+class Scoring(NamedTuple):
+    """What becomes of a product of query and key; static."""
+
+    scale: float
+    softcap: float | None
+    alibi: bool
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the scores are the products times a positive number.
+
+        Then the number can be applied within the exponent, at no cost.
+        """
+        return self.softcap is None and not self.alibi and self.scale > 1e-6
+
+    @property
+    def factor(self) -> float:
+        """That number, with the change to base 2; 1 where it is not left for later."""
+        return self.scale * LOG2E if self.is_linear else 1.0
+
+
+class State(NamedTuple):
+    """Running state of 64 rows."""
+
+    out: Any
+    """Sum of the values under their weights: `[64, head_dim]`."""
+    top: Any
+    """Highest score: `[64]`."""
+    total: Any
+    """Sum of the weights: `[64]`."""
+
+
+def start(head_dim: int) -> State:
+    """Makes the state of rows that have seen nothing."""
+    per_row, wide = plgpu.Layout.WGMMA.reduce(1), jnp.float32
+    return State(
+        out=plgpu.layout_cast(
+            jnp.zeros((WGMMA_ROWS, head_dim), wide), plgpu.Layout.WGMMA
+        ),
+        top=plgpu.layout_cast(jnp.full((WGMMA_ROWS,), LOWEST, wide), per_row),
+        total=plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), wide), per_row),
+    )
+
+
+def reweigh(scores: Any, state: State, factor: float) -> tuple[Any, State]:
+    """Weights of a tile under the new maximum, and the old state scaled to it.
+
+    Args:
+      scores: `[64, tile]`, `MASKED` where not seen.
+      state: of the tiles before.
+      factor: what the scores are still to be multiplied with, above 0.
+    """
+    top = jnp.maximum(state.top, scores.max(axis=1) * factor)
+    decay = jnp.exp2(state.top - top)
+    weights = jnp.exp2(scores * factor - along(top, scores.shape))
+    total = state.total * decay + weights.sum(axis=1)
+    return weights, State(state.out * along(decay, state.out.shape), top, total)
+
+
+def scale_and_cap(products: Any, scoring: Scoring) -> Any:
+    """Turns products of queries and keys into scores in base 2."""
+    scores = products * scoring.scale
+    if scoring.softcap is not None:
+        # tanh by an exponential: the one of the hardware has 11 good bits.
+        growth = jnp.exp2(scores * (2 * LOG2E / scoring.softcap))
+        scores = scoring.softcap - 2 * scoring.softcap / (growth + 1.0)
+    return scores * LOG2E
+
+
+def places(shape: tuple[int, int], begin: Any) -> Any:
+    """Place of each column of scores, the first of which is `begin`."""
+    layout = plgpu.Layout.WGMMA
+    return begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+
+def along(values: Any, shape: tuple[int, int]) -> Any:
+    """Spreads one number a row over the columns."""
+    return lax.broadcast_in_dim(values, shape, [0])
+
+
+def load(numbers: Ref, shape: tuple[int, int]) -> Any:
+    """Loads one number a row, over the columns. Where needed: registers are scarce."""
+    return along(plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape)
+
+
+def clear(values: Ref, begin: Any, low: Any, high: Any) -> None:
+    """Clears values that no row sees: weights of 0 do not make NaN vanish.
+
+    Args:
+      values: of a tile, in shared memory: `[tile, head_dim]`.
+      begin: first place of the tile.
+      low: first place whose value is kept.
+      high: place after the last.
+    """
+    tile, head_dim = values.shape
+    # In squares, so that few registers hold values and places at a time.
+    for row, column in itertools.product(
+        range(0, tile, _SQUARE), range(0, head_dim, _SQUARE)
+    ):
+        square = pl.ds(row, _SQUARE), pl.ds(column, _SQUARE)
+        place = (
+            begin
+            + row
+            + plgpu.broadcasted_iota(
+                jnp.int32, (_SQUARE, _SQUARE), 0, layout=plgpu.Layout.WGMMA
+            )
+        )
+        found = values[*square]
+        kept = (place >= low) & (place < high)
+        values[*square] = jnp.where(kept, found, jnp.zeros_like(found))
+    plgpu.commit_smem()
+
+
+def add_product(
+    out: Any,
+    weights: Any,
+    values: Ref,
+    emulated: bool,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Any:
+    """Adds weights times values to the output: `[64, head_dim]`.
+
+    Args:
+      out: the output so far.
+      weights: in the type of the values.
+      values: in shared memory.
+      emulated: whether the emulator runs this.
+      meanwhile: done while the tensor cores multiply.
+    """
+    if emulated:
+        # The emulator has no product with a left side in registers. A plain read needs
+        # a fence before the copy engine writes again, which the product does not.
+        out += jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        meanwhile()
+        return out
+
+    def product(sums: Ref) -> None:
+        plgpu.wgmma(sums, weights, values)
+        meanwhile()
+
+    return pl.run_state(product)(plgpu.ACC.init(out))
