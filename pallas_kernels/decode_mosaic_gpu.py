@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import decode_warpgroups_mosaic_gpu as warpgroups
 from pallas_kernels import merging, packing, planning
 from pallas_kernels.cutting import Tiling
-from pallas_kernels.decode_warpgroups_mosaic_gpu import LOG2E
 from pallas_kernels.packing import WGMMA_ROWS
 from pallas_kernels.planning import Plan
+from pallas_kernels.softmax_mosaic_gpu import LOG2E, Scoring
 
 
 def attend(
@@ -82,7 +82,7 @@ def attend(
         raise ValueError(reason)
     if max(tiling.tile, page_size) % min(tiling.tile, page_size):
         raise ValueError(f"{tiling.tile=} and {page_size=} must divide one another")
-    scoring = warpgroups.Scoring(
+    scoring = Scoring(
         scale=scale,
         softcap=softcap,
         alibi=alibi is not None,
@@ -118,7 +118,7 @@ def _launch(
     plan: Plan,
     slopes: Float32[Array, "kv_heads wgmma_rows"] | None,
     *,
-    scoring: warpgroups.Scoring,
+    scoring: Scoring,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> list[Array]:

@@ -9,13 +9,10 @@ free again.
 What no row sees may hold anything, NaN included: scores there are replaced, values
 cleared, and pages outside [0, pages) read as zeros, as the copy engine does with them.
 
-Sources: the online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3;
-one warpgroup that copies and others that multiply, Shah et al. 2024, arXiv:2407.08608,
-section 3.1.
+Source: one warpgroup that copies and others that multiply, Shah et al. 2024,
+arXiv:2407.08608, section 3.1.
 """
 
-import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,39 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import planning
+from pallas_kernels import softmax_mosaic_gpu as softmax
 from pallas_kernels.cutting import Tiling
 from pallas_kernels.packing import WGMMA_ROWS
+from pallas_kernels.softmax_mosaic_gpu import MASKED, Ref, Scoring
 
-type Ref = Any
-"""A reference to memory, or a barrier, inside a kernel."""
-
-LOG2E = math.log2(math.e)
-_MASKED = -1e30
-"""Score of a place that a row does not see: finite, and far below `_LOWEST`."""
-_LOWEST = -1e20
-"""Where the running maximum starts. A row that has seen nothing stays here with weights
-2 ** (_MASKED - _LOWEST) = 0, however the compiler rounds."""
-
-_SQUARE = 64
-"""Rows and columns of values that are cleared at a time."""
 OUT_COLUMNS = 128
 """Columns of the output that are on their way to global memory at a time."""
-
-
-class Scoring(NamedTuple):
-    """What becomes of a product of query and key; static."""
-
-    scale: float
-    softcap: float | None
-    alibi: bool
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the scores are the products times a positive number.
-
-        Then the number can be applied within the exponent, at no cost.
-        """
-        return self.softcap is None and not self.alibi and self.scale > 1e-6
 
 
 class Inputs(NamedTuple):
@@ -169,8 +140,6 @@ def consume(
     _, kv_heads, block_rows, head_dim = inputs.q.shape
     tile, num_warpgroups = tiling.tile, -(-block_rows // WGMMA_ROWS)
     shape = (WGMMA_ROWS, tile)
-    per_row = plgpu.Layout.WGMMA.reduce(1)
-    factor = scoring.scale * LOG2E if scoring.is_linear else 1.0
 
     def visit(piece: _Piece) -> None:
         low, high = inputs.low[piece.block], inputs.high[piece.block]
@@ -184,7 +153,6 @@ def consume(
             slopes = shared.slopes.at[q_stage, warpgroup]
 
         def one_tile(i, state):
-            out, top, total = state
             begin = (piece.tile + i) * tile
             stage = lax.rem(piece.ring + i, jnp.int32(tiling.stages))
             plgpu.barrier_wait(shared.k_full.at[stage])
@@ -202,32 +170,23 @@ def consume(
             scores = lax.cond(
                 inside,
                 lambda scores: scores,
-                lambda scores: jnp.where(_seen(shape, begin, rows), scores, _MASKED),
+                lambda scores: jnp.where(_seen(shape, begin, rows), scores, MASKED),
                 scores,
             )
-            new_top = jnp.maximum(top, scores.max(axis=1) * factor)
-            decay = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores * factor - _along(new_top, shape))
-            total = total * decay + weights.sum(axis=1)
-            out = out * _along(decay, out.shape)
+            weights, state = softmax.reweigh(scores, state, scoring.factor)
             plgpu.barrier_wait(shared.v_full.at[stage])
             _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups)
             weights = weights.astype(shared.v.dtype)
-            out = _add_product(out, weights, shared.v.at[stage], emulated)
+            out = softmax.add_product(state.out, weights, shared.v.at[stage], emulated)
             plgpu.barrier_arrive(shared.v_free.at[stage])
-            return out, new_top, total
+            return state._replace(out=out)
 
-        zeros = jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32)
-        start = (
-            plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((WGMMA_ROWS,), _LOWEST, jnp.float32), per_row),
-            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), jnp.float32), per_row),
-        )
+        start = softmax.start(head_dim)
         out, top, total = lax.fori_loop(0, piece.take, one_tile, start)
         plgpu.barrier_arrive(shared.q_free.at[q_stage])
 
         lse = top + jnp.log2(total)
-        out = out / _along(jnp.where(total > 0, total, 1.0), out.shape)
+        out = out / softmax.along(jnp.where(total > 0, total, 1.0), out.shape)
 
         @pl.when(piece.is_whole)
         def _():
@@ -244,91 +203,42 @@ def consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _places(shape, begin):
-    """Place of each column of scores."""
-    layout = plgpu.Layout.WGMMA
-    return begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-
-
-def _along(values, shape):
-    """Spreads one number a row over the columns."""
-    return lax.broadcast_in_dim(values, shape, [0])
-
-
-def _load(numbers: Ref, shape):
-    """Loads one number a row, over the columns. Where needed: registers are scarce."""
-    return _along(plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape)
-
-
 def _shape_scores(products, begin, rows: Ref, slopes: Ref, scoring: Scoring):
     """Turns products of queries and keys into scores in base 2: `[64, tile]`."""
-    scores, shape = products * scoring.scale, products.shape
-    if scoring.softcap is not None:
-        # tanh by an exponential: the one of the hardware has 11 good bits.
-        growth = jnp.exp2(scores * (2 * LOG2E / scoring.softcap))
-        scores = scoring.softcap - 2 * scoring.softcap / (growth + 1.0)
-    scores *= LOG2E
+    scores, shape = softmax.scale_and_cap(products, scoring), products.shape
     if slopes is not None:
-        position = _load(rows.at[planning.POSITION], shape)
-        distance = (_places(shape, begin) - position).astype(jnp.float32)
-        scores += _load(slopes, shape) * distance
+        position = softmax.load(rows.at[planning.POSITION], shape)
+        distance = (softmax.places(shape, begin) - position).astype(jnp.float32)
+        scores += softmax.load(slopes, shape) * distance
     return scores
 
 
 def _seen(shape, begin, rows: Ref):
     """Whether each row sees each place: `[64, tile]`."""
-    place = _places(shape, begin)
-    column = place - _load(rows.at[planning.LIMIT], shape)
+    place = softmax.places(shape, begin)
+    column = place - softmax.load(rows.at[planning.LIMIT], shape)
     seen = column < 0
     for line in range(planning.WORDS, rows.shape[0]):
-        word = _load(rows.at[line], shape)
+        word = softmax.load(rows.at[line], shape)
         bit = lax.shift_right_logical(word, column & 31) & 1
         nth = line - planning.WORDS
         seen |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == nth)
-    return seen & (place >= _load(rows.at[planning.FIRST], shape))
+    return seen & (place >= softmax.load(rows.at[planning.FIRST], shape))
 
 
 def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
     """Clears values that no row sees: weights of 0 do not make NaN vanish."""
-    tile, head_dim = shared.v.shape[1:]
+    tile = shared.v.shape[1]
 
     @pl.when((begin < low) | (begin + tile > high))
     def _():
         @pl.when(warpgroup == 0)
         def _():
-            # In squares, so that few registers hold values and places at a time.
-            for row, column in itertools.product(
-                range(0, tile, _SQUARE), range(0, head_dim, _SQUARE)
-            ):
-                square = pl.ds(row, _SQUARE), pl.ds(column, _SQUARE)
-                place = (
-                    begin
-                    + row
-                    + plgpu.broadcasted_iota(
-                        jnp.int32, (_SQUARE, _SQUARE), 0, layout=plgpu.Layout.WGMMA
-                    )
-                )
-                values = shared.v[stage, *square]
-                kept = (place >= low) & (place < high)
-                values = jnp.where(kept, values, jnp.zeros_like(values))
-                shared.v[stage, *square] = values
-            plgpu.commit_smem()
+            softmax.clear(shared.v.at[stage], begin, low, high)
 
         if num_warpgroups > 1:
             plgpu.barrier_arrive(shared.cleared)
             plgpu.barrier_wait(shared.cleared)
-
-
-def _add_product(out, weights, values, emulated: bool):
-    """Adds weights times values to the output: `[64, head_dim]`."""
-    if emulated:
-        # The emulator has no product with a left side in registers. A plain read needs
-        # a fence before the copy engine writes again, which the product does not.
-        out += jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()
-        return out
-    product = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))
-    return product(plgpu.ACC.init(out))
 
 
 def _send(out, lse, shared: Shared, out_target, lse_target) -> None:

@@ -34,9 +34,7 @@ def attend(
     softcap: float | None = None,
     alibi: Float[Array, " q_heads"] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
-    others: tuple[
-        Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]
-    ]
+    others: tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]
     | None = None,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool = False,
@@ -156,9 +154,11 @@ def _launch(
 
         # Registers of a thread that multiplies, and of one that copies: all three
         # warpgroups together have 512.
+        many, few = 232, 40
+
         @pl.when(warpgroup < 2)
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(many, action="increase")
             warpgroups.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,
@@ -169,7 +169,7 @@ def _launch(
 
         @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(few, action="decrease")
             warpgroups.produce(inputs, shared, tiling=tiling)
 
     # The layout in which the tensor cores read.
@@ -185,7 +185,7 @@ def _launch(
         position=plgpu.SMEM((q_stages, *halves), jnp.int32),
         k=plgpu.SMEM(ring, dtype, transforms=tiled),
         v=plgpu.SMEM(ring, dtype, transforms=tiled),
-        out=plgpu.SMEM((*halves, min(head_dim, warpgroups.OUT_COLUMNS)), dtype),
+        out=plgpu.SMEM((*halves, warpgroups.out_columns(head_dim)), dtype),
         lse=plgpu.SMEM(halves, jnp.float32),
         q_full=barriers(q_stages, 4),
         q_free=barriers(q_stages, 2),
@@ -206,7 +206,9 @@ def _launch(
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0
+        ),
         interpret=interpret,
     )(*operands, written)
     return jax.freeze(written), lse

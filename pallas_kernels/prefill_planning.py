@@ -1,11 +1,13 @@
 """The plan of a step's long chunks: tiles of queries, the longest first.
 
-A tile is 128 rows of one slot, whatever the query head: a head is one offset more, and
-its queries and results are read and written where they lie. (Packing the heads of a KV
-head side by side, as decode does, would pass over queries and results two times more,
-and save keys only where a chunk has fewer rows than a tile.) A tile starts at a multiple
-of 8 rows, which the copy engine asks for: it may hold rows of others, whose results are
-not written. The plan knows no layer, and its shapes are static.
+A tile is 128 rows of one slot, whatever the query head: its queries and results are
+read and written where they lie. Packing the heads of a KV head side by side, as decode
+does, reads the same keys a tile, and passes over queries and results twice more: 4,096
+rows of 32 heads of 128, 134 MB. Only chunks shorter than a tile would be better off. A
+tile starts at a multiple of 8 rows, which the copy engine asks for, so it may hold rows
+of others: their results are not written.
+
+The plan knows no layer, and its shapes are static.
 """
 
 from typing import NamedTuple
@@ -72,7 +74,7 @@ def max_tiles(*, num_rows: int, num_slots: int, few: int) -> int:
       few: rows of a slot that is left out, at least 0.
 
     Returns:
-      The bound, at least 1. 512 rows of 4 slots of more than 32: (512 + 536) // 128 = 8.
+      The bound, at least 1. 512 rows, 4 slots, few 32: (512 + 4 * 134) // 128 = 8.
     """
     used = min(num_slots, num_rows // (few + 1))
     slack = _ALIGNMENT - 1 + TILE_ROWS - 1
@@ -192,9 +194,7 @@ def owners(
     return jnp.where(live, slots, num_slots).astype(jnp.int32)
 
 
-def has_many(
-    owner: Int32[Array, " rows"], *, num_slots: int, few: int
-) -> Array:
+def has_many(owner: Int32[Array, " rows"], *, num_slots: int, few: int) -> Array:
     """Whether each row is one of more than `few` of its slot; no padding row is."""
     count = jnp.zeros((num_slots,), jnp.int32).at[owner].add(1, mode="drop")
     return count.at[owner].get(mode="fill", fill_value=0) > few

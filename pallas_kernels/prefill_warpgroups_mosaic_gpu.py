@@ -1,10 +1,10 @@
 """What the warpgroups of the prefill kernel do: copy pages, and multiply in turns.
 
-Persistent programs take tiles of queries, the longest first. One warpgroup asks the copy
-engine (TMA) for pages; two have 64 rows each of the tile and take turns, so that one
-exponentiates while the other has the tensor cores: they meet at a barrier twice a tile of
-keys, half a step apart. Tiles of keys that all rows see whole come first, those that need
-a mask after them.
+Persistent programs take tiles of queries, the longest first. One warpgroup asks the
+copy engine (TMA) for pages; two have 64 rows each of the tile and take turns, so that
+one exponentiates while the other has the tensor cores: they meet at a barrier twice a
+tile of keys, half a step apart. Tiles of keys that all rows see whole come first, those
+that need a mask after them.
 
 What no row sees may hold anything, NaN included: scores there are replaced, values
 cleared, and pages outside [0, pages) read as zeros, as the copy engine does with them.
@@ -25,8 +25,13 @@ from pallas_kernels.cutting import Tiling
 from pallas_kernels.packing import WGMMA_ROWS
 from pallas_kernels.softmax_mosaic_gpu import MASKED, Ref, Scoring
 
-OUT_COLUMNS = 128
-"""Columns of the output that are on their way to global memory at a time."""
+
+def out_columns(head_dim: int) -> int:
+    """Columns of the output that are on their way to global memory at a time.
+
+    Half of them where the other half's registers hold all that a thread can.
+    """
+    return head_dim if head_dim <= 128 else 64
 
 
 class Inputs(NamedTuple):
@@ -156,7 +161,6 @@ def consume(
         plgpu.barrier_wait(shared.turn)
 
     def visit(item: _Item) -> None:
-        low, high = inputs.low[item.tile], inputs.high[item.tile]
         q_stage = lax.rem(item.index, jnp.int32(tiling.q_stages))
         positions = shared.position.at[q_stage, warpgroup]
 
@@ -164,9 +168,20 @@ def consume(
             stage = lax.rem(item.ring + i, jnp.int32(stages))
             plgpu.barrier_wait(shared.k_full.at[stage])
 
+        def clear_values(stage, begin):
+            """The first to take its turn does it for both, while registers are free."""
+            plgpu.barrier_wait(shared.v_full.at[stage])
+            low, high = inputs.low[item.tile], inputs.high[item.tile]
+
+            @pl.when((warpgroup == 0) & ((begin < low) | (begin + tile > high)))
+            def _():
+                softmax.clear(shared.v.at[stage], begin, low, high)
+
         def one_tile(i, state, *, masked: bool):
             begin = item.kv_tile(i) * tile
             stage = lax.rem(item.ring + i, jnp.int32(stages))
+            if masked:
+                clear_values(stage, begin)
 
             def product(sums):
                 queries = shared.q.at[q_stage, warpgroup]
@@ -186,13 +201,8 @@ def consume(
                 scores = jnp.where(_seen(shape, begin, positions), scores, MASKED)
             weights, state = softmax.reweigh(scores, state, scoring.factor)
             weights = weights.astype(shared.v.dtype)
-            plgpu.barrier_wait(shared.v_full.at[stage])
-            if masked:
-                # The first to take its turn clears for both.
-                @pl.when((warpgroup == 0) & ((begin < low) | (begin + tile > high)))
-                def _():
-                    softmax.clear(shared.v.at[stage], begin, low, high)
-
+            if not masked:
+                plgpu.barrier_wait(shared.v_full.at[stage])
             meet()
 
             def meanwhile():
@@ -246,7 +256,7 @@ def _send(
     warpgroup = lax.axis_index("warpgroup")
     head_dim, width = inputs.q.shape[2], shared.out.shape[2]
     lse = state.top + jnp.log2(state.total)
-    out = state.out / softmax.along(state.total, state.out.shape)
+    out = state.out * softmax.along(1.0 / state.total, state.out.shape)
     start = inputs.row[item.tile] + warpgroup * WGMMA_ROWS
     begin, end = inputs.begin[item.tile], inputs.end[item.tile]
     is_whole = inputs.whole[item.tile, warpgroup] == 1
@@ -272,7 +282,9 @@ def _send(
         @pl.when(jnp.logical_not(is_whole))
         def _(columns=columns):
             # Between rows of others, and of nobody.
-            @pl.loop(jnp.maximum(begin - start, 0), jnp.minimum(end - start, WGMMA_ROWS))
+            @pl.loop(
+                jnp.maximum(begin - start, 0), jnp.minimum(end - start, WGMMA_ROWS)
+            )
             def _(i):
                 @pl.when(shared.position[q_stage, warpgroup, i] >= 0)
                 def _():

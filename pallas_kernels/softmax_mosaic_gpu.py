@@ -1,8 +1,8 @@
 """The online softmax of a warpgroup: what the attention kernels have in common.
 
-A warpgroup holds the scores of 64 rows and a tile of keys in registers, and of every row
-the highest score, the sum of the weights and the weighted values so far. All of it is in
-base 2, which is what the hardware exponentiates in.
+A warpgroup holds the scores of 64 rows and a tile of keys in registers, and of every
+row the highest score, the sum of the weights and the weighted values so far. All of it
+is in base 2, which is what the hardware exponentiates in.
 
 Source: Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 """

@@ -1,6 +1,8 @@
 """The kernels under the emulator of Mosaic GPU, races watched."""
 
 import contextlib
+import inspect
+import types
 from collections.abc import Generator
 from typing import Any
 
@@ -9,12 +11,21 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulat
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import decode_mosaic_gpu as decode
-from pallas_kernels import planning
+from pallas_kernels import planning, prefill_mosaic_gpu, prefill_planning
 from pallas_kernels.cutting import Tiling
 from tests.kernel_cases import Case
 
 SMALL = Tiling(num_programs=3, stages=2)
 TWO = Tiling(num_programs=4, stages=2, block_rows=128)
+TILES = Tiling(num_programs=2, stages=2, block_rows=128)
+"""Of the prefill kernel: tiles of 128 rows and, small, of 64 keys."""
+
+# Which of them comes first is up to the version of jax and to the threads.
+NOTICED = (
+    r"RACE DETECTED|Not all copy_smem_to_gmem|"
+    r"[Bb]arrier( \d+)? (completed phase|was deallocated|is already at phase)"
+)
+"""What the emulator says of a bug."""
 
 
 @contextlib.contextmanager
@@ -57,3 +68,40 @@ def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
     with emulator_of_races() as interpret:
         attend = jax.jit(plan_and_attend, static_argnums=1)
         return jax.block_until_ready(attend(case.arrays(), interpret))
+
+
+def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, Any]:
+    """Emulates the kernel for chunks; slots of `few` rows or less are left out."""
+
+    def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
+        plan = prefill_planning.make_plan(
+            *(arrays["positions"], arrays["slots"]),
+            num_slots=case.page_ids.shape[0],
+            few=few,
+            tiling=tiling,
+            window=case.window,
+        )
+        return prefill_mosaic_gpu.attend(
+            *(arrays[name] for name in ("q", "k_pages", "v_pages", "page_ids")),
+            plan,
+            scale=case.scale,
+            window=case.window,
+            softcap=case.softcap,
+            alibi=arrays["alibi"],
+            sinks=arrays["sinks"],
+            tiling=tiling,
+            interpret=interpret,
+        )
+
+    with emulator_of_races() as interpret:
+        attend = jax.jit(plan_and_attend, static_argnums=1)
+        return jax.block_until_ready(attend(case.arrays(), interpret))
+
+
+def mutant(module: types.ModuleType, removed: str, added: str) -> types.ModuleType:
+    """The module with one place of its source changed."""
+    source = inspect.getsource(module)
+    assert source.count(removed) == 1
+    changed = types.ModuleType("mutant")
+    exec(compile(source.replace(removed, added), "mutant", "exec"), changed.__dict__)
+    return changed

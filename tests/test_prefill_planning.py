@@ -1,0 +1,140 @@
+"""The plan of long chunks, against one made row by row."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import prefill_planning as planning
+from pallas_kernels.cutting import Tiling
+
+TILING = Tiling(num_programs=3, tile=64, block_rows=128)
+FIELDS = ("slot", "row", "low", "high", "first", "inner", "num_inner", "num_kv")
+
+
+def lay_out(
+    chunks: list[tuple[int, int, int]], num_rows: int
+) -> tuple[np.ndarray, ...]:
+    """Positions and slots of chunks (slot, context, rows), padding (-1, 0, rows)."""
+    positions, slots = np.full(num_rows, -1), np.full(num_rows, -1)
+    at = 0
+    for slot, context, rows in chunks:
+        if slot >= 0:
+            positions[at : at + rows] = context + np.arange(rows)
+            slots[at : at + rows] = slot
+        at += rows
+    assert at <= num_rows
+    return positions, slots
+
+
+def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> planning.Plan:
+    def plan(positions: jax.Array, slots: jax.Array) -> planning.Plan:
+        sizes: dict[str, Any] = {"num_slots": 4, "few": 32, "tiling": TILING} | options
+        return planning.make_plan(positions, slots, **sizes)
+
+    made = jax.jit(plan)(*(jnp.asarray(x, jnp.int32) for x in (positions, slots)))
+    return jax.tree.map(np.asarray, made)
+
+
+def test_worked_by_hand() -> None:
+    # Slot 1 has too few rows. Slot 2 begins at row 35: its first tile at 32, with 125
+    # rows of its own, then one at 160 with 25. Slot 3 begins at 190, its tile at 184.
+    chunks = [(1, 9, 32), (-1, 0, 3), (2, 100, 150), (-1, 0, 5), (3, 0, 40)]
+    plan = make(*lay_out(chunks, 312))
+    rows = {name: getattr(plan, name)[:3].tolist() for name in FIELDS}
+    assert plan.num_used.tolist() == [3]
+    assert rows == {
+        "slot": [2, 2, 3],
+        "row": [32, 160, 184],
+        # 125 rows at 100 to 224 and 25 rows at 225 to 249.
+        "low": [0, 0, 0],
+        "high": [225, 250, 40],
+        "first": [0, 0, 0],
+        "inner": [0, 0, 0],
+        "num_inner": [1, 3, 0],
+        "num_kv": [4, 4, 1],
+    }
+    assert plan.begin[:3].tolist() == [35, 160, 190]
+    assert plan.end[:3].tolist() == [160, 185, 230]
+    assert plan.whole[:3].tolist() == [[0, 1], [0, 0], [0, 0]]
+    assert (plan.num_kv[3:] == 0).all()
+
+
+def test_a_window_leaves_out_the_tiles_before() -> None:
+    plan = make(*lay_out([(0, 1000, 64)], 128), window=200)
+    # Positions 1000 to 1063: places 801 to 1063, of which all see 864 to 1000.
+    assert [int(getattr(plan, name)[0]) for name in FIELDS[2:]] == [
+        *(801, 1064, 12, 14, 1, 5)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_row_is_in_one_tile(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_rows, few = int(rng.choice([8, 100, 400, 513])), int(rng.choice([0, 7, 32]))
+    window = [None, 90][seed % 2]
+    cuts = np.sort(rng.integers(0, num_rows + 1, 8))
+    owner = [0, -1, 1, -1, 2, 3, -1]
+    sizes = np.diff(cuts)
+    lead = [(-1, 0, int(cuts[0]))]
+    chunks = [
+        (slot, int(rng.integers(0, 300)), int(size))
+        for slot, size in zip(owner, sizes, strict=True)
+    ]
+    positions, slots = lay_out(lead + chunks, num_rows)
+    if num_rows > 100:  # padding within a chunk
+        positions[rng.integers(0, num_rows, 9)] = -1
+    plan = make(positions, slots, few=few, window=window)
+    seen = np.zeros(num_rows, int)
+    counts = [np.sum((slots == slot) & (positions >= 0)) for slot in range(4)]
+    for tile in range(int(plan.num_used[0])):
+        slot, row = int(plan.slot[tile]), int(plan.row[tile])
+        assert row % 8 == 0
+        assert row + 128 <= planning.num_padded(num_rows)
+        mine = np.arange(int(plan.begin[tile]), int(plan.end[tile]))
+        mine = mine[positions[mine] >= 0]
+        assert set(slots[mine]) == {slot}
+        assert counts[slot] > few
+        assert (plan.tile_of[mine] == tile).all()
+        assert (plan.position[mine] == positions[mine]).all()
+        assert row <= mine.min()
+        assert mine.max() < row + 128
+        seen[mine] += 1
+        for half in range(2):
+            inside = (mine - row) // 64 == half
+            assert plan.whole[tile, half] == (inside.sum() == 64)
+        check_keys(plan, tile, positions[mine], window)
+    many = [counts[slot] > few if slot >= 0 else False for slot in slots]
+    wanted = np.where(many, positions >= 0, False)
+    np.testing.assert_array_equal(seen, wanted)
+    assert (plan.tile_of[~wanted] == len(plan.row)).all()
+    used = plan.num_kv[: int(plan.num_used[0])]
+    assert (used > 0).all()
+    assert (np.diff(used) <= 0).all()
+
+
+def check_keys(
+    plan: planning.Plan, tile: int, positions: np.ndarray, window: int | None
+) -> None:
+    """The tiles of keys: those that any row sees, and those that all see whole."""
+    place = np.arange(64 * 20)
+    sees = place[None, :] <= positions[:, None]
+    if window is not None:
+        sees &= place[None, :] > positions[:, None] - window
+    any_tile = sees.any(0).reshape(-1, 64).any(1)
+    all_tile = sees.all(0).reshape(-1, 64).all(1)
+    first, inner = int(plan.first[tile]), int(plan.inner[tile])
+    tiles = np.arange(20, dtype=np.int32)
+    ours = (tiles >= first) & (tiles < first + plan.num_kv[tile])
+    np.testing.assert_array_equal(ours, any_tile)
+    ours = (tiles >= inner) & (tiles < inner + plan.num_inner[tile])
+    np.testing.assert_array_equal(ours, all_tile)
+    assert plan.low[tile] == np.flatnonzero(sees.any(0))[0]
+    assert plan.high[tile] == positions.max() + 1
+
+
+def test_the_bound_on_tiles() -> None:
+    assert planning.max_tiles(num_rows=512, num_slots=4, few=32) == 8
+    assert planning.max_tiles(num_rows=20, num_slots=4, few=32) == 1
