@@ -3,27 +3,34 @@
 Every kernel answers every shape beside its peers, is held against float64 first, and
 its time against that of a device that moves the bytes and does the operations at the
 rates it was seen to reach in the same run. What is wrong is not timed.
+
+A time is that of a layer. Ours has in it a layer's share of the plan, which is made
+once a step; the plans of peers are made outside of their times, and stand beside them.
 """
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.util
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments import kernel_drawing, kernel_peers, kernel_runs, units
-from experiments.kernel_runs import Implementation
+from experiments import kernel_drawing, kernel_peers, kernel_runs, kernel_sheets
+from experiments.kernel_budget import Budget
+from experiments.kernel_runs import MAX_ERROR, Implementation
 from experiments.progress import QUIET, Progress
-from experiments.reporting import Part, Sheet
+from experiments.reporting import Part
 from pallas_kernels import benchmarking, problems, specs, targets
 from pallas_kernels.benchmarking import Ceilings
 from pallas_kernels.specs import Spec
 
 PANELS = (1, 2)
-MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
-"""Largest error, by type, with which an answer counts as one."""
+NUM_LAYERS = 32
+"""Layers that share a plan, those of a model of 7 or 8 thousand million parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,25 +40,29 @@ class Config:
     shapes: Literal["auto", "tiny", "small", "quick", "real", "grid"] = "auto"
     """A set of `pallas_kernels.specs`; auto takes real on a GPU, else small."""
     quick: bool = False
-    """Fewer shapes and calls."""
+    """Fewer shapes and calls, and less than half of the seconds."""
     only: str = ""
     """Takes only the shapes whose name has this in it."""
     num_calls: int = 30
     """Calls that are timed of each; fewer where they are slow."""
+    max_s: float = 480.0
+    """Seconds after which nothing more is begun; the shapes of quick come first."""
     peer_python: Path | None = None
-    """A Python that has torch: its attention is timed, too, in a process of its own.
-    None means this one on a GPU, if it has it."""
+    """A Python that has other frameworks: their attention is timed, too, in processes
+    of their own. None means this one on a GPU, if it has torch."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured."""
         if self.num_calls < 2:
             raise ValueError(f"{self.num_calls=} must be at least 2")
+        if not self.max_s > 0:
+            raise ValueError(f"{self.max_s=} must be above 0")
 
 
 CONFIGS = {
     "real": Config(),
     "quick": Config(quick=True),
-    "grid": Config(shapes="grid"),
+    "grid": Config(shapes="grid", max_s=3600.0),
     "smoke": Config(shapes="tiny", num_calls=2),
 }
 
@@ -63,23 +74,37 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
       First what was measured of the device, then a row for each shape and
       implementation; `note` says why one has no time.
     """
+    budget = Budget(0.4 * config.max_s if config.quick else config.max_s)
+    _leave_room()
     target = targets.current()
     chosen = _choose(config, target.platform)
-    progress.show("measuring what the device can do")
-    ceilings = _measure_ceilings(config, target.platform)
-    head: dict[str, Any] = {"device": target.kind, "ceilings": ceilings._asdict()}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         python = config.peer_python
         if target.platform == "gpu" and importlib.util.find_spec("torch"):
             python = python or Path(sys.executable)
-        others, head["peers"], absent = kernel_peers.start(python, stack)
+        num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
+        progress.show("starting the peers")
+        found = kernel_peers.start(python, stack, budget, num_calls)
+        others, versions, absent = found
+        progress.show("measuring what the device can do")
+        ceilings = _measure_ceilings(config, target.platform)
+        measure = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
-            rows += _measure(spec, config, target, ceilings, others)
+            here = kernel_runs.of(spec)
+            peers = [] if spec.kind == "copy" else others
+            rows += measure(spec, [*here, *peers])
             if spec.kind != "copy":
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
+    head: dict[str, Any] = {
+        "device": target.kind,
+        "ceilings": ceilings._asdict(),
+        "peers": versions,
+        "num_layers": NUM_LAYERS,
+        "max_s": budget.seconds,
+    }
     return [head, *rows]
 
 
@@ -103,66 +128,24 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
     """Tells the ceilings, then the times of everyone side by side."""
-    head, *rows = result
-    ceilings = Ceilings(**head["ceilings"])
-    lines = [
-        ("copy, read and written", units.size(ceilings.copy_bytes_per_s) + "/s"),
-        ("sum, read", units.size(ceilings.read_bytes_per_s) + "/s"),
-        ("matrix product", units.flops(ceilings.flops_per_s) + "/s"),
-        ("empty call", units.seconds(ceilings.empty_call_s)),
-    ]
-    note = _CLOCKS[ceilings.clock]
-    parts: list[Part] = [Sheet(f"ceilings of {head['device']}", ("", ""), lines, note)]
-    timed = [row for row in rows if row["seconds"] is not None]
-    heads = (
-        *("implementation", "time", "target", "of the floor", "best peer / it"),
-        "error",
-    )
-    for name in dict.fromkeys(row["spec"] for row in timed):
-        mine = [row for row in timed if row["spec"] == name]
-        work = units.size(mine[0]["bytes"]), units.flops(mine[0]["flops"])
-        cells = [
-            (
-                row["implementation"],
-                units.seconds(row["seconds"]),
-                units.seconds(row["target_s"]),
-                units.share(row["fraction"]),
-                "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
-                f"{row['error']:.1e}",
-            )
-            for row in mine
-        ]
-        parts.append(Sheet(f"{name}: {', '.join(work)}", heads, cells))
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row["seconds"] is None:
-            reasons.setdefault((row["implementation"], row["note"]), []).append(
-                row["spec"]
-            )
-    if reasons:
-        lines = [
-            (name, f"{len(where)} of {len({row['spec'] for row in rows})}", why)
-            for (name, why), where in reasons.items()
-        ]
-        parts.append(Sheet("not timed", ("implementation", "shapes", "why"), lines))
-    return parts
+    return kernel_sheets.sheets(result)
 
 
-_CLOCKS = {
-    "cupti": "Times are those of the kernels alone (CUPTI), caches cold.",
-    "wall": "Times are those of calls that are waited for, by the clock on the wall.",
-    "queue": "Times are those of calls waited for together: no CUPTI was found.",
-}
+def _leave_room() -> None:
+    """Lets the peers have some of the GPU's memory, if jax has not taken it yet."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 
 def _choose(config: Config, platform: str) -> list[Spec]:
+    """Takes the shapes of a set, those that tell most before the others."""
     name = config.shapes
     if name == "auto":
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
     chosen = [spec for spec in specs.SETS[name] if config.only in spec.name]
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
-    return chosen
+    return sorted(chosen, key=lambda spec: spec not in specs.SETS["quick"])
 
 
 def _measure_ceilings(config: Config, platform: str) -> Ceilings:
@@ -176,50 +159,90 @@ def _measure_ceilings(config: Config, platform: str) -> Ceilings:
     return benchmarking.measure_ceilings(**sizes, num_calls=min(10, config.num_calls))
 
 
-def _measure(
-    spec: Spec,
-    config: Config,
-    target: targets.Target,
-    ceilings: Ceilings,
-    others: list[Implementation],
-) -> list[dict[str, Any]]:
-    """Rows of all implementations on a shape, with the ratio to the best peer."""
-    if spec.kind == "copy":
-        everyone = kernel_runs.of_copies()
-        problem: Any = problems.make_copy(spec)
-    else:
-        everyone = [*kernel_runs.of_attention(), *others]
-        turns = benchmarking.num_turns(spec.bytes, target.kind)
-        problem = problems.make(spec, num_turns=turns)
-    num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
-    rows = []
-    for implementation in everyone:
-        row = _row(spec, implementation.name, implementation.is_peer)
-        try:
-            run = implementation.prepare(problem)
-            row["error"] = run.error()
-            if not row["error"] <= MAX_ERROR[spec.dtype]:
-                raise ValueError(f"its answer is wrong: error={row['error']:.2g}")
-            if run.measure is None:
-                timing = benchmarking.measure(run.call, num_calls=num_calls)
-            else:
-                timing = run.measure(num_calls)
-            row |= timing._asdict()
-            floor_s = ceilings.floor_s(spec.bytes, spec.flops)
-            row["fraction"] = floor_s / timing.seconds
-            row["excess_s"] = timing.seconds - floor_s
-            row["target_s"] = ceilings.target_s(
-                spec.bytes, spec.flops, timing.num_kernels or 1
-            )
-        except Exception as error:  # of a peer's, of a compiler's: the others go on
-            row["note"] = _first_line(error)
-        rows.append(row)
-        run = None  # and its arrays
-    peers = [row["seconds"] for row in rows if row["is_peer"] and row["seconds"]]
-    for row in rows:
-        if peers and row["seconds"]:
-            row["ratio"] = min(peers) / row["seconds"]
-    return rows
+class _Measurement:
+    """Measures implementations on a shape, as long as there is time.
+
+    Args:
+      kind: of device.
+      ceilings: of it.
+      budget: of time.
+      num_calls: calls that are timed.
+    """
+
+    def __init__(self, kind: str, ceilings: Ceilings, budget: Budget, num_calls: int):
+        self._kind, self._ceilings = kind, ceilings
+        self._budget, self._num_calls = budget, num_calls
+        self._empty_s = functools.cache(self._measure_empty)
+
+    def __call__(
+        self, spec: Spec, everyone: list[Implementation]
+    ) -> list[dict[str, Any]]:
+        """Gives the rows of all of them, with the ratio to the best peer."""
+        problem = None
+        rows = []
+        for implementation in everyone:
+            row = _row(spec, implementation.name, implementation.is_peer)
+            share = implementation.name if implementation.has_share else ""
+            try:
+                if why_not := self._budget.why_not(share):
+                    raise ValueError(why_not)
+                problem = problem or self._make(spec)
+                if share:
+                    with self._budget.spend(share):
+                        row |= self._time(spec, implementation.prepare(problem))
+                else:
+                    row |= self._time(spec, implementation.prepare(problem))
+            except Exception as error:  # of a peer's, of a compiler's: the others go on
+                row["note"] = _first_line(error)
+            rows.append(row)
+        peers = [row["seconds"] for row in rows if row["is_peer"] and row["seconds"]]
+        for row in rows:
+            if peers and row["seconds"]:
+                row["ratio"] = min(peers) / row["seconds"]
+        return rows
+
+    def _make(self, spec: Spec) -> Any:
+        if spec.kind == "copy":
+            return problems.make_copy(spec)
+        turns = benchmarking.num_turns(spec.bytes, self._kind)
+        return problems.make(spec, num_turns=turns)
+
+    def _time(self, spec: Spec, run: kernel_runs.Run) -> dict[str, Any]:
+        """Checks a run and times it: what its row then holds."""
+        error = run.error()
+        if not error <= MAX_ERROR[spec.dtype]:
+            raise ValueError(f"its answer is wrong: error={error:.2g}")
+        timing = run.measure() if run.measure else self._clock(run.call)
+        plan_s, share_s = run.plan_s, 0.0
+        if run.plan:
+            plan_s = self._clock(run.plan).seconds
+            share_s = plan_s / NUM_LAYERS
+        seconds = timing.seconds + share_s
+        floor_s = self._ceilings.floor_s(spec.bytes, spec.flops)
+        fixed_s = self._empty_s(timing.num_kernels or 1)
+        return {
+            **timing._asdict(),
+            "seconds": seconds,
+            "call_s": timing.seconds,
+            "plan_s": plan_s,
+            "plan_per_layer_s": None if plan_s is None else plan_s / NUM_LAYERS,
+            "merge_s": self._clock(run.merge).seconds if run.merge else None,
+            "t0_s": fixed_s,
+            "target_s": self._ceilings.target_s(spec.bytes, spec.flops, fixed_s),
+            "fraction": floor_s / seconds,
+            "excess_s": seconds - floor_s,
+            "error": error,
+            "how": run.how,
+        }
+
+    def _clock(self, call: Callable[[int], Any]) -> benchmarking.Timing:
+        return benchmarking.measure(call, num_calls=self._num_calls)
+
+    def _measure_empty(self, num_kernels: int) -> float:
+        if num_kernels == 1:
+            return self._ceilings.empty_call_s
+        empty = benchmarking.measure_empty(num_kernels=num_kernels)
+        return empty.seconds
 
 
 def _row(spec: Spec, name: str, is_peer: bool) -> dict[str, Any]:
@@ -227,9 +250,10 @@ def _row(spec: Spec, name: str, is_peer: bool) -> dict[str, Any]:
     known = {"bytes": spec.bytes, "flops": spec.flops, "is_peer": is_peer}
     unknown = (
         *("seconds", "error", "fraction", "ratio", "excess_s", "target_s"),
-        *("spread", "num_kernels"),
+        *("call_s", "plan_s", "plan_per_layer_s", "merge_s", "t0_s"),
+        *("spread", "num_kernels", "longest_s"),
     )
-    words = {"clock": "", "note": ""}
+    words = {"clock": "", "how": "", "note": ""}
     empty = dict.fromkeys(unknown)
     return {"spec": spec.name, "implementation": name, **known, **empty, **words}
 

@@ -13,10 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention, copying, problems, targets
+from pallas_kernels import (
+    attention,
+    copying,
+    merging,
+    packing,
+    planning,
+    problems,
+    targets,
+)
 from pallas_kernels.benchmarking import Timing
 from pallas_kernels.problems import CopyProblem, Problem
+from pallas_kernels.specs import Spec
 
+MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
+"""Largest error, by type, with which an answer counts as one."""
 MAX_SCORE_BYTES = 12_000_000_000
 """Scores that a peer without blocks would have to hold."""
 
@@ -27,12 +38,22 @@ class Run(NamedTuple):
     Attributes:
       call: makes call number i; returns arrays to wait for.
       error: how far a result is from the right one, as `problems.error` says it.
-      measure: times so many calls, elsewhere; None where `call` is timed here.
+      measure: gives the times of calls made elsewhere; None where `call` is timed here.
+      plan: makes what `call` was given ready, once a step for all layers, and is timed
+        apart; None where there is nothing to prepare.
+      merge: puts arrays together as `call` does when its kernel is done, and is timed
+        apart, too; None where there is nothing to merge.
+      plan_s: seconds of a plan that was timed elsewhere.
+      how: the way it was done, where there are several.
     """
 
     call: Callable[[int], Any]
     error: Callable[[], float]
-    measure: Callable[[int], Timing] | None = None
+    measure: Callable[[], Timing] | None = None
+    plan: Callable[[int], Any] | None = None
+    merge: Callable[[int], Any] | None = None
+    plan_s: float | None = None
+    how: str = ""
 
 
 class Implementation(NamedTuple):
@@ -42,11 +63,18 @@ class Implementation(NamedTuple):
       name: as rows give it.
       is_peer: whether it is held against ours.
       prepare: makes a run; refuses with a ValueError that says why.
+      has_share: whether it may use a share of the time alone.
     """
 
     name: str
     is_peer: bool
     prepare: Callable[[Any], Run]
+    has_share: bool = False
+
+
+def of(spec: Spec) -> list[Implementation]:
+    """All that do the work of a spec here, ours first."""
+    return of_copies() if spec.kind == "copy" else of_attention()
 
 
 def of_attention() -> list[Implementation]:
@@ -59,6 +87,7 @@ def of_attention() -> list[Implementation]:
     peers = {
         "XLA gather": _gather_and_sum,
         "XLA contiguous": lambda problem: _contiguous(problem, "xla"),
+        "XLA head-major": _head_major,
         "cuDNN contiguous": lambda problem: _contiguous(problem, "cudnn"),
         "Pallas Triton": _triton,
     }
@@ -85,22 +114,68 @@ def _run(problem: Problem, function: Callable[..., Any], turns: list[Any]) -> Ru
 
 
 def _ours(problem: Problem, name: Any) -> Run:
-    """Goes through the door; the plan, where there is one, is part of the call."""
+    """Goes through the door; the plan, where there is one, is made before."""
+    q, k_pages = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
+    )
 
-    def attend(q, k_pages, v_pages, page_ids, positions, slots, context, ancestors):
+    @jax.jit
+    def make_plan(page_ids, positions, slots, context, ancestors):
+        return attention.make_plan(
+            *(q, k_pages, page_ids, positions, slots),
+            context=context,
+            ancestors=ancestors,
+            implementation=name,
+        )
+
+    def attend(
+        q, k_pages, v_pages, page_ids, positions, slots, context, ancestors, plan
+    ):
         return attention.paged_attention(
             *(q, k_pages, v_pages, page_ids, positions, slots),
             context=context,
             ancestors=ancestors,
             implementation=name,
+            plan=plan,
         ).out
 
     rest = (problem.positions, problem.slots, problem.context, problem.ancestors)
+    # It knows lengths and no pages: the same for all turns.
+    plan = make_plan(problem.page_ids[0], *rest)
     turns = [
-        (problem.k_pages, problem.v_pages, page_ids, *rest)
+        (problem.k_pages, problem.v_pages, page_ids, *rest, plan)
         for page_ids in problem.page_ids
     ]
-    return _run(problem, attend, turns)
+    run = _run(problem, attend, turns)
+    if plan is None:
+        return run
+    run = run._replace(plan=lambda index: make_plan(problem.page_ids[0], *rest))
+    if isinstance(plan, planning.Plan):
+        run = run._replace(merge=merge_alone(problem, plan))
+    return run
+
+
+def merge_alone(problem: Problem, plan: planning.Plan) -> Callable[[int], Any]:
+    """Makes a call that merges states of the shapes that the decode kernel leaves.
+
+    Args:
+      problem: what is attended to.
+      plan: made for it.
+    """
+    heads, schedule = problem.spec.heads, plan.schedule
+    blocks = jax.eval_shape(
+        lambda q: packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
+        problem.q,
+    ).shape
+    parts = (*schedule.cut_of.shape, *blocks[2:])
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (blocks, blocks[:-1], parts, parts[:-1])
+    states = [
+        jax.random.normal(key, shape, jnp.float32)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+    merge = jax.jit(merging.merge_parts)
+    return lambda index: merge(*states, schedule.cut_of, schedule.cut_items)
 
 
 def _gather_and_sum(problem: Problem) -> Run:
@@ -160,6 +235,40 @@ def _contiguous(problem: Problem, implementation: Any) -> Run:
         out = jax.nn.dot_product_attention(
             *(q, k, v, None, *mask), implementation=implementation, **options
         )
+        return out.reshape(-1, heads.q_heads, heads.head_dim)
+
+    turns = [
+        (straighten(problem.k_pages, ids), straighten(problem.v_pages, ids), *mask)
+        for ids in _within(problem)
+    ]
+    return _run(problem, attend, turns)
+
+
+def _head_major(problem: Problem) -> Run:
+    """Two products on keys and values without pages, each head's side by side."""
+    spec, heads = problem.spec, problem.spec.heads
+    length = int(problem.lengths().max())
+    _limit_scores(problem, length)
+    shape = (spec.batch, heads.kv_heads, -1, heads.head_dim)
+    by_head = (spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
+    scale = heads.head_dim**-0.5
+
+    def lay_out(pages, page_ids):
+        found = jnp.nan_to_num(pages)[page_ids].swapaxes(1, 2).reshape(shape)
+        return found[:, :, :length]
+
+    straighten = jax.jit(lay_out)
+    seen = _seen(problem, length)
+    # Where all of them see all there is, nobody would ask.
+    mask = [] if seen.all() else [jnp.asarray(seen)]
+
+    def attend(q, k, v, *mask):
+        scores = jnp.einsum("bthgd,bhsd->bhgts", q.reshape(by_head), k)
+        scores = scores.astype(jnp.float32) * scale
+        for seen in mask:
+            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        out = jnp.einsum("bhgts,bhsd->bthgd", weights, v)
         return out.reshape(-1, heads.q_heads, heads.head_dim)
 
     turns = [

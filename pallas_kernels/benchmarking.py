@@ -26,6 +26,7 @@ class Timing(NamedTuple):
       spread: from the tenth to the ninetieth of a hundred, by the median; None where
         only the mean is known.
       num_kernels: that one call launches; None where nobody counts.
+      longest_s: median of the longest of them; None likewise.
       clock: "cupti", the time of its kernels; "wall", of a call waited for; "queue",
         of one among calls that are waited for together.
     """
@@ -33,6 +34,7 @@ class Timing(NamedTuple):
     seconds: float
     spread: float | None
     num_kernels: int | None
+    longest_s: float | None
     clock: Literal["cupti", "wall", "queue"]
 
 
@@ -58,12 +60,20 @@ class Ceilings(NamedTuple):
         bytes_per_s = max(self.copy_bytes_per_s, self.read_bytes_per_s)
         return max(num_bytes / bytes_per_s, flops / self.flops_per_s)
 
-    def target_s(self, num_bytes: int, flops: int, num_kernels: int = 1) -> float:
+    def target_s(
+        self, num_bytes: int, flops: int, fixed_s: float | None = None
+    ) -> float:
         """Time that a good kernel takes: nine tenths of the rates, and its fixed cost.
 
         With 4.3 TB/s and an empty call of 5 us, 33.6 MB take 7.8 / 0.9 + 5 = 13.7 us.
+
+        Args:
+          num_bytes: to be moved.
+          flops: to be done.
+          fixed_s: `measure_empty` of as many kernels; None means an empty call.
         """
-        return self.floor_s(num_bytes, flops) / 0.9 + num_kernels * self.empty_call_s
+        fixed_s = self.empty_call_s if fixed_s is None else fixed_s
+        return self.floor_s(num_bytes, flops) / 0.9 + fixed_s
 
 
 def num_turns(num_bytes: int, kind: str) -> int:
@@ -97,6 +107,24 @@ def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:
     return _cupti(call, num_calls) or _queue(call, num_calls)
 
 
+def measure_empty(*, num_kernels: int = 1, num_calls: int = 10) -> Timing:
+    """Times a call that does next to nothing, with so many kernels one by one.
+
+    Args:
+      num_kernels: at least 1; each waits for the one before.
+      num_calls: calls that are timed.
+    """
+    one, plus = jnp.zeros((1,), jnp.float32), jax.jit(lambda x: x + 1)
+
+    def call(index: int) -> jax.Array:
+        x = one
+        for _ in range(num_kernels):
+            x = plus(x)
+        return x
+
+    return measure(call, num_calls=num_calls)
+
+
 def measure_ceilings(
     *, num_elements: int, width: int, dtype: str, num_calls: int = 10
 ) -> Ceilings:
@@ -123,8 +151,7 @@ def measure_ceilings(
     shape = (width, width)
     a, b = (jax.random.normal(key, shape, jnp.dtype(dtype)) for key in keys[1:])
     product = measure(lambda index: _product(a, b), num_calls=num_calls)
-    one, plus = jnp.zeros((1,), jnp.float32), jax.jit(lambda x: x + 1)
-    empty = measure(lambda index: plus(one), num_calls=num_calls)
+    empty = measure_empty(num_calls=num_calls)
     return Ceilings(
         copy_bytes_per_s=2 * 4 * num_elements / copied.seconds,
         read_bytes_per_s=4 * num_elements / read.seconds,
@@ -145,7 +172,7 @@ def _wall(call: Callable[[int], Any], num_calls: int) -> Timing:
         start_s = time.perf_counter()
         jax.block_until_ready(call(index))
         seconds.append(time.perf_counter() - start_s)
-    return _timing(seconds, None, "wall")
+    return _timing(seconds, "wall")
 
 
 def _queue(call: Callable[[int], Any], num_calls: int) -> Timing:
@@ -154,7 +181,7 @@ def _queue(call: Callable[[int], Any], num_calls: int) -> Timing:
         start_s = time.perf_counter()
         jax.block_until_ready([call(index) for index in range(num_calls)])
         seconds.append((time.perf_counter() - start_s) / num_calls)
-    return _timing(seconds, None, "queue")
+    return _timing(seconds, "queue")
 
 
 def _cupti(call: Callable[[int], Any], num_calls: int) -> Timing | None:
@@ -169,7 +196,9 @@ def _cupti(call: Callable[[int], Any], num_calls: int) -> Timing | None:
     if not calls:
         return None
     seconds = [sum(ms for _, ms in kernels) / 1e3 for kernels in calls]
-    return _timing(seconds, len(calls[0]), "cupti")
+    by_kernel = [[ms / 1e3 for _, ms in kernels] for kernels in calls]
+    longest_s = max(map(statistics.median, zip(*by_kernel, strict=True)))
+    return _timing(seconds, "cupti", num_kernels=len(calls[0]), longest_s=longest_s)
 
 
 class _Turns:
@@ -194,8 +223,14 @@ class _Turns:
     trace = lower
 
 
-def _timing(seconds: list[float], num_kernels: int | None, clock: Any) -> Timing:
+def _timing(
+    seconds: list[float],
+    clock: Any,
+    *,
+    num_kernels: int | None = None,
+    longest_s: float | None = None,
+) -> Timing:
     middle = statistics.median(seconds)
     ranked = sorted(seconds)
     low, high = (ranked[round(share * (len(ranked) - 1))] for share in (0.1, 0.9))
-    return Timing(middle, (high - low) / middle, num_kernels, clock)
+    return Timing(middle, (high - low) / middle, num_kernels, longest_s, clock)

@@ -1,7 +1,10 @@
 """The kernel benchmark: its document, what it refuses to time, and how it counts."""
 
+import dataclasses
+import functools
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,19 +14,37 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments import bench_kernels, cli, kernel_peers, kernel_runs, style
+from experiments import (
+    bench_kernels,
+    cli,
+    kernel_budget,
+    kernel_peer_script,
+    kernel_peers,
+    kernel_runs,
+    style,
+)
 from experiments.bench_kernels import Config
 from experiments.kernel_runs import Implementation, Run
 from experiments.progress import Quiet
 from experiments.reporting import Sheet
-from pallas_kernels import benchmarking, deviceless, problems, specs, targets
-from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels import (
+    benchmarking,
+    cutting,
+    deviceless,
+    merging,
+    planning,
+    problems,
+    specs,
+    targets,
+)
+from pallas_kernels.benchmarking import Ceilings, Timing
 from pallas_kernels.specs import Spec
 from pallas_kernels.targets import Target
 
 KEYS = {
     *("spec", "implementation", "seconds", "error"),
     *("bytes", "flops", "fraction", "ratio"),
+    *("call_s", "plan_s", "plan_per_layer_s", "merge_s", "t0_s"),
 }
 
 
@@ -32,13 +53,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts two implementations in place of all: one of ours, one peer."""
 
     def install(**calls: Any) -> None:
-        def implement(name: str, is_peer: bool) -> Implementation:
-            def prepare(problem: problems.Problem) -> Run:
-                return calls[name](problem)
-
-            return Implementation(name, is_peer, prepare)
-
-        everyone = [implement("ours", False), implement("theirs", True)]
+        everyone = [
+            Implementation(name, name != "ours", call, has_share=name == "shared")
+            for name, call in calls.items()
+        ]
         monkeypatch.setattr(kernel_runs, "of_attention", lambda: everyone)
 
     return install
@@ -130,7 +148,7 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
         except ValueError:
             continue
     ours = outs.pop("reference")
-    assert len(outs) == 2
+    assert len(outs) == 3
     for theirs in outs.values():
         for mine, other in zip(ours, theirs, strict=True):
             assert jnp.allclose(mine, other, atol=1e-5)
@@ -140,18 +158,23 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
 
 FAKE = """
 import json, sys
+if sys.argv[1] == "FlashInfer":
+    print(json.dumps({"absent": "not importable: no such thing"}), flush=True)
+    sys.exit()
 if sys.argv[1] != "torch SDPA":
     sys.exit(3)
 print(json.dumps({"version": "7"}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     assert asked["heads"] == [4, 2, 16] and len(asked["contexts"]) > 1
+    assert (asked["page_size"], asked["max_error"]) == (8, 2e-3)
     if asked["is_tree"]:
         print(json.dumps({"refused": "no trees"}), flush=True)
         continue
-    timing = {"seconds": 1e-9, "spread": None, "num_kernels": 1, "clock": "cupti"}
-    timing = timing if asked["num_calls"] else None
-    print(json.dumps({"error": 1e-7, "timing": timing}), flush=True)
+    timing = {"seconds": 1e-9, "spread": None, "clock": "cupti"}
+    timing |= {"num_kernels": 1, "longest_s": 1e-9}
+    answer = {"error": 1e-7, "timing": timing, "plan_s": 3.2e-5, "how": "best"}
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -172,6 +195,12 @@ def test_peers_answer_from_a_process_of_their_own(
         else:
             assert (row["seconds"], row["ratio"]) == (1e-9, 1)
             assert row["num_kernels"] == 1
+            # A peer's plan stands beside its time.
+            assert row["plan_per_layer_s"] == pytest.approx(1e-6)
+            assert row["how"] == "best"
+    notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
+    assert notes["FlashInfer"] == "not importable: no such thing"
+    assert notes["torch cuDNN"] == "ended early: it said nothing"
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
 
@@ -184,7 +213,10 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     config = Config(shapes="tiny", only="decode", peer_python=Path(sys.executable))
     head, *rows = bench_kernels.run(config)
     assert head["peers"] == {}
-    assert "No module named 'torch'" in rows[-1]["note"]
+    notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
+    assert notes.keys() == kernel_peer_script.PEERS.keys()
+    for note in notes.values():
+        assert note.startswith("not importable: No module named ")
 
 
 @pytest.mark.slow
@@ -196,7 +228,12 @@ def test_everyone_compiles_for_an_h200(
 ) -> None:
     """All that can be known of them before there is a GPU; cuDNN asks for itself."""
     prepared: list[Any] = []
-    monkeypatch.setattr(kernel_runs, "_run", lambda *args: prepared.append(args))
+
+    def prepare(*args: Any) -> Run:
+        prepared.append(args)
+        return Run(lambda index: None, lambda: 0.0)
+
+    monkeypatch.setattr(kernel_runs, "_run", prepare)
     monkeypatch.setattr(
         targets, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
     )
@@ -216,6 +253,122 @@ def test_everyone_compiles_for_an_h200(
     assert len(prepared) >= 3
 
 
+def test_what_is_made_once_a_step_is_shared_by_the_layers(
+    few: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are made up: each kind of call has its own."""
+    one, two, three = (lambda index, n=n: n for n in (1, 2, 3))
+    seconds = {one: 1.0, two: 32.0, three: 0.25}
+
+    def measure(call: Any, *, num_calls: int) -> Timing:
+        return Timing(seconds[call], None, 5, None, "cupti")
+
+    ceilings = Ceilings(1.0, 1.0, 1.0, 0.125, "cupti")
+    monkeypatch.setattr(benchmarking, "measure", measure)
+    monkeypatch.setattr(benchmarking, "measure_ceilings", lambda **sizes: ceilings)
+    empty = lambda num_kernels: Timing(num_kernels * 0.1, None, None, None, "cupti")  # noqa: E731
+    monkeypatch.setattr(benchmarking, "measure_empty", empty)
+    few(
+        ours=lambda problem: Run(one, lambda: 0.0, plan=two, merge=three),
+        theirs=lambda problem: Run(one, lambda: 0.0, plan_s=32.0),
+    )
+    _, ours, theirs = bench_kernels.run(Config(shapes="tiny", only="decode"))
+    assert (ours["call_s"], ours["seconds"], ours["merge_s"]) == (1.0, 2.0, 0.25)
+    assert (theirs["call_s"], theirs["seconds"], theirs["merge_s"]) == (1.0, 1.0, None)
+    for row in (ours, theirs):
+        assert (row["plan_s"], row["plan_per_layer_s"]) == (32.0, 1.0)
+        assert row["t0_s"] == 0.5
+    assert ours["ratio"] == 0.5
+    spec = specs.SETS["tiny"][0]
+    floor_s = ceilings.floor_s(spec.bytes, spec.flops)
+    assert ours["excess_s"] == 2.0 - floor_s
+    assert ours["target_s"] == pytest.approx(floor_s / 0.9 + 0.5)
+
+
+def test_the_merge_alone_is_given_what_the_kernel_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == "chunk")
+    problem = problems.make(spec)
+    tiling = cutting.default_tiling(head_dim=64, num_programs=3)
+    make_plan = functools.partial(
+        planning.make_plan,
+        num_slots=spec.batch,
+        kv_heads=spec.heads.kv_heads,
+        group=2,
+        tiling=tiling,
+    )
+    plan = jax.jit(make_plan)(problem.positions, problem.slots)
+    seen: list[Any] = []
+    monkeypatch.setattr(merging, "merge_parts", lambda *given: seen.extend(given))
+    kernel_runs.merge_alone(problem, plan)(0)
+    # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
+    assert [x.shape for x in seen[:4]] == [
+        *((2, 2, 40, 16), (2, 2, 40)),
+        *((3, 2, 40, 16), (3, 2, 40)),
+    ]
+    assert [x.shape for x in seen[4:]] == [(3, 2), (3,)]
+
+
+def test_when_the_time_is_over_nothing_more_begins(
+    few: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(kernel_budget, "now_s", lambda: clock[0])
+
+    def taking(seconds: float) -> Any:
+        def prepare(problem: problems.Problem) -> Run:
+            clock[0] += seconds
+            return right(problem)
+
+        return prepare
+
+    few(ours=taking(30.0), theirs=taking(10.0), shared=taking(11.0))
+    config = Config(shapes="tiny", num_calls=2, max_s=100.0)
+    result = bench_kernels.run(config)
+    said = [(row["implementation"], row["note"]) for row in result[1:10]]
+    share = "skipped: its share of the time, 10 s, was over"
+    over = "skipped: the 100 s were over"
+    # 51 s, 91 s, 121 s: what has begun is finished.
+    assert said[:6] == [
+        *(("ours", ""), ("theirs", ""), ("shared", "")),
+        *(("ours", ""), ("theirs", ""), ("shared", share)),
+    ]
+    assert said[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
+    # Quick is over earlier.
+    clock[0] = 0.0
+    quick = bench_kernels.run(dataclasses.replace(config, quick=True))
+    assert quick[0]["max_s"] == 40.0
+    assert [row["note"] for row in quick[1:4]] == ["", "", over.replace("100", "40")]
+
+
+def test_what_tells_most_comes_first() -> None:
+    chosen = bench_kernels._choose(Config(), "gpu")
+    quick = specs.SETS["quick"]
+    assert {*chosen[: len(quick)]} == {*quick}
+    assert sorted(map(str, chosen)) == sorted(map(str, specs.SETS["real"]))
+
+
+def test_a_peer_that_does_not_answer_is_ended(
+    few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = """print('{"version": "1"}', flush=True)"""
+    (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
+    monkeypatch.setattr(kernel_peers, "SCRIPT", tmp_path / "silent.py")
+    monkeypatch.setattr(kernel_peer_script, "PEERS", {"one": ()})
+    few(ours=right)
+    config = Config(
+        shapes="tiny",
+        only="decode",
+        num_calls=2,
+        max_s=2.0,
+        peer_python=Path(sys.executable),
+    )
+    *_, row = bench_kernels.run(config)
+    assert row["implementation"] == "one"
+    assert re.fullmatch(r"ended after [12] s without an answer", row["note"])
+
+
 def test_the_floor_worked_by_hand() -> None:
     ceilings = Ceilings(4e12, 4.4e12, 8e14, 2e-6, "cupti")
     # Reading is the faster way through memory; the larger of both times counts.
@@ -227,7 +380,7 @@ def test_the_target_worked_by_hand() -> None:
     ceilings = Ceilings(4.3e12, 4e12, 8e14, 5e-6, "cupti")
     seconds = ceilings.target_s(33_600_000, 0)
     assert seconds == pytest.approx(13.7e-6, rel=1e-2)
-    assert ceilings.target_s(33_600_000, 0, 3) == pytest.approx(seconds + 10e-6)
+    assert ceilings.target_s(33_600_000, 0, 15e-6) == pytest.approx(seconds + 10e-6)
 
 
 def test_calls_go_round_until_the_cache_has_forgotten() -> None:
@@ -262,6 +415,8 @@ def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing.seconds == pytest.approx(3e-3)
     assert timing.spread == pytest.approx((5 - 1) / 3, rel=0.5)
     assert timing.num_kernels == 2
+    # 0 to 4 of the one, always 1 of the other.
+    assert timing.longest_s == pytest.approx(2e-3)
     assert timing.clock == "cupti"
 
 

@@ -1,0 +1,92 @@
+"""What pages cost: it measures what it says, and takes what a device has."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import kernel_runs, page_size, style
+from experiments.kernel_runs import Implementation, Run
+from experiments.page_size import CONFIGS, Config
+from pallas_kernels import benchmarking
+from pallas_kernels.benchmarking import Timing
+
+
+def test_smoke_measures_every_shape() -> None:
+    config = CONFIGS["smoke"]
+    result = page_size.run(config)
+    found = result.latency
+    assert result.page_size.tolist() == [*config.page_sizes]
+    assert found.batch.tolist() == [2, 2]
+    assert found.context.tolist() == [32, 64]
+    for field in (found.paged_s, found.contiguous_s, found.ratio):
+        assert field.shape == (2, 2)
+        assert (field > 0).all()
+    assert (found.error < 1e-5).all()
+    assert (result.device, result.clock, result.paged) == ("cpu", "wall", "reference")
+    for claim in page_size.claims(result):
+        assert claim.verdict == "differs"
+        assert claim.ours in found.ratio[:, 1]
+    files = style.render(
+        lambda axes: page_size.plot(axes, result), panels=page_size.PANELS
+    )
+    assert files["figure.png"].startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times and implementations of which all is known."""
+
+    def implement(name: str, seconds: float, error: float = 0.0) -> Implementation:
+        def prepare(problem: Any) -> Run:
+            if name == "reference" and problem.spec.page_size == 4:
+                raise ValueError("no pages of 4")
+            return Run(lambda index: seconds, lambda: error)
+
+        return Implementation(name, name != "reference", prepare)
+
+    everyone = [
+        implement("reference", 6.0),
+        implement("XLA head-major", 1.0, error=1.0),  # fast and wrong
+        implement("XLA contiguous", 4.0),
+        implement("cuDNN contiguous", 5.0),
+        implement("XLA gather", 2.0),  # over pages, too
+    ]
+    monkeypatch.setattr(kernel_runs, "of_attention", lambda: everyone)
+
+    def measure(call: Any, *, num_calls: int) -> Timing:
+        seconds = call(0)
+        return Timing(seconds if isinstance(seconds, float) else 0, 0, 1, 0, "cupti")
+
+    monkeypatch.setattr(benchmarking, "measure", measure)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
+    result = page_size.run(CONFIGS["smoke"])
+    assert result.latency.contiguous_s[:, 1].tolist() == [4.0, 4.0]
+    assert result.latency.ratio[:, 1].tolist() == [1.5, 1.5]
+    # What nobody takes is left out, and drawn as a gap.
+    assert np.isnan(result.latency.ratio[:, 0]).all()
+    low, high = page_size.claims(result)
+    assert (low.ours, high.ours, low.published, high.published) == (1.5, 1.5, 1.2, 1.26)
+    row, _ = page_size.metrics(result)["latency"]
+    assert row["ratio, 16"] == 1.5
+    assert math.isnan(row["ratio, 4"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(contexts=(64, 32)), "must be ascending"),
+        (dict(page_sizes=()), "must be ascending"),
+        (dict(num_q_heads=3), "must be a multiple of"),
+        (dict(repeats=0), "repeats=0 must be at least 1"),
+        (dict(num_calls=1), "num_calls=1 must be at least 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Config(), **fields)
