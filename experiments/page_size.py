@@ -161,7 +161,7 @@ def _fastest(problem: Problem) -> str:
     seconds = {
         name: benchmarking.measure(run.call, num_calls=2).seconds
         for name in CONTIGUOUS
-        if (run := _prepare(problem, name))
+        if (run := _prepare(problem, name)) and _is_right(problem, run)
     }
     if not seconds:
         raise RuntimeError(f"{problem.spec.name}: nobody is right without pages")
@@ -169,10 +169,16 @@ def _fastest(problem: Problem) -> str:
 
 
 def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
-    """Times both in turns; NaN where the first does not take such pages."""
+    """Times both in turns; NaN where the first does not take such pages.
+
+    Raises:
+      RuntimeError: it takes them, and its answer is wrong.
+    """
     paged, contiguous = (_prepare(problem, name) for name in names)
     if paged is None or contiguous is None:
         return math.nan, math.nan, math.nan, math.nan
+    if not _is_right(problem, paged):
+        raise RuntimeError(f"{problem.spec.name}: {names[0]} is wrong")
     rounds = np.asarray(
         [
             [
@@ -188,14 +194,16 @@ def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
 
 
 def _prepare(problem: Problem, name: str) -> kernel_runs.Run | None:
-    """Makes a run; None for one that refuses, or whose answer is wrong."""
+    """Makes a run; None for one that refuses."""
     everyone = {x.name: x for x in kernel_runs.of_attention()}
     try:
-        run = everyone[name].prepare(problem)
+        return everyone[name].prepare(problem)
     except ValueError:  # pages of such a size; a GPU that is not there
         return None
-    limit = kernel_runs.MAX_ERROR[problem.spec.dtype]
-    return run if run.error() <= limit else None
+
+
+def _is_right(problem: Problem, run: kernel_runs.Run) -> bool:
+    return run.error() <= kernel_runs.MAX_ERROR[problem.spec.dtype]
 
 
 def plot(axes: Any, result: Result) -> None:
