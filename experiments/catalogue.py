@@ -19,6 +19,7 @@ and, where they have something to say,
                                        metrics as tables by default
     PANELS = (rows, columns)           more than one panel: `plot` gets an array
     PANEL_SIZE_INCHES = (3.4, 2.4)     another size for each
+    def files(result) -> dict          text of further files, by name in `store.FILES`
 
 `Config` must not use the names `config` and `out`: the command line has them.
 """
@@ -64,6 +65,7 @@ class Experiment(NamedTuple):
       summary: what to tell a person of a result, before the claims.
       panels: rows and columns of axes of its figure.
       panel_size_inches: width and height of each.
+      files: further files of a result, as text by name.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Experiment(NamedTuple):
     summary: Callable[[Any], list[reporting.Part]]
     panels: tuple[int, int]
     panel_size_inches: tuple[float, float]
+    files: Callable[[Any], dict[str, str]] = lambda result: {}
 
 
 def entries(folder: Path | None = None) -> list[Entry]:
@@ -143,6 +146,7 @@ def of_module(module: Any) -> Experiment:
         summary=getattr(module, "summary", tables),
         panels=getattr(module, "PANELS", (1, 1)),
         panel_size_inches=getattr(module, "PANEL_SIZE_INCHES", style.PANEL_SIZE_INCHES),
+        files=getattr(module, "files", lambda result: {}),
     )
 
 

@@ -121,6 +121,22 @@ def _cost(args: list[str]) -> Answer:
     return costing.cost(args[0], options)
 
 
+def _fit(args: list[str]) -> Answer:
+    from experiments import fitting_logs
+
+    log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
+    base = fitting_logs.Config(log=log)
+    if (file := _value_of(flags, "--config")) is not None:
+        base = documents.config_loads(fitting_logs.Config, _read_text(file), file)
+        base = dataclasses.replace(base, log=log or base.log)
+    description = "LOG is a CSV, JSON lines, or the folder of a sweep."
+    config, out = _parse_config(base, flags, "jaxkv fit LOG", description)
+    if not config.log:
+        raise ValueError("which log? A CSV, JSON lines, or the folder of a sweep")
+    compiling.keep_programs()
+    return _lift_metrics(running.run(fitting_logs.experiment(config.log), config, out))
+
+
 def _list(args: list[str]) -> Answer:
     from experiments import reporting
 
@@ -146,6 +162,7 @@ _COMMANDS = {
     "generate": Command("continue text with a model", _generate),
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
+    "fit": Command("fit scaling laws to a log of training runs", _fit),
 }
 
 _USAGE = """usage: jaxkv COMMAND [OPTIONS]
@@ -183,6 +200,15 @@ def _read_config(
         if config_name is not None:
             raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
         base = documents.config_loads(config_type, _read_text(file), file)
+    description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
+    return _parse_config(base, flags, f"{prog} [CONFIG]", description)
+
+
+def _parse_config(
+    base: Any, flags: list[str], prog: str, description: str
+) -> tuple[Any, Path | None]:
+    """Reads changes to a config, and `--out`; `--config` has been seen to."""
+    config_type: Any = type(base)
     out = _value_of(flags, "--out")
     if _names_files_only(flags):
         return base, None if out is None else Path(out)
@@ -201,8 +227,7 @@ def _read_config(
         frozen=True,
         kw_only=True,
     )
-    description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
-    parsed: Any = _parse(options, flags, f"{prog} [CONFIG]", description)
+    parsed: Any = _parse(options, flags, prog, description)
     return parsed.settings, parsed.out
 
 

@@ -6,6 +6,7 @@
     claims.json                  published numbers held against ours
     figure.svg, figure.png       drawn from the files above, never from memory
     report.md                    all of it for a reader
+    fit.json                     a fitted law, as `plan` reads it
 
 Every file is written aside and renamed, so a reader never meets half of one. The status
 in `env.json` is "running" until the run is "done", was "interrupted", or has "failed".
@@ -29,7 +30,7 @@ from experiments.claims import Claim
 
 FILES = (
     *("config.json", "env.json", "result.npz", "runs.jsonl", "claims.json"),
-    *("figure.svg", "figure.png", "report.md"),
+    *("figure.svg", "figure.png", "report.md", "fit.json"),
 )
 """What a run folder may hold."""
 EARLIER = ".earlier"
@@ -165,6 +166,8 @@ def finish(
         _write(folder / "result.npz", lambda file: np.savez_compressed(file, **arrays))
     run = read(folder, experiment)
     write(folder / "claims.json", documents.dumps(run.claims))
+    for name, text in experiment.files(run.result).items():
+        write(folder / name, text)
     draw(run, experiment)
     status: Status = "interrupted" if interrupted else "done"
     env = _env(folder) | {"status": status, "duration_s": duration_s}

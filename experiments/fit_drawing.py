@@ -1,0 +1,177 @@
+"""The figure of a fit: losses and curves, residuals, isoFLOP curves, the objective."""
+
+from typing import Any
+
+import numpy as np
+
+from experiments.fit_outcomes import Contour, Result
+from experiments.style import colors
+
+LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
+"""Of the objective, over its least value."""
+_GREY = "0.6"
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws a result on two rows of two axes."""
+    _draw_losses(axes[0, 0], result)
+    _draw_residuals(axes[0, 1], result)
+    _draw_groups(axes[1, 0], result)
+    _draw_contour(axes[1, 1], result.contour, str(result.laws[0]))
+
+
+def _draw_losses(ax: Any, result: Result) -> None:
+    """The runs, and the first law for some of their sizes."""
+    shade = _shades(np.log(result.num_params))
+    held = ~result.is_fitted
+    ax.scatter(
+        result.flops[~held], result.loss[~held], s=7, c=shade[~held], linewidths=0
+    )
+    if held.any():
+        ax.scatter(
+            *(result.flops[held], result.loss[held]),
+            s=9,
+            facecolors="none",
+            edgecolors=shade[held],
+            linewidths=0.7,
+            label="held out",
+        )
+    if len(result.sizes):
+        known = np.log(np.concatenate([result.num_params, result.sizes]))
+        for color, x, y, size in zip(
+            _shades(known)[len(result.num_params) :],
+            *(result.curves.x, result.curves.y, result.sizes),
+            strict=True,
+        ):
+            ax.plot(x, y, color=color, linewidth=0.8)
+            there = np.flatnonzero(np.isfinite(y))
+            if there.size:
+                end = (x[there[-1]], y[there[-1]])
+                ax.annotate(f" {_size(size)}", end, fontsize=5, color=color)
+    if result.frontier.x.size:
+        label = "optimum" if not len(result.sizes) else "compute optimum"
+        ax.plot(*result.frontier, "--", color=_GREY, linewidth=0.8, label=label)
+    if held.any() or result.frontier.x.size:
+        ax.legend(loc="upper right")
+    ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
+    ax.set_ylabel(_label(result))
+    ax.set_title(f"{result.laws[0]}: runs and fit")
+    _plain_log(ax.yaxis)
+
+
+def _draw_residuals(ax: Any, result: Result) -> None:
+    """What each law is off by, by compute; hollow for runs it has not seen."""
+    held = ~result.is_fitted
+    for i, law in enumerate(result.laws):
+        color = colors()[(i + 1) % 8]
+        off = 100 * np.log(result.loss / result.predicted[i])
+        dots = {"s": 7, "color": color, "linewidths": 0}
+        ax.scatter(result.flops[~held], off[~held], label=law, **dots)
+        ax.scatter(
+            *(result.flops[held], off[held]),
+            s=9,
+            facecolors="none",
+            edgecolors=[color],
+            linewidths=0.7,
+        )
+    ax.axhline(0, color=_GREY, linewidth=0.6)
+    ax.set(xscale="log", xlabel="compute [FLOP]", ylabel="ln(seen / fitted) [%]")
+    ax.set_title("residuals" + (" (hollow: held out)" if held.any() else ""))
+    if len(result.laws) > 1:
+        ax.legend(loc="best")
+
+
+def _draw_groups(ax: Any, result: Result) -> None:
+    """Runs of one budget, the parabolas through them, and their minima."""
+    ax.set_title("isoFLOP curves")
+    num = len(result.parabolas.x)
+    if not num:
+        _say(ax, "no two budgets\nwith three sizes")
+        return
+    for i, color in enumerate(_shades(np.arange(num))):
+        mine = result.group == i
+        flops = float(np.exp(np.log(result.flops[mine]).mean()))
+        dots = {"s": 7, "color": color, "linewidths": 0}
+        ax.scatter(result.num_params[mine], result.loss[mine], **dots)
+        x, y = result.parabolas.x[i], result.parabolas.y[i]
+        ax.plot(x, y, color=color, linewidth=0.8)
+        ax.annotate(f" {flops:.2g}", (x[-1], y[-1]), fontsize=5, color=color)
+    ax.plot(*result.minima, "k*", markersize=4, label="minimum")
+    if np.isfinite(result.minima.x).any():
+        ax.legend(loc="upper right")
+    ax.set(xscale="log", xlabel="parameters", ylabel=_label(result))
+    low, high = result.loss[result.group >= 0].min(), result.loss.max()
+    margin = 0.05 * (high - low)
+    # A parabola that misses its runs must not shrink the others.
+    ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
+
+
+def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
+    """The objective with the other coefficients fitted, and where resamples ended."""
+    ax.set_title(f"{law}: objective over its least value")
+    if not contour.x_name:
+        _say(ax, "fewer than two exponents")
+        return
+    log_levels = np.log10(LEVELS)
+    height = np.log10(contour.objective)
+    ax.scatter(
+        *(contour.x_samples, contour.y_samples),
+        s=1,
+        color=colors()[2],
+        alpha=0.3,
+        linewidths=0,
+        rasterized=True,
+    )
+    if height.max() > log_levels[0]:
+        lines = ax.contour(
+            *(contour.x, contour.y, height),
+            levels=log_levels,
+            colors="0.35",
+            linewidths=0.6,
+        )
+        names = {float(at): f"{x:g}" for at, x in zip(log_levels, LEVELS, strict=True)}
+        ax.clabel(lines, fmt=lambda at: names.get(float(at), ""), fontsize=5)
+    ax.plot(
+        *(contour.x[len(contour.x) // 2], contour.y[len(contour.y) // 2]), "k+", ms=5
+    )
+    ax.set(xlabel=contour.x_name, ylabel=contour.y_name)
+    ax.set_xlim(contour.x[0], contour.x[-1])
+    ax.set_ylim(contour.y[0], contour.y[-1])
+
+
+def _shades(values: np.ndarray) -> np.ndarray:
+    """Colours from light to dark blue, by value."""
+    import matplotlib
+
+    spread = np.ptp(values)
+    share = (values - values.min()) / spread if spread else np.ones(len(values))
+    return matplotlib.colormaps["viridis_r"](0.15 + 0.85 * share)
+
+
+def _label(result: Result) -> str:
+    """Names what the laws predict, with its unit where it has one."""
+    is_loss = result.target == "loss"
+    return "loss [nats per token]" if is_loss else result.target.replace("_", " ")
+
+
+def _size(num_params: float) -> str:
+    """Writes a size short: 124M."""
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if num_params >= scale:
+            return f"{num_params / scale:.3g}{letter}"
+    return f"{num_params:.3g}"
+
+
+def _plain_log(axis: Any) -> None:
+    """Labels a short logarithmic axis with plain numbers."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _say(ax: Any, text: str) -> None:
+    """Says why there is nothing to draw."""
+    ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes)
+    ax.set(xticks=[], yticks=[])

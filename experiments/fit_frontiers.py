@@ -1,0 +1,197 @@
+"""What a log of runs says of the compute optimum before any law is fitted to it.
+
+Approach 2 wherever runs share budgets, by every method, and approach 1 where there are
+training curves: their exponents stand beside the fitted law's.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.progress import Progress
+from scaling import enveloping, frontiers, grouping, isoflop, parabolas
+from scaling.frontiers import Frontier
+from scaling.grouping import Groups
+from scaling.logs import Log
+
+ENVELOPE = "envelope"
+PARABOLA = "parabola"
+CORRECTED = "parabola, corrected"
+NUM_BUDGETS = 500
+"""Of the envelope; more do not change its exponent in the third digit."""
+
+
+class Found(NamedTuple):
+    """Frontiers of a log.
+
+    Attributes:
+      groups: its isoFLOP groups; there may be none.
+      frontiers: by method.
+      windows: of parabolas through 3, 5 and 7 sizes, without intervals.
+      exponents: alpha and beta of the surface by projection; None if there is none, or
+        a term of it vanishes.
+      notes: why something is not there, in sentences.
+    """
+
+    groups: Groups
+    frontiers: list[Frontier]
+    windows: list[Frontier]
+    exponents: tuple[float, float] | None
+    notes: list[str]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the methods warn of."""
+        said = [
+            line
+            for each in self.frontiers
+            for line in each.warnings
+            # An envelope always ends in its smallest and its largest size.
+            if each.method != ENVELOPE or "edge of the sizes" not in line
+        ]
+        return said + frontiers.compare(self.windows, what="window of the parabola")
+
+
+def find(
+    log: Log,
+    *,
+    tolerance: float,
+    smoothing: float,
+    resamples: int,
+    level: float,
+    seed: int,
+    progress: Progress,
+) -> Found:
+    """Finds the frontiers that a log has.
+
+    Args:
+      log: the runs.
+      tolerance: of budgets in a group, as `grouping.find_groups` has it.
+      smoothing: of training curves, decades of FLOPs.
+      resamples: of every bootstrap.
+      level: of the intervals.
+      seed: of the draws.
+      progress: watches; once it is stopped, what was drawn is used.
+    """
+
+    def frontier(
+        method: str, found: frontiers.Find, flops: np.ndarray, strata: np.ndarray
+    ) -> Frontier:
+        return frontiers.frontier(
+            method,
+            found,
+            flops,
+            strata,
+            resamples=0 if progress.stopped else resamples,
+            level=level,
+            seed=seed,
+            track=lambda sizes: _track(sizes, method, progress),
+        )
+
+    groups = _groups(log, tolerance)
+    notes: list[str] = []
+    results: list[Frontier] = []
+    windows: list[Frontier] = []
+    exponents = None
+    if len(groups.groups) < 2:
+        notes.append(
+            f"no isoFLOP groups: fewer than two budgets have {grouping.MIN_SIZES} "
+            f"sizes within {tolerance:.0%}"
+        )
+        groups = Groups((), np.empty(0, int), len(log.runs))
+    else:
+        surface = isoflop.surface(groups)
+        methods: list[tuple[str, frontiers.Find]] = [
+            (PARABOLA, isoflop.by_parabola(groups)),
+            ("akima", isoflop.by_akima(groups)),
+            ("projection", isoflop.by_projection(groups, surface)),
+        ]
+        if groups.num_left:
+            notes.append(f"{groups.num_left} runs are in no isoFLOP group")
+        flops, strata = groups.flops, groups.strata
+        results = [frontier(*method, flops, strata) for method in methods]
+        bare = [
+            (f"parabola of {window}", isoflop.by_parabola(groups, window))
+            for window in isoflop.WINDOWS
+            if max(group.sizes.size for group in groups.groups) >= window
+        ]
+        windows = [frontiers.frontier(*each, flops, strata) for each in bare]
+        if np.isfinite(surface.log_a[0] + surface.log_b[0]):
+            exponents = float(surface.alpha[0]), float(surface.beta[0])
+            corrected = isoflop.by_parabola(groups, None, exponents)
+            results.append(frontiers.frontier(CORRECTED, corrected, flops, strata))
+    curves = log.curves
+    if curves is None and not log.has_one_row_per_run:
+        curves = log
+    if curves is not None:
+        results += _envelope(curves, smoothing, frontier, notes)
+    return Found(groups, results, windows, exponents, notes)
+
+
+def _groups(log: Log, tolerance: float) -> Groups:
+    """Groups what runs ended at: of several rows of a run, the last."""
+    flops = log.columns["flops"]
+    order = np.argsort(flops, kind="stable")
+    last = {log.runs[i]: int(i) for i in order}
+    rows = np.array(sorted(last.values()), int)
+    n, d, loss = (log.columns[x][rows] for x in ("num_params", "num_tokens", "loss"))
+    groups = grouping.find_groups(n, d, flops[rows], loss, tolerance=tolerance)
+    return groups._replace(rows=rows[groups.rows])
+
+
+def _envelope(
+    curves: Log,
+    smoothing: float,
+    frontier: Callable[[str, frontiers.Find, np.ndarray, np.ndarray], Frontier],
+    notes: list[str],
+) -> list[Frontier]:
+    columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
+    try:
+        read = enveloping.read_off(
+            curves.labels(), *columns, num_budgets=NUM_BUDGETS, smoothing=smoothing
+        )
+    except ValueError as error:
+        notes.append(f"no envelope: {error}")
+        return []
+    strata = np.zeros(len(read.num_params), int)
+    return [frontier(ENVELOPE, enveloping.envelope(read), read.flops, strata)]
+
+
+def _track(sizes: Any, method: str, progress: Progress) -> Any:
+    """Passes chunks of resamples on under a bar that counts resamples."""
+    sizes = [*sizes]
+    if not sizes:
+        return
+    update, done = progress.bar(method, sum(sizes), "resamples"), 0
+    for size in sizes:
+        if progress.stopped:
+            return
+        yield size
+        done += size
+        update(done)
+
+
+def expected_shift(found: Found) -> str:
+    """Says how far the parabola's vertices lie from the minima of the fitted surface.
+
+    Returns:
+      A sentence; empty where there is no parabola or no correction.
+    """
+    by_name = {each.method: each for each in found.frontiers}
+    plain, corrected = by_name.get(PARABOLA), by_name.get(CORRECTED)
+    if plain is None or corrected is None or found.exponents is None:
+        return ""
+    with np.errstate(invalid="ignore"):
+        ratio = plain.minima.num_params[0] / corrected.minima.num_params[0]
+    ratio = ratio[np.isfinite(ratio)]
+    if not ratio.size:
+        return ""
+    alpha, beta = found.exponents
+    off = 100 * (np.exp(np.log(ratio).mean()) - 1)
+    centred = 100 * (10 ** parabolas.vertex_shift(alpha, beta, 1.0, 9) - 1)
+    return (
+        f"The surface by projection has alpha {alpha:.3f} and beta {beta:.3f}: there "
+        f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
+        "through 9 centred ones over two decades); `parabola, corrected` takes it out."
+    )

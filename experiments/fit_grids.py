@@ -1,0 +1,132 @@
+"""What a fit's figure is drawn from, computed before anything is drawn."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.fit_frontiers import PARABOLA, Found
+from experiments.fit_outcomes import Contour, Curve
+from scaling import contouring, fitting, grouping, laws, parabolas
+from scaling.fit_results import FitResult
+from scaling.log_columns import FLOPS_PER_PARAM_AND_TOKEN
+
+MAX_SIZES = 6
+"""Curves in one panel: as many as can be told apart."""
+NUM_POINTS = 80
+"""Of a curve."""
+NUM_CELLS = 41
+"""Of a contour, along each axis."""
+
+Columns = Mapping[str, np.ndarray]
+
+
+def curves(fit: FitResult, columns: Columns) -> tuple[np.ndarray, Curve]:
+    """The law's loss against compute, for some of the sizes that were run.
+
+    Returns:
+      The sizes, and lines with a row for each, not numbers where no run is near. None
+      for a law that reads more than N, D and C.
+    """
+    n, d, c = (columns[name] for name in ("num_params", "num_tokens", "flops"))
+    sizes = np.unique(n)
+    if sizes.size > MAX_SIZES:
+        places = np.linspace(0, sizes.size - 1, MAX_SIZES).round().astype(int)
+        sizes = sizes[places]
+    flops = np.geomspace(c.min() / 2, c.max() * 2, NUM_POINTS)
+    if not {*fit.inputs} <= {"num_params", "num_tokens", "flops"}:
+        sizes = sizes[:0]
+    x = np.tile(flops, (sizes.size, 1))
+    y = np.full(x.shape, np.nan)
+    for i, size in enumerate(sizes):
+        tokens = flops / (_per_param_and_token(columns) * size)
+        ratio = tokens / size
+        near = (tokens > d.min() / 2) & (tokens < d.max() * 2)
+        near &= (ratio > (d / n).min() / 2) & (ratio < (d / n).max() * 2)
+        if near.any():
+            at = {
+                "num_params": np.full(near.sum(), size),
+                "num_tokens": tokens[near],
+                "flops": flops[near],
+            }
+            y[i, near] = fitting.predict(fit, at)[0]
+    return sizes, Curve(x, y)
+
+
+def frontier(fit: FitResult, columns: Columns) -> Curve:
+    """The loss of the law's compute optimum, a decade beyond the runs."""
+    law, flops = fit.find_law(), columns["flops"]
+    if law.two_powers is None:
+        return Curve(np.empty(0), np.empty(0))
+    x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
+    by_6nd = x * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(columns)
+    loss = laws.optimum(law, fit.coefficients, by_6nd).loss
+    return Curve(x, np.asarray(loss, float))
+
+
+def _per_param_and_token(columns: Columns) -> float:
+    """C / (N D) of the runs: 6, unless their FLOPs were counted some other way."""
+    n, d, c = (columns[name] for name in ("num_params", "num_tokens", "flops"))
+    return float(np.median(c / (n * d)))
+
+
+class Grouped(NamedTuple):
+    """IsoFLOP groups to draw.
+
+    Attributes:
+      group: of each run, -1 for none.
+      curves: parabolas of all sizes of a group, a row for each.
+      minima: of them; not numbers where there is none.
+    """
+
+    group: np.ndarray
+    curves: Curve
+    minima: Curve
+
+
+def parabolas_of(found: Found, num_runs: int) -> Grouped:
+    """The parabolas through a log's isoFLOP groups."""
+    groups = found.groups.groups
+    group = np.full(num_runs, -1)
+    x = np.full((len(groups), NUM_POINTS), np.nan)
+    y = x.copy()
+    for i, each in enumerate(groups):
+        group[found.groups.rows[each.places]] = i
+        loss, weight = grouping.by_size(each, np.ones((1, each.places.size)))
+        vertex = parabolas.fit(np.log10(each.sizes), loss, weight)
+        x[i] = np.geomspace(each.sizes[0], each.sizes[-1], NUM_POINTS)
+        y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
+    plain = [each for each in found.frontiers if each.method == PARABOLA]
+    if not plain:
+        return Grouped(group, Curve(x, y), Curve(np.empty(0), np.empty(0)))
+    best = plain[0].minima
+    return Grouped(group, Curve(x, y), Curve(best.num_params[0], best.loss[0]))
+
+
+def contour(fit: FitResult, columns: Columns) -> Contour:
+    """The objective over the plane of two coefficients."""
+    names = contouring.pair(fit)
+    if names is None:
+        none = np.empty(0)
+        return Contour("", "", none, none, np.empty((0, 0)), none, none)
+    places = [[*fit.coefficients].index(name) for name in names]
+    samples = fit.sampled()[:, places]
+    x, y = (_range(fit, place, samples[:, i]) for i, place in enumerate(places))
+    objective = contouring.profile(fit, columns, names, x, y)
+    # Where a law is exact the least objective is rounding.
+    over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
+    return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])
+
+
+def _range(fit: FitResult, place: int, samples: np.ndarray) -> np.ndarray:
+    """The values of a coefficient to look at: about twice as wide as its samples."""
+    value = [*fit.coefficients.values()][place]
+    samples = samples[np.isfinite(samples)]
+    half = 0.0
+    if samples.size:
+        low, high = np.quantile(samples, (0.02, 0.98))
+        half = 1.5 * max(value - low, high - value)
+    elif np.isfinite(fit.covariance[place, place]):
+        half = 4 * float(np.sqrt(max(fit.covariance[place, place], 0.0)))
+    half = float(np.clip(half, 0.05 * abs(value) + 1e-6, 0.9 * abs(value) + 2e-6))
+    return np.linspace(value - half, value + half, NUM_CELLS)

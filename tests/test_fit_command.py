@@ -1,0 +1,237 @@
+"""`jaxkv fit`: from a log to coefficients, doubts, frontiers, and a folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import cli, fit_telling, fitting_logs
+from experiments.progress import Quiet
+from scaling import contouring, fitting, laws, logs
+from tests import traces
+
+ALPHA, BETA = 0.36, 0.38
+
+
+def loss(num_params: Any, num_tokens: Any) -> Any:
+    return 1.6 + 60 * num_params**-ALPHA + 250 * num_tokens**-BETA
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep's folder: 5 budgets, 7 sizes, one run diverged, and curves."""
+    folder = tmp_path_factory.mktemp("sweep")
+    noise = np.random.default_rng(0).normal(0, 0.002, 35)
+    runs, curves = [], []
+    for budget in np.geomspace(1e14, 9e15, 5):
+        for share in np.geomspace(0.25, 4, 7):
+            n = 0.3 * (budget / 6) ** 0.48 * share
+            d, i = budget / (6 * n), len(runs)
+            run = {
+                "run_id": f"r{i}",
+                "status": "completed",
+                "num_params": 1.1 * n,
+                "num_params_non_embedding": n,
+                "num_tokens": d,
+                "flops": 6 * n * d,
+                "loss": loss(n, d) * np.exp(noise[i]),
+            }
+            runs.append(run | ({"status": "diverged", "loss": None} if i == 9 else {}))
+            for seen in np.geomspace(0.02, 1, 20) * d:
+                point = {"run_id": f"r{i}", "step": 1, "num_tokens": seen}
+                curves.append(point | {"flops": 6 * n * seen, "loss": loss(n, seen)})
+    for name, rows in (("runs", runs), ("curves", curves)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return folder
+
+
+Jaxkv = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def jaxkv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Jaxkv:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        status = cli.main(list(args))
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+def test_a_sweep_is_fitted_without_flags(jaxkv: Jaxkv, sweep: Path) -> None:
+    args = ("fit", str(sweep), "--count", "non-embedding", "--bootstrap", "200")
+    status, out, err = jaxkv(*args, "--out", "here", "--json")
+    assert status == 0, err
+    assert "chinchilla: 200 of 200 resamples" in err
+    document = json.loads(out)
+    assert document["law"] == "chinchilla"
+    assert document["num_points"] == 34
+    assert document["count"] == "non-embedding"
+    assert document["status"] == "converged"
+    assert document["held_out"]["num_points"] == 21
+    assert document["held_out"]["mean_error"] < 0.01
+    assert document["notes"] == ["1 row left out by status: 1 diverged"]
+    a = BETA / (ALPHA + BETA)
+    low, high = document["exponent_intervals"]["a"]
+    assert low < a < high
+    for name, value in {"alpha": ALPHA, "beta": BETA, "E": 1.6}.items():
+        low, high = document["intervals"][name]
+        assert low < document["coefficients"][name] < high
+        assert low < value < high
+    found = {each["method"]: each for each in document["frontiers"]}
+    for method in ("parabola", "akima", "projection", "envelope"):
+        assert found[method]["num_resamples"] > 150
+        assert found[method]["a_interval"][0] < a < found[method]["a_interval"][1]
+    assert found["parabola"]["num_minima"] == found["parabola"]["num_budgets"] == 5
+    assert found["envelope"]["num_budgets"] == 500
+    assert {"parabola, corrected", "parabola of 3", "parabola of 7"} <= found.keys()
+
+    folder = Path("here")
+    kept = (folder / "fit.json").read_text()
+    result = fitting.from_json(kept)
+    assert result.coefficients == document["coefficients"]
+    assert json.loads(kept)["count"] == "non-embedding"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["log"] == str(sweep)
+    report = (folder / "report.md").read_text()
+    assert "| alpha | 0.3" in report
+    assert "| parabola | 5 of 5 |" in report
+    assert (folder / "figure.svg").exists()
+
+    # Again, by its config, into the same folder, for a person.
+    again = ("fit", "--config", "here/config.json", "--out", "here")
+    status, out, err = jaxkv(*again)
+    assert status == 0, err
+    assert json.loads((folder / "fit.json").read_text()) == json.loads(kept)
+    assert "a: N* ~ C^a" in out
+    assert "report: here/report.md" in out
+
+
+def test_published_coefficients_come_out_of_published_runs() -> None:
+    path = traces.find("losses/gadre_c4.csv")
+    rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
+    config = fitting_logs.Config(
+        log=str(path),
+        law="over-training",
+        where=rule,
+        loss_kind="mse",
+        space="linear",
+        bootstrap=0,
+    )
+    document = json.loads(fitting_logs.run(config).document)
+    published = {"a": 113.69, "b": 189.52, "eta": -0.24247, "E": 1.50825}
+    for name, value in published.items():
+        assert document["coefficients"][name] == pytest.approx(value, rel=1e-4)
+    held = document["held_out"]
+    assert held["num_points"] == 29
+    # By the published coefficients themselves, on the runs that they did not see.
+    log = logs.read(path)
+    others = log.take(~log.select(rule))
+    n, d = (others.columns[name] for name in ("num_params", "num_tokens"))
+    eta = published["eta"]
+    fitted = published["E"] + 113.69 * n**eta + 189.52 * 6 ** (eta / 2) * d**eta
+    error = np.log(fitted / others.columns["loss"])
+    assert held["mean_error"] == pytest.approx(np.abs(error).mean(), rel=0.01)
+    assert held["last_error"] == pytest.approx(error[n.argmax()], rel=0.01)
+    assert document["frontiers"] == []
+    assert document["warnings"]
+
+
+def test_laws_stand_side_by_side(sweep: Path) -> None:
+    config = fitting_logs.Config(
+        log=str(sweep),
+        law="chinchilla, kaplan-d",
+        hold_out="flops > 5e15",
+        bootstrap=0,
+    )
+    result = fitting_logs.run(config)
+    document = fit_telling.metrics(result)
+    assert [fit["law"] for fit in document["fits"]] == ["chinchilla", "kaplan-d"]
+    assert [fit["held_out"]["num_points"] for fit in document["fits"]] == [7, 7]
+    errors = [fit["held_out"]["mean_error"] for fit in document["fits"]]
+    assert errors[0] < 0.02 < errors[1]
+    assert document["coefficients"] == document["fits"][0]["coefficients"]
+    said = "".join(map(repr, fit_telling.summary(result)))
+    assert "Held out: 7 of 34 runs." in said
+    assert "kaplan-d" in said
+
+
+class Impatient(Quiet):
+    """Presses Ctrl-C while the first law is resampled."""
+
+    def bar(
+        self, label: str, total: float | None, unit: str
+    ) -> Callable[[float], None]:
+        def update(done: float) -> None:
+            self.stopped = True
+
+        return update
+
+
+def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
+    config = fitting_logs.Config(log=str(sweep), law="chinchilla,kaplan-d")
+    result = fitting_logs.run(config, Impatient())
+    document = json.loads(result.document)
+    for fit in (document, *document["others"]):
+        assert fit["samples"] is None
+        assert fit["intervals"]
+        assert any("interrupted" in line for line in fit["warnings"])
+    assert {each["num_resamples"] for each in document["frontiers"]} == {0}
+
+
+def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
+    log = logs.read(sweep)
+    fit = fitting.fit(laws.CHINCHILLA, log.columns)
+    names = contouring.pair(fit)
+    assert names == ("alpha", "beta")
+    alpha, beta = (fit.coefficients[name] for name in names)
+    x, y = alpha * np.array([0.8, 1.0, 1.3]), beta * np.array([1.0, 1.2])
+    found = contouring.profile(fit, log.columns, names, x, y)
+    np.testing.assert_allclose(found[0, 1], fit.objective, rtol=1e-8)
+    assert (np.delete(found.ravel(), 1) > 1.5 * fit.objective).all()
+    # With the exponents held, least squares of the loss is linear in E, A and B.
+    squares = fitting.fit(laws.CHINCHILLA, log.columns, loss="mse", space="linear")
+    n, d, seen = (log.columns[c] for c in ("num_params", "num_tokens", "loss"))
+    design = np.stack([np.ones_like(n), n ** -x[0], d ** -y[1]], 1)
+    left = seen - design @ np.linalg.lstsq(design, seen)[0]
+    found = contouring.profile(squares, log.columns, names, x[:1], y[1:])
+    np.testing.assert_allclose(found, [[(left**2).sum() / 2]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("", "which log?"),
+        ("no.csv", "no.csv: cannot be read"),
+        ("log.csv --law chinchila", "no law 'chinchila'"),
+        ("log.csv --law ,", "must name a law"),
+        ("log.csv --law chinchilla,learning-rate", "laws of different targets"),
+        ("log.csv --where N>9", "the rule leaves no row to fit"),
+        ("log.csv --where M>9", "no column 'M'; one of N, D, loss, row"),
+        ("log.csv --where N>1 --hold-out N>1", "both --where and --hold-out; which?"),
+        ("log.csv --columns U", "--columns U: must be INPUT=COLUMN"),
+        ("log.csv --law data-constrained", "the law reads num_unique_tokens; name"),
+        ("log.csv --n x", "--n x: no such column; there is N, D, loss"),
+        ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),
+        ("log.csv --law kaplan-n --ignore row==2", "num_params is the same in all 2"),
+        ("log.csv --bootstrap -1", "self.bootstrap=-1 must be at least 0"),
+        ("bad.csv", "row 2 (line 3): loss is 'x', not a number"),
+        ("log.csv --loss-kindd mse", "did you mean --loss-kind?"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) -> None:
+    Path("log.csv").write_text("N,D,loss\n1,2,3\n4,5,3\n1,7,2\n")
+    Path("bad.csv").write_text("N,D,loss\n1,2,3\n4,5,x\n")
+    status, out, err = jaxkv("fit", *args.split(), "--json")
+    assert (status, out) == (2, "")
+    assert line in err
+    assert err.count("\n") == 1
+    assert not Path("runs").exists()
