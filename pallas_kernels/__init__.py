@@ -3,7 +3,8 @@
 `paged_attention` attends from rows to pages, in one plan a step (`make_plan`);
 `merge_states` puts attention over parts of the keys together. `write_kv` and
 `copy_pages` fill and copy pages, `quantize` and `dequantize` are for pages of 8 bits,
-and `flash_attention` is for keys that are not in pages.
+and `flash_attention` is for keys that are not in pages. `grouped_matmul` multiplies
+rows by the weights of their group, as mixtures of experts do.
 """
 
 import importlib
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     )
     from pallas_kernels.copying import copy_pages
     from pallas_kernels.flash import flash_attention
+    from pallas_kernels.grouped import grouped_matmul
     from pallas_kernels.quantizing import Quantized, dequantize, quantize
     from pallas_kernels.writing import write_kv
 
@@ -27,6 +29,7 @@ _HOMES = {
     "copy_pages": "copying",
     "dequantize": "quantizing",
     "flash_attention": "flash",
+    "grouped_matmul": "grouped",
     "make_plan": "attention",
     "merge_states": "attention",
     "paged_attention": "attention",
@@ -40,6 +43,7 @@ __all__ = [
     "copy_pages",
     "dequantize",
     "flash_attention",
+    "grouped_matmul",
     "make_plan",
     "merge_states",
     "paged_attention",

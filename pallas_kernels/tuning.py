@@ -82,3 +82,63 @@ def decode_sizes(kind: str, head_dim: int) -> DecodeSizes:
         if (name, head_dim) in DECODE:
             return DECODE[name, head_dim]
     raise ValueError(f"{head_dim=} must be one of {[d for _, d in DECODE]}")
+
+
+GROUPED_DEPTH = 64
+"""Numbers of a row that are multiplied at a time: 128 bytes, a line of the layout in
+which the tensor cores read."""
+
+
+class GroupedSizes(NamedTuple):
+    """Sizes of the grouped matrix product.
+
+    Attributes:
+      block_rows: rows of a block, 64 for each warpgroup that multiplies.
+      columns: columns of an item.
+      stages: tiles of rows and weights in shared memory.
+      panel: stretches of columns that programs side by side go through together.
+      source: "measured" on the device, or "reasoned" from its sizes.
+    """
+
+    block_rows: int
+    columns: int
+    stages: int
+    panel: int
+    source: Literal["measured", "reasoned"]
+
+    def smem_bytes(self) -> int:
+        """Shared memory of rows, weights and results, barriers aside.
+
+        (128, 256, 4, 8): 4 * 384 * 64 * 2 + 2 * 128 * 128 = 229,376.
+        """
+        ring = self.stages * (self.block_rows + self.columns) * GROUPED_DEPTH * 2
+        return ring + 2 * self.block_rows * 128
+
+
+def grouped_sizes(
+    *, num_rows: int, num_groups: int, num_columns: int, num_cores: int
+) -> GroupedSizes:
+    """Chooses sizes by what there is to multiply. Unmeasured: reasoned.
+
+    Two warpgroups where groups have more than 64 rows on average, else one. Columns as
+    wide as leaves an item for every multiprocessor; then as many stages as fit.
+
+    Args:
+      num_rows: rows of all groups.
+      num_groups: groups, 1 or more.
+      num_columns: of the result, a multiple of 64.
+      num_cores: multiprocessors.
+    """
+    block_rows = 128 if num_rows > 64 * num_groups else 64
+    least = min(num_groups, num_rows)
+    num_blocks = max(least, num_rows // block_rows)
+    fitting = [c for c in (256, 128, 64) if num_columns % c == 0]
+    columns = next(
+        (c for c in fitting if num_blocks * (num_columns // c) >= num_cores),
+        fitting[-1],
+    )
+    for stages in (8, 7, 6, 5, 4):
+        sizes = GroupedSizes(block_rows, columns, stages, 8, "reasoned")
+        if sizes.smem_bytes() <= MAX_SMEM_BYTES:
+            return sizes
+    raise AssertionError("4 stages of any of these sizes fit")

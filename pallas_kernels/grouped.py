@@ -1,0 +1,197 @@
+"""The door to grouped matrix products: checks shapes, then picks an implementation.
+
+A mixture of experts sends every token to a few of many weights. Sorted by expert the
+tokens are runs of rows, and one call multiplies each run by its expert's weights.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import grouped_reference, targets, tuning
+
+type GroupedImplementation = Literal["reference", "mosaic_gpu"]
+"""Implementations by name; `None` takes the best one for platform and shape."""
+
+TILE = 64
+"""Both sides of the weights must be a multiple of it for the Mosaic GPU kernel; rows
+that are multiplied at a time under reproducible numerics."""
+
+
+class _Way(NamedTuple):
+    """How a product is made; static."""
+
+    implementation: GroupedImplementation
+    dtype: Any
+    block_rows: int | None
+
+
+def grouped_matmul(
+    x: Float[Array, "rows width"],
+    w: Float[Array, "groups width columns"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+    implementation: GroupedImplementation | None = None,
+) -> Float[Array, "rows columns"]:
+    """Multiplies each row by the weights of its group.
+
+    Differentiable in `x` and `w`, once and backwards. The gradient of `x` is a grouped
+    product again and made by the same implementation; that of `w` is made by the
+    reference. Both take the gradient of the result in the type of `x`.
+
+    Args:
+      x: rows sorted by group: those of group 0 first.
+      w: weights of each group, of the type of `x`.
+      group_sizes: rows of each group, 0 or more, together at most `rows`. The rest of
+        the rows belong to no group and may hold anything, NaN included.
+      preferred_element_type: floating type of the result; None means that of `x`. Sums
+        have at least 32 bits.
+      numerics: "reproducible" gives a row the same bits in any company.
+      implementation: None, or a name that must serve this call. "reference" takes any
+        sizes and floating types; "mosaic_gpu" needs a Hopper GPU, fast numerics, `x`
+        and `w` in bfloat16 or both in float16, width and columns that are multiples of
+        64, at least one group, and a result of 16 or 32 bits.
+
+    Returns:
+      The products; 0 in rows of no group.
+
+    Raises:
+      ValueError: shapes or types that do not fit each other, or an implementation that
+        is unknown or cannot serve the call.
+
+    Source: Gale et al. 2022, arXiv:2211.15841, section 4: experts as one product.
+    """
+    _check(x, w, group_sizes)
+    dtype = jnp.dtype(preferred_element_type or x.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{preferred_element_type=} must be a floating type, or None")
+    if numerics not in ("fast", "reproducible"):
+        raise ValueError(f"{numerics=} must be 'fast' or 'reproducible'")
+    chosen = choose(
+        *(x, w),
+        preferred_element_type=dtype,
+        numerics=numerics,
+        implementation=implementation,
+    )
+    block_rows = TILE if numerics == "reproducible" else None
+    return _product(x, w, group_sizes, _Way(chosen, dtype, block_rows))
+
+
+def choose(
+    x: Float[Array, "rows width"] | jax.ShapeDtypeStruct,
+    w: Float[Array, "groups width columns"] | jax.ShapeDtypeStruct,
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+    implementation: GroupedImplementation | None = None,
+) -> GroupedImplementation:
+    """Names the implementation that serves a call.
+
+    Raises:
+      ValueError: one is asked for that is unknown, or that cannot serve the call.
+    """
+    if implementation not in (None, "reference", "mosaic_gpu"):
+        raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
+    if implementation == "reference":
+        return "reference"
+    reason = _why_not_mosaic(x, w, preferred_element_type or x.dtype, numerics)
+    if reason is None:
+        return "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        raise ValueError(f"implementation='mosaic_gpu': {reason}; 'reference' takes it")
+    return "reference"
+
+
+def _check(x: Array, w: Array, group_sizes: Array) -> None:
+    """Refuses arrays that do not fit each other."""
+    if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"{x.shape=} must be [rows, width] and {w.shape=} [groups, width, columns]"
+        )
+    if group_sizes.shape != w.shape[:1]:
+        raise ValueError(
+            f"{group_sizes.shape=} must be {w.shape[:1]}, one for each group"
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"{group_sizes.dtype=} must be an integer type")
+    if x.dtype != w.dtype:
+        raise ValueError(f"{x.dtype=} must be {w.dtype=}")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise ValueError(f"{x.dtype=} must be a floating type of 16 bits or more")
+
+
+def _why_not_mosaic(
+    x: Any, w: Any, preferred_element_type: DTypeLike, numerics: str
+) -> str | None:
+    """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
+    dtype = jnp.dtype(preferred_element_type)
+    if (reason := targets.why_not_hopper(targets.current())) is not None:
+        return reason
+    if numerics != "fast":
+        return f"{numerics=} needs blocks that do not depend on the other rows"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{x.dtype=} must be bfloat16 or float16"
+    if dtype.itemsize not in (2, 4):
+        return f"preferred_element_type={dtype} must have 16 or 32 bits"
+    if w.shape[0] == 0:
+        return f"{w.shape[0]=} must be at least 1"
+    for name, size in (("width", w.shape[1]), ("columns", w.shape[2])):
+        if size == 0 or size % TILE:
+            return f"{name}={size} must be a positive multiple of {TILE}"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x: Array, w: Array, group_sizes: Array, way: _Way) -> Array:
+    return _multiply(x, w, group_sizes, way)
+
+
+def _multiply(
+    x: Array, w: Array, group_sizes: Array, way: _Way, transposed: bool = False
+) -> Array:
+    if way.implementation == "reference":
+        return grouped_reference.multiply(
+            *(x, w, group_sizes),
+            transposed=transposed,
+            dtype=way.dtype,
+            block_rows=way.block_rows,
+        )
+    from pallas_kernels import grouped_mosaic_gpu  # Pallas loads only where it runs
+
+    num_cores = targets.current().num_cores
+    sizes = tuning.grouped_sizes(
+        num_rows=x.shape[0],
+        num_groups=w.shape[0],
+        num_columns=w.shape[1 if transposed else 2],
+        num_cores=num_cores,
+    )
+    return grouped_mosaic_gpu.multiply(
+        *(x, w, group_sizes),
+        transposed=transposed,
+        dtype=way.dtype,
+        sizes=sizes,
+        num_programs=num_cores,
+    )
+
+
+def _forward(x: Array, w: Array, group_sizes: Array, way: _Way) -> tuple[Array, Any]:
+    return _multiply(x, w, group_sizes, way), (x, w, group_sizes)
+
+
+def _backward(way: _Way, kept: Any, gradient: Array) -> tuple[Array, Array, Any]:
+    x, w, group_sizes = kept
+    gradient = gradient.astype(x.dtype)
+    back = way._replace(dtype=x.dtype)
+    of_x = _multiply(gradient, w, group_sizes, back, transposed=True)
+    of_w = grouped_reference.multiply_rows(x, gradient, group_sizes, dtype=w.dtype)
+    return of_x, of_w, np.zeros(group_sizes.shape, jax.dtypes.float0)
+
+
+_product.defvjp(_forward, _backward)

@@ -1,0 +1,148 @@
+"""The grouped matrix product in plain jnp: what it means, and how a CPU does it.
+
+`lax.ragged_dot` multiplies every row by the weights of all groups where there is no
+kernel for it, as on CPUs: as many times too much work as there are groups. Here blocks
+of rows of one group are multiplied one after the other, each by its own weights alone.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import grouping, targets
+
+MAX_BLOCK = 64
+"""Rows that a CPU multiplies at a time, where groups have as many on average. Fewer
+than in a group costs passes over its weights, more costs rows of zeros."""
+
+_ROWS_APART = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+def multiply(
+    x: Float[Array, "rows width"],
+    w: Float[Array, "groups before after"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    transposed: bool = False,
+    dtype: Any,
+    block_rows: int | None = None,
+) -> Float[Array, "rows columns"]:
+    """Multiplies each row by the weights of its group.
+
+    Args:
+      x: rows sorted by group.
+      w: weights, `[groups, width, columns]`; `[groups, columns, width]` if transposed.
+      group_sizes: rows of each group, 0 or more, together at most `rows`.
+      transposed: how the weights lie.
+      dtype: of the result; sums have at least 32 bits.
+      block_rows: rows that are multiplied at a time, for bits that do not depend on
+        the other rows; None takes what is fast.
+
+    Returns:
+      The products; 0 in rows past the last group, whatever `x` holds there.
+    """
+    num_rows, num_groups = x.shape[0], w.shape[0]
+    if num_rows == 0 or num_groups == 0:
+        return jnp.zeros((num_rows, w.shape[1 if transposed else 2]), dtype)
+    wide = _wide(dtype)
+    if block_rows is None and targets.current().platform != "cpu":
+        right = w.swapaxes(1, 2) if transposed else w
+        out = lax.ragged_dot(
+            x, right, group_sizes.astype(jnp.int32), preferred_element_type=wide
+        )
+        return _grouped_alone(out, group_sizes).astype(dtype)
+    padding = max(0, (block_rows or 1) - num_rows)
+    x = jnp.pad(x, [(0, padding), (0, 0)])
+    size = block_rows or block_size(num_rows, num_groups)
+    blocks = grouping.cut(group_sizes, num_rows=num_rows, block_rows=size)
+    over = ((1,), (1 if transposed else 0,)), ((), ())
+
+    def one_block(i: Array, out: Array) -> Array:
+        weights = lax.dynamic_index_in_dim(w, blocks.group[i], keepdims=False)
+        # The last block may be shorter: it begins earlier and keeps what is there.
+        first = jnp.minimum(blocks.first[i], x.shape[0] - size)
+        rows = lax.dynamic_slice_in_dim(x, first, size)
+        product = lax.dot_general(rows, weights, over, preferred_element_type=wide)
+        row = first + jnp.arange(size, dtype=jnp.int32)
+        own = (row >= blocks.begin[i]) & (row < blocks.end[i])
+        before = lax.dynamic_slice_in_dim(out, first, size)
+        after = jnp.where(own[:, None], product.astype(dtype), before)
+        return lax.dynamic_update_slice_in_dim(out, after, first, 0)
+
+    out = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), dtype)
+    return lax.fori_loop(0, blocks.num_grouped, one_block, out)[:num_rows]
+
+
+def multiply_rows(
+    x: Float[Array, "rows width"],
+    y: Float[Array, "rows columns"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    dtype: Any,
+) -> Float[Array, "groups width columns"]:
+    """Sums x[row] y[row]^T over the rows of each group: the gradient of the weights.
+
+    Args:
+      x: rows sorted by group.
+      y: likewise.
+      group_sizes: rows of each group, 0 or more, together at most `rows`.
+      dtype: of the result; sums have at least 32 bits.
+
+    Returns:
+      The sums; 0 for groups without rows. Rows past the last group are in none.
+    """
+    num_rows, num_groups = x.shape[0], group_sizes.shape[0]
+    wide = _wide(dtype)
+    x, y = (_grouped_alone(rows, group_sizes) for rows in (x, y))
+    if targets.current().platform != "cpu":
+        sums = lax.ragged_dot_general(
+            *(x, y, group_sizes.astype(jnp.int32), _ROWS_APART),
+            preferred_element_type=wide,
+        )
+        return sums.astype(dtype)
+    out = jnp.zeros((num_groups, x.shape[1], y.shape[1]), wide)
+    if num_rows == 0 or num_groups == 0:
+        return out.astype(dtype)
+    size = block_size(num_rows, num_groups)
+    blocks = grouping.cut(group_sizes, num_rows=num_rows, block_rows=size)
+
+    def one_block(i: Array, out: Array) -> Array:
+        first = jnp.minimum(blocks.first[i], num_rows - size)
+        row = first + jnp.arange(size, dtype=jnp.int32)
+        own = (row >= blocks.begin[i]) & (row < blocks.end[i])
+        left = lax.dynamic_slice_in_dim(x, first, size)
+        left = jnp.where(own[:, None], left, jnp.zeros_like(left))
+        right = lax.dynamic_slice_in_dim(y, first, size)
+        over = ((0,), (0,)), ((), ())
+        more = lax.dot_general(left, right, over, preferred_element_type=wide)
+        sums = lax.dynamic_index_in_dim(out, blocks.group[i], keepdims=False)
+        return lax.dynamic_update_index_in_dim(out, sums + more, blocks.group[i], 0)
+
+    return lax.fori_loop(0, blocks.num_grouped, one_block, out).astype(dtype)
+
+
+def block_size(num_rows: int, num_groups: int) -> int:
+    """Rows that are multiplied at a time: about as many as a group has on average."""
+    average = -(-num_rows // num_groups)
+    return min(num_rows, MAX_BLOCK, 1 << (average - 1).bit_length())
+
+
+def _wide(dtype: Any) -> Any:
+    """The type of sums."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _grouped_alone(
+    rows: Float[Array, "rows width"], group_sizes: Int[Array, " groups"]
+) -> jax.Array:
+    """Puts 0 into rows past the last group."""
+    num_grouped = jnp.sum(group_sizes, dtype=jnp.int32)
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    return jnp.where((row < num_grouped)[:, None], rows, jnp.zeros_like(rows))

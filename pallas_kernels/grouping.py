@@ -1,0 +1,93 @@
+"""Rows of groups, cut into blocks that each belong to one group.
+
+Rows are sorted by group, so a group is a run of rows; blocks tile every run, and one
+more, the rest, which belongs to nobody.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+
+class Blocks(NamedTuple):
+    """Blocks in the order of their rows; those after the last are to be ignored."""
+
+    group: Int32[Array, " blocks"]
+    """Group of the rows; the number of groups for the rest."""
+    first: Int32[Array, " blocks"]
+    """Where the block lies: a multiple of what was asked for, at most `begin`."""
+    begin: Int32[Array, " blocks"]
+    """First row of the block that is its own."""
+    end: Int32[Array, " blocks"]
+    """One past the last; the block is as many rows long as asked for, or fewer."""
+    num_grouped: Int32[Array, ""]
+    """Blocks of groups, which come first."""
+    num: Int32[Array, ""]
+    """Blocks, those of the rest with them."""
+
+
+def max_blocks(
+    *, num_rows: int, num_groups: int, block_rows: int, align: int = 1
+) -> int:
+    """Most blocks that rows can be cut into, the rest counted as one more group.
+
+    A run of n rows that starts at most align - 1 rows into its first block needs
+    ceil((n + align - 1) / block_rows) blocks, and runs without rows none.
+
+    Args:
+      num_rows: rows, those of the rest with them.
+      num_groups: groups.
+      block_rows: length of a block.
+      align: divisor of the row that a block starts at.
+
+    Returns:
+      The bound. 100 rows of 4 groups in blocks of 8: (100 + 5 * 7) // 8 = 16.
+    """
+    num_runs = min(num_groups + 1, num_rows)
+    return (num_rows + num_runs * (block_rows + align - 2)) // block_rows
+
+
+def cut(
+    group_sizes: Int[Array, " groups"],
+    *,
+    num_rows: int,
+    block_rows: int,
+    align: int = 1,
+) -> Blocks:
+    """Cuts rows into blocks.
+
+    Args:
+      group_sizes: rows of each group, 0 or more, together at most `num_rows`.
+      num_rows: all rows.
+      block_rows: length of a block, a multiple of `align`.
+      align: divisor of the row that a block starts at. A run starts up to align - 1
+        rows into its first block.
+
+    Returns:
+      The blocks, as many as `max_blocks` says.
+    """
+    num_groups = group_sizes.shape[0]
+    most = max_blocks(
+        num_rows=num_rows, num_groups=num_groups, block_rows=block_rows, align=align
+    )
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
+    ends = jnp.concatenate([ends, jnp.full((1,), num_rows, jnp.int32)])
+    begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
+    firsts = begins // align * align
+    counts = jnp.where(ends > begins, -((firsts - ends) // block_rows), 0)
+    last = jnp.cumsum(counts, dtype=jnp.int32)
+    block = jnp.arange(most, dtype=jnp.int32)
+    # Which of the runs is it? All compared at once: a search would be a loop.
+    passed = last[None, :] <= block[:, None]
+    group = jnp.minimum(jnp.sum(passed, axis=1, dtype=jnp.int32), num_groups)
+    nth = block - (last - counts)[group]
+    first = firsts[group] + nth * block_rows
+    return Blocks(
+        group=group,
+        first=first,
+        begin=jnp.maximum(first, begins[group]),
+        end=jnp.minimum(first + block_rows, ends[group]),
+        num_grouped=last[-2],
+        num=last[-1],
+    )
