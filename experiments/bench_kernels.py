@@ -19,13 +19,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments import kernel_drawing, kernel_peers, kernel_runs, kernel_sheets
+from experiments import (
+    kernel_drawing,
+    kernel_grouped,
+    kernel_peers,
+    kernel_runs,
+    kernel_sheets,
+)
 from experiments.kernel_budget import Budget
 from experiments.kernel_runs import MAX_ERROR, Implementation
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part
-from pallas_kernels import benchmarking, problems, specs, targets
+from pallas_kernels import benchmarking, grouped_specs, problems, specs, targets
 from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels.grouped_specs import GroupedSpec
 from pallas_kernels.specs import Spec
 
 PANELS = (1, 2)
@@ -38,7 +45,7 @@ class Config:
     """Which shapes are measured, and how long."""
 
     shapes: Literal["auto", "tiny", "small", "quick", "real", "grid"] = "auto"
-    """A set of `pallas_kernels.specs`; auto takes real on a GPU, else small."""
+    """Sets of `specs` and `grouped_specs`; auto takes real on a GPU, else small."""
     quick: bool = False
     """Fewer shapes and calls, and less than half of the seconds."""
     only: str = ""
@@ -92,10 +99,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         measure = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
-            here = kernel_runs.of(spec)
-            peers = [] if spec.kind == "copy" else others
-            rows += measure(spec, [*here, *peers])
-            if spec.kind != "copy":
+            rows += measure(spec, [*_here(spec), *(others if _attends(spec) else [])])
+            if _attends(spec):
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
     head: dict[str, Any] = {
@@ -137,15 +142,29 @@ def _leave_room() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 
-def _choose(config: Config, platform: str) -> list[Spec]:
+def _attends(spec: Spec | GroupedSpec) -> bool:
+    """Whether it is attention, which is all that the peers elsewhere do."""
+    return spec.kind not in ("copy", "grouped")
+
+
+def _here(spec: Spec | GroupedSpec) -> list[Implementation]:
+    """All that do the work of a spec in this process, ours first."""
+    if isinstance(spec, GroupedSpec):
+        return kernel_grouped.of_products()
+    return kernel_runs.of(spec)
+
+
+def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     """Takes the shapes of a set, those that tell most before the others."""
     name = config.shapes
     if name == "auto":
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
-    chosen = [spec for spec in specs.SETS[name] if config.only in spec.name]
+    known = (*specs.SETS[name], *grouped_specs.SETS[name])
+    chosen = [spec for spec in known if config.only in spec.name]
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
-    return sorted(chosen, key=lambda spec: spec not in specs.SETS["quick"])
+    first = (*specs.SETS["quick"], *grouped_specs.SETS["quick"])
+    return sorted(chosen, key=lambda spec: spec not in first)
 
 
 def _measure_ceilings(config: Config, platform: str) -> Ceilings:
@@ -175,7 +194,7 @@ class _Measurement:
         self._empty_s = functools.cache(self._measure_empty)
 
     def __call__(
-        self, spec: Spec, everyone: list[Implementation]
+        self, spec: Spec | GroupedSpec, everyone: list[Implementation]
     ) -> list[dict[str, Any]]:
         """Gives the rows of all of them, with the ratio to the best peer."""
         problem = None
@@ -201,13 +220,15 @@ class _Measurement:
                 row["ratio"] = min(peers) / row["seconds"]
         return rows
 
-    def _make(self, spec: Spec) -> Any:
+    def _make(self, spec: Spec | GroupedSpec) -> Any:
+        turns = benchmarking.num_turns(spec.bytes, self._kind)
+        if isinstance(spec, GroupedSpec):
+            return grouped_specs.make(spec, num_turns=turns)
         if spec.kind == "copy":
             return problems.make_copy(spec)
-        turns = benchmarking.num_turns(spec.bytes, self._kind)
         return problems.make(spec, num_turns=turns)
 
-    def _time(self, spec: Spec, run: kernel_runs.Run) -> dict[str, Any]:
+    def _time(self, spec: Spec | GroupedSpec, run: kernel_runs.Run) -> dict[str, Any]:
         """Checks a run and times it: what its row then holds."""
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:
@@ -245,7 +266,7 @@ class _Measurement:
         return empty.seconds
 
 
-def _row(spec: Spec, name: str, is_peer: bool) -> dict[str, Any]:
+def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
     """A row without any measurement."""
     known = {"bytes": spec.bytes, "flops": spec.flops, "is_peer": is_peer}
     unknown = (

@@ -18,6 +18,7 @@ from experiments import (
     bench_kernels,
     cli,
     kernel_budget,
+    kernel_grouped,
     kernel_peer_script,
     kernel_peers,
     kernel_runs,
@@ -31,6 +32,7 @@ from pallas_kernels import (
     benchmarking,
     cutting,
     deviceless,
+    grouped_specs,
     merging,
     planning,
     problems,
@@ -80,19 +82,23 @@ def test_the_command_gives_its_document(
     assert document["ceilings"].keys() == set(Ceilings._fields)
     rows, absent = document["rows"], document["absent"]
     assert all(row.keys() >= KEYS for row in rows)
-    tiny = [spec.name for spec in specs.SETS["tiny"]]
-    assert list(dict.fromkeys(row["spec"] for row in rows)) == tiny
+    *attention, copy = [spec.name for spec in specs.SETS["tiny"]]
+    (products,) = [spec.name for spec in grouped_specs.SETS["tiny"]]
+    known = [*attention, copy, products]
+    assert list(dict.fromkeys(row["spec"] for row in rows)) == known
     for row in rows:
         assert row["seconds"] > 0
         assert row["error"] < 1e-5
         assert row["clock"] == "wall"
     by_name = {(row["spec"], row["implementation"]): row for row in rows}
-    for name in tiny[:-1]:
-        peers = [by_name[name, "XLA gather"], by_name[name, "XLA contiguous"]]
+    peers_of = dict.fromkeys(attention, ("XLA gather", "XLA contiguous"))
+    peers_of[products] = ("XLA ragged_dot", "XLA all experts")
+    for name, names in peers_of.items():
+        peers = [by_name[name, peer] for peer in names]
         best = min(peer["seconds"] for peer in peers)
         ours = by_name[name, "reference"]
         assert ours["ratio"] == pytest.approx(best / ours["seconds"])
-    assert by_name[tiny[-1], "reference"]["error"] == 0
+    assert by_name[copy, "reference"]["error"] == 0
     reasons = {row["implementation"]: row["note"] for row in absent}
     assert reasons["cuDNN contiguous"] == "cuDNN needs a GPU"
     assert "is a cpu, not a GPU" in reasons["mosaic_gpu"]
@@ -367,6 +373,26 @@ def test_a_peer_that_does_not_answer_is_ended(
     *_, row = bench_kernels.run(config)
     assert row["implementation"] == "one"
     assert re.fullmatch(r"ended after [12] s without an answer", row["note"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+def test_everyone_multiplies_groups_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(kernel_grouped, "_run", lambda *args: prepared.append(args))
+    monkeypatch.setattr(
+        targets, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
+    )
+    spec = grouped_specs.GroupedSpec(
+        tokens=40, experts=grouped_specs.Experts(8, 2, 256, 512)
+    )
+    problem = grouped_specs.make(spec)
+    for implementation in kernel_grouped.of_products():
+        implementation.prepare(problem)
+    arrays = problem.x, problem.w, problem.group_sizes[0]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        reports = [deviceless.compile(run, *arrays) for _, run in prepared]
+    assert [len(report.kernels) for report in reports] == [0, 1, 0, 0, 1]
 
 
 def test_the_floor_worked_by_hand() -> None:
