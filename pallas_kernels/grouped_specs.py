@@ -125,7 +125,7 @@ SETS: dict[str, tuple[GroupedSpec, ...]] = {
     ),
     "quick": (
         GroupedSpec(tokens=32, experts=MIXTRAL_8X7B),
-        GroupedSpec(tokens=4096, experts=MIXTRAL_8X7B),
+        GroupedSpec(tokens=8192, experts=MIXTRAL_8X7B),
         GroupedSpec(tokens=64, experts=DEEPSEEK_V2_LITE),
     ),
     "real": (
