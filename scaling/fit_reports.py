@@ -52,8 +52,14 @@ def report(
     sampled = None
     if samples is not None:
         sampled = solving.coefficients(law, samples, centre)
-    spread = np.sqrt(np.maximum(np.diagonal(covariance), 0))
-    ends = interval(natural, spread, sampled)
+    ends = interval(natural, _spread(covariance), sampled)
+    if samples is None:
+        # A size is symmetric in its logarithm, and stays positive.
+        logged = np.array([c.log for c in law.coordinates])
+        share = (ends[1] - natural) / np.where(logged, natural, 1.0)
+        ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
+        low, high = natural / ratio, natural * ratio
+        ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
     exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
     columns = {x: np.asarray(data[x], float) for x in (*law.inputs, law.target)}
     if {"num_params", "num_tokens"} <= columns.keys():
@@ -109,11 +115,14 @@ def _exponents(
         (compute(natural + x) - compute(natural - x)) / (2 * x.sum()) for x in steps
     ]
     slope = np.stack(slopes, 1)
-    spread = np.sqrt(np.maximum(np.diagonal(slope @ covariance @ slope.T), 0))
     several = None if sampled is None else compute(sampled.T).T
-    ends = interval(value, spread, several)
+    ends = interval(value, _spread(slope @ covariance @ slope.T), several)
     names = laws.Exponents._fields
     return dict(zip(names, map(float, value), strict=True)), _pairs(names, ends)
+
+
+def _spread(covariance: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.maximum(np.diagonal(covariance), 0))
 
 
 def _pairs(names: Sequence[str], ends: Any) -> dict[str, tuple[float, float]]:

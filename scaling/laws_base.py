@@ -94,6 +94,7 @@ class Law:
         is not given, automatic differentiation finds them.
       two_powers: natural coefficients -> the sum of powers of parameters and tokens
         that decides the compute optimum, for laws that have one.
+      floor: the coefficient that the target approaches, for laws that have one.
       units: which inputs, by place, are divided by one common mean before fitting;
         each by its own where nothing is given, and one that is in no group by none.
     """
@@ -108,6 +109,7 @@ class Law:
     target: str = "loss"
     linearise: Linearise | None = None
     two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None
+    floor: str | None = None
     units: tuple[tuple[int, ...], ...] | None = None
 
     @property

@@ -135,6 +135,7 @@ DATA_CONSTRAINED = Law(
     shift=lambda x, centre: jnp.stack(
         [x[0] - x[3] * centre[0], x[1] - x[4] * centre[1], *x[2:]]
     ),
+    floor="E",
     units=((0,), (1, 2)),
 )
 
@@ -201,6 +202,7 @@ BROKEN = Law(
     shift=lambda x, centre: jnp.stack(
         [x[0], x[1] - x[2] * centre[0], x[2], x[3], x[4] - centre[0], x[5]]
     ),
+    floor="a",
 )
 
 FORMS = (

@@ -101,6 +101,7 @@ def power_sum(
         log_loss=log_loss,
         shift=shift,
         linearise=linearise,
+        floor=next((term.scale for term in terms if not term.powers), None),
         **rest,
     )
 
