@@ -71,7 +71,7 @@ def _pipeline(case: "Case") -> str:
         f"{case.device.link / 1e9:.0f} GB/s link of {case.device.name} that is "
         f"{units.seconds(link)}, {units.share(link / once)} of the forward products of "
         f"one of {stages} stages at peak: little beside the idle share "
-        "(p - 1) / (m + p - 1) of m micro-batches."
+        "(p - 1) / (g + p - 1) of g micro-batches."
     )
 
 

@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 
 from experiments import units
 from experiments.reporting import Sheet
-from scaling import costs, costs_activations, costs_flops, costs_serving
+from scaling import (
+    costs,
+    costs_activations,
+    costs_flops,
+    costs_memory,
+    costs_serving,
+)
 from scaling.descriptions import HeadAttention
 
 if TYPE_CHECKING:
@@ -16,7 +22,7 @@ def sheets(case: "Case") -> list[Sheet]:
     """Lays out everything that is counted."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
     found += [_memory(case), _activations(case), _serving(case)]
-    return [*found, *_traffic(case)]
+    return [*found, *_traffic(case), _device(case)]
 
 
 def symbols(case: "Case") -> dict[str, int]:
@@ -40,7 +46,7 @@ def symbols(case: "Case") -> dict[str, int]:
         found |= {"e": x.num_experts, "k": x.top_k, "j": x.size}
         found |= {"js": x.shared_size} if x.shared_size else {}
     found |= {"v": model.vocab_size}
-    return found | ({"p": model.position_rows} if model.position_rows else {})
+    return found | ({"r": model.position_rows} if model.position_rows else {})
 
 
 _MEANINGS = {
@@ -62,7 +68,7 @@ _MEANINGS = {
     "j": "FFN width of an expert",
     "js": "FFN width of all shared experts",
     "v": "vocabulary",
-    "p": "rows of the position table",
+    "r": "rows of the position table",
 }
 
 
@@ -282,3 +288,61 @@ def _traffic(case: "Case") -> list[Sheet]:
     heads = ("exchange", "per device", "forward", "backward")
     note = "Bytes that a device sends in one step of one micro-batch."
     return [Sheet("communication", heads, rows, note)]
+
+
+def per_device(case: "Case") -> dict[str, float]:
+    """What one device has to hold and to do in a training step of a micro-batch.
+
+    Operations are those of an average device; the ends of a pipeline have more.
+    """
+    layout, d = case.layout, case.device
+    step = case.training()
+    flops = (step.model + step.recomputed) / (
+        layout.tensor * layout.pipeline * layout.context
+    )
+    sent = sum(x.forward + x.backward for x in case.traffic())
+    stages = range(layout.pipeline)
+    held = [costs_memory.held(case.model, layout, stage=x) for x in stages]
+    kv = costs_serving.kv_bytes_per_token(case.model, kv_bytes=case.weight_bytes)
+    if isinstance(case.model.attention, HeadAttention):
+        kv /= min(layout.tensor, case.model.attention.num_kv_heads)
+    return {
+        "num_params": max(map(sum, held)),
+        "flops": flops,
+        "compute_s": flops / d.bfloat16,
+        "sent_bytes": sent,
+        "link_s": sent / d.link,
+        "kv_bytes_per_token": kv / layout.pipeline,
+    }
+
+
+def _device(case: "Case") -> Sheet:
+    found, d = per_device(case), case.device
+    rows = [
+        ("parameters of the fullest", f"{found['num_params']:,.0f}"),
+        ("operations of a training step", units.flops(found["flops"])),
+        ("their time at peak", units.seconds(found["compute_s"])),
+    ]
+    if found["sent_bytes"]:
+        rows += [
+            ("bytes sent", units.size(found["sent_bytes"])),
+            ("their time on the link", units.seconds(found["link_s"])),
+        ]
+    rows.append(("K and V of a token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
+    measured = [
+        f"{rate:.0f} {unit}"
+        for rate, unit in (
+            (d.measured_products / 1e12, "TFLOP/s"),
+            (d.measured_bandwidth / 1e9, "GB/s"),
+        )
+        if rate
+    ]
+    note = (
+        f"{d.name}: {d.bfloat16 / 1e12:,.0f} TFLOP/s in 16 bits, "
+        f"{units.size(d.memory_bytes)}, link {d.link / 1e9:.0f} GB/s one way "
+        f"({d.source})."
+    )
+    if measured:
+        note += f" Measured at best: {', '.join(measured)} ({d.measured_source})."
+    title = f"one of {case.layout.num_devices:,} devices"
+    return Sheet(title, ("a micro-batch", "value"), rows, note)

@@ -19,7 +19,8 @@ class Traffic(NamedTuple):
     """One kind of exchange, over a step of one micro-batch.
 
     Attributes:
-      scheme: tensor, vocabulary, sequence, pipeline, ulysses, ring, expert or data.
+      scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, ulysses, ring,
+        expert or data.
       name: what is exchanged, and how.
       formula: bytes sent per device, in the letters of `descriptions` with u bytes a
         number and the degree p.
@@ -146,7 +147,8 @@ def _pipeline(
     if layout.tensor > 1 and not layout.sequence:
         gathered = _ring_share(layout.tensor) * tokens * model.hidden_size * u
         name = "parts gathered by the stage that receives"
-        yield Traffic("pipeline", name, "(t-1)/t · b s h u", gathered, gathered)
+        formula = "(t-1)/t · b s h u"
+        yield Traffic("scatter_gather", name, formula, gathered, gathered)
 
 
 def _ulysses(
@@ -215,7 +217,7 @@ def _expert(
     )
     # Tensor-parallel devices hold the same tokens; each sends its part.
     number = tokens * model.experts.top_k * model.hidden_size / layout.tensor * layers
-    formula = "k h (dispatch u + combine u) per token and mixed layer"
+    formula = "k h (dispatch u + combine u) / t per token and mixed layer"
     name = "to the experts and back, all-to-alls"
     sent, back = number * (dispatch + u), number * 2 * u
     yield Traffic("expert", name, formula, sent, back)

@@ -125,7 +125,7 @@ def _tables(model: Description) -> Iterable[Weight]:
     h, v, rows = model.hidden_size, model.vocab_size, model.position_rows
     yield Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")
     if rows:
-        yield Weight("positions", "positions", "p h", rows * h, "first")
+        yield Weight("positions", "positions", "r h", rows * h, "first")
 
 
 def _layers(model: Description) -> Iterable[Weight]:

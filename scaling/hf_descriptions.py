@@ -53,22 +53,21 @@ def describe(raw: Raw, *, name: str = "") -> Description:
 
 
 def family_of(raw: Raw) -> str:
-    """Finds the family by `model_type`, or by `architectures` where there is none.
+    """Finds the family by `model_type`, or by `architectures` if that does not tell.
 
     Raises:
       ValueError: it is none of those that are counted.
     """
-    kind = raw.get("model_type")
-    if kind is None:
-        kinds = raw.get("architectures") or [None]
-        kind = kinds[0] if isinstance(kinds, list) else kinds
-        for family, architecture in _ARCHITECTURES.items():
-            if isinstance(kind, str) and kind.lower() == architecture.lower():
-                return family
+    kind, classes = raw.get("model_type"), raw.get("architectures")
     if isinstance(kind, str) and kind in hf_shapes.READERS:
         return kind
+    first = classes[0] if isinstance(classes, list) and classes else classes
+    for family, architecture in _ARCHITECTURES.items():
+        if isinstance(first, str) and first.lower() == architecture.lower():
+            return family
+    said = f"model_type={kind!r}" if kind is not None or not first else f"{first!r}"
     known = ", ".join(hf_shapes.READERS)
-    raise ValueError(f"model_type={kind!r} is not counted, only {known}")
+    raise ValueError(f"{said} is not counted, only {known}")
 
 
 _ARCHITECTURES = {

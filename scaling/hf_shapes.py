@@ -214,22 +214,27 @@ def _biased(hidden: int, heads: int, keys: tuple[str, str]) -> HeadAttention:
     )
 
 
-def _deepseek(raw: Raw, *, q_rank: int, gate_bias: bool) -> dict[str, Any]:
+def _deepseek(
+    raw: Raw, *, first_mixed: int, shared: int | None, gate_bias: bool
+) -> dict[str, Any]:
     if hf_keys.flag(raw, "attention_bias", False):
         raise ValueError("attention_bias=True is not counted, only False")
-    layers, first = _layers(raw), hf_keys.count(raw, "first_k_dense_replace", 0)
+    layers, first = (
+        _layers(raw),
+        hf_keys.count(raw, "first_k_dense_replace", first_mixed),
+    )
     every = hf_keys.size(raw, "moe_layer_freq", 1)
     mixed = tuple(x >= first and x % every == 0 for x in layers)
     width = hf_keys.size(raw, "moe_intermediate_size")
-    shared = hf_keys.optional(raw, "n_shared_experts", None) or 0
-    has_rank = raw.get("q_lora_rank", q_rank) is not None  # null: not compressed
+    num_shared = hf_keys.optional(raw, "n_shared_experts", shared) or 0
     return {
         "vocab_size": hf_keys.size(raw, "vocab_size"),
         "hidden_size": hf_keys.size(raw, "hidden_size"),
         "num_layers": len(layers),
         "attention": LatentAttention(
             num_q_heads=hf_keys.size(raw, "num_attention_heads"),
-            q_rank=hf_keys.size(raw, "q_lora_rank", q_rank) if has_rank else None,
+            # A null says that queries are not compressed.
+            q_rank=hf_keys.optional(raw, "q_lora_rank", 1536),
             kv_rank=hf_keys.size(raw, "kv_lora_rank", 512),
             nope_dim=hf_keys.size(raw, "qk_nope_head_dim", 128),
             rope_dim=hf_keys.size(raw, "qk_rope_head_dim", 64),
@@ -240,7 +245,7 @@ def _deepseek(raw: Raw, *, q_rank: int, gate_bias: bool) -> dict[str, Any]:
             num_experts=hf_keys.size(raw, "n_routed_experts"),
             top_k=hf_keys.size(raw, "num_experts_per_tok"),
             size=width,
-            shared_size=shared * width,
+            shared_size=num_shared * width,
             gate_bias=gate_bias,
         ),
         "mixture_layers": mixed,
@@ -252,11 +257,11 @@ def _deepseek(raw: Raw, *, q_rank: int, gate_bias: bool) -> dict[str, Any]:
 
 def _deepseek_v2(raw: Raw) -> dict[str, Any]:
     corrected = raw.get("topk_method") == "noaux_tc"
-    return _deepseek(raw, q_rank=1536, gate_bias=corrected)
+    return _deepseek(raw, first_mixed=0, shared=None, gate_bias=corrected)
 
 
 def _deepseek_v3(raw: Raw) -> dict[str, Any]:
-    return _deepseek(raw, q_rank=1536, gate_bias=True)
+    return _deepseek(raw, first_mixed=3, shared=1, gate_bias=True)
 
 
 READERS: dict[str, Callable[[Raw], dict[str, Any]]] = {

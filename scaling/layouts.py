@@ -129,10 +129,11 @@ def check(model: Description, layout: Layout, *, sequence: int | None = None) ->
     kv_heads = model.attention.num_kv_heads
     divided = [
         ("tensor", layout.tensor, "query heads", heads),
-        ("tensor", layout.tensor, "FFN width", model.mlp_size),
         ("pipeline", layout.pipeline, "layers", model.num_layers),
         ("ulysses", layout.ulysses * layout.tensor, "query heads", heads),
     ]
+    if model.num_dense_layers:
+        divided.append(("tensor", layout.tensor, "FFN width", model.mlp_size))
     if experts is None and layout.expert > 1:
         raise ValueError(
             f"expert={layout.expert} needs a mixture; {model.name} is none"
@@ -141,6 +142,7 @@ def check(model: Description, layout: Layout, *, sequence: int | None = None) ->
         divided += [
             ("expert", layout.expert, "experts", experts.num_experts),
             ("tensor", layout.tensor, "experts' width", experts.size),
+            ("tensor", layout.tensor, "shared experts' width", experts.shared_size),
         ]
     if sequence is not None:
         inside = layout.tensor if layout.sequence else 1
