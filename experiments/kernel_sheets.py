@@ -6,11 +6,12 @@ from experiments import units
 from experiments.reporting import Part, Sheet
 from pallas_kernels.benchmarking import Ceilings
 
-_CLOCKS = {
+CLOCKS = {
     "cupti": "Times are those of the kernels alone (CUPTI), caches cold.",
     "wall": "Times are those of calls that are waited for, by the clock on the wall.",
     "queue": "Times are those of calls waited for together: no CUPTI was found.",
 }
+"""What times mean, by clock."""
 
 
 def sheets(result: list[dict[str, Any]]) -> list[Part]:
@@ -27,7 +28,7 @@ def sheets(result: list[dict[str, Any]]) -> list[Part]:
         ("matrix product", units.flops(ceilings.flops_per_s) + "/s"),
         ("empty call", units.seconds(ceilings.empty_call_s)),
     ]
-    note = _CLOCKS[ceilings.clock]
+    note = CLOCKS[ceilings.clock]
     parts: list[Part] = [Sheet(f"ceilings of {head['device']}", ("", ""), lines, note)]
     timed = [row for row in rows if row["seconds"] is not None]
     columns = {
