@@ -39,7 +39,8 @@ def plot(axes: Any, result: Any, column: int) -> None:
     ratios.set_ylabel("paged / contiguous")
     ratios.set_title("time over that of contiguous attention", loc="left")
     if batches:
-        ratios.legend(title="sequences x tokens", fontsize=6)
+        title = "sequences x tokens"
+        ratios.legend(title=title, fontsize=6, ncols=len(batches), loc="upper center")
     for batch in batches:
         mine = found.batch == batch
         look: dict[str, Any] = {"color": looks[batch], "marker": "o"}
@@ -53,7 +54,7 @@ def plot(axes: Any, result: Any, column: int) -> None:
     times.set_ylabel("ms")
     size = result.page_size[column]
     times.set_title(f"pages of {size} (dotted: contiguous)", loc="left")
-    for ax in axes:
-        ax.set_ylim(bottom=0)
+    for ax, room in ((ratios, 1.45), (times, 1.0)):
+        ax.set_ylim(bottom=0, top=room * ax.get_ylim()[1])
     if batches:
         times.legend()

@@ -74,6 +74,7 @@ def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
     assert (low.ours, high.ours, low.published, high.published) == (1.5, 1.5, 1.2, 1.26)
     row, _ = page_size.metrics(result)["latency"]
     assert row["ratio, 16"] == 1.5
+    assert row["ratio, 16 / 16"] == 1.0
     assert math.isnan(row["ratio, 4"])
 
 
