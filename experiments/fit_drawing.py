@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.fit_outcomes import Contour, Result
+from experiments.fit_outcomes import Contour, Curve, Result
 from experiments.style import colors
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
@@ -46,8 +46,8 @@ def _draw_losses(ax: Any, result: Result) -> None:
             ax.plot(x, y, color=color, linewidth=0.8)
             there = np.flatnonzero(np.isfinite(y))
             if there.size:
-                end = (x[there[-1]], y[there[-1]])
-                ax.annotate(f" {_size(size)}", end, fontsize=5, color=color)
+                at, side = _free_end(x[there], y[there], result.frontier)
+                ax.annotate(f" {_size(size)} ", at, fontsize=5, color=color, ha=side)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         ax.plot(*result.frontier, "--", color=_GREY, linewidth=0.8, label=label)
@@ -100,6 +100,7 @@ def _draw_groups(ax: Any, result: Result) -> None:
     if np.isfinite(result.minima.x).any():
         ax.legend(loc="upper right")
     ax.set(xscale="log", xlabel="parameters", ylabel=_label(result))
+    ax.margins(x=0.12)  # for the budgets at the lines' ends
     low, high = result.loss[result.group >= 0].min(), result.loss.max()
     margin = 0.05 * (high - low)
     # A parabola that misses its runs must not shrink the others.
@@ -152,6 +153,17 @@ def _label(result: Result) -> str:
     """Names what the laws predict, with its unit where it has one."""
     is_loss = result.target == "loss"
     return "loss [nats per token]" if is_loss else result.target.replace("_", " ")
+
+
+def _free_end(
+    x: np.ndarray, y: np.ndarray, frontier: Curve
+) -> tuple[tuple[float, float], str]:
+    """The end of a line that lies farther from the optimum, where all lines meet."""
+    if frontier.x.size:
+        best = np.interp(x[[0, -1]], frontier.x, frontier.y)
+        if y[0] / best[0] > y[-1] / best[1]:
+            return (float(x[0]), float(y[0])), "right"
+    return (float(x[-1]), float(y[-1])), "left"
 
 
 def _size(num_params: float) -> str:

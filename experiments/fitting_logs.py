@@ -48,7 +48,7 @@ class Config:
     run: str = ""
     """Column that tells runs apart, where one has several rows."""
     columns: tuple[str, ...] = ()
-    """Columns of other inputs of a law, as INPUT=COLUMN."""
+    """Columns of other inputs of a law, as INPUT=COLUMN or INPUT=COLUMN*UNIT."""
     n_unit: float = 1.0
     """Parameters that a 1 in the column means, such as 1e6."""
     d_unit: float = 1.0
@@ -298,6 +298,9 @@ def _choices(config: Config, log: Any, is_fitted: np.ndarray) -> Iterator[str]:
     """Says what follows from the options and may surprise."""
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"
+    num_raw = sum(row.cells.get("decayed") is False for row in log.raw)
+    if 0 < num_raw < len(log.raw):
+        yield f"{num_raw} of {len(log.raw)} runs ended before their rate was decayed"
     if not log.has_one_row_per_run:
         yield (
             f"{len({*log.runs})} runs in {len(log.runs)} rows: all rows are fitted, "

@@ -61,7 +61,7 @@ class Columns:
     run: str = ""
     """What run a row belongs to, where a run has several."""
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Columns of other inputs of laws, by the input."""
+    """Columns of other inputs of laws, by the input; `COLUMN*UNIT` scales one."""
     n_unit: float = 1.0
     """Parameters that a 1 in the file means; `d_unit` and `c_unit` alike."""
     d_unit: float = 1.0
@@ -121,17 +121,36 @@ def read(
     values = {name: found[name] for name in LETTERS}
     for need in needs:
         if need not in values:
-            name = columns.others.get(need, need)
+            name, unit = _scaled(columns.others.get(need, need), table)
             if name not in table.names:
                 raise ValueError(
                     f"{table.path}: the law reads {need}; name its column with "
                     f"--columns {need}=COLUMN; there is {', '.join(table.names)}"
                 )
-            values[need] = numbers(table, name, 1.0)
+            values[need] = numbers(table, name, unit)
+            if unit == 1 and columns.d_unit != 1 and need.endswith("_tokens"):
+                notes.append(
+                    f"{need} is {name} as it stands; {name}*{columns.d_unit:g} would "
+                    "have the unit of D"
+                )
     labels = [str(row.number) for row in table.rows]
     if "run" in names:
         labels = [str(row.cells.get(names["run"])) for row in table.rows]
     return values, labels, notes
+
+
+def _scaled(name: str, table: RawTable) -> tuple[str, float]:
+    """Parts `COLUMN*UNIT`, unless a column is called so."""
+    column, times, unit = name.rpartition("*")
+    if name in table.names or not times:
+        return name, 1.0
+    try:
+        factor = float(unit)
+    except ValueError:
+        return name, 1.0
+    if not 0 < factor < math.inf:
+        raise ValueError(f"--columns {name}: the unit must be above 0")
+    return column, factor
 
 
 def _find(table: RawTable, columns: Columns) -> tuple[dict[str, str], list[str]]:
@@ -167,8 +186,9 @@ def _find(table: RawTable, columns: Columns) -> tuple[dict[str, str], list[str]]
             found = found if len(found) == 1 else []
         if found:
             names[meaning] = found[0]
-            if found[0] not in (meaning, ours) and meaning in LETTERS:
-                guessed.append(f"{LETTERS[meaning]} is {found[0]}")
+            letter = LETTERS.get(meaning)
+            if letter and found[0] not in (meaning, ours, letter):
+                guessed.append(f"{letter} is {found[0]}")
     if "loss" not in names:
         raise ValueError(
             f"{table.path}: which column is the loss? --loss COLUMN, one of "

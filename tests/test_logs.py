@@ -56,7 +56,7 @@ def test_a_foreign_file_is_read_by_its_names_aloud(tmp_path: Path) -> None:
     assert log.count == "non-embedding"
     assert log.runs == ("a", "b")
     assert log.notes == (
-        "by their names, N is N, C is C, L is c4_loss",
+        "by their names, L is c4_loss",
         "N is taken to count non-embedding parameters (--count)",
         "D = C / 6N",
     )
@@ -164,9 +164,15 @@ def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path, "N,D,loss,unique\n1,2,3,1e9\n")
     with pytest.raises(ValueError, match="--columns num_unique_tokens=COLUMN"):
         logs.read(path, needs=["num_unique_tokens"])
-    columns = Columns(others={"num_unique_tokens": "unique"})
-    log = logs.read(path, columns, needs=["num_unique_tokens"])
-    np.testing.assert_array_equal(log.columns["num_unique_tokens"], [1e9])
+    for name, value in (("unique", 1e9), ("unique*1e3", 1e12)):
+        columns = Columns(others={"num_unique_tokens": name}, d="D", d_unit=1e9)
+        log = logs.read(path, columns, needs=["num_unique_tokens"])
+        np.testing.assert_array_equal(log.columns["num_unique_tokens"], [value])
+        told = "num_unique_tokens is unique as it stands" in "".join(log.notes)
+        assert told == (value == 1e9)
+    columns = Columns(others={"num_unique_tokens": "unique*-1"})
+    with pytest.raises(ValueError, match="unit must be above 0"):
+        logs.read(path, columns, needs=["num_unique_tokens"])
 
 
 @pytest.mark.parametrize(
