@@ -27,7 +27,7 @@ from experiments import (
     kernel_sheets,
 )
 from experiments.kernel_budget import Budget
-from experiments.kernel_runs import MAX_ERROR, Implementation
+from experiments.kernel_calls import MAX_ERROR, Implementation, Run
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part
 from pallas_kernels import benchmarking, grouped_specs, problems, specs, targets
@@ -228,7 +228,7 @@ class _Measurement:
             return problems.make_copy(spec)
         return problems.make(spec, num_turns=turns)
 
-    def _time(self, spec: Spec | GroupedSpec, run: kernel_runs.Run) -> dict[str, Any]:
+    def _time(self, spec: Spec | GroupedSpec, run: Run) -> dict[str, Any]:
         """Checks a run and times it: what its row then holds."""
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.kernel_runs import Implementation, Run
+from experiments.kernel_calls import Implementation, Run
 from pallas_kernels import grouped, grouped_specs, targets
 from pallas_kernels.grouped_specs import GroupedProblem
 

@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from experiments import kernel_peer_script, kernel_runs, peers
+from experiments import kernel_peer_script, peers
 from experiments.kernel_budget import Budget
-from experiments.kernel_runs import Implementation, Run
+from experiments.kernel_calls import MAX_ERROR, Implementation, Run
 from pallas_kernels.benchmarking import Timing
 from pallas_kernels.problems import Problem
 
@@ -92,7 +92,7 @@ def _prepare(problem: Problem, peer: _Peer, budget: Budget, num_calls: int) -> R
         "is_tree": spec.kind == "tree",
         "num_turns": problem.num_turns,
         "num_calls": num_calls,
-        "max_error": kernel_runs.MAX_ERROR[spec.dtype],
+        "max_error": MAX_ERROR[spec.dtype],
     }
     said = peer.ask_for(asked, budget.left_s())
     if "refused" in said:

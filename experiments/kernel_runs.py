@@ -1,75 +1,20 @@
-"""Kernels and their peers on one shape, ready to be called and checked.
+"""Everyone who is timed on a shape. Ours go through the doors, under every name there.
 
-Ours go through the doors, under every name that the doors know. Peers do the same work
-in the layouts they ask for; bringing keys and values there is not timed.
+Peers of jax are in `kernel_jax_peers`, those of other frameworks in `kernel_peers`.
 """
 
-import importlib
 import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels import (
-    attention,
-    copying,
-    merging,
-    packing,
-    planning,
-    problems,
-    targets,
-)
-from pallas_kernels.benchmarking import Timing
+from experiments import kernel_calls, kernel_jax_peers
+from experiments.kernel_calls import Implementation, Run
+from pallas_kernels import attention, copying, merging, packing, planning
 from pallas_kernels.problems import CopyProblem, Problem
 from pallas_kernels.specs import Spec
-
-MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
-"""Largest error, by type, with which an answer counts as one."""
-MAX_SCORE_BYTES = 12_000_000_000
-"""Scores that a peer without blocks would have to hold."""
-
-
-class Run(NamedTuple):
-    """An implementation on a shape.
-
-    Attributes:
-      call: makes call number i; returns arrays to wait for.
-      error: how far a result is from the right one, as `problems.error` says it.
-      measure: gives the times of calls made elsewhere; None where `call` is timed here.
-      plan: makes what `call` was given ready, once a step for all layers, and is timed
-        apart; None where there is nothing to prepare.
-      merge: puts arrays together as `call` does when its kernel is done, and is timed
-        apart, too; None where there is nothing to merge.
-      plan_s: seconds of a plan that was timed elsewhere.
-      how: the way it was done, where there are several.
-    """
-
-    call: Callable[[int], Any]
-    error: Callable[[], float]
-    measure: Callable[[], Timing] | None = None
-    plan: Callable[[int], Any] | None = None
-    merge: Callable[[int], Any] | None = None
-    plan_s: float | None = None
-    how: str = ""
-
-
-class Implementation(NamedTuple):
-    """Something that is timed.
-
-    Attributes:
-      name: as rows give it.
-      is_peer: whether it is held against ours.
-      prepare: makes a run; refuses with a ValueError that says why.
-      has_share: whether it may use a share of the time alone.
-    """
-
-    name: str
-    is_peer: bool
-    prepare: Callable[[Any], Run]
-    has_share: bool = False
 
 
 def of(spec: Spec) -> list[Implementation]:
@@ -85,11 +30,13 @@ def of_attention() -> list[Implementation]:
         for name in names
     ]
     peers = {
-        "XLA gather": _gather_and_sum,
-        "XLA contiguous": lambda problem: _contiguous(problem, "xla"),
-        "XLA head-major": _head_major,
-        "cuDNN contiguous": lambda problem: _contiguous(problem, "cudnn"),
-        "Pallas Triton": _triton,
+        "XLA gather": kernel_jax_peers.gather_and_sum,
+        "XLA contiguous": lambda problem: kernel_jax_peers.contiguous(problem, "xla"),
+        "XLA head-major": kernel_jax_peers.head_major,
+        "cuDNN contiguous": lambda problem: kernel_jax_peers.contiguous(
+            problem, "cudnn"
+        ),
+        "Pallas Triton": kernel_jax_peers.triton,
     }
     return [*ours, *(Implementation(x, True, prepare) for x, prepare in peers.items())]
 
@@ -101,16 +48,6 @@ def of_copies() -> list[Implementation]:
         Implementation(name, False, lambda problem, name=name: _copy(problem, name))
         for name in names
     ]
-
-
-def _run(problem: Problem, function: Callable[..., Any], turns: list[Any]) -> Run:
-    """Makes a run of a function of the queries and of what turns."""
-    jitted = jax.jit(function)
-
-    def call(index: int) -> jax.Array:
-        return jitted(problem.q, *turns[index % len(turns)])
-
-    return Run(call, lambda: problems.error(problem, call(0)))
 
 
 def _ours(problem: Problem, name: Any) -> Run:
@@ -146,12 +83,14 @@ def _ours(problem: Problem, name: Any) -> Run:
         (problem.k_pages, problem.v_pages, page_ids, *rest, plan)
         for page_ids in problem.page_ids
     ]
-    run = _run(problem, attend, turns)
+    run = kernel_calls.make_run(problem, attend, turns)
     if plan is None:
         return run
     run = run._replace(plan=lambda index: make_plan(problem.page_ids[0], *rest))
-    if isinstance(plan, planning.Plan):
-        run = run._replace(merge=merge_alone(problem, plan))
+    # That of rows of slots with few of them; others leave nothing to merge.
+    few = getattr(plan, "few", plan)
+    if isinstance(few, planning.Plan):
+        run = run._replace(merge=merge_alone(problem, few))
     return run
 
 
@@ -178,132 +117,6 @@ def merge_alone(problem: Problem, plan: planning.Plan) -> Callable[[int], Any]:
     return lambda index: merge(*states, schedule.cut_of, schedule.cut_items)
 
 
-def _gather_and_sum(problem: Problem) -> Run:
-    """Gathers all pages of all sequences and sums, as one would write it."""
-    spec, length = problem.spec, problem.page_ids.shape[2] * problem.spec.page_size
-    _limit_scores(problem, length)
-    batch, rows, heads = spec.batch, spec.rows, spec.heads
-    scale = heads.head_dim**-0.5
-
-    def attend(q, k_pages, v_pages, page_ids, seen):
-        k, v = (
-            x[page_ids].swapaxes(2, 3).reshape(batch, length, heads.kv_heads, -1)
-            for x in (k_pages, v_pages)
-        )
-        q = q.reshape(batch, rows, heads.kv_heads, -1, heads.head_dim)
-        scores = jnp.einsum("bthgd,bshd->bhgts", q, k).astype(jnp.float32) * scale
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("bhgts,bshd->bthgd", weights, v)
-        return out.reshape(batch * rows, heads.q_heads, heads.head_dim)
-
-    seen = jnp.asarray(_seen(problem, length))
-    k, v = (jnp.nan_to_num(x) for x in (problem.k_pages, problem.v_pages))
-    turns = [(k, v, ids, seen) for ids in _within(problem)]
-    return _run(problem, attend, turns)
-
-
-def _contiguous(problem: Problem, implementation: Any) -> Run:
-    """`jax.nn.dot_product_attention` on keys and values without pages."""
-    spec, heads = problem.spec, problem.spec.heads
-    if implementation == "cudnn":
-        if targets.current().platform != "gpu":
-            raise ValueError("cuDNN needs a GPU")
-        if spec.dtype == "float32":
-            raise ValueError("cuDNN takes bfloat16 and float16")
-    length = int(problem.lengths().max())
-    if implementation == "xla":
-        _limit_scores(problem, length)
-    shape = (spec.batch, -1, heads.kv_heads, heads.head_dim)
-
-    def lay_out(pages, page_ids):
-        found = jnp.nan_to_num(pages)[page_ids].swapaxes(2, 3).reshape(shape)
-        return found[:, :length]
-
-    straighten = jax.jit(lay_out)
-    options: dict[str, Any] = {}
-    mask = []
-    if spec.kind == "prefill":
-        options["is_causal"] = True
-    elif spec.rows == 1:
-        options["key_value_seq_lengths"] = jnp.asarray(problem.lengths(), jnp.int32)
-    else:
-        mask = [jnp.asarray(_seen(problem, length))[:, None]]
-
-    def attend(q, k, v, *mask):
-        q = q.reshape(spec.batch, spec.rows, heads.q_heads, heads.head_dim)
-        out = jax.nn.dot_product_attention(
-            *(q, k, v, None, *mask), implementation=implementation, **options
-        )
-        return out.reshape(-1, heads.q_heads, heads.head_dim)
-
-    turns = [
-        (straighten(problem.k_pages, ids), straighten(problem.v_pages, ids), *mask)
-        for ids in _within(problem)
-    ]
-    return _run(problem, attend, turns)
-
-
-def _head_major(problem: Problem) -> Run:
-    """Two products on keys and values without pages, each head's side by side."""
-    spec, heads = problem.spec, problem.spec.heads
-    length = int(problem.lengths().max())
-    _limit_scores(problem, length)
-    shape = (spec.batch, heads.kv_heads, -1, heads.head_dim)
-    by_head = (spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
-    scale = heads.head_dim**-0.5
-
-    def lay_out(pages, page_ids):
-        found = jnp.nan_to_num(pages)[page_ids].swapaxes(1, 2).reshape(shape)
-        return found[:, :, :length]
-
-    straighten = jax.jit(lay_out)
-    seen = _seen(problem, length)
-    # Where all of them see all there is, nobody would ask.
-    mask = [] if seen.all() else [jnp.asarray(seen)]
-
-    def attend(q, k, v, *mask):
-        scores = jnp.einsum("bthgd,bhsd->bhgts", q.reshape(by_head), k)
-        scores = scores.astype(jnp.float32) * scale
-        for seen in mask:
-            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("bhgts,bhsd->bthgd", weights, v)
-        return out.reshape(-1, heads.q_heads, heads.head_dim)
-
-    turns = [
-        (straighten(problem.k_pages, ids), straighten(problem.v_pages, ids), *mask)
-        for ids in _within(problem)
-    ]
-    return _run(problem, attend, turns)
-
-
-def _triton(problem: Problem) -> Run:
-    """The paged attention of jax itself, deprecated: pages lie head after head."""
-    spec = problem.spec
-    if targets.current().platform != "gpu":
-        raise ValueError("Triton needs a GPU")
-    if spec.rows > 1:
-        raise ValueError("one row a sequence is all it takes")
-    # Not imported by name: it is a peer here, as another framework would be.
-    module = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
-    k, v = (
-        jnp.nan_to_num(x).swapaxes(0, 1) for x in (problem.k_pages, problem.v_pages)
-    )
-    lengths = jnp.asarray(problem.lengths(), jnp.int32)
-    scale = spec.heads.head_dim**-0.5
-    tables = _within(problem)
-    # Tables must be whole splits.
-    width = -(-tables.shape[2] // 16) * 16
-    tables = jnp.pad(tables, [(0, 0), (0, 0), (0, width - tables.shape[2])])
-
-    def attend(q, k, v, page_ids):
-        q = q * jnp.asarray(scale, q.dtype)
-        return module.paged_attention(q, k, v, page_ids, lengths)
-
-    return _run(problem, attend, [(k, v, page_ids) for page_ids in tables])
-
-
 def _copy(problem: CopyProblem, name: Any) -> Run:
     """Copies in place: every call takes the pages that the last one left."""
     jitted = jax.jit(
@@ -324,30 +137,3 @@ def _copy(problem: CopyProblem, name: Any) -> Run:
         return 0.0 if bool(jnp.all(wanted == pages[0])) else float("nan")
 
     return Run(call, error)
-
-
-def _limit_scores(problem: Problem, length: int) -> None:
-    spec = problem.spec
-    score_bytes = 4 * spec.batch * spec.rows * spec.heads.q_heads * length
-    if score_bytes > MAX_SCORE_BYTES:
-        raise ValueError(f"{score_bytes=} of scores are more than {MAX_SCORE_BYTES}")
-
-
-def _seen(problem: Problem, length: int) -> np.ndarray:
-    """Which places each row sees: `[batch, rows, length]`."""
-    spec, place = problem.spec, np.arange(length)
-    shape = (spec.batch, spec.rows, length)
-    if problem.ancestors is None:
-        position = np.asarray(problem.positions)
-        return (place[None, :] <= position[:, None]).reshape(shape)
-    seen = np.zeros(shape, bool)
-    masks = np.asarray(problem.ancestors).reshape(spec.batch, spec.rows, -1)
-    for row, mask, context in zip(seen, masks, spec.contexts(), strict=True):
-        row[:, :context] = True
-        row[:, context : context + spec.rows] = mask
-    return seen
-
-
-def _within(problem: Problem) -> jax.Array:
-    """The tables with a page of the pool in every place."""
-    return jnp.minimum(problem.page_ids, problem.k_pages.shape[0] - 1)

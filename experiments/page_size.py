@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments import kernel_runs, page_size_drawing
 from experiments.claims import Claim, judge
+from experiments.kernel_calls import MAX_ERROR, Run
 from experiments.progress import QUIET, Progress
 from pallas_kernels import benchmarking, problems, targets
 from pallas_kernels.problems import Problem
@@ -194,7 +195,7 @@ def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
     return paged_s, contiguous_s, ratio, paged.error()
 
 
-def _prepare(problem: Problem, name: str) -> kernel_runs.Run | None:
+def _prepare(problem: Problem, name: str) -> Run | None:
     """Makes a run; None for one that refuses."""
     everyone = {x.name: x for x in kernel_runs.of_attention()}
     try:
@@ -203,8 +204,8 @@ def _prepare(problem: Problem, name: str) -> kernel_runs.Run | None:
         return None
 
 
-def _is_right(problem: Problem, run: kernel_runs.Run) -> bool:
-    return run.error() <= kernel_runs.MAX_ERROR[problem.spec.dtype]
+def _is_right(problem: Problem, run: Run) -> bool:
+    return run.error() <= MAX_ERROR[problem.spec.dtype]
 
 
 def plot(axes: Any, result: Result) -> None:

@@ -18,6 +18,7 @@ from experiments import (
     bench_kernels,
     cli,
     kernel_budget,
+    kernel_calls,
     kernel_grouped,
     kernel_peer_script,
     kernel_peers,
@@ -25,7 +26,7 @@ from experiments import (
     style,
 )
 from experiments.bench_kernels import Config
-from experiments.kernel_runs import Implementation, Run
+from experiments.kernel_calls import Implementation, Run
 from experiments.progress import Quiet
 from experiments.reporting import Sheet
 from pallas_kernels import (
@@ -240,7 +241,7 @@ def test_everyone_compiles_for_an_h200(
         prepared.append(args)
         return Run(lambda index: None, lambda: 0.0)
 
-    monkeypatch.setattr(kernel_runs, "_run", prepare)
+    monkeypatch.setattr(kernel_calls, "make_run", prepare)
     monkeypatch.setattr(
         targets, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
     )

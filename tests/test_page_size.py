@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import kernel_runs, page_size, style
-from experiments.kernel_runs import Implementation, Run
+from experiments.kernel_calls import Implementation, Run
 from experiments.page_size import CONFIGS, Config
 from pallas_kernels import benchmarking
 from pallas_kernels.benchmarking import Timing

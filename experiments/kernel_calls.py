@@ -1,0 +1,63 @@
+"""What is timed: a call on a shape, ready and checked, and who makes it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import problems
+from pallas_kernels.benchmarking import Timing
+from pallas_kernels.problems import Problem
+
+MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
+"""Largest error, by type, with which an answer counts as one."""
+
+
+class Run(NamedTuple):
+    """An implementation on a shape.
+
+    Attributes:
+      call: makes call number i; returns arrays to wait for.
+      error: how far a result is from the right one, as `problems.error` says it.
+      measure: gives the times of calls made elsewhere; None where `call` is timed here.
+      plan: makes what `call` was given ready, once a step for all layers, and is timed
+        apart; None where there is nothing to prepare.
+      merge: puts arrays together as `call` does when its kernel is done, and is timed
+        apart, too; None where there is nothing to merge.
+      plan_s: seconds of a plan that was timed elsewhere.
+      how: the way it was done, where there are several.
+    """
+
+    call: Callable[[int], Any]
+    error: Callable[[], float]
+    measure: Callable[[], Timing] | None = None
+    plan: Callable[[int], Any] | None = None
+    merge: Callable[[int], Any] | None = None
+    plan_s: float | None = None
+    how: str = ""
+
+
+class Implementation(NamedTuple):
+    """Something that is timed.
+
+    Attributes:
+      name: as rows give it.
+      is_peer: whether it is held against ours.
+      prepare: makes a run; refuses with a ValueError that says why.
+      has_share: whether it may use a share of the time alone.
+    """
+
+    name: str
+    is_peer: bool
+    prepare: Callable[[Any], Run]
+    has_share: bool = False
+
+
+def make_run(problem: Problem, function: Callable[..., Any], turns: list[Any]) -> Run:
+    """Makes a run of a function of the queries and of what turns."""
+    jitted = jax.jit(function)
+
+    def call(index: int) -> jax.Array:
+        return jitted(problem.q, *turns[index % len(turns)])
+
+    return Run(call, lambda: problems.error(problem, call(0)))
