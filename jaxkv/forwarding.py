@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv import caching
-from pallas_kernels import attention, planning, quantizing
+from pallas_kernels import attention, quantizing, routing
 
 
 class ForwardResult(NamedTuple):
@@ -58,7 +58,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
-    plan: planning.Plan | None = None,
+    plan: routing.StepPlan | None = None,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], caching.Pages]:
     """Writes one layer's K and V of the rows, then attends over the pages.
 
@@ -109,7 +109,7 @@ def make_plan(
     dtype: DTypeLike,
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
-) -> planning.Plan | None:
+) -> routing.StepPlan | None:
     """Prepares attention over the rows, for all layers; None where there is no need.
 
     Args:

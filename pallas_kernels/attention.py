@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels import checking, cutting, planning, reference, targets
+from pallas_kernels import checking, planning, reference, routing, targets
 from pallas_kernels.reading import Memory
 from pallas_kernels.scoring import Scoring
 
@@ -52,7 +52,7 @@ def paged_attention(
     v_scales: Float[Array, "pages kv_heads *v_places"] | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
-    plan: planning.Plan | None = None,
+    plan: routing.StepPlan | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
 
@@ -74,7 +74,8 @@ def paged_attention(
       context: places that every row of the slot sees; needed with `ancestors`.
       ancestors: see above.
       scale: factor on the scores; None means head_dim ** -0.5.
-      window: latest keys seen, at least 1; None means all.
+      window: latest keys seen, at least 1; None means all. On a GPU places between two
+        windows of a slot, that no row sees, must hold numbers.
       softcap: bound of the scores, above 0: softcap * tanh(score / softcap), after the
         scale and before `alibi`; None means none.
       alibi: slope of each query head: a score gains slope * (place - position).
@@ -118,8 +119,6 @@ def paged_attention(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
     if chosen == "mosaic_gpu":
-        from pallas_kernels import decode_mosaic_gpu  # Pallas loads only where it runs
-
         if plan is None:
             plan = make_plan(
                 *(q, k_pages, page_ids, positions, slots),
@@ -129,15 +128,15 @@ def paged_attention(
                 implementation=implementation,
             )
         assert plan is not None
-        out, lse = decode_mosaic_gpu.attend(
+        out, lse = routing.attend(
             *(q, k_pages, v_pages, page_ids, plan),
             scale=scale,
+            window=window,
             softcap=softcap,
             alibi=alibi,
             sinks=sinks,
-            tiling=_tiling(q.shape[2]),
         )
-        return AttentionState(out.astype(q.dtype), lse)
+        return AttentionState(out, lse)
     (rows, q_heads, head_dim), kv_heads = q.shape, k_pages.shape[1]
     by_head = kv_heads, q_heads // kv_heads
     attend = reference.attend_per_row
@@ -173,7 +172,7 @@ def make_plan(
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
-) -> planning.Plan | None:
+) -> routing.StepPlan | None:
     """Prepares what a kernel needs once a step, whatever the layer.
 
     Args:
@@ -199,12 +198,12 @@ def make_plan(
     if chosen != "mosaic_gpu":
         return None
     kv_heads = k_pages.shape[1]
-    return planning.make_plan(
+    return routing.make_plan(
         *(positions, slots),
         num_slots=page_ids.shape[0],
         kv_heads=kv_heads,
         group=q.shape[1] // kv_heads,
-        tiling=_tiling(q.shape[2]),
+        head_dim=q.shape[2],
         context=context,
         ancestors=ancestors,
         window=window,
@@ -253,13 +252,6 @@ def device() -> tuple[str, str]:
     """Platform and compute capability of the device that programs are made for."""
     target = targets.current()
     return target.platform, target.capability
-
-
-def _tiling(head_dim: int) -> cutting.Tiling:
-    """The same for plan and kernel, which must agree."""
-    target = targets.current()
-    cores = target.num_cores if target.platform == "gpu" else 132
-    return cutting.default_tiling(head_dim=head_dim, num_programs=cores)
 
 
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:

@@ -86,6 +86,7 @@ def pack_rows(
     *,
     num_slots: int,
     tokens: int,
+    max_rows: int | None = None,
     sort: bool = False,
 ) -> Packing:
     """Packs the rows of each slot, in their order, into blocks of `tokens`.
@@ -96,13 +97,16 @@ def pack_rows(
       live: whether the row is packed at all.
       num_slots: slots, static.
       tokens: rows of one slot in a block, static.
+      max_rows: live rows that no slot has more of, static; None means any number.
       sort: brings the rows of a slot together first, for slots in any order.
 
     Returns:
-      The packing, of `max_blocks` blocks; those in use come first.
+      The packing, of at most `max_blocks` blocks; those in use come first.
     """
     num_rows = slots.shape[0]
     num_blocks = max_blocks(num_rows=num_rows, num_slots=num_slots, tokens=tokens)
+    if max_rows is not None:
+        num_blocks = min(num_blocks, num_slots * -(-max_rows // tokens))
     index = jnp.arange(num_rows, dtype=jnp.int32)
     order = index
     if sort:

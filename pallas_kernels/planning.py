@@ -80,6 +80,7 @@ def make_plan(
     ancestors: Bool[Array, "rows columns"] | None = None,
     window: int | None = None,
     rows_per_slot: int | None = None,
+    max_rows_per_slot: int | None = None,
     sort: bool = False,
 ) -> Plan:
     """Packs the rows and cuts the work.
@@ -102,6 +103,8 @@ def make_plan(
       window: a row sees places above its position - window; None means all.
       rows_per_slot: rows that slots have as a rule, as the nodes of a tree: blocks are
         no longer than that, so that little of them is padding. None means any number.
+      max_rows_per_slot: live rows that no slot has more of, so that fewer blocks are
+        enough. None means any number.
       sort: allows the rows of a slot to lie anywhere.
 
     Returns:
@@ -119,7 +122,11 @@ def make_plan(
         live &= slots >= 0
         tokens = min(tiling.block_rows // group, rows_per_slot or positions.shape[0])
         packed = packing.pack_rows(
-            slots, live, num_slots=num_slots, tokens=tokens, sort=sort
+            *(slots, live),
+            num_slots=num_slots,
+            tokens=tokens,
+            max_rows=max_rows_per_slot,
+            sort=sort,
         )
     start = jnp.zeros_like(positions) if first is None else first
     if window is not None:

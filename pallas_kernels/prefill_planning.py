@@ -13,7 +13,7 @@ The plan knows no layer, and its shapes are static.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels.cutting import Tiling
 from pallas_kernels.packing import WGMMA_ROWS
@@ -186,6 +186,19 @@ def make_plan(
     )
 
 
+def left_out(
+    positions: Int[Array, " rows"],
+    slots: Int[Array, " rows"],
+    *,
+    num_slots: int,
+    few: int,
+) -> Int32[Array, " rows"]:
+    """Positions of the rows that `make_plan` leaves out; -1 for all others."""
+    owner = owners(positions, slots, num_slots=num_slots)
+    many = has_many(owner, num_slots=num_slots, few=few)
+    return jnp.where(many, -1, positions).astype(jnp.int32)
+
+
 def owners(
     positions: Int[Array, " rows"], slots: Int[Array, " rows"], *, num_slots: int
 ) -> Int32[Array, " rows"]:
@@ -194,7 +207,9 @@ def owners(
     return jnp.where(live, slots, num_slots).astype(jnp.int32)
 
 
-def has_many(owner: Int32[Array, " rows"], *, num_slots: int, few: int) -> Array:
+def has_many(
+    owner: Int32[Array, " rows"], *, num_slots: int, few: int
+) -> Bool[Array, " rows"]:
     """Whether each row is one of more than `few` of its slot; no padding row is."""
     count = jnp.zeros((num_slots,), jnp.int32).at[owner].add(1, mode="drop")
     return count.at[owner].get(mode="fill", fill_value=0) > few

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import caching, models, states
-from pallas_kernels import attention, decode_mosaic_gpu, planning
+from pallas_kernels import attention, decode_mosaic_gpu, planning, routing
 from tests import emulating
 from tests.test_attention import make_case
 
@@ -85,7 +85,7 @@ def test_the_door_opens_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         *narrow, *rest, implementation="reference", **features
     )
     attend = decode_mosaic_gpu.attend
-    monkeypatch.setattr(attention, "_tiling", lambda head_dim: emulating.SMALL)
+    monkeypatch.setattr(routing, "decode_tiling", lambda head_dim: emulating.SMALL)
     with emulating.emulator_of_races() as interpret:
         emulated = functools.partial(attend, interpret=interpret)
         monkeypatch.setattr(decode_mosaic_gpu, "attend", emulated)

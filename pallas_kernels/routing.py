@@ -1,0 +1,153 @@
+"""Attention on Hopper GPUs: which kernel takes which rows of a step.
+
+Slots with few rows are bound by memory: decode packs the query heads of a KV head, and
+cuts long keys among all multiprocessors. Chunks are bound by the tensor cores, which
+the prefill kernel keeps busy. A step may hold both, and how many rows a slot has is
+known on the device alone: then both kernels run, each with the other's rows left out of
+its plan, and the second writes into the result of the first.
+"""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from pallas_kernels import cutting, planning, prefill_planning, targets
+from pallas_kernels.cutting import Tiling
+
+PACKED_ROWS = 128
+"""Rows times query heads of a KV head up to which a slot has few rows: two products of
+the tensor cores, or one tile of queries that would be shared by as many heads."""
+
+
+class StepPlan(NamedTuple):
+    """What the kernels need of a step, whatever the layer."""
+
+    few: planning.Plan | None
+    """Rows of slots with few of them, and of trees; None where there can be none."""
+    many: prefill_planning.Plan | None
+    """Rows of the other slots, likewise."""
+
+
+def make_plan(
+    positions: Int[Array, " rows"],
+    slots: Int[Array, " rows"] | None,
+    *,
+    num_slots: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    context: Int[Array, " slots"] | None = None,
+    ancestors: Bool[Array, "rows columns"] | None = None,
+    window: int | None = None,
+) -> StepPlan:
+    """Divides the rows among the kernels, and plans for each.
+
+    One row a slot, trees, and no more rows than are few go to decode alone. The rows of
+    a single slot go to prefill alone: so many are a chunk, but for its last piece.
+
+    Args:
+      positions: position of each row; -1 for a padding row.
+      slots: slot of each row, the rows of a slot side by side; None where row i is
+        slot i.
+      num_slots: slots, static.
+      kv_heads: KV heads, static.
+      group: query heads that share a KV head, static.
+      head_dim: size of a head, static.
+      context: see `planning.make_plan`.
+      ancestors: see there.
+      window: see there.
+    """
+    few, small = PACKED_ROWS // group, decode_tiling(head_dim)
+    is_all_few = slots is None or context is not None or positions.shape[0] <= few
+    options: dict[str, Any] = {"num_slots": num_slots, "window": window}
+    if is_all_few or slots is None:
+        plan = planning.make_plan(
+            *(positions, slots),
+            kv_heads=kv_heads,
+            group=group,
+            tiling=small,
+            context=context,
+            ancestors=ancestors,
+            **options,
+        )
+        return StepPlan(plan, None)
+    if num_slots == 1:
+        few = 0
+    many = prefill_planning.make_plan(
+        *(positions, slots), few=few, tiling=prefill_tiling(head_dim), **options
+    )
+    if few == 0:
+        return StepPlan(None, many)
+    left = prefill_planning.left_out(positions, slots, num_slots=num_slots, few=few)
+    plan = planning.make_plan(
+        *(left, slots),
+        kv_heads=kv_heads,
+        group=group,
+        tiling=small,
+        max_rows_per_slot=few,
+        **options,
+    )
+    return StepPlan(plan, many)
+
+
+def attend(
+    q: Float[Array, "rows q_heads head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, "slots pages_per_slot"],
+    plan: StepPlan,
+    *,
+    window: int | None,
+    **features: Any,
+) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
+    """Attends from all rows, with the kernels that the plan names.
+
+    Args:
+      q: queries.
+      k_pages: keys.
+      v_pages: values.
+      page_ids: page of every place / page_size.
+      plan: `make_plan` of these rows, with the same window.
+      window: latest keys seen; None means all.
+      **features: scale, softcap, alibi and sinks, see `decode_mosaic_gpu.attend`.
+
+    Returns:
+      Output in the type of q, and natural log-sum-exp; 0 and -inf without a key.
+
+    Raises:
+      ValueError: types or sizes that the kernels do not take.
+    """
+    # Pallas loads only where it runs.
+    from pallas_kernels import decode_mosaic_gpu, prefill_mosaic_gpu
+
+    arrays, head_dim, others = (q, k_pages, v_pages, page_ids), q.shape[2], None
+    if plan.few is not None:
+        out, lse = decode_mosaic_gpu.attend(
+            *arrays, plan.few, tiling=decode_tiling(head_dim), **features
+        )
+        others = out.astype(q.dtype), lse
+    if plan.many is not None:
+        others = prefill_mosaic_gpu.attend(
+            *(*arrays, plan.many),
+            window=window,
+            others=others,
+            tiling=prefill_tiling(head_dim),
+            **features,
+        )
+    assert others is not None
+    return others
+
+
+def decode_tiling(head_dim: int) -> Tiling:
+    """Sizes of the decode kernel on the target; the same for plan and kernel."""
+    return cutting.default_tiling(head_dim=head_dim, num_programs=_num_cores())
+
+
+def prefill_tiling(head_dim: int) -> Tiling:
+    """Sizes of the prefill kernel on the target; the same for plan and kernel."""
+    return prefill_planning.default_tiling(head_dim=head_dim, num_programs=_num_cores())
+
+
+def _num_cores() -> int:
+    target = targets.current()
+    return target.num_cores if target.platform == "gpu" else 132
