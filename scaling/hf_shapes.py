@@ -215,7 +215,12 @@ def _biased(hidden: int, heads: int, keys: tuple[str, str]) -> HeadAttention:
 
 
 def _deepseek(
-    raw: Raw, *, first_mixed: int, shared: int | None, gate_bias: bool
+    raw: Raw,
+    *,
+    first_mixed: int,
+    shared: int | None,
+    ahead: int,
+    gate_bias: bool,
 ) -> dict[str, Any]:
     if hf_keys.flag(raw, "attention_bias", False):
         raise ValueError("attention_bias=True is not counted, only False")
@@ -250,18 +255,18 @@ def _deepseek(
         ),
         "mixture_layers": mixed,
         "tie_embeddings": hf_keys.flag(raw, "tie_word_embeddings", False),
-        "num_ahead_layers": hf_keys.count(raw, "num_nextn_predict_layers", 0),
+        "num_ahead_layers": hf_keys.count(raw, "num_nextn_predict_layers", ahead),
         "max_positions": hf_keys.optional(raw, "max_position_embeddings", None),
     }
 
 
 def _deepseek_v2(raw: Raw) -> dict[str, Any]:
     corrected = raw.get("topk_method") == "noaux_tc"
-    return _deepseek(raw, first_mixed=0, shared=None, gate_bias=corrected)
+    return _deepseek(raw, first_mixed=0, shared=None, ahead=0, gate_bias=corrected)
 
 
 def _deepseek_v3(raw: Raw) -> dict[str, Any]:
-    return _deepseek(raw, first_mixed=3, shared=1, gate_bias=True)
+    return _deepseek(raw, first_mixed=3, shared=1, ahead=1, gate_bias=True)
 
 
 READERS: dict[str, Callable[[Raw], dict[str, Any]]] = {

@@ -119,6 +119,24 @@ def test_our_own_models_hold_as_many(name: str) -> None:
     assert total == sum(x.size for x in jax.tree.leaves(made))
 
 
+COUNTED = json.loads(
+    (Path(__file__).parent / "golden/hf_parameter_counts.json").read_text()
+)
+"""Models of every family that transformers 5.23 built on its meta device: the keys of
+their config.json that matter, and the sizes of all tensors. Buffers are the routing
+corrections."""
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case["config"]["model_type"])
+def test_transformers_builds_as_many(case: dict[str, Any]) -> None:
+    model = hf_descriptions.describe(case["config"])
+    assert costs.parameters(model).total == case["parameters"] + case["buffers"]
+    kinds = case["config"].get("layer_types") or []
+    if "sliding_attention" in kinds:
+        without = {k: v for k, v in case["config"].items() if k != "layer_types"}
+        assert hf_descriptions.describe(without) == model
+
+
 def test_a_window_bounds_what_a_sequence_holds() -> None:
     model = named_models.describe("gemma-2-2b")
     per_layer = 2 * model.attention.cached_numbers

@@ -1,0 +1,91 @@
+"""Counts the parameters of models that transformers builds, for `test_costs`.
+
+Needs torch and transformers, which the project does not; run once by hand:
+
+    python tests/golden/make_counts.py
+
+Models are built on the meta device, so nothing is allocated, with few layers and
+otherwise the sizes that transformers takes by default.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SHORT = {"num_hidden_layers": 7}
+CASES = [
+    *(
+        (name, SHORT)
+        for name in (
+            *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
+            *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "opt", "deepseek_v3"),
+        )
+    ),
+    ("gpt2", {"n_layer": 3}),
+    (
+        "llama",
+        {
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "head_dim": 96,
+        },
+    ),
+    ("qwen3", {"num_hidden_layers": 3, "attention_bias": True}),
+    (
+        "qwen3_moe",
+        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    (
+        "deepseek_v2",
+        {
+            "num_hidden_layers": 4,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    ("opt", {"tie_word_embeddings": False, "num_hidden_layers": 3}),
+    ("gemma3_text", {"num_hidden_layers": 8, "sliding_window": 512}),
+]
+
+KEYS = """
+attention_bias decoder_sparse_step do_layer_norm_before enable_bias
+first_k_dense_replace ffn_dim head_dim hidden_size intermediate_size kv_lora_rank
+layer_types max_position_embeddings max_window_layers mlp_bias mlp_only_layers
+moe_intermediate_size moe_layer_freq n_embd n_head n_inner n_layer n_positions
+n_routed_experts n_shared_experts num_attention_heads num_experts num_experts_per_tok
+num_hidden_layers num_key_value_heads num_local_experts num_nextn_predict_layers
+q_lora_rank qk_nope_head_dim qk_rope_head_dim shared_expert_intermediate_size
+sliding_window sliding_window_pattern tie_word_embeddings topk_method
+use_sliding_window v_head_dim vocab_size word_embed_proj_dim
+""".split()
+
+
+def count(name: str, change: dict) -> dict:
+    """One model: the keys that say how large it is, and what it holds."""
+    config = AutoConfig.for_model(name, **change)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    held = {id(x): x.numel() for x in model.parameters()}
+    corrections = [x.numel() for at, x in model.named_buffers() if "correction" in at]
+    said = json.loads(config.to_json_string(use_diff=False))
+    return {
+        "config": {"model_type": name}
+        | {key: said[key] for key in KEYS if key in said},
+        "parameters": sum(held.values()),
+        "buffers": sum(corrections),
+    }
+
+
+if __name__ == "__main__":
+    lines = [json.dumps(count(*case)) for case in CASES]
+    text = "[\n  " + ",\n  ".join(lines) + "\n]\n"
+    Path(__file__).with_name("hf_parameter_counts.json").write_text(text)
