@@ -3,15 +3,9 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from experiments import units
+from experiments import cost_device_tables, units
 from experiments.reporting import Sheet
-from scaling import (
-    costs,
-    costs_activations,
-    costs_flops,
-    costs_memory,
-    costs_serving,
-)
+from scaling import costs, costs_activations, costs_flops
 from scaling.descriptions import HeadAttention
 
 if TYPE_CHECKING:
@@ -21,8 +15,8 @@ if TYPE_CHECKING:
 def sheets(case: "Case") -> list[Sheet]:
     """Lays out everything that is counted."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
-    found += [_memory(case), _activations(case), _serving(case)]
-    return [*found, *_traffic(case), _device(case)]
+    found += [_memory(case), _activations(case)]
+    return [*found, *cost_device_tables.sheets(case)]
 
 
 def symbols(case: "Case") -> dict[str, int]:
@@ -230,119 +224,3 @@ def _activations(case: "Case") -> Sheet:
         rows.append(("a mixed layer", "", "", f"{mixed:,.0f}", ""))
     heads = ("tensor", "part", "per token", "bytes", "divided by")
     return Sheet("what a layer keeps for the backward pass", heads, rows)
-
-
-def _serving(case: "Case") -> Sheet:
-    rows = []
-    for name, work in (("prefill", case.prefill()), ("decode, a step", case.decode())):
-        line = case.roofline(work)
-        rows.append(
-            (
-                name,
-                units.flops(work.flops),
-                units.size(work.weight_bytes),
-                units.size(work.kv_bytes),
-                units.rate(work.intensity),
-                units.seconds(line.compute_s),
-                units.seconds(line.memory_s),
-                line.bound,
-            )
-        )
-    heads = ("step", "operations", "weights", "K and V", "op/byte")
-    dtype, d = case.options.dtype, case.device
-    per_token = costs_serving.kv_bytes_per_token(case.model, kv_bytes=case.weight_bytes)
-    kept = costs_serving.kv_bytes_of(
-        case.model, case.sequence, kv_bytes=case.weight_bytes
-    )
-    fit = costs_serving.max_batch(
-        case.model,
-        d,
-        context=case.sequence,
-        num_devices=case.layout.sharing,
-        weight_bytes=case.weight_bytes,
-        kv_bytes=case.weight_bytes,
-    )
-    note = (
-        f"K and V: {per_token:,.0f} bytes a token, {units.size(kept)} for s tokens. "
-        f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
-        f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): products take the time from "
-        f"{d.ridge(dtype):.0f} op/byte on; beside the weights {fit:,} such sequences "
-        "fit."
-    )
-    more = ("products", "memory", "bound by")
-    return Sheet("serving, at best", (*heads, *more), rows, note)
-
-
-def _traffic(case: "Case") -> list[Sheet]:
-    rows = [
-        (
-            f"{x.scheme}: {x.name}",
-            x.formula,
-            units.size(x.forward),
-            units.size(x.backward),
-        )
-        for x in case.traffic()
-    ]
-    if not rows:
-        return []
-    heads = ("exchange", "per device", "forward", "backward")
-    note = "Bytes that a device sends in one step of one micro-batch."
-    return [Sheet("communication", heads, rows, note)]
-
-
-def per_device(case: "Case") -> dict[str, float]:
-    """What one device has to hold and to do in a training step of a micro-batch.
-
-    Operations are those of an average device; the ends of a pipeline have more.
-    """
-    layout, d = case.layout, case.device
-    step = case.training()
-    flops = (step.model + step.recomputed) / (
-        layout.tensor * layout.pipeline * layout.context
-    )
-    sent = sum(x.forward + x.backward for x in case.traffic())
-    stages = range(layout.pipeline)
-    held = [costs_memory.held(case.model, layout, stage=x) for x in stages]
-    kv = costs_serving.kv_bytes_per_token(case.model, kv_bytes=case.weight_bytes)
-    if isinstance(case.model.attention, HeadAttention):
-        kv /= min(layout.tensor, case.model.attention.num_kv_heads)
-    return {
-        "num_params": max(map(sum, held)),
-        "flops": flops,
-        "compute_s": flops / d.bfloat16,
-        "sent_bytes": sent,
-        "link_s": sent / d.link,
-        "kv_bytes_per_token": kv / layout.pipeline,
-    }
-
-
-def _device(case: "Case") -> Sheet:
-    found, d = per_device(case), case.device
-    rows = [
-        ("parameters of the fullest", f"{found['num_params']:,.0f}"),
-        ("operations of a training step", units.flops(found["flops"])),
-        ("their time at peak", units.seconds(found["compute_s"])),
-    ]
-    if found["sent_bytes"]:
-        rows += [
-            ("bytes sent", units.size(found["sent_bytes"])),
-            ("their time on the link", units.seconds(found["link_s"])),
-        ]
-    rows.append(("K and V of a token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
-    measured = [
-        f"{rate:.0f} {unit}"
-        for rate, unit in (
-            (d.measured_products / 1e12, "TFLOP/s"),
-            (d.measured_bandwidth / 1e9, "GB/s"),
-        )
-        if rate
-    ]
-    note = (
-        f"{d.name}: {d.bfloat16 / 1e12:,.0f} TFLOP/s in 16 bits, "
-        f"{units.size(d.memory_bytes)}, link {d.link / 1e9:.0f} GB/s one way "
-        f"({d.source})."
-    )
-    if measured:
-        note += f" Measured at best: {', '.join(measured)} ({d.measured_source})."
-    title = f"one of {case.layout.num_devices:,} devices"
-    return Sheet(title, ("a micro-batch", "value"), rows, note)

@@ -8,7 +8,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments import bundled, cost_answers, cost_tables, documents
+from experiments import (
+    bundled,
+    cost_answers,
+    cost_device_tables,
+    cost_tables,
+    documents,
+)
 from experiments.running import Answer
 from scaling import (
     comms,
@@ -267,7 +273,7 @@ def describe(case: Case) -> dict[str, Any]:
         "kv_bytes_per_token": kv,
         "comms_bytes": schemes,
         "num_devices": case.layout.num_devices,
-        "per_device": cost_tables.per_device(case),
+        "per_device": cost_device_tables.per_device(case),
         "device": case.device.name,
         "decode": _served(case, case.decode()),
         "prefill": _served(case, case.prefill()),
