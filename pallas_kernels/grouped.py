@@ -69,7 +69,8 @@ def grouped_matmul(
     Source: Gale et al. 2022, arXiv:2211.15841, section 4: experts as one product.
     """
     _check(x, w, group_sizes)
-    dtype = jnp.dtype(preferred_element_type or x.dtype)
+    wanted = x.dtype if preferred_element_type is None else preferred_element_type
+    dtype = jnp.dtype(wanted)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{preferred_element_type=} must be a floating type, or None")
     if numerics not in ("fast", "reproducible"):
@@ -101,7 +102,8 @@ def choose(
         raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
     if implementation == "reference":
         return "reference"
-    reason = _why_not_mosaic(x, w, preferred_element_type or x.dtype, numerics)
+    wanted = x.dtype if preferred_element_type is None else preferred_element_type
+    reason = _why_not_mosaic(x, w, wanted, numerics)
     if reason is None:
         return "mosaic_gpu"
     if implementation == "mosaic_gpu":
