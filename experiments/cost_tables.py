@@ -1,5 +1,6 @@
 """The tables of `jaxkv cost`, the way the lecture draws them: term, formula, number."""
 
+import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def sheets(case: "Case") -> list[Sheet]:
     """Lays out everything that is counted."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
-    found += [_memory(case), _activations(case)]
+    found += [_memory(case), _activations(case), _one_layer(case)]
     return [*found, *cost_device_tables.sheets(case)]
 
 
@@ -203,15 +204,59 @@ def _memory(case: "Case") -> Sheet:
     return Sheet("training memory", ("term", "formula", "bytes"), table, note)
 
 
-def _activations(case: "Case") -> Sheet:
-    options = case.options
-    tensors = costs_activations.stored(
-        case.model,
-        sequence=case.sequence,
-        flash=options.flash,
-        dropout=options.dropout,
-        number_bytes=case.bytes_per_param.weight,
+def one_layer(case: "Case") -> dict[str, int | float]:
+    """The last layer alone, trained with checkpoints at layer boundaries.
+
+    The course's assignment asks for these: its parameters, the operations of its
+    forward pass, and its memory at the peak, when it is computed again.
+    """
+    model = case.model
+    last = dataclasses.replace(
+        model,
+        num_layers=1,
+        windows=model.windows[-1:],
+        mixture_layers=model.mixture_layers[-1:],
+        num_ahead_layers=0,
     )
+    places = costs.copies(last) | {"first": 0, "last": 0}
+    size = sum(x.size * x.stored * places[x.place] for x in costs.weights(last))
+    terms = costs_flops.forward(
+        last,
+        batch=case.batch,
+        sequence=case.sequence,
+        attention=case.options.attention,
+    )
+    tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
+    sums = costs_activations.per_token(case.stored(), last)
+    kept = sums[last.mixture_layers[0]] * tokens
+    boundary = tokens * model.hidden_size * each
+    return {
+        "num_params": size,
+        "forward_flops": sum(x.flops for x in terms if x.part != "head"),
+        "weight_bytes": each * size,
+        "boundary_bytes": boundary,
+        "activation_bytes": kept,
+        "peak_bytes": each * size + boundary + kept,
+    }
+
+
+def _one_layer(case: "Case") -> Sheet:
+    found = one_layer(case)
+    rows = [
+        ("parameters", f"{found['num_params']:,.0f}"),
+        ("operations forward", units.flops(found["forward_flops"])),
+        ("weights", units.size(found["weight_bytes"])),
+        ("its input, kept at the boundary", units.size(found["boundary_bytes"])),
+        ("its activations while it is computed again",
+         units.size(found["activation_bytes"])),
+        ("weights, input and activations", units.size(found["peak_bytes"])),
+    ]  # fmt: skip
+    title = f"one layer, {case.batch} x {case.sequence:,} tokens"
+    return Sheet(title, ("", "value"), rows)
+
+
+def _activations(case: "Case") -> Sheet:
+    tensors = case.stored()
     divided = {"no": "", "sequence": "tp, with sp"}
     rows: list[tuple[str, ...]] = [
         (x.name, x.part, x.formula, f"{x.bytes:,}", divided.get(x.divided, "tp"))

@@ -19,6 +19,7 @@ from experiments.running import Answer
 from scaling import (
     comms,
     costs,
+    costs_activations,
     costs_flops,
     costs_memory,
     costs_serving,
@@ -126,6 +127,30 @@ class Case(NamedTuple):
             batch=self.batch,
             sequence=self.sequence,
             attention=self.options.attention,
+        )
+
+    def stored(self) -> tuple[costs_activations.Stored, ...]:
+        """Tensors that a layer keeps for the backward pass."""
+        return costs_activations.stored(
+            self.model,
+            sequence=self.sequence,
+            flash=self.options.flash,
+            dropout=self.options.dropout,
+            number_bytes=self.bytes_per_param.weight,
+        )
+
+    def decode_terms(self) -> tuple[costs_flops.Term, ...]:
+        """Products of a step of decoding."""
+        return costs_flops.decode(self.model, batch=self.batch, context=self.sequence)
+
+    def prefill_terms(self) -> tuple[costs_flops.Term, ...]:
+        """Products of reading prompts, with the logits of each last token."""
+        return costs_flops.forward(
+            self.model,
+            batch=self.batch,
+            sequence=self.sequence,
+            attention=self.options.attention,
+            logits="last",
         )
 
     def decode(self, batch: int | None = None) -> costs_serving.Work:
@@ -245,7 +270,7 @@ def describe(case: Case) -> dict[str, Any]:
     """Gives every number as a JSON document."""
     model, tokens = case.model, case.batch * case.sequence
     step, memory = case.training(), case.memory()
-    params = costs.parameters(model)
+    params, places = costs.parameters(model), costs.copies(model)
     kv = costs_serving.kv_bytes_per_token(model, kv_bytes=case.weight_bytes)
     schemes: dict[str, dict[str, float]] = {}
     for traffic in case.traffic():
@@ -256,13 +281,22 @@ def describe(case: Case) -> dict[str, Any]:
         "model": model.name,
         "symbols": cost_tables.symbols(case),
         "num_params": params._asdict(),
+        "params_by_weight": {
+            f"{x.part}: {x.name}": x.size * x.stored * places[x.place]
+            for x in costs.weights(model)
+            if x.place != "ahead"
+        },
         "flops": {
             "attention": case.options.attention,
             "forward_per_token": _divided(step.forward, tokens),
             "train_per_token": _divided(step.model, tokens),
             "decode_per_token": _divided(int(case.decode().flops), case.batch),
             **step._asdict(),
-            "terms": {f"{x.part}: {x.name}": x.flops for x in case.forward()},
+            "terms": {
+                "forward": _named(case.forward()),
+                "prefill": _named(case.prefill_terms()),
+                "decode": _named(case.decode_terms()),
+            },
         },
         "memory_bytes": memory._asdict()
         | {
@@ -270,6 +304,10 @@ def describe(case: Case) -> dict[str, Any]:
             "total": memory.total,
             "serving_weights": params.total * case.weight_bytes,
         },
+        "activation_bytes_per_token": {
+            f"{x.part}: {x.name}": x.bytes for x in case.stored()
+        },
+        "one_layer": cost_tables.one_layer(case),
         "kv_bytes_per_token": kv,
         "comms_bytes": schemes,
         "num_devices": case.layout.num_devices,
@@ -278,6 +316,10 @@ def describe(case: Case) -> dict[str, Any]:
         "decode": _served(case, case.decode()),
         "prefill": _served(case, case.prefill()),
     }
+
+
+def _named(terms: tuple[costs_flops.Term, ...]) -> dict[str, int]:
+    return {f"{x.part}: {x.name}": x.flops for x in terms}
 
 
 def _divided(total: int, tokens: int) -> int | float:

@@ -46,11 +46,26 @@ def test_the_document_of_llama_2_7b(cost: Cost) -> None:
     assert found["kv_bytes_per_token"] == 524_288
     assert found["memory_bytes"]["model_state"] == 16 * 6_738_415_616
     assert found["comms_bytes"] == {}
+    assert sum(found["params_by_weight"].values()) == 6_738_415_616
+    terms = found["flops"]["terms"]
+    assert sum(terms["forward"].values()) == 2048 * 14_287_896_576
+    assert terms["decode"]["attention: scores"] == 32 * 2 * 2048 * 4096
+    assert terms["prefill"]["head: head"] == 2 * 32_000 * 4096
     assert found["symbols"]["i"] == 11_008
     assert {found["prefill"]["bound"], found["decode"]["bound"]} == {
         "compute",
         "memory",
     }
+
+
+def test_one_layer_as_the_assignment_asks(cost: Cost) -> None:
+    found = document(cost, "llama-2-7b")["one_layer"]
+    assert found["num_params"] == 202_383_360
+    assert found["forward_flops"] == 1_932_735_283_200
+    assert found["boundary_bytes"] == 33_554_432
+    assert found["activation_bytes"] == 4096 * (131_584 + 128)
+    mixed = document(cost, "deepseek-v3")["one_layer"]
+    assert mixed["num_params"] == 11_507_286_272
 
 
 def test_a_layout_divides_and_sends(cost: Cost) -> None:
