@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import fit_rivals, style, units
+from experiments import fit_rivals, fit_surfaces, style, units
 from experiments.fit_rivals import Runs
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
@@ -57,20 +57,9 @@ CONFIGS = {
 }
 
 
-def surface(num_points: int) -> dict[str, np.ndarray]:
-    """Simulates runs at nine budgets, with noise of Student's t."""
-    rng = np.random.default_rng(0)
-    flops = np.repeat(np.geomspace(6e18, 3e21, 9), -(-num_points // 9))[:num_points]
-    params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.7, 0.7, num_points)
-    tokens = flops / (6 * params)
-    loss = 1.8 + 420 / params**0.34 + 1500 / tokens**0.36
-    loss = loss * np.exp(0.005 * rng.standard_t(3, num_points))
-    return {"num_params": params, "num_tokens": tokens, "loss": loss}
-
-
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, piece by piece; ended early, it has whole pieces."""
-    data, law = surface(config.num_points), laws.CHINCHILLA
+    data, law = fit_surfaces.runs(config.num_points), laws.CHINCHILLA
     full = fitting.fit(law, data)
     problem = solving.Problem(law, observe(law, data))
     runs = Runs(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))

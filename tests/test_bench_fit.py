@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import bench_fit, cli, fit_rivals
+from experiments import bench_fit, cli, fit_rivals, fit_surfaces
 from tests.impatience import Impatient
 
 
@@ -37,7 +37,7 @@ def test_a_piece_is_whole_or_not_there() -> None:
 
 
 def test_the_gradient_by_hand() -> None:
-    data = bench_fit.surface(32)
+    data = fit_surfaces.runs(32)
     columns = (data[x] for x in ("num_params", "num_tokens", "loss"))
     runs = fit_rivals.Runs(*map(np.log, columns))
     x = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])

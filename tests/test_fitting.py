@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import fit_surfaces
 from scaling import fitting, laws
-from tests import surfaces
 
 CHINCHILLA = laws.CHINCHILLA
 HOFFMANN = laws.CONSTANTS["hoffmann-tex"]
@@ -16,7 +16,7 @@ HOFFMANN = laws.CONSTANTS["hoffmann-tex"]
 
 @pytest.fixture(scope="module")
 def runs() -> dict:
-    return surfaces.runs()
+    return fit_surfaces.runs()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_intervals_of_predictions(runs: dict, result: fitting.FitResult) -> None
     larger = {"num_params": [1e10, 2e10], "num_tokens": [2e11, 4e11]}
     narrow = fitting.predict(result, larger, "confidence")
     wide = fitting.predict(result, larger, "prediction")
-    truth = CHINCHILLA.predict(jnp.array([*surfaces.COEFFICIENTS.values()]), larger)
+    truth = CHINCHILLA.predict(jnp.array([*fit_surfaces.COEFFICIENTS.values()]), larger)
     assert np.all((wide.low < narrow.low) & (narrow.low < truth))
     assert np.all((truth < narrow.high) & (narrow.high < wide.high))
     # Where the data is, 90 % of it lies within.
@@ -170,7 +170,7 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
 
 
 def spoilt(**columns: object) -> dict:
-    good = {name: column[:30].copy() for name, column in surfaces.runs().items()}
+    good = {name: column[:30].copy() for name, column in fit_surfaces.runs().items()}
     return good | columns
 
 
