@@ -23,7 +23,8 @@ _LAST_DELTA = 1e-8
 _PIECE = 1024
 """Problems in one call: one compiled program, and pauses in which to report."""
 _POINTS = 16
-"""Points are padded to a multiple of it, so that similar sizes share a program."""
+"""Points are padded to a multiple of it, so that similar sizes share a program;
+few ones to twice that."""
 
 
 class Ends(NamedTuple):
@@ -117,7 +118,8 @@ def _solve_piece(
     max_steps: int,
 ) -> Ends:
     seen, count = problem.seen, len(starts)
-    room = -seen.num_points % _POINTS
+    unit = _POINTS if seen.num_points > 8 * _POINTS else 2 * _POINTS
+    room = -seen.num_points % unit
     logs = np.pad(seen.logs, ((0, 0), (0, room)))
     target = np.pad(seen.target, (0, room), constant_values=seen.level)
     low, high = problem.box

@@ -1,0 +1,132 @@
+"""Every law is found again from points on it; what is doubtful is doubted."""
+
+import csv
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import fit_surfaces
+from scaling import comparing, fitting, laws
+from tests.test_laws import COLUMNS, EXAMPLES, plainly
+
+# The others compile as long and add little; they run with the slow tests.
+QUICK = ("chinchilla", "kaplan")
+# Beyond rounding, their coefficients may be exchanged for one another.
+FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in EXAMPLES],
+)
+def test_points_on_a_law(name: str) -> None:
+    law, truth = laws.LAWS[name], EXAMPLES[name]
+    data = COLUMNS | {law.target: plainly(name, truth, COLUMNS)}
+    found = fitting.fit(law, data)
+    assert np.abs(found.residuals).max() < 1e-8
+    assert found.status == "converged"
+    if name not in FREE:
+        np.testing.assert_allclose([*found.coefficients.values()], truth, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", fit_surfaces.ILL_POSED)
+def test_ill_posed_runs_are_doubted(kind: str) -> None:
+    # Shares over many surfaces are counted by `fit_coverage`.
+    data, _ = fit_surfaces.ill_posed(kind, 32, seed=3)
+    assert fitting.fit(laws.CHINCHILLA, data, bootstrap=100).warnings
+
+
+def test_doubts_are_in_words() -> None:
+    kind = "collinear: D = 20 N"
+    data, _ = fit_surfaces.ill_posed(kind, 32, seed=0)
+    found = fitting.fit(laws.CHINCHILLA, data)
+    assert found.warnings[0] == (
+        "num_tokens follows from num_params in these runs, so their terms cannot be "
+        "told apart: vary them separately"
+    )
+    assert found.condition_number > 1e6
+    assert found.flat_directions
+    data, _ = fit_surfaces.ill_posed("one wild outlier", 32, seed=0)
+    (warning,) = fitting.fit(laws.CHINCHILLA, data).warnings
+    assert warning == "1 of 32 point is far off the law: outliers, or another law"
+    data, _ = fit_surfaces.ill_posed("floor near zero", 32, seed=0)
+    found = fitting.fit(laws.CHINCHILLA, data, bootstrap=100)
+    assert any(warning.startswith("E") for warning in found.warnings)
+
+
+def test_a_term_that_is_not_there_hits_its_bound() -> None:
+    data = dict(fit_surfaces.runs(60, noise="normal"))
+    data["loss"] = 1.8 + 1500 / data["num_tokens"] ** 0.36
+    found = fitting.fit(laws.CHINCHILLA, data)
+    assert set(found.bounds_hit) & {"A", "alpha"}
+    assert found.status == "bound_hit"
+    assert any("does not identify" in warning for warning in found.warnings)
+
+
+def test_over_training_of_gadre() -> None:
+    folder = os.environ.get("JAXKV_DATA", "")
+    path = Path(folder, "losses", "gadre_c4.csv")
+    if not folder or not path.is_file():
+        pytest.skip("JAXKV_DATA names no folder with losses/gadre_c4.csv")
+    with path.open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    names = {"N": "num_params", "D": "num_tokens", "loss_c4_val": "loss"}
+    data = {ours: np.array([float(r[x]) for r in rows]) for x, ours in names.items()}
+    multiplier = np.array([float(row["token_multiplier"]) for row in rows])
+    small = (data["num_params"] < 0.42e9) & (multiplier == 20)
+    small |= (data["num_params"] < 0.02e9) & (multiplier == 320)
+    assert small.sum() == 5
+    law = laws.find("over-training")
+    found = fitting.rollout(law, data, ~small, loss="mse", space="linear")
+    # Gadre et al. 2024, arXiv:2403.08540: five runs, least squares.
+    for name, value in {"a": 113.69, "b": 189.52, "eta": -0.24247}.items():
+        assert found.coefficients[name] == pytest.approx(value, rel=1e-4)
+    assert found.coefficients["E"] == pytest.approx(1.50825, abs=2e-5)
+    assert found.warnings[0].startswith("5 points are few for 4 coefficients")
+    assert found.held_out is not None
+    assert found.held_out.num_points == 29
+    assert found.held_out.mean_error < 0.03
+
+
+def test_compute_to_equal_loss() -> None:
+    better = fit_surfaces.runs(100, seed=0, noise="normal")
+    worse = {x: y.copy() for x, y in fit_surfaces.runs(100, seed=1).items()}
+    # The second needs three times the tokens for everything.
+    worse["num_tokens"] *= 3
+    fits = [fitting.fit(laws.CHINCHILLA, x, bootstrap=100) for x in (better, worse)]
+    found = comparing.compare(*fits, level=0.98)
+    np.testing.assert_allclose(found.ratio, 3, rtol=0.1)
+    assert np.all((found.low < found.ratio) & (found.ratio < found.high))
+    assert np.mean((found.low < 3) & (found.high > 3)) > 0.9
+    again = comparing.compare(fits[1], fits[0])
+    np.testing.assert_allclose(again.ratio, 1 / found.ratio, rtol=1e-9)
+    # Only where both have been.
+    for fit in fits:
+        ends = [
+            laws.optimum(laws.CHINCHILLA, fit.coefficients, x).loss
+            for x in fit.ranges["flops"]
+        ]
+        assert np.all(min(ends) * (1 - 1e-9) <= found.loss)
+        assert np.all(found.loss <= max(ends) * (1 + 1e-9))
+    far = {x: y.copy() for x, y in worse.items()}
+    far["loss"] = far["loss"] + 10
+    with pytest.raises(ValueError, match="no loss was reached by both"):
+        comparing.compare(fits[0], fitting.fit(laws.CHINCHILLA, far))
+
+
+def test_compute_to_equal_loss_of_curves() -> None:
+    flops = np.geomspace(1e17, 1e21, 12)
+    first = {"flops": flops, "loss": 20 * flops**-0.05}
+    second = {"flops": 4 * flops, "loss": 20 * flops**-0.05}
+    law = laws.find("power")
+    a, b = (fitting.fit(law, x) for x in (first, second))
+    found = comparing.compare(a, b)
+    np.testing.assert_allclose(found.ratio, 4, rtol=1e-6)
+    assert np.isnan(found.low).all()
+    with pytest.raises(ValueError, match="flops of one fit cannot be compared with"):
+        comparing.compare(a, fitting.fit(law.over("steps"), {**first, "steps": flops}))
+    neither = a._replace(law="kaplan-steps", inputs=("num_params", "steps"))
+    with pytest.raises(ValueError, match="neither a compute optimum nor a single"):
+        comparing.compare(a, neither)
