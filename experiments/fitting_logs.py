@@ -5,7 +5,6 @@ optimum that each implies beside what isoFLOP curves and training curves say the
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +14,6 @@ import numpy as np
 from experiments import catalogue, documents, style
 from experiments.fit_outcomes import Result
 from experiments.progress import QUIET, Progress
-
-ROLLOUT = 0.1
-"""Of the largest compute: what a rollout is fitted to, where no rule says which."""
-ROLLOUT_RESAMPLES = 500
-"""At most, for the intervals that a rollout's runs should lie in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +125,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the log, a rule or a law cannot be used.
     """
-    from experiments import fit_frontiers, fit_grids
+    from experiments import fit_frontiers, fit_grids, fit_laws
     from scaling import fitting, laws, log_columns, logs
 
     chosen = [laws.find(name) for name in config.laws]
@@ -151,7 +145,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     if not is_fitted.any():
         raise ValueError(f"{config.log}: the rule leaves no row to fit")
     seen, others = log.take(is_fitted), log.take(~is_fitted)
-    fits = [*_fits(config, chosen, seen, others, progress)]
+    fits = [*fit_laws.fit_all(config, chosen, seen, others, progress)]
     found = fit_frontiers.find(
         seen,
         tolerance=config.tolerance,
@@ -189,85 +183,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 _MAPPED = ("n", "d", "c", "loss", "run", "n_unit", "d_unit", "c_unit", "count")
 
 
-class _Stopped(Exception):
-    """Raised inside a bootstrap whose person has pressed Ctrl-C."""
-
-
-def _fits(
-    config: Config, chosen: list[Any], seen: Any, others: Any, progress: Progress
-) -> Iterator[Any]:
-    """Fits each law to the rows that are seen, and scores it on others."""
-    from scaling import forecasting
-
-    flops = seen.columns["flops"]
-    small = flops <= ROLLOUT * flops.max()
-    for law in chosen:
-        fit = _fit(config, law, seen, progress)
-        if others.runs:
-            yield fit._replace(held_out=forecasting.score(fit, others.columns))
-            continue
-        yield fit._replace(held_out=_roll_out(config, law, seen, small))
-
-
-def _fit(config: Config, law: Any, log: Any, progress: Progress) -> Any:
-    """Fits a law, at first from the curvature, and then with resamples."""
-    fit = _fitter(config, law, log)
-    first = fit(bootstrap=0)
-    if not config.bootstrap:
-        return first
-    update = progress.bar(law.name, config.bootstrap, "resamples")
-
-    def report(done: float) -> None:
-        update(done)
-        if progress.stopped:
-            raise _Stopped
-
-    if not progress.stopped:
-        try:
-            return fit(bootstrap=config.bootstrap, progress=report)
-        except _Stopped:
-            pass
-    said = "interrupted before its resamples: the intervals are from the curvature"
-    return first._replace(warnings=[*first.warnings, said])
-
-
-def _roll_out(config: Config, law: Any, log: Any, small: np.ndarray) -> Any:
-    """Scores a fit to the small runs on the larger ones; None where there are few."""
-    from scaling import forecasting
-
-    if small.sum() <= len(law.coefficients):
-        return None
-    try:
-        fit = _fitter(config, law, log.take(small))(
-            bootstrap=min(config.bootstrap, ROLLOUT_RESAMPLES)
-        )
-    except ValueError:  # such as one size among the small runs
-        return None
-    return forecasting.score(fit, log.take(~small).columns)
-
-
-def _fitter(config: Config, law: Any, log: Any) -> Any:
-    """Binds what all fits to some rows share; runs are resampled, not rows."""
-    from scaling import fitting
-
-    return functools.partial(
-        fitting.fit,
-        law,
-        log.columns,
-        loss=config.loss_kind,
-        delta=config.delta,
-        space=config.space,
-        level=config.level,
-        seed=config.seed,
-        cluster=log.labels(),
-    )
-
-
 def _document(
     config: Config, log: Any, fits: list[Any], found: Any, is_fitted: np.ndarray
 ) -> dict[str, Any]:
     """What `fit.json` holds: the first fit, the others, and what they rest on."""
     from experiments import fit_frontiers
+    from experiments.fit_laws import ROLLOUT
     from scaling import fitting
 
     said = []
@@ -286,7 +207,17 @@ def _document(
         "others": said[1:],
         "log": config.log,
         "count": log.count,
-        "notes": [*log.notes, *_choices(config, log, is_fitted), *found.notes],
+        "notes": [
+            *log.notes,
+            *_choices(config, log, is_fitted),
+            *found.notes,
+            *(
+                f"{fit.law}: not scored: too few runs, or too alike, up to "
+                f"{ROLLOUT:g} of the largest compute"
+                for fit in fits
+                if fit.held_out is None
+            ),
+        ],
         "scored": scored,
         "frontiers": [_frontier(each) for each in [*found.frontiers, *found.windows]],
         "frontier_warnings": found.warnings,

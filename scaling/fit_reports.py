@@ -58,7 +58,8 @@ def report(
         logged = np.array([c.log for c in law.coordinates])
         share = (ends[1] - natural) / np.where(logged, natural, 1.0)
         ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
-        low, high = natural / ratio, natural * ratio
+        with np.errstate(over="ignore"):  # what has no upper end ends at infinity
+            low, high = natural / ratio, natural * ratio
         ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
     exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
     columns = {x: np.asarray(data[x], float) for x in (*law.inputs, law.target)}

@@ -18,6 +18,7 @@ def make_groups(
     num: int = 9,
     noise: float = 0.0,
     sign: float = 1.0,
+    seed: int = 3,
 ) -> Groups:
     """IsoFLOP runs of a surface, over a decade on each side of `shift` from N*."""
     best = optimum(alpha, beta)[:, None] * 10 ** (shift + np.linspace(-1, 1, num))
@@ -25,7 +26,7 @@ def make_groups(
     num_params = best.reshape(-1)
     num_tokens = flops / 6 / num_params
     loss = 1.7 + sign * (400 * num_params**-alpha + 410 * num_tokens**-beta)
-    loss = loss * np.exp(noise * np.random.default_rng(3).normal(size=loss.size))
+    loss = loss * np.exp(noise * np.random.default_rng(seed).normal(size=loss.size))
     return grouping.find_groups(num_params, num_tokens, flops, loss)
 
 
@@ -157,6 +158,25 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     windows = [frontier(real, isoflop.by_parabola(real, w)) for w in isoflop.WINDOWS]
     (said,) = frontiers.compare(windows, what="window")
     assert said.startswith("the exponent of N depends on the window: x 0.")
+
+
+@pytest.mark.slow
+def test_intervals_of_many_sets_cover_as_often_as_they_say() -> None:
+    covered = {"parabola": 0, "projection": 0}
+    for seed in range(80):
+        groups = make_groups(0.34, 0.28, noise=0.003, seed=seed)
+        surface = isoflop.surface(groups)
+        for name, find in (
+            ("parabola", isoflop.by_parabola(groups)),
+            ("projection", isoflop.by_projection(groups, surface)),
+        ):
+            found = frontier(groups, find, 200).num_params
+            assert found is not None
+            assert found.interval is not None
+            covered[name] += found.interval[0] < 0.28 / 0.62 < found.interval[1]
+    # 90 % of 80, and three standard deviations of that.
+    for name, count in covered.items():
+        assert 64 <= count <= 80, (name, count)
 
 
 def test_runs_are_grouped_by_budget() -> None:
