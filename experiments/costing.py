@@ -32,6 +32,7 @@ from scaling.descriptions import Description
 from scaling.devices import Device
 from scaling.layouts import Layout
 
+MAX_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
 """Tokens of a sequence where nothing is said, if the model takes as many."""
 
@@ -70,8 +71,10 @@ class Options:
     def __post_init__(self) -> None:
         """Refuses sizes that cannot be."""
         for name in ("batch", "sequence"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if (value := getattr(self, name)) is None:
+                continue
+            if not 1 <= value <= MAX_TOKENS:
+                raise ValueError(f"{name}={value} must be in [1, {MAX_TOKENS}]")
 
 
 class Case(NamedTuple):

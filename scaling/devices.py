@@ -80,7 +80,7 @@ _ALL = (
     ),
     Device(
         *("t4", 16e9, 320e9, 65e12, 0.0, 8.1e12, 16e9),
-        source="NVIDIA T4 data sheet, 2019; half precision only; PCIe 3 x16",
+        source="NVIDIA T4 product brief, 2019; half precision only; PCIe 3 x16",
         measured_bandwidth=220e9,
         measured_source="Jia et al. 2019, arXiv:1903.07486, table 3.1",
     ),

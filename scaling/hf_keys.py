@@ -8,6 +8,10 @@ from typing import Any
 
 type Raw = Mapping[str, Any]
 
+MAX_SIZE = 2**40
+MAX_LAYERS = 100_000
+"""More than any model has; layers are listed one by one."""
+
 _NEEDED = object()
 
 
@@ -44,9 +48,12 @@ def flag(raw: Raw, key: str, default: bool) -> bool:
 
 
 def checked(key: str, value: Any, low: int) -> int:
-    """Returns a whole number that is at least `low`."""
+    """Returns a whole number that is at least `low`, and no nonsense."""
     if type(value) is not int or value < low:
         raise ValueError(f"{key}={value!r} must be a whole number, at least {low}")
+    most = MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
+    if value > most:
+        raise ValueError(f"{key} must be at most {most:,}")
     return value
 
 

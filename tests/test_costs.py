@@ -193,6 +193,8 @@ def test_the_bundled_model_reads_as_both() -> None:
         ({"hidden_size": -4}, "hidden_size=-4 must be a whole number, at least 1"),
         ({"hidden_size": 33}, "hidden_size=33 must be a multiple"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 must be a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 100,000"),
+        ({"hidden_size": 10**400}, "hidden_size must be at most 1,099,511,627,776"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole"),
         ({"num_key_value_heads": 3}, "self.num_kv_heads=3"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or"),
