@@ -239,7 +239,10 @@ def _parse(cell: log_tables.Cell, unit: float | None) -> float | None:
     if isinstance(cell, bool) or cell is None:
         return None
     if isinstance(cell, int | float):
-        return float(cell) * (unit or 1.0)
+        try:
+            return float(cell) * (unit or 1.0)
+        except OverflowError:  # JSON's whole numbers have no largest
+            return math.inf
     match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([KMBGTkmbgt]?)", cell)
     try:
         value = float(match[1] if match else cell.replace("_", "x"))

@@ -121,6 +121,7 @@ def _json_lines(path: Path, text: str) -> RawTable:
             continue
         try:
             value = json.loads(line)
+            cells = dict(_flat(value)) if isinstance(value, dict) else {}
         except ValueError as error:
             if number == len(lines) and not text.endswith("\n"):
                 # A program that was killed leaves half a line.
@@ -133,7 +134,7 @@ def _json_lines(path: Path, text: str) -> RawTable:
             raise ValueError(
                 f"{path}: line {number}: holds {type(value).__name__}, not an object"
             )
-        rows.append(RawRow(len(rows) + 1, number, dict(_flat(value))))
+        rows.append(RawRow(len(rows) + 1, number, cells))
     names = dict.fromkeys(name for row in rows for name in row.cells)
     return RawTable(path, tuple(names), rows, notes)
 

@@ -175,9 +175,16 @@ def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:
 
 
 def _curves(log: Log, table: RawTable) -> Log:
-    """Reads a sweep's training curves: of the runs that the log has, and no others."""
+    """Reads a sweep's training curves: of the runs that the log has, and no others.
+
+    A report without a loss is not a point of the curve.
+    """
     row_of = {run: i for i, run in enumerate(log.runs)}
-    rows = [row for row in table.rows if str(row.cells.get("run_id")) in row_of]
+    rows = [
+        row
+        for row in table.rows
+        if str(row.cells.get("run_id")) in row_of and row.cells.get("loss") is not None
+    ]
     if not rows:
         raise ValueError(f"{table.path}: no curve belongs to a run of {log.source}")
     kept = table._replace(rows=rows)

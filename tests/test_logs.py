@@ -73,7 +73,8 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
         for run in ("r0", "r2", "r8")
         for s in (1, 2)
     ]
-    write_lines(tmp_path, points, "curves.jsonl")
+    lossless = points[0] | {"loss": None}
+    write_lines(tmp_path, [*points, lossless], "curves.jsonl")
     log = logs.read(tmp_path)
     np.testing.assert_array_equal(log.columns["num_params"], [1e3, 2e3, 3e3, 4e3])
     assert log.notes == (
@@ -133,6 +134,8 @@ def test_rules_select_and_ignore(tmp_path: Path) -> None:
         ('N,D,loss\n1,2,"3\n', {}, "line 2: unexpected end of data"),
         ('{"N": 1\n{"N": 2}\n', {}, "line 1: not JSON"),
         ('{"N": 1}\n[1]\n', {}, "line 2: holds list, not an object"),
+        ('{"N": 1' + 400 * "0" + ', "D": 1, "loss": 2}', {}, "must be above 0 and fin"),
+        (9000 * '{"a": ' + "1" + 9000 * "}" + "\n", {}, "nested too deeply"),
         ('{"N": 1, "D": true, "loss": 2}', {}, "D is True, not a number"),
     ],
 )
