@@ -38,7 +38,7 @@ class Static(NamedTuple):
         need = tables.pages_for(c.num_tokens, page_size=c.page_size)
         growth = jnp.where(c.running, jnp.maximum(need - c.num_pages, 0) + c.copies, 0)
         runs = c.running & (jnp.cumsum(growth, dtype=jnp.int32) <= c.free_pages)
-        runs &= ~jnp.zeros_like(runs).at[c.group].max(c.running & ~runs)[c.group]
+        runs &= ~scheduling.any_of_group(c, c.running & ~runs)
         num_rows, head_rows = scheduling.share_budget(
             c, runs, admit, scheduling.NO_LIMIT
         )

@@ -26,9 +26,9 @@ class Counts(NamedTuple):
     """Places in line whose slot runs a sequence."""
     held: Bool[Array, " line"]
     """Places whose sequence has finished, but whose slot and pages are kept."""
-    group: Int32[Array, " line"]
+    group: Int32[Array, " line"] | None
     """First place of the same request; its sequences stand side by side in line, and
-    run or give way together."""
+    run or give way together. None if each has one."""
     num_tokens: Int32[Array, " line"]
     """Tokens that each sequence has to feed in all: those known of it, or of those with
     which its whole group begins; 0 where another sequence feeds these for it."""
@@ -169,3 +169,10 @@ def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
     """Serves wishes in order until the amount is used up."""
     before = jnp.cumsum(want, dtype=jnp.int32) - want
     return jnp.clip(amount - before, 0, want)
+
+
+def any_of_group(counts: Counts, mask: Bool[Array, " line"]) -> Bool[Array, " line"]:
+    """Marks all places of a group of which any is marked."""
+    if counts.group is None:
+        return mask
+    return jnp.zeros_like(mask).at[counts.group].max(mask)[counts.group]

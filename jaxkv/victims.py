@@ -49,6 +49,8 @@ def ranks(
 
     def by_group(values: Array) -> Array:
         values = jnp.where(c.running, values, 0)
+        if c.group is None:
+            return values
         return jnp.zeros_like(values).at[c.group].add(values)[c.group]
 
     frees, price = by_group(frees), by_group(cost)
@@ -71,5 +73,8 @@ def ranks(
 
 def _first_group(counts: Counts) -> Bool[Array, " line"]:
     """Places of the first request in line."""
-    first = counts.group[jnp.argmax(counts.running)]
-    return counts.running & (counts.group == first)
+    first = jnp.argmax(counts.running)
+    if counts.group is None:
+        place = jnp.arange(counts.running.shape[0], dtype=first.dtype)
+        return counts.running & (place == first)
+    return counts.running & (counts.group == counts.group[first])

@@ -1,0 +1,295 @@
+"""The engine's scheduler with a clock in place of the model.
+
+The policy, `schedule` and its counts are the engine's own; tokens and pages are only
+counted, and a cost model says how long each step takes. What happens is the same, step
+for step, as long as sequences end at their limits. All of it is one pure function of
+arrays, so `vmap` sweeps rates, seeds, sizes of the pool and parameters of policies.
+
+Sequences of one request share pages as in `forking` and `tables`: those that the prompt
+has filled, and a partial one until they write. Who was preempted by recomputation has
+only the prompt in common with the others.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv import clocks, lines, scheduling, tables, turnover
+from jaxkv.lines import Line
+from jaxkv.states import NOBODY
+from jaxkv.turnover import Capacity, Simulation
+from jaxkv.workloads import Workload
+
+
+class Work(NamedTuple):
+    """What a step asks of the machine."""
+
+    num_decodes: Int32[Array, ""]
+    """Sequences that feed the one token that they drew last."""
+    num_prompt_rows: Int32[Array, ""]
+    """Other tokens fed: of prompts, and of what was lost and is computed again."""
+    decode_context: Int32[Array, ""]
+    """Tokens that the former attend to, summed."""
+    prompt_context: Int32[Array, ""]
+    """Tokens that the latter attend to, each sequence counted once."""
+    prompt_squares: Float[Array, ""]
+    """Sum of after^2 - before^2 over their sequences, in tokens: twice the pairs of
+    query and key, and the square of its length for a prompt fed in one step."""
+    num_copied: Int32[Array, ""]
+    """Pages copied because others read them, too."""
+    num_swapped: Int32[Array, ""]
+    """Pages that leave the pool or come back."""
+
+
+class Cost(Protocol):
+    """How long a step takes, in seconds; a pytree whose leaves may be mapped."""
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step that does something."""
+        ...
+
+
+class StepInfo(NamedTuple):
+    """What a step did. One that fed nothing and moved nothing took no time."""
+
+    start: Int32[Array, " 2"]
+    """The clock before it."""
+    micros: Int32[Array, ""]
+    """How long it took."""
+    work: Work
+    num_running: Int32[Array, ""]
+    """Sequences that have a slot."""
+    num_waiting: Int32[Array, ""]
+    """Requests in the queue that have none, as far as the policy could see them."""
+    num_admitted: Int32[Array, ""]
+    """Requests that got slots."""
+    num_preempted: Int32[Array, ""]
+    """Sequences that gave way."""
+    num_finished: Int32[Array, ""]
+    """Sequences that ended."""
+    used_pages: Int32[Array, ""]
+    """Pages in use while the step ran."""
+    split: lines.Split
+    """What their token places are good for."""
+    enough: Bool[Array, ""]
+    """Whether the pages that the policy asked for were there; if not, nothing ran."""
+
+
+def init(
+    workload: Workload,
+    capacity: Capacity,
+    policy: scheduling.Policy,
+    *,
+    max_slots: int,
+    max_samples: int = 1,
+) -> Simulation:
+    """Makes an idle machine, its clock at zero.
+
+    Args:
+      workload: the requests, in order of arrival.
+      capacity: bounds. A request that they do not let in even alone is rejected, as
+        `submit` does: nothing is ever recorded of it.
+      policy: who will run.
+      max_slots: sequences that can run at once, static.
+      max_samples: sequences that a request may have, static.
+
+    Returns:
+      The state.
+    """
+    w, c = workload, capacity
+    size = c.page_size
+    shared = w.prompt // size
+    each = tables.pages_for(w.prompt + w.output - 1, page_size=size)
+    fits = shared + w.samples * (each - shared) <= c.num_pages
+    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
+    zero = jnp.zeros((), jnp.int32)
+    num = w.prompt.shape[0] * max_samples
+    holds, none = policy.holds_finished, jnp.zeros((max_slots,), bool)
+    return Simulation(
+        clock=jnp.zeros((2,), jnp.int32),
+        line=lines.empty(max_slots, has_groups=max_samples > 1, holds=holds),
+        began=none,
+        ended=none,
+        left=jnp.full((max_slots,), NOBODY, jnp.int32),
+        left_with=jnp.zeros((max_slots, len(turnover.Progress._fields)), jnp.int32),
+        queue=jnp.full((2 * max_slots,), NOBODY, jnp.int32),
+        num_taken=zero,
+        num_swapped=zero,
+        num_done=zero,
+        progress=jnp.zeros((num, len(turnover.Progress._fields)), jnp.int32),
+        events=jnp.zeros((num, len(turnover.Events._fields)), jnp.int32),
+        order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
+        num_served=jnp.sum(fits, dtype=jnp.int32),
+    )
+
+
+def step(
+    state: Simulation,
+    workload: Workload,
+    *,
+    capacity: Capacity,
+    policy: scheduling.Policy,
+    cost: Cost,
+    max_samples: int = 1,
+    head: int | None = None,
+) -> tuple[Simulation, StepInfo]:
+    """Runs one step, or lets the clock jump to the next arrival.
+
+    Args:
+      state: the machine.
+      workload: the requests.
+      capacity: bounds.
+      policy: who runs; the same that the engine takes.
+      cost: how long it takes.
+      max_samples: as for `init`.
+      head: requests at the head of the queue that the policy sees, at most as many as
+        there are slots, static; None means so many, like in the engine.
+
+    Returns:
+      The new state, and what happened.
+    """
+    w, size = workload, capacity.page_size
+    state, whose = turnover.retire(state, max_samples)
+    state = turnover.arrive(state, w, head or whose.shape[0])
+    queued = turnover.look(state, w, head or whose.shape[0], max_samples)
+    counts = turnover.observe(state, queued, capacity, max_samples)
+    plan = scheduling.schedule(counts, policy)
+    state, wish, done = turnover.carry_out(
+        state, plan, queued, capacity, max_samples, whose
+    )
+    line, runs = state.line, lines.is_running(state.line)
+    group = lines.groups(line, max_samples)
+    # Pages are granted to all or to nobody, as `tables.reserve` does.
+    copies = lines.num_copies(line, group, wish.num_rows, size)
+    places = jnp.maximum(line.places, jnp.where(runs, wish.places, 0))
+    growth = tables.pages_for(places, page_size=size)
+    growth -= tables.pages_for(line.places, page_size=size)
+    owned, _ = lines.num_owned(line, group, line.places, size)
+    held = jnp.sum(owned, dtype=jnp.int32)
+    used = held + jnp.sum(growth + copies, dtype=jnp.int32)
+    enough = used <= capacity.num_pages
+    num_rows = jnp.where(enough, wish.num_rows, 0)
+    line = line._replace(places=jnp.where(enough, places, line.places))
+    request = jnp.maximum(line.sequence, 0) // max_samples
+    prompt = w.prompt[request]
+    limit = prompt + w.output[request]
+    work = _work(line, num_rows, prompt)._replace(
+        num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
+        num_swapped=done.num_moved,
+    )
+    line, forked = _feed(line, group, num_rows)
+    busy = jnp.any(num_rows > 0) | (done.num_moved > 0)
+    seconds = jnp.asarray(cost(work), jnp.float32)
+    clock, micros = clocks.advance(state.clock, jnp.where(busy, seconds, 0.0))
+    # With nobody there, the next one to arrive ends the wait.
+    idle = ~jnp.any(runs) & (state.queue[0] < 0) & (state.num_taken < state.num_served)
+    upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
+    clock = jnp.where(idle, clocks.later(clock, w.arrival[upcoming]), clock)
+    split = lines.split(line, group, limit, size)
+    emits = ((num_rows > 0) | forked) & runs & (line.length == line.known)
+    known = line.known + emits.astype(jnp.int32)
+    ended = emits & (known == limit)
+    info = StepInfo(
+        start=state.clock,
+        micros=micros,
+        work=work,
+        num_running=jnp.sum(runs, dtype=jnp.int32),
+        num_waiting=jnp.sum(state.queue >= 0, dtype=jnp.int32),
+        num_admitted=done.num_admitted,
+        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
+        num_finished=jnp.sum(ended, dtype=jnp.int32),
+        used_pages=jnp.where(enough, used, held),
+        split=split,
+        enough=enough,
+    )
+    return state._replace(
+        clock=clock,
+        line=line._replace(known=known),
+        began=emits & (known == prompt + 1),
+        ended=ended,
+    ), info
+
+
+def run_steps(
+    state: Simulation,
+    workload: Workload,
+    *,
+    capacity: Capacity,
+    policy: scheduling.Policy,
+    cost: Cost,
+    num_steps: int,
+    max_samples: int = 1,
+    head: int | None = None,
+) -> tuple[Simulation, StepInfo]:
+    """Runs several steps as one program.
+
+    Args:
+      state: as for `step`, like all that is not named here.
+      workload: the requests.
+      capacity: bounds.
+      policy: who runs.
+      cost: how long it takes.
+      num_steps: how many, static. Steps after everything is done do nothing.
+      max_samples: as for `init`.
+      head: as for `step`.
+
+    Returns:
+      The new state, and the stacked infos of all steps. Everything is done and noted
+      when `num_done` has reached `num_served`.
+    """
+
+    def body(state: Simulation, _: None) -> tuple[Simulation, StepInfo]:
+        return step(
+            *(state, workload),
+            capacity=capacity,
+            policy=policy,
+            cost=cost,
+            max_samples=max_samples,
+            head=head,
+        )
+
+    return lax.scan(body, state, None, length=num_steps)
+
+
+def _work(line: Line, num_rows: Array, prompt: Array) -> Work:
+    """Adds up what the rows ask for."""
+    decodes = (num_rows == 1) & (line.length == line.known - 1) & (line.known > prompt)
+    reads = (num_rows > 0) & ~decodes
+    before, after = line.length, line.length + num_rows
+
+    def total(mask: Array, values: Array) -> Array:
+        return jnp.sum(jnp.where(mask, values, 0), dtype=values.dtype)
+
+    squares = after.astype(jnp.float32) ** 2 - before.astype(jnp.float32) ** 2
+    return Work(
+        num_decodes=jnp.sum(decodes, dtype=jnp.int32),
+        num_prompt_rows=total(reads, num_rows),
+        decode_context=total(decodes, after),
+        prompt_context=total(reads, after),
+        prompt_squares=total(reads, squares),
+        num_copied=jnp.zeros((), jnp.int32),
+        num_swapped=jnp.zeros((), jnp.int32),
+    )
+
+
+def _feed(
+    line: Line, group: lines.Groups | None, num_rows: Array
+) -> tuple[Line, Bool[Array, " line"]]:
+    """Writes the rows, and forks those for whom another one has read."""
+    length = line.length + num_rows
+    s = line.siblings
+    if s is None or group is None:
+        return line._replace(length=length), jnp.zeros_like(line.returned)
+    complete = group.any(s.reads & (length == s.common))
+    forked = s.waits & complete
+    return line._replace(
+        length=jnp.where(forked, s.common, length),
+        places=jnp.where(forked, s.common, line.places),
+        siblings=s._replace(
+            reads=s.reads & ~complete,
+            waits=s.waits & ~complete,
+            forked=s.forked | forked,
+        ),
+    ), forked
