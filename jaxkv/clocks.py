@@ -24,10 +24,12 @@ def advance(
     Returns:
       The new clock, and the microseconds that passed.
     """
-    micros = jnp.round(seconds * SECOND).astype(jnp.int32)
-    total = clock[1] + micros % SECOND
-    carry = micros // SECOND + total // SECOND
-    return jnp.stack([clock[0] + carry, total % SECOND]), micros
+    whole = jnp.floor(seconds)
+    # Apart, since a float32 of microseconds is exact for 16 seconds only.
+    part = jnp.round((seconds - whole) * SECOND).astype(jnp.int32)
+    full, total = whole.astype(jnp.int32), clock[1] + part
+    clock = jnp.stack([clock[0] + full + total // SECOND, total % SECOND])
+    return clock, full * SECOND + part
 
 
 def is_past(

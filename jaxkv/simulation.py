@@ -10,7 +10,7 @@ has filled, and a partial one until they write. Who was preempted by recomputati
 only the prompt in common with the others.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -43,6 +43,7 @@ class Work(NamedTuple):
     """Pages that leave the pool or come back."""
 
 
+@runtime_checkable
 class Cost(Protocol):
     """How long a step takes, in seconds; a pytree whose leaves may be mapped."""
 

@@ -1,0 +1,371 @@
+"""The simulation is the engine without a model: the same schedule, step for step."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import (
+    answers,
+    baselines,
+    caching,
+    clocks,
+    engine,
+    policies,
+    queueing,
+    scheduling,
+    simulation,
+    states,
+    turnover,
+    workloads,
+)
+from jaxkv.forwarding import ForwardResult
+from jaxkv.sampling import Sampling
+from jaxkv.states import EngineConfig
+from tests.engines import FAST_COMPILE
+
+VOCAB = 4099
+"""So many that two sequences hardly ever draw the same token."""
+
+
+def forward(params: Any, pages: Any, rows: Any) -> ForwardResult:
+    """A model without an opinion."""
+    return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], VOCAB)), pages)
+
+
+class Cost(NamedTuple):
+    """Seconds of a step, and what its work adds."""
+
+    base: jax.Array
+
+    def __call__(self, work: simulation.Work) -> jax.Array:
+        rows = work.num_prompt_rows + work.num_swapped
+        return self.base * (1.0 + 0.01 * rows.astype(jnp.float32))
+
+
+COST = Cost(jnp.float32(0.01))
+
+run_engine = jax.jit(
+    engine.run_steps,
+    static_argnames=("config", "forward", "num_steps"),
+    donate_argnames="state",
+    compiler_options=FAST_COMPILE,
+)
+run_simulation = jax.jit(
+    simulation.run_steps,
+    static_argnames=("num_steps", "max_samples", "head"),
+    compiler_options=FAST_COMPILE,
+)
+submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
+
+
+def workload(
+    seed: int, num: int, *, max_samples: int = 1, rate: float = 200.0, longest: int = 30
+) -> workloads.Workload:
+    """Requests of up to `longest` tokens each way, some of which come at once."""
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.exponential(1 / rate, num))
+    arrival[:3] = 0
+
+    def draw(most: int) -> jax.Array:
+        return jnp.asarray(rng.integers(1, most + 1, num), jnp.int32)
+
+    return workloads.Workload(
+        arrival=jnp.asarray(clocks.from_seconds(arrival)),
+        prompt=draw(longest),
+        output=draw(longest),
+        samples=draw(max_samples),
+        clients=jnp.int32(scheduling.NO_LIMIT),
+    )
+
+
+def capacity(config: EngineConfig) -> turnover.Capacity:
+    return turnover.Capacity(
+        *(jnp.int32(getattr(config, name)) for name in turnover.Capacity._fields)
+    )
+
+
+def events(state: turnover.Simulation) -> turnover.Events:
+    return turnover.Events(*np.asarray(state.events).T)
+
+
+class Case(NamedTuple):
+    policy: scheduling.Policy
+    max_samples: int = 1
+    num_pages: int = 22
+    max_swap_pages: int = 0
+
+
+CASES = {
+    "plain": Case(policies.fcfs(chunk_size=7, watermark=2)),
+    "swap": Case(
+        policies.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
+        max_swap_pages=20,
+    ),
+    "static": Case(baselines.static(), num_pages=70),
+    "groups": Case(policies.fcfs(), max_samples=3, num_pages=42),
+    "groups, swap": Case(
+        policies.fcfs(
+            chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"
+        ),
+        max_samples=3,
+        num_pages=42,
+        max_swap_pages=30,
+    ),
+    "groups, static": Case(baselines.static(), max_samples=3, num_pages=80),
+}
+
+
+def seeds(*quick: str) -> list[Any]:
+    """One seed of some cases in the quick suite, many of all in the slow one."""
+    slow = pytest.mark.slow
+    first = [
+        pytest.param(name, 10, marks=[] if name in quick else [slow]) for name in CASES
+    ]
+    return [
+        *first,
+        *(
+            pytest.param(name, seed, marks=[slow])
+            for name in CASES
+            for seed in range(11, 20)
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("name", "seed"), seeds("plain", "groups, swap"))
+def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
+    case = CASES[name]
+    w, num = workload(seed, 30, max_samples=case.max_samples), 30
+    samples = np.asarray(w.samples)
+    config = EngineConfig(
+        num_pages=case.num_pages,
+        page_size=4,
+        max_slots=9,
+        max_length=60,
+        max_sequences=num * case.max_samples,
+        queue_capacity=num * case.max_samples,
+        token_budget=24,
+        submit_width=num * case.max_samples,
+        max_swap_pages=case.max_swap_pages,
+        max_stop_tokens=1,
+        debug=True,
+    )
+    real = fed_engine(w, config, seed)
+    mine = simulation.init(
+        *(w, capacity(config), case.policy),
+        max_slots=config.max_slots,
+        max_samples=case.max_samples,
+    )
+    num_steps, step = 64, 0
+    while int(mine.num_done) < int(mine.num_served):
+        mine, infos = run_simulation(
+            *(mine, w),
+            capacity=capacity(config),
+            policy=case.policy,
+            cost=COST,
+            num_steps=num_steps,
+            max_samples=case.max_samples,
+        )
+        infos = jax.tree.map(np.asarray, infos)
+        for k in range(num_steps):
+            info = jax.tree.map(lambda x, k=k: x[k], infos)
+            real, theirs = run_engine(
+                *(None, real, jnp.asarray(info.start)),
+                config=config,
+                forward=forward,
+                policy=case.policy,
+                num_steps=1,
+            )
+            theirs = jax.tree.map(lambda x: np.asarray(x)[0], theirs)
+            assert seen(info) == seen_by(theirs), f"step {step}"
+            step += 1
+    at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
+    noted, s = events(mine), real.sequences
+    assert int(mine.num_served) == num
+    for field in ("num_preempted", "num_recomputed"):
+        found = np.asarray(getattr(s, field))[: len(at)]
+        np.testing.assert_array_equal(getattr(noted, field)[at], found)
+    assert (noted.num_preempted.sum() > 0) == (name not in ("static", "groups, static"))
+    assert (noted.num_swapped.sum() > 0) == (case.max_swap_pages > 0)
+
+
+def fed_engine(
+    w: workloads.Workload, config: EngineConfig, seed: int
+) -> states.EngineState:
+    """An engine to which the whole workload has been submitted."""
+    rng = np.random.default_rng(seed)
+    pages = caching.make_pages(
+        num_layers=1,
+        num_pages=config.num_pages,
+        num_kv_heads=1,
+        page_size=config.page_size,
+        head_dim=1,
+        dtype="float32",
+    )
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in np.asarray(w.prompt)]
+    asks = [
+        Sampling(n=int(n), max_tokens=int(most), temperature=1.0, seed=i)
+        for i, (n, most) in enumerate(
+            zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
+        )
+    ]
+    requests = answers.make_requests(
+        prompts, asks, config=config, width=config.submit_width
+    )
+    arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
+    short = config.submit_width - len(arrival)
+    arrival = jnp.asarray(np.pad(arrival, [(0, short), (0, 0)]))
+    state, _ = submit(
+        states.init(config, pages), requests._replace(arrival=arrival), config=config
+    )
+    return state
+
+
+def seen(info: simulation.StepInfo) -> dict[str, int]:
+    return {
+        "rows": int(info.work.num_decodes + info.work.num_prompt_rows),
+        "admitted": int(info.num_admitted),
+        "preempted": int(info.num_preempted),
+        "finished": int(info.num_finished),
+        "copied": int(info.work.num_copied),
+        "used_pages": int(info.used_pages),
+        "enough": int(info.enough),
+    }
+
+
+def seen_by(info: engine.StepInfo) -> dict[str, int]:
+    return {
+        "rows": int(info.num_rows.sum()),
+        "admitted": int(info.num_admitted),
+        "preempted": int(info.num_preempted),
+        "finished": int((info.reason > 0).sum()),
+        "copied": int(info.num_copied),
+        "used_pages": int(info.used_pages),
+        "enough": int(info.enough),
+    }
+
+
+def simulate(
+    w: workloads.Workload,
+    bounds: turnover.Capacity,
+    policy: scheduling.Policy,
+    cost: Cost = COST,
+    num_steps: int = 400,
+) -> tuple[turnover.Simulation, simulation.StepInfo]:
+    state = simulation.init(w, bounds, policy, max_slots=6)
+    return simulation.run_steps(
+        state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
+    )
+
+
+run = jax.jit(simulate, compiler_options=FAST_COMPILE)
+"""Twelve requests each time, so that one program serves all tests."""
+
+RULE = policies.fcfs(stackable=True)
+
+BOUNDS = turnover.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+
+
+def test_a_mapped_run_equals_a_run_alone() -> None:
+    """Over rates and seeds, pages and their size, and a policy's parameters."""
+    loads = [workload(seed, 12, rate=50.0 + 100 * seed) for seed in range(4)]
+    bounds = [
+        BOUNDS._replace(num_pages=jnp.int32(pages), page_size=jnp.int32(size))
+        for pages, size in ((22, 4), (44, 2), (90, 1), (10, 8))
+    ]
+    rules = [
+        policies.fcfs(watermark=mark, victim=victim, stackable=True)
+        for mark, victim in (
+            (0, "latest"),
+            (2, "cheapest"),
+            (0, "fewest_pages"),
+            (1, "latest"),
+        )
+    ]
+    costs = [Cost(jnp.float32(0.01 * (1 + i))) for i in range(4)]
+    members = list(zip(loads, bounds, rules, costs, strict=True))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    together = jax.jit(jax.vmap(simulate), compiler_options=FAST_COMPILE)(*stacked)
+    num_preempted = 0
+    for i, member in enumerate(members):
+        jax.tree.map(
+            lambda x, y, i=i: np.testing.assert_array_equal(x[i], y),
+            *(together, run(*member)),
+        )
+        num_preempted += int(together[1].num_preempted[i].sum())
+    assert num_preempted > 0
+
+
+def test_idle_time_is_skipped_and_the_clock_stays_exact_for_days() -> None:
+    days = np.arange(12) * 0.25 * 86_400 + 1e-6
+    w = workload(0, 12)._replace(
+        arrival=jnp.asarray(clocks.from_seconds(days)),
+        prompt=jnp.full(12, 5, jnp.int32),
+        output=jnp.full(12, 3, jnp.int32),
+    )
+    state, infos = run(w, BOUNDS, RULE)
+    assert int(state.num_done) == 12
+    assert int((infos.micros > 0).sum()) == 36  # three tokens of each
+    noted = events(state)
+    finish = np.stack([noted.finish_s - 1, noted.finish_us], axis=1)
+    took = clocks.to_seconds(finish) - days
+    np.testing.assert_allclose(took, 0.01 * (1.05 + 1 + 1), atol=2e-6)
+
+
+def test_a_closed_loop_holds_as_many_requests_as_it_has_clients() -> None:
+    w = workload(1, 12)._replace(
+        arrival=jnp.zeros((12, 2), jnp.int32), clients=jnp.int32(3)
+    )
+    state, infos = run(w, BOUNDS._replace(num_pages=jnp.int32(1000)), RULE)
+    assert int(state.num_done) == 12
+    in_system = np.asarray(infos.num_running + infos.num_waiting)
+    assert in_system.max() == 3
+    # Nobody idles while somebody has not asked yet.
+    done = np.cumsum(np.asarray(infos.num_finished))
+    assert (in_system[1:][done[:-1] <= 12 - 3] == 3).all()
+
+
+def test_who_can_never_fit_is_rejected_and_the_others_are_served() -> None:
+    w = workload(2, 12)._replace(
+        prompt=jnp.asarray([5, 70, 5, 40] * 3, jnp.int32),
+        output=jnp.asarray([5, 5, 5, 10] * 3, jnp.int32),
+    )
+    state, _ = run(w, BOUNDS._replace(num_pages=jnp.int32(11)), RULE)
+    assert int(state.num_served) == 6
+    assert int(state.num_done) == 6
+    assert (events(state).finish_s > 0).tolist() == [True, False, True, False] * 3
+
+
+def test_places_are_split_into_what_they_are_good_for() -> None:
+    """A request of 6 + 4 tokens, on pages of 4, its prompt in two chunks."""
+    w = workload(0, 12)._replace(
+        arrival=jnp.asarray(clocks.from_seconds(np.arange(12) * 10.0)),
+        prompt=jnp.full(12, 6, jnp.int32),
+        output=jnp.full(12, 4, jnp.int32),
+    )
+    _, infos = run(w, BOUNDS, RULE._replace(chunk_size=jnp.int32(4)))
+    # Nine tokens are written in the end, since the last one drawn is never fed.
+    assert infos.split.tokens[:5].tolist() == [4, 6, 7, 8, 9]
+    assert infos.split.reserved[:5].tolist() == [4, 2, 1, 0, 0]
+    assert infos.split.internal[:5].tolist() == [0, 0, 0, 0, 3]
+
+
+def test_time_passes_in_microseconds() -> None:
+    advance = jax.jit(clocks.advance)
+    clock, micros = advance(
+        jnp.asarray([86_400 * 400, 999_999], jnp.int32), jnp.float32(1e-6)
+    )
+    assert clock.tolist() == [86_400 * 400 + 1, 0]
+    assert int(micros) == 1
+    clock, micros = advance(clock, jnp.float32(1500.25))
+    assert clock.tolist() == [86_400 * 400 + 1501, 250_000]
+    times = np.array([0.0, 1.9999996, 12.5])
+    np.testing.assert_array_equal(
+        clocks.from_seconds(times), [[0, 0], [2, 0], [12, 500_000]]
+    )
+    later = functools.partial(clocks.later, jnp.asarray([5, 7], jnp.int32))
+    assert later(jnp.asarray([5, 8], jnp.int32)).tolist() == [5, 8]
+    assert later(jnp.asarray([4, 9], jnp.int32)).tolist() == [5, 7]
