@@ -116,8 +116,10 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
         for event in engine.stream():
             if event.request_id == name and event.tokens:
                 engine.cancel(name)
-        # A second engine of the same configuration, and other policy parameters.
-        again = make_engine(jaxkv.fcfs(chunk_size=3, watermark=1))
+        # A second engine of the same configuration, and other parameters of the rules.
+        again = make_engine(
+            jaxkv.fcfs(chunk_size=3, watermark=1, preemption="swap", hold_new=False)
+        )
         assert again.generate([[1, 2, 3]] * 3)
         assert names.count(MOVE) == 1
         assert len(names) == len(PROGRAMS) + 1, names
