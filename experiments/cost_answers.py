@@ -155,15 +155,14 @@ def _where(model: Description, case: "Case") -> str:
         shared = model.attention.num_kv_heads
         if any(size % p for size in sizes) or (shared % p and p % shared):
             continue
-        how = {"batch": case.batch, "sequence": case.sequence // p * p}
         # As many tokens in all: tensor parallelism works on p times a device's batch.
-        tensor = comms.training(
-            model,
-            Layout(tensor=p),
-            sequence=case.sequence,
-            batch=case.batch * p,
+        tensor, expert = (
+            comms.training(model, layout, batch=batch, sequence=case.sequence)
+            for layout, batch in (
+                (Layout(tensor=p), case.batch * p),
+                (Layout(expert=p, data=p), case.batch),
+            )
         )
-        expert = comms.training(model, Layout(expert=p, data=p), **how)
         sent = [
             sum(t.forward for t in found if t.scheme == scheme)
             for found, scheme in ((tensor, "tensor"), (expert, "expert"))

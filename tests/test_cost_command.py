@@ -102,6 +102,7 @@ def test_a_mixture_is_explained_by_its_own_numbers(cost: Cost) -> None:
     said = " ".join(out.split())
     assert "Of 46.7 G parameters a token uses 12.88 G" in said
     assert "3.63 times the parameters" in said
+    assert cost("mixtral-8x7b", "--sequence", "1")[0] == 0
     # The experts of eight devices' tokens go there and back: 2 k h of two bytes.
     found = document(cost, "mixtral-8x7b", "--parallel", "ep=8")
     assert found["comms_bytes"]["expert"]["forward"] == 32 * 4096 * 2 * 2 * 4096 * 2
