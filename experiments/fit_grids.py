@@ -15,8 +15,10 @@ MAX_SIZES = 6
 """Curves in one panel: as many as can be told apart."""
 NUM_POINTS = 80
 """Of a curve."""
-NUM_CELLS = 41
-"""Of a contour, along each axis."""
+NUM_CELLS = (41, 61)
+"""Of a contour, along each axis: for many runs, and for fewer than `FEW_RUNS`, whose
+valleys are narrow beside how far their resamples lie apart."""
+FEW_RUNS = 60
 
 Columns = Mapping[str, np.ndarray]
 
@@ -129,4 +131,5 @@ def _range(fit: FitResult, place: int, samples: np.ndarray) -> np.ndarray:
     elif np.isfinite(fit.covariance[place, place]):
         half = 4 * float(np.sqrt(max(fit.covariance[place, place], 0.0)))
     half = float(np.clip(half, 0.05 * abs(value) + 1e-6, 0.9 * abs(value) + 2e-6))
-    return np.linspace(value - half, value + half, NUM_CELLS)
+    cells = NUM_CELLS[fit.num_points < FEW_RUNS]
+    return np.linspace(value - half, value + half, cells)
