@@ -24,11 +24,11 @@ _COLLINEAR = 0.15
 """Spread of one input, given another, over its whole spread."""
 _WALL_SHARE = 0.05
 """Share of the resamples that may end at a wall."""
-_SMALL_FLOOR = 0.2
+_SMALL_FLOOR = 0.15
 """Floor over the smallest target seen, below which it may be none."""
-_WIDE_RATIO = 4.0
+_WIDE_RATIO = 5.0
 """Ratio of the ends of an exponent's interval."""
-_WIDE_SHARE = 0.3
+_WIDE_SHARE = 0.4
 """Width of the interval of an exponent of the optimum, which is in (0, 1)."""
 
 
