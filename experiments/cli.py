@@ -148,6 +148,24 @@ def _list(args: list[str]) -> Answer:
     return Answer({"experiments": known}, [sheet], [line])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ClaimOptions:
+    """What `claims` takes."""
+
+    folder: Path | None = None
+    """Where run folders lie; the records that ship with the project by default."""
+    write: Path | None = None
+    """File to write a page of all claims to."""
+
+
+def _claims(args: list[str]) -> Answer:
+    from experiments import results_page
+
+    description = "Claims of run folders: what was published, ours, and the verdict."
+    options = _parse(_ClaimOptions, args, "jaxkv claims", description)
+    return results_page.claims(options.folder, options.write)
+
+
 class Command(NamedTuple):
     """A command: what its line of help says, and what carries it out."""
 
@@ -163,6 +181,7 @@ _COMMANDS = {
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
+    "claims": Command("what was published, ours, and the verdict", _claims),
 }
 
 _USAGE = """usage: jaxkv COMMAND [OPTIONS]
