@@ -10,12 +10,13 @@ that over queries: Dao 2023, arXiv:2307.08691, section 3.1.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
 from pallas_kernels import scoring, targets
@@ -75,7 +76,7 @@ def flash_attention(
     Returns:
       The output in the type of q; and the natural log of the sum of exponentials of the
       scores in float32 (float64 if q is), -inf where a query sees no key. Both have
-      gradients.
+      gradients; that of the log-sum-exp takes the reference's way, whoever serves.
 
     Raises:
       ValueError: shapes, types or bounds that do not fit, or an implementation that
@@ -105,28 +106,73 @@ def flash_attention(
     if implementation == "cudnn" and reason:
         raise ValueError(f"implementation='cudnn': {reason}; 'reference' takes it")
     if implementation == "cudnn" or (implementation is None and not reason):
-        return jax.nn.dot_product_attention(
-            *(q, k, v),
-            scale=sizes.scale,
-            is_causal=causal,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation="cudnn",
-            return_residual=True,
-        )
+        return _attend_cudnn(q, k, v, sizes)
+    return _attend_tiles(q, k, v, sizes)
+
+
+def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """Attends tile by tile, for arrays as the door takes them."""
+    (batch, _, q_heads, head_dim), kv_heads = q.shape, k.shape[2]
     group = q_heads // kv_heads
     # Heads first: a tile's products are then one matrix product a KV head.
     q = q.reshape(*q.shape[:2], kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     out, lse = _attend(q, k, v, sizes)
-    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], -1, q_heads, head_dim)
-    return out, lse.transpose(0, 3, 1, 2).reshape(q.shape[0], -1, q_heads)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, q_heads, head_dim)
+    return out, lse.transpose(0, 3, 1, 2).reshape(batch, -1, q_heads)
+
+
+def _cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """Attends in cuDNN; of the two results only the output has a gradient."""
+    window = sizes.window
+    return jax.nn.dot_product_attention(
+        *(q, k, v),
+        scale=sizes.scale,
+        is_causal=sizes.causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+        return_residual=True,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attend_cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """Attends in cuDNN, with gradients of both results."""
+    return _cudnn(q, k, v, sizes)
+
+
+def _forward_cudnn(
+    q: CustomVJPPrimal, k: CustomVJPPrimal, v: CustomVJPPrimal, sizes: _Sizes
+) -> tuple[tuple[Array, Array], Any]:
+    given = q.value, k.value, v.value
+    results, pull = jax.vjp(functools.partial(_cudnn, sizes=sizes), *given)
+    return results, (pull, *given)
+
+
+def _backward_cudnn(
+    sizes: _Sizes, saved: Any, grads: tuple[Any, Any]
+) -> tuple[Array, Array, Array]:
+    pull, *given = saved
+    full = tuple(
+        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in grads
+    )
+    if isinstance(grads[1], SymbolicZero):
+        return pull(full)
+    # cuDNN would drop the gradient of the log-sum-exp without a word.
+    _, pull = jax.vjp(functools.partial(_attend_tiles, sizes=sizes), *given)
+    return pull(full)
+
+
+_attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn, symbolic_zeros=True)
 
 
 def _not_cudnn(q: Array, sizes: _Sizes) -> str:
     """Why cuDNN cannot serve a call; empty if it can."""
-    platform = targets.current().platform
-    if platform != "gpu":
-        return f"the device is a {platform}, not a GPU"
+    target = targets.current()
+    if target.platform != "gpu":
+        return f"the device is a {target.platform}, not a GPU"
+    if target.capability and float(target.capability) < 8:
+        return f"the GPU has compute capability {target.capability}, not 8.0 or more"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the type is {q.dtype}, not bfloat16 or float16"
     if sizes.causal and sizes.num_queries != sizes.num_keys:

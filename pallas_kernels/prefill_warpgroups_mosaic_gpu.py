@@ -227,7 +227,7 @@ def consume(
             step = functools.partial(one_tile, masked=masked)
             state = lax.fori_loop(*ends, step, state)
         plgpu.barrier_arrive(shared.q_free.at[q_stage])
-        _send(item, state, inputs, outputs, shared, q_stage)
+        _send(item, state, inputs, outputs, shared)
 
     def _seen(shape, begin, positions):
         place, position = softmax.places(shape, begin), softmax.load(positions, shape)
@@ -247,7 +247,6 @@ def _send(
     inputs: Inputs,
     outputs: Outputs,
     shared: Shared,
-    q_stage: Any,
 ) -> None:
     """Writes a warpgroup's rows to global memory, some columns at a time.
 
@@ -286,7 +285,8 @@ def _send(
                 jnp.maximum(begin - start, 0), jnp.minimum(end - start, WGMMA_ROWS)
             )
             def _(i):
-                @pl.when(shared.position[q_stage, warpgroup, i] >= 0)
+                # The positions in shared memory may be the next item's by now.
+                @pl.when(inputs.position[start + i] >= 0)
                 def _():
                     target = outputs.out.at[pl.ds(start + i, 1), item.head, columns]
                     source = shared.out.at[warpgroup, pl.ds(i, 1)]

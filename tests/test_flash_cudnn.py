@@ -1,0 +1,103 @@
+"""flash_attention through cuDNN: lowered without a GPU, its gradients on a stand-in."""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from pallas_kernels import flash, targets
+from pallas_kernels.flash import flash_attention
+from tests.test_flash import draw, plain, total
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = targets.Target("gpu", "NVIDIA H200", 132, "9.0")
+    monkeypatch.setattr(targets, "current", lambda: there)
+
+
+def calls(
+    *, head_dim: int = 128, dtype: Any = jnp.bfloat16, keys: int = 128, **options: Any
+) -> list[str]:
+    """Names of cuDNN's calls in a gradient with respect to the output."""
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(flash_attention(q, k, v, **options)[0].astype(jnp.float32))
+
+    q, k = (jax.ShapeDtypeStruct((2, n, 4, head_dim), dtype) for n in (128, keys))
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return sorted(set(re.findall(r"__cudnn\$(\w+)", text)))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_cudnn_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its version is asked of the library, which is not there.
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    both = ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+    assert calls() == both
+    assert calls(head_dim=64, dtype=jnp.float16, window=9) == both
+    assert calls(causal=False, keys=256) == both
+    assert calls(implementation="reference") == []
+    assert calls(dtype=jnp.float32) == []
+    assert calls(head_dim=256) == []
+    assert calls(keys=256) == []
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (dict(head_dim=256), "head_dim is 256, not a multiple of 8 up to 128"),
+        (dict(dtype=jnp.float32), "the type is float32"),
+        (dict(keys=256), "there are fewer queries than keys"),
+    ],
+)
+def test_by_name_it_says_why_not(sizes: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        calls(implementation="cudnn", **sizes)
+
+
+def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = targets.Target("gpu", "Tesla T4", 40, "7.5")
+    monkeypatch.setattr(targets, "current", lambda: there)
+    assert calls() == []
+    with pytest.raises(ValueError, match=r"compute capability 7.5, not 8.0"):
+        calls(implementation="cudnn")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients_of_both_results(
+    monkeypatch: pytest.MonkeyPatch, of_lse: bool
+) -> None:
+    """A stand-in with cuDNN's habit: no gradient of the log-sum-exp."""
+    served = []
+
+    def stand_in(q: Any, k: Any, v: Any, sizes: Any) -> Any:
+        served.append(sizes.window)
+        out, lse = plain(q, k, v, causal=sizes.causal, window=sizes.window)
+        return out, jax.lax.stop_gradient(lse)
+
+    monkeypatch.setattr(flash, "_cudnn", stand_in)
+    monkeypatch.setattr(flash, "_not_cudnn", lambda *_: "")
+    arrays = draw(24, 24, 4, 2, 16, "float32")
+
+    def loss(attend: Any, *arrays: Any) -> Any:
+        if of_lse:
+            return total(attend, *arrays)
+        out, _ = attend(*arrays)
+        return jnp.sum(jnp.sin(out))
+
+    grad = partial(jax.grad, argnums=(0, 1, 2))
+    wanted = grad(partial(loss, partial(plain, causal=True, window=7)))(*arrays)
+    found = jax.jit(grad(partial(loss, partial(flash_attention, window=7))))(*arrays)
+    assert served == [7]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
