@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from experiments import fit_surfaces
+from jaxkv import policies
 from scaling import fitting, laws
+from tests import engines, test_engine
 
 CHINCHILLA = laws.CHINCHILLA
 HOFFMANN = laws.CONSTANTS["hoffmann-tex"]
@@ -146,11 +148,23 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     assert width(apart) < 0.7 * width(alone)
 
 
-def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
-    before = jax.jit(lambda x: x * 2)(jnp.ones(3))
+@pytest.mark.slow
+def test_an_engine_in_float32_beside_a_fit(runs: dict) -> None:
+    asks = engines.random_asks(np.random.default_rng(0), 4)
+    before = engines.serve(asks, test_engine.TIGHT, policies.fcfs())
     fitting.fit(CHINCHILLA, runs)
-    after = jax.jit(lambda x: x * 2)(jnp.ones(3))
-    assert before.dtype == after.dtype == jnp.float32
+    after = engines.serve(asks, test_engine.TIGHT, policies.fcfs())
+    assert not jax.config.jax_enable_x64
+    assert jax.tree.map(lambda x: x.dtype, after.state) == jax.tree.map(
+        lambda x: x.dtype, before.state
+    )
+    assert after.state.pages.k.dtype == jnp.float32
+    assert after.tokens == before.tokens
+
+
+def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
+    fitting.fit(CHINCHILLA, runs)
+    assert jax.jit(lambda x: x * 2)(np.ones(3)).dtype == jnp.float32
     assert not jax.config.jax_enable_x64
 
 
