@@ -7,7 +7,10 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulator
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import decode_mosaic_gpu as decode
@@ -93,9 +96,20 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
             interpret=interpret,
         )
 
-    with emulator_of_races() as interpret:
+    with emulator_of_races() as interpret, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "wgmma", watched_product)
         attend = jax.jit(plan_and_attend, static_argnums=1)
         return jax.block_until_ready(attend(case.arrays(), interpret))
+
+
+def watched_product(
+    sums: Any, left: Any, right: Any, multiply: Any = plgpu.wgmma
+) -> None:
+    """A product that loads its sides first: races of loads alone are looked for."""
+    seen = left[...].sum() + right[...].sum()
+    pl.when(jnp.isnan(seen))(plgpu.commit_smem)  # or nobody would want what is loaded
+    multiply(sums, left, right)
+    plgpu.commit_smem()
 
 
 def mutant(module: types.ModuleType, removed: str, added: str) -> types.ModuleType:

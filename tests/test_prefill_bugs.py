@@ -12,6 +12,8 @@ from tests.kernel_cases import assert_within_rule, make_case
 K_FULL = "plgpu.barrier_wait(shared.k_full.at[stage])"
 V_FREE = "plgpu.barrier_arrive(shared.v_free.at[stage])"
 PRODUCT = "out = softmax.add_product(state.out, weights, values, emulated, meanwhile)"
+SCORES = "scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))"
+K_FREE = V_FREE.replace("v_free", "k_free")
 BETWEEN = "\n            "
 BUGS = {
     "back-pressure": ("plgpu.barrier_wait(free.at[stage])", "pass"),
@@ -24,6 +26,7 @@ MORE_BUGS = {
         "if not masked:\n                plgpu.barrier_wait(shared.v_full.at[stage])",
         "pass",
     ),
+    "early release of keys": (SCORES + BETWEEN + K_FREE, K_FREE + BETWEEN + SCORES),
     "early release of queries": (
         "plgpu.barrier_wait(shared.q_full.at[q_stage])",
         "plgpu.barrier_arrive(shared.q_free.at[q_stage])\n        "
