@@ -47,7 +47,7 @@ class FitResult(NamedTuple):
       statuses: of every start: `converged`; `bound_hit`, converged at the wall of the
         box; `max_iter`; or `abnormal`, where no step was finite.
       distinct_minima: number of different optima that starts converged to.
-      covariance: of the coefficients, in their order, from the curvature; infinite
+      covariance: of the coefficients, in their order, from the curvature; huge
         where the curvature vanishes.
       intervals: of the coefficients, at `level`; with resamples from them, else from
         the covariance.

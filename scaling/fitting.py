@@ -1,7 +1,7 @@
 """Fits scaling laws robustly, from many starts, and says how far to trust the result.
 
 The doors: `fit` and `rollout`, which fits the small runs and scores the others; then
-`predict` and `score`; `to_json` and `from_json`.
+`predict`, `score` and `compare`; `to_json` and `from_json`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from scaling import diagnosing, fit_reports, forecasting, solving
+from scaling.comparing import Comparison, compare
 from scaling.fit_results import FitResult, HeldOut, from_json, to_json
 from scaling.forecasting import Prediction, predict, score
 from scaling.laws_base import Law
@@ -17,9 +18,11 @@ from scaling.observations import Observations, observe
 from scaling.solving import DELTA, Loss, Problem, Report, Space
 
 __all__ = [
+    "Comparison",
     "FitResult",
     "HeldOut",
     "Prediction",
+    "compare",
     "fit",
     "from_json",
     "predict",

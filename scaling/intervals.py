@@ -95,7 +95,15 @@ def curvature(
         clipped = np.clip(residuals, -delta, delta)
         factor = np.mean(clipped**2) / _share_within(residuals, delta) ** 2
         factor *= lost**2
-    return matrix, factor * np.linalg.pinv(matrix, rcond=1e-14, hermitian=True)
+    return matrix, factor * _inverse(matrix)
+
+
+def _inverse(matrix: np.ndarray) -> np.ndarray:
+    """Inverts a curvature; a free direction gets a huge variance, not none."""
+    size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
+    bends, directions = np.linalg.eigh(matrix / np.outer(size, size))
+    bends = np.maximum(bends, 1e-14 * bends[-1])
+    return (directions / bends) @ directions.T / np.outer(size, size)
 
 
 def _share_within(residuals: np.ndarray, delta: float) -> float:
