@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jaxkv import lengths
+
 NUM_DRAWN = 8192
 """Pairs that stand for a law."""
 NUM_ROUNDS, NUM_SWAPS = 100, 10_000
@@ -26,14 +28,14 @@ class Law(NamedTuple):
     answer_shape: float
 
 
-ALPACA = Law(19.31, 58.45, 3.0, 0.9)
-"""Means as printed; the shapes are our choice.
+def _of(pair: lengths.Pair) -> Law:
+    prompt, output = pair.prompt, pair.output
+    assert isinstance(prompt, lengths.Gamma)
+    assert isinstance(output, lengths.Gamma)
+    return Law(prompt.mean, output.mean, prompt.shape, output.shape)
 
-Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1.
-"""
-SHAREGPT = Law(161.31, 337.99, 0.45, 1.30)
-"""Means as printed. The answers' shape follows from figure 2, where Orca (Max) reserves
-299 tokens for the rest of an average answer; the prompts' shape is our choice."""
+
+ALPACA, SHAREGPT = _of(lengths.ALPACA), _of(lengths.SHAREGPT)
 
 
 class Lengths(NamedTuple):
@@ -68,11 +70,15 @@ def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengt
     if means.sum() > max_length / 2:
         raise ValueError(too_long)
     unit = rng.gamma(shapes, 1 / shapes, (NUM_DRAWN, 2))
-    scale = means
-    for _ in range(NUM_ROUNDS):
-        fits = (unit * scale).sum(1) <= max_length - 3
-        scale = means / unit[fits].mean(0)
-    kept = unit[fits][: fits.sum() // num * num] * scale
+
+    def fits(tokens: np.ndarray) -> np.ndarray:
+        return tokens.sum(1) <= max_length - 3
+
+    scale = lengths.stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
+    if scale is None:
+        raise ValueError(too_long)
+    mask = fits(unit * scale)
+    kept = unit[mask][: mask.sum() // num * num] * scale
     parts = np.sort(kept, axis=0).reshape(num, -1, 2)
     sizes = parts.mean(1).round().astype(int)
     prompt, answer = np.maximum(sizes[:, 0], 1), np.maximum(sizes[:, 1], 2)

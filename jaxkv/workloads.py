@@ -1,8 +1,20 @@
-"""The requests that will come: when they arrive, how much they ask for."""
+"""The requests that will come: when they arrive, how much they ask for.
 
+Workloads are made on the host, by NumPy, from an explicit generator of random numbers,
+and are arrays from then on. Members of a sweep have equal shapes after `stack`.
+"""
+
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtyping import Array, Int32
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Int32, Num
+
+from jaxkv import clocks, lengths, scheduling
+
+PADDING = lengths.LONGEST
+"""The prompt of a request that is none; no capacity lets it in."""
 
 
 class Workload(NamedTuple):
@@ -19,3 +31,191 @@ class Workload(NamedTuple):
     clients: Int32[Array, ""]
     """Requests in the system at most: in a closed loop each of so many clients asks
     again as soon as it is answered. `scheduling.NO_LIMIT` for an open one."""
+
+
+def make(
+    arrival_s: Num[np.ndarray, " requests"],
+    prompt: Int[np.ndarray, " requests"],
+    output: Int[np.ndarray, " requests"],
+    *,
+    samples: int | Int[np.ndarray, " requests"] = 1,
+    clients: int | None = None,
+) -> Workload:
+    """Makes a workload of numbers that are known.
+
+    Args:
+      arrival_s: when each request arrives, in seconds from 0, in order.
+      prompt: tokens of each prompt, from 1.
+      output: tokens that each of its sequences draws, from 1.
+      samples: sequences of each request, from 1.
+      clients: requests in the system at most, from 1; None for an open loop.
+
+    Raises:
+      ValueError: something is out of its range; the line names the first such request.
+    """
+    arrival_s = np.asarray(arrival_s, np.float64)
+    num = arrival_s.size
+    columns = {"prompt": prompt, "output": output}
+    columns["samples"] = np.broadcast_to(samples, arrival_s.shape)
+    if not num or any(np.shape(x) != (num,) for x in columns.values()):
+        shapes = [np.shape(x) for x in (arrival_s, *columns.values())]
+        raise ValueError(f"a workload needs columns of one length, not {shapes}")
+    in_range = (arrival_s >= 0) & (arrival_s < 2**31 - 1)
+    _refuse(~in_range, arrival_s, "arrives at {} s, not in [0, 2^31 - 1)")
+    late = np.diff(arrival_s, prepend=0.0) < 0
+    _refuse(late, arrival_s, "arrives at {} s, before the one ahead of it")
+    for name, column in columns.items():
+        wrong = (column < 1) | (column > PADDING)
+        _refuse(wrong, column, f"has {name}={{}}, not in [1, {PADDING}]")
+    if clients is not None and not 1 <= clients < 2**31:
+        raise ValueError(f"{clients=} must be at least 1, or None for an open loop")
+    return Workload(
+        arrival=jnp.asarray(clocks.from_seconds(arrival_s)),
+        **{name: jnp.asarray(x, jnp.int32) for name, x in columns.items()},
+        clients=jnp.asarray(clients or scheduling.NO_LIMIT, jnp.int32),
+    )
+
+
+def poisson(
+    rng: np.random.Generator, *, rate: float, num: int
+) -> Float[np.ndarray, " num"]:
+    """Draws times at which independent users ask: gaps are exponential.
+
+    Args:
+      rng: where the draws come from.
+      rate: requests per second on average, above 0.
+      num: requests, at least 1.
+
+    Returns:
+      Seconds from 0 of each arrival, in order.
+
+    Raises:
+      ValueError: `rate` or `num` is out of its range.
+    """
+    return bursty(rng, rate=rate, num=num, cv=1.0)
+
+
+def bursty(
+    rng: np.random.Generator, *, rate: float, num: int, cv: float
+) -> Float[np.ndarray, " num"]:
+    """Draws times of which the gaps follow a Gamma law.
+
+    Args:
+      rng: where the draws come from.
+      rate: requests per second on average, above 0.
+      num: requests, at least 1.
+      cv: coefficient of variation of the gaps, at least 0: 0 is a steady beat, 1 is
+        Poisson's, more comes in bursts.
+
+    Returns:
+      Seconds from 0 of each arrival, in order.
+
+    Raises:
+      ValueError: a parameter is out of its range.
+
+    Source: Li et al. 2023 (AlpaServe), arXiv:2302.11665, who vary rate and cv so.
+    """
+    if not 0 < rate < np.inf:
+        raise ValueError(f"{rate=} must be above 0 requests per second")
+    if num < 1:
+        raise ValueError(f"{num=} must be at least 1")
+    if not 0 <= cv < np.inf:
+        raise ValueError(f"{cv=} must be at least 0")
+    if cv == 0:
+        return np.arange(1, num + 1) / rate
+    return np.cumsum(rng.gamma(cv**-2, cv**2 / rate, num))
+
+
+def open_loop(
+    rng: np.random.Generator,
+    law: lengths.Pair,
+    *,
+    rate: float,
+    num: int,
+    cv: float = 1.0,
+    samples: int = 1,
+) -> Workload:
+    """Draws requests of users who do not wait for each other.
+
+    Lengths are drawn before arrivals and do not depend on `rate` and `cv`: members of a
+    sweep that start from equal generators serve the same requests, faster.
+
+    Args:
+      rng: where the draws come from.
+      law: how long prompts and outputs are.
+      rate: requests per second on average, above 0.
+      num: requests, at least 1.
+      cv: as for `bursty`; 1 is Poisson's.
+      samples: sequences of each request.
+
+    Raises:
+      ValueError: a parameter is out of its range.
+    """
+    tokens = law.draw(rng, num)
+    arrival_s = bursty(rng, rate=rate, num=num, cv=cv)
+    return make(arrival_s, tokens.prompt, tokens.output, samples=samples)
+
+
+def closed_loop(
+    rng: np.random.Generator,
+    law: lengths.Pair,
+    *,
+    clients: int,
+    num: int,
+    samples: int = 1,
+) -> Workload:
+    """Draws requests of so many clients, of whom each asks again once it is answered.
+
+    Args:
+      rng: where the draws come from.
+      law: how long prompts and outputs are.
+      clients: how many, at least 1.
+      num: requests of all of them, at least 1.
+      samples: sequences of each request.
+
+    Raises:
+      ValueError: a parameter is out of its range.
+    """
+    tokens = law.draw(rng, num)
+    return make(
+        *(np.zeros(num), tokens.prompt, tokens.output),
+        samples=samples,
+        clients=clients,
+    )
+
+
+def stack(members: Sequence[Workload]) -> Workload:
+    """Stacks workloads for `vmap`, short ones filled up with requests that are none.
+
+    Args:
+      members: at least one.
+
+    Returns:
+      The workload whose leaves have a leading axis of members. The fillers' prompts are
+      of `PADDING` tokens, so `simulation.init` rejects them and nobody ever waits.
+
+    Raises:
+      ValueError: there are no members.
+    """
+    if not members:
+        raise ValueError("nothing to stack: a sweep needs at least one workload")
+    most = max(w.prompt.shape[0] for w in members)
+
+    def fill(column: Array, value: int) -> Array:
+        short = [(0, most - column.shape[0])] + [(0, 0)] * (column.ndim - 1)
+        return jnp.pad(column, short, constant_values=value)
+
+    return Workload(
+        arrival=jnp.stack([fill(w.arrival, 0) for w in members]),
+        prompt=jnp.stack([fill(w.prompt, PADDING) for w in members]),
+        output=jnp.stack([fill(w.output, 1) for w in members]),
+        samples=jnp.stack([fill(w.samples, 1) for w in members]),
+        clients=jnp.stack([w.clients for w in members]),
+    )
+
+
+def _refuse(wrong: np.ndarray, column: np.ndarray, what: str) -> None:
+    """Names the first request that is wrong, if one is."""
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise ValueError(f"request {first}: {what.format(column[first])}")
