@@ -138,6 +138,7 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     ax.set(xlabel=contour.x_name, ylabel=contour.y_name)
     ax.set_xlim(contour.x[0], contour.x[-1])
     ax.set_ylim(contour.y[0], contour.y[-1])
+    ax.locator_params(nbins=5)
 
 
 def _shades(values: np.ndarray) -> np.ndarray:
@@ -187,3 +188,4 @@ def _say(ax: Any, text: str) -> None:
     """Says why there is nothing to draw."""
     ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
+    ax.spines[["left", "bottom"]].set_visible(False)
