@@ -89,9 +89,11 @@ def fit(
     best, objective = _polish(problem, ends.coordinates[found.best])
     samples = None
     if bootstrap:
-        drawn = solving.draw_weights(seen, bootstrap, seed)
+        rng = np.random.default_rng(seed)
         resampled = solving.solve(
-            *(problem, drawn, np.tile(best, (bootstrap, 1))),
+            problem,
+            lambda count: solving.draw_weights(seen, count, rng),
+            np.tile(best, (bootstrap, 1)),
             report=progress or (lambda done: None),
         )
         samples = resampled.coordinates

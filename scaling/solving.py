@@ -20,8 +20,10 @@ Report = Callable[[float], None]
 DELTA = 1e-3
 _LAST_DELTA = 1e-8
 """Below it Huber's loss is, to rounding, the absolute value times delta."""
-_PIECE = 1024
+_PIECE, _LEAST_PIECE = 1024, 64
 """Problems in one call: one compiled program, and pauses in which to report."""
+_MAX_WEIGHTS = 2**24
+"""Weights in one call: with more points, a call has fewer problems."""
 _POINTS = 16
 """Points are padded to a multiple of it, so that similar sizes share a program;
 few ones to twice that."""
@@ -80,7 +82,7 @@ class Problem(NamedTuple):
 
 def solve(
     problem: Problem,
-    weights: Float[np.ndarray, "problems n"],
+    weights: Float[np.ndarray, "problems n"] | Callable[[int], np.ndarray],
     starts: Float[np.ndarray, "problems k"],
     *,
     tolerance: float = 1e-10,
@@ -91,7 +93,8 @@ def solve(
 
     Args:
       problem: what is minimised.
-      weights: of the runs, instead of those in `problem.seen`.
+      weights: of the runs, instead of those in `problem.seen`; or what makes the next
+        so many problems' weights, where all together are too large.
       starts: coordinates.
       tolerance: see `optimising.Settings`; a stage of a small delta scales it.
       max_steps: evaluations per problem and delta.
@@ -100,13 +103,17 @@ def solve(
     Returns:
       The ends.
     """
-    parts = []
-    for i in range(0, len(starts), _PIECE):
-        some = slice(i, i + _PIECE)
-        parts.append(
-            _solve_piece(problem, weights[some], starts[some], tolerance, max_steps)
-        )
-        report(min(i + _PIECE, len(starts)))
+    size = _PIECE
+    while size > _LEAST_PIECE and size * problem.seen.num_points > _MAX_WEIGHTS:
+        size //= 2
+    parts, done = [], 0
+    while done < len(starts):
+        some = starts[done : done + size]
+        now = done + len(some)
+        fixed = isinstance(weights, np.ndarray)
+        given = weights[done:now] if fixed else weights(len(some))
+        parts.append(_solve_piece(problem, given, some, size, tolerance, max_steps))
+        report(done := now)
     return Ends(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
 
@@ -114,9 +121,11 @@ def _solve_piece(
     problem: Problem,
     weights: np.ndarray,
     starts: np.ndarray,
+    size: int,
     tolerance: float,
     max_steps: int,
 ) -> Ends:
+    """Solves at most `size` problems in a call of that many."""
     seen, count = problem.seen, len(starts)
     unit = _POINTS if seen.num_points > 8 * _POINTS else 2 * _POINTS
     room = -seen.num_points % unit
@@ -125,9 +134,9 @@ def _solve_piece(
     low, high = problem.box
     with jax.enable_x64(True):
         call = optimising.compiled(problem.law, problem.space)
-        full = np.zeros((_PIECE, seen.num_points + room))
+        full = np.zeros((size, seen.num_points + room))
         full[:count, : seen.num_points] = weights
-        x = np.zeros((_PIECE, starts.shape[1]))
+        x = np.zeros((size, starts.shape[1]))
         x[:count] = np.clip(starts, low, high)
         steps, found = np.zeros(count, np.int32), []
         arrays = [jnp.asarray(a) for a in (logs, target, full)]
@@ -145,7 +154,7 @@ def _solve_piece(
 
 
 def draw_weights(
-    seen: Observations, num_resamples: int, seed: int
+    seen: Observations, num_resamples: int, rng: np.random.Generator
 ) -> Float[np.ndarray, "resamples n"]:
     """Draws runs with replacement, as many as there are; counts how often each came.
 
@@ -154,9 +163,8 @@ def draw_weights(
     Args:
       seen: the runs.
       num_resamples: how many times.
-      seed: of the draws.
+      rng: draws them.
     """
-    rng = np.random.default_rng(seed)
     num_runs = int(seen.cluster.max()) + 1
     share = np.full(num_runs, 1 / num_runs)
     counts = rng.multinomial(num_runs, share, num_resamples)

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import fit_surfaces
 from jaxkv import policies
-from scaling import fitting, laws
+from scaling import fitting, laws, solving
 from tests import engines, test_engine
 
 CHINCHILLA = laws.CHINCHILLA
@@ -116,6 +116,22 @@ def test_a_start_far_away_is_left(runs: dict) -> None:
     found = fitting.fit(law, runs, starts=[HOFFMANN])
     assert len(found.statuses) == len(law.starts(0.0)) + 1
     assert abs(found.objective - 0.00122400645673) < 1e-10
+
+
+def test_many_points_are_fitted_in_smaller_pieces(
+    runs: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    some = {name: column[:32] for name, column in runs.items()}
+    whole = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
+    assert told == [130]
+    monkeypatch.setattr(solving, "_MAX_WEIGHTS", 64 * 32)
+    parts = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
+    assert told == [130, 64, 128, 130]
+    assert whole.samples is not None
+    assert parts.samples is not None
+    # The same draws, in other company.
+    np.testing.assert_allclose(parts.samples, whole.samples, rtol=1e-6, atol=1e-8)
 
 
 def test_weights_are_repetitions(runs: dict) -> None:
