@@ -130,10 +130,11 @@ def test_every_size_fits_an_h200(head_dim: int, page_size: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        # 128 of the registers hold the output: two or three numbers find no place.
-        {**GEMMA_2, "spills": 16},
+        # 128 of the registers hold the output: a dozen numbers find no place.
+        {**GEMMA_2, "spills": 48},
         GPT_OSS,
-        {"alibi": True, "sinks": True, "softcap": 30.0, "window": 99},
+        # More than any model asks for.
+        {"alibi": True, "sinks": True, "softcap": 30.0, "window": 99, "spills": 64},
         {"dtype": "float16", "group": 1},
         {"group": 8, "page_size": 128},
     ],
