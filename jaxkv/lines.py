@@ -168,7 +168,7 @@ def num_copies(
 
 def split(
     line: Line, group: Groups | None, limit: Int32[Array, " line"], page_size: Array
-) -> Split:
+) -> tuple[Split, Int32[Array, ""]]:
     """Says what the places of all pages in use are good for.
 
     Args:
@@ -176,6 +176,9 @@ def split(
       group: its groups.
       limit: tokens at which each sequence ends; the last is never written.
       page_size: token places in a page.
+
+    Returns:
+      The places, and the pages that sharing saves.
     """
     owned, theirs = num_owned(line, group, line.places, page_size)
     runs, before = is_running(line), theirs * page_size
@@ -191,7 +194,7 @@ def split(
         tokens=jnp.sum(tokens, dtype=jnp.int32),
         reserved=jnp.sum(useful - tokens, dtype=jnp.int32),
         internal=jnp.sum(there - useful, dtype=jnp.int32),
-    )
+    ), jnp.sum(jnp.where(line.sequence >= 0, theirs, 0), dtype=jnp.int32)
 
 
 def _shares(siblings: Siblings) -> Bool[Array, " line"]:

@@ -37,6 +37,8 @@ class Work(NamedTuple):
     prompt_squares: Float[Array, ""]
     """Sum of after^2 - before^2 over their sequences, in tokens: twice the pairs of
     query and key, and the square of its length for a prompt fed in one step."""
+    num_drawn: Int32[Array, ""]
+    """Sequences that draw a token in the end."""
     num_copied: Int32[Array, ""]
     """Pages copied because others read them, too."""
     num_swapped: Int32[Array, ""]
@@ -74,6 +76,10 @@ class StepInfo(NamedTuple):
     """Pages in use while the step ran."""
     split: lines.Split
     """What their token places are good for."""
+    saved_pages: Int32[Array, ""]
+    """Pages that were in use more, did nobody share."""
+    drew: Int32[Array, " line"]
+    """The sequences that drew a token at its end, NOBODY elsewhere."""
     enough: Bool[Array, ""]
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
 
@@ -105,6 +111,7 @@ def init(
     each = tables.pages_for(w.prompt + w.output - 1, page_size=size)
     fits = shared + w.samples * (each - shared) <= c.num_pages
     fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
+    fits &= w.samples > 0
     zero = jnp.zeros((), jnp.int32)
     num = w.prompt.shape[0] * max_samples
     holds, none = policy.holds_finished, jnp.zeros((max_slots,), bool)
@@ -181,6 +188,8 @@ def step(
         num_swapped=done.num_moved,
     )
     line, forked = _feed(line, group, num_rows)
+    emits = ((num_rows > 0) | forked) & runs & (line.length == line.known)
+    work = work._replace(num_drawn=jnp.sum(emits, dtype=jnp.int32))
     busy = jnp.any(num_rows > 0) | (done.num_moved > 0)
     seconds = jnp.asarray(cost(work), jnp.float32)
     clock, micros = clocks.advance(state.clock, jnp.where(busy, seconds, 0.0))
@@ -188,8 +197,7 @@ def step(
     idle = ~jnp.any(runs) & (state.queue[0] < 0) & (state.num_taken < state.num_served)
     upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
     clock = jnp.where(idle, clocks.later(clock, w.arrival[upcoming]), clock)
-    split = lines.split(line, group, limit, size)
-    emits = ((num_rows > 0) | forked) & runs & (line.length == line.known)
+    split, saved = lines.split(line, group, limit, size)
     known = line.known + emits.astype(jnp.int32)
     ended = emits & (known == limit)
     info = StepInfo(
@@ -203,6 +211,8 @@ def step(
         num_finished=jnp.sum(ended, dtype=jnp.int32),
         used_pages=jnp.where(enough, used, held),
         split=split,
+        saved_pages=saved,
+        drew=jnp.where(emits, line.sequence, NOBODY),
         enough=enough,
     )
     return state._replace(
@@ -270,6 +280,7 @@ def _work(line: Line, num_rows: Array, prompt: Array) -> Work:
         decode_context=total(decodes, after),
         prompt_context=total(reads, after),
         prompt_squares=total(reads, squares),
+        num_drawn=jnp.zeros((), jnp.int32),
         num_copied=jnp.zeros((), jnp.int32),
         num_swapped=jnp.zeros((), jnp.int32),
     )

@@ -27,7 +27,7 @@ class Workload(NamedTuple):
     output: Int32[Array, " requests"]
     """Tokens that each of its sequences draws, at least 1."""
     samples: Int32[Array, " requests"]
-    """Sequences, at least 1."""
+    """Sequences, at least 1; 0 for a request that is none."""
     clients: Int32[Array, ""]
     """Requests in the system at most: in a closed loop each of so many clients asks
     again as soon as it is answered. `scheduling.NO_LIMIT` for an open one."""

@@ -1,0 +1,113 @@
+"""What simulations come to, as NumPy arrays with a leading axis of members."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxkv import simulation
+from jaxkv.states import NOBODY
+
+
+class Means(NamedTuple):
+    """Means over the time in which a machine was busy, one number for each member."""
+
+    batch: Float[np.ndarray, " members"]
+    """Sequences that run."""
+    waiting: Float[np.ndarray, " members"]
+    """Requests that wait, of those that the policy sees."""
+    used_pages: Float[np.ndarray, " members"]
+    saved_pages: Float[np.ndarray, " members"]
+    """Pages that would be in use more, did nobody share."""
+    tokens: Float[np.ndarray, " members"]
+    """Share of all token places that hold K and V of running sequences."""
+    reserved: Float[np.ndarray, " members"]
+    """Share that will before their sequence ends."""
+    internal: Float[np.ndarray, " members"]
+    """Share that is held and never will."""
+    external: Float[np.ndarray, " members"]
+    """Share that nobody holds, or nobody asked for."""
+
+
+class Totals(NamedTuple):
+    """Sums over the steps that count, one number for each member."""
+
+    steps: Int[np.ndarray, " members"]
+    """Steps that did something."""
+    busy_s: Float[np.ndarray, " members"]
+    """Seconds that they took."""
+    decoded: Int[np.ndarray, " members"]
+    """Tokens fed in decoding."""
+    read: Int[np.ndarray, " members"]
+    """Other tokens fed: prompts, and what was lost."""
+    drawn: Int[np.ndarray, " members"]
+    copied_pages: Int[np.ndarray, " members"]
+    swapped_pages: Int[np.ndarray, " members"]
+    """Pages moved out and in."""
+    preempted: Int[np.ndarray, " members"]
+    """Times that a sequence gave way."""
+
+
+class Trace(NamedTuple):
+    """What every step did, with an axis of steps behind that of members."""
+
+    start_s: Float[np.ndarray, "members steps"]
+    info: simulation.StepInfo
+
+    def member(self, index: int) -> "Trace":
+        """That of one member alone."""
+        return jax.tree.map(lambda x: x[index], self)
+
+
+class Served(NamedTuple):
+    """What became of the requests of every member."""
+
+    arrival_s: Float[np.ndarray, "members requests"]
+    """When each came; in a closed loop when its client asked, NaN if it never did."""
+    first_s: Float[np.ndarray, "members requests"]
+    """When the first token of any of its sequences was drawn, NaN where none was."""
+    finish_s: Float[np.ndarray, "members requests"]
+    """When its last sequence ended, NaN where one did not."""
+    preempted: Int[np.ndarray, "members requests"]
+    """Times that its sequences gave way."""
+    swapped: Int[np.ndarray, "members requests"]
+    """How many of these kept their pages."""
+    recomputed: Int[np.ndarray, "members requests"]
+    """Tokens computed again."""
+    rejected: Bool[np.ndarray, "members requests"]
+    """Requests that can never fit."""
+    end_s: Float[np.ndarray, " members"]
+    """The clock in the end, `until_s` at most."""
+    means: Means
+    totals: Totals
+    trace: Trace | None
+
+
+def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:
+    """Takes members out of several parts, side by side.
+
+    Args:
+      parts: of the same kind; their traces may be of different lengths.
+      keep: the members wanted, by their place behind each other.
+    """
+    if parts[0].trace is not None:
+        traces = [part.trace for part in parts if part.trace is not None]
+        num = max(trace.start_s.shape[1] for trace in traces)
+        traces = [_lengthened(trace, num) for trace in traces]
+        parts = [x._replace(trace=y) for x, y in zip(parts, traces, strict=True)]
+    return jax.tree.map(lambda *x: np.concatenate(x)[keep], *parts)
+
+
+def _lengthened(trace: Trace, num: int) -> Trace:
+    """Adds steps that do nothing."""
+
+    def padded(x: np.ndarray, value: int = 0) -> np.ndarray:
+        widths = [(0, 0), (0, num - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+        return np.pad(x, widths, constant_values=value)
+
+    info = trace.info
+    drew = padded(np.asarray(info.drew), NOBODY)
+    return jax.tree.map(padded, trace)._replace(
+        info=jax.tree.map(padded, info)._replace(drew=drew)
+    )

@@ -1,0 +1,137 @@
+"""Runs many simulations to their end, and hands back NumPy arrays.
+
+Members, each with its workload, bounds, policy and cost, are mapped together, in two
+halves on a thread each: XLA runs a loop on one. They advance some steps at a time, and
+of each step only what is asked for is kept: sums weighted by time, in float64.
+"""
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments import simulated
+from experiments.progress import QUIET, Progress
+from experiments.simulated import Served
+from experiments.simulating_parts import Bounds, Members, Part
+from jaxkv import scheduling
+from jaxkv.simulation import Cost
+from jaxkv.turnover import Capacity
+from jaxkv.workloads import Workload
+
+STEPS_PER_CALL = 1024
+
+
+def stack(
+    members: Sequence[tuple[Workload, Capacity, scheduling.Policy, Cost]],
+) -> Members:
+    """Stacks members; workloads of fewer requests are filled up with none.
+
+    Raises:
+      ValueError: there are none, or policies or costs are not of one kind.
+    """
+    if not members:
+        raise ValueError("there is nothing to simulate")
+    for k, what in ((2, "policies"), (3, "costs")):
+        kinds = {jax.tree.structure(member[k]) for member in members}
+        if len(kinds) > 1:
+            raise ValueError(f"{what} of several kinds cannot be mapped together")
+    most = max(member[0].prompt.shape[0] for member in members)
+    filled = [(fill(member[0], most), *member[1:]) for member in members]
+    return Members(*jax.tree.map(lambda *x: np.stack(x), *filled))
+
+
+def fill(workload: Workload, num: int) -> Workload:
+    """Adds requests of no sequences, which nobody serves, until there are `num`."""
+    short = num - workload.prompt.shape[0]
+
+    def padded(x: Any, value: int) -> Any:
+        widths = [(0, short)] + [(0, 0)] * (np.ndim(x) - 1)
+        return np.pad(np.asarray(x), widths, constant_values=value)
+
+    w = workload
+    return Workload(
+        arrival=padded(w.arrival, np.iinfo(np.int32).max),
+        prompt=padded(w.prompt, 1),
+        output=padded(w.output, 1),
+        samples=padded(w.samples, 0),
+        clients=w.clients,
+    )
+
+
+def simulate(
+    members: Members,
+    *,
+    max_slots: int,
+    max_samples: int = 1,
+    head: int | None = None,
+    since_s: float = 0.0,
+    until_s: float | None = None,
+    keep_trace: bool = False,
+    steps_per_call: int = STEPS_PER_CALL,
+    progress: Progress = QUIET,
+) -> Served:
+    """Serves every member's workload.
+
+    Args:
+      members: what is simulated.
+      max_slots: sequences that run at once at most.
+      max_samples: sequences that a request may have.
+      head: as for `simulation.step`; 16 changes little and is faster.
+      since_s: steps that start before do not count in means, totals and trace.
+      until_s: simulated time at which to stop; None serves everybody. What happens
+        later is not told, but preemptions of a request may be some steps ahead.
+      keep_trace: whether to keep what every step did.
+      steps_per_call: steps between two looks of the host.
+      progress: hears of it; when the person stops, what there is comes back.
+
+    Returns:
+      What became of the requests.
+
+    Raises:
+      RuntimeError: nothing moves any more, though somebody is still to be served.
+    """
+    members = jax.tree.map(np.asarray, members)
+    num = members.workload.prompt.shape[0]
+    num_parts = min(2, os.cpu_count() or 1, num)
+    size = -(-num // num_parts)
+    # Of equal size, so that they share a program; the last member may be there twice.
+    places = [np.minimum(i + num_parts * np.arange(size), num - 1) for i in range(2)]
+    bounds = Bounds(max_slots, max_samples, head, steps_per_call, keep_trace)
+    runners = [
+        Part(jax.tree.map(lambda x, at=at: x[at], members), bounds, since_s, until_s)
+        for at in places[:num_parts]
+    ]
+    for runner in runners:  # one after the other: the first one compiles for both
+        runner.start()
+    told = _Told(progress, runners)
+
+    def finish(runner: Part) -> Served:
+        while not runner.done.all() and not progress.stopped:
+            runner.advance()
+            told.say()
+        return runner.served()
+
+    with concurrent.futures.ThreadPoolExecutor(num_parts) as pool:
+        results = list(pool.map(finish, runners))
+    every = np.arange(num)
+    keep = every % num_parts * size + every // num_parts
+    return simulated.join(results, keep)
+
+
+class _Told:
+    """What the person is told, by several threads."""
+
+    def __init__(self, progress: Progress, runners: list[Part]) -> None:
+        self._runners, self._lock = runners, threading.Lock()
+        total = sum(float(runner.num_served.sum()) for runner in runners)
+        self._bar = progress.bar("simulated", total, "requests")
+
+    def say(self) -> None:
+        """Shows how far all are."""
+        with self._lock:
+            self._bar(sum(runner.num_behind() for runner in self._runners))

@@ -1,0 +1,224 @@
+"""Members of a simulation that advance together, and the sums over their steps."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from experiments.simulated import Means, Served, Totals, Trace
+from jaxkv import clocks, scheduling, simulation
+from jaxkv.simulation import Cost
+from jaxkv.turnover import Capacity, Events, Simulation
+from jaxkv.workloads import Workload
+
+
+class Members(NamedTuple):
+    """What is simulated, all leaves with a leading axis of members; see `stack`."""
+
+    workload: Workload
+    capacity: Capacity
+    policy: scheduling.Policy
+    cost: Cost
+
+
+class Bounds(NamedTuple):
+    """What a program is compiled for."""
+
+    max_slots: int
+    max_samples: int
+    head: int | None
+    num_steps: int
+    keep_trace: bool
+
+
+@functools.partial(jax.jit, static_argnames="bounds")
+def _init(members: Members, bounds: Bounds) -> Simulation:
+    def one(member: Members) -> Simulation:
+        return simulation.init(
+            *(member.workload, member.capacity, member.policy),
+            max_slots=bounds.max_slots,
+            max_samples=bounds.max_samples,
+        )
+
+    return jax.vmap(one)(members)
+
+
+@functools.partial(jax.jit, static_argnames="bounds", donate_argnames="state")
+def _advance(
+    state: Simulation, members: Members, bounds: Bounds
+) -> tuple[Simulation, simulation.StepInfo]:
+    def one(
+        state: Simulation, member: Members
+    ) -> tuple[Simulation, simulation.StepInfo]:
+        state, info = simulation.run_steps(
+            *(state, member.workload),
+            capacity=member.capacity,
+            policy=member.policy,
+            cost=member.cost,
+            num_steps=bounds.num_steps,
+            max_samples=bounds.max_samples,
+            head=bounds.head,
+        )
+        if not bounds.keep_trace:  # what nobody reads is not computed either
+            info = info._replace(drew=jnp.zeros((bounds.num_steps, 0), jnp.int32))
+        return state, info
+
+    return jax.vmap(one)(state, members)
+
+
+class Part:
+    """Members that advance together."""
+
+    def __init__(
+        self, members: Members, bounds: Bounds, since_s: float, until_s: float | None
+    ) -> None:
+        # A loop of small operations: not for an accelerator, if there is one.
+        self._cpu = jax.local_devices(backend="cpu")[0]
+        self._members: Any = jax.device_put(members, self._cpu)
+        self._bounds = bounds
+        self._since_s = since_s
+        self._until_s = np.inf if until_s is None else until_s
+        self._weighted: dict[str, np.ndarray] = {}
+        self._sums: dict[str, np.ndarray] = {}
+        self._infos: list[tuple[np.ndarray, simulation.StepInfo]] = []
+
+    def num_behind(self) -> float:
+        """Requests served, or behind the time at which to stop."""
+        share = self.num_done / np.maximum(self.num_served, 1)
+        share = np.maximum(share, np.minimum(self.clock_s / self._until_s, 1.0))
+        return float(np.sum(np.where(self.done, 1.0, share) * self.num_served))
+
+    def start(self) -> None:
+        """Makes the idle machines, and takes the first steps, which compiles."""
+        with jax.default_device(self._cpu):
+            self._state: Any = _init(self._members, self._bounds)
+        self.num_served = np.asarray(self._state.num_served)
+        self.num_done = np.zeros_like(self.num_served)
+        self.clock_s = np.zeros(self.num_served.shape)
+        self.done = self.num_served == 0
+        self.advance()
+
+    def advance(self) -> None:
+        """Takes some steps, and adds up what they did."""
+        with jax.default_device(self._cpu):
+            self._state, info = _advance(self._state, self._members, self._bounds)
+        self._fold(jax.tree.map(np.asarray, info))
+        before = self.num_done, self.clock_s
+        self.num_done = np.asarray(self._state.num_done)
+        self.clock_s = clocks.to_seconds(np.asarray(self._state.clock))
+        stuck = (before[0] == self.num_done) & (before[1] == self.clock_s)
+        self.done = self.num_done == self.num_served
+        self.done |= self.clock_s >= self._until_s
+        if (stuck & ~self.done).any():
+            raise RuntimeError(
+                "a simulation stands still: the policy admits nobody, or a step's "
+                "pages or rows do not fit its bounds"
+            )
+
+    def _fold(self, info: Any) -> None:
+        start_s = clocks.to_seconds(info.start)
+        seconds = info.micros / clocks.SECOND
+        counts = (start_s >= self._since_s) & (start_s < self._until_s)
+        weight, work = np.where(counts, seconds, 0.0), info.work
+        sizes = {
+            "batch": info.num_running,
+            "waiting": info.num_waiting,
+            "used_pages": info.used_pages,
+            "saved_pages": info.saved_pages,
+            **info.split._asdict(),
+        }
+        for name, values in sizes.items():
+            _add(self._weighted, name, np.sum(values * weight, axis=1))
+        amounts = {
+            "steps": info.micros > 0,
+            "decoded": work.num_decodes,
+            "read": work.num_prompt_rows,
+            "drawn": work.num_drawn,
+            "copied_pages": work.num_copied,
+            "swapped_pages": work.num_swapped,
+            "preempted": info.num_preempted,
+        }
+        for name, values in amounts.items():
+            total = np.sum(np.where(counts, values, 0), axis=1, dtype=np.int64)
+            _add(self._sums, name, total)
+        _add(self._sums, "busy_s", weight.sum(axis=1))
+        if self._bounds.keep_trace:
+            self._infos.append((start_s, info))
+
+    def served(self) -> Served:
+        """What became of the requests so far."""
+        w: Any = jax.tree.map(np.asarray, self._members.workload)
+        state, until_s = self._state, self._until_s
+        shape = (*w.prompt.shape, self._bounds.max_samples)
+        table = np.asarray(state.events).reshape(*shape, -1)
+        noted: Any = Events(*np.moveaxis(table, -1, 0))
+        is_sequence = np.arange(shape[-1]) < w.samples[..., None]
+        first = _time(noted.first_s, noted.first_us, until_s)
+        first_s = np.min(np.nan_to_num(first, nan=np.inf), axis=2)
+        finish = _time(noted.finish_s, noted.finish_us, until_s)
+        finish_s = np.max(np.where(is_sequence, finish, -np.inf), axis=2)
+        finish_s = np.where(np.isfinite(finish_s), finish_s, np.nan)
+        served = np.zeros(w.prompt.shape, bool)
+        arrival_s = np.where(w.samples > 0, clocks.to_seconds(w.arrival), np.nan)
+        for i, num in enumerate(self.num_served):
+            order = np.asarray(state.order[i])[:num]
+            served[i, order] = True
+            if w.clients[i] < num:
+                arrival_s[i, order] = _asked(
+                    arrival_s[i, order], finish_s[i, order], int(w.clients[i])
+                )
+        busy_s = np.maximum(self._sums["busy_s"], np.finfo(float).tiny)
+        means = {name: x / busy_s for name, x in self._weighted.items()}
+        capacity = self._members.capacity
+        places = np.asarray(capacity.num_pages) * np.asarray(capacity.page_size)
+        shares = {x: means[x] / places for x in ("tokens", "reserved", "internal")}
+        external = np.where(
+            self._sums["busy_s"] > 0, 1.0 - sum(shares.values()), np.nan
+        )
+        return Served(
+            arrival_s=arrival_s,
+            first_s=np.where(np.isfinite(first_s), first_s, np.nan),
+            finish_s=finish_s,
+            preempted=noted.num_preempted.sum(axis=2),
+            swapped=noted.num_swapped.sum(axis=2),
+            recomputed=noted.num_recomputed.sum(axis=2),
+            rejected=~served & (w.samples > 0),
+            end_s=np.minimum(self.clock_s, until_s),
+            means=Means(**means | shares, external=external),
+            totals=Totals(**self._sums),
+            trace=self._trace(),
+        )
+
+    def _trace(self) -> Trace | None:
+        if not self._bounds.keep_trace:
+            return None
+        start_s, infos = zip(*self._infos, strict=True)
+        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
+        return Trace(np.concatenate(start_s, axis=1), joined)
+
+
+def _add(sums: dict[str, np.ndarray], name: str, values: np.ndarray) -> None:
+    sums[name] = sums.get(name, np.zeros_like(values)) + values
+
+
+def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray:
+    """Times as `Events` has them, in seconds; NaN for never, and for later."""
+    time = seconds - 1 + micros / clocks.SECOND
+    return np.where((seconds > 0) & (time <= until_s), time, np.nan)
+
+
+def _asked(
+    arrival_s: Float[np.ndarray, " requests"],
+    finish_s: Float[np.ndarray, " requests"],
+    clients: int,
+) -> Float[np.ndarray, " requests"]:
+    """When requests came in a closed loop: as soon as a client was answered.
+
+    The k-th can come when k - clients others have been answered.
+    """
+    answered = np.concatenate([np.full(clients, -np.inf), np.sort(finish_s)])
+    asked = np.maximum(arrival_s, answered[: len(arrival_s)])
+    return np.where(np.isnan(answered[: len(arrival_s)]), np.nan, asked)

@@ -1,0 +1,235 @@
+"""What a served workload comes to: latencies, goodput, gaps between tokens.
+
+Plain NumPy on the host. Arrays may have any leading axes, of members of a simulation
+for one; requests are the last. What never happened is NaN, and left out: ask
+`share_served` how much that is.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+type Seconds = Float[np.ndarray, "*members requests"]
+type Tokens = Int[np.ndarray, "*#members requests"]
+
+
+def share_served(finish_s: Seconds, is_asked: np.ndarray | None = None) -> np.ndarray:
+    """The share of requests that were answered.
+
+    Args:
+      finish_s: when each was, NaN if it was not.
+      is_asked: the requests that count; all by default.
+    """
+    asked = np.ones(finish_s.shape, bool) if is_asked is None else is_asked
+    num = np.maximum(asked.sum(-1), 1)
+    return np.asarray((np.isfinite(finish_s) & asked).sum(-1) / num)
+
+
+def normalised_latency_s(
+    arrival_s: Seconds, finish_s: Seconds, output: Tokens
+) -> Float[np.ndarray, "*members"]:
+    """Mean over requests of the time from arrival to answer, by its tokens.
+
+    Two requests that come at 0 s: one gets 10 tokens by 1 s, the other 100 by 2 s:
+    (0.1 + 0.02) / 2 = 0.06 s a token.
+
+    Args:
+      arrival_s: when each came.
+      finish_s: when its last sequence ended.
+      output: tokens of each of its sequences.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1; Yu et al. 2022 (Orca).
+    """
+    return _mean((finish_s - arrival_s) / output)
+
+
+def time_to_first_token_s(arrival_s: Seconds, first_s: Seconds) -> Seconds:
+    """TTFT of each request: from its arrival to its first token.
+
+    Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 2.
+    """
+    return first_s - arrival_s
+
+
+def time_per_output_token_s(
+    first_s: Seconds, finish_s: Seconds, output: Tokens
+) -> Seconds:
+    """TPOT of each request: the mean gap between its tokens; 0 for a single token.
+
+    Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 2.
+    """
+    gaps = np.maximum(output - 1, 1)
+    return np.where(output > 1, (finish_s - first_s) / gaps, 0.0 * finish_s)
+
+
+def percentile(
+    values: Float[np.ndarray, "*members requests"], percent: int | float
+) -> Float[np.ndarray, "*members"]:
+    """The percentile over requests, those without a value left out.
+
+    Between two values it is interpolated linearly. NaN where nobody has one.
+
+    Args:
+      values: one for each request.
+      percent: in [0, 100].
+
+    Raises:
+      ValueError: `percent` is out of range.
+    """
+    if not 0 <= percent <= 100:
+        raise ValueError(f"{percent=} must be in [0, 100]")
+    rows = values.reshape(-1, values.shape[-1])
+    found = [row[np.isfinite(row)] for row in rows]
+    each = [np.percentile(x, percent) if x.size else np.nan for x in found]
+    return np.array(each).reshape(values.shape[:-1])
+
+
+class Objectives(NamedTuple):
+    """What users are promised."""
+
+    first_s: float
+    """Time to the first token, at most."""
+    per_token_s: float
+    """Mean gap between tokens, at most."""
+
+
+def attainment(
+    arrival_s: Seconds,
+    first_s: Seconds,
+    finish_s: Seconds,
+    output: Tokens,
+    objectives: Objectives,
+) -> Float[np.ndarray, "*members"]:
+    """The share of requests that met both objectives; who was not answered did not.
+
+    Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 2.
+    """
+    first = time_to_first_token_s(arrival_s, first_s)
+    gap = time_per_output_token_s(first_s, finish_s, output)
+    met = (first <= objectives.first_s) & (gap <= objectives.per_token_s)
+    num = np.maximum(np.isfinite(arrival_s).sum(-1), 1)
+    return np.asarray(met.sum(-1) / num)
+
+
+def goodput(
+    rates: Float[np.ndarray, " rates"],
+    attained: Float[np.ndarray, " rates"],
+    *,
+    share: float = 0.9,
+) -> float:
+    """The highest rate at which a share of all requests meets the objectives.
+
+    Between two rates attainment is taken to be linear. Rates of 1, 2, 3 with 1.0, 0.95,
+    0.85 attained: 2.5 at a share of 0.9.
+
+    Args:
+      rates: requests per second, ascending.
+      attained: see `attainment`.
+      share: to be met, in (0, 1].
+
+    Returns:
+      The rate: of the first crossing from above; 0 if it is met at none, the highest
+      of `rates` if it is met at all.
+
+    Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 1.
+    """
+    return _crossing(rates, attained, share)
+
+
+def capacity(
+    rates: Float[np.ndarray, " rates"],
+    latency_s: Float[np.ndarray, " rates"],
+    *,
+    at_most_s: float,
+) -> float:
+    """The rate at which latency crosses a bound, interpolated; as `goodput` does."""
+    return _crossing(rates, -latency_s, -at_most_s)
+
+
+def _crossing(rates: np.ndarray, values: np.ndarray, least: float) -> float:
+    """The rate at which values fall below `least` for the first time."""
+    if (np.diff(rates) <= 0).any():
+        raise ValueError("rates must ascend")
+    below = np.flatnonzero(~(values >= least))
+    if not below.size:
+        return float(rates[-1])
+    k = int(below[0])
+    if k == 0:
+        return 0.0
+    high, low = values[k - 1], values[k]
+    share = (high - least) / (high - low) if np.isfinite(low) else 0.0
+    return float(rates[k - 1] + share * (rates[k] - rates[k - 1]))
+
+
+class Gaps(NamedTuple):
+    """Times between tokens of a sequence that follow each other."""
+
+    sequence: Int[np.ndarray, " gaps"]
+    seconds: Float[np.ndarray, " gaps"]
+
+
+def gaps_between_tokens(
+    drew: Int[np.ndarray, "steps slots"], end_s: Float[np.ndarray, " steps"]
+) -> Gaps:
+    """TBT: the time from each token of a sequence to its next one, stalls included.
+
+    Args:
+      drew: sequences that drew a token in each step, -1 where nobody did.
+      end_s: when each step ended.
+
+    Source: Agrawal et al. 2024 (Sarathi-Serve), arXiv:2403.02310, section 2.
+    """
+    step, slot = np.nonzero(drew >= 0)
+    sequence = drew[step, slot]
+    order = np.argsort(sequence, kind="stable")
+    sequence, time = sequence[order], end_s[step[order]]
+    same = sequence[1:] == sequence[:-1]
+    return Gaps(sequence[1:][same], np.diff(time)[same])
+
+
+def saving(
+    saved_pages: Float[np.ndarray, "*members"],
+    used_pages: Float[np.ndarray, "*members"],
+) -> Float[np.ndarray, "*members"]:
+    """The share of pages that sharing saves: of those in use if nobody shared.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 6.3 (figure 15).
+    """
+    total = np.maximum(saved_pages + used_pages, np.finfo(float).tiny)
+    return np.asarray(saved_pages / total)
+
+
+def waste(
+    recomputed: Int[np.ndarray, "*members"], fed: Int[np.ndarray, "*members"]
+) -> Float[np.ndarray, "*members"]:
+    """The share of tokens that were fed because they had been lost."""
+    return np.asarray(recomputed / np.maximum(fed, 1))
+
+
+def waiting_s(rate: int | float, service_s: int | float) -> float:
+    """Mean wait before service of an M/D/1 queue, in seconds.
+
+    Poisson arrivals and a constant service: R D^2 / (2 (1 - R D)). At 2 requests per
+    second of 0.3 s each: 2 * 0.09 / (2 * 0.4) = 0.225 s.
+
+    Args:
+      rate: requests per second.
+      service_s: of each, with `rate * service_s` below 1.
+
+    Raises:
+      ValueError: the queue grows without end.
+
+    Source: Pollaczek and Khinchine's formula; Zhong et al. 2024 (DistServe),
+    arXiv:2401.09670, section 3.1, equation 1.
+    """
+    if not 0 <= rate * service_s < 1:
+        raise ValueError(f"{rate=} times {service_s=} must be in [0, 1)")
+    return rate * service_s**2 / (2 * (1 - rate * service_s))
+
+
+def _mean(values: Seconds) -> Float[np.ndarray, "*members"]:
+    """The mean of those that are there; NaN where none is."""
+    there: Bool[np.ndarray, "*members requests"] = np.isfinite(values)
+    num, total = there.sum(-1), np.where(there, values, 0.0).sum(-1)
+    return np.asarray(np.where(num > 0, total / np.maximum(num, 1), np.nan))

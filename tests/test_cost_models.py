@@ -1,0 +1,111 @@
+"""Cost models: their published formulas, the formulas of the calculator, own data."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import cost_fits, cost_models
+from jaxkv import simulation
+from scaling import costs_steps, devices, named_models
+
+
+def work(**counts: float) -> simulation.Work:
+    zero = simulation.Work(*(jnp.int32(0) for _ in simulation.Work._fields))
+    zero = zero._replace(prompt_squares=jnp.float32(0))
+    return zero._replace(**{k: jnp.int32(v) for k, v in counts.items()})
+
+
+def price(name: str, step: simulation.Work) -> float:
+    return float(cost_models.find(name).cost(step))
+
+
+def test_published_fits_price_steps_as_printed() -> None:
+    name = "distserve:opt-13b:1"
+    read = work(num_prompt_rows=700, prompt_context=700)._replace(
+        prompt_squares=jnp.float32(300**2 + 400**2)
+    )
+    expected = 22.05 + 0.1405 * 700 + 8.08e-6 * 250_000
+    np.testing.assert_allclose(price(name, read), expected * 1e-3, rtol=1e-6)
+    few = work(num_decodes=94, decode_context=94 * 500)
+    expected = 23.48 + 5.93e-4 * 47_000 + 0.0607 * 94
+    np.testing.assert_allclose(price(name, few), expected * 1e-3, rtol=1e-6)
+    many = work(num_decodes=95, decode_context=47_500)
+    expected = 20.21 + 4.91e-4 * 47_500 + 0.120 * 95
+    np.testing.assert_allclose(price(name, many), expected * 1e-3, rtol=1e-6)
+    assert price(name, work()) == 0
+
+
+def test_a_mixed_step_of_figure_12_pays_the_constant_once() -> None:
+    step = work(
+        num_decodes=30,
+        decode_context=13_740,
+        num_prompt_rows=161,
+        prompt_context=161,
+    )
+    expected = 1.31 * (23.475 + 5.93e-4 * 13_901 + 0.0607 * 30 + 0.1405 * 161)
+    np.testing.assert_allclose(
+        price("opt-13b-a100-40gb", step), expected * 1e-3, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("model", ["opt-13b", "mixtral-8x7b"])
+def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
+    """A chunk behind 50 tokens, and two that decode."""
+    new, past = jnp.array([70, 1, 1]), jnp.array([50, 400, 9])
+    found = cost_models.roofline(
+        named_models.describe(model),
+        devices.find("a100-80gb"),
+        num_devices=2,
+        compute_share=0.5,
+        overhead_s=0.002,
+        copy_s=0.25,
+        swap_s=0.5,
+    )
+    step = work(
+        num_decodes=2,
+        num_prompt_rows=70,
+        decode_context=401 + 10,
+        prompt_context=120,
+        prompt_squares=120**2 - 50**2,
+        num_drawn=3,
+    )
+    assert isinstance(found.cost, cost_models.Roofline)
+    apart = costs_steps.work(found.cost.step, new, past, jnp.int32(3))
+    np.testing.assert_allclose(found.cost(step), apart.time_s, rtol=1e-6)
+    moves = step._replace(num_copied=jnp.int32(1), num_swapped=jnp.int32(2))
+    np.testing.assert_allclose(found.cost(moves), apart.time_s + 1.25, rtol=1e-6)
+
+
+def test_a_measured_run_gives_back_its_own_times() -> None:
+    folder = cost_fits.Path(__file__).parents[1] / "experiments/records/bench_decode"
+    found = cost_fits.measured(folder)
+    assert found.error is not None
+    assert 0 < found.error < 0.1
+    assert "AMD EPYC" in found.source
+    step = work(num_decodes=8, decode_context=8 * 192)
+    np.testing.assert_allclose(found.cost(step), 0.041649, rtol=found.error + 1e-6)
+    with pytest.raises(ValueError, match="no rows of somebody"):
+        cost_fits.measured(folder, implementation="somebody")
+
+
+def test_costs_may_be_mapped() -> None:
+    scales = [cost_models.figure_12(scale=x).cost for x in (1.0, 2.0)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *scales)
+    prices = jax.vmap(lambda cost: cost(work(num_decodes=3)))(stacked)
+    np.testing.assert_allclose(prices[1], 2 * prices[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("roofline:opt-13b:abacus", "unknown device 'abacus'"),
+        ("roofline:opt-13b:h100:0", "at least 1"),
+        ("roofline:gpt-5:h100", "unknown model 'gpt-5'"),
+        ("distserve:opt-30b:1", "distserve:opt-13b:1"),
+        ("guess", "unknown cost model 'guess'"),
+    ],
+)
+def test_what_is_unknown_is_said_in_one_line(name: str, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        cost_models.find(name)

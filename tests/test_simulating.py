@@ -1,0 +1,129 @@
+"""Simulations run to their end: what is added up on the host, and who is told of it."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import cost_models, simulating
+from experiments.progress import Quiet
+from experiments.simulated import Served
+from jaxkv import clocks, metrics, policies, scheduling, turnover, workloads
+
+BOUNDS = turnover.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+TOTAL = (40, 30, 25)
+"""Requests of each member; the last one's can come only when others have gone."""
+
+
+def workload(seed: int, num: int, clients: int) -> workloads.Workload:
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.exponential(0.05, num))
+    prompt = rng.integers(1, 30, num)
+    prompt[num // 2] = 70  # can never fit
+    return workloads.Workload(
+        arrival=jnp.asarray(clocks.from_seconds(arrival)),
+        prompt=jnp.asarray(prompt, jnp.int32),
+        output=jnp.asarray(rng.integers(1, 30, num), jnp.int32),
+        samples=jnp.ones(num, jnp.int32),
+        clients=jnp.int32(clients),
+    )
+
+
+LOADS = [
+    workload(i, num, clients)
+    for i, (num, clients) in enumerate(
+        zip(TOTAL, (scheduling.NO_LIMIT, scheduling.NO_LIMIT, 2), strict=True)
+    )
+]
+
+
+@functools.cache
+def served(**options: Any) -> Served:
+    members = [(load, BOUNDS, policies.fcfs(), COST) for load in LOADS]
+    return simulating.simulate(
+        simulating.stack(members),
+        max_slots=6,
+        keep_trace=True,
+        steps_per_call=50,
+        **options,
+    )
+
+
+def test_all_are_served_and_everything_is_added_up() -> None:
+    found = served()
+    for i, load in enumerate(LOADS):
+        num = TOTAL[i]
+        assert found.rejected[i].nonzero()[0].tolist() == [num // 2]
+        there = np.arange(max(TOTAL)) < num
+        there[num // 2] = False
+        np.testing.assert_array_equal(np.isfinite(found.finish_s[i]), there)
+        assert found.trace is not None
+        trace = found.trace.member(i)
+        info: Any = trace.info
+        assert found.totals.drawn[i] == np.asarray(load.output)[there[:num]].sum()
+        assert found.totals.preempted[i] == found.preempted[i].sum()
+        # What was fed: every prompt, all but the last token drawn, what was lost.
+        fed = found.totals.decoded[i] + found.totals.read[i]
+        tokens = (np.asarray(load.prompt) + np.asarray(load.output) - 1)[there[:num]]
+        assert fed == tokens.sum() + found.recomputed[i].sum()
+        busy = info.micros / clocks.SECOND
+        np.testing.assert_allclose(found.totals.busy_s[i], busy.sum())
+        for mean, values in (
+            ("batch", info.num_running),
+            ("tokens", info.split.tokens),
+        ):
+            expected = (busy * values).sum() / busy.sum()
+            places = 88 if mean == "tokens" else 1
+            np.testing.assert_allclose(getattr(found.means, mean)[i], expected / places)
+        gaps = metrics.gaps_between_tokens(info.drew, trace.start_s + busy)
+        spent = np.zeros(max(TOTAL))
+        np.add.at(spent, gaps.sequence, gaps.seconds)
+        took = (found.finish_s - found.first_s)[i]
+        np.testing.assert_allclose(spent[there], took[there], atol=1e-6)
+    assert found.totals.preempted.sum() > 0
+    np.testing.assert_allclose(
+        found.means.tokens
+        + found.means.reserved
+        + found.means.internal
+        + found.means.external,
+        1.0,
+    )
+
+
+def test_in_a_closed_loop_requests_come_when_clients_are_answered() -> None:
+    found = served()
+    arrival, finish = found.arrival_s[2], found.finish_s[2]
+    there = np.isfinite(finish)
+    for k, at in enumerate(arrival[there]):
+        before = np.sum(finish[there] <= at + 1e-6)
+        assert k - before < 2
+    sent = clocks.to_seconds(np.asarray(LOADS[2].arrival))
+    assert (arrival[: TOTAL[2]][there[: TOTAL[2]]] > sent[there[: TOTAL[2]]]).any()
+
+
+def test_a_simulation_ends_at_a_time() -> None:
+    whole, cut = served(), served(since_s=0.5, until_s=1.0)
+    assert (cut.end_s == 1.0).all()
+    early = whole.finish_s <= 1.0
+    np.testing.assert_array_equal(np.isfinite(cut.finish_s), early)
+    np.testing.assert_array_equal(cut.finish_s[early], whole.finish_s[early])
+    assert cut.totals.busy_s.max() < 0.55
+
+
+def test_who_stops_it_gets_what_there_is() -> None:
+    stopped = Quiet()
+    stopped.stopped = True
+    found = served(progress=stopped)
+    assert 0 < np.isfinite(found.finish_s).sum() < np.isfinite(served().finish_s).sum()
+
+
+def test_what_cannot_be_stacked_is_refused() -> None:
+    member = (LOADS[0], BOUNDS, policies.fcfs(), COST)
+    other = (LOADS[0], BOUNDS, policies.fcfs(victim="cheapest"), COST)
+    with pytest.raises(ValueError, match="policies of several kinds"):
+        simulating.stack([member, other])
+    with pytest.raises(ValueError, match="nothing to simulate"):
+        simulating.stack([])
