@@ -180,7 +180,9 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     right.set_xlim(0, 1)
     right.set_xlabel("share of surfaces")
     right.set_title("ill-posed surfaces", loc="left")
-    right.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    look = {"handlelength": 0.8, "handleheight": 0.8, "columnspacing": 1.0}
+    right.legend(ncols=3, fontsize=6, **place, **look)
 
 
 def claims(result: list[dict[str, Any]]) -> list[Claim]:
