@@ -88,9 +88,8 @@ def _ours(problem: Problem, name: Any) -> Run:
         return run
     run = run._replace(plan=lambda index: make_plan(problem.page_ids[0], *rest))
     # That of rows of slots with few of them; others leave nothing to merge.
-    few = getattr(plan, "few", plan)
-    if isinstance(few, planning.Plan):
-        run = run._replace(merge=merge_alone(problem, few))
+    if plan.few is not None:
+        run = run._replace(merge=merge_alone(problem, plan.few))
     return run
 
 

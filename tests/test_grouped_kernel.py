@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import deviceless, grouped, grouped_mosaic_gpu, targets, tuning
 from pallas_kernels.targets import Target
 from pallas_kernels.tuning import GroupedSizes
-from tests.emulating import emulator_of_races
+from tests.emulating import emulator_of_races, watched_product
 from tests.grouped_cases import Case, assert_within_rule, exact, make_case, plain
 
 ONE = GroupedSizes(64, 64, 2, 2, "reasoned")
@@ -24,19 +23,11 @@ WHY_NOT = deviceless.available()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
-def _watched(sums: Any, left: Any, right: Any, multiply: Any = plgpu.wgmma) -> None:
-    """A product that loads its sides first: races of loads alone are looked for."""
-    seen = left[...].sum() + right[...].sum()
-    pl.when(jnp.isnan(seen))(plgpu.commit_smem)  # or nobody would want what is loaded
-    multiply(sums, left, right)
-    plgpu.commit_smem()
-
-
 def emulate(case: Case, sizes: GroupedSizes, **options: Any) -> Any:
     """Runs the kernel on two programs; raises what the emulator finds."""
     options = {"dtype": case.x.dtype, "num_programs": 2} | options
     with emulator_of_races() as interpret, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "wgmma", _watched)
+        patch.setattr(plgpu, "wgmma", watched_product)
         run = jax.jit(
             lambda *arrays: grouped_mosaic_gpu.multiply(
                 *arrays, sizes=sizes, interpret=interpret, **options
