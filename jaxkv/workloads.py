@@ -1,10 +1,9 @@
 """The requests that will come: when they arrive, how much they ask for.
 
 Workloads are made on the host, by NumPy, from an explicit generator of random numbers,
-and are arrays from then on. Members of a sweep have equal shapes after `stack`.
+and are arrays from then on.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,9 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Num
 
 from jaxkv import clocks, lengths, scheduling
-
-PADDING = lengths.LONGEST
-"""The prompt of a request that is none; no capacity lets it in."""
 
 
 class Workload(NamedTuple):
@@ -65,8 +61,8 @@ def make(
     late = np.diff(arrival_s, prepend=0.0) < 0
     _refuse(late, arrival_s, "arrives at {} s, before the one ahead of it")
     for name, column in columns.items():
-        wrong = (column < 1) | (column > PADDING)
-        _refuse(wrong, column, f"has {name}={{}}, not in [1, {PADDING}]")
+        wrong = (column < 1) | (column > lengths.LONGEST)
+        _refuse(wrong, column, f"has {name}={{}}, not in [1, {lengths.LONGEST}]")
     if clients is not None and not 1 <= clients < 2**31:
         raise ValueError(f"{clients=} must be at least 1, or None for an open loop")
     return Workload(
@@ -181,36 +177,6 @@ def closed_loop(
         *(np.zeros(num), tokens.prompt, tokens.output),
         samples=samples,
         clients=clients,
-    )
-
-
-def stack(members: Sequence[Workload]) -> Workload:
-    """Stacks workloads for `vmap`, short ones filled up with requests that are none.
-
-    Args:
-      members: at least one.
-
-    Returns:
-      The workload whose leaves have a leading axis of members. The fillers' prompts are
-      of `PADDING` tokens, so `simulation.init` rejects them and nobody ever waits.
-
-    Raises:
-      ValueError: there are no members.
-    """
-    if not members:
-        raise ValueError("nothing to stack: a sweep needs at least one workload")
-    most = max(w.prompt.shape[0] for w in members)
-
-    def fill(column: Array, value: int) -> Array:
-        short = [(0, most - column.shape[0])] + [(0, 0)] * (column.ndim - 1)
-        return jnp.pad(column, short, constant_values=value)
-
-    return Workload(
-        arrival=jnp.stack([fill(w.arrival, 0) for w in members]),
-        prompt=jnp.stack([fill(w.prompt, PADDING) for w in members]),
-        output=jnp.stack([fill(w.output, 1) for w in members]),
-        samples=jnp.stack([fill(w.samples, 1) for w in members]),
-        clients=jnp.stack([w.clients for w in members]),
     )
 
 

@@ -5,16 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clocks, lengths, recordings, scheduling, simulation, workloads
+from jaxkv import clocks, lengths, recordings, workloads
 from jaxkv.lengths import ALPACA, SHAREGPT, Fixed, Gamma, LogNormal, Pair, Uniform
-from jaxkv.policies import fcfs
+from jaxkv.scheduling import NO_LIMIT
 from jaxkv.tokenizing import ByteTokenizer
-from jaxkv.turnover import Capacity
 from tests import traces
 
 
@@ -91,21 +88,12 @@ def test_a_seed_gives_the_same_requests_at_every_rate() -> None:
     np.testing.assert_allclose(times[0], 4 * times[1], atol=4e-6)
 
 
-def test_fillers_of_a_stack_are_never_served() -> None:
-    short = workloads.make(np.arange(2.0), np.array([3, 3]), np.array([2, 2]))
+def test_a_closed_loop_has_its_clients() -> None:
     law = Pair(prompt=Fixed(tokens=3), output=Fixed(tokens=2))
     closed = workloads.closed_loop(rng(), law, clients=2, num=3)
-    both = workloads.stack([short, closed])
-    assert both.prompt.shape == (2, 3)
-    assert both.clients.tolist() == [scheduling.NO_LIMIT, 2]
-    bounds = Capacity(*(jnp.int32(x) for x in (20, 4, 60, 24, 0)))
-    for member, served in ((0, 2), (1, 3)):
-        state = simulation.init(
-            jax.tree.map(lambda x, i=member: x[i], both), bounds, fcfs(), max_slots=2
-        )
-        assert int(state.num_served) == served
-    with pytest.raises(ValueError, match="at least one workload"):
-        workloads.stack([])
+    assert int(closed.clients) == 2
+    assert not closed.arrival.any()
+    assert int(workloads.open_loop(rng(), law, rate=1.0, num=3).clients) == NO_LIMIT
 
 
 TWO = np.array([1, 2])

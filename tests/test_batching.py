@@ -1,0 +1,104 @@
+"""Batching: the lectures' pictures, and speeds that a plain loop foretells."""
+
+import dataclasses
+import heapq
+import re
+from typing import Any
+
+import pytest
+
+from experiments import batching, batching_sweeps, style
+from experiments import batching_lectures as lectures
+from experiments.batching import CONFIGS, Config
+from experiments.batching_sweeps import Result
+
+SMOKE = CONFIGS["smoke"]
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return batching.run(SMOKE)
+
+
+def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
+    static = lectures.grid(result.static_sequences)
+    continuous = lectures.grid(result.continuous_sequences)
+    assert lectures.words(static) == [*lectures.STATIC]
+    assert lectures.words(continuous) == [*lectures.CONTINUOUS]
+    # "Sequence 3 finished after two iterations", sequence 2 after six.
+    assert result.static_sequences.last[:4].tolist() == [3, 6, 2, 3]
+    # Six cells are idle in one and taken in the other: 32 - 6.
+    assert lectures.num_equal(static, lectures.CONTINUOUS) == 26
+
+
+def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> None:
+    assert lectures.batches(result.continuous_requests) == [
+        *("R1 R2", "R1 R2 R3", "R1 R3 R4", "R1 R3 R4", "R3 R4 R5", "R5")
+    ]
+    waited = lectures.batches(result.static_requests)
+    assert waited[:5] == ["R1 R2", "R1 R2", "R1", "R1", "R3 R4 R5"]
+    assert lectures.num_joined(result.static_requests) == 0
+    assert lectures.num_joined(result.continuous_requests) == 2
+
+
+def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
+    steps = result.limits.steps[:, :, 0]
+    for i, output in enumerate(batching_sweeps.outputs(SMOKE)):
+        longest = SMOKE.prompt_tokens + SMOKE.limits[i]
+        slots = batching_sweeps.num_reserved(SMOKE, longest)
+        batches = [output[k : k + slots] for k in range(0, output.size, slots)]
+        assert steps[0, i] == sum(batch.max() for batch in batches)
+        ends = [0] * slots
+        for tokens in output.tolist():
+            heapq.heappush(ends, heapq.heappop(ends) + tokens)
+        assert steps[1, i] == max(ends)
+    assert (steps[2] <= steps[1]).all()
+
+
+def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
+    found = result.deviations
+    assert found.deviation[0, 0] == 0
+    static, continuous = found.means()
+    assert continuous[0] == pytest.approx(static[0])
+    assert continuous[1] > 1.2 * static[1]
+
+
+def test_what_a_run_leaves(result: Result) -> None:
+    verdicts = {claim.claim: claim.verdict for claim in batching.claims(result)}
+    assert len(verdicts) == 14
+    assert "fails" not in verdicts.values()
+    # These loads are not the published ones.
+    assert verdicts["continuous batching is never slower than static batching"] == (
+        "differs"
+    )
+    found = batching.metrics(result)
+    assert found["limits"][-1]["gain"] > found["limits"][0]["gain"] > 1
+    assert len(batching.summary(result)) == 6
+    files = style.render(
+        lambda axes: batching.plot(axes, result),
+        panels=batching.PANELS,
+        size_inches=batching.PANEL_SIZE_INCHES,
+    )
+    assert files["figure.png"].startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"limits": ()}, "limits=() must be ascending, from 1"),
+        ({"limits": (8, 4)}, "limits=(8, 4) must be ascending"),
+        ({"deviations": (-1.0,)}, "deviations=(-1.0,) must be ascending, from 0"),
+        ({"clients": (9,)}, "must be at most self.max_slots=8"),
+        ({"num_places": 31}, "must hold a prompt and its longest output, 32 tokens"),
+        ({"num_requests": 0}, "num_requests=0 must be at least 1"),
+        ({"mean_output_tokens": 0.0}, "self.mean_output_tokens=0.0 must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        dataclasses.replace(SMOKE, **change)
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown cost model 'abacus'"):
+        batching.run(Config(cost="abacus"))
