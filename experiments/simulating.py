@@ -18,17 +18,12 @@ from experiments import simulated
 from experiments.progress import QUIET, Progress
 from experiments.simulated import Served
 from experiments.simulating_parts import Bounds, Members, Part
-from jaxkv import scheduling
-from jaxkv.simulation import Cost
-from jaxkv.turnover import Capacity
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024
 
 
-def stack(
-    members: Sequence[tuple[Workload, Capacity, scheduling.Policy, Cost]],
-) -> Members:
+def stack(members: Sequence[Members]) -> Members:
     """Stacks members; workloads of fewer requests are filled up with none.
 
     Raises:
@@ -36,13 +31,13 @@ def stack(
     """
     if not members:
         raise ValueError("there is nothing to simulate")
-    for k, what in ((2, "policies"), (3, "costs")):
-        kinds = {jax.tree.structure(member[k]) for member in members}
+    for what in ("policy", "cost", "reservation"):
+        kinds = {jax.tree.structure(getattr(member, what)) for member in members}
         if len(kinds) > 1:
-            raise ValueError(f"{what} of several kinds cannot be mapped together")
-    most = max(member[0].prompt.shape[0] for member in members)
-    filled = [(fill(member[0], most), *member[1:]) for member in members]
-    return Members(*jax.tree.map(lambda *x: np.stack(x), *filled))
+            raise ValueError(f"a {what} of one kind cannot be mapped with another")
+    most = max(member.workload.prompt.shape[0] for member in members)
+    filled = [x._replace(workload=fill(x.workload, most)) for x in members]
+    return jax.tree.map(lambda *x: np.stack(x), *filled)
 
 
 def fill(workload: Workload, num: int) -> Workload:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from experiments.simulated import Means, Served, Totals, Trace
 from jaxkv import clocks, scheduling, simulation
+from jaxkv.contiguous import Reservation
 from jaxkv.simulation import Cost
 from jaxkv.turnover import Capacity, Events, Simulation
 from jaxkv.workloads import Workload
@@ -22,6 +23,7 @@ class Members(NamedTuple):
     capacity: Capacity
     policy: scheduling.Policy
     cost: Cost
+    reservation: Reservation | None = None
 
 
 class Bounds(NamedTuple):
@@ -41,6 +43,7 @@ def _init(members: Members, bounds: Bounds) -> Simulation:
             *(member.workload, member.capacity, member.policy),
             max_slots=bounds.max_slots,
             max_samples=bounds.max_samples,
+            reservation=member.reservation,
         )
 
     return jax.vmap(one)(members)
@@ -61,6 +64,7 @@ def _advance(
             num_steps=bounds.num_steps,
             max_samples=bounds.max_samples,
             head=bounds.head,
+            reservation=member.reservation,
         )
         if not bounds.keep_trace:  # what nobody reads is not computed either
             info = info._replace(drew=jnp.zeros((bounds.num_steps, 0), jnp.int32))

@@ -50,10 +50,16 @@ class Line(NamedTuple):
     held: Bool[Array, " line"] | None
     """Has finished, but keeps its slot and pages; None if the policy holds nobody."""
     siblings: Siblings | None
+    block: Int32[Array, " line"] | None
+    """First leaf of its contiguous places; None where there are pages."""
 
 
 class Split(NamedTuple):
-    """Token places of the pages in use, by what they are good for."""
+    """Token places of the pages in use, by what they are good for.
+
+    The rest of all places is external: free, or what a contiguous block has beyond the
+    places that were reserved.
+    """
 
     tokens: Int32[Array, ""]
     """Hold K and V of running sequences, those of several counted once."""
@@ -63,13 +69,16 @@ class Split(NamedTuple):
     """Never will."""
 
 
-def empty(num_slots: int, *, has_groups: bool, holds: bool) -> Line:
+def empty(
+    num_slots: int, *, has_groups: bool, holds: bool, has_blocks: bool = False
+) -> Line:
     """Makes a line of empty slots.
 
     Args:
       num_slots: how many.
       has_groups: whether requests may have several sequences.
       holds: whether the policy holds finished sequences.
+      has_blocks: whether places are contiguous.
     """
     zeros, flags = jnp.zeros((num_slots,), jnp.int32), jnp.zeros((num_slots,), bool)
     return Line(
@@ -81,6 +90,7 @@ def empty(num_slots: int, *, has_groups: bool, holds: bool) -> Line:
         returned=flags,
         held=flags if holds else None,
         siblings=Siblings(zeros, flags, flags, flags) if has_groups else None,
+        block=zeros if has_blocks else None,
     )
 
 
@@ -167,7 +177,11 @@ def num_copies(
 
 
 def split(
-    line: Line, group: Groups | None, limit: Int32[Array, " line"], page_size: Array
+    line: Line,
+    group: Groups | None,
+    limit: Int32[Array, " line"],
+    page_size: Array,
+    asked: Int32[Array, " line"] | None = None,
 ) -> tuple[Split, Int32[Array, ""]]:
     """Says what the places of all pages in use are good for.
 
@@ -176,6 +190,7 @@ def split(
       group: its groups.
       limit: tokens at which each sequence ends; the last is never written.
       page_size: token places in a page.
+      asked: places reserved for each, if its block may have more than these.
 
     Returns:
       The places, and the pages that sharing saves.
@@ -183,6 +198,8 @@ def split(
     owned, theirs = num_owned(line, group, line.places, page_size)
     runs, before = is_running(line), theirs * page_size
     there = jnp.where(line.sequence >= 0, owned * page_size, 0)
+    if asked is not None:
+        there = jnp.minimum(there, asked)
 
     def within(tokens: Array) -> Array:
         """How many of so many first tokens lie on the pages accounted for."""

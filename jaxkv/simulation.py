@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import clocks, lines, scheduling, tables, turnover
+from jaxkv import clocks, contiguous, lines, scheduling, tables, turnover
+from jaxkv.contiguous import Reservation
 from jaxkv.lines import Line
 from jaxkv.states import NOBODY
 from jaxkv.turnover import Capacity, Simulation
@@ -91,6 +92,7 @@ def init(
     *,
     max_slots: int,
     max_samples: int = 1,
+    reservation: Reservation | None = None,
 ) -> Simulation:
     """Makes an idle machine, its clock at zero.
 
@@ -101,23 +103,39 @@ def init(
       policy: who will run.
       max_slots: sequences that can run at once, static.
       max_samples: sequences that a request may have, static.
+      reservation: contiguous places for each request, in place of pages.
 
     Returns:
       The state.
+
+    Raises:
+      ValueError: several sequences of a request, which share nothing in contiguous
+        places: let them be requests.
     """
     w, c = workload, capacity
+    if reservation is not None and max_samples > 1:
+        raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
     size = c.page_size
     shared = w.prompt // size
     each = tables.pages_for(w.prompt + w.output - 1, page_size=size)
     fits = shared + w.samples * (each - shared) <= c.num_pages
     fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0
+    if reservation is not None:
+        r = reservation
+        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
+        fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
     zero = jnp.zeros((), jnp.int32)
     num = w.prompt.shape[0] * max_samples
     holds, none = policy.holds_finished, jnp.zeros((max_slots,), bool)
     return Simulation(
         clock=jnp.zeros((2,), jnp.int32),
-        line=lines.empty(max_slots, has_groups=max_samples > 1, holds=holds),
+        line=lines.empty(
+            max_slots,
+            has_groups=max_samples > 1,
+            holds=holds,
+            has_blocks=reservation is not None,
+        ),
         began=none,
         ended=none,
         left=jnp.full((max_slots,), NOBODY, jnp.int32),
@@ -142,6 +160,7 @@ def step(
     cost: Cost,
     max_samples: int = 1,
     head: int | None = None,
+    reservation: Reservation | None = None,
 ) -> tuple[Simulation, StepInfo]:
     """Runs one step, or lets the clock jump to the next arrival.
 
@@ -154,6 +173,7 @@ def step(
       max_samples: as for `init`.
       head: requests at the head of the queue that the policy sees, at most as many as
         there are slots, static; None means so many, like in the engine.
+      reservation: as for `init`.
 
     Returns:
       The new state, and what happened.
@@ -162,6 +182,8 @@ def step(
     state, whose = turnover.retire(state, max_samples)
     state = turnover.arrive(state, w, head or whose.shape[0])
     queued = turnover.look(state, w, head or whose.shape[0], max_samples)
+    if reservation is not None:
+        queued = turnover.reserve(state, queued, w, capacity, reservation)
     counts = turnover.observe(state, queued, capacity, max_samples)
     plan = scheduling.schedule(counts, policy)
     state, wish, done = turnover.carry_out(
@@ -172,6 +194,8 @@ def step(
     # Pages are granted to all or to nobody, as `tables.reserve` does.
     copies = lines.num_copies(line, group, wish.num_rows, size)
     places = jnp.maximum(line.places, jnp.where(runs, wish.places, 0))
+    if reservation is not None:  # has all that it will ever need
+        places = line.places
     growth = tables.pages_for(places, page_size=size)
     growth -= tables.pages_for(line.places, page_size=size)
     owned, _ = lines.num_owned(line, group, line.places, size)
@@ -182,7 +206,8 @@ def step(
     line = line._replace(places=jnp.where(enough, places, line.places))
     request = jnp.maximum(line.sequence, 0) // max_samples
     prompt = w.prompt[request]
-    limit = prompt + w.output[request]
+    output = w.output[request]
+    limit = prompt + output
     work = _work(line, num_rows, prompt)._replace(
         num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
         num_swapped=done.num_moved,
@@ -197,7 +222,10 @@ def step(
     idle = ~jnp.any(runs) & (state.queue[0] < 0) & (state.num_taken < state.num_served)
     upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
     clock = jnp.where(idle, clocks.later(clock, w.arrival[upcoming]), clock)
-    split, saved = lines.split(line, group, limit, size)
+    asked = None
+    if (r := reservation) is not None:
+        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
+    split, saved = lines.split(line, group, limit, size, asked)
     known = line.known + emits.astype(jnp.int32)
     ended = emits & (known == limit)
     info = StepInfo(
@@ -233,6 +261,7 @@ def run_steps(
     num_steps: int,
     max_samples: int = 1,
     head: int | None = None,
+    reservation: Reservation | None = None,
 ) -> tuple[Simulation, StepInfo]:
     """Runs several steps as one program.
 
@@ -245,6 +274,7 @@ def run_steps(
       num_steps: how many, static. Steps after everything is done do nothing.
       max_samples: as for `init`.
       head: as for `step`.
+      reservation: as for `init`.
 
     Returns:
       The new state, and the stacked infos of all steps. Everything is done and noted
@@ -259,6 +289,7 @@ def run_steps(
             cost=cost,
             max_samples=max_samples,
             head=head,
+            reservation=reservation,
         )
 
     return lax.scan(body, state, None, length=num_steps)

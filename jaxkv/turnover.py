@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import clocks, lines, paging, scheduling, tables
+from jaxkv import clocks, contiguous, lines, paging, scheduling, tables
+from jaxkv.contiguous import Reservation
 from jaxkv.lines import Line, Siblings
 from jaxkv.states import NOBODY
 from jaxkv.workloads import Workload
@@ -108,6 +109,8 @@ class Queued(NamedTuple):
     pages_out: Int32[Array, " head"]
     """Pages that are swapped out."""
     swapped_length: Int32[Array, "head samples"]
+    is_seen: Bool[Array, " head"]
+    """Requests that the policy sees."""
 
     @property
     def size(self) -> Int32[Array, " head"]:
@@ -198,6 +201,7 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
         returned=was.returned > 0,
         held=jnp.zeros_like(alive) if holds else None,
         siblings=siblings,
+        block=None,
     )
     pages_out = jnp.where(alive, was.swapped_pages, 0)
     return Queued(
@@ -206,6 +210,37 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
         is_reader=is_reader,
         pages_out=jnp.sum(pages_out, axis=1, dtype=jnp.int32),
         swapped_length=was.swapped_length,
+        is_seen=request >= 0,
+    )
+
+
+def reserve(
+    state: Simulation,
+    queued: Queued,
+    workload: Workload,
+    capacity: Capacity,
+    reservation: Reservation,
+) -> Queued:
+    """Finds contiguous places for those who wait; who gets none is not seen.
+
+    They keep them if the policy lets them in, and never ask for more.
+    """
+    line, size = state.line, capacity.page_size
+    assert line.block is not None
+    blocks = jnp.where(line.sequence >= 0, line.block, NOBODY)
+    leaves = tables.pages_for(line.places, page_size=size)
+    free = contiguous.free_leaves(reservation.idle, blocks, leaves)
+    row = jnp.maximum(queued.request, 0)
+    asked = contiguous.asked(
+        *(reservation.rule, workload.prompt[row], workload.output[row]),
+        capacity.max_length,
+    )
+    order = contiguous.order_of(asked, size)
+    start = contiguous.place_in_order(free, order, queued.is_seen)
+    places = jnp.left_shift(size, order)
+    return queued._replace(
+        line=queued.line._replace(block=start[:, None], places=places[:, None]),
+        is_seen=start >= 0,
     )
 
 
@@ -225,7 +260,8 @@ def observe(
         common = jnp.where(queued.size > 1, common, 0)
     known = jnp.max(jnp.where(alive, q.known, 0), axis=1)
     full = common // size
-    pages = tables.pages_for(q.known, page_size=size)
+    needs = q.known if q.block is None else q.places
+    pages = tables.pages_for(needs, page_size=size)
     fresh = jnp.where(alive, pages - full[:, None], 0)
     # Who is swapped out takes its pages, those by which it grows, and copies.
     have = tables.pages_for(queued.swapped_length, page_size=size)
@@ -248,7 +284,7 @@ def observe(
         copies=lines.num_copies(line, group, goal - line.length, size),
         preempted=line.returned & lines.is_running(line),
         scored_prompt=none,
-        waiting=queued.request >= 0,
+        waiting=queued.is_seen,
         waiting_tokens=jnp.where(common > 0, common, known),
         waiting_cached=jnp.zeros_like(common),
         waiting_slots=queued.size,
@@ -316,7 +352,7 @@ def carry_out(
     owned, _ = lines.num_owned(line, group, line.places, size)
     used = jnp.sum(jnp.where(stays, owned, 0), dtype=jnp.int32)
     # Those swapped out come back all or none; and nobody without a slot.
-    admit, is_out = plan.admit & (queued.request >= 0), queued.pages_out > 0
+    admit, is_out = plan.admit & queued.is_seen, queued.pages_out > 0
     pages_in = jnp.sum(jnp.where(admit, queued.pages_out, 0), dtype=jnp.int32)
     fits = used + pages_in <= capacity.num_pages
     pages_in = jnp.where(fits, pages_in, 0)

@@ -10,6 +10,7 @@ import pytest
 from experiments import cost_models, simulating
 from experiments.progress import Quiet
 from experiments.simulated import Served
+from experiments.simulating import Members
 from jaxkv import clocks, metrics, policies, scheduling, turnover, workloads
 
 BOUNDS = turnover.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
@@ -42,7 +43,7 @@ LOADS = [
 
 @functools.cache
 def served(**options: Any) -> Served:
-    members = [(load, BOUNDS, policies.fcfs(), COST) for load in LOADS]
+    members = [Members(load, BOUNDS, policies.fcfs(), COST) for load in LOADS]
     return simulating.simulate(
         simulating.stack(members),
         max_slots=6,
@@ -121,9 +122,9 @@ def test_who_stops_it_gets_what_there_is() -> None:
 
 
 def test_what_cannot_be_stacked_is_refused() -> None:
-    member = (LOADS[0], BOUNDS, policies.fcfs(), COST)
-    other = (LOADS[0], BOUNDS, policies.fcfs(victim="cheapest"), COST)
-    with pytest.raises(ValueError, match="policies of several kinds"):
+    member = Members(LOADS[0], BOUNDS, policies.fcfs(), COST)
+    other = member._replace(policy=policies.fcfs(victim="cheapest"))
+    with pytest.raises(ValueError, match="a policy of one kind"):
         simulating.stack([member, other])
     with pytest.raises(ValueError, match="nothing to simulate"):
         simulating.stack([])

@@ -1,0 +1,138 @@
+"""Contiguous reservations against an allocator of lists that split and merge."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import clocks, contiguous, policies, scheduling, simulation, turnover
+from jaxkv.workloads import Workload
+from tests.buddies import Buddies
+from tests.engines import FAST_COMPILE
+from tests.test_simulation import COST
+
+find = jax.jit(
+    lambda idle, start, num, order: contiguous.place(
+        contiguous.free_leaves(idle, start, num), order
+    )
+)
+
+
+@pytest.mark.parametrize("num_leaves", [59, 64, 7])
+def test_blocks_lie_where_lists_of_free_ones_have_them(num_leaves: int) -> None:
+    idle = contiguous.reservation(
+        "max", num_leaves=num_leaves, leaves_per_region=16
+    ).idle
+    twin, rng = Buddies(num_leaves, 16), np.random.default_rng(num_leaves)
+    refused = 0
+    for _ in range(150):
+        held = sorted(twin.orders)
+        if held and rng.random() < 0.35:
+            twin.release(int(rng.choice(held)))
+            continue
+        start = np.full(64, -1, np.int32)
+        num = np.zeros(64, np.int32)
+        start[: len(held)] = held
+        num[: len(held)] = [1 << twin.orders[x] for x in held]
+        order = int(rng.integers(0, 5))
+        found = int(find(idle, start, num, jnp.int32(order)))
+        expected = twin.allocate(order)
+        assert found == (-1 if expected is None else expected)
+        refused += expected is None
+    assert 0 < refused < 80
+
+
+def test_what_is_reserved() -> None:
+    """As the paper has it: an answer of 25 tokens becomes 32."""
+    prompt, output = jnp.array([100, 100, 1, 900]), jnp.array([25, 32, 1, 1100])
+    found = {
+        rule: contiguous.asked(jnp.int32(i), prompt, output, jnp.int32(2048)).tolist()
+        for i, rule in enumerate(contiguous.RULES)
+    }
+    assert found == {
+        "max": [2048] * 4,
+        "pow2": [132, 132, 2, 2048],
+        "oracle": [125, 132, 2, 2000],
+    }
+    places = jnp.array([1, 16, 17, 2000, 2048])
+    orders = contiguous.order_of(places, jnp.int32(16))
+    assert orders.tolist() == [0, 0, 1, 7, 7]
+
+
+def load(num: int) -> Workload:
+    rng = np.random.default_rng(5)
+    return Workload(
+        arrival=jnp.asarray(clocks.from_seconds(np.cumsum(rng.exponential(0.03, num)))),
+        prompt=jnp.asarray(rng.integers(1, 40, num), jnp.int32),
+        output=jnp.asarray(rng.integers(1, 60, num), jnp.int32),
+        samples=jnp.ones(num, jnp.int32),
+        clients=jnp.int32(scheduling.NO_LIMIT),
+    )
+
+
+def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
+    """Each step of all three rules against the lists; nobody ever gives way."""
+    w, num, leaf = load(60), 60, 2
+    bounds = turnover.Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
+    policy = policies.fcfs()
+    rules = [
+        contiguous.reservation(rule, num_leaves=203, leaves_per_region=64)
+        for rule in ("max", "pow2", "oracle")
+    ]
+
+    def run(reservation: contiguous.Reservation) -> Any:
+        state = simulation.init(
+            *(w, bounds, policy), max_slots=12, reservation=reservation
+        )
+
+        def step(state: turnover.Simulation, _: None) -> Any:
+            state, info = simulation.step(
+                *(state, w),
+                capacity=bounds,
+                policy=policy,
+                cost=COST,
+                head=4,
+                reservation=reservation,
+            )
+            return state, (state.line.sequence, state.line.block, info)
+
+        return jax.lax.scan(step, state, None, length=700)
+
+    sizes = [
+        (128, int(p) + (1 << (int(n) - 1).bit_length()), int(p) + int(n))
+        for p, n in zip(w.prompt, w.output, strict=True)
+    ]
+    orders = [
+        [(-(-min(size[i], 128) // leaf) - 1).bit_length() for size in sizes]
+        for i in range(3)
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *rules)
+    mapped = jax.jit(jax.vmap(run), compiler_options=FAST_COMPILE)
+    states, trace = jax.tree.map(np.asarray, mapped(stacked))
+    batches = trace[-1].num_running
+    for i in range(3):
+        twin, blocks = Buddies(203, 64), {}
+        for sequence, block in zip(trace[0][i], trace[1][i], strict=True):
+            there = dict(zip(sequence.tolist(), block.tolist(), strict=True))
+            for gone in set(blocks) - set(there):
+                twin.release(blocks.pop(gone))
+            for came in sorted(set(there) - set(blocks) - {-1}):
+                assert twin.allocate(orders[i][came]) == there[came]
+                blocks[came] = there[came]
+    split, used = trace[-1].split, trace[-1].used_pages * leaf
+    assert (split.tokens + split.reserved + split.internal <= used).all()
+    assert (states.num_done == num).all()
+    assert not states.events[:, :, turnover.Events._fields.index("num_preempted")].any()
+    # 203 leaves of 2 have three blocks of 128 places; who knows more runs more.
+    assert max(batches[0]) == 3
+    steps = [np.count_nonzero(batch) for batch in batches]
+    assert steps[0] > 1.1 * steps[1] > 1.2 * steps[2]
+
+
+def test_what_cannot_be_reserved_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_leaves=0 must be at least 1"):
+        contiguous.reservation("max", num_leaves=0, leaves_per_region=2)
+    with pytest.raises(ValueError, match="must be a power of two"):
+        contiguous.reservation("max", num_leaves=4, leaves_per_region=3)
