@@ -1,0 +1,276 @@
+"""The best parameters and tokens for a budget: of training, of serving, of data.
+
+Everything rests on a loss `floor + (A / N^alpha + B / D^beta)^outer`, which most laws
+have (`laws.TwoPowers`). Training takes 6 N D operations, serving 2 N a token. Where no
+closed form is known, what remains is a root in one unknown, or a search along one.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers
+
+type Amount = float | Float[np.ndarray, "..."]
+
+
+class HalfLives(NamedTuple):
+    """After how many repetitions data, and parameters beyond it, lose their worth.
+
+    Attributes:
+      tokens: R_D*, in epochs after the first.
+      params: R_N*, in multiples of what suits the unique tokens, after the first.
+    """
+
+    tokens: float
+    params: float
+
+
+MUENNIGHOFF = HalfLives(15.387756, 5.309743)
+"""Muennighoff et al. 2023, arXiv:2305.16264, section 3.3, digits of their README."""
+
+
+def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+    """Reads off how a law's loss falls with parameters and tokens, and checks it.
+
+    The data-constrained law counts as what it is without repetition.
+
+    Raises:
+      ValueError: the law has no such form, or the coefficients have no optimum.
+    """
+    is_repeating = law.name == "data-constrained"
+    found = CHINCHILLA.two_powers if is_repeating else law.two_powers
+    if found is None:
+        raise ValueError(
+            f"{law.name} does not say how loss falls with parameters and with tokens"
+        )
+    powers = found(coefficients)
+    for name in ("A", "B", "alpha", "beta", "outer"):
+        value = getattr(powers, name)
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"{law.name} with {name}={value:g} has no compute optimum: it must be "
+                "positive"
+            )
+    if not 0 <= powers.floor < math.inf:
+        raise ValueError(f"{law.name} with a floor of {powers.floor:g}")
+    return powers
+
+
+def loss(powers: TwoPowers, num_params: Amount, num_tokens: Amount) -> Any:
+    """Computes the loss of a model trained on tokens that are all new."""
+    inner = powers.A * num_params**-powers.alpha + powers.B * num_tokens**-powers.beta
+    return powers.floor + inner**powers.outer
+
+
+def operations(
+    num_params: Amount, num_tokens: Amount, inference_tokens: float = 0.0
+) -> Any:
+    """Counts operations of training and serving, 6 N D + 2 N D_inf."""
+    return num_params * (6 * num_tokens + 2 * inference_tokens)
+
+
+def allocate(
+    powers: TwoPowers, flops: float, *, inference_tokens: float = 0.0
+) -> Optimum:
+    """Divides a budget between parameters and tokens, for the least loss.
+
+    Without serving in closed form: `N* = G (C/6)^a`, `D* = C / (6 N*)`, with
+    `G = (alpha A / (beta B))^(1 / (alpha + beta))` and `a = beta / (alpha + beta)`.
+    The constants of the lecture divide 5.616e23 FLOPs into 4.75e10 parameters and
+    1.97e12 tokens.
+
+    With serving, `min L(N, D)` subject to `6 N D + 2 N D_inf = C`: the multiplier's
+    conditions give N for every D, see `_params_for`, and the budget a root in D.
+
+    Args:
+      powers: of the loss.
+      flops: the budget C, of training and serving together, above 0.
+      inference_tokens: D_inf, read and written while the model serves, at least 0.
+
+    Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 4; Sardana et al. 2024,
+    arXiv:2401.00448, section 2.
+    """
+    if inference_tokens == 0:
+        total = powers.alpha + powers.beta
+        ratio = powers.alpha * powers.A / (powers.beta * powers.B)
+        num_params = ratio ** (1 / total) * (flops / 6) ** (powers.beta / total)
+        num_tokens = flops / (6 * num_params)
+    else:
+
+        def excess(log_tokens: float) -> float:
+            served = math.log(2 * inference_tokens)
+            per_param = np.logaddexp(math.log(6) + log_tokens, served)
+            log_params = _params_for(powers, log_tokens, inference_tokens)
+            return log_params + per_param - math.log(flops)
+
+        log_tokens = _root(excess)
+        num_tokens = math.exp(log_tokens)
+        num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
+    return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+
+
+def cheapest(
+    powers: TwoPowers, target: float, *, inference_tokens: float = 0.0
+) -> Optimum:
+    """Finds the model of a given loss that is cheapest to train and serve.
+
+    `min 6 N D + 2 N D_inf` subject to `L(N, D) = target`. It is smaller, and trained
+    longer, than the one that is cheapest to train.
+
+    Args:
+      powers: of the loss.
+      target: the loss, above the floor.
+      inference_tokens: D_inf, at least 0.
+
+    Raises:
+      ValueError: no model has so small a loss.
+
+    Source: Sardana et al. 2024, arXiv:2401.00448, equation 3.
+    """
+    if not target > powers.floor:
+        raise ValueError(f"{target=} must be above the floor, {powers.floor:g}")
+    inner = math.log(target - powers.floor) / powers.outer
+
+    def excess(log_tokens: float) -> float:
+        log_params = _params_for(powers, log_tokens, inference_tokens)
+        sizes = math.log(powers.A) - powers.alpha * log_params
+        data = math.log(powers.B) - powers.beta * log_tokens
+        return inner - float(np.logaddexp(sizes, data))
+
+    log_tokens = _root(excess)
+    num_tokens = math.exp(log_tokens)
+    num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
+    return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+
+
+def _params_for(powers: TwoPowers, log_tokens: float, inference_tokens: float) -> float:
+    """Logarithm of the parameters that suit so many tokens.
+
+    A last operation lowers the loss as much, spent on parameters or on tokens:
+    `alpha A N^-alpha / (beta B D^-beta) = 1 + D_inf / (3 D)`. N grows with D.
+    """
+    served = 0.0
+    if inference_tokens:
+        log_ratio = math.log(inference_tokens / 3) - log_tokens
+        served = float(np.logaddexp(0.0, log_ratio))
+    sizes = math.log(powers.alpha * powers.A) - math.log(powers.beta * powers.B)
+    return (sizes + powers.beta * log_tokens - served) / powers.alpha
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Bisects for a logarithm, to the last bit."""
+    low, high = -700.0, 700.0
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return middle
+
+
+def effective(
+    powers: TwoPowers,
+    half_lives: HalfLives,
+    num_params: Amount,
+    num_tokens: Amount,
+    unique_tokens: float,
+) -> tuple[Any, Any]:
+    """Computes what parameters and tokens are worth when tokens repeat.
+
+    With `R_D = D / U - 1` repetitions, `D' = U (1 + R_D* (1 - exp(-R_D / R_D*)))`;
+    parameters beyond those that suit U, `U_N = (U G)^(beta / alpha) G`, alike. 4 epochs
+    are worth 3.73 of new data, 16 are worth 10.6, no number more than 16.4.
+
+    Args:
+      powers: of the loss of new tokens.
+      half_lives: of data and parameters.
+      num_params: N.
+      num_tokens: D, all epochs together.
+      unique_tokens: U, above 0.
+
+    Returns:
+      N' and D', to be put into the loss.
+
+    Source: Muennighoff et al. 2023, arXiv:2305.16264, section 3.1.
+    """
+    ratio = powers.alpha * powers.A / (powers.beta * powers.B)
+    unique = np.minimum(unique_tokens, num_tokens)
+    suited = ratio ** (1 / powers.alpha) * unique ** (powers.beta / powers.alpha)
+    return (
+        _saturating(num_params, np.minimum(num_params, suited), half_lives.params),
+        _saturating(num_tokens, unique, half_lives.tokens),
+    )
+
+
+def _saturating(total: Any, unique: Any, half_life: float) -> Any:
+    repeats = total / unique - 1
+    return unique * (1 - half_life * np.expm1(-repeats / half_life))
+
+
+def allocate_repeating(
+    powers: TwoPowers,
+    half_lives: HalfLives,
+    flops: float,
+    unique_tokens: float,
+    *,
+    inference_tokens: float = 0.0,
+) -> Optimum:
+    """Divides a budget where only some tokens are new and others repeat them.
+
+    Where the optimum of new tokens needs no more than there are, it is the optimum.
+    Else a search along the budget's curve finds the number of epochs, to some 1e-8.
+
+    Args:
+      powers: of the loss of new tokens.
+      half_lives: of data and parameters.
+      flops: the budget of training and serving together.
+      unique_tokens: that there are, above 0.
+      inference_tokens: to serve, at least 0.
+
+    Source: Muennighoff et al. 2023, arXiv:2305.16264, section 5.
+    """
+    free = allocate(powers, flops, inference_tokens=inference_tokens)
+    if free.num_tokens <= unique_tokens:
+        return free
+
+    def along(log_params: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        sizes = np.exp(log_params)
+        tokens = tokens_left(flops, sizes, inference_tokens)
+        worth = effective(powers, half_lives, sizes, tokens, unique_tokens)
+        return loss(powers, *worth)
+
+    num_params = search(along, flops, inference_tokens)
+    num_tokens = float(tokens_left(flops, num_params, inference_tokens))
+    worth = effective(powers, half_lives, num_params, num_tokens, unique_tokens)
+    return Optimum(num_params, num_tokens, float(loss(powers, *worth)))
+
+
+def tokens_left(flops: float, num_params: Amount, inference_tokens: float = 0.0) -> Any:
+    """Counts the tokens to train on that a budget leaves to a model that will serve."""
+    return (flops / num_params - 2 * inference_tokens) / 6
+
+
+def search(
+    along: Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]],
+    flops: float,
+    inference_tokens: float = 0.0,
+) -> float:
+    """Finds the parameters of least loss on the curve of a budget, by narrowing grids.
+
+    Args:
+      along: loss by logarithms of parameters.
+      flops: the budget, of training and serving together.
+      inference_tokens: to serve, at least 0.
+
+    Returns:
+      The number of parameters, good to some 1e-8: a minimum is flat.
+    """
+    # Above this no token is left to train on.
+    most = flops / max(2 * inference_tokens, 1.0)
+    low, high = min(0.0, math.log(most) - 1), math.log(most) - 1e-6
+    for _ in range(8):
+        grid = np.linspace(low, high, 801)
+        best = int(np.argmin(along(grid)))
+        low, high = grid[max(best - 2, 0)], grid[min(best + 2, len(grid) - 1)]
+    return math.exp((low + high) / 2)

@@ -1,0 +1,172 @@
+"""Optima in closed form against searches, and against what papers print."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from scaling import budgets, laws, pricing
+from scaling.laws import TwoPowers
+
+LECTURE = budgets.two_powers(laws.CHINCHILLA, laws.CONSTANTS["lecture"])
+FLOPS = 5e6 / 4 * 3600 * 312e12 * 0.4
+KAPLAN = dict(Nc=6.4e13, Dc=1.8e13, alpha_N=0.076, alpha_D=0.103)
+C4 = budgets.two_powers(
+    laws.CHINCHILLA,
+    dict(
+        A=math.exp(6.255414),
+        B=math.exp(7.3049974),
+        E=math.exp(0.6254804),
+        alpha=0.3526596,
+        beta=0.3526596,
+    ),
+)
+"""Of Muennighoff et al. 2023, digits of their README."""
+
+
+def along(powers: TwoPowers, flops: float, served: float = 0.0):
+    def loss(log_params: np.ndarray) -> np.ndarray:
+        sizes = np.exp(log_params)
+        tokens = budgets.tokens_left(flops, sizes, served)
+        return budgets.loss(powers, sizes, tokens)
+
+    return loss
+
+
+@pytest.mark.parametrize("name", [*laws.CONSTANTS, "kaplan"])
+def test_the_closed_form_is_what_a_search_finds(name: str) -> None:
+    law = laws.LAWS["kaplan"] if name == "kaplan" else laws.CHINCHILLA
+    coefficients = KAPLAN if name == "kaplan" else laws.CONSTANTS[name]
+    powers = budgets.two_powers(law, coefficients)
+    for flops in (1e15, 5.76e23, 1e28):
+        found = budgets.allocate(powers, flops)
+        assert found == pytest.approx(laws.optimum(law, coefficients, flops), rel=1e-12)
+        assert budgets.operations(*found[:2]) == pytest.approx(flops, rel=1e-14)
+        searched = budgets.search(along(powers, flops), flops)
+        assert found.num_params == pytest.approx(searched, rel=1e-6)
+
+
+def test_the_lecture_and_the_paper() -> None:
+    assert FLOPS == pytest.approx(5.616e23, rel=1e-12)
+    found = budgets.allocate(LECTURE, FLOPS)
+    assert found.num_params == pytest.approx(4.7476e10, rel=1e-4)
+    assert found.num_tokens == pytest.approx(1.9715e12, rel=1e-4)
+    assert found.loss == pytest.approx(1.89696, abs=1e-5)
+    # Rounding the exponents moves tokens per parameter from 59 to 93.
+    for name, ratio in (("hoffmann-tex", 59), ("hoffmann", 93)):
+        powers = budgets.two_powers(laws.CHINCHILLA, laws.CONSTANTS[name])
+        optimum = budgets.allocate(powers, 5.76e23)
+        assert round(optimum.num_tokens / optimum.num_params) == ratio
+
+
+@pytest.mark.parametrize("served", [1e9, 2e12, 1e14])
+def test_serving_at_equal_loss_and_for_a_budget(served: float) -> None:
+    free = budgets.allocate(LECTURE, FLOPS)
+    found = budgets.cheapest(LECTURE, free.loss, inference_tokens=served)
+    assert found.loss == pytest.approx(free.loss, rel=1e-14)
+    whole = budgets.operations(*found[:2], served)
+    # Every other model of this loss takes more.
+    sizes = found.num_params * np.exp(np.linspace(-0.3, 0.3, 601))
+    left = found.loss - LECTURE.floor - LECTURE.A * sizes**-LECTURE.alpha
+    tokens = (LECTURE.B / left) ** (1 / LECTURE.beta)
+    others = budgets.operations(sizes, tokens, served)
+    assert np.argmin(others) == 300
+    assert others[300] == pytest.approx(whole, rel=1e-9)
+    assert whole <= budgets.operations(*free[:2], served)
+    # With that as the budget the same model is the best.
+    same = budgets.allocate(LECTURE, whole, inference_tokens=served)
+    assert same == pytest.approx(found, rel=1e-9)
+    searched = budgets.search(along(LECTURE, whole, served), whole, served)
+    assert same.num_params == pytest.approx(searched, rel=1e-6)
+
+
+def test_nothing_served_is_the_compute_optimum() -> None:
+    free = budgets.allocate(LECTURE, FLOPS)
+    assert budgets.cheapest(LECTURE, free.loss) == pytest.approx(free, rel=1e-9)
+    nearly = budgets.allocate(LECTURE, FLOPS, inference_tokens=1e-3)
+    assert nearly == pytest.approx(free, rel=1e-9)
+    with pytest.raises(ValueError, match="above the floor"):
+        budgets.cheapest(LECTURE, 1.69)
+
+
+def test_repeated_data_as_published() -> None:
+    """The two models of figure 1, and the grid search of their README."""
+    for num_params, num_tokens, loss in (
+        (6.34e9, 242e9, 2.2256440889984477),
+        (8.67e9, 178e9, 2.2269634075087867),
+    ):
+        halves = budgets.MUENNIGHOFF
+        worth = budgets.effective(C4, halves, num_params, num_tokens, 25e9)
+        assert budgets.loss(C4, *worth) == pytest.approx(loss, rel=1e-12)
+    flops = 6 * 8.67e9 * 178e9
+    found = budgets.allocate_repeating(C4, budgets.MUENNIGHOFF, flops, 25e9)
+    assert found.num_tokens == pytest.approx(227e9, rel=0.005)
+    assert found.num_params == pytest.approx(6.8e9, rel=0.005)
+    assert found.num_tokens / 25e9 == pytest.approx(9.1, abs=0.05)
+
+
+def test_repetition_is_the_law_that_is_fitted() -> None:
+    law, halves = laws.LAWS["data-constrained"], budgets.MUENNIGHOFF
+    data = {
+        "num_params": np.array([1e9, 4e10, 2e9, 1e10]),
+        "num_tokens": np.array([1e10, 1e11, 3e12, 1e9]),
+        "num_unique_tokens": np.full(4, 2e10),
+    }
+    with jax.enable_x64(True):
+        coefficients = np.array([C4.A, C4.B, C4.floor, C4.alpha, C4.beta, *halves])
+        expected = np.asarray(law.predict(coefficients, data))
+    worth = budgets.effective(C4, halves, *list(data.values())[:2], 2e10)
+    np.testing.assert_allclose(budgets.loss(C4, *worth), expected, rtol=1e-12)
+
+
+def test_enough_data_leaves_the_closed_form() -> None:
+    halves, free = budgets.MUENNIGHOFF, budgets.allocate(C4, 1e22)
+    enough = free.num_tokens * (1 + 1e-9)
+    assert budgets.allocate_repeating(C4, halves, 1e22, enough) == free
+    # A little less, and the search takes over without a jump.
+    near = budgets.allocate_repeating(C4, halves, 1e22, free.num_tokens * 0.999)
+    assert near.num_params == pytest.approx(free.num_params, rel=1e-2)
+    assert near.loss == pytest.approx(free.loss, rel=1e-5)
+    served = {"inference_tokens": 1e12}
+    few = budgets.allocate_repeating(C4, halves, 1e22, 1e10, **served)
+    spent = budgets.operations(few.num_params, few.num_tokens, 1e12)
+    assert spent == pytest.approx(1e22, rel=1e-9)
+    assert few.loss > budgets.allocate(C4, 1e22, **served).loss
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficients", "line"),
+    [
+        ("power", dict(a=1.0, b=0.1), "does not say how loss falls"),
+        ("chinchilla", laws.CONSTANTS["lecture"] | {"alpha": -0.1}, "alpha=-0.1"),
+        ("chinchilla", laws.CONSTANTS["lecture"] | {"B": math.nan}, "B=nan"),
+        ("chinchilla", laws.CONSTANTS["lecture"] | {"E": -1.0}, "floor of -1"),
+    ],
+)
+def test_laws_without_an_optimum(name: str, coefficients: dict, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        budgets.two_powers(laws.LAWS[name], coefficients)
+
+
+def test_offers() -> None:
+    offers = [pricing.parse(x) for x in ("t4:1.0:65", "a100:4.0:312", "v100:2.5:125")]
+    best = pricing.best(offers, 0.4)
+    assert (best.name, best.flops_per_s, best.memory_bytes) == ("a100", 312e12, 80e9)
+    assert best.flops_per_usd(0.4) == pytest.approx(1.1232e17, rel=1e-12)
+    assert pricing.parse("h100:2").flops_per_s == 989.4e12
+    assert pricing.parse("mine:2:100").memory_bytes is None
+    # Two that are equally good: the first.
+    same = [pricing.parse("x:1:10"), pricing.parse("y:2:20")]
+    assert pricing.best(same, 1.0).name == "x"
+    with pytest.raises(ValueError, match="h100 has no price"):
+        pricing.best([pricing.parse("h100"), same[0]], 0.4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":4:312", "a100:x:312", "a100:4:-1", "a100:0:312", "a100:nan", "a:1:2:3"],
+)
+def test_malformed_offers(text: str) -> None:
+    with pytest.raises(ValueError, match="must be NAME:USD_PER_HOUR:TFLOPS"):
+        pricing.parse(text)
