@@ -137,6 +137,16 @@ def _fit(args: list[str]) -> Answer:
     return _lift_metrics(running.run(fitting_logs.experiment(config.log), config, out))
 
 
+def _plan(args: list[str]) -> Answer:
+    import tyro
+
+    from experiments import planning_budgets
+
+    repeatable: Any = tyro.conf.UseAppendAction[planning_budgets.Options]
+    description = "A budget becomes a device, N, D, a loss and an architecture."
+    return planning_budgets.plan(_parse(repeatable, args, "jaxkv plan", description))
+
+
 def _list(args: list[str]) -> Answer:
     from experiments import reporting
 
@@ -181,6 +191,7 @@ _COMMANDS = {
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
+    "plan": Command("choose the best model for a budget", _plan),
     "claims": Command("what was published, ours, and the verdict", _claims),
 }
 

@@ -1,0 +1,226 @@
+"""What `jaxkv plan` is asked, looked up and checked: law, offers, and the budget."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from experiments import documents
+from experiments.planning_budgets import MOST, Options
+from scaling import budgets, designs, fitting, laws, pricing
+from scaling.budgets import HalfLives
+from scaling.fit_results import FitResult
+from scaling.laws import Law, Optimum, TwoPowers
+from scaling.pricing import Offer
+
+DAY_S = 86_400.0
+
+
+class Belief(NamedTuple):
+    """What is believed of losses.
+
+    Attributes:
+      name: of the constants, or the file.
+      law: the law.
+      coefficients: by name.
+      powers: how it falls with parameters and tokens.
+      half_lives: of repeated data.
+      fit: it comes from, or None for published constants.
+      count: which parameters it counts; None where it does not say.
+    """
+
+    name: str
+    law: Law
+    coefficients: Mapping[str, float]
+    powers: TwoPowers
+    half_lives: HalfLives
+    fit: FitResult | None = None
+    count: designs.Count | None = None
+
+
+class Case(NamedTuple):
+    """What is asked, looked up and checked.
+
+    Attributes:
+      options: as given.
+      belief: of losses.
+      offers: of devices.
+      offer: the best of them, or None where none is given.
+      flops: the budget, as operations at the training's utilisation.
+      served: tokens to serve, weighted with how much worse serving uses devices.
+      count: which parameters N counts.
+    """
+
+    options: Options
+    belief: Belief
+    offers: tuple[Offer, ...]
+    offer: Offer | None
+    flops: float
+    served: float
+    count: designs.Count
+
+    @property
+    def rate(self) -> float | None:
+        """Operations per second of one device, as training uses it."""
+        return None if self.offer is None else self.offer.flops_per_s * self.options.mfu
+
+    def loss(self, num_params: Any, num_tokens: Any) -> Any:
+        """The loss that is believed, repetition included."""
+        return budgets.loss(self.belief.powers, *self.worth(num_params, num_tokens))
+
+    def worth(self, num_params: Any, num_tokens: Any) -> tuple[Any, Any]:
+        """Parameters and tokens, less what repetition takes."""
+        unique, belief = self.options.unique_tokens, self.belief
+        if unique is None:
+            return num_params, num_tokens
+        halves = belief.half_lives
+        return budgets.effective(belief.powers, halves, num_params, num_tokens, unique)
+
+    def allocate(self) -> Optimum:
+        """The best division of the budget."""
+        powers, unique = self.belief.powers, self.options.unique_tokens
+        serving = {"inference_tokens": self.served}
+        if unique is None:
+            return budgets.allocate(powers, self.flops, **serving)
+        return budgets.allocate_repeating(
+            powers, self.belief.half_lives, self.flops, unique, **serving
+        )
+
+
+def look_up(options: Options) -> Case:
+    """Reads the law and the offers, chooses the device, and counts the budget."""
+    offers = tuple(map(_offer, options.gpu))
+    offer = pricing.best(offers, options.mfu) if offers else None
+    flops = _flops(options, offer)
+    if flops > MOST:
+        raise ValueError(f"a budget of {flops:.4g} FLOPs is too large for any design")
+    belief = read_law(options.law)
+    served = options.inference_tokens
+    if options.serve_mfu is not None:
+        served *= options.mfu / options.serve_mfu
+    if served > MOST:
+        raise ValueError(
+            f"serving takes {served:.4g} tokens' worth: more than {MOST:g}"
+        )
+    return Case(
+        options=options,
+        belief=belief,
+        offers=offers,
+        offer=offer,
+        flops=flops,
+        served=served,
+        count=options.count or belief.count or "total",
+    )
+
+
+def read_law(name: str) -> Belief:
+    """Finds published constants, or reads a fit.
+
+    Args:
+      name: of the constants, of a fit.json, or of a folder that holds one.
+
+    Raises:
+      ValueError: there is none, or it has no compute optimum.
+    """
+    if name in laws.CONSTANTS:
+        return believe(name, laws.CHINCHILLA, laws.CONSTANTS[name])
+    path = Path(name)
+    if not path.exists():
+        if name in laws.LAWS:
+            raise ValueError(
+                f"--law {name} has no published constants here: fit it with "
+                f"`jaxkv fit`, or take one of: {', '.join(laws.CONSTANTS)}"
+            )
+        if "/" in name or name.endswith(".json"):
+            raise ValueError(f"--law {name}: no such file or folder")
+        line = documents.unknown("law", name, laws.CONSTANTS)
+        raise ValueError(f"{line}, or the path of a fit.json")
+    path = path / "fit.json" if path.is_dir() else path
+    try:
+        text = path.read_text("utf-8")
+        fit = fitting.from_json(text)
+        found = believe(str(path), fit.find_law(), fit.coefficients)
+        if not {"num_params", "num_tokens"} <= {*fit.inputs}:
+            raise ValueError(f"a fit to {', '.join(fit.inputs)}")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--law {path}: {error}") from None
+    count = json.loads(text).get("count")
+    known = get_args(designs.Count.__value__)
+    return found._replace(fit=fit, count=count if count in known else None)
+
+
+def believe(name: str, law: Law, coefficients: Mapping[str, Any]) -> Belief:
+    """Reads a belief off a law's coefficients.
+
+    Raises:
+      ValueError: they are no numbers, or have no compute optimum.
+    """
+    for key, value in coefficients.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{law.name} with {key}={value!r}, no number")
+    half_lives = budgets.MUENNIGHOFF
+    if law.name == "data-constrained":
+        half_lives = HalfLives(coefficients["R_D"], coefficients["R_N"])
+        if not min(half_lives) > 0:
+            raise ValueError("R_D and R_N must be positive")
+    powers = budgets.two_powers(law, coefficients)
+    return Belief(name, law, coefficients, powers, half_lives)
+
+
+def device_seconds(case: Case, flops: float) -> float | None:
+    """Time of one device for so many operations of training."""
+    return None if case.rate is None else flops / case.rate
+
+
+def price(case: Case, device_s: float | None) -> float | None:
+    """What so much time of one device costs."""
+    if case.offer is None or case.offer.usd_per_hour is None or device_s is None:
+        return None
+    return device_s / pricing.HOUR_S * case.offer.usd_per_hour
+
+
+def division(case: Case, device_s: float | None) -> tuple[int | None, float | None]:
+    """How many devices train for how long, where one of the two is given."""
+    options = case.options
+    if device_s is None:
+        return options.devices, None if options.days is None else options.days * DAY_S
+    if options.devices is not None:
+        return options.devices, device_s / options.devices
+    if options.days is None:
+        return None, None
+    # What is a whole number but for rounding shall not need one device more.
+    number = max(1, math.ceil(device_s / (options.days * DAY_S) * (1 - 1e-12)))
+    return number, device_s / number
+
+
+def _offer(text: str) -> Offer:
+    try:
+        return pricing.parse(text)
+    except ValueError as error:
+        raise ValueError(f"--gpu {error}") from None
+
+
+def _flops(options: Options, offer: Offer | None) -> float:
+    """Counts the budget as operations."""
+    both_times = options.days is not None and options.devices is not None
+    given = {
+        "--budget-usd": options.budget_usd is not None,
+        "--flops": options.flops is not None,
+        "--days with --devices": both_times,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if not names:
+        raise ValueError(f"which budget? One of: {', '.join(given)}")
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)}; which is the budget?")
+    if options.flops is not None:
+        return options.flops
+    if offer is None:
+        raise ValueError(f"{names[0]} needs --gpu NAME:USD_PER_HOUR:TFLOPS")
+    if options.budget_usd is not None:
+        return options.budget_usd * offer.flops_per_usd(options.mfu)
+    assert options.days is not None
+    assert options.devices is not None
+    seconds = options.days * DAY_S * options.devices
+    return seconds * offer.flops_per_s * options.mfu

@@ -1,0 +1,211 @@
+"""What `jaxkv plan` finds: the optimum, how sure it is, and designs that come near."""
+
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from experiments import plan_case
+from experiments.plan_case import Case
+from scaling import budgets, costs_memory, designs, fitting, intervals
+from scaling.designs import Design, Family
+from scaling.laws import Optimum
+
+_MAX_RESAMPLES = 200
+"""Of those that need a search each."""
+
+
+class Spread(NamedTuple):
+    """Where the optimum lies by the resamples of a fit.
+
+    Attributes:
+      params: interval of its parameters.
+      tokens: interval of its tokens.
+      num_resamples: how many were asked.
+      num_without: how many of them have no optimum, and count for nothing.
+    """
+
+    params: tuple[float, float]
+    tokens: tuple[float, float]
+    num_resamples: int
+    num_without: int
+
+
+class Found(NamedTuple):
+    """What is found for a case.
+
+    Attributes:
+      free: the optimum if nothing is served and no data repeats.
+      optimum: the optimum.
+      searched: its parameters, by a search along the budget's curve.
+      equal: as good as `free`, and cheapest to train and serve.
+      confidence: interval of the law's loss at the optimum, if there is one.
+      prediction: the same of a run.
+      spread: of the optimum's parameters and tokens, for a fit with resamples.
+      design: the nearest to the optimum's parameters.
+      design_tokens: that the budget trains it on with every operation counted; 0 where
+        serving takes all.
+      exact: of all designs the best, its tokens and loss, every operation counted.
+      memory: of training the design on one device.
+      warnings: doubts in words.
+    """
+
+    free: Optimum
+    optimum: Optimum
+    searched: float
+    equal: Optimum
+    confidence: tuple[float, float] | None
+    prediction: tuple[float, float] | None
+    spread: Spread | None
+    design: Design
+    design_tokens: float
+    exact: tuple[Design, float, float]
+    memory: costs_memory.Memory
+    warnings: list[str]
+
+
+def find(case: Case) -> Found:
+    """Finds the optimum, its interval, and designs."""
+    powers, flops = case.belief.powers, case.flops
+    free = budgets.allocate(powers, flops)
+    optimum = case.allocate()
+
+    def along(log_params: np.ndarray) -> np.ndarray:
+        sizes = np.exp(log_params)
+        return case.loss(sizes, budgets.tokens_left(flops, sizes, case.served))
+
+    family = _family(case)
+    try:
+        design = designs.nearest(family, optimum.num_params)
+        exact = designs.best(family, case.loss, flops, inference_tokens=case.served)
+    except ValueError as error:
+        limits = ""
+        if case.options.unique_tokens is not None:
+            limits += f" and {case.options.unique_tokens:.4g} unique tokens"
+        if case.served:
+            limits += f" with {case.served:.4g} tokens to serve"
+        raise ValueError(f"a budget of {flops:.4g} FLOPs{limits} is {error}") from None
+    memory = costs_memory.training(
+        design.model, sequence=family.sequence, checkpointing="boundary"
+    )
+    left = flops / design.flops_per_token - case.served / 3
+    found = Found(
+        free=free,
+        optimum=optimum,
+        searched=budgets.search(along, flops, case.served),
+        equal=budgets.cheapest(powers, free.loss, inference_tokens=case.served),
+        confidence=_loss_interval(case, optimum, "confidence"),
+        prediction=_loss_interval(case, optimum, "prediction"),
+        spread=_spread(case, optimum),
+        design=design,
+        design_tokens=max(left, 0.0),
+        exact=exact,
+        memory=memory,
+        warnings=[],
+    )
+    return found._replace(warnings=_warnings(case, found))
+
+
+def min_devices(case: Case, found: Found) -> int | None:
+    """Devices whose memory together holds a training step of one sequence."""
+    if case.offer is None or case.offer.memory_bytes is None:
+        return None
+    return math.ceil(found.memory.total / case.offer.memory_bytes)
+
+
+def _family(case: Case) -> Family:
+    options = case.options
+    names = ("vocab_size", "sequence", "tie_embeddings", "attention")
+    return Family(count=case.count, **{name: getattr(options, name) for name in names})
+
+
+def _loss_interval(
+    case: Case, optimum: Optimum, kind: Literal["confidence", "prediction"]
+) -> tuple[float, float] | None:
+    """Interval of the loss at the optimum; none for published constants."""
+    fit = case.belief.fit
+    if fit is None:
+        return None
+    num_params, num_tokens = optimum.num_params, optimum.num_tokens
+    if "num_unique_tokens" not in fit.inputs:
+        num_params, num_tokens = case.worth(num_params, num_tokens)
+    data = {"num_params": num_params, "num_tokens": num_tokens}
+    data["num_unique_tokens"] = case.options.unique_tokens or num_tokens
+    found = fitting.predict(fit, data, kind, level=case.options.level)
+    ends = float(found.low[0]), float(found.high[0])
+    return ends if all(map(math.isfinite, ends)) else None
+
+
+def _spread(case: Case, optimum: Optimum) -> Spread | None:
+    """Allocates the budget by every resample of a fit."""
+    fit, law = case.belief.fit, case.belief.law
+    if fit is None or fit.samples is None:
+        return None
+    samples = fit.sampled()
+    if case.served or case.options.unique_tokens is not None:
+        samples = samples[:_MAX_RESAMPLES]
+    optima = []
+    for sample in samples:
+        named = dict(zip(law.coefficients, map(float, sample), strict=True))
+        try:
+            belief = plan_case.believe(case.belief.name, law, named)
+            found = case._replace(belief=belief).allocate()
+            optima.append([math.log(found.num_params), math.log(found.num_tokens)])
+        except (ValueError, OverflowError):  # a resample without an optimum
+            continue
+    if len(optima) < 2:
+        return None
+    estimate = np.log([optimum.num_params, optimum.num_tokens])
+    size = {"num_points": fit.num_points, "k": len(law.coefficients)}
+    low, high = np.exp(
+        intervals.from_samples(
+            *(estimate, np.array(optima), case.options.level), loss=fit.loss, **size
+        )
+    )
+    return Spread(
+        params=(float(low[0]), float(high[0])),
+        tokens=(float(low[1]), float(high[1])),
+        num_resamples=len(samples),
+        num_without=len(samples) - len(optima),
+    )
+
+
+def _warnings(case: Case, found: Found) -> list[str]:
+    said, belief, options = [], case.belief, case.options
+    if belief.fit is not None:
+        said += [f"{belief.law.name}: {line}" for line in belief.fit.warnings]
+        most = belief.fit.ranges.get("flops", (math.nan, math.nan))[1]
+        trained = 6 * found.optimum.num_params * found.optimum.num_tokens
+        if trained > 10 * most:
+            said.append(
+                f"training takes {trained / most:,.3g} times the operations of the "
+                "largest run that was fitted"
+            )
+    if found.spread is not None and found.spread.num_without:
+        said.append(
+            f"{found.spread.num_without} of {found.spread.num_resamples} resamples "
+            "have no optimum: the intervals of N and D are of the others"
+        )
+    if belief.count and options.count and options.count != belief.count:
+        said.append(
+            f"the fit counted {belief.count} parameters, --count is {options.count}"
+        )
+    if options.unique_tokens is not None:
+        half = case._replace(flops=case.flops / 2).allocate()
+        if half.loss - found.optimum.loss < 1e-3 * (half.loss - belief.powers.floor):
+            said.append(
+                "the data is used up: half of the budget would reach a loss of "
+                f"{half.loss:.4f}, all of it {found.optimum.loss:.4f}"
+            )
+    off = found.design.num_params / found.optimum.num_params - 1
+    if abs(off) > 0.01:
+        said.append(f"the nearest design is {100 * off:+.1f} % off in parameters")
+    number, _ = plan_case.division(case, plan_case.device_seconds(case, case.flops))
+    needed = min_devices(case, found)
+    if number is not None and needed is not None and number < needed:
+        said.append(
+            f"{number} devices cannot hold a training step: it needs {needed} at least"
+        )
+    if found.design_tokens == 0:
+        said.append("with every operation counted, serving takes the whole budget")
+    return said

@@ -1,0 +1,127 @@
+"""What a plan says of architectures: the nearest, what it takes, and for how long."""
+
+from experiments import plan_case, plan_finding, units
+from experiments.plan_case import Case
+from experiments.plan_finding import Found
+from experiments.reporting import Sheet
+from scaling import costs, costs_serving
+from scaling.descriptions import HeadAttention
+from scaling.designs import Design
+
+
+def nearest(case: Case, found: Found) -> Sheet:
+    """Shows the design nearest to N with its counts and memory."""
+    design, best = found.design, found.optimum
+    model, counts = design.model, costs.parameters(design.model)
+    heads = model.attention
+    assert isinstance(heads, HeadAttention)
+    rows = [
+        ("width h", f"{model.hidden_size:,}"),
+        ("layers", f"{model.num_layers:,}"),
+        ("query heads", f"{heads.num_q_heads:,} of {heads.head_dim}"),
+        ("KV heads", f"{heads.num_kv_heads:,}"),
+        (
+            "FFN width",
+            f"{model.mlp_size:,} ({model.mlp_size / model.hidden_size:.2f} h)",
+        ),
+        ("vocabulary", f"{model.vocab_size:,}"),
+        ("parameters, total", f"{counts.total:,}"),
+        ("non-embedding", f"{counts.non_embedding:,}"),
+        ("matmul", f"{counts.matmul:,}"),
+        ("training memory", units.size(found.memory.total)),
+        ("K and V of a token", units.size(costs_serving.kv_bytes_per_token(model))),
+    ]
+    needed = plan_finding.min_devices(case, found)
+    held = (
+        ""
+        if needed is None or case.offer is None
+        else f": at least {needed} {case.offer.name} of "
+        f"{units.size(case.offer.memory_bytes)}"
+    )
+    off = 100 * (design.num_params / best.num_params - 1)
+    note = (
+        f"Of all designs of Llama's kind on the grid, the nearest in {case.count} "
+        f"parameters: {off:+.3g} % from N. Memory is that of one sequence of "
+        f"{case.options.sequence:,} tokens, checkpoints at layer boundaries, 16 bytes "
+        f"a parameter{held}."
+    )
+    return Sheet("Which architecture?", ("", ""), rows, note)
+
+
+def exact(case: Case, found: Found) -> Sheet:
+    """Says what 6 N D leaves out, and which design is best without it."""
+    design, best = found.design, found.optimum
+    ratio = design.flops_per_token / (6 * design.num_params)
+    other, tokens, loss = found.exact
+    said = (
+        f"Counting every product, attention over {case.options.sequence:,} tokens "
+        f"({case.options.attention}) too, this design takes "
+        f"{design.flops_per_token:.4g} FLOPs a token to train, {ratio:.3f} times 6 N. "
+    )
+    if found.design_tokens:
+        achieved = float(case.loss(float(design.num_params), found.design_tokens))
+        said += (
+            f"So the budget trains it on {found.design_tokens:.4g} tokens, not "
+            f"{best.num_tokens:.4g}: loss {achieved:.4f}. "
+        )
+    flops = design.flops_per_token * best.num_tokens
+    if (
+        cost := plan_case.price(case, plan_case.device_seconds(case, flops))
+    ) is not None:
+        said += f"All {best.num_tokens:.4g} would cost {cost:,.0f} USD to train on. "
+    said += (
+        f"The best of all designs when each pays for its own operations: "
+        f"{short(other)}, {other.num_params:,} parameters on {tokens:.4g} tokens, "
+        f"loss {loss:.4f}."
+    )
+    return words("And if every operation counts?", said)
+
+
+def time(case: Case, found: Found) -> Sheet:
+    """Says how long training takes, on how many devices."""
+    device_s = train_s(case, found)
+    assert device_s is not None
+    assert case.offer is not None
+    number, duration_s = plan_case.division(case, device_s)
+    said = (
+        f"Training takes {device_s:.4g} seconds of one {case.offer.name}: "
+        f"{device_s / 3600:,.0f} device-hours"
+    )
+    if number is None or duration_s is None:
+        said += ". --days or --devices gives the other of the two."
+    else:
+        said += (
+            f"; on {number:,} of them {duration_s / plan_case.DAY_S:,.4g} days, if the "
+            "utilisation holds at that number."
+        )
+    return words("How long?", said)
+
+
+def train_s(case: Case, found: Found) -> float | None:
+    """Counts the seconds of one device that training takes, 6 N D."""
+    best = found.optimum
+    return plan_case.device_seconds(case, 6 * best.num_params * best.num_tokens)
+
+
+def short(design: Design) -> str:
+    """Names a design in a line."""
+    model = design.model
+    heads = model.attention
+    assert isinstance(heads, HeadAttention)
+    return (
+        f"{model.num_layers} layers x {model.hidden_size:,}, {heads.num_q_heads} heads "
+        f"({heads.num_kv_heads} KV), FFN {model.mlp_size:,}"
+    )
+
+
+def big(value: float) -> str:
+    """Writes a number of parameters or tokens: 47.48 B."""
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.4g} {letter}"
+    return f"{value:.4g}"
+
+
+def words(title: str, said: str) -> Sheet:
+    """Lays out a paragraph with a title."""
+    return Sheet(title, ("",), [(said,)])

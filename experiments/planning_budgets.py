@@ -1,0 +1,128 @@
+"""Which model for a budget? `jaxkv plan`: device, operations, N, D, loss, architecture.
+
+`plan_case` looks up what is asked, `plan_finding` finds the optimum and its designs;
+`plan_document` gives the numbers, `plan_telling` says them step by step, `plan_drawing`
+draws them.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from experiments import documents
+from experiments.running import Answer
+
+if TYPE_CHECKING:
+    from experiments.plan_case import Case
+    from experiments.plan_finding import Found
+
+
+LEAST, MOST = 1e-6, 1e40
+"""Of any amount: beyond these nothing means anything, and products overflow."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """A budget, what it may be spent on, and what is believed of losses."""
+
+    gpu: tuple[str, ...] = ()
+    """A device to rent, NAME:USD_PER_HOUR:TFLOPS; once for each."""
+    budget_usd: float | None = None
+    """Money to spend."""
+    flops: float | None = None
+    """Operations to spend, in place of money."""
+    mfu: float = 0.4
+    """Share of a device's peak that training reaches."""
+    law: str = "lecture"
+    """Published constants by name, or a fit.json, or the folder of a fit."""
+    days: float | None = None
+    """How long training may take; the number of devices follows."""
+    devices: int | None = None
+    """How many devices; the duration follows. With --days, the budget."""
+    count: Literal["total", "non-embedding", "matmul", "active"] | None = None
+    """Which parameters N counts: total, unless the fit counted others."""
+    inference_tokens: float = 0.0
+    """Tokens that the model will read and write; the budget is to pay for them too."""
+    serve_mfu: float | None = None
+    """Share of the peak that serving reaches; as training if not given."""
+    unique_tokens: float | None = None
+    """Tokens that there are; more are repetitions."""
+    vocab_size: int = 32_000
+    """Of the architecture."""
+    sequence: int = 4096
+    """Tokens of a training sequence."""
+    tie_embeddings: bool = False
+    """Whether the architecture's head is its embedding."""
+    attention: Literal["full", "causal"] = "full"
+    """How exact operations count pairs of query and key."""
+    level: float = 0.9
+    """Probability of the intervals of a fit."""
+    plot: bool = False
+    """Draw the figure."""
+    out: Path | None = None
+    """Folder for plan.json, architecture.json and the figure; with --plot a new one
+    under runs/."""
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that cannot be."""
+        for name in ("budget_usd", "flops", "days", "devices", "unique_tokens"):
+            value = getattr(self, name)
+            if value is not None and not LEAST <= value <= MOST:
+                raise ValueError(
+                    f"{_flag(name)} {value:g}: must be in [{LEAST:g}, {MOST:g}]"
+                )
+        if not 0 <= self.inference_tokens <= MOST:
+            value = self.inference_tokens
+            raise ValueError(f"--inference-tokens {value:g}: must be in [0, {MOST:g}]")
+        for name in ("mfu", "serve_mfu"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{_flag(name)} {value:g}: must be in (0, 1]")
+        if not 0 < self.level < 1:
+            raise ValueError(f"--level {self.level:g}: must be in (0, 1)")
+
+
+def plan(options: Options) -> Answer:
+    """Answers `jaxkv plan`.
+
+    Raises:
+      ValueError: there is no such law or device, no budget or two, or a budget for
+        which there is no design.
+    """
+    from experiments import plan_case, plan_document, plan_finding, plan_telling
+
+    case = plan_case.look_up(options)
+    found = plan_finding.find(case)
+    document = plan_document.describe(case, found)
+    lines = []
+    if options.plot or options.out is not None:
+        folder = _keep(case, found, document)
+        document["out"] = folder
+        lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
+    return Answer(document, plan_telling.sheets(case, found), lines)
+
+
+def _keep(case: "Case", found: "Found", document: dict[str, Any]) -> Path:
+    """Writes the document, the architecture, and the figure if it is wanted."""
+    from experiments import plan_document, store
+
+    folder = case.options.out
+    if folder is None:
+        folder = store.new_folder(None, "plan")
+    config = documents.dumps(plan_document.config(found.design.model))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        store.write(folder / "plan.json", documents.dumps(document))
+        store.write(folder / "architecture.json", config)
+        if case.options.plot:
+            from experiments import plan_drawing
+
+            for name, content in plan_drawing.render(case, found).items():
+                store.write(folder / name, content)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
+    return folder
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

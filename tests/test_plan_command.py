@@ -1,0 +1,256 @@
+"""`jaxkv plan`: the lecture's case, fits with intervals, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import cli
+from scaling import fitting, laws
+
+GPUS = "--gpu a100:4.0:312 --gpu v100:2.5:125 --gpu t4:1.0:65 --mfu 0.4"
+LECTURE = f"{GPUS} --budget-usd 5e6"
+SMALL = "--vocab-size 256 --sequence 128 --tie-embeddings --attention causal"
+
+Jaxkv = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def jaxkv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Jaxkv:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(command: str, args: str) -> tuple[int, str, str]:
+        status = cli.main([command, *args.split()])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fit of a surface whose optimum is known, and its folder."""
+    rng = np.random.default_rng(0)
+    flops = np.repeat(np.geomspace(1e18, 1e21, 5), 8)
+    num_params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.6, 0.6, 40)
+    num_tokens = flops / (6 * num_params)
+    loss = 1.8 + 420 / num_params**0.34 + 1500 / num_tokens**0.36
+    data = {
+        "num_params": num_params,
+        "num_tokens": num_tokens,
+        "flops": flops,
+        "loss": loss * np.exp(rng.normal(0, 0.003, 40)),
+    }
+    found = fitting.fit(laws.CHINCHILLA, data, bootstrap=60)
+    document = fitting.to_json(found) | {"count": "non-embedding", "others": []}
+    folder = tmp_path_factory.mktemp("fit")
+    (folder / "fit.json").write_text(json.dumps(document))
+    return folder
+
+
+def document(jaxkv: Jaxkv, args: str) -> dict[str, Any]:
+    status, out, err = jaxkv("plan", f"{args} --json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_the_lecture_s_case(jaxkv: Jaxkv) -> None:
+    found = document(jaxkv, LECTURE)
+    assert found["device"] == "a100"
+    assert found["flops"] == pytest.approx(5.616e23, rel=1e-12)
+    assert found["num_params"] == pytest.approx(4.74762e10, rel=1e-5)
+    assert found["num_tokens"] == pytest.approx(1.97151e12, rel=1e-5)
+    assert found["num_params_searched"] == pytest.approx(found["num_params"], rel=1e-6)
+    assert found["tokens_per_param"] == pytest.approx(41.526, abs=1e-3)
+    assert found["loss"] == pytest.approx(1.896964, abs=1e-6)
+    assert found["interval"] is None
+    assert found["cost_usd"] == pytest.approx(5e6, rel=1e-12)
+    assert found["device_s"] == pytest.approx(1.25e6 * 3600, rel=1e-12)
+    assert (found["num_devices"], found["duration_s"]) == (None, None)
+    assert (found["warnings"], found["count"]) == ([], "total")
+    shape = found["architecture"]
+    assert abs(shape["num_params"]["total"] / found["num_params"] - 1) < 1e-3
+    # The counts of a layer, by hand.
+    h, i = shape["hidden_size"], shape["mlp_size"]
+    kv = shape["num_kv_heads"] * shape["head_dim"]
+    layer = 2 * h * h + 2 * h * kv + 3 * h * i + 2 * h
+    total = 2 * 32_000 * h + shape["num_layers"] * layer + h
+    assert shape["num_params"]["total"] == total
+    assert found["memory_bytes"] > 16 * total
+    assert shape["min_devices"] == -(-found["memory_bytes"] // 80e9)
+    # Attention makes it dearer than 6 N, so the budget trains it on less.
+    assert shape["cost_usd"] > 5e6
+    spent = shape["num_tokens"] * shape["train_flops_per_token"]
+    assert spent == pytest.approx(found["flops"], rel=1e-12)
+    assert found["exact_optimum"]["loss"] <= shape["loss"]
+
+
+def test_it_is_explained_step_by_step(jaxkv: Jaxkv) -> None:
+    status, out, _ = jaxkv("plan", f"{LECTURE} --days 60")
+    assert status == 0
+    said = " ".join(out.split())
+    for words in (
+        "a100 4 312 124.8 1.123e+17 best v100 2.5 125 50 7.2e+16 t4 1 65 26 9.36e+16",
+        "5,000,000 USD / 4 USD an hour = 1,250,000 device-hours",
+        "= 5.616e+23 FLOPs",
+        "0.29 / 0.63 = 0.4603",
+        "N* = 4.748e+10, D* = 1.972e+12, 41.5 tokens per parameter",
+        "finds N = 4.74762e+10 (closed form 4.74762e+10)",
+        "too few tokens B / D^beta 0.1117",
+        "without an interval",
+        "on 869 of them 59.93 days",
+    ):
+        assert words in said, words
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_days_and_devices_give_each_other(jaxkv: Jaxkv) -> None:
+    days = document(jaxkv, f"{LECTURE} --days 60")
+    assert days["num_devices"] == 869
+    assert days["duration_s"] == pytest.approx(days["device_s"] / 869, rel=1e-12)
+    devices = document(jaxkv, f"{LECTURE} --devices 1000")
+    assert devices["duration_s"] == pytest.approx(4.5e6, rel=1e-12)
+    few = document(jaxkv, f"{LECTURE} --devices 2")
+    assert "2 devices cannot hold a training step" in few["warnings"][0]
+    # Both are a budget of their own.
+    both = document(jaxkv, "--gpu h100:2 --mfu 0.5 --devices 64 --days 10")
+    assert both["flops"] == pytest.approx(64 * 864_000 * 989.4e12 * 0.5, rel=1e-12)
+    assert both["cost_usd"] == pytest.approx(64 * 240 * 2, rel=1e-12)
+
+
+def test_operations_alone_are_a_budget(jaxkv: Jaxkv) -> None:
+    found = document(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
+    assert found["num_params"] == pytest.approx(4.036e10, rel=1e-3)
+    assert (found["device"], found["cost_usd"], found["device_s"]) == (None, None, None)
+    small = document(jaxkv, f"--flops 1e15 --count non-embedding {SMALL}")
+    counts = small["architecture"]["num_params"]
+    assert counts["non_embedding"] == pytest.approx(small["num_params"], rel=0.02)
+    assert (
+        counts["total"] - counts["non_embedding"]
+        == 256 * (small["architecture"]["hidden_size"])
+    )
+
+
+def test_serving_and_repetition(jaxkv: Jaxkv) -> None:
+    plain = document(jaxkv, LECTURE)
+    served = document(jaxkv, f"{LECTURE} --inference-tokens 2e12")
+    assert served["num_params"] < plain["num_params"]
+    assert served["compute_optimum"]["num_params"] == plain["num_params"]
+    spent = served["train_flops"] + served["serve_flops"]
+    assert spent == pytest.approx(plain["flops"], rel=1e-9)
+    assert served["equal_loss"]["loss"] == pytest.approx(plain["loss"], rel=1e-12)
+    assert 0 < served["equal_loss"]["saved"] < 0.2
+    hours = served["device_s"] + served["serve_device_s"]
+    assert hours == pytest.approx(plain["device_s"], rel=1e-9)
+    # Serving that uses devices half as well counts twice.
+    args = f"{LECTURE} --inference-tokens 1e12 --serve-mfu 0.2"
+    assert document(jaxkv, args)["num_params"] == served["num_params"]
+    few = document(jaxkv, f"{LECTURE} --unique-tokens 2e11")
+    assert few["epochs"] == pytest.approx(few["num_tokens"] / 2e11, rel=1e-12)
+    assert few["epochs"] > 4
+    assert few["loss"] > plain["loss"]
+    assert few["num_params_searched"] == pytest.approx(few["num_params"], rel=1e-6)
+    assert document(jaxkv, f"{LECTURE} --unique-tokens 1e13")["epochs"] == 1
+    (said,) = document(jaxkv, f"{LECTURE} --unique-tokens 1e9")["warnings"]
+    assert "half of the budget would reach a loss of 2.5977" in said
+    _, out, _ = jaxkv("plan", f"{args} --unique-tokens 2e11")
+    said = " ".join(out.split())
+    assert "weighed x 2 for serving's MFU of 0.2" in said
+    assert "with new data it were" in said
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_fit_brings_intervals_and_its_count(jaxkv: Jaxkv, fit: Path) -> None:
+    args = f"--flops 1e22 --law {fit} {SMALL}"
+    found = document(jaxkv, args)
+    truth = laws.optimum(
+        laws.CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
+    )
+    low, high = found["interval"]
+    assert low < found["loss"] < high
+    assert low < truth.loss < high
+    least, most = found["prediction_interval"]
+    assert most - least > high - low
+    low, high = found["num_params_interval"]
+    assert low < truth.num_params < high
+    assert found["count"] == "non-embedding"
+    counted = found["architecture"]["num_params"]["non_embedding"]
+    assert counted == pytest.approx(found["num_params"], rel=2e-3)
+    assert not [x for x in found["warnings"] if "times the operations" in x]
+    far = document(jaxkv, f"--flops 1e24 --law {fit}/fit.json --count total")
+    said = " ".join(far["warnings"])
+    assert "times the operations of the largest run" in said
+    assert "counted non-embedding parameters, --count is total" in said
+    limits = f"{args} --unique-tokens 1e10 --inference-tokens 1e10"
+    low, high = document(jaxkv, limits)["interval"]
+    assert low < high
+    _, out, _ = jaxkv("plan", args)
+    assert "90% interval of the law" in " ".join(out.split())
+
+
+def test_the_folder(jaxkv: Jaxkv) -> None:
+    found = document(jaxkv, f"{LECTURE} --plot --out here")
+    kept = json.loads(Path("here/plan.json").read_text())
+    assert kept["num_params"] == found["num_params"]
+    assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
+    assert b"tokens per parameter" in Path("here/figure.svg").read_bytes()
+    status, out, _ = jaxkv("cost", "here/architecture.json --json")
+    assert status == 0
+    counts = json.loads(out)["num_params"]
+    assert counts == found["architecture"]["num_params"]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("", "which budget? One of: --budget-usd, --flops, --days with --devices"),
+        ("--days 3", "which budget?"),
+        ("--flops 1e20 --budget-usd 5", "--budget-usd and --flops; which"),
+        (f"{LECTURE} --days 1 --devices 5", "which is the budget?"),
+        ("--budget-usd 5e6", "--budget-usd needs --gpu NAME:USD_PER_HOUR:TFLOPS"),
+        ("--days 3 --devices 3", "--days with --devices needs --gpu"),
+        ("--budget-usd 5e6 --gpu a100", "a100 has no price"),
+        ("--budget-usd 5e6 --gpu a100:x:312", "'x' is no positive price"),
+        ("--budget-usd 5e6 --gpu a100:4:312:2", "must be NAME:USD_PER_HOUR:TFLOPS"),
+        ("--budget-usd 5e6 --gpu b999:4", "--gpu unknown device 'b999'"),
+        (
+            "--budget-usd -5 --gpu a100:4:312",
+            "--budget-usd -5: must be in [1e-06, ",
+        ),
+        ("--flops nan", "--flops nan: must be in"),
+        ("--flops inf", "--flops inf: must be in"),
+        ("--flops 1e20 --mfu 0", "--mfu 0: must be in (0, 1]"),
+        ("--flops 1e20 --mfu 1.5", "--mfu 1.5: must be in (0, 1]"),
+        ("--flops 1e20 --serve-mfu 2", "--serve-mfu 2: must be in (0, 1]"),
+        ("--flops 1e20 --inference-tokens -1", "--inference-tokens -1: must be in"),
+        ("--flops 1e20 --unique-tokens 0", "--unique-tokens 0: must be in"),
+        ("--flops 1e20 --devices 0", "--devices 0: must be in"),
+        ("--flops 1e20 --level 1", "--level 1: must be in (0, 1)"),
+        ("--flops 1e20 --vocab-size 0", "vocab_size=0 must be in"),
+        ("--flops 1e20 --law lectures", "unknown law 'lectures'"),
+        ("--flops 1e20 --law chinchilla", "no published constants here"),
+        ("--flops 1e20 --law here/fit.json", "no such file or folder"),
+        ("--flops 1e20 --law bad.json", "bad.json: not a fit.json"),
+        ("--flops 1e20 --law .", "fit.json"),
+        ("--flops 1e20 --count some", "--count"),
+        ("--flops 1e12", "a budget of 1e+12 FLOPs is too small for any design"),
+        ("--flops 1e-3", "too small for any design"),
+        (f"{GPUS} --budget-usd 1e30", "too large for any design"),
+        ("--flops 1e32", "too large for any design"),
+        ("--flops 1e20 --inference-tokens 1e30", "1e+30 tokens to serve is too small"),
+        ("--flops 1e20 --unique-tokens 1", "1 unique tokens is too small for any"),
+        ("--flops 1e20 --out bad.json", "bad.json: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) -> None:
+    Path("bad.json").write_text("{")
+    status, out, err = jaxkv("plan", f"{args} --json")
+    assert (status, out) == (2, ""), err
+    assert line in err
+    assert err.count("\n") == 1
