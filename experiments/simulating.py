@@ -23,20 +23,24 @@ from jaxkv.workloads import Workload
 STEPS_PER_CALL = 1024
 
 
-def stack(members: Sequence[Members]) -> Members:
+def stack(members: Sequence[tuple[Any, ...]]) -> Members:
     """Stacks members; workloads of fewer requests are filled up with none.
+
+    Args:
+      members: each as `Members`, or as a tuple of what that holds.
 
     Raises:
       ValueError: there are none, or policies or costs are not of one kind.
     """
     if not members:
         raise ValueError("there is nothing to simulate")
+    alone = [Members(*member) for member in members]
     for what in ("policy", "cost", "reservation"):
-        kinds = {jax.tree.structure(getattr(member, what)) for member in members}
+        kinds = {jax.tree.structure(getattr(member, what)) for member in alone}
         if len(kinds) > 1:
             raise ValueError(f"a {what} of one kind cannot be mapped with another")
-    most = max(member.workload.prompt.shape[0] for member in members)
-    filled = [x._replace(workload=fill(x.workload, most)) for x in members]
+    most = max(member.workload.prompt.shape[0] for member in alone)
+    filled = [x._replace(workload=fill(x.workload, most)) for x in alone]
     return jax.tree.map(lambda *x: np.stack(x), *filled)
 
 

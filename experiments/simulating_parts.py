@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from experiments.simulated import Means, Served, Totals, Trace
 from jaxkv import clocks, scheduling, simulation
@@ -85,9 +85,6 @@ class Part:
         self._bounds = bounds
         self._since_s = since_s
         self._until_s = np.inf if until_s is None else until_s
-        self._weighted: dict[str, np.ndarray] = {}
-        self._sums: dict[str, np.ndarray] = {}
-        self._infos: list[tuple[np.ndarray, simulation.StepInfo]] = []
 
     def num_behind(self) -> float:
         """Requests served, or behind the time at which to stop."""
@@ -95,15 +92,26 @@ class Part:
         share = np.maximum(share, np.minimum(self.clock_s / self._until_s, 1.0))
         return float(np.sum(np.where(self.done, 1.0, share) * self.num_served))
 
+    def num_steps(self) -> Int[np.ndarray, " members"]:
+        """Steps that did something."""
+        return self._sums["steps"]
+
     def start(self) -> None:
         """Makes the idle machines, and takes the first steps, which compiles."""
+        self.reset()
+        self.advance()
+
+    def reset(self) -> None:
+        """Makes the idle machines."""
         with jax.default_device(self._cpu):
             self._state: Any = _init(self._members, self._bounds)
+        self._weighted: dict[str, np.ndarray] = {}
+        self._sums: dict[str, np.ndarray] = {}
+        self._infos: list[tuple[np.ndarray, simulation.StepInfo]] = []
         self.num_served = np.asarray(self._state.num_served)
         self.num_done = np.zeros_like(self.num_served)
         self.clock_s = np.zeros(self.num_served.shape)
         self.done = self.num_served == 0
-        self.advance()
 
     def advance(self) -> None:
         """Takes some steps, and adds up what they did."""

@@ -1,0 +1,192 @@
+"""First come, first served in plain Python: the twin that `bench simulate` races.
+
+The same decisions as `policies.fcfs` takes for requests of one sequence, and if asked
+for, the same accounts as `simulation.step` keeps: with lists, counts and a deque, as a
+scheduler on the host has them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    """What somebody asks."""
+
+    arrival_us: int
+    prompt: int
+    output: int
+
+
+class Bounds(NamedTuple):
+    """As `Capacity`, and the slots."""
+
+    num_pages: int
+    page_size: int
+    token_budget: int
+    max_slots: int
+    head: int
+    """Waiting requests that are looked at in a step."""
+
+
+class Step(NamedTuple):
+    """What a step did, as `simulation.StepInfo` tells it."""
+
+    start_us: int
+    micros: int
+    num_decodes: int
+    num_prompt_rows: int
+    decode_context: int
+    prompt_context: int
+    num_running: int
+    num_preempted: int
+    used_pages: int
+    tokens: int
+    reserved: int
+
+
+type Price = Callable[[int, int, int, int], float]
+"""Seconds of decodes, prompt rows, and the tokens that either attend to."""
+
+
+class _Sequence:
+    __slots__ = ("index", "known", "length", "limit", "pages", "prompt")
+
+    def __init__(self, index: int, prompt: int, limit: int) -> None:
+        self.index, self.prompt, self.limit = index, prompt, limit
+        self.known, self.length, self.pages = prompt, 0, 0
+
+
+class Served(NamedTuple):
+    """What became of the requests."""
+
+    first_us: list[int]
+    finish_us: list[int]
+    num_preempted: int
+    num_steps: int
+    """That did something."""
+
+
+def serve(
+    requests: Sequence[Request],
+    bounds: Bounds,
+    price: Price,
+    note: Callable[[Step], None] | None = None,
+    max_steps: int = 2**62,
+) -> Served:
+    """Serves requests to their end.
+
+    Args:
+      requests: in order of arrival; each must fit alone.
+      bounds: of the machine.
+      price: what a step costs.
+      note: is told of every step.
+      max_steps: steps after which to stop.
+    """
+    num_pages, size, budget, max_slots, head = bounds
+    first, finish = [-1] * len(requests), [-1] * len(requests)
+    running: list[_Sequence] = []
+    waiting: deque[_Sequence] = deque()
+    clock, taken, free, preempted, num_steps = 0, 0, num_pages, 0, 0
+    while (running or waiting or taken < len(requests)) and num_steps < max_steps:
+        while (
+            len(waiting) < head
+            and taken < len(requests)
+            and requests[taken].arrival_us <= clock
+        ):
+            _, prompt, output = requests[taken]
+            waiting.append(_Sequence(taken, prompt, prompt + output))
+            taken += 1
+        # Those that run grow, in order; from the first that cannot, all give way.
+        gone = len(running)
+        for place, sequence in enumerate(running):
+            grown = -(-sequence.known // size)
+            if grown > sequence.pages:
+                while grown - sequence.pages > free and gone > place:
+                    gone -= 1
+                    free += running[gone].pages
+                if gone <= place:
+                    break
+                free -= grown - sequence.pages
+                sequence.pages = grown
+        lost = running[gone:]
+        if lost:
+            del running[gone:]
+            preempted += len(lost)
+            for sequence in reversed(lost):
+                sequence.length = sequence.pages = 0
+                waiting.appendleft(sequence)
+        # Who decodes has a row; then prompts share the rest, and the next come in.
+        decodes = rows_read = decode_context = prompt_context = 0
+        fed: list[tuple[_Sequence, int]] = []
+        for sequence in running:
+            if sequence.known - sequence.length == 1:
+                decodes += 1
+        left = budget - decodes
+        for sequence in running:
+            rows = sequence.known - sequence.length
+            if rows == 1:
+                fed.append((sequence, 1))
+            elif left > 0:
+                rows = min(rows, left)
+                left -= rows
+                fed.append((sequence, rows))
+        if not lost:
+            while waiting and left > 0 and len(running) < max_slots:
+                sequence = waiting[0]
+                pages = -(-sequence.known // size)
+                if pages > free:
+                    break
+                waiting.popleft()
+                free -= pages
+                sequence.pages = pages
+                rows = min(sequence.known, left)
+                left -= rows
+                running.append(sequence)
+                fed.append((sequence, rows))
+        if not running and not waiting:
+            if taken < len(requests):
+                clock = max(clock, requests[taken].arrival_us)
+            continue
+        num_steps += 1
+        ended = []
+        for sequence, rows in fed:
+            length = sequence.length + rows
+            sequence.length = length
+            if rows == 1 and length == sequence.known and length > sequence.prompt:
+                decode_context += length
+            else:
+                rows_read += rows
+                prompt_context += length
+            if length == sequence.known:
+                ended.append(sequence)
+        num_decodes = sum(rows for _, rows in fed) - rows_read
+        took = price(num_decodes, rows_read, decode_context, prompt_context)
+        micros, start = round(took * 1e6), clock
+        clock += micros
+        if note is not None:
+            tokens = useful = 0
+            for sequence in running:
+                tokens += sequence.length
+                useful += min(
+                    max(sequence.limit - 1, sequence.length), sequence.pages * size
+                )
+            note(
+                Step(
+                    *(start, micros, num_decodes, rows_read, decode_context),
+                    *(prompt_context, len(running), len(lost), num_pages - free),
+                    *(tokens, useful - tokens),
+                )
+            )
+        done = False
+        for sequence in ended:
+            sequence.known += 1
+            if sequence.known == sequence.prompt + 1:
+                first[sequence.index] = clock
+            if sequence.known == sequence.limit:
+                finish[sequence.index] = clock
+                free += sequence.pages
+                done = True
+        if done:
+            running = [x for x in running if x.known < x.limit]
+    return Served(first, finish, preempted, num_steps)
