@@ -1,0 +1,156 @@
+"""Latency against rate: rates where it passes a bound, loads, systems, and replays."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import (
+    latency_vs_rate,
+    latency_vs_rate_azure,
+    latency_vs_rate_capacity,
+    latency_vs_rate_runs,
+    style,
+)
+from experiments.latency_vs_rate import Config
+from experiments.latency_vs_rate_capacity import Curve
+from experiments.latency_vs_rate_panels import PANELS, savings
+from jaxkv import clocks, lengths
+
+CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
+
+
+def test_a_bound_is_passed_between_two_rates() -> None:
+    at = latency_vs_rate_capacity.at
+    assert at(CURVE, 0.5).rate == pytest.approx(3)
+    assert at(CURVE, 0.05 * 10**0.5).rate == pytest.approx(2.5)
+    assert at(CURVE, 0.01).text == "< 1"
+    assert at(CURVE, 9.0).text == "> 4"
+    twice = CURVE._replace(rates=2 * CURVE.rates)
+    np.testing.assert_allclose(latency_vs_rate_capacity.ratios(twice, CURVE), 2)
+
+
+def test_more_rates_lie_where_bounds_are_passed() -> None:
+    between = latency_vs_rate_capacity.between
+    np.testing.assert_allclose(between(CURVE, 3, 6.0), [2.5, 3, 3.5])
+    low = Curve(CURVE.rates, np.full(4, 0.05))
+    np.testing.assert_allclose(between(low, 3, 6.0), [4.5, 5, 5.5])
+    high = Curve(CURVE.rates, np.full(4, 5.0))
+    np.testing.assert_allclose(between(high, 3, 6.0), [0.25, 0.5, 0.75])
+
+
+def test_a_load_is_the_same_at_every_rate() -> None:
+    load = latency_vs_rate_runs.load(lengths.ALPACA, 4.0, 100.0, seed=1)
+    slow, fast = load.at(2.0), load.at(4.0)
+    num = slow.prompt.shape[0]
+    assert 150 < num < 250 < fast.prompt.shape[0]
+    np.testing.assert_array_equal(slow.output, fast.output[:num])
+    arrival_s = clocks.to_seconds(np.asarray(slow.arrival))
+    np.testing.assert_allclose(
+        arrival_s, 2 * clocks.to_seconds(np.asarray(fast.arrival[:num])), atol=3e-6
+    )
+    assert arrival_s[-1] < 100
+    each = load.repeated(2.0, 3)
+    np.testing.assert_array_equal(each.output, np.repeat(slow.output, 3))
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return latency_vs_rate.run(latency_vs_rate.CONFIGS["smoke"])
+
+
+def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
+    found = {(x["system"], x["rate_per_s"]): x for x in rows}
+    one, two = found["paged", 1.0], found["paged", 2.0]
+    other, worse = found["Orca (Oracle)", 1.0], found["Orca (Oracle)", 2.0]
+    assert all(row["answered_share"] == 1 for row in (one, two, other))
+    # Alone, a token takes a step.
+    assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
+    assert worse["normalised_s"] > 1.5 * two["normalised_s"]
+    assert worse["batch"] < two["batch"]
+    # Little's law: where nobody gives way, a request runs a step for each token.
+    w = latency_vs_rate_runs.load(lengths.SHAREGPT, 3.0, 72.0, 0).at(1.0)
+    ran_s = np.asarray(w.output).sum() * one["step_s"]
+    assert one["num_preempted"] == 0
+    assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)
+
+
+def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
+    claims = latency_vs_rate.claims(rows)
+    assert any("served at once by the paged system" in claim.claim for claim in claims)
+    assert latency_vs_rate.summary(rows)
+    files = style.render(
+        lambda axes: latency_vs_rate.plot(axes, rows),
+        panels=latency_vs_rate.PANELS,
+        size_inches=(1.0, 1.0),
+    )
+    assert all(files.values())
+
+
+def test_beams_share_more_than_samples() -> None:
+    found = savings(4)
+    assert 0 < found.samples < found.beams < 3 / 4
+    setting = PANELS["14e"].setting()
+    assert setting.spared == pytest.approx((1 - found.samples) / (1 - found.beams))
+    assert PANELS["14b"].setting().spared == 1
+    with pytest.raises(ValueError, match="no requests of 3"):
+        savings(3)
+
+
+RECORDING = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2224670,879,55
+"""
+
+
+def test_a_recording_is_replayed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "azure_conv.csv").write_text(RECORDING)
+    monkeypatch.setenv(latency_vs_rate_azure.FOLDER, str(tmp_path))
+    monkeypatch.setattr(latency_vs_rate_azure, "MAX_SLOTS", 4)
+    monkeypatch.setattr(latency_vs_rate_azure, "HEAD", 2)
+    config = dataclasses.replace(
+        latency_vs_rate.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
+    )
+    found = latency_vs_rate.run(config)
+    assert [row["num_answered"] for row in found] == [3] * 4
+    assert [row["num_rejected"] for row in found] == [0] * 4
+    # 13.5 GB are read for each token at 2,039 GB/s, or at twice that.
+    steps = [row["each_p50_s"] for row in found]
+    assert steps[0] == pytest.approx(13.48e9 / 2039e9, rel=0.05)
+    assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01)
+    assert steps[2] == pytest.approx(steps[0] * 26.03 / 13.48, rel=0.05)
+    assert latency_vs_rate.summary(found)
+
+
+def test_without_recordings_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(latency_vs_rate_azure.FOLDER, raising=False)
+    with pytest.raises(ValueError, match="JAXKV_DATA names no folder"):
+        latency_vs_rate_azure.find("azure_conv")
+    monkeypatch.setenv(latency_vs_rate_azure.FOLDER, str(tmp_path))
+    with pytest.raises(ValueError, match="there is no such file"):
+        latency_vs_rate_azure.find("azure_conv")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"panels": ("12g",)}, "must be in"),
+        ({"systems": ("vLLM",)}, "must be in"),
+        ({"hours_share": 0.0}, "hours_share=0.0 must be in"),
+        ({"num_rates": 1}, "num_rates=1 must be"),
+        ({"num_near": -1}, "num_near=-1 0"),
+        ({"traces": ("azure_conv",), "device": "a900"}, "unknown device"),
+        ({"traces": ("azure_conv",), "models": ("llama-2-70b",)}, "do not fit 1 x"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Config(), **changes)
