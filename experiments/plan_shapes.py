@@ -64,11 +64,11 @@ def exact(case: Case, found: Found) -> Sheet:
             f"So the budget trains it on {found.design_tokens:.4g} tokens, not "
             f"{best.num_tokens:.4g}: loss {achieved:.4f}. "
         )
-    flops = design.flops_per_token * best.num_tokens
-    if (
-        cost := plan_case.price(case, plan_case.device_seconds(case, flops))
-    ) is not None:
-        said += f"All {best.num_tokens:.4g} would cost {cost:,.0f} USD to train on. "
+    device_s = plan_case.device_seconds(case, design.flops_per_token * best.num_tokens)
+    if device_s is not None:
+        said += f"All {best.num_tokens:.4g} take {device_s / 3600:,.0f} device-hours"
+        cost = plan_case.price(case, device_s)
+        said += ". " if cost is None else f", {cost:,.0f} USD. "
     said += (
         f"The best of all designs when each pays for its own operations: "
         f"{short(other)}, {other.num_params:,} parameters on {tokens:.4g} tokens, "

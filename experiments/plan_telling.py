@@ -79,7 +79,7 @@ def _devices(case: Case) -> Sheet:
                 f"{x.flops_per_s / 1e12:g}",
                 f"{x.flops_per_s * mfu / 1e12:.4g}",
                 f"{x.flops_per_usd(mfu):.4g}" if priced else "-",
-                "best" if x is offer else "",
+                "best" if x is offer and len(case.offers) > 1 else "",
             )
         )
     heads = ("device", "USD an hour", "TFLOP/s", f"at {mfu:.0%}", "FLOPs per USD", "")
