@@ -1,0 +1,130 @@
+"""Prompts read whole, in chunks, beside those who decode: rules, prices, claims."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import (
+    catalogue,
+    chunked_prefill,
+    chunked_prefill_runs,
+    cost_models,
+    store,
+)
+from experiments import chunked_prefill_settings as settings
+from experiments.chunked_prefill_policies import Apart, reading
+from jaxkv.simulation import Work
+from tests.test_scheduling import counts, plan_of
+
+DECODES = [(6, 5, 2), (9, 8, 3)]
+
+
+def rows(line: list, waiting: list[int], **rules: Any) -> tuple[list, list]:
+    """Rows that those in line feed, and those who come in; 12 in all, pages enough."""
+    plan = plan_of(counts(line, waiting, free_pages=9), reading(**rules))
+    assert plan.admit.tolist() == (plan.head_rows > 0).tolist()
+    assert ((plan.head_places > 0) == plan.admit).all()
+    return plan.num_rows.tolist(), plan.head_rows.tolist()
+
+
+def test_by_default_it_is_the_policy_inside() -> None:
+    assert rows([*DECODES], [8, 8]) == ([1, 1, 0, 0], [8, 2, 0, 0])
+
+
+def test_whole_prompts_wait_until_the_budget_has_room_for_them() -> None:
+    # The third would fit; it does not overtake.
+    assert rows([*DECODES], [8, 8, 1], whole=True) == ([1, 1, 0, 0], [8, 0, 0, 0])
+
+
+def test_nobody_decodes_while_prompts_are_read_first() -> None:
+    rules = dict(whole=True, first=True)
+    assert rows([*DECODES], [8], **rules) == ([0, 0, 0, 0], [8, 0, 0, 0])
+    assert rows([*DECODES], [], **rules) == ([1, 1, 0, 0], [0, 0, 0, 0])
+    # One who is in the middle of its prompt goes on.
+    assert rows([(9, 2, 3), *DECODES], [], first=True)[0] == [7, 0, 0, 0]
+
+
+def test_no_more_run_than_may() -> None:
+    assert rows([*DECODES], [2, 2], max_running=3)[1] == [2, 0, 0, 0]
+    with pytest.raises(ValueError, match="max_running=0 must be at least 1"):
+        reading(max_running=0)
+
+
+def test_a_step_of_both_costs_a_step_of_either() -> None:
+    cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
+    both = Work(
+        *map(jnp.int32, (2, 8, 30, 8)), jnp.float32(64), *map(jnp.int32, (3, 0, 0))
+    )
+    # Together the step's constant is paid once: 5 + 38 / 10 + 2, and 8 for the prompt.
+    assert float(Apart(cost, jnp.asarray(False))(both)) == pytest.approx(18.8)
+    # Apart: 10 + 8 for the one, 5 + 3 + 2 for the other.
+    assert float(Apart(cost, jnp.asarray(True))(both)) == pytest.approx(28.0)
+    alone = both._replace(num_decodes=jnp.int32(0), decode_context=jnp.int32(0))
+    assert float(Apart(cost, jnp.asarray(True))(alone)) == pytest.approx(18.0)
+
+
+def test_settings_are_the_papers() -> None:
+    yi = settings.MODELS["Yi-34B"]
+    assert yi.num_pages * settings.PAGE_SIZE == pytest.approx(306_000, rel=0.01)
+    for model in settings.MODELS.values():
+        step_s = settings.decode_s(model, 32, 4096)
+        assert 4 < model.strict_s / step_s < 7
+        assert 20 < model.relaxed_s / step_s < 35
+    # In chunks a prompt reads its own keys again, and pays for every step.
+    whole, parts = (settings.prompt_s(yi, 8192, size) for size in (None, 512))
+    assert parts - whole == pytest.approx(15 * settings.OVERHEAD_S, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def result() -> chunked_prefill.Result:
+    return chunked_prefill.run(chunked_prefill.CONFIGS["smoke"])
+
+
+def test_stalls_are_seen_where_they_should_be(result: chunked_prefill.Result) -> None:
+    line = result.timeline
+    longest = {}
+    for way in settings.WAYS:
+        mine = (line.way == way.name) & (line.sequence < chunked_prefill_runs.PATIENTS)
+        times = [line.time_s[mine & (line.sequence == i)] for i in range(3)]
+        longest[way.name] = max(np.diff(x).max() for x in times)
+        assert all(len(x) == 90 for x in times)
+    first, mixed, chunks, both = longest.values()
+    # Two prompts stall everybody at once, one by one, or hardly.
+    assert first > 1.8 * mixed > 1.8 * 3 * chunks
+    assert both < chunks < both + 0.05
+
+
+def test_the_tail_grows_with_the_budget(result: chunked_prefill.Result) -> None:
+    assert np.diff(result.budgets.tbt_p99_s)[0] > 0
+    assert (result.loads.preempted == 0).all()
+    assert {*result.loads.system} == {system.name for system in settings.SYSTEMS}
+
+
+def test_claims_and_figure_come_back_from_the_folder(
+    result: chunked_prefill.Result, tmp_path: Path
+) -> None:
+    experiment = catalogue.load("chunked_prefill")
+    store.begin(tmp_path, experiment, experiment.configs["smoke"])
+    run: Any = store.finish(tmp_path, experiment, result, duration_s=1.0)
+    verdicts = {claim.claim: claim.verdict for claim in run.claims}
+    assert verdicts["chunks of 2,048 cost next to nothing"] == "holds"
+    assert sum(x == "differs" for x in verdicts.values()) == 10
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(models=("GPT-5",)), "must be of Yi-34B, Mistral-7B"),
+        (dict(shares=(0.5, 0.1)), "must be several, ascending"),
+        (dict(budgets=(64, 128)), "a token for each who decodes"),
+        (dict(seconds=0.0), "seconds=0.0 must be above 0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(chunked_prefill.Config(), **fields)
