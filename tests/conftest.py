@@ -68,6 +68,30 @@ def _few_programs() -> Iterator[None]:
                 gc.collect()
 
 
+@pytest.fixture(scope="module")
+def fast_compile() -> Iterator[None]:
+    """Has the programs that a file compiles left as they are, not optimised by LLVM.
+
+    For files that compile much and ask what a program does, not how fast or to which
+    rounding: `pytestmark = pytest.mark.usefixtures("fast_compile")`.
+    """
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives all tests of a file to one worker: they share fixtures and programs."""
+    if config.getoption("dist") != "load":
+        return None  # Somebody asked for another way.
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
     """A nested part of a config."""

@@ -38,9 +38,12 @@ MODEL = models.ModelConfig(
     tie_embeddings=False,
 )
 
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
-"""LLVM's optimisations take half of the compile time, and most tests ask what a program
-does, not how fast. Tests of numerics take the program that users get."""
+FAST_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""LLVM's optimisations take two fifths of the compile time, and most tests ask what a
+program does, not how fast. Tests of numerics take the program that users get."""
 
 _compiled = functools.partial(
     jax.jit,
