@@ -17,9 +17,13 @@ from tests import engines, test_groups, test_searching, test_sharing
 from tests.engines import MODEL, Ask, Run
 from tests.test_engine import TIGHT, greedy
 
-SWAP = dataclasses.replace(TIGHT, max_swap_pages=24)
-NARROW = dataclasses.replace(TIGHT, max_swap_pages=3)
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+SWAP = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
+NARROW = dataclasses.replace(SWAP, max_swap_pages=3)
 """A buffer that some requests are too large for."""
+fcfs = functools.partial(policies.fcfs, stackable=True)
+"""Every rule is in the program, so that all policies here share one."""
 ASKS = test_groups.workload(1, 30)
 
 
@@ -32,7 +36,7 @@ def served(
     hold_new: bool = False,
 ) -> Run:
     """Admits whoever there is room for, unless told else, so that many give way."""
-    policy = policies.fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
+    policy = fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
     space = None if host is None else hosting.HostSpace(host)
     return engines.serve(ASKS, config, policy, host=space)
 
@@ -57,6 +61,7 @@ def test_answers_equal_those_of_a_plain_loop(host: int | None) -> None:
         assert times == info.num_preempted.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [None, 2, 24])
 def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
     run = served(NARROW, host)
@@ -66,7 +71,13 @@ def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
     assert 0 < num_recomputed(run) < num_recomputed(served(preemption="recompute"))
 
 
-@pytest.mark.parametrize("victim", policies.victims.NAMES)
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(name, marks=() if name == "cheapest" else pytest.mark.slow)
+        for name in policies.victims.NAMES
+    ],
+)
 def test_whoever_gives_way_gets_the_same_answers(victim: str) -> None:
     ways = set()
     for preemption in ("recompute", "swap"):
@@ -101,12 +112,11 @@ def steps(
     state: EngineState, config: EngineConfig, policy: Any, num: int
 ) -> Iterator[tuple[EngineState, engine.StepInfo]]:
     """The state after every single step."""
-    one = dataclasses.replace(config, steps_per_call=1)
     for _ in range(num):
         state, info = engines.run_steps(
             *(engines.params(), state, engines.clock(0)),
-            config=one,
-            forward=models.Forward(MODEL, one.numerics),
+            config=config,
+            forward=models.Forward(MODEL, config.numerics),
             policy=policy,
         )
         engines.assert_sound(jax.tree.map(np.asarray, info))
@@ -144,7 +154,7 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
 
 def test_pages_come_back_bit_for_bit_and_elsewhere() -> None:
     state = start = submitted(crowd(), SWAP)
-    policy = policies.fcfs(preemption="swap")
+    policy = fcfs(preemption="swap")
     before, lost, moved = contents(state), {}, 0
     ids, seen = {}, 0
     for state, _ in steps(start, SWAP, policy, 60):
@@ -171,13 +181,12 @@ def test_pages_come_back_bit_for_bit_and_elsewhere() -> None:
 @pytest.mark.parametrize("hold_new", [True, False])
 def test_nobody_new_comes_in_until_all_who_gave_way_are_done(hold_new: bool) -> None:
     # The last one is so small that there is nearly always room for it.
-    asks = [*crowd(), greedy(9, [1], 2, ignore_eos=True)]
+    asks = [*crowd(7), greedy(9, [1], 2, ignore_eos=True)]
     asks = [each._replace(request_id=i) for i, each in enumerate(asks)]
-    config = dataclasses.replace(SWAP, max_slots=5, max_logit_rows=8)
-    state = start = submitted(asks, config)
-    policy = policies.fcfs(preemption="swap", hold_new=hold_new)
+    state = start = submitted(asks, SWAP)
+    policy = fcfs(preemption="swap", hold_new=hold_new)
     owed, overtaken, seen = set(), 0, set()
-    for state, info in steps(start, config, policy, 80):
+    for state, info in steps(start, SWAP, policy, 120):
         running = set(np.asarray(info.request_id).reshape(-1).tolist()) - {-1}
         s = state.sequences
         overtaken += bool(owed and running - seen)
@@ -196,7 +205,7 @@ def test_several_answers_leave_and_return_together(chunk_size: int | None) -> No
         each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
         for each in asks
     ]
-    policy = policies.fcfs(chunk_size=chunk_size, preemption="swap", hold_new=False)
+    policy = fcfs(chunk_size=chunk_size, preemption="swap", hold_new=False)
     run = engines.serve(asks, SWAP, policy)
     engines.assert_equal_plain(run, asks, TIGHT)
     assert run.info.num_swapped_out.sum() >= 4
@@ -204,24 +213,19 @@ def test_several_answers_leave_and_return_together(chunk_size: int | None) -> No
     assert run.info.num_rows.sum() == once
 
 
+@pytest.mark.slow
 def test_beams_leave_and_return_as_if_nothing_had_happened() -> None:
     config = dataclasses.replace(test_searching.TIGHT, max_swap_pages=64)
 
-    class Moody(test_searching.Moody):
-        """Would rather swap."""
-
-        def plan(self, counts: Any) -> Any:
-            plan = super().plan(counts)
-            return plan._replace(swap=plan.preempt)
-
-    run = test_searching.serve("llama", config, policy=Moody(jnp.asarray(4, "int32")))
+    run = test_searching.serve("llama", config, policy=test_searching.MOODY)
     test_searching.check("llama", run)
     assert run.info.num_swapped_out.sum() > 40
 
 
+@pytest.mark.slow
 def test_a_prefix_cache_beside_the_buffer() -> None:
     config = dataclasses.replace(test_sharing.CACHED, max_swap_pages=24)
-    policy = policies.fcfs(preemption="swap", hold_new=False, cached_first=True)
+    policy = fcfs(preemption="swap", hold_new=False, cached_first=True)
     run = engines.serve(test_sharing.workload(), config, policy)
     engines.assert_equal_plain(run, test_sharing.workload(), config)
     assert run.info.num_swapped_out.sum() > 3
@@ -235,7 +239,7 @@ def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
         for each in crowd(4)
     ]
     state = start = submitted(asks, SWAP)
-    policy = policies.fcfs(preemption="swap")
+    policy = fcfs(preemption="swap")
     space = hosting.HostSpace(24)
     state = next(
         state
