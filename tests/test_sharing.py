@@ -13,8 +13,11 @@ from tests.engines import Ask, Run
 from tests.test_engine import ROOMY, TIGHT
 from tests.test_groups import pages_of
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 CACHED = dataclasses.replace(TIGHT, prefix_cache=True)
-LARGE = dataclasses.replace(ROOMY, prefix_cache=True)
+LARGE = dataclasses.replace(ROOMY, prefix_cache=True, token_budget=32)
+"""Nothing needs to be given up, and two prompts are read in one step."""
 SYSTEM = list(range(20, 33))
 """Three full pages and a token."""
 
@@ -49,6 +52,7 @@ def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
     assert run.info.num_preempted.sum() > 3
 
 
+@pytest.mark.slow
 def test_not_a_bit_tells_whether_there_is_a_cache() -> None:
     on, off = (served(None, "reproducible", on) for on in (True, False))
     assert on.info.num_rows.sum() < off.info.num_rows.sum() - 40
@@ -115,8 +119,7 @@ def test_whoever_stays_out_leaves_nothing() -> None:
 
 def test_two_that_read_the_same_at_once_end_on_the_same_pages() -> None:
     # Budget for both: they fill equal pages in the same step.
-    config = dataclasses.replace(LARGE, token_budget=32, max_logit_rows=11)
-    run = engines.serve([ask(1, SYSTEM), ask(2, SYSTEM)], config)
+    run = engines.serve([ask(1, SYSTEM), ask(2, SYSTEM)], LARGE)
     assert [run.outcomes[name].num_cached for name in (1, 2)] == [0, 0]
     # Three pages of the prompt once, then their answers: equal, too, page by page.
     assert run.info.used_pages.max() < 2 * 5
