@@ -23,6 +23,8 @@ from jaxkv.states import EngineConfig, EngineState
 from tests import engines
 from tests.engines import MODEL, Ask
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 # Too few pages for all, so that somebody always waits and some give way.
 CONFIG = EngineConfig(
     num_pages=16,
@@ -126,39 +128,38 @@ def named(rest: Rest) -> dict[str, list[int]]:
     return {str(name): tokens for name, tokens in rest.tokens.items()}
 
 
-def main(folder: str) -> None:
+def main(folder: str, numerics: Any) -> None:
     """What the other process does with what it finds in a folder."""
-    for config in (CONFIG, REPRODUCIBLE):
-        there = Path(folder) / config.numerics
-        state = jaxkv.load_state(there / "busy", config, pages_of(config))
-        rest = go_on(state, config)
-        jaxkv.save_state(there / "end", rest.state, config)
-        (there / "tokens.json").write_text(json.dumps(named(rest)))
+    config = dataclasses.replace(CONFIG, numerics=numerics)
+    there = Path(folder)
+    state = jaxkv.load_state(there / "busy", config, pages_of(config))
+    rest = go_on(state, config)
+    jaxkv.save_state(there / "end", rest.state, config)
+    (there / "tokens.json").write_text(json.dumps(named(rest)))
 
 
-def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    expected = {}
-    for config in (CONFIG, REPRODUCIBLE):
-        state = busy(config)
-        before = raw(state)
-        jaxkv.save_state(tmp_path / config.numerics / "busy", state, config)
-        assert raw(state) == before
-        expected[config.numerics] = go_on(state, config)
-    code = "import sys; from tests import test_snapshots as t; t.main(sys.argv[1])"
+@pytest.mark.parametrize(
+    "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
+)
+def test_another_process_goes_on_bit_for_bit(numerics: Any, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, numerics=numerics)
+    state = busy(config)
+    before = raw(state)
+    jaxkv.save_state(tmp_path / "busy", state, config)
+    assert raw(state) == before
+    rest = go_on(state, config)
+    code = "import sys; from tests import test_snapshots as t; t.main(*sys.argv[1:])"
     subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-c", code, str(tmp_path), numerics],
         cwd=Path(__file__).parents[1],
         check=True,
         timeout=120,
     )
-    for config in (CONFIG, REPRODUCIBLE):
-        there, rest = tmp_path / config.numerics, expected[config.numerics]
-        tokens = json.loads((there / "tokens.json").read_text())
-        assert tokens == named(rest)
-        assert rest.tokens
-        end = jaxkv.load_state(there / "end", config, pages_of(config))
-        engines.assert_empty(end)
-        assert raw(end) == raw(rest.state)
+    assert json.loads((tmp_path / "tokens.json").read_text()) == named(rest)
+    assert rest.tokens
+    end = jaxkv.load_state(tmp_path / "end", config, pages_of(config))
+    engines.assert_empty(end)
+    assert raw(end) == raw(rest.state)
 
 
 @pytest.mark.slow
