@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import engines
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -14,8 +17,14 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_every_block_runs(blocks, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize(
+    "model", ["a small one", pytest.param("its own", marks=pytest.mark.slow)]
+)
+def test_every_block_runs(model, blocks, tmp_path, monkeypatch, capsys):
+    if model == "a small one":
+        folder = tmp_path / "experiments" / "models" / "stdlib-bytes"
+        engines.save_tiny_model(folder, max_positions=1024)
+    monkeypatch.chdir(tmp_path if model == "a small one" else ROOT)
     space: dict = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {number}", "exec"), space)
