@@ -199,11 +199,14 @@ class Server:
         )
 
     def _engine(self, way: Way, config: EngineConfig) -> serving.Engine:
+        # Every rule in the program: one for all ways in the same memory, which none of
+        # them waits for while it is timed.
         policy = policies.fcfs(
             watermark=way.watermark,
             victim=way.victim,
             preemption=way.preemption,
             hold_new=way.hold_new,
+            stackable=True,
         )
         hidden = (
             config.num_pages - way.pool_pages,
