@@ -7,6 +7,7 @@ with pages; all have the same memory and the same price of a step. And what a la
 batch does to throughput and latency. Nothing is ever preempted by anything but a lack
 of pages.
 
+`real` serves the bundled model here, under both policies and in batches of any size.
 `paper` is OPT-13B on an A100 of 40 GB, prompts of 512 tokens and exponential outputs of
 mean 128, as published: there each limit keeps the outputs up to it.
 """
@@ -14,7 +15,13 @@ mean 128, as published: there each limit keeps the outputs up to it.
 import dataclasses
 from typing import Any
 
-from experiments import batching_claims, batching_drawing, batching_sweeps, units
+from experiments import (
+    batching_claims,
+    batching_drawing,
+    batching_serving,
+    batching_sweeps,
+    units,
+)
 from experiments import batching_lectures as lectures
 from experiments.batching_sweeps import SYSTEMS, Result
 from experiments.claims import Claim
@@ -29,6 +36,9 @@ PANEL_SIZE_INCHES = (3.4, 1.8)
 class Config:
     """The machine, and the requests that it serves."""
 
+    model: str = ""
+    """A folder, or a bundled model: serves it here, in place of simulated sweeps of
+    deviations and clients, and leaves the limits out."""
     cost: str = "opt-13b-a100-40gb"
     """What a step takes: a name as `cost_models` has it."""
     num_places: int = 15_728
@@ -88,11 +98,25 @@ CONFIGS = {
         max_slots=8,
     ),
     "paper": Config(),
+    "real": Config(
+        model="stdlib-bytes",
+        num_places=8 * 256,
+        prompt_tokens=32,
+        mean_output_tokens=48.0,
+        limits=(224,),
+        deviations=(0.0, 0.5, 1.0, 1.5),
+        clients=(1, 2, 4, 8, 16),
+        num_requests=64,
+        num_seeds=2,
+        max_slots=16,
+    ),
 }
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Simulates all of it."""
+    """Simulates all of it, or serves what can be served here."""
+    if config.model:
+        return batching_serving.run(config, progress)
     return batching_sweeps.run(config, progress)
 
 
@@ -163,5 +187,6 @@ def _speeds(found: batching_sweeps.Speeds, name: str) -> list[dict[str, Any]]:
         for system, rate in zip(SYSTEMS, found.means()[:, i], strict=False):
             row[f"{system}_tokens_per_s"] = float(rate)
         row["gain"] = float(found.means()[-1, i] / found.means()[0, i])
+        row["fewer_steps"] = float(found.steps[0, i].sum() / found.steps[-1, i].sum())
         rows.append(row)
     return rows

@@ -108,6 +108,35 @@ def run(config: "Config", progress: Progress) -> Result:
     return _gather(config, *results)
 
 
+def pictures(config: "Config", progress: Progress) -> list[batching_lectures.Times]:
+    """Simulates the lectures' pictures alone.
+
+    Returns:
+      S1 to S7 static and continuous, then R1 to R5, as `Result` has them.
+    """
+    members, cost = [*_pictures()], cost_models.find(config.cost).cost
+    both = [
+        _simulate(config, members, policy, cost, progress)
+        for policy in (baselines.static(), policies.fcfs())
+    ]
+    return [_times(*found, index) for index in (0, 1) for found in both]
+
+
+def spread(config: "Config") -> list[list[Workload]]:
+    """The loads of `deviations`, by deviation and seed."""
+    loads, num = [load for load, _ in _spread(config)], config.num_seeds
+    return [loads[i : i + num] for i in range(0, len(loads), num)]
+
+
+def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workload:
+    """Equal requests of clients who each ask so often."""
+    law = lengths.Pair(
+        prompt=lengths.Fixed(tokens=prompt), output=lengths.Fixed(tokens=output)
+    )
+    rng, num = np.random.default_rng(0), rounds * clients
+    return workloads.closed_loop(rng, law, clients=clients, num=num)
+
+
 def outputs(config: "Config") -> list[np.ndarray]:
     """Tokens drawn of each load of `limits`, by limit and seed."""
     return [np.asarray(load.output) for load, _ in _limited(config)]
@@ -146,13 +175,8 @@ def _spread(config: "Config") -> Iterator[tuple[Workload, int]]:
 
 def _looped(config: "Config") -> Iterator[tuple[Workload, int]]:
     prompt, output = 32, round(config.mean_output_tokens)
-    law = lengths.Pair(
-        prompt=lengths.Fixed(tokens=prompt), output=lengths.Fixed(tokens=output)
-    )
     for clients in config.clients:
-        rng = np.random.default_rng(0)
-        load = workloads.closed_loop(rng, law, clients=clients, num=4 * clients)
-        yield load, prompt + output
+        yield equal(prompt, output, clients), prompt + output
 
 
 def _pictures() -> Iterator[_Member]:
@@ -215,13 +239,13 @@ def _gather(
 ) -> Result:
     """Sorts what came out by sweep."""
     sizes = [len(x) * config.num_seeds for x in (config.limits, config.deviations)]
-    limits, spread = _ranges(2, sizes)
-    paged, loops = _ranges(spread.stop, [sizes[0], len(config.clients)])
+    limits, uneven = _ranges(2, sizes)
+    paged, loops = _ranges(uneven.stop, [sizes[0], len(config.clients)])
     by_limit = ((static, limits), (other, limits), (other, paged))
     return Result(
         limits=_speeds(config, config.limits, *by_limit),
         deviations=_speeds(
-            *(config, config.deviations), (static, spread), (other, spread)
+            *(config, config.deviations), (static, uneven), (other, uneven)
         ),
         clients=Latencies(np.array(config.clients), *_latencies(*other, loops)),
         static_sequences=_times(*static, 0),

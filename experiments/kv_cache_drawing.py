@@ -56,6 +56,5 @@ def _draw_slopes(ax: Any, counted: Counted) -> None:
     for row, power in zip(counted.total_flops, (3, 2), strict=True):
         y = row[-1] * (x / end) ** float(power)
         ax.plot(x, y, color="0.7", linewidth=0.8, zorder=0)
-        middle = len(x) // 2
-        look = {"fontsize": 6, "color": "0.45", "ha": "right", "va": "bottom"}
-        ax.text(x[middle], y[middle], f"t^{power}", **look)
+        look = {"fontsize": 6, "color": "0.45", "ha": "left", "va": "top"}
+        ax.text(x[0], y[0], f" $t^{power}$", **look)

@@ -5,6 +5,7 @@ import heapq
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments import batching, batching_sweeps, style
@@ -53,6 +54,40 @@ def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
             heapq.heappush(ends, heapq.heappop(ends) + tokens)
         assert steps[1, i] == max(ends)
     assert (steps[2] <= steps[1]).all()
+
+
+@pytest.mark.slow
+def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
+    config = dataclasses.replace(
+        CONFIGS["real"],
+        num_places=3 * 48,
+        prompt_tokens=8,
+        mean_output_tokens=12.0,
+        limits=(40,),
+        deviations=(0.0, 1.0),
+        clients=(1, 2),
+        num_requests=10,
+        num_seeds=1,
+    )
+    result = batching.run(config)
+    assert result.num_slots == 3
+    for i, (load,) in enumerate(batching_sweeps.spread(config)):
+        output = np.asarray(load.output)
+        batches = [output[k : k + 3] for k in range(0, output.size, 3)]
+        ends = [0] * 3
+        for tokens in output.tolist():
+            heapq.heappush(ends, heapq.heappop(ends) + tokens)
+        assert result.deviations.steps[0, i, 0] == sum(x.max() for x in batches)
+        assert result.deviations.steps[1, i, 0] == max(ends)
+    assert (result.deviations.tokens_per_s > 0).all()
+    assert (result.clients.tokens_per_s > 0).all()
+    assert not result.limits.value.size
+    assert len(batching.claims(result)) == 7
+    style.render(
+        lambda axes: batching.plot(axes, result),
+        panels=batching.PANELS,
+        size_inches=batching.PANEL_SIZE_INCHES,
+    )
 
 
 def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
