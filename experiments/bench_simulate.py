@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -90,18 +90,32 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         progress.show("one run, then all together")
         one, whole, split = _rate([alone]), _rate([every]), _rate(halves)
         progress.show("plain Python")
+        python = _python_rate(chosen, config, accounts=True)
+        bare = _python_rate(chosen, config, accounts=False)
         rows.append(
             {
                 "round": index,
-                "steps_per_s": one,
-                "steps_per_s_vmapped": split,
-                "steps_per_s_vmapped_one_thread": whole,
-                "steps_per_s_python": _python_rate(chosen, config, accounts=True),
-                "steps_per_s_python_bare": _python_rate(chosen, config, accounts=False),
+                "steps_per_s": one.per_s,
+                "steps_per_s_vmapped": split.per_s,
+                "steps_per_s_vmapped_one_thread": whole.per_s,
+                "steps_per_s_python": python.per_s,
+                "steps_per_s_python_bare": bare.per_s,
+                "steps_per_cpu_s": one.per_cpu_s,
+                "steps_per_cpu_s_vmapped": split.per_cpu_s,
+                "steps_per_cpu_s_vmapped_one_thread": whole.per_cpu_s,
+                "steps_per_cpu_s_python": python.per_cpu_s,
+                "steps_per_cpu_s_python_bare": bare.per_cpu_s,
                 "first_calls_s": compile_s,
             }
         )
     return rows
+
+
+class Rate(NamedTuple):
+    """Steps in a second, and in one of the processor's time: all threads, no waits."""
+
+    per_s: float
+    per_cpu_s: float
 
 
 def members(config: Config) -> list[Members]:
@@ -147,15 +161,16 @@ def _halves(everyone: list[Members], bounds: Bounds) -> list[Runner]:
     return [_runner(everyone[i : i + size], bounds) for i in (0, len(everyone) - size)]
 
 
-def _rate(runners: list[Runner]) -> float:
-    """Steps per second of all together, each on a thread."""
+def _rate(runners: list[Runner]) -> Rate:
+    """Steps of all together, each on a thread."""
     for runner in runners:
         runner.reset()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
         list(pool.map(lambda runner: runner.advance(), runners))
-    seconds = time.perf_counter() - start
-    return sum(float(runner.num_steps().sum()) for runner in runners) / seconds
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    num = sum(float(runner.num_steps().sum()) for runner in runners)
+    return Rate(num / seconds, num / cpu_s)
 
 
 def requests(workload: Workload) -> list[Request]:
@@ -195,22 +210,23 @@ def plain_bounds(config: Config) -> plain_scheduler.Bounds:
     )
 
 
-def _python_rate(chosen: list[Members], config: Config, *, accounts: bool) -> float:
-    """Steps per second of plain Python, one run after the other."""
-    num, seconds = 0, 0.0
+def _python_rate(chosen: list[Members], config: Config, *, accounts: bool) -> Rate:
+    """Steps of plain Python, one run after the other."""
+    num, seconds, cpu_s = 0, 0.0, 0.0
     for member in chosen:
         asks, cost = requests(member.workload), member.cost
         assert isinstance(cost, cost_models.Linear)
         costs, notes = price(cost), []
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         served = plain_scheduler.serve(
             *(asks, plain_bounds(config), costs),
             notes.append if accounts else None,
             config.num_steps,
         )
         seconds += time.perf_counter() - start
+        cpu_s += time.process_time() - cpu
         num += served.num_steps
-    return num / seconds
+    return Rate(num / seconds, num / cpu_s)
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
@@ -229,22 +245,24 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         return []
     found = metrics(result)
     python = found["steps_per_s_python"]
+    cpu = found["steps_per_cpu_s_python"]
     names = {
-        "steps_per_s": "one run",
-        "steps_per_s_vmapped": "all mapped, a half on each of two threads",
-        "steps_per_s_vmapped_one_thread": "all mapped, one thread",
-        "steps_per_s_python": "plain Python",
-        "steps_per_s_python_bare": "plain Python, no accounts",
+        "": "one run",
+        "_vmapped": "all mapped, a half on each of two threads",
+        "_vmapped_one_thread": "all mapped, one thread",
+        "_python": "plain Python",
+        "_python_bare": "plain Python, no accounts",
     }
-    lines = [
-        [label, f"{found[name]:,.0f}", f"{found[name] / python:.2f}x"]
-        for name, label in names.items()
-    ]
+    lines = []
+    for name, label in names.items():
+        here, of_cpu = found[f"steps_per_s{name}"], found[f"steps_per_cpu_s{name}"]
+        cells = [f"{here:,.0f}", f"{here / python:.2f}x", f"{of_cpu:,.0f}"]
+        lines.append([label, *cells, f"{of_cpu / cpu:.2f}x"])
     note = (
         f"medians of {found['rounds']} rounds; compiling and first calls, "
         f"{units.seconds(found['first_calls_s'])}, stand apart."
     )
-    heads = ["", "steps/s", "over plain Python"]
+    heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]
 
 

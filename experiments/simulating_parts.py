@@ -43,6 +43,7 @@ def _init(members: Members, bounds: Bounds) -> Simulation:
             *(member.workload, member.capacity, member.policy),
             max_slots=bounds.max_slots,
             max_samples=bounds.max_samples,
+            head=bounds.head,
             reservation=member.reservation,
         )
 

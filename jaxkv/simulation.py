@@ -92,6 +92,7 @@ def init(
     *,
     max_slots: int,
     max_samples: int = 1,
+    head: int | None = None,
     reservation: Reservation | None = None,
 ) -> Simulation:
     """Makes an idle machine, its clock at zero.
@@ -103,6 +104,7 @@ def init(
       policy: who will run.
       max_slots: sequences that can run at once, static.
       max_samples: sequences that a request may have, static.
+      head: the largest for which `step` will be called.
       reservation: contiguous places for each request, in place of pages.
 
     Returns:
@@ -140,7 +142,7 @@ def init(
         ended=none,
         left=jnp.full((max_slots,), NOBODY, jnp.int32),
         left_with=jnp.zeros((max_slots, len(turnover.Progress._fields)), jnp.int32),
-        queue=jnp.full((2 * max_slots,), NOBODY, jnp.int32),
+        queue=jnp.full((max_slots + (head or max_slots),), NOBODY, jnp.int32),
         num_taken=zero,
         num_swapped=zero,
         num_done=zero,

@@ -369,13 +369,8 @@ def carry_out(
     comes = admit[:, None] & (queued.line.sequence >= 0)
     source = _ranks(jnp.concatenate([stays, comes.ravel()]), stays.shape[0])
     there = source >= 0
-
-    def move(old: Array, new: Array) -> Array:
-        values = jnp.concatenate([old, new.ravel()])[source]
-        return jnp.where(there, values, jnp.zeros_like(values))
-
     both = (line, Wish(plan.num_rows, plan.places)), (queued.line, asked)
-    line, wish = jax.tree.map(move, *both)
+    line, wish = _taken(*both, source)
     line = line._replace(sequence=jnp.where(there, line.sequence, NOBODY))
     head, losers = admit.shape[0], jnp.where(plan.preempt, whose // max_samples, NOBODY)
     if group is not None:
@@ -390,6 +385,17 @@ def carry_out(
     )
     num_admitted = jnp.sum(admit, dtype=jnp.int32)
     return state, wish, Done(num_admitted, pages_out + pages_in)
+
+
+def _taken[T](old: T, new: T, source: Int32[Array, " line"]) -> T:
+    """Takes entries of old and new ones side by side; zeros where the place is none."""
+    fields, kind = jax.tree.flatten(old)
+    both = zip(fields, jax.tree.leaves(new), strict=True)
+    columns = [jnp.concatenate([x, y.ravel()]).astype(jnp.int32) for x, y in both]
+    # Rows of a table: one gather, in place of one for each field.
+    rows = jnp.where((source >= 0)[:, None], jnp.stack(columns, axis=1)[source], 0)
+    taken = [rows[:, k].astype(x.dtype) for k, x in enumerate(fields)]
+    return jax.tree.unflatten(kind, taken)
 
 
 def _ranks(mask: Bool[Array, " n"], num: int) -> Int32[Array, " num"]:
