@@ -128,3 +128,34 @@ def test_what_cannot_be_stacked_is_refused() -> None:
         simulating.stack([member, other])
     with pytest.raises(ValueError, match="nothing to simulate"):
         simulating.stack([])
+
+
+@pytest.mark.slow
+def test_one_server_of_constant_service_waits_as_queues_do() -> None:
+    """M/D/1: each path by Lindley's recursion, their mean by the closed formula."""
+    service_s, num, rates = 0.2, 4000, np.repeat([1.0, 2.5, 4.0], 8)
+    rng = np.random.default_rng(0)
+    arrival = np.cumsum(rng.exponential(1 / rates[:, None], (len(rates), num)), axis=1)
+    arrival = np.round(arrival, 6)
+    ones = jnp.ones(num, jnp.int32)
+    bounds = turnover.Capacity(*(jnp.int32(x) for x in (10, 4, 20, 24, 0)))
+    cost = cost_models.linear((service_s, 0.0, 0.0), (1.0, 0.0, 0.0), scale=1.0)
+    members = [
+        (
+            workloads.Workload(
+                jnp.asarray(clocks.from_seconds(times)),
+                *(5 * ones, ones, ones),
+                jnp.int32(scheduling.NO_LIMIT),
+            ),
+            *(bounds, policies.fcfs(), cost),
+        )
+        for times in arrival
+    ]
+    found = simulating.simulate(simulating.stack(members), max_slots=1, head=1)
+    free = np.zeros(len(rates))
+    for k in range(num):
+        free = np.maximum(free, arrival[:, k]) + service_s
+        np.testing.assert_allclose(found.finish_s[:, k], free, atol=1e-5)
+    waits = (found.finish_s - arrival - service_s).mean(axis=1).reshape(3, -1)
+    expected = [metrics.waiting_s(float(rate), service_s) for rate in rates[::8]]
+    np.testing.assert_allclose(waits.mean(axis=1), expected, rtol=0.08)
