@@ -18,6 +18,7 @@ import numpy as np
 from experiments import (
     bundled,
     prompting,
+    sharing_counted,
     sharing_drawing,
     sharing_groups,
     sharing_lengths,
@@ -25,15 +26,19 @@ from experiments import (
     sharing_picture,
     sharing_prefixes,
     sharing_published,
+    sharing_simulated_drawing,
+    sharing_translated,
 )
 from experiments.claims import Claim
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part
+from experiments.sharing_counted import Counted
 from experiments.sharing_groups import Readings, Savings
 from experiments.sharing_lengths import Law, Lengths
 from experiments.sharing_picture import Picture
 from experiments.sharing_prefixes import Prefixes
 from experiments.sharing_serving import Server
+from experiments.sharing_translated import Translated
 from jaxkv import checkpoints, states
 from jaxkv.sampling import Sampling
 
@@ -45,7 +50,10 @@ class Config:
     """The requests, and the engine that serves them."""
 
     model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
+    """A folder, or a bundled model; empty to serve nothing by a model."""
+    num_simulated: int = 0
+    """Requests of the paper's lengths of which the pages are counted by simulation, in
+    each of its settings; 0 for none."""
     answers: tuple[int, ...] = (2, 4, 6, 8)
     """Answers of a request."""
     widths: tuple[int, ...] = (2, 4, 6)
@@ -83,6 +91,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to share, or does not fit."""
+        if self.num_simulated < 0:
+            raise ValueError(f"{self.num_simulated=} must be at least 0")
+        if not (self.model or self.num_simulated):
+            raise ValueError("model and num_simulated leave nothing to share")
         counts = ("num_short", "num_long", "num_prefixed", "repeats", "page_size")
         for name in counts:
             if getattr(self, name) < 1:
@@ -113,6 +125,7 @@ class Config:
 
 CONFIGS = {
     "real": Config(),
+    "paper": Config(model="", num_simulated=512),
     "smoke": Config(
         answers=(4, 8),
         widths=(4,),
@@ -138,10 +151,26 @@ class Result(NamedTuple):
     readings: Readings
     prefixes: Prefixes
     picture: Picture
+    counted: Counted
+    translated: Translated
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves all of it with one program; ended early, it has what is done."""
+    """Serves by a model, and simulates; ended early, it has what is done."""
+    counted, translated = sharing_counted.empty(), sharing_translated.empty()
+    if config.num_simulated:
+        num, seed = config.num_simulated, config.seed
+        counted = sharing_counted.count(num, seed, progress)
+        if not progress.stopped:
+            translated = sharing_translated.translate(
+                config.prefixes, sharing_translated.SECONDS, seed, progress
+            )
+    served = _serve(config, progress) if config.model else _nothing()
+    return Result(**served, counted=counted, translated=translated)
+
+
+def _serve(config: Config, progress: Progress) -> dict[str, Any]:
+    """Serves all of it by the model, with one program."""
     model = checkpoints.load_model(bundled.folder_of(config.model))
     server = Server(model, bounds(config))
     rng = np.random.default_rng(config.seed)
@@ -160,7 +189,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
     common: dict[str, Any] = {"seed": config.seed, "progress": progress}
     progress.show("compiling")
-    return Result(
+    return dict(
         picture=sharing_picture.take(server, ask, **common),
         samples=sharing_groups.serve_groups(
             server, kinds, config.answers, ask, beams=False, **common
@@ -186,24 +215,57 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
+def _nothing() -> dict[str, Any]:
+    """What a model that serves nothing shares."""
+    kinds: dict[str, Any] = {
+        "samples": Savings,
+        "beams": Savings,
+        "readings": Readings,
+        "prefixes": Prefixes,
+        "picture": Picture,
+    }
+    return {x: kind(*([np.array([])] * len(kind._fields))) for x, kind in kinds.items()}
+
+
 def plot(ax: Any, result: Result) -> None:
     """Draws savings against the number of sequences, and the page tables."""
-    sharing_drawing.draw(ax, **result._asdict())
+    if result.samples.lengths.size or not result.counted.lengths.size:
+        sharing_drawing.draw(ax, **_served(result))
+    else:
+        sharing_simulated_drawing.draw(ax, result.counted, result.translated)
 
 
 def claims(result: Result) -> list[Claim]:
     """Holds closed forms and published numbers against ours."""
-    return sharing_published.claims(**result._asdict())
+    return [
+        *sharing_published.claims(**_served(result)),
+        *sharing_counted.claims(result.counted),
+        *sharing_translated.claims(result.translated),
+    ]
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Lists every setting, a row each."""
-    return sharing_numbers.metrics(**result._asdict())
+    tables = {
+        "simulated": sharing_counted.table(result.counted),
+        "translations": sharing_translated.table(result.translated),
+    }
+    return sharing_numbers.metrics(**_served(result)) | tables
 
 
 def summary(result: Result) -> list[Part]:
     """Puts ours beside the paper's."""
-    return sharing_numbers.summary(**result._asdict())
+    return [
+        *sharing_numbers.summary(**_served(result)),
+        *sharing_counted.summary(result.counted),
+        *sharing_translated.summary(result.translated),
+    ]
+
+
+def _served(result: Result) -> dict[str, Any]:
+    """The parts that a model had a share in."""
+    names = ("samples", "beams", "readings", "prefixes", "picture")
+    return {name: getattr(result, name) for name in names}
 
 
 def _scaled(law: Law, config: Config) -> Law:
