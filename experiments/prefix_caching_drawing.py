@@ -50,6 +50,6 @@ def _draw_load(ax: Any, loads: Loads, runs: Runs, i: int) -> None:
     ax.set_xticks([], minor=True)
     ax.set_ylim(0, 100)
     ax.set_ylabel("pages found, %")
-    pages = f"{distinct:,} distinct pages of {loads.page_size[i]} tokens"
+    pages = f"{distinct:,} distinct pages\nof {loads.page_size[i]} tokens"
     ax.set_xlabel(f"pool, % of {pages}")
     ax.set_title(f"{loads.name[i]}: {loads.num_requests[i]:,} prompts", loc="left")

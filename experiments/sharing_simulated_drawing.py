@@ -53,15 +53,19 @@ def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
         rate = translated.rate[i]
         ax.plot(rate, curve, color=colors[k])
         ax.plot(at_most, AT_MOST_S, "o", color=colors[k])
-        said = f"{name}: {at_most:.1f} requests/s"
-        look = {"transform": ax.transAxes, "color": colors[k], "va": "top"}
-        ax.text(0.3, 0.98 - 0.08 * k, said, **look)
+        # The slower system's curve rises on the left, the other one's on the right.
+        look: dict[str, Any] = {"xytext": (5, -9), "ha": "left"}
+        if k:
+            look = {"xytext": (-5, 4), "ha": "right"}
+        said = f"{name}: {at_most:.1f}/s"
+        place = (at_most, AT_MOST_S)
+        ax.annotate(said, place, textcoords="offset points", color=colors[k], **look)
     ax.axhline(AT_MOST_S, color="0.8", linewidth=0.8, zorder=0)
     ax.set_ylim(0, 1)
     ax.set_xlabel("requests per second")
     ax.set_ylabel("latency, s a token")
     num = int(translated.prefix_tokens[i])
-    title = f"{num} tokens in common: {translated.ratio[i]:.2f} times the rate"
+    title = f"{num} tokens in common: {translated.ratio[i]:.2f} times"
     if num in SPEED_UPS:
         title += f", the paper's {SPEED_UPS[num]}"
     ax.set_title(title, loc="left")
