@@ -226,7 +226,8 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     assert verdicts.count("holds") == 4
     run = store.read(folder, catalogue.load("sharing"))
     assert run.metrics.keys() == {
-        *("samples", "beams", "readings", "prefixes", "pictures")
+        *("samples", "beams", "readings", "prefixes", "pictures"),
+        *("simulated", "translations"),
     }
     assert (
         run.metrics["pictures"][0]["logical_pages"]
