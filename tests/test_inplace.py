@@ -187,7 +187,7 @@ def test_decoding_without_a_scheduler_stays_in_place() -> None:
     program = (
         jax.jit(answer, donate_argnums=1)
         .lower(models.param_shapes(MODEL), cache, prompts)
-        .compile()
+        .compile(engines.FAST_COMPILE)
     )
     assert temporary_bytes(program) < 0.05 * bytes_of(pages)
     assert not copies(program, pages)
@@ -211,6 +211,7 @@ def test_a_copy_would_be_found() -> None:
         return jax.lax.fori_loop(0, 3, lambda _, p: layer_by_layer(p, new), pages)
 
     new = jax.ShapeDtypeStruct((MODEL.head_dim,), jnp.float32)
-    program = jax.jit(steps, donate_argnums=0).lower(pages, new).compile()
+    lowered = jax.jit(steps, donate_argnums=0).lower(pages, new)
+    program = lowered.compile(engines.FAST_COMPILE)
     assert temporary_bytes(program) > 0.3 * bytes_of(pages)
     assert copies(program, pages)

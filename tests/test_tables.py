@@ -14,6 +14,8 @@ from jaxkv.paging import NO_PAGE, Pool
 from jaxkv.tables import Table
 from tests.oracle import Oracle
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
 
 
