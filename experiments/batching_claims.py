@@ -41,6 +41,7 @@ def _pictures(r: Result) -> list[Claim]:
             published=cells,
             ours=lectures.num_equal(lectures.grid(times), drawn),
             unit="cells",
+            note=lectures.FROM_MEMORY,
         )
         for name, times, drawn in pairs
     ]
@@ -106,7 +107,8 @@ def _limits(found: Speeds, other: str) -> list[Claim]:
             unit="times",
             tolerance=0.15,
             differs=other,
-            note="The tolerance is our reading of 'approximately'.",
+            note="Their words and the mean of 128 tokens are quoted from memory; the "
+            "tolerance is our reading of 'approximately'.",
         ),
         judge(
             "pages are never slower than reserving the longest output",

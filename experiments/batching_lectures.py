@@ -23,6 +23,10 @@ FIGURE = (
     "Daniel et al. 2023 (Anyscale), How continuous batching enables 23x throughput in "
     "LLM inference, figures of static and continuous batching, as lectures draw them"
 )
+FROM_MEMORY = (
+    "Set down from memory of the picture, not from its file; the numbers of iterations "
+    "that its caption gives agree."
+)
 STATIC = (
     "S1 S1 S1 S1 S1 END -- --",
     "S2 S2 S2 S2 S2 S2 S2 END",
