@@ -91,25 +91,26 @@ def at(curve: Curve, bound: float = BOUND) -> Capacity:
     return Capacity(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
 
 
-def between(curve: Curve, num: int, most: float) -> Float[np.ndarray, " num"]:
+def bears_all(curve: Curve) -> bool:
+    """Tells whether no rate that was tried was too much."""
+    return bool((curve.latency <= BOUNDS[1]).all())
+
+
+def between(curve: Curve, num: int) -> Float[np.ndarray, " num"]:
     """Chooses more rates where the latency passes the bounds.
 
     Args:
-      curve: what was tried.
+      curve: what was tried, at least one rate of which was too much.
       num: rates to choose.
-      most: of them, if nothing was too much.
 
     Returns:
       Evenly spaced ones between the last rate below both bounds, or 0, and the first
       above.
     """
     rates, latency = curve
-    first, last = (np.flatnonzero(latency > bound) for bound in BOUNDS)
-    low = rates[first[0] - 1] if first.size else rates[-1]
-    if first.size and first[0] == 0:
-        low = 0.0
-    high = rates[last[0]] if last.size else max(most, 1.01 * low)
-    return low + (high - low) * np.arange(1, num + 1) / (num + 1)
+    first, last = (np.flatnonzero(latency > bound)[0] for bound in BOUNDS)
+    low = rates[first - 1] if first else 0.0
+    return low + (rates[last] - low) * np.arange(1, num + 1) / (num + 1)
 
 
 def ratios(first: Curve, second: Curve) -> Float[np.ndarray, " bounds"]:

@@ -41,9 +41,9 @@ class Panel(NamedTuple):
 
     @property
     def hours(self) -> float:
-        """Of load that is served; a quarter of one where requests are several."""
+        """Of load that is served: of Alpaca's short requests a quarter is plenty."""
         hours = settings.SERVERS[self.server].hours
-        return hours if self.kind == "plain" else hours / 4
+        return hours if self.data == "ShareGPT" else min(hours, 0.25)
 
     @property
     def systems(self) -> tuple[settings.System, ...]:

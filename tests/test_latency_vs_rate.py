@@ -34,11 +34,11 @@ def test_a_bound_is_passed_between_two_rates() -> None:
 
 def test_more_rates_lie_where_bounds_are_passed() -> None:
     between = latency_vs_rate_capacity.between
-    np.testing.assert_allclose(between(CURVE, 3, 6.0), [2.5, 3, 3.5])
-    low = Curve(CURVE.rates, np.full(4, 0.05))
-    np.testing.assert_allclose(between(low, 3, 6.0), [4.5, 5, 5.5])
+    np.testing.assert_allclose(between(CURVE, 3), [2.5, 3, 3.5])
     high = Curve(CURVE.rates, np.full(4, 5.0))
-    np.testing.assert_allclose(between(high, 3, 6.0), [0.25, 0.5, 0.75])
+    np.testing.assert_allclose(between(high, 3), [0.25, 0.5, 0.75])
+    assert not latency_vs_rate_capacity.bears_all(CURVE)
+    assert latency_vs_rate_capacity.bears_all(Curve(CURVE.rates, np.full(4, 0.05)))
 
 
 def test_a_load_is_the_same_at_every_rate() -> None:
