@@ -25,7 +25,7 @@ def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     for name, systems in curves.items():
         ax = next(free)
         _curves(ax, name, systems)
-        handles = ax.get_legend_handles_labels()
+        handles = max(handles, ax.get_legend_handles_labels(), key=lambda x: len(x[0]))
     for name in published.BATCHES:
         here = [x for x in capacities.ends(rows) if x["panel"] == name]
         if here:
