@@ -5,8 +5,8 @@ every size against the fastest attention there is here over contiguous memory. B
 held against float64, and timed in turns. Where a page holds a whole sequence there is
 no table to follow: the price that is left is that of another kernel.
 
-What page sizes mean for serving, pages half empty against tables to follow, is asked of
-whole workloads; this is the kernel alone.
+What page sizes mean for serving is asked of whole workloads in simulated time, `paper`:
+there a step takes as long whatever the pages, and what they leave unused is felt.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import kernel_runs, page_size_drawing
+from experiments import kernel_runs, page_size_drawing, page_size_serving
 from experiments.claims import Claim, judge
 from experiments.kernel_calls import MAX_ERROR, Run
+from experiments.page_size_serving import Serving
 from experiments.progress import QUIET, Progress
 from pallas_kernels import benchmarking, problems, targets
 from pallas_kernels.problems import Problem
@@ -50,6 +51,10 @@ class Config:
     """Rounds, in which everyone is timed in turn."""
     num_calls: int = 3
     """Calls of a round, of which the median counts."""
+    hours: float = 0.0
+    """Of load that is served in simulated time; then no attention is measured."""
+    seed: int = 0
+    """Of its lengths and arrivals."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured."""
@@ -66,6 +71,8 @@ class Config:
             )
         if self.num_calls < 2:
             raise ValueError(f"{self.num_calls=} must be at least 2")
+        if not self.hours >= 0 or self.seed < 0:
+            raise ValueError(f"{self.hours, self.seed=} must be at least 0")
 
 
 CONFIGS = {
@@ -80,6 +87,7 @@ CONFIGS = {
         num_calls=2,
     ),
     "real": Config(),
+    "paper": Config(hours=1 / 3),
 }
 
 
@@ -112,10 +120,20 @@ class Result(NamedTuple):
     """As that of `benchmarking.Timing`."""
     paged: str
     """The implementation."""
+    serving: Serving
+    """Empty where attention was measured."""
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Measures case after case; ended early, it has what is done."""
+    if config.hours:
+        none = np.empty((0, len(config.page_sizes)))
+        serving = page_size_serving.measure(
+            config.page_sizes, 3600 * config.hours, config.seed, progress
+        )
+        latency = Latency(np.empty(0, int), np.empty(0, int), *[none] * 4)
+        sizes = np.asarray(config.page_sizes)
+        return Result(sizes, latency, "simulated", "simulated", "", serving)
     target = targets.current()
     on_gpu = target.platform == "gpu"
     paged = "mosaic_gpu" if on_gpu else "reference"
@@ -147,6 +165,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         target.kind,
         benchmarking.measure_empty(num_calls=2).clock,
         paged,
+        page_size_serving.empty(),
     )
 
 
@@ -210,6 +229,9 @@ def _is_right(problem: Problem, run: Run) -> bool:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the ratio against the page size, and times as the paper does."""
+    if result.serving.data.size:
+        page_size_serving.plot(axes, result.serving)
+        return
     page_size_drawing.plot(axes, result, _paper_column(result))
 
 
@@ -220,6 +242,10 @@ def _paper_column(result: Result) -> int:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives the ratio of every case and page size, and the times at the paper's."""
+    if result.serving.data.size:
+        columns = zip(*(x.tolist() for x in result.serving), strict=True)
+        names = result.serving._fields
+        return {"serving": [dict(zip(names, row, strict=True)) for row in columns]}
     found, column = result.latency, _paper_column(result)
     usual = int(result.page_size[column])
     rows = []
@@ -249,6 +275,8 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def claims(result: Result) -> list[Claim]:
     """Holds the published price of pages against ours."""
+    if result.serving.data.size:
+        return page_size_serving.claims(result.serving)
     found, column = result.latency, _paper_column(result)
     ratios = found.ratio[:, column]
     known = ratios[np.isfinite(ratios)]

@@ -7,7 +7,8 @@ real text, always the same requests, and only the policy and the memory change. 
 there when the clock starts; the model's own end token is ignored, so that lengths are
 those asked for.
 
-The recomputed share is tokens computed again / tokens computed.
+The recomputed share is tokens computed again / tokens computed. With `paper` no model
+runs: a simulation serves OPT-13B's chat requests.
 """
 
 import dataclasses
@@ -21,7 +22,10 @@ from experiments import (
     preemption_moving,
     preemption_numbers,
     preemption_published,
+    preemption_results,
     preemption_serving,
+    preemption_simulated,
+    preemption_simulated_said,
     prompting,
 )
 from experiments.claims import Claim
@@ -88,6 +92,8 @@ class Config:
     """Whether answers may depend, in rounding, on who gave way."""
     seed: int = 0
     """Of lengths, prompts and draws."""
+    simulated_requests: int = 0
+    """Requests served in simulated time, at the paper's scale; then no model runs."""
 
     def __post_init__(self) -> None:
         """Refuses what does not fit, or leaves nothing to measure."""
@@ -99,7 +105,7 @@ class Config:
             low, high = getattr(self, name)
             if not 1 <= low <= high:
                 raise ValueError(f"{name}={low, high} must be in order, from 1")
-        for name in ("sigma", "seed"):
+        for name in ("sigma", "seed", "simulated_requests"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         for name in ("pool_share", "host_share"):
@@ -139,11 +145,17 @@ CONFIGS = {
         token_budget=16,
         steps_per_call=4,
     ),
+    "paper": Config(simulated_requests=1024),
 }
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves everything; ended early, it has what is done."""
+    if config.simulated_requests:
+        found = preemption_simulated.measure(
+            config.simulated_requests, config.seed, progress
+        )
+        return preemption_results.simulated_only(found)
     model = checkpoints.load_model(bundled.folder_of(config.model))
     if model.tokenizer is None:
         raise ValueError(f"{config.model}: has no tokenizer, so no text")
@@ -209,26 +221,35 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             numerics=config.numerics,
             progress=progress,
         ),
+        simulated=preemption_simulated.empty(),
     )
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws what is computed again, what saves it, and what one return costs."""
+    if result.simulated.study.size:
+        return preemption_simulated_said.draw(axes, result.simulated)
     preemption_drawing.draw(axes, result)
 
 
 def claims(result: Result) -> list[Claim]:
     """Holds what must be so, and published numbers, against ours."""
+    if result.simulated.study.size:
+        return preemption_simulated_said.claims(result.simulated)
     return preemption_published.claims(result)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Lists every serving, a row each."""
+    if result.simulated.study.size:
+        return preemption_simulated_said.metrics(result.simulated)
     return preemption_numbers.metrics(result)
 
 
 def summary(result: Result) -> list[Part]:
     """Puts the ways beside each other."""
+    if result.simulated.study.size:
+        return preemption_simulated_said.summary(result.simulated)
     return preemption_numbers.summary(result)
 
 

@@ -2,8 +2,11 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from experiments.preemption_moving import Moves
 from experiments.preemption_serving import Servings
+from experiments.preemption_simulated import Simulated
 
 
 class Result(NamedTuple):
@@ -19,3 +22,12 @@ class Result(NamedTuple):
     hosts: Servings
     """Swapping with a small buffer and host memory beside it."""
     moves: Moves
+    simulated: Simulated
+    """At the paper's scale; then nothing else was measured."""
+
+
+def simulated_only(found: Simulated) -> Result:
+    """A result of nothing else."""
+    none = Servings(*[np.empty(0)] * len(Servings._fields))
+    moves = Moves(*[np.empty(0)] * len(Moves._fields))
+    return Result(*[none] * 6, moves=moves, simulated=found)

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import kernel_runs, page_size, style
+from experiments import kernel_runs, page_size, page_size_serving, style
 from experiments.kernel_calls import Implementation, Run
 from experiments.page_size import CONFIGS, Config
+from experiments.page_size_serving import Serving
 from pallas_kernels import benchmarking
 from pallas_kernels.benchmarking import Timing
 
@@ -91,3 +92,30 @@ def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
 def test_what_cannot_be_measured_is_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(Config(), **fields)
+
+
+def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
+    # 30 sequences hold 1.6 % of 15,728 places that the next steps fill.
+    row = ("ShareGPT", 2.2, 16, 0.9, 30.0, 0.9713, 0.0143, 1.0)
+    serving = Serving(*(np.array([x]) for x in row))
+    share, half = page_size_serving.claims(serving)[-2:]
+    assert share.ours == pytest.approx(97.13 - 100 * 30 / 15728)
+    assert (share.published, share.verdict) == (96.9, "holds")
+    assert half.published == pytest.approx(100 * 30 * 8.5 / 15728)
+    assert half.ours == pytest.approx(1.43 + 100 * 30 / 15728)
+    assert half.verdict == "holds"
+
+
+@pytest.mark.slow
+def test_workloads_are_served_with_pages_of_every_size() -> None:
+    config = dataclasses.replace(CONFIGS["paper"], hours=0.01, page_sizes=(16, 256))
+    result = page_size.run(config)
+    rows = result.serving
+    assert rows.page_size.tolist() == [16, 256] * 4
+    assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
+    assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
+    files = style.render(
+        lambda axes: page_size.plot(axes, result), panels=page_size.PANELS
+    )
+    assert files["figure.png"].startswith(b"\x89PNG")
+    assert len(page_size.metrics(result)["serving"]) == 8
