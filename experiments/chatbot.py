@@ -106,11 +106,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     }
     rows = runs.serve(setting, requests, rates, progress)
     if config.num_near and not progress.stopped:
+        curves = {system: capacities.curve(rows, system) for system in SYSTEMS}
         rates = {
-            system: capacities.between(
-                capacities.curve(rows, system), config.num_near, config.most
-            ).tolist()
-            for system in SYSTEMS
+            system: capacities.between(curve, config.num_near).tolist()
+            for system, curve in curves.items()
+            if not capacities.bears_all(curve)
         }
         rows += runs.serve(setting, requests, rates, progress)
     return [seen | row for row in rows]

@@ -1,0 +1,161 @@
+"""Phases on cards of their own: what passes between them, what is chosen, queues."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import (
+    catalogue,
+    cost_models,
+    disaggregation,
+    disaggregation_instances,
+    disaggregation_queues,
+    disaggregation_runs,
+    store,
+)
+from experiments import disaggregation_settings as settings
+from experiments.disaggregation_instances import Answers, Received, Requests, Split
+from experiments.disaggregation_settings import Instance
+from jaxkv import lengths, metrics
+from jaxkv.simulation import Work
+
+ONE = Instance("opt-13b", 1)
+
+
+def requests(arrival_s: list[float], prompt: list[int], output: list[int]) -> Requests:
+    tokens = lengths.Lengths(np.array(prompt), np.array(output))
+    return Requests(np.array(arrival_s), tokens)
+
+
+def test_what_comes_read_costs_a_step_of_decoding() -> None:
+    cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
+    counts = map(jnp.int32, (2, 51, 100, 51))
+    work = Work(*counts, jnp.float32(51**2), *map(jnp.int32, (3, 0, 0)))
+    # Three sequences, 151 tokens attended to.
+    found = float(Received(cost, jnp.asarray(True))(work))
+    assert found == pytest.approx(5 + 0.1 * 151 + 3)
+    assert float(Received(cost, jnp.asarray(False))(work)) == float(cost(work))
+
+
+def test_one_after_the_other_is_served() -> None:
+    done = disaggregation_instances.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
+    assert done.tolist() == [2, 4, 7]
+
+
+def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
+    load = requests([0.0] * 4, [100, 100, 200, 100], [2] * 4)
+    each = 100 * settings.kv_bytes("opt-13b") / 1e9
+    assert each == pytest.approx(0.08192)
+    sent = Split(ONE, ONE, 2, 1, link=1e9)
+    ready_s = np.array([1.0, 1.0, 1.0, np.nan])
+    found = disaggregation_instances.transfers(sent, load, ready_s)
+    # The first and the third are read by the same machine; the fourth never was.
+    np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
+    wide = Split(Instance("opt-13b", 4), Instance("opt-13b", 2), 2, 1, link=1e9)
+    found = disaggregation_instances.transfers(wide, load, ready_s)
+    np.testing.assert_allclose(found[:2], each / 2)
+
+
+def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
+    load = requests([0.5, 0.6], [512, 300], [4, 1])
+    (answers,) = disaggregation_instances.split([(Split(ONE, ONE, 1, 1), load)], 10.0)
+    prefill, decode = (np.asarray(x) for x in (ONE.cost.prefill, ONE.cost.decode))
+    first = 0.5 + prefill @ (1, 512, 512**2)
+    sent = 512 * settings.kv_bytes("opt-13b") / settings.LINK
+    steps = sum(decode @ (1, 512 + k, 1) for k in (1, 2, 3))
+    assert answers.first_s[0] == pytest.approx(first, abs=1e-5)
+    assert answers.transfer_s[0] == pytest.approx(sent)
+    assert answers.finish_s[0] == pytest.approx(first + sent + steps, abs=1e-5)
+    # Who asks for one token has it when its prompt is read.
+    assert answers.finish_s[1] == answers.first_s[1] > answers.first_s[0]
+    assert answers.preempted == 0
+
+
+def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
+    answers = Answers(
+        arrival_s=np.array([0.0, 1.0, 2.0, 3.0, np.nan]),
+        first_s=np.array([0.1, 1.1, 2.5, 3.1, 9.0]),
+        finish_s=np.array([1.1, 2.1, 3.5, np.nan, 9.0]),
+        output=np.array([11, 11, 11, 11, 11]),
+        transfer_s=np.array([0.01, 0.01, 0.01, 0.04, np.nan]),
+        preempted=0,
+    )
+    objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
+    found = disaggregation_runs.table(
+        [
+            disaggregation_runs.row(
+                *("x", answers, objectives), ("split", 2, 1, 1, 2, 1e9), 8.0
+            )
+        ]
+    )
+    assert found.rate_per_card[0] == 2.0
+    assert found.ttft_s[0] == pytest.approx(0.5)
+    assert found.tpot_s[0] == np.inf
+    kept = found.attained[0], found.attained_first[0], found.attained_gap[0]
+    assert kept == pytest.approx((0.5, 0.75, 0.75))
+    assert found.quick_share[0] == 0.75
+
+
+def test_the_placement_that_bears_most_a_card_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Requests a second that each card bears, by role and cards of a machine.
+    borne = {("prefill", 1): 5.0, ("prefill", 2): 6.0, ("decode", 1): 9.0}
+    borne |= {("decode", 2): 2.0, ("prefill", 4): 1.0, ("decode", 4): 1.0}
+
+    class Found:
+        def where(self, **wanted: Any) -> float:
+            ways = wanted.get("prefill_ways", wanted.get("decode_ways"))
+            return borne[wanted["role"], ways]
+
+    monkeypatch.setattr(disaggregation_runs, "goodput", lambda value, field: value)
+    chosen, bears = disaggregation_runs.best(
+        "chat, 13B",
+        settings.APPLICATIONS["chat, 13B"],
+        Found(),  # ty: ignore
+    )
+    assert (chosen.prefill.ways, chosen.decode.ways) == (2, 1)
+    # 3 machines that read 12 and 4 that decode 9: all ten cards are busy.
+    assert (chosen.num_prefill, chosen.num_decode, bears) == (3, 4, 36.0)
+
+
+def test_queues_wait_as_long_as_formulas_say() -> None:
+    assert disaggregation_queues.formula_s("one", 5.0) == pytest.approx(0.15)
+    # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
+    found = disaggregation_queues.formula_s("two pipeline stages", 5.0)
+    assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
+    found = disaggregation_queues.formula_s("two tensor ways", 5.0)
+    assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
+    queues = disaggregation_queues.measure((0.3,), num=1000, num_seeds=16, seed=1)
+    off = np.abs(queues.simulated_s - queues.formula_s)
+    assert (off < 4 * queues.error_s).all()
+    assert (queues.error_s < 0.1 * queues.waiting_s).all()
+
+
+@pytest.mark.slow
+def test_smoke_comes_back_from_the_folder(tmp_path: Path) -> None:
+    experiment = catalogue.load("disaggregation")
+    config = experiment.configs["smoke"]
+    result = disaggregation.run(config)
+    store.begin(tmp_path, experiment, config)
+    run = store.finish(tmp_path, experiment, result, duration_s=1.0)
+    assert sum(claim.verdict == "holds" for claim in run.claims) >= 2
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(applications=("chess",)), "must be of chat, 13B"),
+        (dict(shares=(0.5,)), "must be several, ascending"),
+        (dict(links=(0.0,)), "must be above 0 bytes"),
+        (dict(queue_loads=(1.0,)), "must lie in"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(disaggregation.Config(), **fields)
