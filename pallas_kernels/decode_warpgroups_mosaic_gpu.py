@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import planning
+from pallas_kernels import ring_mosaic_gpu as ring
 from pallas_kernels import softmax_mosaic_gpu as softmax
 from pallas_kernels.cutting import Tiling
 from pallas_kernels.packing import WGMMA_ROWS
@@ -267,10 +268,7 @@ def _send(out, lse, shared: Shared, out_target, lse_target) -> None:
 def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
     """Copies: what the last warpgroup does."""
     _, kv_heads, block_rows, _ = inputs.q.shape
-    num_pages, _, page_size, _ = inputs.k.shape
-    pages_per_slot = inputs.page_ids.shape[1]
-    tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
-    box = min(tile, page_size)  # tokens of one copy
+    q_stages = tiling.q_stages
     moved = min(block_rows, WGMMA_ROWS)
 
     def ask_for_rows(piece: _Piece) -> None:
@@ -297,46 +295,20 @@ def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
         slot = inputs.slot[piece.block]
         low, high = inputs.low[piece.block], inputs.high[piece.block]
 
-        def page_at(place):
-            """Page with a place, or one past the end: its copy delivers zeros."""
-            nth = lax.div(place, jnp.int32(page_size))
-            page = inputs.page_ids[slot, jnp.minimum(nth, pages_per_slot - 1)]
-            wanted = (place + box > low) & (place < high)
-            wanted &= (page >= 0) & (page < num_pages)
-            return jnp.where(wanted, page, num_pages)
-
         @pl.loop(0, piece.take)
         def _(i):
-            begin, index = (piece.tile + i) * tile, piece.ring + i
-            stage = lax.rem(index, jnp.int32(stages))
-            pages = [page_at(begin + j * box) for j in range(tile // box)]
-            inside = pl.ds(lax.rem(begin, jnp.int32(page_size)), box)
-            if box == page_size:
-                inside = pl.ds(0, box)
-            for source, target, full, free in (
-                (inputs.k, shared.k, shared.k_full, shared.k_free),
-                (inputs.v, shared.v, shared.v_full, shared.v_free),
-            ):
-
-                @pl.when(index >= stages)
-                def _(free=free):
-                    plgpu.barrier_wait(free.at[stage])
-
-                for j, page in enumerate(pages):
-                    plgpu.copy_gmem_to_smem(
-                        source.at[page, piece.head, inside],
-                        target.at[stage, pl.ds(j * box, box)],
-                        full.at[stage],
-                    )
+            ring.copy_tile(
+                *(inputs, shared),
+                slot=slot,
+                head=piece.head,
+                begin=(piece.tile + i) * tiling.tile,
+                index=piece.ring + i,
+                low=low,
+                high=high,
+                tiling=tiling,
+            )
 
     num_tiles, num_pieces = _walk(inputs, kv_heads, visit)
 
-    # All that arrives must have been waited for when the kernel ends.
-    @pl.loop(jnp.maximum(0, num_tiles - stages), num_tiles)
-    def _(i):
-        plgpu.barrier_wait(shared.k_free.at[lax.rem(i, jnp.int32(stages))])
-        plgpu.barrier_wait(shared.v_free.at[lax.rem(i, jnp.int32(stages))])
-
-    @pl.loop(jnp.maximum(0, num_pieces - q_stages), num_pieces)
-    def _(i):
-        plgpu.barrier_wait(shared.q_free.at[lax.rem(i, jnp.int32(q_stages))])
+    ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    ring.drain(num_pieces, q_stages, shared.q_free)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import ring_mosaic_gpu as ring
 from pallas_kernels import softmax_mosaic_gpu as softmax
 from pallas_kernels.cutting import Tiling
 from pallas_kernels.packing import WGMMA_ROWS
@@ -295,11 +296,7 @@ def _send(
 
 def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
     """Copies: what the last warpgroup does."""
-    num_pages, kv_heads, page_size, _ = inputs.k.shape
-    group = inputs.q.shape[1] // kv_heads
-    pages_per_slot = inputs.page_ids.shape[1]
-    tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
-    box = min(tile, page_size)  # tokens of one copy
+    group, q_stages = inputs.q.shape[1] // inputs.k.shape[1], tiling.q_stages
 
     def ask_for_rows(item: _Item) -> None:
         stage = lax.rem(item.index, jnp.int32(q_stages))
@@ -322,46 +319,20 @@ def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
         slot, kv_head = inputs.slot[item.tile], lax.div(item.head, jnp.int32(group))
         low, high = inputs.low[item.tile], inputs.high[item.tile]
 
-        def page_at(place):
-            """Page with a place, or one past the end: its copy delivers zeros."""
-            nth = lax.div(place, jnp.int32(page_size))
-            page = inputs.page_ids[slot, jnp.minimum(nth, pages_per_slot - 1)]
-            wanted = (place + box > low) & (place < high)
-            wanted &= (page >= 0) & (page < num_pages)
-            return jnp.where(wanted, page, num_pages)
-
         @pl.loop(0, item.num_kv)
         def _(i):
-            begin, index = item.kv_tile(i) * tile, item.ring + i
-            stage = lax.rem(index, jnp.int32(stages))
-            pages = [page_at(begin + j * box) for j in range(tile // box)]
-            inside = pl.ds(lax.rem(begin, jnp.int32(page_size)), box)
-            if box == page_size:
-                inside = pl.ds(0, box)
-            for source, target, full, free in (
-                (inputs.k, shared.k, shared.k_full, shared.k_free),
-                (inputs.v, shared.v, shared.v_full, shared.v_free),
-            ):
-
-                @pl.when(index >= stages)
-                def _(free=free):
-                    plgpu.barrier_wait(free.at[stage])
-
-                for j, page in enumerate(pages):
-                    plgpu.copy_gmem_to_smem(
-                        source.at[page, kv_head, inside],
-                        target.at[stage, pl.ds(j * box, box)],
-                        full.at[stage],
-                    )
+            ring.copy_tile(
+                *(inputs, shared),
+                slot=slot,
+                head=kv_head,
+                begin=item.kv_tile(i) * tiling.tile,
+                index=item.ring + i,
+                low=low,
+                high=high,
+                tiling=tiling,
+            )
 
     num_items, num_tiles = _walk(inputs, tiling.num_programs, visit)
 
-    # All that arrives must have been waited for when the kernel ends.
-    @pl.loop(jnp.maximum(0, num_tiles - stages), num_tiles)
-    def _(i):
-        plgpu.barrier_wait(shared.k_free.at[lax.rem(i, jnp.int32(stages))])
-        plgpu.barrier_wait(shared.v_free.at[lax.rem(i, jnp.int32(stages))])
-
-    @pl.loop(jnp.maximum(0, num_items - q_stages), num_items)
-    def _(i):
-        plgpu.barrier_wait(shared.q_free.at[lax.rem(i, jnp.int32(q_stages))])
+    ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    ring.drain(num_items, q_stages, shared.q_free)

@@ -14,7 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import decode_mosaic_gpu as decode
-from pallas_kernels import planning, prefill_mosaic_gpu, prefill_planning
+from pallas_kernels import (
+    planning,
+    prefill_mosaic_gpu,
+    prefill_planning,
+    ring_mosaic_gpu,
+)
 from pallas_kernels.cutting import Tiling
 from tests.kernel_cases import Case
 
@@ -110,6 +115,17 @@ def watched_product(
     pl.when(jnp.isnan(seen))(plgpu.commit_smem)  # or nobody would want what is loaded
     multiply(sums, left, right)
     plgpu.commit_smem()
+
+
+def seed_bug(
+    patch: pytest.MonkeyPatch, warpgroups: types.ModuleType, removed: str, added: str
+) -> None:
+    """Changes one place of a kernel's warpgroups, or of what they share with others."""
+    homes = {warpgroups: ("consume", "produce"), ring_mosaic_gpu: ("copy_tile",)}
+    [home] = (x for x in homes if removed in inspect.getsource(x))
+    changed = mutant(home, removed, added)
+    for name in homes[home]:
+        patch.setattr(home, name, getattr(changed, name))
 
 
 def mutant(module: types.ModuleType, removed: str, added: str) -> types.ModuleType:

@@ -5,7 +5,7 @@ import pytest
 
 from pallas_kernels import decode_warpgroups_mosaic_gpu as warpgroups
 from pallas_kernels.cutting import Tiling
-from tests.emulating import NOTICED, mutant, run
+from tests.emulating import NOTICED, run, seed_bug
 from tests.kernel_cases import assert_within_rule, make_case
 
 K_FULL = "plgpu.barrier_wait(shared.k_full.at[stage])"
@@ -47,9 +47,7 @@ MORE_BUGS = {
 def test_seeded_bugs_are_caught(
     monkeypatch: pytest.MonkeyPatch, removed: str, added: str, stages: int
 ) -> None:
-    module = mutant(warpgroups, removed, added)
-    for name in ("consume", "produce"):
-        monkeypatch.setattr(warpgroups, name, getattr(module, name))
+    seed_bug(monkeypatch, warpgroups, removed, added)
     with pytest.raises(RuntimeError, match=NOTICED):
         run(TINY, Tiling(num_programs=1, stages=stages))
 

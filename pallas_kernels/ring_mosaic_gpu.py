@@ -1,0 +1,90 @@
+"""Tiles of keys and values on their way from pages to shared memory.
+
+What the warpgroups that copy have in common, whichever rows they copy for: a ring of
+stages, and of each stage a barrier that says that it is full and one that it is free.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.cutting import Tiling
+from pallas_kernels.softmax_mosaic_gpu import Ref
+
+
+def copy_tile(
+    inputs: Any,
+    shared: Any,
+    *,
+    slot: Any,
+    head: Any,
+    begin: Any,
+    index: Any,
+    low: Any,
+    high: Any,
+    tiling: Tiling,
+) -> None:
+    """Asks the copy engine for a tile of keys, then of values, as stages become free.
+
+    Args:
+      inputs: with `k` and `v` [pages, kv_heads, page_size, head_dim], and `page_ids`.
+      shared: with the rings `k` and `v`, and their `k_full`, `k_free` and so on.
+      slot: whose pages.
+      head: KV head.
+      begin: first place of the tile.
+      index: tiles that this program has asked for before.
+      low: first place that any row sees.
+      high: place after the last one. Pages without a place between are not read: zeros
+        arrive in their stead, and for ids outside [0, pages).
+      tiling: static.
+    """
+    num_pages, _, page_size, _ = inputs.k.shape
+    pages_per_slot = inputs.page_ids.shape[1]
+    stage = lax.rem(index, jnp.int32(tiling.stages))
+    box = min(tiling.tile, page_size)  # tokens of one copy
+
+    def page_at(place):
+        """Page with a place, or one past the end: its copy delivers zeros."""
+        nth = lax.div(place, jnp.int32(page_size))
+        page = inputs.page_ids[slot, jnp.minimum(nth, pages_per_slot - 1)]
+        wanted = (place + box > low) & (place < high)
+        wanted &= (page >= 0) & (page < num_pages)
+        return jnp.where(wanted, page, num_pages)
+
+    pages = [page_at(begin + j * box) for j in range(tiling.tile // box)]
+    inside = pl.ds(lax.rem(begin, jnp.int32(page_size)), box)
+    if box == page_size:
+        inside = pl.ds(0, box)
+    for source, target, full, free in (
+        (inputs.k, shared.k, shared.k_full, shared.k_free),
+        (inputs.v, shared.v, shared.v_full, shared.v_free),
+    ):
+
+        @pl.when(index >= tiling.stages)
+        def _(free=free):
+            plgpu.barrier_wait(free.at[stage])
+
+        for j, page in enumerate(pages):
+            plgpu.copy_gmem_to_smem(
+                source.at[page, head, inside],
+                target.at[stage, pl.ds(j * box, box)],
+                full.at[stage],
+            )
+
+
+def drain(num: Any, stages: int, *free: Ref) -> None:
+    """Waits until all stages are free: what arrives must have been waited for.
+
+    Args:
+      num: how often stages were filled.
+      stages: of the rings, static.
+      free: barriers of rings.
+    """
+
+    @pl.loop(jnp.maximum(0, num - stages), num)
+    def _(i):
+        for barriers in free:
+            plgpu.barrier_wait(barriers.at[lax.rem(i, jnp.int32(stages))])
