@@ -17,7 +17,7 @@ import numpy as np
 from experiments import model_card
 from experiments.progress import QUIET, Progress
 from jaxkv import checkpoints, models, tokenizing
-from scaling import corpora, objectives, training
+from scaling import architectures, corpora, objectives, training
 from scaling.recipes import TrainConfig
 
 
@@ -215,11 +215,12 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         duration_s=sum(part.curve[-1]["duration_s"] for part in runs if part.curve),
     )
     if done and config.export:
+        model = architectures.servable(config.trunk.model)
         checkpoints.save_model(
             config.export,
-            config.trunk.model,
+            model,
             params,
-            tokenizer=tokenizing.ByteTokenizer(config.trunk.model.vocab_size),
+            tokenizer=tokenizing.ByteTokenizer(model.vocab_size),
             model_card=model_card.text(config, split, result),
             dtype="bfloat16",
             overwrite=True,

@@ -301,7 +301,14 @@ def _parse[T](options: type[T], args: list[str], prog: str, description: str) ->
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(options, args=args, prog=prog, description=description)
+            return tyro.cli(
+                options,
+                args=args,
+                prog=prog,
+                description=description,
+                # A field of several types keeps the one that its default has.
+                config=(tyro.conf.AvoidSubcommands,),
+            )
     except SystemExit as done:
         if done.code:
             line = _one_line(errors.getvalue())

@@ -114,6 +114,8 @@ def _restore(hint: Any, value: Any, where: str) -> Any:
     """Turns parsed JSON into a value of the hinted type."""
     if dataclasses.is_dataclass(hint):
         return _restore_dataclass(hint, value, where)
+    if isinstance(hint, typing.TypeAliasType):
+        return _restore(hint.__value__, value, where)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _restore(args[0], value, where)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experiments import environment
-from scaling import corpora
+from scaling import architectures, corpora
 
 if TYPE_CHECKING:
     from experiments.bundled_model import Config, Result
@@ -21,7 +21,7 @@ def text(config: "Config", split: corpora.Split, result: "Result") -> str:
       split: the text it was run on.
       result: what came out, with the held-out text scored.
     """
-    model, trunk = config.trunk.model, config.trunk
+    model, trunk = architectures.servable(config.trunk.model), config.trunk
     env = environment.describe()
     versions = env["versions"]
     num_tokens, num_train = int(result.tokens[-1]), len(corpora.tokens(split.train))

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import models
-from scaling import corpora
+from scaling import architectures, corpora
 
 
 class Score(NamedTuple):
@@ -36,11 +36,32 @@ def token_losses(
     params: models.Params,
     windows: Int[Array, "batch window"],
     *,
-    model: models.ModelConfig,
+    model: architectures.Architecture,
 ) -> Float[Array, "batch window-1"]:
     """Nats of every token of each window but the first, given those before it."""
-    logits = models.logits(params, windows[:, :-1], config=model)
-    picked = jnp.take_along_axis(logits, windows[:, 1:, None], axis=-1)[..., 0]
+    logits = architectures.forward(params, windows[:, :-1], config=model).logits
+    return _nats(logits, windows[:, 1:])
+
+
+def mean_loss(
+    params: models.Params,
+    windows: Int[Array, "batch window"],
+    *,
+    model: architectures.Architecture,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """What training minimises, and the mean nats per token that it contains.
+
+    The two differ by the model's auxiliary loss, which no score counts.
+    """
+    output = architectures.forward(params, windows[:, :-1], config=model)
+    loss = _nats(output.logits, windows[:, 1:]).mean()
+    return loss + output.auxiliary, loss
+
+
+def _nats(
+    logits: Float[Array, "batch seq vocab"], targets: Int[Array, "batch seq"]
+) -> Float[Array, "batch seq"]:
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
@@ -74,7 +95,7 @@ def score(
     params: models.Params,
     documents: Iterable[corpora.Document],
     *,
-    model: models.ModelConfig,
+    model: architectures.Architecture,
     seq_len: int,
     batch_size: int = 16,
 ) -> Score:
@@ -110,5 +131,5 @@ def score(
 
 
 @functools.cache
-def _losses(model: models.ModelConfig):
+def _losses(model: architectures.Architecture):
     return jax.jit(functools.partial(token_losses, model=model))

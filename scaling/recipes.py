@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jaxkv import models
-from scaling import corpora
+from scaling import architectures, corpora
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class OptimizerConfig:
 class TrainConfig:
     """One training run: the model, the text, and everything that decides the result."""
 
-    model: models.ModelConfig
+    model: architectures.Architecture
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
     optimizer: OptimizerConfig = OptimizerConfig()
     batch_size: int = 16

@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int, Int32, UInt16
 
 from jaxkv import models
-from scaling import corpora, objectives, runs
+from scaling import architectures, corpora, objectives, runs
 from scaling.recipes import OptimizerConfig, Schedule, TrainConfig
 
 
@@ -111,10 +111,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def init(
-    model: models.ModelConfig, optimizer: OptimizerConfig, seed: Int[Array, ""]
+    model: architectures.Architecture, optimizer: OptimizerConfig, seed: Int[Array, ""]
 ) -> TrainState:
     """Makes the state before the first step."""
-    params = models.init_params(model, jax.random.key(seed))
+    params = architectures.init_params(model, jax.random.key(seed))
     return TrainState(params, make_optimizer(optimizer).init(params), jnp.int32(0))
 
 
@@ -125,7 +125,7 @@ def steps(
     seed: Int[Array, ""],
     num_steps: Int[Array, ""],
     *,
-    model: models.ModelConfig,
+    model: architectures.Architecture,
     optimizer: OptimizerConfig,
     batch_size: int,
     seq_len: int,
@@ -149,15 +149,16 @@ def steps(
     """
     update = make_optimizer(optimizer).update
 
-    def mean_loss(params, windows):
-        return objectives.token_losses(params, windows, model=model).mean()
+    gradient = jax.value_and_grad(
+        functools.partial(objectives.mean_loss, model=model), has_aux=True
+    )
 
     def step(_, carry):
         (params, moments, step), total = carry
         windows = corpora.draw(
             stream, seed, step, batch_size=batch_size, seq_len=seq_len
         )
-        loss, grads = jax.value_and_grad(mean_loss)(params, windows)
+        (_, loss), grads = gradient(params, windows)
         updates, moments = update(grads, moments, params)
         rate = schedule.at(step)
         params = jax.tree.map(lambda p, u: p + rate * u, params, updates)

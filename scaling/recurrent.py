@@ -1,0 +1,226 @@
+"""Stacked LSTM and GRU language models, the transformer's rivals: a config, a forward.
+
+A layer's input products do not depend on its state, so they are made for all tokens at
+once; only the state's own product waits for the token before. The gradient does the
+same backwards: weights get theirs in one product after the loop, where differentiating
+the loop would add to them token by token.
+
+Sources: Hochreiter and Schmidhuber 1997 with the forget gate of Gers et al. 2000, as
+Zaremba et al. 2014 (arXiv:1409.2329, section 3) write it; Cho et al. 2014
+(arXiv:1406.1078, section 2.3), with the reset gate applied after the product as in
+cuDNN and PyTorch.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models import Params
+
+NUM_GATES = {"lstm": 4, "gru": 3}
+"""Input, forget, cell, output; reset, update, candidate: PyTorch's order."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """The shape of a recurrent language model; hashable, so a static argument."""
+
+    vocab_size: int
+    hidden_size: int
+    """Of embeddings and states alike."""
+    num_layers: int
+    max_positions: int
+    """Longest sequence it is meant for; nothing in the model depends on it."""
+    kind: Literal["lstm", "gru"] = "lstm"
+    norm: Literal["none", "layer"] = "layer"
+    """Layer norm of every layer's input and of what the head reads."""
+    norm_eps: float = 1e-5
+    residual: bool = True
+    """Whether a layer's output is added to its input, as in a transformer."""
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        """Refuses shapes that cannot be."""
+        for name in ("vocab_size", "hidden_size", "num_layers", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def init_params(config: RecurrentConfig, key: Array) -> Params:
+    """Random parameters, float32: nested dicts like those of `models.init_params`.
+
+    Embeddings are normal with standard deviation 0.02, a layer's products uniform in
+    +-1/sqrt(hidden) as PyTorch has them. Biases are zero, but 1 in the LSTM's forget
+    gate, which must start open (Jozefowicz et al. 2015, section 2.2).
+    """
+    c = config
+    embed, head, *layers = jax.random.split(key, 2 + c.num_layers)
+    params: dict[str, Any] = {"embed": {"weight": _table(c, embed)}}
+    params["layers"] = [_init_layer(c, layer) for layer in layers]
+    if c.norm == "layer":
+        params["final_norm"] = _init_norm(c)
+    if not c.tie_embeddings:
+        params["head"] = {"weight": _table(c, head)}
+    return params
+
+
+def _table(config: RecurrentConfig, key: Array) -> Float[Array, "vocab hidden"]:
+    shape = (config.vocab_size, config.hidden_size)
+    return jnp.float32(0.02) * jax.random.normal(key, shape, jnp.float32)
+
+
+def _init_layer(config: RecurrentConfig, key: Array) -> Params:
+    gates, h = NUM_GATES[config.kind], config.hidden_size
+    bound, keys = 1 / math.sqrt(h), jax.random.split(key)
+
+    def product(key: Array) -> Float[Array, "gates hidden hidden"]:
+        return jax.random.uniform(key, (gates, h, h), jnp.float32, -bound, bound)
+
+    bias = jnp.zeros((gates, h), jnp.float32)
+    if config.kind == "lstm":
+        bias = bias.at[1].set(jnp.float32(1))
+    layer: dict[str, Any] = {
+        "inputs": {"weight": product(keys[0]), "bias": bias},
+        "state": {"weight": product(keys[1])},
+    }
+    if config.kind == "gru":
+        # Of the candidate's product with the state, inside the reset gate.
+        layer["state"]["bias"] = jnp.zeros((h,), jnp.float32)
+    if config.norm == "layer":
+        layer["norm"] = _init_norm(config)
+    return layer
+
+
+def _init_norm(config: RecurrentConfig) -> Params:
+    size = (config.hidden_size,)
+    return {"scale": jnp.ones(size, jnp.float32), "bias": jnp.zeros(size, jnp.float32)}
+
+
+def logits(
+    params: Params, tokens: Int[Array, "batch seq"], *, config: RecurrentConfig
+) -> Float[Array, "batch seq vocab"]:
+    """Reads whole sequences from a state of zeros.
+
+    Args:
+      params: as `init_params` returns them, in any floating type.
+      tokens: ids.
+      config: the shape.
+
+    Returns:
+      Next-token logits, in float32 at least.
+    """
+    # Tokens first, so that the loop reads and writes whole rows.
+    x = params["embed"]["weight"][tokens.T]
+    for layer in params["layers"]:
+        inputs = _norm(x, layer["norm"], config) if config.norm == "layer" else x
+        y = _layer(inputs, layer, kind=config.kind)
+        x = x + y if config.residual else y
+    if config.norm == "layer":
+        x = _norm(x, params["final_norm"], config)
+    table = params["embed" if config.tie_embeddings else "head"]["weight"]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    out = jnp.einsum("sbh,vh->sbv", x, table, preferred_element_type=wide)
+    return out.swapaxes(0, 1)
+
+
+def _norm(x: Float[Array, "seq batch hidden"], norm: Params, config: RecurrentConfig):
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y - y.mean(-1, keepdims=True)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + config.norm_eps)
+    return y.astype(x.dtype) * norm["scale"][None, None] + norm["bias"][None, None]
+
+
+def _layer(
+    x: Float[Array, "seq batch hidden"], layer: Params, *, kind: Literal["lstm", "gru"]
+) -> Float[Array, "seq batch hidden"]:
+    """The states of one layer after every token."""
+    inputs, state = layer["inputs"], layer["state"]
+    bias = inputs["bias"].reshape(-1)[None, None]
+    made = jnp.einsum("sbh,gh->sbg", x, _flat(inputs["weight"])) + bias
+    start = jnp.zeros(x.shape[1:], x.dtype)
+    if kind == "lstm":
+        return _scan(_lstm, _flat(state["weight"]), (), made, (start, start))[0]
+    bias = (state["bias"],)
+    return _scan(_gru, _flat(state["weight"]), bias, made, (start,))[0]
+
+
+def _flat(weight: Float[Array, "gates hidden inputs"]) -> Float[Array, "rows inputs"]:
+    return weight.reshape(-1, weight.shape[-1])
+
+
+def _lstm(bias, made, product, state):
+    """Gates from both products; the state is what is told, and the cell."""
+    del bias
+    i, f, g, o = jnp.split(made + product, 4, axis=-1)
+    cell = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
+
+
+def _gru(bias, made, product, state):
+    """The state moves towards the candidate as far as the update gate lets it."""
+    r, z, n = jnp.split(made, 3, axis=-1)
+    r_, z_, n_ = jnp.split(product, 3, axis=-1)
+    candidate = jnp.tanh(n + jax.nn.sigmoid(r + r_) * (n_ + bias[0][None]))
+    update = jax.nn.sigmoid(z + z_)
+    return ((1 - update) * candidate + update * state[0],)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(cell, weight, bias, made, start):
+    """States after every token: `cell(bias, made[t], weight @ state[0], state)`.
+
+    Args:
+      cell: works on rows of a batch, element by element.
+      weight: of the state's product, `[rows, hidden]`.
+      bias: what else the cell needs.
+      made: what the inputs give to the gates, `[seq, batch, rows]`.
+      start: the state before the first token, each part `[batch, hidden]`.
+
+    Returns:
+      Each part of the state, `[seq, batch, hidden]`.
+    """
+    return _scan_forward(cell, weight, bias, made, start)[0]
+
+
+def _scan_forward(cell, weight, bias, made, start):
+    def step(state, made):
+        product = jnp.einsum("bh,gh->bg", state[0], weight)
+        state = cell(bias, made, product, state)
+        return state, (state, product)
+
+    _, (states, products) = jax.lax.scan(step, start, made)
+    return states, (weight, bias, made, start, states, products)
+
+
+def _scan_backward(cell, kept, grads):
+    weight, bias, made, start, states, products = kept
+    before = jax.tree.map(
+        lambda first, all_: jnp.concatenate([first[None], all_[:-1]]), start, states
+    )
+
+    def step(carry, token):
+        later, bias_grad = carry
+        made, product, state, grad = token
+        pull = jax.vjp(cell, bias, made, product, state)[1]
+        more, made_grad, product_grad, state_grad = pull(
+            jax.tree.map(jnp.add, later, grad)
+        )
+        through = jnp.einsum("bg,gh->bh", product_grad, weight)
+        earlier = (state_grad[0] + through, *state_grad[1:])
+        bias_grad = jax.tree.map(jnp.add, bias_grad, more)
+        return (earlier, bias_grad), (made_grad, product_grad)
+
+    nothing = jax.tree.map(jnp.zeros_like, (start, bias))
+    (start_grad, bias_grad), (made_grad, product_grad) = jax.lax.scan(
+        step, nothing, (made, products, before, grads), reverse=True
+    )
+    weight_grad = jnp.einsum("sbg,sbh->gh", product_grad, before[0])
+    return weight_grad, bias_grad, made_grad, start_grad
+
+
+_scan.defvjp(_scan_forward, _scan_backward)
