@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scaling import corpora
+from scaling import corpora, streams
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_tokens_are_bytes_with_an_end_after_each_document(tmp_path: Path) -> Non
 @pytest.mark.parametrize("size", [1, 2, 97, 256])
 def test_order_is_a_permutation(size: int) -> None:
     rounds = jax.random.bits(jax.random.key(size), (24, 2), jnp.uint32)
-    place = jax.vmap(lambda i: corpora._shuffled(i, rounds, size))
+    place = jax.vmap(lambda i: streams._shuffled(i, rounds, size))
     order = np.asarray(place(jnp.arange(size, dtype=jnp.uint32)))
     assert sorted(order) == list(range(size))
     if size > 90:  # shuffled: neighbours are as far apart as chance would have it

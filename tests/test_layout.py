@@ -21,7 +21,7 @@ DOORS = {
     "optax": ("scaling/training.py", "jaxkv/checkpoints.py"),
     "orbax": ("scaling/training.py", "jaxkv/snapshots.py"),
     "safetensors": ("jaxkv/hf_weights.py",),
-    "tokenizers": ("jaxkv/tokenizing.py",),
+    "tokenizers": ("jaxkv/tokenizing.py", "jaxkv/byte_pairs.py"),
     "jinja2": ("jaxkv/chatting.py",),
     "rich": ("experiments/*", "scaling/training.py"),
     "ray": ("scaling/sweeps.py",),

@@ -1,0 +1,186 @@
+"""A stream of tokens to train on, one to score, and the order in which training reads.
+
+Training reads windows of its stream at places that `draw` computes from (seed, step)
+alone, so a run can be taken up anywhere without having stored an order.
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Int32, UInt, UInt32
+
+_NUM_ROUNDS = 24
+MAX_TOKENS = 2**31 - 1
+"""Tokens that `draw` can tell apart."""
+# Of a longer stream, the digest reads evenly spaced pieces.
+_DIGESTED_WHOLE = 2**28
+_NUM_PIECES, _PIECE = 256, 2**20
+
+
+class Corpus(NamedTuple):
+    """What a model learns from, and what it is scored on.
+
+    Attributes:
+      stream: the training side, uint16, or uint32 where the vocabulary needs it;
+        possibly a memory map.
+      held_out: the other side, of the same type; never trained on.
+      vocab_size: above every token id of both.
+      bytes_per_token: of the held-out text, so that nats per token become bits per
+        byte: `loss / log(2) / bytes_per_token`; NaN where a token has no bytes.
+      floor: least loss possible, in nats per token, if it is known.
+      floor_se: standard error of that; 0 if it was computed, not sampled.
+      name: for a person.
+      digest: SHA-256 of both streams' tokens.
+    """
+
+    stream: Any
+    held_out: Any
+    vocab_size: int
+    bytes_per_token: float
+    floor: float | None
+    floor_se: float
+    name: str
+    digest: str
+
+    def epochs(self, num_tokens: int) -> float:
+        """How often training on so many tokens reads the stream."""
+        return num_tokens / len(self.stream)
+
+
+def make(
+    stream: np.ndarray,
+    held_out: np.ndarray,
+    *,
+    vocab_size: int,
+    name: str,
+    num_unique_tokens: int = 0,
+    bytes_per_token: float = float("nan"),
+    floor: float | None = None,
+    floor_se: float = 0.0,
+) -> Corpus:
+    """Makes a corpus of two streams, cut to the tokens asked for.
+
+    Raises:
+      ValueError: a stream is empty, too long, or shorter than asked for.
+    """
+    for side, tokens in {"training": stream, "held-out": held_out}.items():
+        if len(tokens) == 0:
+            raise ValueError(f"{name}: the {side} side has no tokens")
+        if len(tokens) > MAX_TOKENS:
+            raise ValueError(
+                f"{name}: {len(tokens)} tokens are too many: under 2**31 are supported"
+            )
+    if num_unique_tokens > len(stream):
+        raise ValueError(
+            f"{name}: {num_unique_tokens=} are more than its {len(stream)} tokens"
+        )
+    stream = stream[: num_unique_tokens or None]
+    return Corpus(
+        stream=stream,
+        held_out=held_out,
+        vocab_size=vocab_size,
+        bytes_per_token=bytes_per_token,
+        floor=floor,
+        floor_se=floor_se,
+        name=name,
+        digest=digest(stream, held_out),
+    )
+
+
+def digest(*streams: np.ndarray) -> str:
+    """The SHA-256 of streams of tokens, so that a run knows its data again.
+
+    Of a stream beyond 2**28 tokens its length and 256 evenly spaced pieces count.
+    """
+    found = hashlib.sha256()
+    for stream in streams:
+        found.update(f"{stream.dtype.name} {len(stream)} ".encode())
+        starts = range(0, len(stream), _PIECE)
+        if len(stream) > _DIGESTED_WHOLE:
+            spaced = np.linspace(0, len(stream) - _PIECE, _NUM_PIECES)
+            starts = [int(start) for start in spaced]
+        for start in starts:
+            piece = stream[start : start + _PIECE]
+            found.update(piece.astype(piece.dtype.newbyteorder("<")).tobytes())
+    return found.hexdigest()
+
+
+def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
+    """Counts the windows of one pass over a stream.
+
+    Raises:
+      ValueError: the stream is shorter than one window.
+    """
+    if num_tokens < seq_len + 1:
+        raise ValueError(
+            f"a corpus of {num_tokens} tokens is shorter than one window of "
+            f"{seq_len=} tokens and the one after it"
+        )
+    return num_tokens // seq_len
+
+
+def draw(
+    stream: UInt[Array, " tokens"],
+    seed: Int[Array, ""],
+    step: Int[Array, ""],
+    *,
+    batch_size: int,
+    seq_len: int,
+) -> Int32[Array, "batch_size {seq_len}+1"]:
+    """Takes the windows of one training step.
+
+    The stream is a ring, cut into windows at an offset that is new in each epoch; every
+    epoch visits each window once, in an order of its own. The order is computed, not
+    stored, so a step's windows depend on nothing but the arguments.
+
+    Args:
+      stream: the tokens of the training side.
+      seed: of the order.
+      step: how many batches came before this one, from 0.
+      batch_size: number of windows.
+      seq_len: predictions per window; a window has one token more.
+
+    Returns:
+      The windows' tokens.
+
+    Source: the order is the swap-or-not shuffle of Hoang, Morris and Rogaway 2012
+    (arXiv:1208.1176), with a murmur finalizer as its round function.
+    """
+    num_tokens = stream.shape[0]
+    num_windows = windows_per_epoch(num_tokens, seq_len)
+    index = step.astype(jnp.int32) * batch_size + jnp.arange(
+        batch_size, dtype=jnp.int32
+    )
+    epoch, window = index // num_windows, index % num_windows
+
+    def start(epoch, window):
+        key = jax.random.fold_in(jax.random.key(seed), epoch)
+        offset_key, order_key = jax.random.split(key)
+        offset = jax.random.randint(offset_key, (), 0, num_tokens, jnp.int32)
+        rounds = jax.random.bits(order_key, (_NUM_ROUNDS, 2), jnp.uint32)
+        place = _shuffled(window.astype(jnp.uint32), rounds, num_windows)
+        return place * jnp.uint32(seq_len) + offset.astype(jnp.uint32)
+
+    # Without a sign the sum of two places, each below 2**31, fits in 32 bits.
+    starts = jax.vmap(start)(epoch, window)[:, None] % jnp.uint32(num_tokens)
+    place = starts + jnp.arange(seq_len + 1, dtype=jnp.uint32)[None]
+    return stream[place % jnp.uint32(num_tokens)].astype(jnp.int32)
+
+
+def _shuffled(
+    index: UInt32[Array, ""], rounds: UInt32[Array, "rounds 2"], size: int
+) -> UInt32[Array, ""]:
+    """Maps an index to its place in a permutation of `size` elements."""
+    size_ = jnp.uint32(size)
+
+    def swap(index, round_):
+        partner = (round_[0] % size_ + size_ - index) % size_
+        bits = jnp.maximum(index, partner) ^ round_[1]
+        for factor in (0x85EBCA6B, 0xC2B2AE35):
+            bits = (bits ^ (bits >> jnp.uint32(15))) * jnp.uint32(factor)
+        return jnp.where(bits >> jnp.uint32(31) == 1, partner, index), None
+
+    return jax.lax.scan(swap, index, rounds)[0]

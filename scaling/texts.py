@@ -1,0 +1,200 @@
+"""Text found on the machine: documents, in a fixed order, and which are held out.
+
+Whole documents are held out, chosen by a hash of their names, so a file is on the same
+side on every machine that has it, whatever lies beside it.
+"""
+
+import dataclasses
+import fnmatch
+import glob
+import hashlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePath
+from typing import Literal, NamedTuple
+
+from jaxkv.tokenizing import NUM_BYTES
+
+END = NUM_BYTES
+"""The byte tokens' last: it ends a document, and is the only one that is no byte."""
+VOCAB_SIZE = NUM_BYTES + 1
+"""Of tokens that are bytes."""
+MAX_VOCAB_SIZE = 2**16
+
+# Not typical text: test suites (half of the library, much of it data), installed
+# packages, code tables, generated help texts, a retired grammar's fixtures; and what
+# describes one build of Python, its paths included.
+_LIBRARY_EXCLUDES = (
+    *("test/*", "tests/*", "*/test/*", "*/tests/*", "*/idle_test/*"),
+    *("site-packages/*", "dist-packages/*", "encodings/*", "pydoc_data/*"),
+    *("lib2to3/*", "config-*/*", "_sysconfigdata*", "__phello__/*"),
+)
+_DOCUMENTATION_SUFFIXES = (".txt", ".md", ".rst")
+
+
+class Document(NamedTuple):
+    """One text.
+
+    Attributes:
+      name: its path relative to the corpus, with `/`: what the split goes by.
+      path: where it lies.
+      text: its bytes, valid UTF-8, at least one.
+    """
+
+    name: str
+    path: Path
+    text: bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Which text, and how much of it is never trained on."""
+
+    pattern: str = ""
+    """A glob of text files (`**` crosses folders); empty: Python's standard library;
+    `documentation`: what lies in the documentation folders of this machine."""
+    held_out: float = 0.05
+    """Share of the documents that is held out, in (0, 1)."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """`bpe`: byte pairs, merged as is best for the training side."""
+    vocab_size: int = VOCAB_SIZE
+    """Token ids there may be: 257 for bytes, in (257, 65536] for byte pairs."""
+    num_unique_tokens: int = 0
+    """Training reads so many tokens, again and again; 0: all there are. The documents
+    are taken in an order of their own, so that a smaller number is part of a larger."""
+
+    def __post_init__(self):
+        """Refuses a split that leaves a side empty, and impossible tokens."""
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"{self.held_out=} must be in (0, 1)")
+        if self.tokenizer == "bytes" and self.vocab_size != VOCAB_SIZE:
+            raise ValueError(f"{self.vocab_size=} of bytes must be {VOCAB_SIZE}")
+        if self.tokenizer == "bpe" and not (
+            VOCAB_SIZE < self.vocab_size <= MAX_VOCAB_SIZE
+        ):
+            raise ValueError(
+                f"{self.vocab_size=} of byte pairs must be in "
+                f"({VOCAB_SIZE}, {MAX_VOCAB_SIZE}]"
+            )
+        if self.num_unique_tokens < 0:
+            raise ValueError(f"{self.num_unique_tokens=} must be at least 0")
+
+
+STANDARD_LIBRARY = CorpusConfig()
+DOCUMENTATION = CorpusConfig(pattern="documentation")
+
+
+class Split(NamedTuple):
+    """The two sides of a corpus, each in order of names."""
+
+    train: list[Document]
+    held_out: list[Document]
+
+
+def load(config: CorpusConfig) -> Split:
+    """Reads a corpus and splits it by document.
+
+    Empty files, files that are not UTF-8, and copies of a text are left out.
+
+    Raises:
+      ValueError: no file matches, one cannot be read, or a side of the split has no
+        document.
+    """
+    if config.pattern == DOCUMENTATION.pattern:
+        what, found = "the documentation folders", _documentation()
+    elif config.pattern:
+        what, found = config.pattern, _matching(config.pattern)
+    else:
+        what, found = "the standard library", _standard_library()
+    documents = _distinct(found)
+    if not documents:
+        raise ValueError(f"no text files in {what}")
+    split = Split([], [])
+    for document in documents:
+        split[place(document.name) < config.held_out].append(document)
+    if not all(split):
+        raise ValueError(
+            f"{len(documents)} documents in {what} are too few to hold out "
+            f"{config.held_out=}"
+        )
+    return split
+
+
+def place(name: str) -> float:
+    """Where a document stands, in [0, 1), by its name alone; low ones are held out."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
+
+
+def held_out_files(config: CorpusConfig = STANDARD_LIBRARY) -> list[Path]:
+    """Lists the files that are never trained on."""
+    return [document.path for document in load(config).held_out]
+
+
+def describe(config: CorpusConfig) -> str:
+    """Names the text, with the version of Python where it depends on it."""
+    if config.pattern == DOCUMENTATION.pattern:
+        return "the documentation folders of a machine"
+    if config.pattern:
+        return f"the files matching `{config.pattern}`"
+    return f"the source of the standard library of Python {platform.python_version()}"
+
+
+def num_bytes(documents: Iterable[Document]) -> int:
+    """Counts the bytes of the texts, document ends not included."""
+    return sum(len(document.text) for document in documents)
+
+
+def _standard_library() -> Iterator[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if not any(fnmatch.fnmatch(name, exclude) for exclude in _LIBRARY_EXCLUDES):
+            yield name, path
+
+
+def _documentation() -> Iterator[tuple[str, Path]]:
+    folders = {
+        "system": Path("/usr/share/doc"),
+        "python": Path(sys.prefix, "share", "doc"),
+        "packages": Path(sysconfig.get_path("purelib")),
+    }
+    for name, folder in folders.items():
+        for path in folder.rglob("*"):
+            if path.suffix in _DOCUMENTATION_SUFFIXES and path.is_file():
+                yield f"{name}/{path.relative_to(folder).as_posix()}", path
+
+
+def _matching(pattern: str) -> Iterator[tuple[str, Path]]:
+    """Yields the files of a glob, named relative to its part without wildcards."""
+    parts = PurePath(pattern).parts
+    fixed = next((i for i, p in enumerate(parts) if glob.has_magic(p)), len(parts) - 1)
+    root = Path(*parts[:fixed])
+    for found in glob.iglob(pattern, recursive=True):
+        path = Path(found)
+        if path.is_file():
+            yield path.relative_to(root).as_posix(), path
+
+
+def _distinct(found: Iterable[tuple[str, Path]]) -> list[Document]:
+    """Reads the files in order of their names, the first of equal texts only."""
+    documents, seen = [], set()
+    for name, path in sorted(found):
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+        digest = hashlib.sha256(text).digest()
+        if text and digest not in seen and _is_utf8(text):
+            seen.add(digest)
+            documents.append(Document(name, path, text))
+    return documents
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
