@@ -4,7 +4,9 @@ Training, scoring and counting go through here, so an experiment that compares t
 architectures differs in a config and in nothing else.
 """
 
-from typing import NamedTuple
+import dataclasses
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,3 +99,68 @@ def training_flops(
     return costs_flops.training(
         shape, batch=batch, sequence=sequence, attention=attention
     ).model
+
+
+def sized[A: (models.ModelConfig, recurrent.RecurrentConfig)](
+    base: A, num_params: int
+) -> A:
+    """Finds the shape nearest to a number of parameters outside embeddings.
+
+    A recurrent model has one dial, its hidden size. A transformer keeps `base`'s
+    layers, head_dim and sharing of KV heads; of the hidden sizes that its heads divide
+    it takes that whose MLP, made as wide as the count asks, is nearest to `base`'s in
+    proportion to the hidden size.
+
+    Args:
+      base: everything but the size.
+      num_params: what to come near to, as `Parameters.non_embedding` counts.
+
+    Raises:
+      ValueError: no shape is within 5 %.
+    """
+    if isinstance(base, models.ModelConfig):
+        found: Any = _wide(base, num_params)
+    else:
+        found = _stack(base, num_params)
+    if abs(_outside(found) - num_params) > 0.05 * num_params:
+        raise ValueError(
+            f"{num_params=} is not met within 5 % by any shape with "
+            f"{base.num_layers=}; the nearest has {_outside(found)}"
+        )
+    return found
+
+
+def _stack(base: recurrent.RecurrentConfig, num_params: int):
+    """The hidden size whose count is nearest."""
+    # A GRU, the smaller of the two, has more than 4 h^2 a layer.
+    most = 2 + math.isqrt(max(num_params, 0) // (4 * base.num_layers))
+    shapes = (dataclasses.replace(base, hidden_size=h) for h in range(1, most))
+    return min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
+
+
+def _wide(base: models.ModelConfig, num_params: int):
+    """The shape whose MLP keeps nearest to the proportions of `base`."""
+    ratio, step = base.mlp_size / base.hidden_size, base.group_size * base.head_dim
+    best, least = dataclasses.replace(base, mlp_size=1), math.inf
+    for kv_heads in range(1, 1 + math.isqrt(max(num_params, 1)) // step + 1):
+        q_heads = kv_heads * base.group_size
+        narrow = dataclasses.replace(
+            base,
+            hidden_size=q_heads * base.head_dim,
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            mlp_size=1,
+        )
+        wider = dataclasses.replace(narrow, mlp_size=2)
+        each = _outside(wider) - _outside(narrow)
+        size = 1 + round((num_params - _outside(narrow)) / each)
+        if size < 1:
+            break
+        off = abs(math.log(size / narrow.hidden_size / ratio))
+        if off < least:
+            best, least = dataclasses.replace(narrow, mlp_size=size), off
+    return best
+
+
+def _outside(config: Architecture) -> int:
+    return parameters(config).non_embedding

@@ -1,0 +1,74 @@
+"""Makes recurrent.json: logits and gradients of PyTorch's own LSTM and GRU.
+
+Run where torch is: `python tests/golden/make_recurrent.py`. Weights are waves that the
+test makes again, in the order of this file; every number is computed in float64.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+VOCAB, HIDDEN, LAYERS, BATCH, SEQ = 7, 5, 2, 2, 6
+GATES = {"lstm": 4, "gru": 3}
+
+
+def main() -> None:
+    """Writes the file beside this one."""
+    torch.set_default_dtype(torch.float64)
+    found = {kind: numbers(kind) for kind in GATES}
+    document = {"torch": torch.__version__, **found}
+    path = Path(__file__).parent / "recurrent.json"
+    path.write_text(json.dumps(rounded(document), indent=0) + "\n", "utf-8")
+
+
+def numbers(kind: str) -> dict:
+    """Runs and differentiates one network."""
+    made = 0
+
+    def wave(*shape: int) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        places = torch.arange(math.prod(shape))
+        return (0.5 * torch.sin(1.7 * places + made)).reshape(shape)
+
+    net = getattr(torch.nn, kind.upper())(HIDDEN, HIDDEN, LAYERS, batch_first=True)
+    rows, table = GATES[kind] * HIDDEN, wave(VOCAB, HIDDEN)
+    with torch.no_grad():
+        for layer in range(LAYERS):
+            for name in ("weight_ih", "weight_hh"):
+                getattr(net, f"{name}_l{layer}").copy_(wave(rows, HIDDEN))
+            getattr(net, f"bias_ih_l{layer}").copy_(wave(rows))
+            second = torch.zeros(rows)
+            if kind == "gru":  # the LSTM's two biases are one
+                second[2 * HIDDEN :] = wave(HIDDEN)
+            getattr(net, f"bias_hh_l{layer}").copy_(second)
+    head = wave(VOCAB, HIDDEN)
+    tokens = (torch.arange(BATCH * SEQ) ** 2 % VOCAB).reshape(BATCH, SEQ)
+    logits = net(table[tokens])[0] @ head.T
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1)
+    )
+    loss.backward()
+    square = (GATES[kind], HIDDEN, HIDDEN)
+    return {
+        "loss": loss.item(),
+        "logits": logits.tolist(),
+        "state_weight_gradient": net.weight_hh_l0.grad.reshape(square).tolist(),
+        "bias_gradient": net.bias_ih_l0.grad.reshape(square[:2]).tolist(),
+        "state_bias_gradient": net.bias_hh_l0.grad[-HIDDEN:].tolist(),
+    }
+
+
+def rounded(value):
+    """Keeps nine decimals."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 9) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
