@@ -16,14 +16,15 @@ from scaling import architectures, corpora
 class OptimizerConfig:
     """How gradients become updates; the learning rate is apart, in `Schedule`."""
 
-    kind: Literal["muon", "adamw"] = "muon"
-    """`muon`: Muon for the layers' matrices, AdamW for everything else."""
+    kind: Literal["muon", "adamw", "sgd"] = "muon"
+    """`muon`: Muon for the layers' matrices, AdamW for everything else; `sgd`: with
+    momentum, not dampened."""
     beta1: float = 0.9
     """AdamW's decay of the mean gradient."""
     beta2: float = 0.95
     """AdamW's decay of the mean square gradient."""
     momentum: float = 0.95
-    """Muon's decay of the mean gradient."""
+    """Muon's decay of the mean gradient, SGD's of the sum."""
     weight_decay: float = 0.1
     """Decoupled, of the layers' matrices alone; times the learning rate per step."""
     max_grad_norm: float = 1.0

@@ -88,6 +88,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             weight_decay=config.weight_decay,
             mask=_are_matrices,
         )
+    elif config.kind == "sgd":
+        main = optax.chain(
+            optax.trace(decay=config.momentum),
+            optax.add_decayed_weights(config.weight_decay, mask=_are_matrices),
+            optax.scale(-1.0),
+        )
     else:
         main = optax.contrib.muon(
             learning_rate=1.0,

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from scaling import architectures, objectives
+from scaling import architectures, objectives, training
+from scaling.recipes import OptimizerConfig
 from scaling.recurrent import NUM_GATES, RecurrentConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -162,6 +163,22 @@ def test_shapes_of_equal_size_are_found(num_layers: int) -> None:
                 assert abs(other - 60_000) >= abs(outside - 60_000)
         with pytest.raises(ValueError, match="within 5 %"):
             architectures.sized(base, 5)
+
+
+def test_sgd_is_momentum_and_decoupled_decay() -> None:
+    settings = OptimizerConfig(
+        kind="sgd", momentum=0.9, weight_decay=0.5, max_grad_norm=100.0
+    )
+    state = training.init(LSTM, settings, jnp.int32(0))
+    update = training.make_optimizer(settings).update
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    _, moments = update(grads, state.moments, state.params)
+    second, _ = update(grads, moments, state.params)
+    weights = state.params["layers"][0]["state"]["weight"]
+    np.testing.assert_allclose(
+        second["layers"][0]["state"]["weight"], -(1.9 + 0.5 * weights), rtol=1e-6
+    )
+    np.testing.assert_allclose(second["embed"]["weight"], -1.9, rtol=1e-6)
 
 
 def test_rivals_are_not_served_and_impossible_shapes_refused() -> None:

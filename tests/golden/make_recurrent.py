@@ -20,7 +20,7 @@ def main() -> None:
     found = {kind: numbers(kind) for kind in GATES}
     document = {"torch": torch.__version__, **found}
     path = Path(__file__).parent / "recurrent.json"
-    path.write_text(json.dumps(rounded(document), indent=0) + "\n", "utf-8")
+    path.write_text(json.dumps(rounded(document)) + "\n", "utf-8")
 
 
 def numbers(kind: str) -> dict:
