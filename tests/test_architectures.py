@@ -173,7 +173,7 @@ def test_sgd_is_momentum_and_decoupled_decay() -> None:
     update = training.make_optimizer(settings).update
     grads = jax.tree.map(jnp.ones_like, state.params)
     _, moments = update(grads, state.moments, state.params)
-    second, _ = update(grads, moments, state.params)
+    second: Any = update(grads, moments, state.params)[0]
     weights = state.params["layers"][0]["state"]["weight"]
     np.testing.assert_allclose(
         second["layers"][0]["state"]["weight"], -(1.9 + 0.5 * weights), rtol=1e-6
