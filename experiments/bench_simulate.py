@@ -8,6 +8,7 @@ keeps the same accounts: Python's is timed without them, too.
 
 import concurrent.futures
 import dataclasses
+import os
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from experiments import cost_models, plain_scheduler, sharing_lengths, style, un
 from experiments.plain_scheduler import Request
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from experiments.simulating import Members, stack
+from experiments.simulating import Members, part_size, stack
 from experiments.simulating_parts import Bounds
 from experiments.simulating_parts import Part as Runner
 from jaxkv import clocks, policies, scheduling, turnover
@@ -79,16 +80,16 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
     middle = everyone[len(everyone) // 2]
     start = time.perf_counter()
-    alone, halves = _runner([middle], bounds), _halves(everyone, bounds)
+    alone, parts = _runner([middle], bounds), _parts(everyone, bounds)
     every = _runner(everyone, bounds)
-    for runner in (alone, every, *halves):
+    for runner in (alone, every, *parts):
         runner.start()
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
     chosen = [everyone[i] for i in spread]
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
-        one, whole, split = _rate([alone]), _rate([every]), _rate(halves)
+        one, whole, split = _rate([alone]), _rate([every]), _rate(parts)
         progress.show("plain Python")
         python = _python_rate(chosen, config, accounts=True)
         bare = _python_rate(chosen, config, accounts=False)
@@ -97,12 +98,12 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 "round": index,
                 "steps_per_s": one.per_s,
                 "steps_per_s_vmapped": split.per_s,
-                "steps_per_s_vmapped_one_thread": whole.per_s,
+                "steps_per_s_vmapped_at_once": whole.per_s,
                 "steps_per_s_python": python.per_s,
                 "steps_per_s_python_bare": bare.per_s,
                 "steps_per_cpu_s": one.per_cpu_s,
                 "steps_per_cpu_s_vmapped": split.per_cpu_s,
-                "steps_per_cpu_s_vmapped_one_thread": whole.per_cpu_s,
+                "steps_per_cpu_s_vmapped_at_once": whole.per_cpu_s,
                 "steps_per_cpu_s_python": python.per_cpu_s,
                 "steps_per_cpu_s_python_bare": bare.per_cpu_s,
                 "first_calls_s": compile_s,
@@ -155,18 +156,20 @@ def _runner(group: list[Members], bounds: Bounds) -> Runner:
     return Runner(stack(group), bounds, 0.0, None)
 
 
-def _halves(everyone: list[Members], bounds: Bounds) -> list[Runner]:
-    """Two of the same size, if there are two."""
-    size = len(everyone) // 2 or 1
-    return [_runner(everyone[i : i + size], bounds) for i in (0, len(everyone) - size)]
+def _parts(everyone: list[Members], bounds: Bounds) -> list[Runner]:
+    """All runs as `simulating` divides them, in parts of one size."""
+    size = part_size(len(everyone), bounds.max_slots)
+    starts = range(0, len(everyone), size)
+    starts = [min(i, len(everyone) - size) for i in starts]
+    return [_runner(everyone[i : i + size], bounds) for i in starts]
 
 
 def _rate(runners: list[Runner]) -> Rate:
-    """Steps of all together, each on a thread."""
+    """Steps of all together, on as many threads as there are processors."""
     for runner in runners:
         runner.reset()
     start, cpu = time.perf_counter(), time.process_time()
-    with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda runner: runner.advance(), runners))
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     num = sum(float(runner.num_steps().sum()) for runner in runners)
@@ -248,8 +251,8 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     cpu = found["steps_per_cpu_s_python"]
     names = {
         "": "one run",
-        "_vmapped": "all mapped, a half on each of two threads",
-        "_vmapped_one_thread": "all mapped, one thread",
+        "_vmapped": "all mapped, in parts on all threads",
+        "_vmapped_at_once": "all mapped at once",
         "_python": "plain Python",
         "_python_bare": "plain Python, no accounts",
     }

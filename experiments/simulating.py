@@ -1,8 +1,8 @@
 """Runs many simulations to their end, and hands back NumPy arrays.
 
-Members, each with its workload, bounds, policy and cost, are mapped together, in two
-halves on a thread each: XLA runs a loop on one. They advance some steps at a time, and
-of each step only what is asked for is kept: sums weighted by time, in float64.
+Members, each with its workload, bounds, policy and cost, are mapped together, in parts
+so small that XLA runs each on one thread. They advance some steps at a time, and of
+each step only what is asked for is kept: sums weighted by time, in float64.
 """
 
 import concurrent.futures
@@ -21,6 +21,9 @@ from experiments.simulating_parts import Bounds, Members, Part
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024
+_PLACES_TOGETHER = 1024
+"""Slots of all members of one program. XLA divides operations on more than some 20 kB
+over threads, and a hand-over takes longer than such work: see `experiments/LOG.md`."""
 
 
 def stack(members: Sequence[tuple[Any, ...]]) -> Members:
@@ -96,16 +99,18 @@ def simulate(
     """
     members = jax.tree.map(np.asarray, members)
     num = members.workload.prompt.shape[0]
-    num_parts = min(2, os.cpu_count() or 1, num)
-    size = -(-num // num_parts)
+    size, num_threads = part_size(num, max_slots), os.cpu_count() or 1
+    num_parts = -(-num // size)
     # Of equal size, so that they share a program; the last member may be there twice.
-    places = [np.minimum(i + num_parts * np.arange(size), num - 1) for i in range(2)]
+    places = np.minimum(
+        np.arange(num_parts)[:, None] + num_parts * np.arange(size), num - 1
+    )
     bounds = Bounds(max_slots, max_samples, head, steps_per_call, keep_trace)
     runners = [
         Part(jax.tree.map(lambda x, at=at: x[at], members), bounds, since_s, until_s)
-        for at in places[:num_parts]
+        for at in places
     ]
-    for runner in runners:  # one after the other: the first one compiles for both
+    for runner in runners:  # one after the other: the first one compiles for all
         runner.start()
     told = _Told(progress, runners)
 
@@ -115,11 +120,18 @@ def simulate(
             told.say()
         return runner.served()
 
-    with concurrent.futures.ThreadPoolExecutor(num_parts) as pool:
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         results = list(pool.map(finish, runners))
     every = np.arange(num)
     keep = every % num_parts * size + every // num_parts
     return simulated.join(results, keep)
+
+
+def part_size(num: int, max_slots: int) -> int:
+    """How many of `num` members should advance together, as one program."""
+    num_threads = os.cpu_count() or 1
+    turns = -(-num // (num_threads * max(_PLACES_TOGETHER // max_slots, 1)))
+    return -(-num // (num_threads * turns))
 
 
 class _Told:

@@ -61,8 +61,18 @@ def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
 def pages_for(
     places: Int32[Array, "..."], *, page_size: int | Int32[Array, "..."]
 ) -> Int32[Array, "..."]:
-    """Counts the pages that hold `places` token places: ceil(places / page_size)."""
-    return -(-places // page_size)
+    """Counts the pages that hold `places` token places: ceil(places / page_size).
+
+    Args:
+      places: from 0 to 2**24 where `page_size` is an array.
+      page_size: token places in a page.
+    """
+    if isinstance(page_size, int):
+        return -(-places // page_size)
+    # Processors divide vectors of floats, but integers one by one; a quotient of two
+    # that float32 holds exactly is never rounded to a whole number that it is not.
+    ratio = places.astype(jnp.float32) / page_size.astype(jnp.float32)
+    return jnp.ceil(ratio).astype(jnp.int32)
 
 
 def num_pages(table: Table, *, page_size: int) -> Int32[Array, " slots"]:
