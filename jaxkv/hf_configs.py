@@ -7,8 +7,9 @@ is a model that computes the same.
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv import hf_mixtures
 from jaxkv.hf_families import FAMILIES
-from jaxkv.models import ModelConfig, RopeScaling
+from jaxkv.model_configs import ModelConfig, RopeScaling
 
 # Our activation -> Hugging Face's names of it, the one we write first.
 ACTIVATIONS = {
@@ -54,9 +55,10 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"{key} is missing")
     _derive(ours)
     if ours.get("positions") != "learned":
-        ours |= _read_rope(given)
+        ours |= _read_rope(given, family.rope_theta)
         ours["window"] = _read_window(name, raw, ours["num_layers"])
-    return ModelConfig(**ours)
+    experts = hf_mixtures.read(family, given, ours["num_layers"])
+    return ModelConfig(**ours, experts=experts)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         **{key: getattr(config, fields[0]) for key, fields in family.keys.items()},
         **family.only,
     }
+    raw |= hf_mixtures.write(family, config)
     for key, fields in family.keys.items():
         if fields == ("activation",):
             raw[key] = ACTIVATIONS[config.activation][0]
@@ -119,13 +122,7 @@ def _checked(key: str, field: str, value: Any) -> Any:
         raise ValueError(f"{key}={value!r} is not supported, only {names}")
     if field == "norm_eps":
         return _number(key, value)
-    return _size(key, value)
-
-
-def _size(key: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key}={value!r} must be a whole number, at least 1")
-    return value
+    return hf_mixtures.checked_size(key, value)
 
 
 def _number(key: str, value: Any) -> float:
@@ -145,7 +142,7 @@ def _derive(ours: dict[str, Any]) -> None:
         ours["head_dim"] = hidden // heads
 
 
-def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rope(given: Mapping[str, Any], base: float) -> dict[str, Any]:
     """Rotary positions: `rope_scaling` (old) or `rope_parameters` (transformers 5)."""
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -158,7 +155,7 @@ def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
     part = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     if part != 1.0:
         raise ValueError(f"partial_rotary_factor={part!r} is not supported, only 1.0")
-    theta = rope.get("rope_theta", given.get("rope_theta", 10_000.0))
+    theta = rope.get("rope_theta", given.get("rope_theta", base))
     if kind == "default":
         return {"rope_theta": _number("rope_theta", theta)}
     original = "original_max_position_embeddings"
@@ -166,7 +163,7 @@ def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
         factor=_number("factor", rope.get("factor")),
         low_frequency_factor=_number("low_freq_factor", rope.get("low_freq_factor")),
         high_frequency_factor=_number("high_freq_factor", rope.get("high_freq_factor")),
-        original_max_positions=_size(
+        original_max_positions=hf_mixtures.checked_size(
             original, rope.get(original, given.get("max_position_embeddings"))
         ),
     )
@@ -199,9 +196,9 @@ def _read_window(name: str, raw: Mapping[str, Any], num_layers: int) -> int | No
     window, first = raw.get("sliding_window"), 0
     if name == "mistral":
         window = raw.get("sliding_window", 4096)  # a null is no window
-    elif name == "llama" or not raw.get("use_sliding_window"):
+    elif name != "mixtral" and not raw.get("use_sliding_window"):
         window = None
-    else:
+    elif name != "mixtral":
         first = raw.get("max_window_layers", 28)
     if window is None:
         return None
@@ -217,11 +214,11 @@ def _read_window(name: str, raw: Mapping[str, Any], num_layers: int) -> int | No
             f"a sliding window in {num_sliding} of {num_layers} layers is not "
             "supported, only in all of them or in none"
         )
-    return _size("sliding_window", window)
+    return hf_mixtures.checked_size("sliding_window", window)
 
 
 def _write_window(config: ModelConfig) -> dict[str, Any]:
-    if config.family == "mistral":
+    if config.family in ("mistral", "mixtral"):
         return {"sliding_window": config.window}
     if config.family == "llama" or config.window is None:
         return {}

@@ -31,9 +31,17 @@ class Family(NamedTuple):
     """Our module -> the modules that it is made of. One of a layer starts with a dot.
 
     Several are joined in the order of `qkv` (query, key, value) or of `up` (gate, up).
+    Modules of an expert have a place for its number.
     """
     is_conv1d: bool = False
     """Whether a layer's matrices are stored `[in, out]` (and q, k, v as one)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies where a file does not tell."""
+    expert_keys: Mapping[str, str] = {}
+    """Hugging Face's key -> the field of `Experts` that it sets; none of a dense model.
+    """
+    expert_defaults: Mapping[str, Any] = {}
+    """Values of such keys that may be left out, and of fields that are fixed."""
 
 
 _LLAMA = Family(
@@ -81,6 +89,63 @@ _LLAMA = Family(
 )
 
 
+_MIXTRAL = _LLAMA._replace(
+    architecture="MixtralForCausalLM",
+    defaults={**_LLAMA.defaults, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+    modules={
+        **_LLAMA.modules,
+        ".mixture.router": (".block_sparse_moe.gate",),
+        ".mixture.up": (
+            ".block_sparse_moe.experts.{}.w1",
+            ".block_sparse_moe.experts.{}.w3",
+        ),
+        ".mixture.down": (".block_sparse_moe.experts.{}.w2",),
+    },
+    rope_theta=1e6,
+    expert_keys={
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "intermediate_size": "size",
+        "router_aux_loss_coef": "balance_weight",
+    },
+    expert_defaults={
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+        "renormalise": True,
+    },
+)
+
+_QWEN_MOE = _LLAMA._replace(
+    only={"use_sliding_window": False, "decoder_sparse_step": 1},
+    modules={
+        **_LLAMA.modules,
+        ".mixture.router": (".mlp.gate",),
+        ".mixture.up": (".mlp.experts.{}.gate_proj", ".mlp.experts.{}.up_proj"),
+        ".mixture.down": (".mlp.experts.{}.down_proj",),
+        ".mixture.shared_gate": (".mlp.shared_expert_gate",),
+        ".mixture.shared_up": (
+            ".mlp.shared_expert.gate_proj",
+            ".mlp.shared_expert.up_proj",
+        ),
+        ".mixture.shared_down": (".mlp.shared_expert.down_proj",),
+    },
+    expert_keys={
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "size",
+        "norm_topk_prob": "renormalise",
+        "mlp_only_layers": "num_dense_layers",
+        "router_aux_loss_coef": "balance_weight",
+    },
+    expert_defaults={
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+    },
+)
+
+
 def _without(keys: Mapping[str, tuple[str, ...]], *names: str):
     return {key: ours for key, ours in keys.items() if key not in names}
 
@@ -102,6 +167,40 @@ FAMILIES: Mapping[str, Family] = {
         keys=_without(_LLAMA.keys, "mlp_bias"),
         implied={**_LLAMA.implied, "qk_norm": True},
         defaults={**_LLAMA.defaults, "head_dim": 128},
+    ),
+    "mixtral": _MIXTRAL._replace(
+        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
+    ),
+    "qwen2_moe": _QWEN_MOE._replace(
+        architecture="Qwen2MoeForCausalLM",
+        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
+        implied={**_LLAMA.implied, "qkv_bias": True},
+        defaults={**_LLAMA.defaults, "num_key_value_heads": 16},
+        only={**_QWEN_MOE.only, "qkv_bias": True},
+        expert_keys={
+            **_QWEN_MOE.expert_keys,
+            "shared_expert_intermediate_size": "shared_size",
+        },
+        expert_defaults={
+            **_QWEN_MOE.expert_defaults,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "shared_gate": True,
+        },
+    ),
+    "qwen3_moe": _QWEN_MOE._replace(
+        architecture="Qwen3MoeForCausalLM",
+        keys=_without(_LLAMA.keys, "mlp_bias"),
+        implied={**_LLAMA.implied, "qk_norm": True},
+        defaults={**_LLAMA.defaults, "num_key_value_heads": 4},
+        expert_defaults={
+            **_QWEN_MOE.expert_defaults,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
     ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",

@@ -1,6 +1,7 @@
 """Where each parameter of ours lies among the tensors of a Hugging Face folder.
 
-Ours are fused (query, key and value by KV head; gate and up), theirs are mostly not.
+Ours are fused (query, key and value by KV head; gate and up; experts), theirs are
+mostly not.
 `leaves` says for every parameter which tensors make it up, `join` and `split` do it.
 """
 
@@ -13,10 +14,13 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.hf_families import FAMILIES
-from jaxkv.models import ModelConfig
+from jaxkv.model_configs import ModelConfig
 
 # Buffers that older versions of transformers saved: constants, not weights.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+
+# Our modules that hold a matrix of every expert.
+EXPERT_MODULES = (".mixture.up", ".mixture.down")
 
 
 class Leaf(NamedTuple):
@@ -33,6 +37,11 @@ class Leaf(NamedTuple):
     is_transposed: bool
     """Whether they are stored `[in, out]`."""
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is `[experts, in, out]`, made of every expert's `[out, in]`."""
+        return _module(self.path) in EXPERT_MODULES
+
 
 def leaves(config: ModelConfig) -> list[Leaf]:
     """Lists every parameter of a model, with the tensors of its family's folders."""
@@ -40,30 +49,45 @@ def leaves(config: ModelConfig) -> list[Leaf]:
     result = []
     for keys, spec in jax.tree_util.tree_leaves_with_path(models.param_shapes(config)):
         path = tuple(key.key for key in keys)
-        *lead, module, kind = path
-        prefix = ""
-        if lead:  # ("layers", number)
-            prefix, module = family.layer.format(lead[1]), f".{module}"
+        prefix, module, kind = "", _module(path), path[-1]
+        if in_layer := module.startswith("."):
+            prefix = family.layer.format(path[1])
+        if module not in family.modules:
+            raise ValueError(f"family={config.family!r} has no place for {module}")
         suffix = "bias" if kind == "bias" else "weight"
         names = tuple(f"{prefix}{name}.{suffix}" for name in family.modules[module])
         shapes = _part_shapes(module, spec.shape, len(names))
-        is_transposed = family.is_conv1d and bool(lead)
+        if module in EXPERT_MODULES:
+            every = range(spec.shape[0])
+            names = tuple(name.format(x) for x in every for name in names)
+            shapes = shapes * spec.shape[0]
+        is_transposed = family.is_conv1d and in_layer
         if is_transposed:
             shapes = [shape[::-1] for shape in shapes]
         result.append(Leaf(path, spec.shape, names, tuple(shapes), is_transposed))
     return result
 
 
+def _module(path: tuple[str | int, ...]) -> str:
+    """What tables call the module of a parameter: a layer's starts with a dot."""
+    if path[0] == "layers":  # then the layer's number
+        path = ("", *path[2:])
+    return ".".join(map(str, path[:-1]))
+
+
 def _part_shapes(
     module: str, shape: tuple[int, ...], num_parts: int
 ) -> list[tuple[int, ...]]:
     """The shapes `[out, ...]` of the tensors that make up one parameter of ours."""
+    if module in EXPERT_MODULES:
+        _, width, columns = shape
+        return [(columns // num_parts, width)] * num_parts
     if module == ".qkv":
         kv_heads, group_and_kv, head_dim, *rest = shape
         row_counts = [kv_heads * (group_and_kv - 2) * head_dim] + 2 * [
             kv_heads * head_dim
         ]
-    elif module == ".up":
+    elif module in (".up", ".mixture.shared_up"):
         gate_and_up, mlp_size, *rest = shape
         row_counts = gate_and_up * [mlp_size]
     else:
@@ -75,6 +99,10 @@ def _part_shapes(
 
 def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Makes one parameter from its tensors, whose shapes must be `leaf.shapes`."""
+    if leaf.is_of_experts:
+        num_experts, width, columns = leaf.shape
+        each = np.stack(parts).reshape(num_experts, columns, width)
+        return np.ascontiguousarray(each.swapaxes(1, 2))
     rows = np.concatenate([part.T if leaf.is_transposed else part for part in parts])
     if leaf.path[-2] != "qkv":
         return rows.reshape(leaf.shape)
@@ -87,6 +115,10 @@ def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
     """Makes the tensors of one parameter: the inverse of `join`."""
+    if leaf.is_of_experts:
+        width = leaf.shape[1]
+        rows = array.swapaxes(1, 2).reshape(len(leaf.names), -1, width)
+        return list(rows)
     rows = array
     if leaf.path[-2] == "qkv":
         rest = leaf.shape[3:]

@@ -43,6 +43,11 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
             f"{folder}: {config.num_layers} layers in config.json, but only "
             f"{len(tensors)} tensors"
         )
+    if config.experts and config.experts.num_experts > len(tensors):  # likewise
+        raise ValueError(
+            f"{folder}: {config.experts.num_experts} experts in config.json, but only "
+            f"{len(tensors)} tensors"
+        )
     leaves = hf_tensors.leaves(config)
     found = hf_tensors.canonical(config, tensors)
     expected = {

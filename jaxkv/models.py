@@ -1,4 +1,4 @@
-"""Decoder-only transformers: their configuration, their parameters, one forward pass.
+"""Decoder-only transformers, dense and mixtures: parameters and one forward pass.
 
 The only door to flax. Activations are columns, `[features, rows]`, and weights are
 `[out, in]`: a product is then `weight @ x`, in which the large operand is read once and
@@ -10,88 +10,39 @@ same layers serve training (whole sequences) and the engine (packed rows over pa
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv import caching, forwarding, states
-from pallas_kernels import flash
+from jaxkv import caching, forwarding, mixtures, rotary, states
+from jaxkv.model_configs import Experts, ModelConfig, RopeScaling
+from pallas_kernels import flash, grouped
+
+__all__ = [
+    "Attend",
+    "Experts",
+    "Forward",
+    "ModelConfig",
+    "Outputs",
+    "Params",
+    "RopeScaling",
+    "init_params",
+    "logits",
+    "make_pages",
+    "outputs",
+    "param_axes",
+    "param_shapes",
+]
+
+type Numerics = Literal["fast", "reproducible"]
 
 type Params = Any
 """A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama-3's stretching of low rotary frequencies (its report, section 3.4.2)."""
-
-    factor: float = 8.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_max_positions: int = 8192
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape of a decoder-only transformer; hashable, so a static argument."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-    """Width of the gate and up projections, or of the only one if not gated."""
-    max_positions: int
-    """Longest sequence the model is meant for; a hard bound with learned positions."""
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-5
-    positions: Literal["rope", "learned"] = "rope"
-    position_offset: int = 0
-    """Rows of the learned position table that come before position 0 (OPT: 2)."""
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    gated: bool = True
-    """Whether the MLP multiplies the activation with a second projection (SwiGLU)."""
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMS norm over head_dim of every query and key head, before RoPE (Qwen3)."""
-    tie_embeddings: bool = True
-    window: int | None = None
-    """Sliding window: a query sees this many latest tokens, itself included."""
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "opt"] = "llama"
-    """Whose names a saved folder uses; only the other fields say what is computed."""
-
-    def __post_init__(self):
-        """Refuses shapes that cannot be."""
-        for name in (
-            *("vocab_size", "hidden_size", "num_layers", "num_q_heads"),
-            *("num_kv_heads", "head_dim", "mlp_size", "max_positions"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
-            )
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"{self.head_dim=} must be even for rotary positions")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"{self.window=} must be at least 1, or None")
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_q_heads // self.num_kv_heads
 
 
 type Attend[C] = Callable[
@@ -125,6 +76,26 @@ class Linear(nnx.Module):
         return y.reshape(*self.weight.shape[:-1], x.shape[1])
 
 
+class ExpertLinear(nnx.Module):
+    """A matrix for every expert, `[experts, in, out]` as grouped products take them."""
+
+    def __init__(self, *shape, axes, rngs, std=0.02, dtype=jnp.float32):
+        normal = jax.random.normal(rngs.params(), shape, dtype)
+        self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
+
+    def __call__(
+        self,
+        x: Float[Array, "rows inputs"],
+        sizes: Int[Array, " experts"],
+        numerics: Numerics,
+    ) -> Float[Array, "rows outputs"]:
+        """Multiplies rows, sorted by expert."""
+        weight = self.weight[...]
+        return grouped.grouped_matmul(
+            x.astype(weight.dtype), weight, sizes, numerics=numerics
+        )
+
+
 class Norm(nnx.Module):
     """RMS or layer norm over the features (axis -2 of a column layout), in float32."""
 
@@ -146,15 +117,72 @@ class Norm(nnx.Module):
         return y if self.bias is None else y + _column(self.bias[...], x.ndim)
 
 
-class Layer(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+class Mixture(nnx.Module):
+    """Experts in place of an MLP: those that a router chooses, and shared ones."""
 
     def __init__(self, config: ModelConfig, *, rngs, dtype):
+        c, x = config, config.experts
+        assert x is not None  # only models with experts have such layers
+        make = functools.partial(Linear, rngs=rngs, dtype=dtype)
+        each = functools.partial(ExpertLinear, rngs=rngs, dtype=dtype)
+        self.router = make(x.num_experts, c.hidden_size, axes=("experts", "hidden"))
+        # Gate and up side by side: one product makes both.
+        self.up = each(
+            *(x.num_experts, c.hidden_size, (1 + c.gated) * x.size),
+            axes=("experts", "hidden", None),
+        )
+        self.down = each(
+            *(x.num_experts, x.size, c.hidden_size),
+            axes=("experts", None, "hidden"),
+            std=_out_std(c),
+        )
+        if x.shared_size:
+            self.shared_up, self.shared_down = _make_mlp(c, x.shared_size, make)
+        if x.shared_gate:
+            self.shared_gate = make(1, c.hidden_size, axes=(None, "hidden"))
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "hidden rows"],
+        live: Bool[Array, " rows"] | None,
+        numerics: Numerics,
+    ) -> tuple[Float[Array, "hidden rows"], mixtures.Routing]:
+        """Routes every column, and says where to."""
+        c, experts = self.config, self.config.experts
+        assert experts is not None
+        # In 32 bits whatever the weights: two experts may be nearly as probable.
+        wide = np.promote_types(x.dtype, np.float32)
+        scores = jnp.matmul(
+            *(self.router.weight[...].astype(wide), x.astype(wide)),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        routing = mixtures.route(
+            scores.T, top_k=experts.top_k, renormalise=experts.renormalise
+        )
+
+        def answer(rows, sizes):
+            hidden = self.up(rows, sizes, numerics)
+            return self.down(
+                _activate(c, jnp.split(hidden, 1 + c.gated, 1)), sizes, numerics
+            )
+
+        y = mixtures.mix(x.T, routing, answer, live=live).T
+        if experts.shared_size:
+            shared = self.shared_down(_activate(c, self.shared_up(x)))
+            if experts.shared_gate:
+                shared = shared * jax.nn.sigmoid(self.shared_gate(x))
+            y = y + shared
+        return y, routing
+
+
+class Layer(nnx.Module):
+    """Pre-norm attention, then an MLP or a mixture, added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, *, rngs, dtype):
         c = config
         make = functools.partial(Linear, rngs=rngs, dtype=dtype)
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
-        # The usual 1/sqrt(2 layers) keeps the residual stream's variance near one.
-        out_std = 0.02 / (2 * c.num_layers) ** 0.5
         self.attention_norm, self.mlp_norm = norm(), norm()
         # Fused, KV head by KV head: the group's queries, the key, the value.
         self.qkv = make(
@@ -165,27 +193,20 @@ class Layer(nnx.Module):
         self.out = make(
             *(c.hidden_size, c.num_q_heads * c.head_dim),
             axes=("hidden", "heads"),
-            std=out_std,
+            std=_out_std(c),
             bias=c.out_bias,
         )
-        self.up = make(
-            *(1 + c.gated, c.mlp_size, c.hidden_size),  # gate first
-            axes=(None, "mlp", "hidden"),
-            bias=c.mlp_bias,
-        )
-        self.down = make(
-            *(c.hidden_size, c.mlp_size),
-            axes=("hidden", "mlp"),
-            std=out_std,
-            bias=c.mlp_bias,
-        )
+        if c.is_mixture(index):
+            self.mixture = Mixture(c, rngs=rngs, dtype=dtype)
+        else:
+            self.up, self.down = _make_mlp(c, c.mlp_size, make)
         if c.qk_norm:
             self.q_norm, self.k_norm = (
                 Norm(c.head_dim, c, kind="rms", dtype=dtype) for _ in range(2)
             )
         self.config = config
 
-    def __call__(self, index, x, rope, attend, carry):
+    def __call__(self, index, x, rope, attend, carry, live, numerics):
         """Runs layer `index` on every column; `carry` goes through `attend`."""
         c = self.config
         qkv = self.qkv(self.attention_norm(x))
@@ -193,12 +214,42 @@ class Layer(nnx.Module):
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = _rotate(q, *rope), _rotate(k, *rope)
+            q, k = rotary.rotate(q, *rope), rotary.rotate(k, *rope)
         y, carry = attend(index, q, k, v, carry)
         x = x + self.out(y.reshape(-1, x.shape[1]).astype(x.dtype))
-        hidden = self.up(self.mlp_norm(x))
-        active = _ACTIVATIONS[c.activation](hidden[0])
-        return x + self.down(active * hidden[1] if c.gated else active), carry
+        normed = self.mlp_norm(x)
+        if c.is_mixture(index):
+            y, routing = self.mixture(normed, live, numerics)
+            return x + y, carry, routing
+        return x + self.down(_activate(c, self.up(normed))), carry, None
+
+
+def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
+    """The projections of an MLP: up (the gate first), and down."""
+    c = config
+    up = make(
+        *(1 + c.gated, size, c.hidden_size),
+        axes=(None, "mlp", "hidden"),
+        bias=c.mlp_bias,
+    )
+    down = make(
+        *(c.hidden_size, size),
+        axes=("hidden", "mlp"),
+        std=_out_std(c),
+        bias=c.mlp_bias,
+    )
+    return up, down
+
+
+def _activate(config: ModelConfig, hidden) -> Array:
+    """What lies between the projections of an MLP."""
+    active = _ACTIVATIONS[config.activation](hidden[0])
+    return active * hidden[1] if config.gated else active
+
+
+def _out_std(config: ModelConfig) -> float:
+    """The usual 1/sqrt(2 layers) keeps the residual stream's variance near one."""
+    return 0.02 / (2 * config.num_layers) ** 0.5
 
 
 class Transformer(nnx.Module):
@@ -214,7 +265,7 @@ class Transformer(nnx.Module):
                 axes=(None, "hidden"),
             )
         self.layers = nnx.List(
-            [Layer(c, rngs=rngs, dtype=dtype) for _ in range(c.num_layers)]
+            [Layer(c, index, rngs=rngs, dtype=dtype) for index in range(c.num_layers)]
         )
         self.final_norm = Norm(c.hidden_size, c, kind=c.norm, dtype=dtype)
         if not c.tie_embeddings:
@@ -227,8 +278,14 @@ class Transformer(nnx.Module):
         positions: Int[Array, " rows"],
         attend: Attend,
         carry: Any,
-    ) -> tuple[Float[Array, "hidden rows"], Any]:
-        """The normed last hidden state of every row."""
+        *,
+        live: Bool[Array, " rows"] | None = None,
+        numerics: Numerics = "fast",
+    ) -> tuple[Float[Array, "hidden rows"], Any, list[mixtures.Routing]]:
+        """The normed last hidden state of every row, and each mixture's routing.
+
+        Rows that are not live, None for all, are sent to no expert.
+        """
         c = self.config
         x = self.embed.weight[...][tokens].T
         rope = None
@@ -237,12 +294,14 @@ class Transformer(nnx.Module):
         else:
             wide = np.promote_types(x.dtype, np.float32)
             angles = (
-                _rope_frequencies(c, wide)[:, None] * positions.astype(wide)[None, :]
+                rotary.frequencies(c, wide)[:, None] * positions.astype(wide)[None, :]
             )
             rope = jnp.cos(angles), jnp.sin(angles)
+        routings = []
         for index, layer in enumerate(self.layers):
-            x, carry = layer(index, x, rope, attend, carry)
-        return self.final_norm(x), carry
+            x, carry, routing = layer(index, x, rope, attend, carry, live, numerics)
+            routings += [] if routing is None else [routing]
+        return self.final_norm(x), carry, routings
 
     def logits(self, hidden: Float[Array, "hidden rows"]) -> Float[Array, "rows vocab"]:
         """Next-token logits in float32 (float64 if the weights are)."""
@@ -257,26 +316,6 @@ def _column(scale, ndim):
     return (
         scale.reshape(-1, 1) if ndim == 2 else scale.reshape(*(1,) * (ndim - 2), -1, 1)
     )
-
-
-def _rope_frequencies(config: ModelConfig, dtype) -> Float[Array, " half"]:
-    """Radians per position of every pair of features (Su et al. 2021, eq. 15)."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    if (s := config.rope_scaling) is None:
-        return frequencies
-    turns = s.original_max_positions * frequencies / (2 * jnp.pi)
-    span = s.high_frequency_factor - s.low_frequency_factor
-    keep = jnp.clip((turns - s.low_frequency_factor) / span, 0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / s.factor)
-
-
-def _rotate(x: Float[Array, "*lead head_dim rows"], cos, sin):
-    low, high = jnp.split(x.astype(cos.dtype), 2, axis=-2)
-    lead = (1,) * (x.ndim - 2)
-    cos, sin = (a.reshape(*lead, *a.shape) for a in (cos, sin))
-    turned = [low * cos - high * sin, high * cos + low * sin]
-    return jnp.concatenate(turned, axis=-2).astype(x.dtype)
 
 
 _ACTIVATIONS = {
@@ -336,6 +375,26 @@ def logits(
     params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
 ) -> Float[Array, "batch seq vocab"]:
     """Plain causal forward pass over whole sequences: training, and the paged twin."""
+    return outputs(params, tokens, config=config).logits
+
+
+class Outputs(NamedTuple):
+    """What a forward pass over whole sequences gives."""
+
+    logits: Float[Array, "batch seq vocab"]
+    """Next-token logits, at least float32."""
+    auxiliary: Float[Array, ""]
+    """What training adds to the loss: `balance_weight` times the load-balancing loss,
+    mean over the mixtures; 0 of a dense model."""
+    loads: Float[Array, "mixtures experts"] | None
+    """Share of the tokens that each expert of each mixture, first layer first, was
+    chosen by, see `mixtures.imbalance`; None of a dense model."""
+
+
+def outputs(
+    params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
+) -> Outputs:
+    """Plain causal forward pass over whole sequences, with what mixtures report."""
     batch, seq = tokens.shape
     model = _merge(config, params)
     position = jnp.arange(seq, dtype=jnp.int32)
@@ -350,8 +409,15 @@ def logits(
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(config.num_kv_heads, -1, config.head_dim, batch * seq), carry
 
-    hidden, _ = model.hidden(tokens.reshape(-1), jnp.tile(position, batch), attend, ())
-    return model.logits(hidden).reshape(batch, seq, -1)
+    hidden, _, routings = model.hidden(
+        tokens.reshape(-1), jnp.tile(position, batch), attend, ()
+    )
+    logits = model.logits(hidden).reshape(batch, seq, -1)
+    if config.experts is None:
+        return Outputs(logits, jnp.zeros((), logits.dtype), None)
+    balance = jnp.mean(jnp.stack([mixtures.balance_loss(x) for x in routings]))
+    loads = jnp.stack([mixtures.load(x) for x in routings])
+    return Outputs(logits, config.experts.balance_weight * balance, loads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +429,7 @@ class Forward:
     """
 
     config: ModelConfig
-    numerics: Literal["fast", "reproducible"] = "fast"
+    numerics: Numerics = "fast"
 
     def __call__(
         self, params: Params, pages: caching.Pages, rows: caching.Rows
@@ -400,7 +466,11 @@ class Forward:
             return out.transpose(1, 2, 0).reshape(q.shape), pages
 
         positions = jnp.maximum(rows.position, 0)
-        hidden, pages = model.hidden(rows.token, positions, attend, pages)
+        hidden, pages, _ = model.hidden(
+            *(rows.token, positions, attend, pages),
+            live=rows.position >= 0,
+            numerics=self.numerics,
+        )
         wanted = jnp.maximum(rows.logit_rows, 0)
         hidden = hidden[:, wanted]
         return forwarding.ForwardResult(model.logits(hidden), pages, hidden.T)

@@ -40,7 +40,12 @@ def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, 
     Args:
       config: the model.
       number_bytes: of an activation: 4 in float32, 2 in bfloat16.
+
+    Raises:
+      ValueError: the model is a mixture.
     """
+    if config.experts is not None:
+        raise ValueError("what a mixture keeps is not listed, only dense models")
     c, e = config, number_bytes
     heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found = [Residual("ends", "token", 4)]

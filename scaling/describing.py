@@ -1,7 +1,7 @@
 """Our own models as the cost formulas see them."""
 
-from jaxkv.models import ModelConfig
-from scaling.descriptions import Description, HeadAttention
+from jaxkv.model_configs import ModelConfig
+from scaling.descriptions import Description, Experts, HeadAttention
 
 
 def describe(config: ModelConfig, *, name: str = "") -> Description:
@@ -11,7 +11,16 @@ def describe(config: ModelConfig, *, name: str = "") -> Description:
       config: its shape.
       name: what tables call it; its family by default.
     """
-    learned = config.positions == "learned"
+    learned, mixed = config.positions == "learned", config.experts
+    experts = None
+    if mixed is not None:
+        experts = Experts(
+            num_experts=mixed.num_experts,
+            top_k=mixed.top_k,
+            size=mixed.size,
+            shared_size=mixed.shared_size,
+            shared_gate=mixed.shared_gate,
+        )
     return Description(
         name=name or config.family,
         vocab_size=config.vocab_size,
@@ -28,6 +37,8 @@ def describe(config: ModelConfig, *, name: str = "") -> Description:
         mlp_size=config.mlp_size,
         gated=config.gated,
         mlp_bias=config.mlp_bias,
+        experts=experts,
+        mixture_layers=tuple(map(config.is_mixture, range(config.num_layers))),
         norm=config.norm,
         position_rows=config.max_positions + config.position_offset if learned else 0,
         windows=(config.window,),

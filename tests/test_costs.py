@@ -60,6 +60,17 @@ OURS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "window": 7},
     "qwen2": {"family": "qwen2", "qkv_bias": True, "num_layers": 1},
     "qwen3": {"family": "qwen3", "qk_norm": True, "out_bias": True},
+    "mixtral": {"experts": models.Experts(num_experts=5, top_k=2, size=40)},
+    "shared": {
+        "experts": models.Experts(
+            num_experts=5,
+            top_k=2,
+            size=12,
+            shared_size=20,
+            shared_gate=True,
+            num_dense_layers=1,
+        ),
+    },
     "gpt2": {"family": "gpt2", **BIASED},
     "opt": {"family": "opt", "position_offset": 2, "activation": "relu", **BIASED},
 }

@@ -161,9 +161,10 @@ def test_what_vjp_keeps_of_checkpointed_layers(
 ) -> None:
     plain = models.Layer.__call__
 
-    def again(self: Any, index: int, x: Any, rope: Any, attend: Any, carry: Any) -> Any:
-        run = lambda x: plain(self, index, x, rope, attend, carry)[0]  # noqa: E731
-        return jax.checkpoint(run)(x), carry
+    def again(self: Any, index: int, x: Any, *more: Any) -> Any:
+        run = lambda x: plain(self, index, x, *more)[0]  # noqa: E731
+        _, _, carry, *_ = more
+        return jax.checkpoint(run)(x), carry, None
 
     def boundary(config: models.ModelConfig) -> int:
         return kept(config, 3, 10, "bfloat16") - kept(config, 1, 10, "bfloat16")

@@ -5,7 +5,8 @@ and what transformers then computes with it in float32 on a CPU, in `expected.np
 
 * `ids` [2, 24] and their `logits` [2, 24, vocab] of one full forward pass;
 * `prompt` and `greedy`, the 64 tokens that greedy decoding adds to it (without stops);
-* `margin`, the smallest gap between the best two logits over those 64 choices.
+* `margin`, the smallest gap between the best two logits over those 64 choices;
+* of mixtures `balance` [mixtures], the load-balancing loss of each over `ids`.
 
 `tokenized` also has a byte-level BPE tokenizer, trained on a few modules of the
 standard library, and `expected_text.json`: texts with their ids, chats as rendered.
@@ -51,6 +52,8 @@ BASE = dict(
     attn_implementation="eager",
 )
 
+MIXTURE = BASE | dict(intermediate_size=24, num_experts_per_tok=2)
+
 TOKENIZER_MODULES = ("bisect", "heapq", "keyword", "textwrap")
 TOKENIZER_VOCAB = 320
 CHAT_TEMPLATE = """\
@@ -91,6 +94,8 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
     """Returns the configuration of every golden model by folder name."""
     llama, mistral = transformers.LlamaConfig, transformers.MistralConfig
     qwen2, qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
+    qwen2_moe = transformers.Qwen2MoeConfig
+    qwen3_moe = transformers.Qwen3MoeConfig
     rope = dict(
         rope_type="llama3",
         rope_theta=10_000.0,
@@ -108,6 +113,25 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         # 4 heads of 24 are 96 wide in a model of width 32.
         "qwen3": qwen3(**BASE, head_dim=24, tie_word_embeddings=True),
         "mistral": mistral(**BASE, sliding_window=8),
+        "mixtral": transformers.MixtralConfig(
+            **MIXTURE, num_local_experts=6, sliding_window=9
+        ),
+        # Shared experts with a gate of their own; shares that do not sum to one.
+        "qwen2_moe": qwen2_moe(
+            **MIXTURE,
+            num_experts=6,
+            moe_intermediate_size=20,
+            shared_expert_intermediate_size=28,
+        ),
+        # The first layer is dense.
+        "qwen3_moe": qwen3_moe(
+            **MIXTURE | dict(num_experts_per_tok=3),
+            head_dim=12,
+            num_experts=8,
+            moe_intermediate_size=20,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
+        ),
         "gpt2": transformers.GPT2Config(
             vocab_size=128,
             n_positions=96,
@@ -202,7 +226,7 @@ def expected(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray] | None:
     greedy, margin = greedy_tokens(model, prompt)
     if margin < MIN_MARGIN or len(set(greedy.tolist())) < MIN_DISTINCT:
         return None
-    return {
+    return balance_losses(model, ids) | {
         "ids": ids.astype(np.int32),
         "logits": logits_of(model, ids),
         "prompt": prompt.astype(np.int32),
@@ -211,13 +235,27 @@ def expected(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray] | None:
     }
 
 
+def balance_losses(model: torch.nn.Module, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Computes the load-balancing loss of every mixture, one by one."""
+    top_k = getattr(model.config, "num_experts_per_tok", None)
+    if top_k is None:
+        return {}
+    with torch.no_grad():
+        routers = model(torch.tensor(ids), output_router_logits=True).router_logits
+    loss = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
+    found = [float(loss((x,), x.shape[1], top_k)) for x in routers]
+    return {"balance": np.asarray(found, np.float32)}
+
+
 def check_feature_counts(name: str, model: torch.nn.Module, ids: np.ndarray) -> None:
     """Asserts that leaving out what a model is here for would change its logits."""
     config = copy.deepcopy(model.config)
     if name == "llama3":
         config.rope_parameters = dict(rope_type="default", rope_theta=10_000.0)
-    elif name == "mistral":
+    elif name in ("mistral", "mixtral"):
         config.sliding_window = None
+    elif name == "qwen2_moe":
+        config.norm_topk_prob = True
     else:
         return
     other = type(model)(config).eval()

@@ -1,0 +1,141 @@
+"""The shape of a model: plain values, frozen and hashable, checked when made."""
+
+import dataclasses
+from typing import Literal
+
+type FamilyName = Literal[
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "gpt2",
+    "opt",
+]
+"""Families of models whose folders are read and written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama-3's stretching of low rotary frequencies (its report, section 3.4.2)."""
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture in place of the MLP: a token meets `top_k` of the experts.
+
+    Source: Jiang et al. 2024, Mixtral of Experts, arXiv:2401.04088, section 2; shared
+    experts: Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066, section 3.2.
+    """
+
+    num_experts: int
+    top_k: int
+    """Experts that each token is sent to, the most probable ones."""
+    size: int
+    """FFN width of an expert."""
+    shared_size: int = 0
+    """FFN width of all shared experts together, which every token meets beside."""
+    shared_gate: bool = False
+    """Whether a sigmoid of its own scales each token's shared part (Qwen2)."""
+    renormalise: bool = True
+    """Whether the probabilities of the experts chosen are scaled to sum to one."""
+    num_dense_layers: int = 0
+    """Layers, the first ones, that have a plain MLP."""
+    balance_weight: float = 0.01
+    """What the load-balancing loss is multiplied by in training; 0.01 is that of Fedus
+    et al. 2021, arXiv:2101.03961, section 2.2."""
+
+    def __post_init__(self):
+        """Refuses counts that cannot be."""
+        for name in ("num_experts", "top_k", "size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"{self.top_k=} must be at most {self.num_experts=}")
+        for name in ("shared_size", "num_dense_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.shared_gate and not self.shared_size:
+            raise ValueError(f"{self.shared_gate=} needs shared experts")
+        if not 0 <= self.balance_weight < float("inf"):
+            raise ValueError(f"{self.balance_weight=} must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer; hashable, so a static argument."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    """Width of the gate and up projections, or of the only one if not gated. Layers
+    that are mixtures have that of `experts`."""
+    max_positions: int
+    """Longest sequence the model is meant for; a hard bound with learned positions."""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    positions: Literal["rope", "learned"] = "rope"
+    position_offset: int = 0
+    """Rows of the learned position table that come before position 0 (OPT: 2)."""
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated: bool = True
+    """Whether the MLP multiplies the activation with a second projection (SwiGLU)."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm over head_dim of every query and key head, before RoPE (Qwen3)."""
+    tie_embeddings: bool = True
+    window: int | None = None
+    """Sliding window: a query sees this many latest tokens, itself included."""
+    experts: Experts | None = None
+    """What takes the place of the MLP, but in the first dense layers; None: nothing."""
+    family: FamilyName = "llama"
+    """Whose names a saved folder uses; only the other fields say what is computed."""
+
+    def __post_init__(self):
+        """Refuses shapes that cannot be."""
+        for name in (
+            *("vocab_size", "hidden_size", "num_layers", "num_q_heads"),
+            *("num_kv_heads", "head_dim", "mlp_size", "max_positions"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"{self.head_dim=} must be even for rotary positions")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"{self.window=} must be at least 1, or None")
+        if self.experts is None:
+            return
+        if self.experts.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"{self.experts.num_dense_layers=} must be below {self.num_layers=}"
+            )
+        if self.mlp_bias:
+            raise ValueError(f"{self.mlp_bias=}: experts have no biases")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return self.experts is not None and layer >= self.experts.num_dense_layers
