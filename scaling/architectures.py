@@ -62,9 +62,9 @@ def forward(
     """Runs a model over whole sequences, each from its beginning."""
     if isinstance(config, recurrent.RecurrentConfig):
         logits = recurrent.logits(params, tokens, config=config)
-    else:
-        logits = models.logits(params, tokens, config=config)
-    return Output(logits, jnp.zeros((), logits.dtype))
+        return Output(logits, jnp.zeros((), logits.dtype))
+    found = models.outputs(params, tokens, config=config)
+    return Output(found.logits, found.auxiliary)
 
 
 def parameters(config: Architecture) -> costs.Parameters:

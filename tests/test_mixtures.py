@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import checkpoints, hf_configs, mixtures, models
+from jaxkv import checkpoints, hf_configs, mixtures, models, policies
 from jaxkv.models import Experts, ModelConfig
 from tests import engines, test_company, test_models
+from tests.engines import Ask
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -163,14 +165,18 @@ def test_gradients_equal_finite_differences() -> None:
         rng = np.random.default_rng(3)
         towards = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
 
-        @functools.partial(jax.jit, compiler_options=engines.FAST_COMPILE)
+        compiled: Any = functools.partial(
+            jax.jit, compiler_options=engines.FAST_COMPILE
+        )
+
         def loss(step: Any) -> Any:
             moved = jax.tree.map(lambda x, t: x + step * t, params, towards)
             out = models.outputs(moved, jnp.asarray(TOKENS), config=config)
             return jnp.mean(jax.nn.logsumexp(out.logits, axis=2)) + out.auxiliary, out
 
-        grad, at = jax.grad(loss, has_aux=True)(jnp.float64(0))
-        (above, up), (below, down) = (loss(jnp.float64(x)) for x in (1e-6, -1e-6))
+        grad, at = compiled(jax.grad(loss, has_aux=True))(jnp.float64(0))
+        at_step = compiled(loss)
+        (above, up), (below, down) = (at_step(jnp.float64(x)) for x in (1e-6, -1e-6))
         # No choice lay so near a tie that it went another way.
         assert (up.loads == at.loads).all()
         assert (down.loads == at.loads).all()
@@ -205,43 +211,42 @@ def test_paged_equals_contiguous_everywhere(name: str, numerics: str) -> None:
         )
 
 
-def serve(seed: int, name: str, as_served: bool) -> engines.Run:
-    """A workload in an order of the place's own."""
-    asks = test_company.workload(seed)
-    place = test_company.PLACES[name]
-    order = np.random.default_rng([seed, place.max_slots]).permutation(len(asks))
+def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     return engines.serve(
-        [asks[index] for index in order],
-        test_company.config_of(place),
-        test_company.policies.fcfs(
-            chunk_size=place.chunk_size, preemption="recompute", hold_new=False
-        ),
+        asks,
+        test_company.config_of(test_company.PLACES[name]),
+        policies.fcfs(chunk_size=8, hold_new=False),
         model=ONE_LAYER,
         as_served=as_served,
     )
 
 
 @pytest.mark.parametrize(
-    ("seeds", "as_served"),
+    ("seeds", "others", "as_served"),
     [
-        (range(2), False),
-        pytest.param(range(2, 30), True, marks=pytest.mark.slow),
+        (range(1), "crowd", False),
+        pytest.param(range(1, 30), "plenty", True, marks=pytest.mark.slow),
     ],
 )
 def test_the_engine_serves_it_to_the_same_bits_in_any_company(
-    seeds: range, as_served: bool
+    seeds: range, others: str, as_served: bool
 ) -> None:
+    """All at once, with too few pages, and each request alone."""
+    config = test_company.config_of(test_company.PLACES["crowd"])
     num_preempted = 0
     for seed in seeds:
-        crowd, alone = (serve(seed, name, as_served) for name in ("crowd", "alone"))
-        num_preempted += int(crowd.info.num_preempted.sum())
         asks = test_company.workload(seed)
-        config = test_company.config_of(test_company.PLACES["crowd"])
+        crowd = serve(asks, "crowd", as_served)
+        num_preempted += int(crowd.info.num_preempted.sum())
         expected = engines.plain(asks, config, model=ONE_LAYER)
-        for request_id, outcome in crowd.outcomes.items():
-            test_company.assert_same_bits(outcome, alone.outcomes[request_id])
-            assert (outcome.tokens, outcome.reason) == expected[request_id]
-    assert num_preempted >= 2
+        got = {
+            name: (each.tokens, each.reason) for name, each in crowd.outcomes.items()
+        }
+        assert got == expected
+        for ask in asks:
+            alone = serve([ask], others, as_served).outcomes[ask.request_id]
+            test_company.assert_same_bits(crowd.outcomes[ask.request_id], alone)
+    assert num_preempted >= len(seeds)
 
 
 def test_sharded_folders_hold_the_same(tmp_path: Path) -> None:
