@@ -10,12 +10,19 @@ import pytest
 from jaxtyping import Array, Int32
 
 from jaxkv import checkpoints, hf_families, models
+from tests import engines
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 
 
-@functools.partial(jax.jit, static_argnames="config")
+compiled = functools.partial(
+    jax.jit, static_argnames="config", compiler_options=engines.FAST_COMPILE
+)
+full_logits = compiled(models.logits)
+
+
+@compiled
 def continue_greedily(
     params: models.Params,
     tokens: Int32[Array, "1 length"],
@@ -46,7 +53,7 @@ def test_every_family_is_here() -> None:
 def test_logits_and_greedy_tokens_agree(name: str) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
     expected = np.load(GOLDEN / name / "expected.npz")
-    logits = models.logits(params, jnp.asarray(expected["ids"]), config=config)
+    logits = full_logits(params, jnp.asarray(expected["ids"]), config=config)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 
