@@ -12,8 +12,8 @@ from experiments import batching_lectures, cost_models, simulating
 from experiments.progress import Progress
 from experiments.simulated import Served
 from jaxkv import baselines, lengths, policies, scheduling, simulation, workloads
+from jaxkv.machines import Capacity
 from jaxkv.simulation import Cost
-from jaxkv.turnover import Capacity
 from jaxkv.workloads import Workload
 
 if TYPE_CHECKING:

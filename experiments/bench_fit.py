@@ -20,7 +20,7 @@ from experiments import fit_rivals, fit_surfaces, style, units
 from experiments.fit_rivals import Runs
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from scaling import fitting, laws, solving
+from scaling import evaluating, fitting, laws, solving
 from scaling.observations import observe
 
 OURS, FIRST = "jaxkv", "jaxkv, first call"
@@ -75,7 +75,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         starts = np.tile(full.coordinates, (len(rows), 1))
         ends = solving.solve(problem, np.array(counts, float), starts)
         centre = problem.seen.centre
-        return _logged(solving.coefficients(law, ends.coordinates, centre))
+        return _logged(evaluating.coefficients(law, ends.coordinates, centre))
 
     rivals = [*fit_rivals.everyone()][: None if config.slow else 1]
 

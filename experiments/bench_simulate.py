@@ -23,7 +23,7 @@ from experiments.reporting import Part, Sheet
 from experiments.simulating import Members, part_size, stack
 from experiments.simulating_parts import Bounds
 from experiments.simulating_parts import Part as Runner
-from jaxkv import clocks, policies, scheduling, turnover
+from jaxkv import clocks, machines, policies, scheduling
 from jaxkv.workloads import Workload
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
@@ -121,7 +121,7 @@ class Rate(NamedTuple):
 
 def members(config: Config) -> list[Members]:
     """One machine for each rate, with requests for all of its steps."""
-    capacity = turnover.Capacity(
+    capacity = machines.Capacity(
         num_pages=jnp.int32(PLACES // PAGE_SIZE),
         page_size=jnp.int32(PAGE_SIZE),
         max_length=jnp.int32(MAX_LENGTH),

@@ -16,8 +16,8 @@ from experiments import cost_models
 from experiments.chunked_prefill_policies import Apart, Reading, reading
 from experiments.simulating_parts import Members
 from jaxkv import lengths, workloads
+from jaxkv.machines import Capacity
 from jaxkv.simulation import Work
-from jaxkv.turnover import Capacity
 from scaling import costs, costs_serving, devices, hf_descriptions, named_models
 
 PAGE_SIZE = 16

@@ -19,8 +19,8 @@ from experiments.disaggregation_settings import Instance
 from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
 from jaxkv import lengths, scheduling, workloads
+from jaxkv.machines import Capacity
 from jaxkv.simulation import Cost, Work
-from jaxkv.turnover import Capacity
 
 HEAD = 16
 """Requests at the head of the queue that a policy sees."""

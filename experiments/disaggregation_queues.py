@@ -15,7 +15,7 @@ from experiments import cost_models, simulating
 from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
 from jaxkv import metrics, policies, workloads
-from jaxkv.turnover import Capacity
+from jaxkv.machines import Capacity
 
 PROMPT = 512
 SERVICE_S = 0.1

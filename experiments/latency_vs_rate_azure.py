@@ -16,7 +16,7 @@ from experiments import cost_models, simulated, simulating, units
 from experiments.progress import Progress
 from experiments.reporting import Part, Sheet
 from jaxkv import policies, recordings
-from jaxkv.turnover import Capacity
+from jaxkv.machines import Capacity
 from scaling import costs, costs_serving, devices, named_models
 from scaling.descriptions import Description
 from scaling.devices import Device

@@ -19,7 +19,7 @@ _MARKS: dict[str, str] = dict(zip(settings.SYSTEMS, "vsd^o", strict=True))
 
 
 def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Draws on an array of axes, one after the other; the last ones may stay empty."""
+    """Draws on an array of axes, one after the other; the last ones may go."""
     curves, free = capacities.curves(rows), iter(axes.ravel())
     handles: Any = ([], [])
     for name, systems in curves.items():
@@ -33,9 +33,11 @@ def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     if azure.rows(rows):
         _replays(next(free), azure.rows(rows))
     for k, ax in enumerate(free):
-        ax.set_axis_off()
         if curves and not k:
+            ax.set_axis_off()
             ax.legend(*handles, loc="center")
+        else:
+            ax.remove()
 
 
 def _curves(ax: Any, name: str, curves: dict[str, capacities.Curve]) -> None:

@@ -13,8 +13,8 @@ from experiments import simulated, simulating
 from experiments.latency_vs_rate_settings import Server, System
 from experiments.progress import QUIET, Progress
 from jaxkv import baselines, contiguous, lengths, policies, scheduling, workloads
+from jaxkv.machines import Capacity
 from jaxkv.simulation import Cost
-from jaxkv.turnover import Capacity
 
 PATIENCE = 0.25
 PATIENCE_S = 300.0

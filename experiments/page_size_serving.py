@@ -17,7 +17,7 @@ from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
 from jaxkv import policies
-from jaxkv.turnover import Capacity
+from jaxkv.machines import Capacity
 
 PAPER = "Kwon et al. 2023, arXiv:2309.06180, figure 18b"
 OURS = "an earlier simulation of ours, of the paper's mean lengths"

@@ -22,7 +22,7 @@ from experiments.progress import Progress
 from experiments.reporting import Part, Sheet
 from experiments.sharing_published import DATA, PAPER, POINT, SAMPLES, share
 from jaxkv import metrics, policies, workloads
-from jaxkv.turnover import Capacity
+from jaxkv.machines import Capacity
 
 PAGE_SIZE = 16
 NUM_PLACES = 15_728

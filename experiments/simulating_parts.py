@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from experiments.simulated import Means, Served, Totals, Trace
 from jaxkv import clocks, scheduling, simulation
 from jaxkv.contiguous import Reservation
+from jaxkv.machines import Capacity, Events, Simulation
 from jaxkv.simulation import Cost
-from jaxkv.turnover import Capacity, Events, Simulation
 from jaxkv.workloads import Workload
 
 

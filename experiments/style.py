@@ -50,7 +50,8 @@ def render(
 
     Args:
       plot: draws on the axes it is given: one `Axes`, or an array of them with the
-        shape of `panels` less the axes of length 1.
+        shape of `panels` less the axes of length 1. Rows and columns of which it
+        removes every one leave no hole.
       panels: rows and columns of axes, each at least 1.
       size_inches: width and height of one panel.
 
@@ -70,8 +71,24 @@ def render(
         figure = Figure(figsize=(columns * width, rows * height))
         FigureCanvasAgg(figure)
         plot(figure.subplots(rows, columns))
+        _close_ranks(figure, size_inches)
         for kind, metadata in (("svg", {"Date": None}), ("png", {})):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, metadata=metadata)
             files[f"figure.{kind}"] = buffer.getvalue()
     return files
+
+
+def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
+    """Shrinks a figure to the rows and columns in which there still are axes."""
+    specs = [ax.get_subplotspec() for ax in figure.axes]
+    rows = sorted({spec.rowspan.start for spec in specs})
+    columns = sorted({spec.colspan.start for spec in specs})
+    if not specs or (len(rows), len(columns)) == specs[0].get_gridspec().get_geometry():
+        return
+    width, height = size_inches
+    figure.set_size_inches(len(columns) * width, len(rows) * height)
+    grid = figure.add_gridspec(len(rows), len(columns))
+    for ax, spec in zip(figure.axes, specs, strict=True):
+        place = rows.index(spec.rowspan.start), columns.index(spec.colspan.start)
+        ax.set_subplotspec(grid[place])

@@ -16,11 +16,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import clocks, contiguous, lines, scheduling, tables, turnover
+from jaxkv import (
+    clocks,
+    contiguous,
+    lines,
+    machines,
+    observing,
+    scheduling,
+    tables,
+    turnover,
+)
 from jaxkv.contiguous import Reservation
 from jaxkv.lines import Line
+from jaxkv.machines import Capacity, Simulation
 from jaxkv.states import NOBODY
-from jaxkv.turnover import Capacity, Simulation
 from jaxkv.workloads import Workload
 
 
@@ -141,13 +150,13 @@ def init(
         began=none,
         ended=none,
         left=jnp.full((max_slots,), NOBODY, jnp.int32),
-        left_with=jnp.zeros((max_slots, len(turnover.Progress._fields)), jnp.int32),
+        left_with=jnp.zeros((max_slots, len(machines.Progress._fields)), jnp.int32),
         queue=jnp.full((max_slots + (head or max_slots),), NOBODY, jnp.int32),
         num_taken=zero,
         num_swapped=zero,
         num_done=zero,
-        progress=jnp.zeros((num, len(turnover.Progress._fields)), jnp.int32),
-        events=jnp.zeros((num, len(turnover.Events._fields)), jnp.int32),
+        progress=jnp.zeros((num, len(machines.Progress._fields)), jnp.int32),
+        events=jnp.zeros((num, len(machines.Events._fields)), jnp.int32),
         order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
         num_served=jnp.sum(fits, dtype=jnp.int32),
     )
@@ -183,10 +192,10 @@ def step(
     w, size = workload, capacity.page_size
     state, whose = turnover.retire(state, max_samples)
     state = turnover.arrive(state, w, head or whose.shape[0])
-    queued = turnover.look(state, w, head or whose.shape[0], max_samples)
+    queued = observing.look(state, w, head or whose.shape[0], max_samples)
     if reservation is not None:
-        queued = turnover.reserve(state, queued, w, capacity, reservation)
-    counts = turnover.observe(state, queued, capacity, max_samples)
+        queued = observing.reserve(state, queued, w, capacity, reservation)
+    counts = observing.observe(state, queued, capacity, max_samples)
     plan = scheduling.schedule(counts, policy)
     state, wish, done = turnover.carry_out(
         state, plan, queued, capacity, max_samples, whose

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling import laws, solving
+from scaling import evaluating, laws
 from scaling.fit_results import FitResult
 
 _GRID = 2001
@@ -95,7 +95,7 @@ def _losses(
         if result.samples is not None:
             points = np.concatenate([points, result.samples])
         logs = np.log(compute)[None] - result.centre[:, None]
-        return np.exp(solving.values(law, points, logs))
+        return np.exp(evaluating.values(law, points, logs))
     fitted = np.array([[*result.coefficients.values()]])
     rows = np.concatenate([fitted, result.sampled()])
     columns = dict(zip(law.coefficients, rows.T[:, :, None], strict=True))

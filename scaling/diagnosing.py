@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling import solving
+from scaling import evaluating
 from scaling.fit_results import FitResult
 from scaling.solving import Ends, Problem
 
@@ -66,7 +66,7 @@ def compare_starts(problem: Problem, ends: Ends) -> Starts:
     found: list[np.ndarray] = []
     if len(order):
         law, logs = problem.law, problem.seen.logs
-        for value in solving.values(law, ends.coordinates[order], logs):
+        for value in evaluating.values(law, ends.coordinates[order], logs):
             if all(np.abs(value - other).max() > _SAME for other in found):
                 found.append(value)
     return Starts(best, statuses, max(1, len(found)))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from scaling import diagnosing, intervals, laws, solving
+from scaling import diagnosing, evaluating, intervals, laws
 from scaling.fit_results import FitResult
 from scaling.laws_base import Law
 from scaling.solving import Problem
@@ -36,10 +36,10 @@ def report(
     names, centre = law.coefficients, seen.centre
     n, k = seen.num_points, len(names)
     matrix, covariance = intervals.curvature(problem, best)
-    slopes = solving.coefficient_slopes(law, best, centre)
+    slopes = evaluating.coefficient_slopes(law, best, centre)
     covariance = slopes @ covariance @ slopes.T
-    natural = solving.coefficients(law, best[None], centre)[0]
-    residuals = solving.values(law, best[None], seen.logs)[0] - seen.target
+    natural = evaluating.coefficients(law, best[None], centre)[0]
+    residuals = evaluating.values(law, best[None], seen.logs)[0] - seen.target
     shape = diagnosing.shape(problem, matrix)
 
     def interval(value: Any, spread: Any, sampled: Any) -> Any:
@@ -51,7 +51,7 @@ def report(
 
     sampled = None
     if samples is not None:
-        sampled = solving.coefficients(law, samples, centre)
+        sampled = evaluating.coefficients(law, samples, centre)
     ends = interval(natural, _spread(covariance), sampled)
     if samples is None:
         # A size is symmetric in its logarithm, and stays positive.

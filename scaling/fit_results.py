@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling import laws, solving
+from scaling import evaluating, laws
 from scaling.laws_base import Law
 from scaling.solving import Loss, Space
 
@@ -112,7 +112,7 @@ class FitResult(NamedTuple):
         law = self.find_law()
         if self.samples is None:
             return np.zeros((0, len(law.coefficients)))
-        return solving.coefficients(law, self.samples, self.centre)
+        return evaluating.coefficients(law, self.samples, self.centre)
 
 
 def to_json(result: FitResult) -> dict[str, Any]:

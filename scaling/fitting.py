@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scaling import diagnosing, fit_reports, forecasting, solving
+from scaling import diagnosing, evaluating, fit_reports, forecasting, solving
 from scaling.comparing import Comparison, compare
 from scaling.fit_results import FitResult, HeldOut, from_json, to_json
 from scaling.forecasting import Prediction, predict, score
@@ -171,7 +171,7 @@ def _coordinates(
     values = np.array(rows)
     if not (np.isfinite(values).all() and (values[:, logged] > 0).all()):
         raise ValueError("coefficients to start from must be finite, sizes positive")
-    return solving.coordinates(law, values, seen.centre)
+    return evaluating.coordinates(law, values, seen.centre)
 
 
 def _check(

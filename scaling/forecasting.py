@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling import intervals, solving
+from scaling import evaluating, intervals
 from scaling.fit_results import FitResult, HeldOut
 from scaling.laws_base import Law
 
@@ -52,7 +52,7 @@ def predict(
     if interval not in (None, "confidence", "prediction"):
         raise ValueError(f"{interval=} must be None, 'confidence' or 'prediction'")
     logs = _logs(law, data) - result.centre[:, None]
-    value = solving.values(law, result.coordinates[None], logs)[0]
+    value = evaluating.values(law, result.coordinates[None], logs)[0]
     if interval is None:
         nothing = np.full(value.shape, np.nan)
         return Prediction(np.exp(value), nothing, nothing)
@@ -73,7 +73,7 @@ def _by_samples(
     level: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     assert result.samples is not None
-    samples = solving.values(law, result.samples, logs)
+    samples = evaluating.values(law, result.samples, logs)
     if with_noise:
         # A residual for every resample and point; drawn with a seed, so that asking
         # twice gives one answer.
@@ -91,9 +91,9 @@ def _by_curvature(
     with_noise: bool,
     level: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    natural = solving.coefficient_slopes(law, result.coordinates, result.centre)
+    natural = evaluating.coefficient_slopes(law, result.coordinates, result.centre)
     back = np.linalg.inv(natural)
-    slopes = solving.slopes(law, result.coordinates, logs) @ back
+    slopes = evaluating.slopes(law, result.coordinates, logs) @ back
     variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
     if with_noise:
         variance = variance + np.mean(result.noise**2)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from scaling import solving
+from scaling import evaluating
 from scaling.solving import Loss, Problem
 
 
@@ -81,7 +81,7 @@ def curvature(
     Source: Huber 1981, Robust Statistics, section 7.6.
     """
     law, seen = problem.law, problem.seen
-    slopes = solving.slopes(law, coordinates, seen.logs)
+    slopes = evaluating.slopes(law, coordinates, seen.logs)
     residuals = problem.residuals(coordinates)
     if problem.space == "linear":
         slopes = slopes * (residuals + np.exp(seen.target))[:, None]

@@ -1,15 +1,14 @@
 """Runs the optimiser on observations: in float64, in pieces, from many starts."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
-from scaling import optimising
+from scaling import evaluating, optimising
 from scaling.laws_base import Law
 from scaling.observations import Observations
 from scaling.optimising import Space
@@ -74,7 +73,7 @@ class Problem(NamedTuple):
         self, coordinates: Float[np.ndarray, " k"]
     ) -> Float[np.ndarray, " n"]:
         """Computes prediction minus what was seen, in the problem's space."""
-        value = values(self.law, coordinates[None], self.seen.logs)[0]
+        value = evaluating.values(self.law, coordinates[None], self.seen.logs)[0]
         if self.space == "log":
             return value - self.seen.target
         return np.exp(value) - np.exp(self.seen.target)
@@ -169,68 +168,3 @@ def draw_weights(
     share = np.full(num_runs, 1 / num_runs)
     counts = rng.multinomial(num_runs, share, num_resamples)
     return counts[:, seen.cluster] * seen.weights
-
-
-def values(
-    law: Law,
-    coordinates: Float[np.ndarray, "problems k"],
-    logs: Float[np.ndarray, "inputs n"],
-) -> Float[np.ndarray, "problems n"]:
-    """Evaluates the logarithm of a law's target for many coordinates, in float64."""
-    with jax.enable_x64(True):
-        call = _evaluators(law)[0]
-        return np.asarray(call(jnp.asarray(coordinates), jnp.asarray(logs)))
-
-
-def slopes(
-    law: Law, coordinates: Float[np.ndarray, " k"], logs: Float[np.ndarray, "inputs n"]
-) -> Float[np.ndarray, "n k"]:
-    """Evaluates the derivatives of the logarithm of a law's target, in float64."""
-    with jax.enable_x64(True):
-        _, rows = _evaluators(law)[1](jnp.asarray(coordinates), jnp.asarray(logs))
-        return np.stack([np.asarray(row) for row in rows], 1)
-
-
-def coefficients(
-    law: Law,
-    coordinates: Float[np.ndarray, "problems k"],
-    centre: Float[np.ndarray, " inputs"],
-) -> Float[np.ndarray, "problems k"]:
-    """Turns centred coordinates into coefficients in natural units, in float64."""
-    with jax.enable_x64(True):
-        call = _evaluators(law)[2]
-        return np.asarray(call(jnp.asarray(coordinates), jnp.asarray(centre)))
-
-
-def coordinates(
-    law: Law,
-    coefficients: Float[np.ndarray, "problems k"],
-    centre: Float[np.ndarray, " inputs"],
-) -> Float[np.ndarray, "problems k"]:
-    """Turns coefficients into centred coordinates, in float64."""
-    with jax.enable_x64(True):
-        call = _evaluators(law)[4]
-        return np.asarray(call(jnp.asarray(coefficients), jnp.asarray(centre)))
-
-
-def coefficient_slopes(
-    law: Law, coordinates: Float[np.ndarray, " k"], centre: Float[np.ndarray, " inputs"]
-) -> Float[np.ndarray, "k k"]:
-    """Evaluates the derivatives of coefficients by centred coordinates, in float64."""
-    with jax.enable_x64(True):
-        call = _evaluators(law)[3]
-        return np.asarray(call(jnp.asarray(coordinates), jnp.asarray(centre)))
-
-
-@functools.cache
-def _evaluators(law: Law) -> tuple[Any, ...]:
-    def natural(x: Any, centre: Any) -> Any:
-        return law.decode(law.shift(x, -centre))
-
-    def inward(x: Any, centre: Any) -> Any:
-        return law.shift(law.encode(x), centre)
-
-    values = jax.vmap(law.log_loss, (0, None))
-    everything = (values, law.derivatives, jax.vmap(natural, (0, None)))
-    slopes, inwards = jax.jacfwd(natural), jax.vmap(inward, (0, None))
-    return tuple(map(jax.jit, (*everything, slopes, inwards)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import bench_simulate, cost_models, plain_scheduler
-from jaxkv import clocks, policies, simulation, turnover
+from jaxkv import clocks, machines, policies, simulation
 from jaxkv.workloads import Workload
 from tests.engines import FAST_COMPILE
 
@@ -26,11 +26,11 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
         samples=jnp.ones(NUM, jnp.int32),
         clients=jnp.int32(2**30),
     )
-    capacity = turnover.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+    capacity = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
     policy = policies.fcfs()
 
     @jax.jit
-    def start() -> turnover.Simulation:
+    def start() -> machines.Simulation:
         return simulation.init(w, capacity, policy, max_slots=8)
 
     run = jax.jit(
@@ -74,7 +74,7 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     for name, values in ours.items():
         theirs = [getattr(step, name) for step in steps]
         assert np.asarray(values)[busy].tolist() == theirs, name
-    noted = turnover.Events(*np.asarray(state.events, np.int64).T)
+    noted = machines.Events(*np.asarray(state.events, np.int64).T)
     for name in ("first", "finish"):
         ours_us = (getattr(noted, f"{name}_s") - 1) * clocks.SECOND
         ours_us = ours_us + getattr(noted, f"{name}_us")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clocks, contiguous, policies, scheduling, simulation, turnover
+from jaxkv import clocks, contiguous, machines, policies, scheduling, simulation
 from jaxkv.workloads import Workload
 from tests.buddies import Buddies
 from tests.engines import FAST_COMPILE
@@ -75,7 +75,7 @@ def load(num: int) -> Workload:
 def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     """Each step of all three rules against the lists; nobody ever gives way."""
     w, num, leaf = load(60), 60, 2
-    bounds = turnover.Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
+    bounds = machines.Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
     policy = policies.fcfs()
     rules = [
         contiguous.reservation(rule, num_leaves=203, leaves_per_region=64)
@@ -87,7 +87,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
             *(w, bounds, policy), max_slots=12, reservation=reservation
         )
 
-        def step(state: turnover.Simulation, _: None) -> Any:
+        def step(state: machines.Simulation, _: None) -> Any:
             state, info = simulation.step(
                 *(state, w),
                 capacity=bounds,
@@ -124,7 +124,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     split, used = trace[-1].split, trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
-    assert not states.events[:, :, turnover.Events._fields.index("num_preempted")].any()
+    assert not states.events[:, :, machines.Events._fields.index("num_preempted")].any()
     # 203 leaves of 2 have three blocks of 128 places; who knows more runs more.
     assert max(batches[0]) == 3
     steps = [np.count_nonzero(batch) for batch in batches]

@@ -88,7 +88,8 @@ def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
         panels=latency_vs_rate.PANELS,
         size_inches=(1.0, 1.0),
     )
-    assert all(files.values())
+    # Panels that are not there leave no hole: one curve and the batches beside it.
+    assert int.from_bytes(files["figure.png"][20:24]) == 200
 
 
 @pytest.mark.slow

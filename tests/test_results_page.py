@@ -1,6 +1,7 @@
 """The page of claims says what the records say, and nothing else."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,17 @@ from experiments import cli, results_page
 def test_the_page_that_ships_is_made_of_the_records_that_ship() -> None:
     page = results_page.page(results_page.find(results_page.RECORDS))
     assert results_page.PAGE.read_text("utf-8") == page
+
+
+def test_the_reports_that_ship_show_figures_that_ship() -> None:
+    reports = list(results_page.RECORDS.glob("*/report.md"))
+    shown = [
+        report.parent / name
+        for report in reports
+        for name in re.findall(r"!\[.*?\]\((.*?)\)", report.read_text("utf-8"))
+    ]
+    assert len(shown) >= len(reports) > 20
+    assert [path for path in shown if not path.is_file()] == []
 
 
 def test_every_claim_of_every_record_stands_on_it_with_its_verdict(

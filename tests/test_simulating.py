@@ -11,9 +11,9 @@ from experiments import cost_models, simulating
 from experiments.progress import Quiet
 from experiments.simulated import Served
 from experiments.simulating import Members
-from jaxkv import clocks, metrics, policies, scheduling, turnover, workloads
+from jaxkv import clocks, machines, metrics, policies, scheduling, workloads
 
-BOUNDS = turnover.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+BOUNDS = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
 TOTAL = (40, 30, 25)
 """Requests of each member; the last one's can come only when others have gone."""
@@ -138,7 +138,7 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
     arrival = np.cumsum(rng.exponential(1 / rates[:, None], (len(rates), num)), axis=1)
     arrival = np.round(arrival, 6)
     ones = jnp.ones(num, jnp.int32)
-    bounds = turnover.Capacity(*(jnp.int32(x) for x in (10, 4, 20, 24, 0)))
+    bounds = machines.Capacity(*(jnp.int32(x) for x in (10, 4, 20, 24, 0)))
     cost = cost_models.linear((service_s, 0.0, 0.0), (1.0, 0.0, 0.0), scale=1.0)
     members = [
         (

@@ -14,12 +14,12 @@ from jaxkv import (
     caching,
     clocks,
     engine,
+    machines,
     policies,
     queueing,
     scheduling,
     simulation,
     states,
-    turnover,
     workloads,
 )
 from jaxkv.forwarding import ForwardResult
@@ -82,14 +82,14 @@ def workload(
     )
 
 
-def capacity(config: EngineConfig) -> turnover.Capacity:
-    return turnover.Capacity(
-        *(jnp.int32(getattr(config, name)) for name in turnover.Capacity._fields)
+def capacity(config: EngineConfig) -> machines.Capacity:
+    return machines.Capacity(
+        *(jnp.int32(getattr(config, name)) for name in machines.Capacity._fields)
     )
 
 
-def events(state: turnover.Simulation) -> turnover.Events:
-    return turnover.Events(*np.asarray(state.events).T)
+def events(state: machines.Simulation) -> machines.Events:
+    return machines.Events(*np.asarray(state.events).T)
 
 
 class Case(NamedTuple):
@@ -250,11 +250,11 @@ def seen_by(info: engine.StepInfo) -> dict[str, int]:
 
 def simulate(
     w: workloads.Workload,
-    bounds: turnover.Capacity,
+    bounds: machines.Capacity,
     policy: scheduling.Policy,
     cost: Cost = COST,
     num_steps: int = 400,
-) -> tuple[turnover.Simulation, simulation.StepInfo]:
+) -> tuple[machines.Simulation, simulation.StepInfo]:
     state = simulation.init(w, bounds, policy, max_slots=6)
     return simulation.run_steps(
         state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
@@ -266,7 +266,7 @@ run = jax.jit(simulate, compiler_options=FAST_COMPILE)
 
 RULE = policies.fcfs(stackable=True)
 
-BOUNDS = turnover.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+BOUNDS = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 
 
 def test_a_mapped_run_equals_a_run_alone() -> None:
