@@ -1,6 +1,8 @@
-"""Documents, their split, and the order in which training reads them."""
+"""Documents, their split, their tokens, the order of training, and scores."""
 
+import dataclasses
 import hashlib
+import math
 import sysconfig
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scaling import corpora, streams
+from jaxkv import models
+from scaling import corpora, objectives, streams
 
 
 @pytest.fixture
@@ -150,3 +153,155 @@ def test_text_shorter_than_a_window_is_one_clear_line() -> None:
     with pytest.raises(ValueError, match="8 tokens is shorter than one window"):
         corpora.windows_per_epoch(8, 8)
     assert corpora.windows_per_epoch(9, 8) == 1
+
+
+def byte_pairs(folder: Path, **fields) -> corpora.CorpusConfig:
+    return corpora.CorpusConfig(
+        pattern=f"{folder}/**/*.txt",
+        held_out=0.25,
+        tokenizer="bpe",
+        vocab_size=270,
+        **fields,
+    )
+
+
+def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path) -> None:
+    # A text that spells the end of a document out, and bytes that no other text has.
+    odd = "naïve <|endoftext|> \x00 文\n"
+    (folder / "odd.txt").write_text(odd)
+    config, cache = byte_pairs(folder), tmp_path / "cache"
+    corpus, split = corpora.open(config, cache=cache), corpora.load(config)
+    tokenizer = corpora.tokenizer(config, cache=cache)
+    for stream, documents in zip((corpus.stream, corpus.held_out), split, strict=True):
+        after = np.flatnonzero(stream == byte_pairs_end(tokenizer)) + 1
+        parts = np.split(stream, after)
+        assert [tokenizer.decode(part[:-1]).encode() for part in parts[:-1]] == [
+            document.text for document in documents
+        ]
+        assert stream.max() < corpus.vocab_size == 270
+    # Frequent pairs are one token: fewer than bytes, and as many bytes for each.
+    num_bytes = corpora.num_bytes(split.held_out)
+    assert corpus.bytes_per_token == num_bytes / len(corpus.held_out) > 1.5
+
+
+def byte_pairs_end(tokenizer) -> int:
+    (end,) = tokenizer.eos_ids
+    return end
+
+
+def test_byte_pairs_are_kept_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+    config, cache = byte_pairs(folder), tmp_path / "cache"
+    first = corpora.open(config, cache=cache)
+    (kept,) = cache.iterdir()
+    assert isinstance(corpora.open(config, cache=cache).stream, np.memmap)
+    # Learnt again, and where nothing can be kept, they are the same.
+    (kept / "train.npy").unlink()
+    assert corpora.open(config, cache=cache).digest == first.digest
+    (tmp_path / "file").touch()
+    assert corpora.open(config, cache=tmp_path / "file").digest == first.digest
+    # Another text has a place of its own.
+    (folder / "new.txt").write_text("something new")
+    assert corpora.open(config, cache=cache).digest != first.digest
+    assert len([*cache.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_fewer_unique_tokens_are_part_of_more(
+    folder: Path, tmp_path: Path, tokenizer: str
+) -> None:
+    config = byte_pairs(folder)
+    if tokenizer == "bytes":
+        config = dataclasses.replace(config, tokenizer="bytes", vocab_size=257)
+    whole = corpora.open(config, cache=tmp_path)
+
+    def some(num: int) -> np.ndarray:
+        fewer = dataclasses.replace(config, num_unique_tokens=num)
+        corpus = corpora.open(fewer, cache=tmp_path)
+        assert corpus.held_out.tolist() == whole.held_out.tolist()
+        assert corpus.epochs(3 * num) == 3
+        return corpus.stream
+
+    everything = some(len(whole.stream))
+    assert some(1000).tolist() == everything[:1000].tolist()
+    # The same documents in another order: not those of the first names.
+    assert sorted(everything) == sorted(whole.stream)
+    assert everything.tolist() != whole.stream.tolist()
+    with pytest.raises(ValueError, match="are more than its"):
+        some(len(whole.stream) + 1)
+
+
+def test_files_that_cannot_be_read_are_named() -> None:
+    config = corpora.CorpusConfig(pattern="/proc/self/mem")
+    with pytest.raises(ValueError, match=r"^/proc/self/mem: cannot be read: Input/out"):
+        corpora.open(config)
+
+
+def test_documentation_is_text_of_its_folders() -> None:
+    split = corpora.load(corpora.DOCUMENTATION)
+    every = names(split.train) + names(split.held_out)
+    assert len(every) > 100
+    assert {Path(name).suffix for name in every} <= {".txt", ".md", ".rst"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 300}, "vocab_size=300 of bytes must be 257"),
+        ({"tokenizer": "bpe"}, r"vocab_size=257 of byte pairs must be in \(257"),
+        ({"num_unique_tokens": -1}, "num_unique_tokens=-1 must be at least 0"),
+    ],
+)
+def test_impossible_tokens_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        corpora.CorpusConfig(**change)
+
+
+def test_streams_are_scored_in_the_same_windows() -> None:
+    stream = np.arange(100, dtype=np.uint16)
+    cut = objectives.stream_windows
+    every = cut(stream, seq_len=9, num_windows=99)
+    assert every[:, 1:].ravel().tolist() == [*range(1, 100)]
+    assert (every[:, 0] == every[:, 1] - 1).all()
+    some = cut(stream, seq_len=9, num_windows=4)
+    assert some[:, 0].tolist() == [0, 18, 45, 72]
+    with pytest.raises(ValueError, match="5 held-out tokens are fewer than one window"):
+        cut(stream[:5], seq_len=9, num_windows=4)
+
+
+@pytest.mark.usefixtures("fast_compile")
+def test_score_of_a_stream() -> None:
+    model = models.ModelConfig(
+        vocab_size=7,
+        hidden_size=8,
+        num_layers=1,
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_size=8,
+        max_positions=16,
+    )
+    held_out = np.random.default_rng(0).integers(0, 7, 500).astype(np.uint16)
+    params = models.init_params(model, jax.random.key(0))
+
+    def score(params, **sizes) -> objectives.StreamScore:
+        sizes = {"seq_len": 8, "num_windows": 20} | sizes
+        return objectives.score_stream(params, held_out, model=model, **sizes)
+
+    # A model that knows nothing has the same loss everywhere.
+    nothing = score(jax.tree.map(jnp.zeros_like, params))
+    assert nothing.num_tokens == 160
+    assert nothing.loss == pytest.approx(math.log(7), rel=1e-6)
+    assert nothing.loss_se < 1e-6
+    # Of one that guesses, the first predictions can be left out, and the batches say
+    # nothing.
+    whole = score(jax.tree.map(lambda p: 30 * p, params))
+    late = score(jax.tree.map(lambda p: 30 * p, params), carry=3, batch_size=7)
+    assert whole.loss_se == pytest.approx(whole.windows.std(ddof=1) / math.sqrt(20))
+    assert whole.loss == pytest.approx(whole.positions.mean())
+    np.testing.assert_allclose(late.positions, whole.positions[3:], rtol=1e-5)
+    assert late.num_tokens == 100
+    with pytest.raises(ValueError, match=r"carry=8 must be in \[0"):
+        score(params, carry=8)
+    held_out[4] = 9
+    with pytest.raises(ValueError, match=r"token 9 is not below model.vocab_size=7"):
+        score(params)
