@@ -16,9 +16,10 @@ import numpy as np
 from experiments import known_entropy_counts, known_entropy_runs, style
 from experiments.claims import Claim, judge
 from experiments.known_entropy_counts import Counts
+from experiments.known_entropy_fits import Fit, fit
 from experiments.known_entropy_runs import Recipe, Runs
 from experiments.progress import QUIET, Progress
-from scaling import fitting, languages, laws
+from scaling import languages
 from scaling.languages import LanguageConfig
 
 PANELS = (1, 2)
@@ -123,38 +124,6 @@ CONFIGS = {
 }
 
 
-class Fit(NamedTuple):
-    """The Chinchilla law of the losses.
-
-    Attributes:
-      floor: it found, E, in nats per token.
-      floor_low: lower end of its 90 % interval.
-      floor_high: upper end.
-      alpha: exponent of the parameters.
-      alpha_low: lower end.
-      alpha_high: upper end.
-      beta: exponent of the tokens.
-      beta_low: lower end.
-      beta_high: upper end.
-      identified: whether the fit finds nothing to doubt about its floor.
-      warnings: its doubts in words.
-      num_points: runs fitted.
-    """
-
-    floor: float
-    floor_low: float
-    floor_high: float
-    alpha: float
-    alpha_low: float
-    alpha_high: float
-    beta: float
-    beta_low: float
-    beta_high: float
-    identified: bool
-    warnings: str
-    num_points: int
-
-
 class Result(NamedTuple):
     """Losses, floors, fits.
 
@@ -197,8 +166,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         runs=runs,
         optima=np.array([*known.by_order[:-1], known.floor]),
         floor_se=known.floor_se,
-        fit=_fit(runs, late, config.num_resamples),
-        fit_all=_fit(runs, np.ones_like(late), config.num_resamples),
+        fit=fit(runs, late, config.num_resamples),
+        fit_all=fit(runs, np.ones_like(late), config.num_resamples),
         source_loss=float(alone.loss[0]) if len(alone.loss) else np.nan,
         source_excess=float(alone.excess[0]) if len(alone.loss) else np.nan,
         counts=counts,
@@ -210,7 +179,7 @@ def plot(axes: Any, result: Result) -> None:
     left, right = np.ravel(axes)
     runs, colors = result.runs, style.colors()
     names = ["nothing", "1 token", "2 tokens", "3 tokens"]
-    start = min(runs.num_tokens, default=1)
+    start = min(runs.num_tokens, default=4) / 4  # room for what the lines are
     for seen, optimum in enumerate(result.optima):
         last = seen == len(result.optima) - 1
         left.axhline(optimum, color="0.2" if last else "0.7", lw=1.0 if last else 0.7)
@@ -230,7 +199,7 @@ def plot(axes: Any, result: Result) -> None:
             color=color,
         )
     left.set_xscale("log")
-    left.margins(x=0.15)
+    left.set_xlim(start / 1.2, 3 * max(runs.num_tokens, default=4))
     left.set_xlabel("tokens trained on")
     left.set_ylabel("loss [nats per token]")
     counts = result.counts
@@ -245,7 +214,7 @@ def plot(axes: Any, result: Result) -> None:
 def claims(result: Result) -> list[Claim]:
     """Holds every loss against the floor, and the fits against the truth."""
     runs, counts, floor = result.runs, result.counts, float(result.optima[-1])
-    if len(runs.loss) == 0:
+    if not np.isfinite(runs.loss).any():
         return []
     far = (runs.loss - floor) / np.hypot(runs.loss_se, result.floor_se)
     paired = runs.excess / runs.excess_se
@@ -292,8 +261,8 @@ def claims(result: Result) -> list[Claim]:
             tolerance=4 * float(counts.excess_se[-1] * counts.num_tokens[-1]),
         ),
     ]
-    for name, fit in {"long runs": result.fit, "all runs": result.fit_all}.items():
-        honest = _covers(fit, floor) or not fit.identified
+    for name, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
+        honest = law.covers(floor) or not law.identified
         found.append(
             judge(
                 f"the floor fitted to {name} covers the true one in its 90 % "
@@ -302,10 +271,10 @@ def claims(result: Result) -> list[Claim]:
                 published=1,
                 ours=float(honest),
                 unit="1",
-                note=f"E {fit.floor:.3f}, from {fit.floor_low:.3f} to "
-                f"{fit.floor_high:.3f}; truth {floor:.3f}; "
-                f"{'identified' if fit.identified else 'not identified'}. "
-                f"{fit.warnings}",
+                note=f"E {law.floor:.3f}, from {law.floor_low:.3f} to "
+                f"{law.floor_high:.3f}; truth {floor:.3f}; "
+                f"{'identified' if law.identified else 'not identified'}. "
+                f"{law.warnings}",
             )
         )
     return found
@@ -313,7 +282,8 @@ def claims(result: Result) -> list[Claim]:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives the floor, the fits and the best run."""
-    best = int(np.nanargmin(result.runs.loss)) if len(result.runs.loss) else None
+    learnt = np.isfinite(result.runs.loss).any()
+    best = int(np.nanargmin(result.runs.loss)) if learnt else None
     return {
         "floor": float(result.optima[-1]),
         "optima": {f"who sees {seen}": loss for seen, loss in enumerate(result.optima)},
@@ -329,37 +299,3 @@ def metrics(result: Result) -> dict[str, Any]:
 def _free(counts: Counts) -> float:
     """Half a nat for each free parameter."""
     return counts.num_free / 2
-
-
-def _covers(fit: Fit, floor: float) -> bool:
-    return bool(
-        np.isfinite(fit.floor_high) and fit.floor_low <= floor <= fit.floor_high
-    )
-
-
-def _fit(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
-    """Fits the law with its floor free; nothing where the runs are too few."""
-    chosen = chosen & np.isfinite(runs.loss)
-    if len({*runs.width[chosen]}) < 2 or chosen.sum() < 6:
-        return Fit(*[float("nan")] * 9, False, "too few runs", int(chosen.sum()))
-    found = fitting.fit(
-        laws.find("chinchilla"),
-        {
-            "num_params": runs.num_params[chosen],
-            "num_tokens": runs.num_tokens[chosen],
-            "loss": runs.loss[chosen],
-        },
-        bootstrap=num_resamples,
-    )
-    ends = {
-        name: (found.coefficients[name], *found.intervals[name])
-        for name in ("E", "alpha", "beta")
-    }
-    said = any(warning.startswith(("E=", "E ")) for warning in found.warnings)
-    free = any(abs(way.get("E", 0)) > 0.1 for way in found.flat_directions)
-    return Fit(
-        *(*ends["E"], *ends["alpha"], *ends["beta"]),
-        identified=not (said or free),
-        warnings="; ".join(found.warnings),
-        num_points=found.num_points,
-    )
