@@ -19,7 +19,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
-from pallas_kernels import scoring, targets
+from pallas_kernels import flash_whole, scoring, targets
 from pallas_kernels.scoring import Softmax
 
 type FlashImplementation = Literal["reference", "cudnn"]
@@ -117,7 +117,12 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
     # Heads first: a tile's products are then one matrix product a KV head.
     q = q.reshape(*q.shape[:2], kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    out, lse = _attend(q, k, v, sizes)
+    if max(sizes.num_queries, sizes.num_keys) <= sizes.tile:
+        query = jnp.arange(sizes.num_queries, dtype=jnp.int32)[:, None]
+        key = jnp.arange(sizes.num_keys, dtype=jnp.int32)[None, :]
+        out, lse = flash_whole.attend(q, k, v, _seen(query, key, sizes), sizes.scale)
+    else:
+        out, lse = _attend(q, k, v, sizes)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, q_heads, head_dim)
     return out, lse.transpose(0, 3, 1, 2).reshape(batch, -1, q_heads)
 
@@ -287,13 +292,19 @@ def _scores(
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", queries, keys, preferred_element_type=wide)
     query = index * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)[:, None]
     key = other * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)[None, :]
+    seen = _seen(query, key, sizes)[None, None, None]
+    return scores * jnp.asarray(sizes.scale, wide), seen
+
+
+def _seen(query: Array, key: Array, sizes: _Sizes) -> Array:
+    """Which pairs of a query, in rows, and a key, in columns, count."""
     seen = (key < sizes.num_keys) & (query < sizes.num_queries)
     if sizes.causal:
         behind = query + sizes.num_keys - sizes.num_queries - key
         seen &= behind >= 0
         if sizes.window is not None:
             seen &= behind < sizes.window
-    return scores * jnp.asarray(sizes.scale, wide), seen[None, None, None]
+    return seen
 
 
 def _columns(index: Array, sizes: _Sizes) -> tuple[Array, Array]:
