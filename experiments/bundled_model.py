@@ -44,6 +44,14 @@ class Config:
             raise ValueError(f"{self.cooldown_steps=} must be at least 1")
         if self.trunk.cooldown_steps:
             raise ValueError(f"{self.trunk.cooldown_steps=} must be 0")
+        if not isinstance(self.trunk.corpus, corpora.CorpusConfig):
+            raise ValueError(f"{self.trunk.corpus=} must be text")
+
+    @property
+    def text(self) -> corpora.CorpusConfig:
+        """What is learnt."""
+        assert isinstance(self.trunk.corpus, corpora.CorpusConfig)
+        return self.trunk.corpus
 
     @property
     def cooldown(self) -> TrainConfig:
@@ -177,7 +185,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def _run(config: Config, folder: Path, progress: Progress) -> Result:
-    split = corpora.load(config.trunk.corpus)
+    split = corpora.load(config.text)
     runs = [training.train(config.trunk, folder / "trunk", progress=progress)]
     if runs[0].status == "done":
         start = runs[0].checkpoint

@@ -25,7 +25,7 @@ def text(config: "Config", split: corpora.Split, result: "Result") -> str:
     env = environment.describe()
     versions = env["versions"]
     num_tokens, num_train = int(result.tokens[-1]), len(corpora.tokens(split.train))
-    data = corpora.describe(trunk.corpus)
+    data = corpora.describe(config.text)
     window = config.cooldown_seq_len
     rows = [
         ("held-out bits per byte, these bfloat16 weights", result.bits_per_byte),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from scaling import architectures, objectives, training
+from scaling import architectures, objectives, optimizers, stepping
 from scaling.recipes import OptimizerConfig
 from scaling.recurrent import NUM_GATES, RecurrentConfig
 
@@ -169,8 +169,8 @@ def test_sgd_is_momentum_and_decoupled_decay() -> None:
     settings = OptimizerConfig(
         kind="sgd", momentum=0.9, weight_decay=0.5, max_grad_norm=100.0
     )
-    state = training.init(LSTM, settings, jnp.int32(0))
-    update = training.make_optimizer(settings).update
+    state = stepping.init(LSTM, settings, jnp.int32(0))
+    update = optimizers.make(settings).update
     grads = jax.tree.map(jnp.ones_like, state.params)
     _, moments = update(grads, state.moments, state.params)
     second: Any = update(grads, moments, state.params)[0]

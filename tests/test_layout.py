@@ -18,7 +18,7 @@ DOORS = {
     "matplotlib": ("experiments/*",),
     "tyro": ("experiments/cli.py",),
     "flax": ("jaxkv/models.py", "scaling/architectures.py"),
-    "optax": ("scaling/training.py", "jaxkv/checkpoints.py"),
+    "optax": ("scaling/optimizers.py", "jaxkv/checkpoints.py"),
     "orbax": ("scaling/training.py", "jaxkv/snapshots.py"),
     "safetensors": ("jaxkv/hf_weights.py",),
     "tokenizers": ("jaxkv/tokenizing.py", "jaxkv/byte_pairs.py"),

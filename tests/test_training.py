@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from scaling import corpora, objectives, training
+from scaling import corpora, objectives, optimizers, stepping, training
 from scaling.recipes import OptimizerConfig, Schedule, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -91,6 +91,7 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     losses = [line["loss"] for line in result.curve]
     assert abs(losses[0] - math.log(257)) < 1.0
     assert losses[-1] < 2.6
+    assert isinstance(config.corpus, corpora.CorpusConfig)
     split = corpora.load(config.corpus)
     score = objectives.score(result.params, split.held_out, model=MODEL, seq_len=16)
     assert score.bits_per_byte < 4.5
@@ -111,8 +112,8 @@ def test_a_constant_text_is_soon_certain(config: TrainConfig) -> None:
     config = dataclasses.replace(config, num_steps=40)
     stream = jnp.full((NUM_TOKENS,), 97, jnp.uint16)
     seed, schedule = jnp.int32(0), Schedule.of(config)
-    state = training.init(MODEL, config.optimizer, seed)
-    call = training._compiled(MODEL, config.optimizer, 4, 16)
+    state = stepping.init(MODEL, config.optimizer, seed)
+    call = stepping.compiled(MODEL, config.optimizer, 4, 16)
     state, loss = call(state, stream, schedule, seed, jnp.int32(40))
     assert int(state.step) == 40
     windows = jnp.full((1, 9), 97, jnp.int32)
@@ -124,9 +125,10 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
     optimizer, seed = OptimizerConfig(), jnp.int32(0)
-    state = training.init(MODEL, optimizer, seed)
-    schedule = Schedule(jnp.float32(1e-2), jnp.int32(5), jnp.int32(200), jnp.int32(400))
-    call = training._compiled(MODEL, optimizer, 4, 16)
+    state = stepping.init(MODEL, optimizer, seed)
+    warm = Schedule.constant(1e-2)._replace(warmup=jnp.int32(5))
+    schedule = warm._replace(cooldown=jnp.int32(200), end=jnp.int32(400))
+    call = stepping.compiled(MODEL, optimizer, 4, 16)
     state, _ = call(state, stream, schedule, seed, jnp.int32(390))
     _, loss = call(state, stream, schedule, seed, jnp.int32(10))
     assert abs(float(loss) - math.log(4)) < 0.05
@@ -143,7 +145,7 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
     # Interrupted within a report, not asked: the state is the report's, and is saved.
     second = training.train(config, out, progress=Stopping(2, KeyboardInterrupt()))
     assert second.status == "stopped"
-    assert second.checkpoint.name == "8"
+    assert second.checkpoint == out / "checkpoints" / "8"
     third = training.train(config, out)
     assert third.status == "done"
     assert equal(third.params, unbroken.params)
@@ -183,9 +185,9 @@ def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) ->
 
 
 def test_one_compilation_for_all_lengths_and_rates(config: TrainConfig) -> None:
-    call = training._compiled(MODEL, config.optimizer, 4, 16)
+    call = stepping.compiled(MODEL, config.optimizer, 4, 16)
     stream, seed = jnp.zeros((NUM_TOKENS,), jnp.uint16), jnp.int32(0)
-    state = training.init(MODEL, config.optimizer, seed)
+    state = stepping.init(MODEL, config.optimizer, seed)
     call(state, stream, Schedule.of(config), seed, jnp.int32(3))
     num_programs = call._cache_size()
     for num_steps, rate in ((1, 1e-3), (2, 1e-2)):
@@ -218,8 +220,8 @@ def test_schedule_rises_stays_and_falls(config: TrainConfig) -> None:
 
 def test_muon_takes_matrices_and_adam_the_rest() -> None:
     model = dataclasses.replace(MODEL, qkv_bias=True)
-    state = training.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
-    update = jax.jit(training.make_optimizer(OptimizerConfig(weight_decay=0.0)).update)
+    state = stepping.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
+    update = jax.jit(optimizers.make(OptimizerConfig(weight_decay=0.0)).update)
     grads = jax.tree.map(
         lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params
     )
@@ -264,7 +266,10 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
         ({"warmup_steps": 13}, "warmup_steps=13 must be in"),
         ({"learning_rate": 0.0}, "learning_rate=0.0 must be above 0"),
         ({"seq_len": 65}, "seq_len=65 must be at most"),
-        ({"model": dataclasses.replace(MODEL, vocab_size=256)}, "must be at least 257"),
+        (
+            {"model": dataclasses.replace(MODEL, vocab_size=256)},
+            "must be at least .*257",
+        ),
     ],
 )
 def test_impossible_recipes_are_refused(config: TrainConfig, change, message) -> None:

@@ -1,0 +1,185 @@
+"""Trains the same model in PyTorch, and times it. Run by that library's interpreter.
+
+    python train_peer_script.py {eager,compiled} NUM_THREADS
+
+Stands alone: it imports nothing of the project, and runs on older Pythons. It says
+`{"version": ...}` when it is ready, or `{"absent": why}`. Then it answers every line.
+`{"file", "num_heads", "eps", "learning_rate", "betas", "weight_decay"}` names an .npz
+of starting weights (`layers.0.qkv.weight`, ...) and of `windows` [steps, batch, seq +
+1]: it trains on those, one step each, and answers `{"losses", "compile_s",
+"optimizer"}`, having found which of AdamW's implementations is the fastest here.
+`{"seconds"}` then trains on, and is answered with `{"tokens_per_s"}`.
+"""
+
+import json
+import os
+import sys
+import time
+
+OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+
+
+def make_model(torch, arrays, num_heads, eps):
+    """Builds the model: learned positions, layer norms, a tanh GELU, tied tables."""
+    nn, functional = torch.nn, torch.nn.functional
+
+    class Layer(nn.Module):
+        def __init__(self, size, mlp_size):
+            super().__init__()
+            self.attention_norm = nn.LayerNorm(size, eps=eps)
+            self.mlp_norm = nn.LayerNorm(size, eps=eps)
+            self.qkv = nn.Linear(size, 3 * size)
+            self.out = nn.Linear(size, size)
+            self.up = nn.Linear(size, mlp_size)
+            self.down = nn.Linear(mlp_size, size)
+
+        def forward(self, x):
+            batch, seq, size = x.shape
+            qkv = self.qkv(self.attention_norm(x))
+            q, k, v = (
+                part.view(batch, seq, num_heads, -1).transpose(1, 2)
+                for part in qkv.split(size, dim=-1)
+            )
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).reshape(batch, seq, size))
+            hidden = functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
+            return x + self.down(hidden)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            vocab, size = arrays["embed.weight"].shape
+            positions = arrays["embed_positions.weight"].shape[0]
+            mlp_size = arrays["layers.0.up.bias"].size
+            num_layers = sum(name.endswith("qkv.bias") for name in arrays)
+            self.embed = nn.Embedding(vocab, size)
+            self.embed_positions = nn.Embedding(positions, size)
+            self.layers = nn.ModuleList(
+                Layer(size, mlp_size) for _ in range(num_layers)
+            )
+            self.final_norm = nn.LayerNorm(size, eps=eps)
+
+        def forward(self, windows):
+            tokens, targets = windows[:, :-1], windows[:, 1:]
+            x = self.embed(tokens) + self.embed_positions.weight[: tokens.shape[1]]
+            for layer in self.layers:
+                x = layer(x)
+            logits = self.final_norm(x) @ self.embed.weight.T
+            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    model = Model()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            ours = name.replace("norm.weight", "norm.scale")
+            array = arrays[ours]
+            if ".qkv." in name:
+                # Head by head there; all queries, all keys, all values here.
+                array = array.reshape(num_heads, 3, -1, *array.shape[3:])
+                array = array.swapaxes(0, 1)
+            parameter.copy_(torch.tensor(array).reshape(parameter.shape))
+    return model
+
+
+class Trainer:
+    """A model, its optimizer, and the text that it reads."""
+
+    def __init__(self, torch, asked, kind):
+        import numpy as np
+
+        self._torch = torch
+        with np.load(asked["file"]) as file:
+            self._arrays = dict(file)
+        self._windows = torch.tensor(self._arrays.pop("windows").astype("int64"))
+        self._asked, self._kind = asked, kind
+        start = time.perf_counter()
+        rates = {}
+        for name in OPTIMIZERS:
+            self._build(name)
+            for _ in range(3):
+                self._step(self._windows[0])
+            rates[name] = self.rate(asked["trial_s"])
+        self.compile_s = max(
+            0.0, time.perf_counter() - start - len(rates) * asked["trial_s"]
+        )
+        self.optimizer = max(rates, key=lambda name: rates[name])
+        self._build(self.optimizer)
+        self.losses = [float(self._step(batch)) for batch in self._windows]
+
+    def _build(self, optimizer):
+        torch, asked = self._torch, self._asked
+        model = make_model(torch, self._arrays, asked["num_heads"], asked["eps"])
+        matrices = {"qkv", "out", "up", "down"}
+        decayed, others = [], []
+        for name, parameter in model.named_parameters():
+            is_matrix = name.split(".")[-2] in matrices and name.endswith("weight")
+            (decayed if is_matrix else others).append(parameter)
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": asked["weight_decay"]},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=asked["learning_rate"],
+            betas=tuple(asked["betas"]),
+            **OPTIMIZERS[optimizer],
+        )
+        self._model = model
+        if self._kind == "compiled":
+            torch._dynamo.reset()
+            self._model = torch.compile(model)
+
+    def _step(self, windows):
+        loss = self._model(windows)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def rate(self, seconds):
+        """Tokens per second of training on."""
+        torch = self._torch
+        text = self._windows.flatten()
+        batch, width = self._windows.shape[1:]
+        places = torch.arange(width)
+        start, num = time.perf_counter(), 0
+        while (taken := time.perf_counter() - start) < seconds or not num:
+            first = torch.randint(0, len(text) - width + 1, (batch, 1))
+            self._step(text[first + places])
+            num += 1
+        return num * batch * (width - 1) / taken
+
+
+def main(kind, num_threads):
+    """Answers until the input ends."""
+    # What libraries print goes to standard error: the answers stand alone.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer):
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    try:
+        import numpy  # noqa: F401
+        import torch
+    except ImportError as error:
+        say({"absent": " ".join(str(error).split())})
+        return
+    torch.set_num_threads(int(num_threads))
+    say({"version": f"torch {torch.__version__}"})
+    trainers = []
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "file" in asked:
+            trainer = Trainer(torch, asked, kind)
+            trainers = [trainer]
+            parts = {x: getattr(trainer, x) for x in ("losses", "compile_s")}
+            say({**parts, "optimizer": trainer.optimizer})
+        else:
+            say({"tokens_per_s": trainers[0].rate(asked["seconds"])})
+
+
+if __name__ == "__main__":
+    # The folder of this script holds modules with common names; none is for us.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    main(*sys.argv[1:])
