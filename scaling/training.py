@@ -19,7 +19,18 @@ import orbax.checkpoint as ocp
 from jaxkv import models
 from scaling import corpora, runs, stepping
 from scaling.recipes import Schedule, TrainConfig
-from scaling.stepping import TrainState
+from scaling.stepping import TrainState, init, steps
+
+__all__ = [
+    "Progress",
+    "Result",
+    "TrainState",
+    "init",
+    "restore",
+    "steps",
+    "train",
+    "train_in_memory",
+]
 
 
 @runtime_checkable
@@ -96,7 +107,7 @@ def train(
     """
     corpus = corpora.open(config.corpus)
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
-    state = stepping.init(config.model, config.optimizer, jnp.int32(config.seed))
+    state = init(config.model, config.optimizer, jnp.int32(config.seed))
     if start is not None:
         state = restore(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
@@ -141,7 +152,7 @@ def train_in_memory(
     """
     state = start
     if state is None:
-        state = stepping.init(config.model, config.optimizer, jnp.int32(config.seed))
+        state = init(config.model, config.optimizer, jnp.int32(config.seed))
     endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
     run = _Run(endless, corpus, state, int(state.step), progress)
     for line in run.reports():
