@@ -153,8 +153,11 @@ def _schedule(
     The warm-up is an eighth of the first, shortest run, so that all share the trunk.
     """
     rate = recipe.learning_rate * 16 / shape.hidden_size
-    counts = (max(1, first // 8), cooldown, end)
-    return Schedule(jnp.float32(rate), *map(jnp.int32, counts))
+    return Schedule.constant(rate)._replace(
+        warmup=jnp.int32(max(1, first // 8)),
+        cooldown=jnp.int32(cooldown),
+        end=jnp.int32(end),
+    )
 
 
 def _own_losses(
