@@ -1,0 +1,338 @@
+"""What does a mixture of experts gain over a dense model of equal active compute?
+
+Pairs of one width: a dense model, and a mixture whose tokens meet as many weights. They
+see the same text in the same order, at learning rates tried alike at the smallest
+widths, and are scored on the same held-out windows. A power law of loss against the
+compute of each kind, and how much more of it the dense models need for equal loss.
+
+The mixture holds more weights, which this count of compute does not see: memory, and in
+serving the bytes of every expert that some token of the batch meets.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import experts_drawing, experts_runs
+from experiments.claims import Claim, judge
+from experiments.experts_runs import Kind, Run, Shapes
+from experiments.progress import QUIET, Progress
+from jaxkv import mixtures
+from scaling import corpora, fitting, laws
+
+PANELS = (1, 2)
+_FEDUS = "Fedus et al. 2021, arXiv:2101.03961, abstract and section 3.2"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which models, on which text."""
+
+    widths: tuple[int, ...] = (16, 24, 32, 40, 48)
+    """Hidden sizes, ascending multiples of 8; a pair of models each."""
+    num_tuned: int = 2
+    """Widths, the smallest ones, at which both kinds try every learning rate."""
+    learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+    """Peaks. Each kind uses the one that is best for it at the tuned widths."""
+    num_repeated: int = 2
+    """Widths, the smallest ones, with a second seed."""
+    shapes: Shapes = experts_runs.SHAPES
+    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    num_windows: int = 512
+    """Held-out windows that are scored."""
+    num_resamples: int = 1000
+    """Resamples of the runs, for the intervals."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be compared."""
+        if sorted(set(self.widths)) != [*self.widths] or len(self.widths) < 3:
+            raise ValueError(f"{self.widths=} must be three or more, ascending")
+        if any(width < 8 or width % 8 for width in self.widths):
+            raise ValueError(f"{self.widths=} must be multiples of 8")
+        if not self.learning_rates or min(self.learning_rates) <= 0:
+            raise ValueError(f"{self.learning_rates=} must be above 0, one or more")
+        for name in ("num_tuned", "num_repeated"):
+            if not 0 <= getattr(self, name) <= len(self.widths):
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, widths]")
+        if len(self.learning_rates) > 1 and not self.num_tuned:
+            raise ValueError("several learning rates need num_tuned of at least 1")
+        if self.num_windows < 2 or self.num_resamples < 2:
+            raise ValueError(
+                f"{self.num_windows=} and {self.num_resamples=} must be at least 2"
+            )
+
+
+_SMALL = Shapes(num_layers=1, num_experts=4, seq_len=32, tokens_per_param=1.0)
+CONFIGS = {
+    "smoke": Config(
+        widths=(8, 16, 24),
+        num_tuned=0,
+        learning_rates=(1e-2,),
+        num_repeated=0,
+        shapes=_SMALL,
+        num_windows=16,
+        num_resamples=50,
+    ),
+    "cpu": Config(),
+    "gpu": Config(
+        widths=(64, 96, 128, 192, 256),
+        learning_rates=(1.5e-3, 3e-3, 6e-3),
+        shapes=Shapes(num_layers=4, num_experts=16, batch_size=64, seq_len=256),
+        num_windows=4096,
+    ),
+}
+
+
+class Result(NamedTuple):
+    """All runs, and what was fitted to them."""
+
+    kind: np.ndarray
+    width: np.ndarray
+    learning_rate: np.ndarray
+    seed: np.ndarray
+    num_params: np.ndarray
+    num_active: np.ndarray
+    num_tokens: np.ndarray
+    flops: np.ndarray
+    loss: np.ndarray
+    loss_se: np.ndarray
+    seconds: np.ndarray
+    is_fitted: np.ndarray
+    """Runs at their kind's chosen rate; not those without the balancing loss."""
+    loads: np.ndarray
+    """[2, mixtures, experts] of the pair trained with and without the balancing loss:
+    share of held-out tokens over the mean, so 1 if even."""
+    curve_flops: np.ndarray
+    curve_loss: np.ndarray
+    """[2, points, 3]: dense and mixture; the fitted law and its 90 % interval."""
+    slope: np.ndarray
+    """[2, 3]: exponent of compute, negative, with its interval."""
+    ratio: np.ndarray
+    """[3]: compute that the dense models need over the mixtures', in the middle of the
+    losses that both reached, with its interval."""
+    routing_error: float
+    """Largest difference between the shares of a trained router and the formula."""
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Trains all pairs, then fits; ended early, it has the runs that are done."""
+    found: list[Run] = []
+    router = None
+    plan = _Plan(config, found)
+    for job in progress.track(plan.jobs(), "models", "models"):
+        kind, width, rate, seed = job
+        done = experts_runs.train(
+            *(kind, width, rate, seed),
+            shapes=config.shapes,
+            corpus=config.corpus,
+            num_windows=config.num_windows,
+            progress=progress,
+        )
+        if done is None:
+            break
+        found.append(done[0])
+        if kind == "mixture":
+            router = done[1]["layers"][0]["mixture"]["router"]["weight"]
+    error = np.nan if router is None else routing_error(np.asarray(router), config)
+    return _collect(config, found, plan, error)
+
+
+class _Plan:
+    """What is to be trained next, given what was."""
+
+    def __init__(self, config: Config, found: list[Run]):
+        self.config, self.found = config, found
+
+    def rate(self, kind: Kind) -> float:
+        """The learning rate that did best at the tuned widths, on average."""
+        rates = self.config.learning_rates
+        if len(rates) == 1:
+            return rates[0]
+        like: Kind = "dense" if kind == "dense" else "mixture"
+        tuned = self.config.widths[: self.config.num_tuned]
+        runs = [r for r in self.found if r.width in tuned and r.seed == 0]
+        losses = [
+            [r.loss for r in runs if r.kind == like and r.learning_rate == rate]
+            for rate in rates
+        ]
+        return rates[int(np.argmin([np.mean(x) if x else np.inf for x in losses]))]
+
+    def jobs(self):
+        """Kind, width, rate and seed; tuning first, since the rest follows from it."""
+        c, pair = self.config, ("dense", "mixture")
+        tuned = c.widths[: c.num_tuned]
+        for width in tuned:
+            for rate in c.learning_rates:
+                for kind in pair:
+                    yield kind, width, rate, 0
+        for width in c.widths[len(tuned) :]:
+            for kind in pair:
+                yield kind, width, self.rate(kind), 0
+        for width in c.widths[: c.num_repeated]:
+            for kind in pair:
+                yield kind, width, self.rate(kind), 1
+        yield "unbalanced", self.shown, self.rate("unbalanced"), 0
+
+    @property
+    def shown(self) -> int:
+        """The width whose loads are compared."""
+        return self.config.widths[len(self.config.widths) // 2]
+
+
+def _collect(config: Config, found: list[Run], plan: _Plan, error: float) -> Result:
+    rows = {
+        name: np.array([getattr(r, name) for r in found])
+        for name in Run._fields
+        if name != "loads"
+    }
+    chosen = [
+        r.kind != "unbalanced" and r.learning_rate == plan.rate(r.kind) for r in found
+    ]
+    by = {(r.kind, r.width): r.loads for r in reversed(found) if r.seed == 0}
+    names: list[tuple[Kind, int]] = [
+        ("mixture", plan.shown),
+        ("unbalanced", plan.shown),
+    ]
+    loads = np.zeros((2, 0, 0))
+    if all(name in by for name in names):
+        loads = np.stack([by[name] for name in names])
+        loads = loads / loads.mean(axis=2, keepdims=True)
+    nothing = np.full((2, 0, 3), np.nan), np.full((2, 3), np.nan), np.full(3, np.nan)
+    flops, fitted = np.zeros(0), nothing
+    if len({(r.kind, r.width) for r in found}) >= 2 * len(config.widths):
+        flops, *fitted = _fit(config, rows, np.array(chosen))
+    return Result(
+        **rows,
+        is_fitted=np.array(chosen, bool),
+        loads=loads,
+        curve_flops=flops,
+        curve_loss=fitted[0],
+        slope=fitted[1],
+        ratio=fitted[2],
+        routing_error=error,
+    )
+
+
+def _fit(config: Config, rows: dict[str, np.ndarray], chosen: np.ndarray) -> Any:
+    """Fits a power law of compute to each kind."""
+    law, fits = laws.find("power").over("flops"), []
+    for kind in ("dense", "mixture"):
+        used = chosen & (rows["kind"] == kind)
+        data = {name: rows[name][used] for name in ("flops", "loss")}
+        fits.append(fitting.fit(law, data, loss="mse", bootstrap=config.num_resamples))
+    ends = rows["flops"][chosen]
+    flops = np.geomspace(ends.min(), ends.max(), 50)
+    curves, slopes = [], []
+    for fit in fits:
+        at = fitting.predict(fit, {"flops": flops}, "confidence")
+        curves.append(np.stack([at.loss, at.low, at.high], axis=1))
+        low, high = fit.intervals["b"]
+        slopes.append([-fit.coefficients["b"], -high, -low])
+    ratio = np.full(3, np.nan)
+    try:
+        both = fitting.compare(fits[1], fits[0])
+    except ValueError:  # no loss that both reached
+        pass
+    else:
+        middle = len(both.loss) // 2
+        ratio = np.array([both.ratio[middle], both.low[middle], both.high[middle]])
+    return flops, np.stack(curves), np.array(slopes), ratio
+
+
+def routing_error(router: np.ndarray, config: Config) -> float:
+    """Holds the shares of a router against the lecture's formula, in float64.
+
+    Args:
+      router: its weights, `[experts, hidden]`.
+      config: for `top_k`.
+
+    Returns:
+      The largest difference over 4,096 random inputs: of expert i among the chosen T,
+      g_i = p_i / sum_{j in T} p_j with p = softmax(W x).
+    """
+    k = config.shapes.top_k
+    x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
+    scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
+    routing = mixtures.route(jnp.asarray(scores), top_k=k, renormalise=True)
+    p = np.exp(scores.astype("f8"))
+    p /= p.sum(axis=1, keepdims=True)
+    chosen = np.argsort(-p, axis=1, kind="stable")[:, :k]
+    wanted = np.zeros_like(p)
+    of_chosen = np.take_along_axis(p, chosen, axis=1)
+    of_chosen /= of_chosen.sum(axis=1, keepdims=True)
+    np.put_along_axis(wanted, chosen, of_chosen, axis=1)
+    ours = np.zeros_like(p)
+    np.put_along_axis(ours, np.asarray(routing.expert), np.asarray(routing.share), 1)
+    return float(np.abs(ours - wanted).max())
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws losses against compute, and the loads of experts."""
+    experts_drawing.draw(axes, result)
+
+
+def claims(result: Result) -> list[Claim]:
+    """Holds routing, gain and balance against what was said of them."""
+    found = [
+        judge(
+            "a token's shares are the softmax over its experts, renormalised",
+            source="the lectures; Jiang et al. 2024, arXiv:2401.04088, section 2.1",
+            published=0.0,
+            ours=result.routing_error,
+            unit="largest difference",
+            tolerance=1e-6,
+        ),
+        judge(
+            "a mixture needs a seventh of the dense model's compute for equal loss",
+            source=_FEDUS,
+            published=7.0,
+            ours=float(result.ratio[0]),
+            unit="ratio of compute",
+            differs="there T5 of 220 M parameters with up to 128 times as many FFNs, "
+            "one expert a token, compared by time; here small models of bytes with "
+            "8 experts of half the FFN's width, two a token, compared by FLOPs",
+            note=f"90 % interval {result.ratio[1]:.2f} to {result.ratio[2]:.2f}",
+        ),
+    ]
+    if result.loads.size:
+        balanced, free = result.loads.max(axis=2).mean(axis=1)
+        found.append(
+            judge(
+                "the load-balancing loss makes the busiest expert less busy",
+                source="Fedus et al. 2021, arXiv:2101.03961, section 2.2",
+                published=float(free),
+                ours=float(balanced),
+                unit="load over the mean",
+                relation="at_most",
+                note="published: ours, trained without that loss",
+            )
+        )
+    return found
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Gives laws, the ratio of compute, the imbalance, and every run."""
+    names = ("value", "low", "high")
+    found: dict[str, Any] = {
+        "ratio": dict(zip(names, result.ratio.tolist(), strict=True)),
+        "slope": {
+            kind: dict(zip(names, row.tolist(), strict=True))
+            for kind, row in zip(("dense", "mixture"), result.slope, strict=True)
+        },
+        "routing_error": result.routing_error,
+    }
+    for name, loads in zip(("balanced", "unbalanced"), result.loads, strict=True):
+        if loads.size:
+            one = mixtures.imbalance(jnp.asarray(loads, jnp.float32))
+            found[name] = {
+                key: [round(float(x), 4) for x in value]
+                for key, value in one._asdict().items()
+            }
+    rows = zip(*(getattr(result, name) for name in Run._fields[:-1]), strict=True)
+    found["runs"] = [
+        dict(zip(Run._fields[:-1], [x.item() for x in row], strict=True))
+        for row in rows
+    ]
+    return found

@@ -1,0 +1,61 @@
+"""Dense models and mixtures are compared at equal active compute."""
+
+import numpy as np
+import pytest
+
+from experiments import experts, experts_runs
+from scaling import architectures
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+def test_pairs_cost_the_same_but_for_the_router() -> None:
+    shapes = experts_runs.Shapes()
+    for width in experts.CONFIGS["cpu"].widths:
+        pair = [
+            experts_runs.make_model(kind, width, shapes)
+            for kind in ("dense", "mixture")
+        ]
+        dense, mixture = map(architectures.parameters, pair)
+        router = shapes.num_layers * shapes.num_experts * width
+        assert mixture.matmul == dense.matmul + router
+        ffn = shapes.num_layers * 3 * shapes.mlp_ratio * width**2
+        assert mixture.total == dense.total + router + 3 * ffn
+
+
+def test_smoke_compares_all_pairs() -> None:
+    config = experts.CONFIGS["smoke"]
+    found = experts.run(config)
+    assert found.kind.tolist() == 3 * ["dense", "mixture"] + ["unbalanced"]
+    assert found.is_fitted.tolist() == 6 * [True] + [False]
+    assert (np.diff(found.flops[0:6:2]) > 0).all()
+    np.testing.assert_allclose(found.flops[1:6:2] / found.flops[0:6:2], 1, atol=0.1)
+    assert (found.loss < 5.6).all()  # log(257) is 5.55, before training
+    assert found.loads.shape == (2, 1, 4)
+    np.testing.assert_allclose(found.loads.mean(axis=2), 1)
+    assert found.curve_loss.shape == (2, 50, 3)
+    verdicts = {claim.claim: claim.verdict for claim in experts.claims(found)}
+    assert verdicts.pop(next(iter(verdicts))) == "holds"  # the formula of routing
+    assert len(experts.metrics(found)["runs"]) == 7
+
+
+def test_routing_that_is_not_the_formula_is_seen() -> None:
+    config = experts.CONFIGS["smoke"]
+    router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
+    assert experts.routing_error(router, config) < 1e-6
+    shapes = experts_runs.Shapes(top_k=1)
+    assert experts.routing_error(router, experts.Config(shapes=shapes)) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"widths": (16, 24)}, "must be three or more"),
+        ({"widths": (12, 24, 32)}, "must be multiples of 8"),
+        ({"num_tuned": 0}, "need num_tuned of at least 1"),
+        ({"learning_rates": ()}, "must be above 0"),
+    ],
+)
+def test_bad_configs_are_refused(fields: dict, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        experts.Config(**fields)
