@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import experts_drawing, experts_runs
+from experiments import experts_drawing, experts_fitting, experts_runs
 from experiments.claims import Claim, judge
 from experiments.experts_runs import Kind, Run, Shapes
 from experiments.progress import QUIET, Progress
 from jaxkv import mixtures
-from scaling import corpora, fitting, laws
+from scaling import corpora
 
 PANELS = (1, 2)
 _FEDUS = "Fedus et al. 2021, arXiv:2101.03961, abstract and section 3.2"
@@ -135,7 +135,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         found.append(done[0])
         if kind == "mixture":
             router = done[1]["layers"][0]["mixture"]["router"]["weight"]
-    error = np.nan if router is None else routing_error(np.asarray(router), config)
+    error = np.nan
+    if router is not None:
+        error = experts_fitting.routing_error(
+            np.asarray(router), top_k=config.shapes.top_k
+        )
     return _collect(config, found, plan, error)
 
 
@@ -199,73 +203,22 @@ def _collect(config: Config, found: list[Run], plan: _Plan, error: float) -> Res
     if all(name in by for name in names):
         loads = np.stack([by[name] for name in names])
         loads = loads / loads.mean(axis=2, keepdims=True)
-    nothing = np.full((2, 0, 3), np.nan), np.full((2, 3), np.nan), np.full(3, np.nan)
-    flops, fitted = np.zeros(0), nothing
+    fitted, used = experts_fitting.NOTHING, np.array(chosen, bool)
     if len({(r.kind, r.width) for r in found}) >= 2 * len(config.widths):
-        flops, *fitted = _fit(config, rows, np.array(chosen))
+        fitted = experts_fitting.fit_both(
+            *(rows[name][used] for name in ("kind", "flops", "loss")),
+            num_resamples=config.num_resamples,
+        )
     return Result(
         **rows,
-        is_fitted=np.array(chosen, bool),
+        is_fitted=used,
         loads=loads,
-        curve_flops=flops,
-        curve_loss=fitted[0],
-        slope=fitted[1],
-        ratio=fitted[2],
+        curve_flops=fitted.flops,
+        curve_loss=fitted.curves,
+        slope=fitted.slopes,
+        ratio=fitted.ratio,
         routing_error=error,
     )
-
-
-def _fit(config: Config, rows: dict[str, np.ndarray], chosen: np.ndarray) -> Any:
-    """Fits a power law of compute to each kind."""
-    law, fits = laws.find("power").over("flops"), []
-    for kind in ("dense", "mixture"):
-        used = chosen & (rows["kind"] == kind)
-        data = {name: rows[name][used] for name in ("flops", "loss")}
-        fits.append(fitting.fit(law, data, loss="mse", bootstrap=config.num_resamples))
-    ends = rows["flops"][chosen]
-    flops = np.geomspace(ends.min(), ends.max(), 50)
-    curves, slopes = [], []
-    for fit in fits:
-        at = fitting.predict(fit, {"flops": flops}, "confidence")
-        curves.append(np.stack([at.loss, at.low, at.high], axis=1))
-        low, high = fit.intervals["b"]
-        slopes.append([-fit.coefficients["b"], -high, -low])
-    ratio = np.full(3, np.nan)
-    try:
-        both = fitting.compare(fits[1], fits[0])
-    except ValueError:  # no loss that both reached
-        pass
-    else:
-        middle = len(both.loss) // 2
-        ratio = np.array([both.ratio[middle], both.low[middle], both.high[middle]])
-    return flops, np.stack(curves), np.array(slopes), ratio
-
-
-def routing_error(router: np.ndarray, config: Config) -> float:
-    """Holds the shares of a router against the lecture's formula, in float64.
-
-    Args:
-      router: its weights, `[experts, hidden]`.
-      config: for `top_k`.
-
-    Returns:
-      The largest difference over 4,096 random inputs: of expert i among the chosen T,
-      g_i = p_i / sum_{j in T} p_j with p = softmax(W x).
-    """
-    k = config.shapes.top_k
-    x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
-    scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
-    routing = mixtures.route(jnp.asarray(scores), top_k=k, renormalise=True)
-    p = np.exp(scores.astype("f8"))
-    p /= p.sum(axis=1, keepdims=True)
-    chosen = np.argsort(-p, axis=1, kind="stable")[:, :k]
-    wanted = np.zeros_like(p)
-    of_chosen = np.take_along_axis(p, chosen, axis=1)
-    of_chosen /= of_chosen.sum(axis=1, keepdims=True)
-    np.put_along_axis(wanted, chosen, of_chosen, axis=1)
-    ours = np.zeros_like(p)
-    np.put_along_axis(ours, np.asarray(routing.expert), np.asarray(routing.share), 1)
-    return float(np.abs(ours - wanted).max())
 
 
 def plot(axes: Any, result: Result) -> None:

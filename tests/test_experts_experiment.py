@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import experts, experts_runs
+from experiments import experts, experts_fitting, experts_runs
 from scaling import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -39,12 +39,10 @@ def test_smoke_compares_all_pairs() -> None:
     assert len(experts.metrics(found)["runs"]) == 7
 
 
-def test_routing_that_is_not_the_formula_is_seen() -> None:
-    config = experts.CONFIGS["smoke"]
+def test_shares_of_a_router_are_the_formula() -> None:
     router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
-    assert experts.routing_error(router, config) < 1e-6
-    shapes = experts_runs.Shapes(top_k=1)
-    assert experts.routing_error(router, experts.Config(shapes=shapes)) == 0
+    assert experts_fitting.routing_error(router, top_k=2) < 1e-6
+    assert experts_fitting.routing_error(router, top_k=1) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from jaxkv import checkpoints, hf_configs, mixtures, models, policies
 from jaxkv.models import Experts, ModelConfig
+from scaling import costs, describing, hf_descriptions
 from tests import engines, test_company, test_models
 from tests.engines import Ask
 
@@ -125,6 +126,18 @@ def test_balance_is_what_transformers_says(name: str) -> None:
     np.testing.assert_allclose(found.auxiliary, wanted, rtol=1e-5)
     assert found.loads.shape == (len(expected["balance"]), config.experts.num_experts)
     np.testing.assert_allclose(found.loads.sum(axis=1), config.experts.top_k, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_counted_as_its_folder_is(name: str) -> None:
+    config = checkpoints.read_config(GOLDEN / name)
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
+    model = describing.describe(config)
+    found = costs.parameters(model)
+    assert found == costs.parameters(hf_descriptions.describe(raw))
+    held = jax.tree.leaves(models.param_shapes(config))
+    assert found.total == sum(x.size for x in held)
+    assert found.active < found.total
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
