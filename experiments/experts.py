@@ -245,7 +245,7 @@ def claims(result: Result) -> list[Claim]:
             unit="ratio of compute",
             differs="there T5 of 220 M parameters with up to 128 times as many FFNs, "
             "one expert a token, compared by time; here small models of bytes with "
-            "8 experts of half the FFN's width, two a token, compared by FLOPs",
+            "8 experts of half the FFN's width, two a token, compared by FLOPs;",
             note=f"90 % interval {result.ratio[1]:.2f} to {result.ratio[2]:.2f}",
         ),
     ]

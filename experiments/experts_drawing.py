@@ -31,6 +31,7 @@ def draw(axes: Any, result: "Result") -> None:
     axes[0].set_yscale("log")
     axes[0].yaxis.set_minor_formatter("{x:.1f}")
     axes[0].yaxis.set_major_formatter("{x:.1f}")
+    axes[0].xaxis.set_minor_formatter("")
     axes[0].set_xlabel("FLOP of training, experts in use")
     axes[0].set_ylabel("held-out loss [nats per token]")
     axes[0].legend()

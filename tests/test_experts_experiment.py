@@ -23,6 +23,7 @@ def test_pairs_cost_the_same_but_for_the_router() -> None:
         assert mixture.total == dense.total + router + 3 * ffn
 
 
+@pytest.mark.slow
 def test_smoke_compares_all_pairs() -> None:
     config = experts.CONFIGS["smoke"]
     found = experts.run(config)
