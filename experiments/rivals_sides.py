@@ -1,0 +1,98 @@
+"""The sides of `rivals`: what is trained, and which pairs are compared."""
+
+from typing import Any, NamedTuple
+
+from jaxkv.models import ModelConfig
+from scaling import architectures
+from scaling.recipes import OptimizerConfig
+from scaling.recurrent import RecurrentConfig
+
+
+class Side(NamedTuple):
+    """One way to build and train a model, at any size.
+
+    Attributes:
+      name: for tables and figures.
+      base: the model but for its size.
+      optimizer: how it is trained.
+      rates: the learning rates tried first, rising, evenly in their logarithm.
+    """
+
+    name: str
+    base: architectures.Architecture
+    optimizer: OptimizerConfig
+    rates: tuple[float, ...]
+
+
+# No weight decay on any side: what it is worth differs with the rate's unit.
+_ADAM = OptimizerConfig(kind="adamw", weight_decay=0.0)
+_SGD = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0)
+_RATES = (2e-3, 6e-3, 1.8e-2)
+_SGD_RATES = (0.1, 0.3, 0.9)
+
+REFERENCE = "transformer"
+_KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
+
+PAIRS = {
+    "lstm": f"{_KAPLAN}, figure 7",
+    "gru": f"{_KAPLAN}, figure 7, of LSTMs",
+    "sgd": "the lectures: compare optimizers by two fitted curves",
+    "1 layer": f"{_KAPLAN}, figure 6",
+    "4 layers": f"{_KAPLAN}, figure 6",
+    "learned positions": "Su et al. 2021, arXiv:2104.09864, section 4",
+    "relu": "Shazeer 2020, arXiv:2002.05202, table 1",
+    "gelu": "Shazeer 2020, arXiv:2002.05202, table 1",
+}
+"""What the reference is compared with, each with the source that speaks of it."""
+
+
+def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
+    """Makes a side.
+
+    Args:
+      name: `transformer` or a key of `PAIRS`. The transformer has two layers, SwiGLU,
+        RMS norms and rotary positions, the others differ from it as their names say.
+        LSTM and GRU have two layers, each with a layer norm before it and its input
+        added to what comes out.
+      vocab_size: of the corpus.
+      seq_len: longest sequence.
+      head_dim: of a transformer's heads.
+
+    Raises:
+      ValueError: there is no such side.
+    """
+    if name in ("lstm", "gru"):
+        recurrent = RecurrentConfig(
+            vocab_size=vocab_size,
+            hidden_size=1,
+            num_layers=2,
+            max_positions=seq_len,
+            kind="lstm" if name == "lstm" else "gru",
+        )
+        return Side(name, recurrent, _ADAM, _RATES)
+    changes: dict[str, dict[str, Any]] = {
+        REFERENCE: {},
+        "sgd": {},
+        "1 layer": {"num_layers": 1},
+        "4 layers": {"num_layers": 4},
+        "learned positions": {"positions": "learned"},
+        "relu": {"gated": False, "activation": "relu", "mlp_size": 12},
+        "gelu": {"gated": False, "activation": "gelu", "mlp_size": 12},
+    }
+    if name not in changes:
+        raise ValueError(f"sides={name!r} must be in {[*PAIRS]}")
+    plain: dict[str, Any] = dict(
+        vocab_size=vocab_size,
+        # Of these two only the ratio counts: the size is found later.
+        hidden_size=3,
+        mlp_size=8,
+        num_layers=2,
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        max_positions=seq_len,
+    )
+    base = ModelConfig(**plain | changes[name])
+    if name == "sgd":
+        return Side(name, base, _SGD, _SGD_RATES)
+    return Side(name, base, _ADAM, _RATES)

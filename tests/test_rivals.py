@@ -1,0 +1,139 @@
+"""The comparison of rivals is fair and reads its verdict off fitted curves."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import (
+    catalogue,
+    rivals,
+    rivals_fits,
+    rivals_runs,
+    rivals_sides,
+    rivals_telling,
+    style,
+)
+from scaling import architectures
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+def test_smoke_runs_to_a_verdict() -> None:
+    config = rivals.CONFIGS["smoke"]
+    result = rivals.run(config)
+    assert list(result.sides) == ["transformer", "lstm"]
+    runs = result.runs
+    assert len(runs.loss) == 2 * 3 * 2
+    for size in config.sizes:
+        mine = runs.num_params_non_embedding[runs.size == size]
+        assert np.all(np.abs(mine / size - 1) < 0.05)
+        # As many rates for one side as for the other.
+        counts = [
+            np.sum((result.trials.side == i) & (result.trials.size == size))
+            for i in range(2)
+        ]
+        assert counts == [rivals_runs.NUM_TRIALS] * 2
+    assert np.all(runs.num_tokens == np.tile([5, 10], 6) * 4 * 32)
+    assert np.all(runs.flops > runs.flops_6nd)
+    # Longer runs are better ones; all are far better than knowing nothing.
+    assert np.all(runs.loss[1::2] < runs.loss[::2])
+    assert np.all(runs.loss < math.log(257))
+    experiment = catalogue.load("rivals")
+    assert experiment.summary(result)
+    assert experiment.metrics(result)["differences"]
+    figure = style.render(lambda axes: experiment.plot(axes, result), panels=(2, 2))
+    assert b"compute" in figure["figure.svg"]
+
+
+def rows(scale: float) -> list[dict[str, Any]]:
+    """Runs on a known surface; with `scale` times the compute, the same losses."""
+    found = []
+    for size in (1e4, 3e4, 9e4):
+        for tokens in (1e5, 2e5, 4e5, 8e5):
+            loss = 1.2 + 8 / size**0.25 + 12 / tokens**0.25
+            flops = 6 * size * tokens * scale
+            found.append(
+                {"flops": flops, "flops_6nd": flops / 2, "num_tokens": tokens}
+                | {"loss": loss}
+            )
+    return found
+
+
+def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
+    first, second = (
+        rivals_fits.fit(rows(scale), "exact", resamples=20) for scale in (1.0, 3.0)
+    )
+    found = rivals_fits.ratio(first, second)
+    np.testing.assert_allclose(found.ratio, 3, rtol=1e-3)
+    assert np.all(found.low <= found.ratio * 1.001)
+    optimum = rivals_fits.curve(first)
+    assert np.all(np.diff(optimum.loss) < 0)
+    # Nothing to compare is said as such.
+    assert rivals_fits.fit(rows(1.0)[:1], "exact", resamples=20) is None
+    assert np.isnan(rivals_fits.ratio(first, None).ratio).all()
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((3, 2, 1), 8.0),
+        ((1, 2, 3), 0.5),
+        ((3, 1, 2), math.sqrt(8)),
+        ((2, 1, math.nan), math.sqrt(2)),
+    ],
+)
+def test_the_last_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
+    trials = list(zip((1.0, 2.0, 4.0), losses, strict=True))
+    assert rivals_runs.next_rate(trials) == pytest.approx(expected)
+
+
+def test_sides_differ_in_what_their_names_say() -> None:
+    sides = {
+        name: rivals_sides.side(name, vocab_size=257, seq_len=256, head_dim=16)
+        for name in (rivals_sides.REFERENCE, *rivals_sides.PAIRS)
+    }
+    plain: Any = sides["transformer"].base
+    for name, side in sides.items():
+        base: Any = side.base
+        for size in rivals.CONFIGS["cpu"].sizes:
+            counts = architectures.parameters(architectures.sized(base, size))
+            assert abs(counts.non_embedding / size - 1) < 0.05, name
+        if name not in ("lstm", "gru"):
+            ours, theirs = (dataclasses.asdict(x) for x in (base, plain))
+            differ = {key for key in ours if ours[key] != theirs[key]}
+            assert len(differ - {"mlp_size", "activation"}) <= 1
+    assert sides["sgd"].base == plain
+    assert sides["sgd"].optimizer.kind == "sgd"
+    assert sides["lstm"].optimizer == sides["transformer"].optimizer
+    assert sides["lstm"].rates == sides["transformer"].rates
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"sides": ("mamba",)}, "sides='mamba' must be in"),
+        ({"sides": ("lstm", "lstm")}, "must be different names"),
+        ({"few_sizes": (1,)}, "must be among"),
+        ({"horizons": (20, 10)}, "must rise"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(change: dict, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        dataclasses.replace(rivals.CONFIGS["smoke"], **change)
+
+
+def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
+    nothing = np.full((2, 2, 40), np.nan)
+    unused: Any = None
+    result = rivals.Result(
+        np.array(["transformer", "lstm"]),
+        *(unused, unused),
+        rivals.Differences(*np.zeros((4, 0))),
+        rivals.Places(np.ones(1), np.ones((2, 1)), *np.full((2, 2), np.nan)),
+        *(unused, rivals_fits.Ratio(nothing, nothing, nothing, nothing)),
+    )
+    assert rivals_telling.claims(result) == []
+    assert rivals_telling.metrics(result)["ratios"] == []
