@@ -116,9 +116,12 @@ def sized[A: (models.ModelConfig, recurrent.RecurrentConfig)](
       num_params: what to come near to, as `Parameters.non_embedding` counts.
 
     Raises:
-      ValueError: no shape is within 5 %.
+      ValueError: no shape is within 5 %, or `base` is a mixture, whose experts no one
+        dial makes wider.
     """
     if isinstance(base, models.ModelConfig):
+        if base.experts is not None:
+            raise ValueError("mixtures of experts are not sized by one dial")
         found: Any = _wide(base, num_params)
     else:
         found = _stack(base, num_params)

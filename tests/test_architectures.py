@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import models
+from jaxkv import model_configs, models
 from scaling import architectures, objectives, optimizers, stepping
 from scaling.recipes import OptimizerConfig
 from scaling.recurrent import NUM_GATES, RecurrentConfig
@@ -187,5 +187,10 @@ def test_rivals_are_not_served_and_impossible_shapes_refused() -> None:
         architectures.servable(LSTM)
     with pytest.raises(ValueError, match="hidden_size=0 must be at least 1"):
         dataclasses.replace(LSTM, hidden_size=0)
+    mixture = dataclasses.replace(
+        TRANSFORMER, experts=model_configs.Experts(num_experts=4, top_k=2, size=8)
+    )
+    with pytest.raises(ValueError, match="not sized"):
+        architectures.sized(mixture, 60_000)
     with pytest.raises(ValueError, match="sequence=0 must be at least 1"):
         architectures.training_flops(LSTM, sequence=0)
