@@ -31,7 +31,7 @@ class Config:
     sides: tuple[str, ...] = ("lstm", "sgd", "1 layer", "4 layers", "learned positions")
     """Who is compared with the transformer of two layers."""
     sizes: tuple[int, ...] = (9_600, 16_800, 26_200, 66_400)
-    """Parameters outside embeddings."""
+    """Parameters outside embeddings; to be compared exactly, what an LSTM can have."""
     few_sizes: tuple[int, ...] = (9_600, 16_800, 26_200)
     """Those of the sides after the first; among `sizes`."""
     head_dim: int = 16
@@ -74,12 +74,12 @@ CONFIGS = {
     "smoke": Config(
         corpus=corpora.CorpusConfig(held_out=0.02),
         sides=("lstm",),
-        sizes=(1_200, 2_400, 4_800),
-        few_sizes=(1_200,),
+        sizes=(1_136, 4_862),
+        few_sizes=(1_136,),
         head_dim=4,
         batch_size=4,
         seq_len=32,
-        horizons=(5, 10),
+        horizons=(5, 10, 20),
         trial_steps=5,
         warmup_steps=2,
         num_windows=8,

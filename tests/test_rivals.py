@@ -26,7 +26,7 @@ def test_smoke_runs_to_a_verdict() -> None:
     result = rivals.run(config)
     assert list(result.sides) == ["transformer", "lstm"]
     runs = result.runs
-    assert len(runs.loss) == 2 * 3 * 2
+    assert len(runs.loss) == 2 * 2 * 3
     for size in config.sizes:
         mine = runs.num_params_non_embedding[runs.size == size]
         assert np.all(np.abs(mine / size - 1) < 0.05)
@@ -36,10 +36,10 @@ def test_smoke_runs_to_a_verdict() -> None:
             for i in range(2)
         ]
         assert counts == [rivals_runs.NUM_TRIALS] * 2
-    assert np.all(runs.num_tokens == np.tile([5, 10], 6) * 4 * 32)
+    assert np.all(runs.num_tokens == np.tile([5, 10, 20], 4) * 4 * 32)
     assert np.all(runs.flops > runs.flops_6nd)
     # Longer runs are better ones; all are far better than knowing nothing.
-    assert np.all(runs.loss[1::2] < runs.loss[::2])
+    assert np.all(runs.loss[2::3] < runs.loss[::3])
     assert np.all(runs.loss < math.log(257))
     experiment = catalogue.load("rivals")
     assert experiment.summary(result)
