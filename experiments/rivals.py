@@ -30,11 +30,11 @@ class Config:
     """What is learned."""
     sides: tuple[str, ...] = ("lstm", "sgd", "1 layer", "4 layers", "learned positions")
     """Who is compared with the transformer of two layers."""
-    sizes: tuple[int, ...] = (9_600, 16_800, 26_200, 66_400)
+    sizes: tuple[int, ...] = (4_320, 9_552, 16_832, 26_160)
     """Parameters outside embeddings; to be compared exactly, what an LSTM can have."""
-    few_sizes: tuple[int, ...] = (9_600, 16_800, 26_200)
+    few_sizes: tuple[int, ...] = (4_320, 9_552, 26_160)
     """Those of the sides after the first; among `sizes`."""
-    head_dim: int = 16
+    head_dim: int = 8
     """Of every transformer's heads."""
     batch_size: int = 8
     """Windows per step."""
@@ -42,7 +42,7 @@ class Config:
     """Predictions per window."""
     horizons: tuple[int, ...] = (60, 120, 240, 480)
     """Steps of the finished runs."""
-    trial_steps: int = 100
+    trial_steps: int = 60
     """Steps of a run that tries a learning rate."""
     warmup_steps: int = 20
     """Of every run."""
@@ -88,8 +88,8 @@ CONFIGS = {
     "cpu": Config(),
     "gpu": Config(
         sides=("lstm", "1 layer", "4 layers"),
-        sizes=(66_400, 263_000, 1_053_000),
-        few_sizes=(66_400, 263_000, 1_053_000),
+        sizes=(66_432, 263_936, 1_052_160),
+        few_sizes=(66_432, 263_936, 1_052_160),
         head_dim=32,
         batch_size=64,
         seq_len=512,
