@@ -61,7 +61,7 @@ def _draw_places(ax: Any, result: "Result") -> None:
 
 def _draw_ratios(ax: Any, result: "Result") -> None:
     ratios = result.ratios
-    top = 2.0
+    seen = [0.5, 2.0]
     for i, name in list(enumerate(result.sides))[1:]:
         loss, ratio, low, high = (np.asarray(part)[0, i] for part in ratios)
         known = np.isfinite(ratio)
@@ -74,13 +74,14 @@ def _draw_ratios(ax: Any, result: "Result") -> None:
             alpha=0.12,
             linewidth=0,
         )
-        top = max(top, float(ratio[known].max()))
+        seen += [float(ratio[known].min()), float(ratio[known].max())]
     ax.axhline(1, color="0.6", linewidth=0.6, zorder=0)
     ax.set(yscale="log", xlabel="loss reached by both [nats per byte]")
-    ax.set_ylim(0.2, min(100.0, 3 * top))
-    ax.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
+    ticks = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
-    ax.set_ylim(0.2, min(100.0, 3 * top))
+    # Room for the legend above.
+    ax.set_ylim(max(5e-3, min(seen) / 2), min(300.0, 4 * max(seen)))
     ax.set_ylabel("compute / transformer's")
     ax.set_title("compute to equal loss, 90 %", loc="left")
     ax.invert_xaxis()
