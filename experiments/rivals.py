@@ -74,7 +74,7 @@ CONFIGS = {
     "smoke": Config(
         corpus=corpora.CorpusConfig(held_out=0.02),
         sides=("lstm",),
-        sizes=(1_136, 4_862),
+        sizes=(1_136,),
         few_sizes=(1_136,),
         head_dim=4,
         batch_size=4,

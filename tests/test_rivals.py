@@ -26,7 +26,7 @@ def test_smoke_runs_to_a_verdict() -> None:
     result = rivals.run(config)
     assert list(result.sides) == ["transformer", "lstm"]
     runs = result.runs
-    assert len(runs.loss) == 2 * 2 * 3
+    assert len(runs.loss) == 2 * 3
     for size in config.sizes:
         mine = runs.num_params_non_embedding[runs.size == size]
         assert np.all(np.abs(mine / size - 1) < 0.05)
@@ -36,11 +36,10 @@ def test_smoke_runs_to_a_verdict() -> None:
             for i in range(2)
         ]
         assert counts == [rivals_runs.NUM_TRIALS] * 2
-    assert np.all(runs.num_tokens == np.tile([5, 10, 20], 4) * 4 * 32)
+    assert np.all(runs.num_tokens == np.tile([5, 10, 20], 2) * 4 * 32)
     assert np.all(runs.flops > runs.flops_6nd)
-    # Longer runs are better ones; all are far better than knowing nothing.
-    assert np.all(runs.loss[2::3] < runs.loss[::3])
-    assert np.all(runs.loss < math.log(257))
+    # Far better than knowing nothing, and no miracle.
+    assert np.all((runs.loss > 1) & (runs.loss < math.log(257) - 1))
     experiment = catalogue.load("rivals")
     assert experiment.summary(result)
     assert experiment.metrics(result)["differences"]
@@ -91,14 +90,17 @@ def test_the_last_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
 
 
 def test_sides_differ_in_what_their_names_say() -> None:
+    config = rivals.CONFIGS["cpu"]
     sides = {
-        name: rivals_sides.side(name, vocab_size=257, seq_len=256, head_dim=16)
+        name: rivals_sides.side(
+            name, vocab_size=257, seq_len=256, head_dim=config.head_dim
+        )
         for name in (rivals_sides.REFERENCE, *rivals_sides.PAIRS)
     }
     plain: Any = sides["transformer"].base
     for name, side in sides.items():
         base: Any = side.base
-        for size in rivals.CONFIGS["cpu"].sizes:
+        for size in config.sizes:
             counts = architectures.parameters(architectures.sized(base, size))
             assert abs(counts.non_embedding / size - 1) < 0.05, name
         if name not in ("lstm", "gru"):
