@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.rivals_sides import Side
-from scaling import architectures, objectives, training
+from scaling import architectures, objectives, stepping
 from scaling.corpora import Corpus
 from scaling.recipes import Schedule
 
@@ -141,14 +141,8 @@ class _Runs:
         base: Any = side.base
         self.model = architectures.sized(base, num_params)
         self.side, self.corpus, self.budget = side, corpus, budget
-        self.call = jax.jit(
-            functools.partial(
-                training.steps,
-                model=self.model,
-                optimizer=side.optimizer,
-                batch_size=budget.batch_size,
-                seq_len=budget.seq_len,
-            )
+        self.call = stepping.compiled(
+            self.model, side.optimizer, budget.batch_size, budget.seq_len
         )
         self.stream = jnp.asarray(corpus.stream)
         self.windows = objectives.stream_windows(
@@ -158,8 +152,8 @@ class _Runs:
             functools.partial(objectives.token_losses, model=self.model)
         )
 
-    def start(self) -> training.TrainState:
-        return training.init(
+    def start(self) -> stepping.TrainState:
+        return stepping.init(
             self.model, self.side.optimizer, jnp.int32(self.budget.seed)
         )
 
@@ -167,7 +161,12 @@ class _Runs:
         if not count:
             return state
         counts = (self.budget.warmup_steps, cooldown, end)
-        schedule = Schedule(jnp.float32(rate), *map(jnp.int32, counts))
+        schedule = Schedule(
+            jnp.float32(rate),
+            *map(jnp.int32, counts),
+            final_share=jnp.float32(0),
+            is_cosine=jnp.bool_(False),
+        )
         seed = jnp.int32(self.budget.seed)
         return self.call(state, self.stream, schedule, seed, jnp.int32(count))[0]
 
