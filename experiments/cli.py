@@ -11,6 +11,7 @@ experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import os
 import re
@@ -134,7 +135,39 @@ def _fit(args: list[str]) -> Answer:
     if not config.log:
         raise ValueError("which log? A CSV, JSON lines, or the folder of a sweep")
     compiling.keep_programs()
-    return _lift_metrics(running.run(fitting_logs.experiment(config.log), config, out))
+    is_sweep = out is None and Path(config.log).is_dir()
+    out = Path(config.log) / "fit" if is_sweep else out
+    experiment = fitting_logs.experiment(config.log)
+    answer = _lift_metrics(running.run(experiment, config, out))
+    if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
+        from experiments import store
+
+        store.write(Path(config.log) / "fit.json", _read_text(str(out / "fit.json")))
+    return answer
+
+
+def _train(args: list[str]) -> Answer:
+    return _configured("train", "training_one", args)
+
+
+def _sweep(args: list[str]) -> Answer:
+    return _configured("sweep", "sweeping", args)
+
+
+def _configured(command: str, module: str, args: list[str]) -> Answer:
+    """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
+    compiling.keep_programs()
+    from experiments import sweep_configs
+
+    shipped = {"train": sweep_configs.TRAININGS, "sweep": sweep_configs.SWEEPS}[command]
+    known, prog = ", ".join(shipped), f"jaxkv {command} CONFIG"
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError(f"which config? A JSON file, or one of: {known}")
+    found = importlib.import_module(f"experiments.{module}")
+    flags = args[1:] if _is_word(args) else args
+    description = f"CONFIG is a JSON file, or one of: {known}."
+    options: Any = _parse(found.Options, flags, prog, description)
+    return getattr(found, command)(args[0], options)
 
 
 def _plan(args: list[str]) -> Answer:
@@ -190,6 +223,8 @@ _COMMANDS = {
     "generate": Command("continue text with a model", _generate),
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
+    "train": Command("train one model", _train),
+    "sweep": Command("train many, for a law to be fitted to", _sweep),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
     "plan": Command("choose the best model for a budget", _plan),
     "claims": Command("what was published, ours, and the verdict", _claims),

@@ -7,6 +7,7 @@
     figure.svg, figure.png       drawn from the files above, never from memory
     report.md                    all of it for a reader
     fit.json                     a fitted law, as `plan` reads it
+    sweep.json, prediction.json  what was trained, and what was foreseen
 
 Every file is written aside and renamed, so a reader never meets half of one. The status
 in `env.json` is "running" until the run is "done", was "interrupted", or has "failed".
@@ -31,6 +32,7 @@ from experiments.claims import Claim
 FILES = (
     *("config.json", "env.json", "result.npz", "runs.jsonl", "claims.json"),
     *("figure.svg", "figure.png", "report.md", "fit.json"),
+    *("sweep.json", "prediction.json"),
 )
 """What a run folder may hold."""
 EARLIER = ".earlier"

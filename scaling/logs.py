@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from scaling import log_columns, log_tables, selecting
+from scaling import competing, log_columns, log_tables, selecting
 from scaling.log_columns import Columns
 from scaling.log_tables import RawRow, RawTable
 
@@ -100,7 +100,8 @@ def read(
         and not checked.
 
     Returns:
-      The log; a run that says it is not completed is left out and counted.
+      The log; a run that says it is not completed is left out and counted, and so are
+      the runs of a sweep of ours whose learning rate was not the best (`competing`).
 
     Raises:
       ValueError: a column is missing; a cell is not a number, or not above 0; a run
@@ -124,9 +125,22 @@ def read(
         notes=(*notes, *said),
     )
     log = log._replace(notes=log.notes + _twins(log, is_sweep))
+    if is_sweep and {competing.CELL, competing.RATE} <= {*table.names}:
+        log = _best(log)
     if is_sweep and (path / log_tables.CURVES).exists():
         log = log._replace(curves=_curves(log, log_tables.read(path / "curves.jsonl")))
     return log
+
+
+def _best(log: Log) -> Log:
+    """Leaves out the learning rates of a sweep that were not the best."""
+    kept = competing.winners([row.cells for row in log.raw])
+    num_left = len(log.raw) - len(kept)
+    if not num_left:
+        return log
+    said = f"{_rows(num_left)} left out: not the best learning rate of size and tokens"
+    mask = np.isin(np.arange(len(log.raw)), kept)
+    return log.take(mask)._replace(notes=(*log.notes, said))
 
 
 def _leave_out(table: RawTable, ignore: str) -> tuple[list[RawRow], list[str]]:

@@ -24,7 +24,7 @@ DOORS = {
     "tokenizers": ("jaxkv/tokenizing.py", "jaxkv/byte_pairs.py"),
     "jinja2": ("jaxkv/chatting.py",),
     "rich": ("experiments/*", "scaling/training.py"),
-    "ray": ("scaling/sweeps.py",),
+    "ray": ("scaling/executing.py",),
     "jax.experimental.pallas": ("pallas_kernels/*_mosaic_gpu.py",),
     # Nothing is ever unpickled.
     "pickle": (),

@@ -1,0 +1,100 @@
+"""What do small models say of the best size for a budget, and of a larger one's loss?
+
+Many small models are trained on real text, each size for several budgets and learning
+rates. Three approaches read the best size and number of tokens off them; the law that
+is fitted to them then predicts the loss of a run with ten times the compute of the
+largest, with an interval, and is written down before that run is trained.
+
+Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3; the lectures' three panels.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from experiments import isoflop_drawing, isoflop_runs, isoflop_telling
+from experiments.claims import Claim
+from experiments.isoflop_outcomes import Result
+from experiments.isoflop_settings import Settings
+from experiments.progress import QUIET, Progress
+from experiments.reporting import Part
+from scaling import corpora
+
+PANELS = (2, 3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """The sizes and budgets of `isoflop`."""
+
+
+CONFIGS = {
+    "smoke": Config(
+        widths=(4, 8, 16),
+        budgets=(1e9, 1.6e9, 2.5e9),
+        num_layers=1,
+        corpus=corpora.CorpusConfig(held_out=0.02),
+        learning_rates=(1e-2,),
+        seeds=(0, 1),
+        num_repeated=1,
+        seq_len=32,
+        warmup_steps=5,
+        min_steps=10,
+        tokens_per_param=(0.0, math.inf),
+        num_eval_windows=32,
+        held_out_factor=2.0,
+        bootstrap=20,
+    ),
+    "cpu": Config(
+        widths=(6, 8, 12, 16, 24, 32, 48, 64, 96),
+        budgets=(2.5e10, 6.25e10, 1.5625e11, 3.90625e11),
+        folder="runs/isoflop-cpu",
+    ),
+    # Commands of under ten minutes each take up one another.
+    "gpu": Config(
+        widths=(32, 48, 64, 96, 128, 192, 256, 384),
+        budgets=(3e13, 1e14, 3e14, 1e15),
+        num_layers=4,
+        batch_size=64,
+        seq_len=256,
+        warmup_steps=100,
+        min_steps=300,
+        num_eval_windows=1024,
+        folder="runs/isoflop-gpu",
+    ),
+}
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Trains, fits, foresees, and trains what was foreseen."""
+    return isoflop_runs.run(config, progress)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws curves, optima, isoFLOP curves, the prediction and the learning rates."""
+    isoflop_drawing.plot(axes, result)
+
+
+def claims(result: Result) -> list[Claim]:
+    """Holds what must hold against what came out."""
+    return isoflop_telling.claims(result)
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Names the numbers of the report."""
+    return isoflop_telling.metrics(result)
+
+
+def summary(result: Result) -> list[Part]:
+    """Lays out the approaches, the budgets and the prediction."""
+    return isoflop_telling.summary(result)
+
+
+def files(result: Result) -> dict[str, str]:
+    """Keeps the log beside, so that `jaxkv fit` and `plan` can go on from it."""
+    return {
+        "runs.jsonl": result.runs,
+        "sweep.json": result.header,
+        "prediction.json": result.prediction,
+        "fit.json": result.fit.document,
+    }

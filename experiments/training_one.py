@@ -1,0 +1,111 @@
+"""`jaxkv train CONFIG`: one run in a folder, and a model that can be served."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+from experiments import documents, interrupting, sweep_configs, terminal, units
+from experiments.reporting import Sheet
+from experiments.running import Answer
+from jaxkv import checkpoints, models, tokenizing
+from scaling import architectures, corpora, objectives, training
+from scaling.recipes import TrainConfig
+
+NUM_EVAL_WINDOWS = 1024
+"""Held-out windows that the model is scored on."""
+MODEL = "model"
+"""Where in the run's folder the trained model lies."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `train` takes beside its config."""
+
+    out: Path | None = None
+    """Folder of the run; runs/train-CONFIG by default. A run that is there goes on."""
+    print_config: bool = False
+    """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
+
+
+def train(name: str, options: Options) -> Answer:
+    """Trains a model, or goes on where its folder stands.
+
+    Args:
+      name: a shipped config, or the path of a JSON file.
+      options: the rest of the command line.
+
+    Returns:
+      The folder, the losses and the model; status 130 if it was ended early, 1 if it
+      diverged.
+
+    Raises:
+      ValueError: there is no such config, or `training.train` refuses it.
+    """
+    config = sweep_configs.find(name, TrainConfig, sweep_configs.TRAININGS)
+    if options.print_config:
+        text = documents.config_dumps(config)
+        return Answer(json.loads(text), [], [text])
+    out = options.out or Path("runs") / f"train-{Path(name).stem}"
+
+    def leave() -> None:
+        interrupting.leave(f"interrupted at once; the last checkpoint is in {out}")
+
+    with terminal.Terminal(leave) as bars:
+        result = training.train(config, out, progress=bars)
+        bars.show("scoring")
+        tokens = config.batch_size * config.seq_len * config.num_steps
+        per_step = architectures.training_flops(
+            config.model, batch=config.batch_size, sequence=config.seq_len
+        )
+        document = {
+            "out": out,
+            "status": result.status,
+            "num_params": architectures.parameters(config.model).total,
+            "num_tokens": result.curve[-1]["tokens"] if result.curve else 0,
+            "flops": per_step * (result.curve[-1]["step"] if result.curve else 0),
+            "train_loss": result.curve[-1]["loss"] if result.curve else None,
+            "checkpoint": result.checkpoint,
+            "duration_s": result.curve[-1]["duration_s"] if result.curve else 0.0,
+        }
+        lines = []
+        if result.status == "done":
+            assert tokens == document["num_tokens"]
+            document |= _score(config, result.params)
+            document["model"] = _save(config, out / MODEL, result.params)
+            if document["model"]:
+                lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
+    if result.status == "stopped":
+        lines = ["interrupted; the same command goes on"]
+    rows = [units.named(key, value) for key, value in document.items() if key != "out"]
+    status = {"done": 0, "stopped": 130, "diverged": 1}[result.status]
+    return Answer(document, [Sheet("run", ("", ""), rows)], lines, status)
+
+
+def _score(config: TrainConfig, params: models.Params) -> dict[str, float]:
+    corpus = corpora.open(config.corpus)
+    score = objectives.score_stream(
+        params,
+        corpus.held_out,
+        model=config.model,
+        seq_len=config.seq_len,
+        num_windows=NUM_EVAL_WINDOWS,
+    )
+    return {
+        "loss": score.loss,
+        "loss_se": score.loss_se,
+        "bits_per_byte": score.loss / math.log(2) / corpus.bytes_per_token,
+    }
+
+
+def _save(config: TrainConfig, folder: Path, params: models.Params) -> Path | None:
+    """Writes a folder that the engine serves; None for a rival, which it does not."""
+    if not isinstance(config.model, models.ModelConfig):
+        return None
+    tokenizer = None
+    if isinstance(config.corpus, corpora.CorpusConfig):
+        tokenizer = tokenizing.ByteTokenizer(config.model.vocab_size)
+    checkpoints.save_model(
+        folder, config.model, params, tokenizer=tokenizer, overwrite=True
+    )
+    return folder

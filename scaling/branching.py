@@ -1,0 +1,250 @@
+"""Carries out runs of one model: a trunk at a constant rate, and branches that cool it.
+
+Until its rate falls, a run of so many steps is the beginning of every longer one, so
+runs that differ in their length share a trunk. A branch is bit for bit the run that
+would have been trained alone.
+
+Source: Hägele et al. 2024, arXiv:2405.18392, section 4.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from scaling import objectives, training
+from scaling.recipes import Schedule, TrainConfig
+from scaling.streams import Corpus
+
+Status = Literal["done", "diverged", "failed"]
+SPACING = 1.1
+"""Ratio of the steps at which the training loss is noted."""
+_FIRST_REPORT = 10
+
+
+class Finished(NamedTuple):
+    """A run that is over.
+
+    Attributes:
+      run: what it was.
+      status: what became of it.
+      score: of held-out text; None unless done.
+      curve: middle of a stretch of steps, and the mean loss of the stretch.
+      seconds: of training, what it shares with other runs included.
+      params: as NumPy arrays; None unless done.
+      error: why it failed.
+    """
+
+    run: TrainConfig
+    status: Status
+    score: objectives.StreamScore | None
+    curve: list[tuple[float, float]]
+    seconds: float
+    params: models.Params | None
+    error: str | None = None
+
+
+class _Lanes(NamedTuple):
+    """Where some runs side by side stand, after `step` steps."""
+
+    state: training.TrainState
+    step: int
+    alive: np.ndarray
+    curves: tuple[tuple[tuple[float, float], ...], ...]
+    seconds: float
+
+
+class Stopped(Exception):
+    """Somebody asked to stop."""
+
+
+def run(
+    horizons: Sequence[Sequence[TrainConfig]],
+    corpus: Corpus,
+    *,
+    is_vmapped: bool,
+    num_eval_windows: int,
+    advance: Callable[[int], bool] = lambda steps: True,
+) -> Iterator[Finished]:
+    """Trains runs of one model that differ in rate, seed and length.
+
+    Args:
+      horizons: for each length, rising, the runs of that length: the same rates and
+        seeds every time, in the same order. Runs that are not to be side by side come
+        one at a time.
+      corpus: the text, its stream on the device.
+      is_vmapped: whether the runs of a length are one program over all of them.
+      num_eval_windows: held-out windows to score on.
+      advance: is told how many steps were taken, over all runs, and says whether to
+        go on.
+
+    Yields:
+      The runs, length by length.
+
+    Raises:
+      Stopped: `advance` said so.
+    """
+    trunk = horizons[-1]
+    if len(trunk) > 1 and not is_vmapped:
+        raise ValueError("several runs are side by side only under vmap")
+    done = 0
+    try:
+        lanes = _begin(trunk, is_vmapped)
+        schedules = [_schedules(runs, is_vmapped) for runs in horizons]
+        go = functools.partial(_go, trunk, corpus, is_vmapped=is_vmapped)
+        for i, runs in enumerate(horizons):
+            branch_at = runs[0].num_steps - runs[0].cooldown_steps
+            lanes = go(lanes, schedules[-1], branch_at, advance=advance)
+            end = go(lanes, schedules[i], runs[0].num_steps, advance=advance)
+            for j, each in enumerate(runs):
+                yield _finish(each, end, j, corpus, is_vmapped, num_eval_windows)
+                done += 1
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        # Out of memory, mostly: the other models of a sweep may still fit.
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        for each in [each for runs in horizons for each in runs][done:]:
+            yield Finished(each, "failed", None, [], 0.0, None, line)
+
+
+def speed(
+    runs: Sequence[TrainConfig], corpus: Corpus, *, is_vmapped: bool, patience_s: float
+) -> float:
+    """Measures steps of a run per second, over all runs, for a moment."""
+    schedules = _schedules(runs, is_vmapped)
+    lanes, num_steps = _begin(runs, is_vmapped), 4
+    while True:
+        started = time.monotonic()
+        _go(
+            runs,
+            corpus,
+            lanes,
+            schedules,
+            lanes.step + num_steps,
+            is_vmapped=is_vmapped,
+        )
+        spent_s = time.monotonic() - started
+        if spent_s > patience_s / 2 or num_steps > 1_000_000:
+            return num_steps * len(runs) / spent_s
+        num_steps *= 2
+
+
+def _begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> _Lanes:
+    model, optimizer = runs[0].model, runs[0].optimizer
+    states = [training.init(model, optimizer, jnp.int32(x.seed)) for x in runs]
+    return _Lanes(
+        _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0
+    )
+
+
+def _go(
+    runs: Sequence[TrainConfig],
+    corpus: Corpus,
+    lanes: _Lanes,
+    schedule: Schedule,
+    until: int,
+    *,
+    is_vmapped: bool,
+    advance: Callable[[int], bool] = lambda steps: True,
+) -> _Lanes:
+    """Trains up to a step, noting the loss on the way."""
+    first = runs[0]
+    call = _program(
+        first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
+    )
+    if not lanes.alive.any():
+        return lanes._replace(step=max(until, lanes.step))
+    stream = corpus.stream
+    seeds = _stack([jnp.int32(x.seed) for x in runs], is_vmapped)
+    if lanes.step == 0:  # compiled before the clock runs
+        jax.block_until_ready(call(lanes.state, stream, schedule, seeds, jnp.int32(0)))
+    for end in _reports(lanes.step, until):
+        started = time.monotonic()
+        num_steps = end - lanes.step
+        state, loss = call(lanes.state, stream, schedule, seeds, jnp.int32(num_steps))
+        losses = np.atleast_1d(np.asarray(loss, np.float64))
+        middle = (lanes.step + end + 1) / 2
+        alive = lanes.alive & np.isfinite(losses)
+        lanes = _Lanes(
+            state,
+            end,
+            alive,
+            tuple(
+                (*curve, (middle, float(x))) if good else curve
+                for curve, x, good in zip(lanes.curves, losses, alive, strict=True)
+            ),
+            lanes.seconds + (time.monotonic() - started) / len(runs),
+        )
+        if not advance(num_steps * len(runs)):
+            raise Stopped
+        if not alive.any():
+            return lanes._replace(step=until)
+    return lanes
+
+
+def _finish(
+    run: TrainConfig,
+    end: _Lanes,
+    lane: int,
+    corpus: Corpus,
+    is_vmapped: bool,
+    num_eval_windows: int,
+) -> Finished:
+    curve = [*end.curves[lane]]
+    score = params = None
+    if end.alive[lane]:
+        params = end.state.params
+        if is_vmapped:
+            params = jax.tree.map(lambda x: x[lane], params)
+        score = objectives.score_stream(
+            params,
+            corpus.held_out,
+            model=run.model,
+            seq_len=run.seq_len,
+            num_windows=num_eval_windows,
+        )
+        params = jax.tree.map(np.asarray, params)
+    if score is None or not math.isfinite(score.loss):
+        return Finished(run, "diverged", None, curve, end.seconds, None)
+    return Finished(run, "done", score, curve, end.seconds, params)
+
+
+def _reports(step: int, until: int) -> Iterator[int]:
+    """The steps at which the loss is noted, the same ones for runs of any length."""
+    at = float(_FIRST_REPORT)
+    while (end := math.ceil(at)) < until:
+        if end > step:
+            yield end
+        at = max(at * SPACING, at + 1)
+    if until > step:
+        yield until
+
+
+def _schedules(runs: Sequence[TrainConfig], is_vmapped: bool) -> Schedule:
+    return _stack([Schedule.of(run) for run in runs], is_vmapped)
+
+
+def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
+    if not is_vmapped:
+        return trees[0]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@functools.cache
+def _program(model, optimizer, batch_size, seq_len, is_vmapped):
+    """One program for a model, whatever the rates, seeds and numbers of steps."""
+    call = functools.partial(
+        training.steps,
+        model=model,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        seq_len=seq_len,
+    )
+    return jax.jit(
+        jax.vmap(call, in_axes=(0, None, 0, 0, None)) if is_vmapped else call
+    )

@@ -1,0 +1,44 @@
+"""Of runs that differ in their learning rate alone, those at the best one.
+
+What a size is worth is its loss at a rate that suits it; a fit to all rates would mix
+tuning with scaling.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CELL, RATE, SEED, LOSS = "cell", "learning_rate", "seed", "loss"
+
+
+def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Finds the runs that have the best learning rate of their cell.
+
+    Rates are compared on the seeds that all of them have, by their mean loss; where
+    there are none, each on its own. Of equal ones the smaller rate wins.
+
+    Args:
+      rows: with a `cell`, `learning_rate`, `seed` and `loss`; runs of one cell differ
+        in rate and seed alone.
+
+    Returns:
+      Their places, rising: every seed of a winning rate.
+    """
+    cells: dict[Any, dict[float, list[int]]] = {}
+    for place, row in enumerate(rows):
+        rates = cells.setdefault(row[CELL], {})
+        rates.setdefault(float(row[RATE]), []).append(place)
+    kept = []
+    for rates in cells.values():
+        common = set.intersection(
+            *({rows[i][SEED] for i in places} for places in rates.values())
+        )
+
+        def mean(
+            rate: float, rates: Mapping[float, list[int]] = rates, common: set = common
+        ) -> float:
+            seen = [i for i in rates[rate] if not common or rows[i][SEED] in common]
+            return math.fsum(float(rows[i][LOSS]) for i in seen) / len(seen)
+
+        kept += rates[min(sorted(rates), key=mean)]
+    return sorted(kept)

@@ -1,0 +1,118 @@
+"""`jaxkv sweep`, `jaxkv train`, and `jaxkv fit` and `plan` after them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import cli, documents, isoflop, sweep_configs, sweep_tables
+from scaling import fit_results
+from scaling.recipes import TrainConfig
+from scaling.sweep_grids import SweepConfig
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert cli.main([*args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
+    config = answer(capsys, "sweep", "smoke", "--print-config")
+    config["num_tokens"] = [*config["num_tokens"][1:], 20480]
+    Path("mine.json").write_text(json.dumps(config))
+    done = answer(capsys, "sweep", "mine.json")
+    assert Path(done["log"]) == here / "runs" / "sweep-mine"
+    assert (done["completed"], done["diverged"], done["skipped"]) == (18, 0, 0)
+    assert done["duration_s"] > 0
+    again = answer(capsys, "sweep", "mine.json")
+    assert (again["completed"], again["skipped"]) == (18, 18)
+    fitted = answer(capsys, "fit", "runs/sweep-mine", "--bootstrap", "20")
+    said = " ".join(fitted["notes"])
+    assert "9 rows left out: not the best learning rate of size and tokens" in said
+    law = json.loads(Path("runs/sweep-mine/fit.json").read_text())
+    assert law["num_points"] == 9
+    assert fit_results.from_json(json.dumps(law)).law == "chinchilla"
+
+
+def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
+    law = Path(isoflop.__file__).parent / "records" / "isoflop" / "fit.json"
+    plan = answer(
+        *(capsys, "plan", "--law", str(law)),
+        *("--flops", "1e16", "--vocab-size", "257"),
+    )
+    assert 1e7 < plan["num_params"] < 4e7
+
+
+def test_one_run_and_the_model_it_leaves(here: Path, capsys) -> None:
+    done = answer(capsys, "train", "smoke")
+    assert done["status"] == "done"
+    assert done["num_tokens"] == 40 * 8 * 32
+    assert 0 < done["bits_per_byte"] < 8.1
+    wrote = answer(
+        capsys, "generate", done["model"], "--prompt", "def ", "--max-tokens", "3"
+    )
+    assert wrote["completions"]
+    shutil.rmtree(done["model"])
+    again = answer(capsys, "train", "smoke")
+    assert again["loss"] == pytest.approx(done["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_bad_input_is_one_line(command: str, here: Path, capsys) -> None:
+    Path("odd.json").write_text('{"modles": []}')
+    for args, message in [
+        ([], "which config?"),
+        (["smok"], "did you mean smoke"),
+        (["missing.json"], "cannot be read"),
+        (["odd.json"], "unknown field"),
+        (["smoke", "--exekutor", "x"], "--ex"),
+    ]:
+        assert cli.main([command, *args]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
+    if command == "sweep":
+        assert cli.main(["sweep", "smoke", "--executor", "slurm"]) == 2
+        assert "local" in capsys.readouterr().err
+
+
+def test_shipped_configs_survive_json() -> None:
+    for config_type, shipped in (
+        (SweepConfig, sweep_configs.SWEEPS),
+        (TrainConfig, sweep_configs.TRAININGS),
+    ):
+        for config in shipped.values():
+            text = documents.config_dumps(config)
+            assert documents.config_loads(config_type, text, "x") == config
+
+
+def test_the_table_fills_up() -> None:
+    def record(size: int, tokens: int, loss: float | None, status: str = "done"):
+        return {
+            "num_params": size,
+            "hidden_size": size,
+            "num_tokens": tokens,
+            "num_steps": tokens,
+            "flops": 6.0 * size * tokens,
+            "loss": loss,
+            "status": status,
+        }
+
+    rows = [record(8, 10, 3.0), record(8, 10, 2.5), record(16, 20, None, "diverged")]
+    assert sweep_tables.table([]) == ""
+    lines = sweep_tables.table(rows).splitlines()
+    assert len(lines) == 3
+    assert lines[1].split() == ["8", "2.5000", "."]
+    assert lines[2].split() == ["16", ".", "diverged"]
+    many = [record(8, tokens, 2.0) for tokens in range(1, 12)]
+    assert sweep_tables.table(many).count("2.0000") == 11

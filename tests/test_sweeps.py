@@ -1,0 +1,295 @@
+"""Sweeps: every run once, the same bits whatever happens, a log that can be fitted."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from scaling import competing, corpora, run_records, sweep_grids, sweep_planning, sweeps
+from scaling.sweep_grids import SweepConfig
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+def model(width: int) -> models.ModelConfig:
+    return models.ModelConfig(
+        vocab_size=257,
+        hidden_size=width,
+        num_layers=1,
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_size=16,
+        max_positions=16,
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(20):
+        (folder / f"{i}.txt").write_text(f"def f{i}(x):\n    return x * {i}\n" * 9)
+    return SweepConfig(
+        models=(model(8), model(16)),
+        corpus=corpora.CorpusConfig(pattern=f"{folder}/*.txt", held_out=0.2),
+        num_tokens=(32 * 20, 32 * 40),
+        learning_rates=(1e-2, 2e-2),
+        base_width=8,
+        max_extensions=1,
+        batch_size=2,
+        seq_len=16,
+        warmup_steps=4,
+        min_steps=1,
+        num_eval_windows=8,
+        mode="loop",
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
+    return sweeps.sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
+
+
+def losses(folder: Path) -> dict[str, Any]:
+    lines = (folder / "runs.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len({row["run_id"] for row in rows}) == len(rows)
+    return {row["run_id"]: (row["loss"], row["status"]) for row in rows}
+
+
+class Stopping:
+    """Progress that asks to stop after some reports."""
+
+    def __init__(self, after: int):
+        self.after, self.num = after, 0
+
+    @property
+    def stopped(self) -> bool:
+        return self.num >= self.after
+
+    def bar(self, label: str, total: float | None, unit: str):
+        def update(done: float) -> None:
+            self.num += 1
+
+        return update
+
+    def show(self, content: str) -> None:
+        pass
+
+
+def test_every_run_is_made_and_described(whole: sweeps.Outcome, config) -> None:
+    assert whole.num("done") == len(whole.records) >= 8
+    assert whole.skipped == 0
+    for row in whole.records:
+        assert [*row] == [*run_records.RECORD]
+        assert row["flops_6nd"] == 6 * row["num_params"] * row["num_tokens"]
+        assert 0 < row["loss"] < np.log(257) * 1.1
+        assert row["decayed"]
+        assert row["loss_se"] > 0
+    lines = (whole.log / "curves.jsonl").read_text().splitlines()
+    points = [json.loads(line) for line in lines]
+    assert {p["run_id"] for p in points} == {r["run_id"] for r in whole.records}
+    # Rates that were best at the edge were extended, in the cells where they were.
+    rates = {row["learning_rate"] for row in whole.records if row["hidden_size"] == 8}
+    assert len(rates) > 2
+    assert (
+        sweep_planning.next_groups(
+            config,
+            {row["run_id"]: row for row in whole.records},
+            run_records.SweepFolder(whole.log).header()["corpus_digest"],
+        )
+        == []
+    )
+
+
+def test_a_branch_is_the_run_alone(whole: sweeps.Outcome, config, tmp_path) -> None:
+    alone = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
+    found = losses(sweeps.sweep(alone, tmp_path / "alone").log)
+    assert len(found) >= 4
+    for run_id, loss in found.items():
+        assert losses(whole.log)[run_id] == loss
+
+
+def test_a_stopped_sweep_goes_on(whole: sweeps.Outcome, config, tmp_path) -> None:
+    out = tmp_path / "sweep"
+    stopped = sweeps.sweep(config, out, progress=Stopping(20))
+    assert stopped.is_stopped
+    assert 0 < len(stopped.records) < len(whole.records)
+    with (out / "runs.jsonl").open("a") as file:
+        file.write('{"run_id": "half a li')  # as a killed one leaves it
+    with (out / "curves.jsonl").open("a") as file:
+        file.write('{"run_id": "no record", "step": 1.0}\n')
+    rest = sweeps.sweep(config, out)
+    assert rest.skipped == len(stopped.records)
+    assert losses(out) == losses(whole.log)
+    assert "no record" not in (out / "curves.jsonl").read_text()
+
+
+def test_divergence_is_recorded_once(config, tmp_path) -> None:
+    # A rate at which float32 overflows.
+    wild = dataclasses.replace(
+        config, models=(model(8),), learning_rates=(1e30,), num_tokens=(32 * 20,)
+    )
+    first = sweeps.sweep(wild, tmp_path / "sweep")
+    assert [row["status"] for row in first.records] == ["diverged"]
+    assert first.records[0]["loss"] is None
+    again = sweeps.sweep(wild, tmp_path / "sweep")
+    assert (again.skipped, len(again.records)) == (1, 1)
+
+
+def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "sweep"
+    real, room = os.write, [3000]
+
+    def write(handle: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(28, "No space left on device")
+        num = real(handle, data[: room[0]])
+        room[0] -= num
+        return num
+
+    monkeypatch.setattr(run_records.os, "write", write)
+    with pytest.raises(ValueError, match=r"curves.jsonl: .*No space left on device"):
+        sweeps.sweep(config, out)
+    monkeypatch.undo()
+    for name in ("runs.jsonl", "curves.jsonl"):
+        if (out / name).exists():
+            assert (out / name).read_text()[-1:] in ("", "\n")
+    sweeps.sweep(config, out)
+    assert losses(out) == losses(whole.log)
+
+
+def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
+    other = dataclasses.replace(config, batch_size=4)
+    with pytest.raises(ValueError, match=r"another sweep; differs in \['batch_size'\]"):
+        sweeps.sweep(other, whole.log)
+    folder = run_records.SweepFolder(whole.log)
+    with pytest.raises(ValueError, match="another sweep is writing"):
+        sweeps.sweep(config, whole.log)
+    folder.close()
+
+
+@pytest.mark.slow
+def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
+    found = sweeps.sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
+    ours, theirs = losses(found.log), losses(whole.log)
+    for run_id in ours.keys() & theirs.keys():
+        assert ours[run_id][0] == pytest.approx(theirs[run_id][0], rel=1e-3)
+    assert len(ours.keys() & theirs.keys()) >= 8
+    assert json.loads((found.log / "sweep.json").read_text())["mode"] == "vmap"
+
+
+def test_repetitions_are_of_the_best(whole, config, tmp_path) -> None:
+    again = dataclasses.replace(config, seeds=(0, 1, 2), num_repeated=1)
+    digest = json.loads((whole.log / "sweep.json").read_text())["corpus_digest"]
+    known = {row["run_id"]: row for row in whole.records}
+    groups = sweep_planning.next_groups(again, known, digest)
+    assert {group.model for group in groups} == {model(8)}
+    assert sum(len(group.horizons) for group in groups) == 2
+    for group in groups:
+        for steps in group.horizons:
+            rows = [
+                row
+                for row in whole.records
+                if (row["hidden_size"], row["num_steps"]) == (8, steps)
+            ]
+            best = min(rows, key=lambda row: row["loss"])
+            assert {lane.learning_rate for lane in group.lanes} == {
+                best["learning_rate"]
+            }
+            assert [lane.seed for lane in group.lanes] == [1, 2]
+
+
+def test_budgets_become_steps(config) -> None:
+    budget = 1e9
+    sized = dataclasses.replace(config, num_tokens=(), budgets=(budget,))
+    for cell in sweep_grids.cells(sized):
+        per_token = sweep_grids.count(cell.model, 16).flops_per_token
+        assert abs(cell.num_steps * 32 * per_token - budget) <= 32 * per_token / 2
+        ratio = cell.num_steps * 32 / sweep_grids.count(cell.model, 16).params.total
+        few = dataclasses.replace(sized, tokens_per_param=(ratio, 2 * ratio))
+        assert cell in sweep_grids.cells(few)
+        many = dataclasses.replace(sized, models=(cell.model,), min_steps=1)
+        with pytest.raises(ValueError, match="no run is left"):
+            dataclasses.replace(many, tokens_per_param=(0.0, 0.99 * ratio))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": ()}, "models"),
+        ({"num_tokens": ()}, "budgets or num_tokens"),
+        ({"learning_rates": (2.0, 1.0)}, "must rise"),
+        ({"min_steps": 10**6}, "no run is left"),
+        ({"seeds": (1, 1)}, "different"),
+    ],
+)
+def test_a_grid_that_is_none_is_refused(config, change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **change)
+
+
+def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}").write_text(str(i % 7))
+    corpus = corpora.CorpusConfig(pattern=f"{tmp_path}/text/*", held_out=0.4)
+    with pytest.raises(ValueError, match=r"longer than the .* tokens"):
+        sweeps.sweep(dataclasses.replace(config, corpus=corpus), tmp_path / "out")
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from experiments import documents
+from scaling import sweeps
+from scaling.sweep_grids import SweepConfig
+import jax
+jax.config.update("jax_disable_most_optimizations", True)
+config = documents.config_loads(SweepConfig, Path(sys.argv[1]).read_text(), "x")
+sweeps.sweep(config, Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_five_times(whole, config, tmp_path) -> None:
+    from experiments import documents
+
+    (tmp_path / "config.json").write_text(documents.config_dumps(config))
+    args = [sys.executable, "-c", _CHILD, str(tmp_path / "config.json")]
+    args += [str(tmp_path / "sweep")]
+    draws = np.random.default_rng()
+    killed = 0
+    while killed < 5:
+        child = subprocess.Popen(args, start_new_session=True)
+        try:
+            child.wait(float(draws.uniform(3, 14)))
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        killed += 1
+    subprocess.run(args, check=True)
+    assert losses(tmp_path / "sweep") == losses(whole.log)
+
+
+def test_the_best_rate_of_each_cell_wins() -> None:
+    def row(cell: str, rate: float, seed: int, loss: float) -> dict[str, Any]:
+        return {"cell": cell, "learning_rate": rate, "seed": seed, "loss": loss}
+
+    rows = [
+        row("a", 1.0, 0, 3.0),
+        row("a", 2.0, 0, 2.9),
+        row("a", 2.0, 1, 3.3),  # its mean is worse, but the other has no seed 1
+        row("b", 1.0, 0, 2.0),
+        row("b", 0.5, 0, 2.0),
+        row("c", 4.0, 7, 1.0),
+    ]
+    assert competing.winners(rows) == [1, 2, 4, 5]

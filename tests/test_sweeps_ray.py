@@ -1,0 +1,95 @@
+"""Sweeps on a Ray cluster: a local one of two nodes finds what this process finds."""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxkv import models
+from scaling import corpora, sweeps
+from scaling.sweep_grids import SweepConfig
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # ray's own
+]
+
+
+def config(folder: Path) -> SweepConfig:
+    (folder / "text").mkdir()
+    for i in range(20):
+        text = f"def f{i}(x):\n    return x * {i}\n" * 9
+        (folder / "text" / f"{i}.txt").write_text(text)
+    shapes = [
+        models.ModelConfig(
+            vocab_size=257,
+            hidden_size=width,
+            num_layers=1,
+            num_q_heads=1,
+            num_kv_heads=1,
+            head_dim=8,
+            mlp_size=16,
+            max_positions=16,
+        )
+        for width in (8, 16)
+    ]
+    return SweepConfig(
+        models=tuple(shapes),
+        corpus=corpora.CorpusConfig(pattern=f"{folder}/text/*.txt", held_out=0.2),
+        num_tokens=(32 * 10, 32 * 20),
+        learning_rates=(1e-2, 2e-2),
+        base_width=8,
+        max_extensions=0,
+        batch_size=2,
+        seq_len=16,
+        warmup_steps=4,
+        min_steps=1,
+        num_eval_windows=8,
+        mode="loop",
+    )
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    if not HAS_RAY:
+        pytest.skip("ray is not installed: pip install 'jaxkv[ray]'")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    found.add_node(num_cpus=1)
+    yield found.address
+    ray.shutdown()
+    found.shutdown()
+
+
+def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> None:
+    import ray
+
+    here = config(tmp_path)
+    there = dataclasses.replace(here, executor="ray", ray_address=cluster)
+    ours = sweeps.sweep(here, tmp_path / "here")
+    theirs = sweeps.sweep(there, tmp_path / "there")
+    assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+    losses = [
+        {row["run_id"]: (row["status"], row["loss"]) for row in outcome.records}
+        for outcome in (ours, theirs)
+    ]
+    assert len(losses[0]) == 8
+    assert losses[0].keys() == losses[1].keys()
+    for run_id, (status, loss) in losses[0].items():
+        assert losses[1][run_id] == (status, pytest.approx(loss, rel=1e-4))
+    header = json.loads((tmp_path / "there" / "sweep.json").read_text())
+    assert header["executor"] == "ray"
+    assert sweeps.sweep(there, tmp_path / "there").skipped == 8
+
+
+@pytest.mark.skipif(HAS_RAY, reason="ray is installed")
+def test_without_ray_a_sweep_says_so(tmp_path: Path) -> None:
+    there = dataclasses.replace(config(tmp_path), executor="ray")
+    with pytest.raises(ValueError, match="ray is missing"):
+        sweeps.sweep(there, tmp_path / "out")
