@@ -23,7 +23,8 @@ from scaling import (
 from scaling import laws as laws_
 
 LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
-"""Of these the one that predicts the larger of the fitted runs best is believed."""
+"""Whose predictions are averaged, each by how well it foretells the larger of the
+fitted runs; the best of them is the law of the report."""
 CUTS = (1, 2)
 """How many of the largest budgets are kept from the fits that choose the law."""
 CONVENTIONS = (
@@ -32,11 +33,12 @@ CONVENTIONS = (
     "the best learning rate of each size and length; every run decays its rate to "
     "zero. Size of the held-out run: N* by parabolas through all sizes of a budget, "
     "extrapolated. Its rate: a power of width and tokens, through the cells' optima. "
-    "Its law: of three, the one whose fits without the largest budget, and without the "
-    "largest two, predict the runs left out with the least mean error; by Huber's loss "
-    "on ln L, delta 1e-3. The interval is of a run, from resamples with residuals; the "
-    "spread of seeds and that mean error are added in squares. Log-linear baseline: a "
-    "power of C through the parabolas' minima."
+    "Its loss: three laws' fits by Huber's loss on ln L, delta 1e-3, averaged in ln L "
+    "with weights 1 / error^2, the mean error of their fits without the largest "
+    "budget, and without the largest two, on the runs left out. The interval is of a "
+    "run, from resamples of the best law with residuals; the spread of seeds, that of "
+    "the laws about their average, and the best law's error are added in squares. "
+    "Log-linear baseline: a power of C through the parabolas' minima."
 )
 
 
@@ -113,19 +115,18 @@ def foresee(
         "flops": np.array([per_token * num_tokens]),
     }
     told = fitting.predict(fit, at, "prediction", config.level)
-    value, low, high = (float(x[0]) for x in told)
-    spread = seed_spread([row.cells for row in log.raw])
-    half = intervals.student(config.level, 10**6) * spread * value
-    half = math.hypot(half, errors[fit.law] * value)
-    low = value - math.hypot(value - low, half)
-    high = value + math.hypot(high - value, half)
-    others = {}
+    best, low, high = (float(x[0]) for x in told)
+    by_law = {fit.law: best}
     for name in errors:
-        if name == fit.law:
-            continue
-        law = laws_.find(name)
-        other = fitting.fit(law, log.columns, cluster=log.labels())
-        others[name] = float(fitting.predict(other, at)[0][0])
+        if name != fit.law:
+            other = fitting.fit(laws_.find(name), log.columns, cluster=log.labels())
+            by_law[name] = float(fitting.predict(other, at)[0][0])
+    value, between = average(by_law, errors)
+    spread = seed_spread([row.cells for row in log.raw])
+    half = intervals.student(config.level, 10**6) * math.hypot(spread, between)
+    half = math.hypot(half, errors[fit.law])
+    low = value * math.exp(-math.hypot(math.log(best / low), half))
+    high = value * math.exp(math.hypot(math.log(high / best), half))
     largest = c > 0.5 * c.max()
     return {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -147,13 +148,33 @@ def foresee(
         "high": high,
         "level": config.level,
         "seed_spread": spread,
+        "law_spread": between,
         "rollout_errors": errors,
         "log_linear": float(found.loss(at["flops"])[0]),
-        "others": others,
+        "by_law": by_law,
         "size_law": [found.num_params.coefficient, found.num_params.exponent],
         "token_law": [found.num_tokens.coefficient, found.num_tokens.exponent],
         "loss_law": [found.loss.coefficient, found.loss.exponent],
     }
+
+
+def average(by_law: dict[str, float], errors: dict[str, float]) -> tuple[float, float]:
+    """Averages predictions in ln L, each with weight 1 / error^2.
+
+    Args:
+      by_law: the losses.
+      errors: of each law elsewhere, as `choose_law` gives them; where none is known,
+        all count alike.
+
+    Returns:
+      The average, and the standard deviation of ln L about it.
+    """
+    logs_ = np.log([by_law[name] for name in by_law])
+    weights = np.array([errors[name] for name in by_law]) ** -2.0
+    weights = weights if weights.any() else np.ones(len(logs_))
+    mean = float(np.average(logs_, weights=weights))
+    spread = math.sqrt(np.average((logs_ - mean) ** 2, weights=weights))
+    return math.exp(mean), spread
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -195,12 +195,12 @@ def _prediction(result: Result) -> Sheet:
         ("over the largest fitted", f"{found['held_out_factor']:.3g}"),
         ("learning rate", f"{foreseen['learning_rate']:.4g}"),
         (
-            f"foreseen by {foreseen['law']}",
+            "foreseen, three laws averaged",
             f"{foreseen['predicted']:.4f} ({foreseen['low']:.4f} to "
             f"{foreseen['high']:.4f})",
         ),
         ("by a log-linear law", f"{foreseen['log_linear']:.4f}"),
-        *((f"by {name}", f"{x:.4f}") for name, x in foreseen["others"].items()),
+        *((f"by {name}", f"{x:.4f}") for name, x in foreseen["by_law"].items()),
         *(
             (f"{name} on the largest budgets", f"off by {100 * x:.2f} %")
             for name, x in foreseen["rollout_errors"].items()

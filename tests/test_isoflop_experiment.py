@@ -69,6 +69,17 @@ def test_the_engine_serves_what_was_trained(folder: Path) -> None:
     assert len(completion["tokens"]) == 4
 
 
+def test_laws_are_averaged_by_how_well_they_foretell() -> None:
+    by_law = {"a": 1.0, "b": math.e}
+    value, spread = isoflop_foreseeing.average(by_law, {"a": 0.01, "b": 0.02})
+    assert value == pytest.approx(math.exp(0.2))  # weights 4 to 1
+    assert spread == pytest.approx(0.4)
+    value, spread = isoflop_foreseeing.average(by_law, {"a": math.inf, "b": math.inf})
+    assert (value, spread) == pytest.approx((math.exp(0.5), 0.5))
+    value, spread = isoflop_foreseeing.average(by_law, {"a": 0.01, "b": math.inf})
+    assert (value, spread) == pytest.approx((1.0, 0.0))
+
+
 def test_optima_of_rates_are_found() -> None:
     rows: list[dict[str, Any]] = [
         {
