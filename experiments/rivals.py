@@ -3,8 +3,8 @@
 LSTM against transformer, SGD against Adam, one and four layers against two, learned
 against rotary positions: all at equal parameters outside embeddings, on the same text
 in the same order, with as many learning rates tried on each side at every size. Each
-side is a fitted curve with its interval, so the verdict is a ratio of compute, not the
-outcome of two runs.
+side is a curve through the best of its runs by compute, so the verdict is a ratio of
+compute with its interval, not the outcome of two runs.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ class Config:
     """Windows per step."""
     seq_len: int = 256
     """Predictions per window."""
-    horizons: tuple[int, ...] = (60, 120, 240, 480)
+    horizons: tuple[int, ...] = (160, 240, 400, 640)
     """Steps of the finished runs."""
-    trial_steps: int = 60
+    trial_steps: int = 100
     """Steps of a run that tries a learning rate."""
     warmup_steps: int = 20
     """Of every run."""
@@ -164,7 +164,7 @@ class Result(NamedTuple):
     differences: Differences
     places: Places
     curves: Curve
-    """`[sides, points]`, exact compute."""
+    """Through the frontier of each side, `[sides, points]`, exact compute."""
     ratios: Ratio
     """`[2, sides, points]`: exact compute, then 6 N D; the reference against itself."""
 
@@ -221,16 +221,28 @@ def _result(names: tuple[str, ...], trained: dict, config: Config) -> Result:
     ]
     fits = {
         size: [
-            rivals_fits.fit(
-                [row for row in rows if row["side"] == i], size, config.num_resamples
+            rivals_fits.fit([row for row in rows if row["side"] == i], size)
+            for i in range(len(names))
+        ]
+        for size in rivals_fits.SIZES
+    }
+    again = {
+        size: [
+            rivals_fits.resampled(
+                *([row for row in rows if row["side"] == i], size),
+                *(config.num_resamples, config.seed + i),
             )
             for i in range(len(names))
         ]
         for size in rivals_fits.SIZES
     }
     ratios = [
-        [rivals_fits.ratio(each[0], side) for side in each] for each in fits.values()
+        rivals_fits.ratio(fits[size][0], side, (again[size][0], drawn))
+        for size in rivals_fits.SIZES
+        for side, drawn in zip(fits[size], again[size], strict=True)
     ]
+    shape = (len(rivals_fits.SIZES), len(names))
+    parts = [np.array(part) for part in zip(*ratios, strict=True)]
     curves = [rivals_fits.curve(each) for each in fits["exact"]]
     return Result(
         np.array(names),
@@ -241,7 +253,7 @@ def _result(names: tuple[str, ...], trained: dict, config: Config) -> Result:
         _differences(trained),
         _places(trained, len(names), config.seq_len),
         Curve(*(np.array(part) for part in zip(*curves, strict=True))),
-        Ratio(*np.moveaxis(np.array(ratios), 2, 0)),
+        Ratio(*(part.reshape(*shape, *part.shape[1:]) for part in parts)),
     )
 
 

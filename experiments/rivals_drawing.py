@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments import style
+from experiments import rivals_fits, style
 
 if TYPE_CHECKING:
     from experiments.rivals import Result
@@ -26,21 +26,29 @@ def _color(side: int) -> Any:
 
 
 def _draw_curves(ax: Any, result: "Result") -> None:
-    """Every finished run of the first two sides, and their optimum by compute."""
+    """Every finished run, small; those of a side's frontier large, with its curve."""
     runs = result.runs
-    for i, name in enumerate(result.sides[:2]):
-        mine = runs.side == i
+    for i, name in enumerate(result.sides):
+        mine, color, strong = runs.side == i, _color(i), i < 2
+        flops, loss = runs.flops[mine], runs.loss[mine]
+        best = rivals_fits.frontier(flops, loss)
+        if strong:
+            ax.plot(flops, loss, "o", color=color, markersize=1.5)
         ax.plot(
-            *(runs.flops[mine], runs.loss[mine], "o"),
-            color=_color(i),
-            markersize=2.5,
+            *(flops[best], loss[best], "o"),
+            color=color,
+            markersize=3.5 if strong else 2,
             label=str(name),
         )
-        ax.plot(result.curves.flops[i], result.curves.loss[i], color=_color(i))
+        ax.plot(
+            *(result.curves.flops[i], result.curves.loss[i]),
+            color=color,
+            linewidth=1.2 if strong else 0.7,
+        )
     ax.set(xscale="log", xlabel="training compute, exact [FLOP]")
     ax.set_ylabel("held-out loss [nats per byte]")
-    ax.set_title("finished runs; lines: fitted optimum", loc="left")
-    ax.legend(loc="lower left")
+    ax.set_title("best runs by compute, and a curve", loc="left")
+    ax.legend(fontsize=6, loc="lower left")
 
 
 def _draw_places(ax: Any, result: "Result") -> None:
@@ -63,13 +71,13 @@ def _draw_ratios(ax: Any, result: "Result") -> None:
     ratios = result.ratios
     seen = [0.5, 2.0]
     for i, name in list(enumerate(result.sides))[1:]:
-        loss, ratio, low, high = (np.asarray(part)[0, i] for part in ratios)
+        loss, ratio, low, high = (np.asarray(part)[0, i] for part in ratios[:4])
         known = np.isfinite(ratio)
         if not known.any():
             continue
         ax.plot(loss[known], ratio[known], color=_color(i), label=str(name))
         ax.fill_between(
-            *(loss[known], low[known], np.minimum(high[known], 1e3)),
+            *(loss[known], low[known], high[known]),
             color=_color(i),
             alpha=0.12,
             linewidth=0,

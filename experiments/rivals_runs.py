@@ -61,8 +61,12 @@ class Trained(NamedTuple):
     losses: np.ndarray
 
 
-NUM_TRIALS = 4
-"""Learning rates that every side may try at every size: three, and one more."""
+NUM_TRIALS = 5
+"""Learning rates that every side tries at every size: three, and two where they lead.
+
+One rule for all: while the best is an edge, the next rate lies beyond it, else beside
+it. A side whose best is an edge at last is said to be so in the report.
+"""
 
 
 def train(
@@ -113,9 +117,9 @@ def train(
 
 
 def next_rate(trials: list[tuple[float, float]]) -> float:
-    """The last rate to try: beyond the best if that is an edge, else beside it.
+    """The next rate to try: beyond the best if that is an edge, else beside it.
 
-    An edge is left by the grid's own factor. Between two rates goes the last trial on
+    An edge is left by the grid's own factor. Between two rates goes the trial on
     the side of the better neighbour, halfway in the logarithm.
     """
     rates, losses = zip(*sorted(trials), strict=True)

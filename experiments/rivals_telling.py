@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.claims import Claim, judge
 from experiments.reporting import Part, Sheet
-from experiments.rivals_fits import SIZES
+from experiments.rivals_fits import SIZES, frontier
 from experiments.rivals_sides import PAIRS, REFERENCE
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def claims(result: "Result") -> list[Claim]:
             unit="1",
             relation="at_least",
             differs=_SMALL,
-            note=f"90 % interval {_interval(ending)}, at {ending['loss']:.3f} nats.",
+            note=f"At {ending['loss']:.3f} nats; 90 % interval {_interval(ending)}: "
+            f"the direction {_direction(ending)}.",
         )
         for name, ending in _endings(result, 0).items()
         if ending
@@ -61,12 +62,12 @@ def claims(result: "Result") -> list[Claim]:
 def _endings(result: "Result", convention: int) -> dict[str, dict[str, float]]:
     """The ratio at the lowest loss that both reached, by side; empty if there is none.
 
-    An interval that holds infinity has a side that never reached the loss.
+    Without an interval `low` and `high` are not numbers.
     """
     found = {}
     for i, name in list(enumerate(result.sides))[1:]:
         loss, ratio, low, high = (
-            np.asarray(part)[convention, i] for part in result.ratios
+            np.asarray(part)[convention, i] for part in result.ratios[:4]
         )
         known = np.flatnonzero(np.isfinite(ratio))
         last = known[-1] if known.size else None
@@ -85,7 +86,18 @@ def _endings(result: "Result", convention: int) -> dict[str, dict[str, float]]:
 
 
 def _interval(ending: dict[str, float]) -> str:
+    if not np.isfinite([ending["low"], ending["high"]]).all():
+        return "not identified"
     return f"{ending['low']:.2f} to {ending['high']:.2f}"
+
+
+def _direction(ending: dict[str, float]) -> str:
+    """Whether the ratio is above or below one, with its whole interval."""
+    if ending["low"] > 1:
+        return "shows"
+    if ending["high"] < 1:
+        return "does not show: the other way"
+    return "is not decided"
 
 
 def metrics(result: "Result") -> dict[str, Any]:
@@ -120,13 +132,12 @@ def summary(result: "Result") -> list[Part]:
     """Puts the verdicts in tables: ratios, differences, rates that were best."""
     found = metrics(result)
     ratios = [
-        (
-            *(row["side"], row["compute"], f"{row['ratio']:.2f}", _interval(row)),
-            *(f"{row['loss']:.3f}", f"{row['first_ratio']:.2f}"),
-        )
-        for row in found["ratios"]
+        _told(str(name), i, result)
+        for i in range(len(SIZES))
+        for name in result.sides[1:]
     ]
     heads = ("side", "compute", "ratio", "90 %", "at loss", "at the highest loss")
+    heads = (*heads, "transformer needs less")
     differences = [
         (
             *(row["side"], f"{row['size']:,}"),
@@ -143,8 +154,11 @@ def summary(result: "Result") -> list[Part]:
             f"compute to equal loss, over that of the {REFERENCE}",
             heads,
             ratios,
-            "Read off fitted curves at the lowest loss that both reached.",
+            "Read off curves through the best runs by compute, at the lowest loss that "
+            "both reached; intervals by drawing whole trunks anew. Few trunks and one "
+            "seed a side: an interval is of sizes left out, not of another seed.",
         ),
+        _curves(result),
         Sheet(
             "loss less the transformer's at equal parameters and tokens, longest runs",
             ("side", "parameters", "nats", "standard error"),
@@ -158,6 +172,32 @@ def summary(result: "Result") -> list[Part]:
         ),
         _rates(result),
     ]
+
+
+def _told(name: str, convention: int, result: "Result") -> tuple[str, ...]:
+    """A row of the table of ratios; where there is none, the reason."""
+    row = _endings(result, convention)[name]
+    if not row:
+        reasons = np.asarray(result.ratios.reason)
+        reason = reasons[convention, list(result.sides).index(name)]
+        return (name, SIZES[convention], "not identified", "", "", "", str(reason))
+    return (
+        *(name, SIZES[convention], f"{row['ratio']:.2f}", _interval(row)),
+        *(f"{row['loss']:.3f}", f"{row['first_ratio']:.2f}", _direction(row)),
+    )
+
+
+def _curves(result: "Result") -> Sheet:
+    """How well each curve goes through the runs that it stands for."""
+    rows = []
+    for i, name in enumerate(result.sides):
+        mine = result.runs.side == i
+        best = frontier(result.runs.flops[mine], result.runs.loss[mine])
+        residual = float(result.curves.residual[i])
+        shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
+        rows.append((str(name), str(mine.sum()), str(len(best)), shown))
+    heads = ("side", "runs", "on the frontier", "residual, nats")
+    return Sheet("curves through the frontier, exact compute", heads, rows)
 
 
 def _rates(result: "Result") -> Sheet:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,25 +55,60 @@ def rows(scale: float) -> list[dict[str, Any]]:
         for tokens in (1e5, 2e5, 4e5, 8e5):
             loss = 1.2 + 8 / size**0.25 + 12 / tokens**0.25
             flops = 6 * size * tokens * scale
-            found.append(
-                {"flops": flops, "flops_6nd": flops / 2, "num_tokens": tokens}
-                | {"loss": loss}
-            )
+            found.append({"flops": flops, "loss": loss, "size": size})
     return found
 
 
 def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
-    first, second = (
-        rivals_fits.fit(rows(scale), "exact", resamples=20) for scale in (1.0, 3.0)
-    )
-    found = rivals_fits.ratio(first, second)
+    first, second = (rivals_fits.fit(rows(scale), "exact") for scale in (1.0, 3.0))
+    assert first is not None
+    again = [rivals_fits.resampled(rows(x), "exact", 20, 0) for x in (1.0, 3.0)]
+    found = rivals_fits.ratio(first, second, (again[0], again[1]))
     np.testing.assert_allclose(found.ratio, 3, rtol=1e-3)
-    assert np.all(found.low <= found.ratio * 1.001)
-    optimum = rivals_fits.curve(first)
-    assert np.all(np.diff(optimum.loss) < 0)
-    # Nothing to compare is said as such.
-    assert rivals_fits.fit(rows(1.0)[:1], "exact", resamples=20) is None
-    assert np.isnan(rivals_fits.ratio(first, None).ratio).all()
+    # Drawn alike, the two sides keep their ratio; otherwise it spreads.
+    np.testing.assert_allclose([found.low, found.high], 3, rtol=1e-3)
+    other = rivals_fits.resampled(rows(3.0), "exact", 20, 1)
+    apart = rivals_fits.ratio(first, second, (again[0], other))
+    assert apart.low[0] < 3 < apart.high[0]
+    # The curve goes through the runs, and ends where they do.
+    curve = rivals_fits.curve(first)
+    flops, loss = (np.array([row[x] for row in rows(1.0)]) for x in ("flops", "loss"))
+    best = rivals_fits.frontier(flops, loss)
+    assert curve.flops[[0, -1]] == pytest.approx([flops.min(), flops.max()])
+    near = np.interp(np.log(flops[best]), np.log(curve.flops), curve.loss)
+    assert np.abs(near - loss[best]).max() < 3 * curve.residual < 0.06
+
+
+def test_the_frontier_is_what_no_cheaper_run_has_reached() -> None:
+    flops = np.array([4.0, 1.0, 2.0, 2.0, 8.0])
+    loss = np.array([3.0, 5.0, 4.0, 3.5, 3.0])
+    assert rivals_fits.frontier(flops, loss).tolist() == [1, 3, 0]
+
+
+def changed(change: Callable[[int, float], float]) -> list[dict[str, Any]]:
+    return [row | {"loss": change(i, row["loss"])} for i, row in enumerate(rows(1.0))]
+
+
+@pytest.mark.parametrize(
+    ("side", "reason"),
+    [
+        (rows(1.0)[:1], "fewer than 4 runs"),
+        (changed(lambda i, loss: loss + 5), "do not overlap"),
+        (changed(lambda i, loss: 2.0 - 0.1 * i - 2 * (i > 6)), "misses its runs"),
+    ],
+)
+def test_a_ratio_that_the_runs_do_not_bear_is_refused(side, reason: str) -> None:
+    first, second = (rivals_fits.fit(x, "exact") for x in (rows(1.0), side))
+    found = rivals_fits.ratio(first, second)
+    assert reason in str(found.reason)
+    assert np.isnan(found.ratio).all()
+
+
+def test_an_interval_without_bounds_is_not_identified() -> None:
+    first = rivals_fits.fit(rows(1.0), "exact")
+    found = rivals_fits.ratio(first, first, ([first, first], [first, None]))
+    assert np.all(found.ratio == 1)
+    assert np.isnan([found.low, found.high]).all()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +120,7 @@ def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
         ((2, 1, math.nan), math.sqrt(2)),
     ],
 )
-def test_the_last_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
+def test_the_next_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
     trials = list(zip((1.0, 2.0, 4.0), losses, strict=True))
     assert rivals_runs.next_rate(trials) == pytest.approx(expected)
 
@@ -110,7 +146,7 @@ def test_sides_differ_in_what_their_names_say() -> None:
     assert sides["sgd"].base == plain
     assert sides["sgd"].optimizer.kind == "sgd"
     assert sides["lstm"].optimizer == sides["transformer"].optimizer
-    assert sides["lstm"].rates == sides["transformer"].rates
+    assert len({len(side.rates) for side in sides.values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -135,7 +171,7 @@ def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
         *(unused, unused),
         rivals.Differences(*np.zeros((4, 0))),
         rivals.Places(np.ones(1), np.ones((2, 1)), *np.full((2, 2), np.nan)),
-        *(unused, rivals_fits.Ratio(nothing, nothing, nothing, nothing)),
+        *(unused, rivals_fits.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
     )
     assert rivals_telling.claims(result) == []
     assert rivals_telling.metrics(result)["ratios"] == []
