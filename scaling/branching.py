@@ -115,9 +115,13 @@ def run(
 def speed(
     runs: Sequence[TrainConfig], corpus: Corpus, *, is_vmapped: bool, patience_s: float
 ) -> float:
-    """Measures steps of a run per second, over all runs, for a moment."""
+    """Measures steps of a run per second, over all runs, for a moment.
+
+    Without compilation, which a sweep pays once for a model.
+    """
     schedules = _schedules(runs, is_vmapped)
     lanes, num_steps = _begin(runs, is_vmapped), 4
+    _go(runs, corpus, lanes, schedules, 1, is_vmapped=is_vmapped)
     while True:
         started = time.monotonic()
         _go(

@@ -93,6 +93,24 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
     return missing(groups) if others else []
 
 
+def unfinished(
+    config: SweepConfig, groups: list[Group], known: Known, corpus_digest: str
+) -> list[Group]:
+    """Splits groups into their lanes, and leaves out those of which all is known.
+
+    Only where a lane is carried out by itself: side by side, sums may round otherwise
+    without it.
+    """
+    parts = [group._replace(lanes=(x,)) for group in groups for x in group.lanes]
+
+    def is_known(part: Group, steps: int) -> bool:
+        cell = Cell(part.model, steps)
+        run = sweep_grids.train_config(config, cell, part.lanes[0])
+        return sweep_grids.run_id(config, run, corpus_digest) in known
+
+    return [x for x in parts if not all(is_known(x, n) for n in x.horizons)]
+
+
 def _beyond(config, cell, rates, loss_at, record) -> float | None:
     """Extends a cell's rates in place as far as is known; the next one to try, if any.
 

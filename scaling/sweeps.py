@@ -106,6 +106,10 @@ def sweep(
             choice = _choice(config, groups, corpus, header)
             folder.write_header(header | choice._asdict())
             header |= choice._asdict()
+            if choice.mode == "loop" or config.executor == "ray":
+                groups = sweep_planning.unfinished(
+                    config, groups, folder.known, corpus.digest
+                )
             for made in _made(config, groups, corpus, choice, progress):
                 _keep(config, folder, made, commit)
                 tell([*folder.known.values()])

@@ -6,14 +6,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import documents
 from jaxkv import models
-from scaling import competing, corpora, run_records, sweep_grids, sweep_planning, sweeps
+from scaling import (
+    branching,
+    competing,
+    corpora,
+    executing,
+    run_records,
+    sweep_grids,
+    sweep_planning,
+    sweeps,
+)
 from scaling.sweep_grids import SweepConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -187,6 +199,23 @@ def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
     assert json.loads((found.log / "sweep.json").read_text())["mode"] == "vmap"
 
 
+def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
+    calls = []
+
+    def compiled_first(state, stream, schedule, seeds, num_steps):
+        if not calls:
+            time.sleep(0.4)
+        calls.append(num_steps)
+        return state, jnp.float32(5.0)
+
+    monkeypatch.setattr(branching, "_program", lambda *args: compiled_first)
+    lane = sweep_grids.Lane(1e-2, 0)
+    run = sweep_grids.train_config(config, sweep_grids.cells(config)[0], lane)
+    corpus = executing.open_corpus(config)
+    found = branching.speed([run], corpus, is_vmapped=False, patience_s=0.1)
+    assert found > 1000  # with it, 4 steps in 0.4 s
+
+
 def test_repetitions_are_of_the_best(whole, config, tmp_path) -> None:
     again = dataclasses.replace(config, seeds=(0, 1, 2), num_repeated=1)
     digest = json.loads((whole.log / "sweep.json").read_text())["corpus_digest"]
@@ -247,36 +276,69 @@ def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
 
 
 _CHILD = """
-import sys
+import sys, time
 from pathlib import Path
-from experiments import documents
+from experiments import documents, progress
 from scaling import sweeps
 from scaling.sweep_grids import SweepConfig
 import jax
 jax.config.update("jax_disable_most_optimizations", True)
+
+class Slow(progress.Quiet):
+    def bar(self, label, total, unit):
+        print("begun", flush=True)
+        return lambda done: time.sleep(0.05)
+
 config = documents.config_loads(SweepConfig, Path(sys.argv[1]).read_text(), "x")
-sweeps.sweep(config, Path(sys.argv[2]))
+sweeps.sweep(config, Path(sys.argv[2]), progress=Slow())
 """
+
+
+def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
+    """Begins or goes on with a sweep in a process, and kills it amid its runs.
+
+    It has so many new runs by then, and some time for the next. Returns how many runs
+    there are.
+    """
+
+    def count() -> int:
+        log = out / "runs.jsonl"
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    wanted = count() + num_new
+    path = out.with_suffix(".json")
+    path.write_text(documents.config_dumps(config))
+    args = [sys.executable, "-c", _CHILD, str(path), str(out)]
+    with subprocess.Popen(args, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"begun\n"
+        while count() < wanted and child.poll() is None:
+            time.sleep(0.01)
+        time.sleep(after_s)
+        child.kill()
+    assert child.returncode == -signal.SIGKILL  # it had not ended
+    return count()
+
+
+def test_kill_9(whole, config, tmp_path) -> None:
+    small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
+    kept = kill(small, tmp_path / "sweep", 1, 0.1)
+    again = sweeps.sweep(small, tmp_path / "sweep")
+    assert 0 < kept == again.skipped < len(again.records) == 4
+    for run_id, loss in losses(tmp_path / "sweep").items():
+        assert losses(whole.log)[run_id] == loss
 
 
 @pytest.mark.slow
 def test_kill_9_five_times(whole, config, tmp_path) -> None:
-    from experiments import documents
-
-    (tmp_path / "config.json").write_text(documents.config_dumps(config))
-    args = [sys.executable, "-c", _CHILD, str(tmp_path / "config.json")]
-    args += [str(tmp_path / "sweep")]
     draws = np.random.default_rng()
-    killed = 0
-    while killed < 5:
-        child = subprocess.Popen(args, start_new_session=True)
-        try:
-            child.wait(float(draws.uniform(3, 14)))
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        killed += 1
-    subprocess.run(args, check=True)
+    kept = [
+        kill(config, tmp_path / "sweep", num_new, draws.uniform(0.0, 0.4))
+        for num_new in (0, 1, 0, 1, 0)
+    ]
+    assert kept == sorted(kept)
+    assert 2 <= kept[-1] < len(whole.records)
+    sweeps.sweep(config, tmp_path / "sweep")
     assert losses(tmp_path / "sweep") == losses(whole.log)
 
 
