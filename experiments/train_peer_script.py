@@ -88,9 +88,14 @@ class Trainer:
 
         self._torch = torch
         with np.load(asked["file"]) as file:
-            self._arrays = dict(file)
-        self._windows = torch.tensor(self._arrays.pop("windows").astype("int64"))
-        self._asked, self._kind = asked, kind
+            arrays = dict(file)
+        self._windows = torch.tensor(arrays.pop("windows").astype("int64"))
+        self._asked = asked
+        self._plain = make_model(torch, arrays, asked["num_heads"], asked["eps"])
+        self._first = {k: v.clone() for k, v in self._plain.state_dict().items()}
+        torch._dynamo.reset()
+        compiled = kind == "compiled"
+        self._model = torch.compile(self._plain) if compiled else self._plain
         start = time.perf_counter()
         rates = {}
         for name in OPTIMIZERS:
@@ -106,11 +111,12 @@ class Trainer:
         self.losses = [float(self._step(batch)) for batch in self._windows]
 
     def _build(self, optimizer):
+        """Puts the starting weights back, and begins with a new optimizer."""
         torch, asked = self._torch, self._asked
-        model = make_model(torch, self._arrays, asked["num_heads"], asked["eps"])
+        self._plain.load_state_dict(self._first)
         matrices = {"qkv", "out", "up", "down"}
         decayed, others = [], []
-        for name, parameter in model.named_parameters():
+        for name, parameter in self._plain.named_parameters():
             is_matrix = name.split(".")[-2] in matrices and name.endswith("weight")
             (decayed if is_matrix else others).append(parameter)
         self._optimizer = torch.optim.AdamW(
@@ -122,10 +128,6 @@ class Trainer:
             betas=tuple(asked["betas"]),
             **OPTIMIZERS[optimizer],
         )
-        self._model = model
-        if self._kind == "compiled":
-            torch._dynamo.reset()
-            self._model = torch.compile(model)
 
     def _step(self, windows):
         loss = self._model(windows)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models import Params
@@ -123,13 +124,13 @@ def logits(
     if config.norm == "layer":
         x = _norm(x, params["final_norm"], config)
     table = params["embed" if config.tie_embeddings else "head"]["weight"]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = np.promote_types(x.dtype, np.float32)
     out = jnp.einsum("sbh,vh->sbv", x, table, preferred_element_type=wide)
     return out.swapaxes(0, 1)
 
 
 def _norm(x: Float[Array, "seq batch hidden"], norm: Params, config: RecurrentConfig):
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = x.astype(np.promote_types(x.dtype, np.float32))
     y = y - y.mean(-1, keepdims=True)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + config.norm_eps)
     return y.astype(x.dtype) * norm["scale"][None, None] + norm["bias"][None, None]

@@ -139,10 +139,11 @@ def _gradient(model: architectures.Architecture, how: StepConfig) -> _Gradient:
             (_, nats), grads = of_piece(params, piece)
             return jax.tree.map(jnp.add, total, (nats, grads)), None
 
-        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
-        if how.num_devices > 1:
-            zeros = jax.lax.pcast(zeros, "data", to="varying")
-        total, _ = jax.lax.scan(add, zeros, pieces)
+        zero = jnp.float32(0)
+        if how.num_devices > 1:  # each device's own sum, as its copy of `params` is
+            zero = jax.lax.pcast(zero, "data", to="varying")
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(add, (zero, zeros), pieces)
         return jax.tree.map(lambda x: x / np.float32(how.accumulation), total)
 
     if how.num_devices == 1:

@@ -1,0 +1,62 @@
+"""Attention in one tile: where a query sees nothing, and what types do to it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import flash_whole
+
+
+def draw(dtype: str) -> tuple[Any, Any]:
+    """Two sequences of 5 queries and 7 keys, 2 KV heads of 3 queries; who sees whom."""
+    rng = np.random.default_rng(0)
+    shapes = [(2, 2, 3, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)]
+    arrays = tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+    seen = rng.random((5, 7)) < 0.6
+    seen[2] = False
+    return arrays, jnp.asarray(seen)
+
+
+def plain(q: Any, k: Any, v: Any, seen: Any, scale: float) -> tuple[Any, Any]:
+    """Softmax over a subset, written out for every query by itself."""
+    scores = jnp.einsum("bhgqd,bhkd->bhgqk", q, k) * jnp.asarray(scale, q.dtype)
+    weights = jnp.where(seen[None, None, None], jnp.exp(scores), jnp.zeros_like(scores))
+    total = weights.sum(-1)
+    safe = jnp.where(total > 0, total, jnp.ones_like(total))
+    out = jnp.einsum("bhgqk,bhkd->bhgqd", weights / safe[..., None], v)
+    return out, jnp.where(total > 0, jnp.log(safe), jnp.full_like(total, -jnp.inf))
+
+
+def total(attend: Any, seen: Any) -> Any:
+    """A number that depends on every output and every finite log-sum-exp."""
+
+    def value(q: Any, k: Any, v: Any) -> Any:
+        out, lse = attend(q, k, v, seen, 0.3)
+        out = out.astype(lse.dtype)
+        weights = jnp.sin(jnp.arange(out.size, dtype=jnp.int32).astype(lse.dtype))
+        lse = jnp.where(jnp.isfinite(lse), lse, jnp.zeros_like(lse))
+        return (out.reshape(-1) * weights).sum() + jnp.sum(lse * jnp.cos(lse))
+
+    return value
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.04)])
+def test_outputs_and_gradients_where_a_query_sees_nothing(dtype, error) -> None:
+    arrays, seen = draw(dtype)
+    out, lse = jax.jit(flash_whole.attend, static_argnums=4)(*arrays, seen, 0.3)
+    assert out.dtype == dtype
+    assert lse.dtype == jnp.float32
+    assert bool((out[..., 2, :] == 0).all())
+    assert bool(jnp.isneginf(lse[..., 2]).all())
+    grads = jax.jit(jax.grad(total(flash_whole.attend, seen), argnums=(0, 1, 2)))(
+        *arrays
+    )
+    with jax.enable_x64(True):
+        wide = tuple(jnp.asarray(np.asarray(x, np.float64)) for x in arrays)
+        wanted = plain(*wide, seen, 0.3)
+        slopes = jax.grad(total(plain, seen), argnums=(0, 1, 2))(*wide)
+    for a, b in zip((out, lse, *grads), (*wanted, *slopes), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=error, atol=error)
