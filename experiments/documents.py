@@ -147,6 +147,9 @@ def _restore(hint: Any, value: Any, where: str) -> Any:
             return None
     elif isinstance(hint, type) and type(value) is hint:
         return value
+    if typing.get_origin(hint) is typing.Literal:
+        named = ", ".join(str(choice) for choice in typing.get_args(hint))
+        raise ValueError(f"{where}: {value!r} is not one of: {named}")
     name = hint.__name__ if isinstance(hint, type) else str(hint)
     raise ValueError(f"{where}: {value!r} is not of type {name}")
 

@@ -225,6 +225,8 @@ def plot(axes: Any, result: Result) -> None:
             y = powers.coefficient * x**powers.of_width * number**powers.of_tokens
             right.plot(x, y, color=color, linewidth=0.8)
     right.set(xscale="log", yscale="log", xlabel="width", ylabel="best learning rate")
+    right.set_xticks(widths, [f"{width:.0f}" for width in widths])
+    right.set_xticks([], minor=True)
     right.set_title(
         f"rate ~ width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
         if np.isfinite(powers.of_width)
@@ -253,10 +255,11 @@ def claims(result: Result) -> list[Claim]:
             "the best rate falls where training is longer",
             source="Bjorck et al. 2024, arXiv:2409.19913, section 3",
             published=0.0,
-            ours=powers.of_tokens,
+            ours=powers.of_tokens + powers.of_tokens_half,
             unit="1",
             relation="at_most",
-            note=f"Exponent of the tokens, +- {powers.of_tokens_half:.2f}.",
+            note=f"Upper end of the exponent of the tokens, {powers.of_tokens:.2f} +- "
+            f"{powers.of_tokens_half:.2f}: it must exclude zero.",
         ),
     ]
 

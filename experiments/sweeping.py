@@ -74,7 +74,9 @@ def sweep(name: str, options: Options) -> Answer:
         "interrupted": outcome.is_stopped,
         "duration_s": outcome.duration_s,
     }
-    lines = [f"log: {out}; jaxkv fit {out} fits it"]
+    lines = [f"log: {out}"]
+    if outcome.num("done"):
+        lines = [f"log: {out}; jaxkv fit {out} fits it"]
     if outcome.is_stopped:
         lines.insert(0, "interrupted; the same command goes on")
     status = 130 if outcome.is_stopped else 0

@@ -77,6 +77,8 @@ def train(name: str, options: Options) -> Answer:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
     if result.status == "stopped":
         lines = ["interrupted; the same command goes on"]
+    if result.status == "diverged":
+        lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
     rows = [units.named(key, value) for key, value in document.items() if key != "out"]
     status = {"done": 0, "stopped": 130, "diverged": 1}[result.status]
     return Answer(document, [Sheet("run", ("", ""), rows)], lines, status)

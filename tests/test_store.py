@@ -122,7 +122,11 @@ def test_rows_are_kept_as_json_lines(tmp_path: Path, experiment: Experiment) -> 
         ("config.json", b'{"num_point": 3}', "did you mean num_points?"),
         ("config.json", b'{"num_points": 1.5}', "1.5 is not of type int"),
         ("config.json", b'{"load": {"rate": -1}}', "self.rate=-1.0 must be above 0"),
-        ("config.json", b'{"load": {"kind": "calm"}}', "'calm' is not of type"),
+        (
+            "config.json",
+            b'{"load": {"kind": "calm"}}',
+            "'calm' is not one of: steady, bursty",
+        ),
         ("env.json", b"[]", "holds list"),
         ("result.npz", b"PK not a zip", "cannot be read"),
     ],
