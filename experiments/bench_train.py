@@ -30,8 +30,8 @@ class Config:
     """Hidden sizes; each gives rows of its own."""
     num_layers: int = 2
     """Layers, each with an MLP of four times the width."""
-    num_heads: int = 4
-    """Attention heads."""
+    head_dim: int = 16
+    """Features of an attention head; a width has as many heads as fill it."""
     batch_size: int = 32
     """Windows per step."""
     seq_len: int = 64
@@ -47,11 +47,11 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be trained."""
-        for name in ("num_layers", "num_heads", "batch_size", "seq_len", "rounds"):
+        for name in ("num_layers", "head_dim", "batch_size", "seq_len", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.width or any(x < 1 or x % self.num_heads for x in self.width):
-            raise ValueError(f"{self.width=} must be multiples of {self.num_heads=}")
+        if not self.width or any(x < 1 or x % self.head_dim for x in self.width):
+            raise ValueError(f"{self.width=} must be multiples of {self.head_dim=}")
         if not self.seconds > 0:
             raise ValueError(f"{self.seconds=} must be above 0")
 
@@ -59,9 +59,15 @@ class Config:
 CONFIGS = {
     "real": Config(),
     "gpu": Config(
-        width=(128, 256, 512, 1024), batch_size=64, seq_len=512, dtype="bfloat16"
+        width=(128, 256, 512, 1024),
+        head_dim=64,
+        batch_size=64,
+        seq_len=512,
+        dtype="bfloat16",
     ),
-    "smoke": Config(width=(8,), batch_size=4, seq_len=16, rounds=2, seconds=0.05),
+    "smoke": Config(
+        width=(8,), head_dim=4, batch_size=4, seq_len=16, rounds=2, seconds=0.05
+    ),
 }
 
 

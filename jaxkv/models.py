@@ -164,12 +164,12 @@ class Mixture(nnx.Module):
         def answer(rows, sizes):
             hidden = self.up(rows, sizes, numerics)
             return self.down(
-                _activate(c, jnp.split(hidden, 1 + c.gated, 1)), sizes, numerics
+                activate(c, jnp.split(hidden, 1 + c.gated, 1)), sizes, numerics
             )
 
         y = mixtures.mix(x.T, routing, answer, live=live).T
         if experts.shared_size:
-            shared = self.shared_down(_activate(c, self.shared_up(x)))
+            shared = self.shared_down(activate(c, self.shared_up(x)))
             if experts.shared_gate:
                 shared = shared * jax.nn.sigmoid(self.shared_gate(x))
             y = y + shared
@@ -221,7 +221,7 @@ class Layer(nnx.Module):
         if c.is_mixture(index):
             y, routing = self.mixture(normed, live, numerics)
             return x + y, carry, routing
-        return x + self.down(_activate(c, self.up(normed))), carry, None
+        return x + self.down(activate(c, self.up(normed))), carry, None
 
 
 def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
@@ -241,8 +241,13 @@ def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
     return up, down
 
 
-def _activate(config: ModelConfig, hidden) -> Array:
-    """What lies between the projections of an MLP."""
+def activate(config: ModelConfig, hidden) -> Array:
+    """What lies between the projections of an MLP.
+
+    Args:
+      config: the model.
+      hidden: what the gate gives and what the up projection does, or that alone.
+    """
     active = _ACTIVATIONS[config.activation](hidden[0])
     return active * hidden[1] if config.gated else active
 

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv import models
-from scaling import costs, costs_flops, describing, recurrent, recurrent_costs
+from scaling import (
+    costs,
+    costs_flops,
+    describing,
+    recurrent,
+    recurrent_costs,
+    rows,
+)
 
 type Architecture = models.ModelConfig | recurrent.RecurrentConfig
 """Hashable, a static argument; each has `vocab_size`, `hidden_size`, `num_layers` and
@@ -62,6 +69,9 @@ def forward(
     """Runs a model over whole sequences, each from its beginning."""
     if isinstance(config, recurrent.RecurrentConfig):
         logits = recurrent.logits(params, tokens, config=config)
+        return Output(logits, jnp.zeros((), logits.dtype))
+    if config.experts is None:
+        logits = rows.logits(params, tokens, config=config)
         return Output(logits, jnp.zeros((), logits.dtype))
     found = models.outputs(params, tokens, config=config)
     return Output(found.logits, found.auxiliary)
