@@ -65,7 +65,7 @@ def test_rows_beside_a_peer(
 
 def test_stopped_early_it_has_whole_widths() -> None:
     config = bench_train.Config(
-        width=(8, 16), batch_size=2, seq_len=8, rounds=1, seconds=0.01
+        width=(8, 16), head_dim=4, batch_size=2, seq_len=8, rounds=1, seconds=0.01
     )
     rows = bench_train.run(config, Impatient("training"))
     assert [row["width"] for row in rows] == [8]
