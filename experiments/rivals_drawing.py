@@ -46,6 +46,7 @@ def _draw_curves(ax: Any, result: "Result") -> None:
             linewidth=1.2 if strong else 0.7,
         )
     ax.set(xscale="log", xlabel="training compute, exact [FLOP]")
+    ax.tick_params(axis="x", which="minor", labelbottom=False)
     ax.set_ylabel("held-out loss [nats per byte]")
     ax.set_title("best runs by compute, and a curve", loc="left")
     ax.legend(fontsize=6, loc="lower left")
