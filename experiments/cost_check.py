@@ -21,6 +21,11 @@ FLOPS_TOLERANCE = 0.02
 """Norms, activations and the softmax are counted by XLA alone."""
 
 
+_KEPT_SEQUENCE = 256
+"""Tokens of a sequence whose residuals are looked at: more than a tile of attention,
+which keeps the weights of shorter ones."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The models' size; small enough for one tile of attention."""
@@ -84,7 +89,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
     listed = costs_residuals.residuals(model, number_bytes=4)
     forward, gradient = (_compiled(model, config, what) for what in ("forward", "grad"))
     held = jax.tree.leaves(models.param_shapes(model))
-    more, less = (_kept(model, config.sequence, b) for b in (config.batch, 1))
+    more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
     return {
         "family": family,
         "params": costs.parameters(shape).total,
@@ -93,7 +98,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         "forward_flops_xla": _analysis(forward),
         "training_flops": step.model,
         "training_flops_xla": _analysis(gradient),
-        "kept_bytes": costs_residuals.total(listed, config.batch * config.sequence),
+        "kept_bytes": costs_residuals.total(listed, config.batch * _KEPT_SEQUENCE),
         # The difference of two batches leaves the weights out.
         "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
         "xla_temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
@@ -111,7 +116,7 @@ def _model(config: Config, family: str) -> Any:
         num_kv_heads=4,
         head_dim=config.hidden_size // 8,
         mlp_size=8 * config.hidden_size // 3,
-        max_positions=config.sequence,
+        max_positions=max(config.sequence, _KEPT_SEQUENCE),
     )
     return dataclasses.replace(plain, **_CHANGES[family])
 
