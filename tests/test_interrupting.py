@@ -108,6 +108,8 @@ def test_a_demo_that_compiles_keeps_a_whole_folder(
     assert {path.name for path in out.iterdir()} == {*store.FILES} - {
         "runs.jsonl",
         "fit.json",
+        "prediction.json",
+        "sweep.json",
     }
 
 
