@@ -10,7 +10,6 @@ a serving of its own, for one token each.
 
 import contextlib
 import dataclasses
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -246,25 +245,12 @@ def _start_peers(
     """Starts those that are installed; says why the others are not there."""
     if config.peer_python is None:
         return [], []
-    found, absent = [], []
+    python, threads = config.peer_python, peers.num_threads()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
         checkpoints.save_model(folder, model.config, model.params, dtype="float32")
-        for kind in peers.KINDS:
-            peer = peers.Peer(kind, config.peer_python, folder, _num_threads())
-            try:
-                found.append(stack.enter_context(peer))
-            except ValueError as error:
-                absent.append(str(error))
-    if not found:
-        raise ValueError(f"{config.peer_python}: no peer: {'; '.join(absent)}")
-    return found, absent
-
-
-def _num_threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        everyone = (peers.Peer(x, python, folder, threads) for x in peers.KINDS)
+        return peers.start(stack, python, everyone)
 
 
 def _rows(

@@ -8,12 +8,11 @@ first steps differ by says whether it is the same training.
 
 import contextlib
 import dataclasses
-import os
 import statistics
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments import train_rivals, units
+from experiments import peers, train_rivals, units
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
 from experiments.train_rivals import Ours, Rival
@@ -103,22 +102,10 @@ def _start(
     """Starts the peers that can be; says why the others are not there."""
     if config.peer_python is None:
         return [], []
-    found, absent = [], []
-    for kind in train_rivals.KINDS:
-        rival = Rival(kind, config.peer_python, _num_threads())
-        try:
-            found.append(stack.enter_context(rival))
-        except ValueError as error:
-            absent.append(str(error))
-    if not found:
-        raise ValueError(f"{config.peer_python}: no peer: {'; '.join(absent)}")
-    return found, absent
-
-
-def _num_threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    python, threads = config.peer_python, peers.num_threads()
+    return peers.start(
+        stack, python, (Rival(kind, python, threads) for kind in train_rivals.KINDS)
+    )
 
 
 def _rows(

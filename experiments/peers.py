@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -134,3 +135,34 @@ class Peer(Answerer):
         """
         asked = {"prompts": prompts, "output_tokens": output_tokens}
         return Timing(**self.ask(asked))
+
+
+def start[P: contextlib.AbstractContextManager[Any]](
+    stack: contextlib.ExitStack, python: Path, everyone: Iterable[P]
+) -> tuple[list[P], list[str]]:
+    """Starts those that are installed; says why the others are not there.
+
+    Args:
+      stack: which ends them.
+      python: the interpreter that runs them.
+      everyone: those to start.
+
+    Raises:
+      ValueError: none is there.
+    """
+    found, absent = [], []
+    for peer in everyone:
+        try:
+            found.append(stack.enter_context(peer))
+        except ValueError as error:
+            absent.append(str(error))
+    if not found:
+        raise ValueError(f"{python}: no peer: {'; '.join(absent)}")
+    return found, absent
+
+
+def num_threads() -> int:
+    """Processors that this process may use: what a peer gets, too."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
