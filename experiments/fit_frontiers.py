@@ -195,3 +195,20 @@ def expected_shift(found: Found) -> str:
         f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
         "through 9 centred ones over two decades); `parabola, corrected` takes it out."
     )
+
+
+def to_json(each: Frontier) -> dict[str, Any]:
+    """Writes a frontier down as JSON values."""
+    laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
+    exponents = {name: law.exponent if law else None for name, law in laws.items()}
+    intervals = {
+        f"{name}_interval": law.interval if law else None for name, law in laws.items()
+    }
+    return {
+        "method": each.method,
+        **exponents,
+        **intervals,
+        "num_minima": int((each.minima.reason[0] == 0).sum()),
+        "num_budgets": len(each.flops),
+        "num_resamples": each.num_resamples,
+    }

@@ -219,7 +219,9 @@ def _document(
             ),
         ],
         "scored": scored,
-        "frontiers": [_frontier(each) for each in [*found.frontiers, *found.windows]],
+        "frontiers": [
+            fit_frontiers.to_json(each) for each in [*found.frontiers, *found.windows]
+        ],
         "frontier_warnings": found.warnings,
         "shift": fit_frontiers.expected_shift(found),
     }
@@ -237,19 +239,3 @@ def _choices(config: Config, log: Any, is_fitted: np.ndarray) -> Iterator[str]:
             f"{len({*log.runs})} runs in {len(log.runs)} rows: all rows are fitted, "
             "and resamples draw runs"
         )
-
-
-def _frontier(each: Any) -> dict[str, Any]:
-    """One frontier as JSON values."""
-    laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
-    numbers = {name: law.exponent if law else None for name, law in laws.items()}
-    numbers |= {
-        f"{name}_interval": law.interval if law else None for name, law in laws.items()
-    }
-    return {
-        "method": each.method,
-        **numbers,
-        "num_minima": int((each.minima.reason[0] == 0).sum()),
-        "num_budgets": len(each.flops),
-        "num_resamples": each.num_resamples,
-    }

@@ -1,9 +1,10 @@
 """What do small models say of the best size for a budget, and of a larger one's loss?
 
 Many small models are trained on real text, each size for several budgets and learning
-rates. Three approaches read the best size and number of tokens off them; the law that
-is fitted to them then predicts the loss of a run with ten times the compute of the
-largest, with an interval, and is written down before that run is trained.
+rates, and once more for each budget under a cosine. Three approaches read the best size
+and number of tokens off them; the law that is fitted to them then predicts the loss of
+a run with ten times the compute of the largest, with an interval, and is written down
+before that run is trained.
 
 Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3; the lectures' three panels.
 """
@@ -99,6 +100,7 @@ def files(result: Result) -> dict[str, str]:
     return {
         "runs.jsonl": result.runs,
         "sweep.json": result.header,
+        "cosine.json": result.cosine,
         "prediction.json": result.prediction,
         "fit.json": result.fit.document,
     }

@@ -15,6 +15,8 @@ METHODS = {"parabola": "v", "akima": "o", "projection": "s"}
 
 def plot(axes: Any, result: Result) -> None:
     """Draws a result on two rows of three axes."""
+    from matplotlib import ticker
+
     foreseen = json.loads(result.prediction)
     held_out = json.loads(result.held_out) if result.held_out else None
     _draw_curves(axes[0, 0], result)
@@ -23,6 +25,8 @@ def plot(axes: Any, result: Result) -> None:
     _draw_groups(axes[1, 0], result)
     _draw_losses(axes[1, 1], result, foreseen, held_out)
     _draw_rates(axes[1, 2], result, foreseen)
+    for ax in axes.flat:  # only powers of ten: others overlap
+        ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _draw_curves(ax: Any, result: Result) -> None:
@@ -43,7 +47,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
         ax.plot(x, y, "k", linewidth=0.9, label="envelope")
     ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
     ax.set_ylabel("training loss [nats per token]")
-    ax.set_title("training curves, small models light")
+    ax.set_title("training under cosines, small models light")
     low = float(curves.flops.min())
     ax.set_xlim(left=max(low, 1e-3 * float(curves.flops.max())))
     ax.legend(loc="upper right")
@@ -136,8 +140,6 @@ def _draw_losses(
 
 def _draw_rates(ax: Any, result: Result, foreseen: dict[str, Any]) -> None:
     """The best learning rate of every cell, by the tokens of its runs."""
-    from matplotlib import ticker
-
     rates = result.rates
     for color, width in zip(
         _shades(np.log(np.unique(rates.width))), np.unique(rates.width), strict=True
@@ -152,7 +154,6 @@ def _draw_rates(ax: Any, result: Result, foreseen: dict[str, Any]) -> None:
     ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="best learning rate")
     ax.set_title("learning rates by width (star: held out)")
     _plain_log(ax.yaxis)
-    ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _shades(values: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from experiments.fit_outcomes import Result as Fit
 
 
 class Points(NamedTuple):
-    """Training curves of the runs that were fitted, one after another.
+    """Training curves of some runs, one after another.
 
     Attributes:
       run: a number for the run of each point.
@@ -84,9 +84,10 @@ class Result(NamedTuple):
       held_out_flops: its training curve.
       held_out_loss: of training, at each.
       fit: what `jaxkv fit` makes of the folder.
-      curves: training curves.
-      optima: approach 2.
-      envelope: approach 1; its arrays have no axis of methods.
+      cosine: `cosine.json`, what every size at several lengths says, its rate a cosine.
+      curves: training curves of those.
+      optima: approach 2, from the runs whose rate was constant and then fell.
+      envelope: approach 1, from `curves`; its arrays have no axis of methods.
       surface: approach 3.
       rates: of the cells.
     """
@@ -98,6 +99,7 @@ class Result(NamedTuple):
     held_out_flops: np.ndarray
     held_out_loss: np.ndarray
     fit: Fit
+    cosine: str
     curves: Points
     optima: Optima
     envelope: Optima

@@ -14,6 +14,7 @@ from experiments import (
     fit_frontiers,
     fitting_logs,
     isoflop_foreseeing,
+    isoflop_horizons,
     isoflop_outcomes,
     store,
     sweep_tables,
@@ -30,8 +31,10 @@ from scaling import (
     logs,
     objectives,
     sweep_grids,
+    sweeps,
     training,
 )
+from scaling.frontiers import Frontier
 from scaling.recipes import TrainConfig
 
 PREDICTION, HELD_OUT = "prediction.json", "held_out.json"
@@ -46,14 +49,15 @@ def run(config: Settings, progress: Progress) -> Result:
 
 
 def _run(config: Settings, folder: Path, progress: Progress) -> Result:
-    outcome = sweep_tables.run(config.sweep, folder, progress)
-    if outcome.is_stopped:
-        raise KeyboardInterrupt(
-            f"stopped; {len(outcome.records)} runs are in {folder}, and the same "
-            "command goes on"
-            if config.folder
-            else "interrupted before anything could be fitted"
-        )
+    for sweep in (_sweep, isoflop_horizons.sweep):
+        outcome = sweep(config, folder, progress)
+        if outcome.is_stopped:
+            raise KeyboardInterrupt(
+                f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "
+                "same command goes on"
+                if config.folder
+                else "interrupted before anything could be fitted"
+            )
     progress.show("fitting")
     errors = isoflop_foreseeing.choose_law(folder, config.budgets)
     fit = fitting_logs.run(
@@ -62,28 +66,19 @@ def _run(config: Settings, folder: Path, progress: Progress) -> Result:
             law=",".join(errors),
             bootstrap=config.bootstrap,
             level=config.level,
-            smoothing=SMOOTHING,
+            smoothing=isoflop_horizons.SMOOTHING,
         ),
         progress,
     )
+    log, cosine = logs.read(folder), logs.read(folder / isoflop_horizons.FOLDER)
+    resampled = isoflop_horizons.find(config, cosine, config.bootstrap, progress)
     prediction = _prediction(config, folder, fit.document, errors)
     progress.show(
         f"width {prediction['width']} for {prediction['num_steps']:,} steps: "
         f"{prediction['predicted']:.4f} foreseen"
     )
     held_out, curve = _truth(config, folder, prediction, progress)
-    log = logs.read(folder)
-    found = fit_frontiers.find(
-        log,
-        tolerance=0.1,
-        smoothing=SMOOTHING,
-        resamples=0,
-        level=config.level,
-        seed=0,
-        progress=QUIET,
-    ).frontiers
-    is_envelope = [each.method == fit_frontiers.ENVELOPE for each in found]
-    pairs = [*zip(found, is_envelope, strict=True)]
+    groups = isoflop_horizons.find(config, log, 0, QUIET).frontiers
     rates = isoflop_foreseeing.optimal_rates(isoflop_foreseeing.rows_of(folder))
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
@@ -93,14 +88,23 @@ def _run(config: Settings, folder: Path, progress: Progress) -> Result:
         held_out_flops=np.array([x for x, _ in curve]),
         held_out_loss=np.array([y for _, y in curve]),
         fit=fit,
-        curves=_points(log),
-        optima=isoflop_outcomes.optima([each for each, curves in pairs if not curves]),
+        cosine=documents.dumps(isoflop_horizons.document(config, folder, resampled)),
+        curves=_points(cosine),
+        optima=isoflop_outcomes.optima([x for x in groups if not _is_envelope(x)]),
         envelope=isoflop_outcomes.only(
-            isoflop_outcomes.optima([each for each, curves in pairs if curves])
+            isoflop_outcomes.optima([x for x in resampled.frontiers if _is_envelope(x)])
         ),
         surface=_surface(fit.document, log, prediction["flops"]),
         rates=Rates(*np.array(rates, float).reshape(-1, 3).T),
     )
+
+
+def _sweep(config: Settings, folder: Path, progress: Progress) -> sweeps.Outcome:
+    return sweep_tables.run(config.sweep, folder, progress)
+
+
+def _is_envelope(found: Frontier) -> bool:
+    return found.method == fit_frontiers.ENVELOPE
 
 
 def _surface(document: str, log: logs.Log, flops: float) -> Line:
@@ -112,10 +116,6 @@ def _surface(document: str, log: logs.Log, flops: float) -> Line:
     by_6nd = 6 * x / float(np.median(c / (n * d)))
     best = laws.optimum(fit.find_law(), fit.coefficients, by_6nd)
     return Line(x, *(np.asarray(each, float) for each in best))
-
-
-SMOOTHING = 0.05
-"""Decades of FLOPs over which training curves are averaged for their envelope."""
 
 
 def _prediction(

@@ -13,6 +13,7 @@ from experiments.reporting import Part, Sheet
 RANGE = (0.35, 0.65)
 """Where the exponent of N* should lie: around one half, as far as tiny models say."""
 MAX_ERROR_SHARE = 0.2
+MAX_EXCESS = 0.01
 _LECTURE = "the lectures, compute trade-off: best N and D of a budget by small runs"
 _CHINCHILLA = "Hoffmann et al. 2022, arXiv:2203.15556, table 2"
 
@@ -50,6 +51,21 @@ def claims(result: Result) -> list[Claim]:
             note="The distance of the farther end from one half.",
         ),
     ]
+    said.append(
+        judge(
+            "a rate that is constant and then falls ends as low as a cosine",
+            source="Hägele et al. 2024, arXiv:2405.18392, section 4",
+            published=MAX_EXCESS,
+            ours=-found["cosine_excess"],
+            unit="1",
+            relation="at_most",
+            note=(
+                "Mean of ln(best loss of several such rates / loss under one cosine), "
+                f"{found['cosine_runs']} sizes and lengths; standard error "
+                f"{found['cosine_excess_se']:.4f}."
+            ),
+        )
+    )
     if "error_share" not in found:
         return said
     return [
@@ -85,6 +101,9 @@ def metrics(result: Result) -> dict[str, Any]:
     by_method = {x["method"]: x for x in fit["frontiers"]}
     parabola = by_method["parabola"]
     rows = [json.loads(line) for line in result.runs.splitlines()]
+    cosine = json.loads(result.cosine)
+    ratios = np.array(cosine["log_ratios"])
+    envelopes = [x for x in cosine["frontiers"] if x["method"] == "envelope"]
     a = parabola["a"] if parabola["a"] is not None else np.nan
     low, high = parabola["a_interval"] or (np.nan, np.nan)
     found = {
@@ -95,6 +114,10 @@ def metrics(result: Result) -> dict[str, Any]:
         "exponent": a,
         "exponent_low": low,
         "exponent_high": high,
+        "envelope_exponent": envelopes[0]["a"] if envelopes else None,
+        "cosine_runs": ratios.size,
+        "cosine_excess": float(ratios.mean()),
+        "cosine_excess_se": float(ratios.std(ddof=1) / ratios.size**0.5),
         "law_exponent": fit["exponents"]["a"],
         "law": fit["law"],
         "largest_fitted_flops": foreseen["largest_fitted_flops"],
@@ -105,6 +128,7 @@ def metrics(result: Result) -> dict[str, Any]:
         "held_out_flops": foreseen["flops"],
         "held_out_factor": foreseen["flops"] / foreseen["largest_fitted_flops"],
         "predicted": foreseen["predicted"],
+        "level": foreseen["level"],
         "low": foreseen["low"],
         "high": foreseen["high"],
         "log_linear": foreseen["log_linear"],
@@ -133,14 +157,18 @@ def summary(result: Result) -> list[Part]:
 
 
 def _approaches(result: Result) -> Sheet:
-    fit = json.loads(result.fit.document)
+    fit, cosine = json.loads(result.fit.document), json.loads(result.cosine)
     rows = []
-    for each in fit["frontiers"]:
+    for each, schedule in (
+        *((x, "cosine") for x in cosine["frontiers"]),
+        *((x, "constant, then falling") for x in fit["frontiers"]),
+    ):
         number = "1" if each["method"] == "envelope" else "2"
         rows.append(
             (
                 number,
                 each["method"],
+                schedule,
                 f"{each['num_minima']} of {each['num_budgets']}",
                 _with_interval(each["a"], each["a_interval"]),
                 _with_interval(each["b"], each["b_interval"]),
@@ -150,13 +178,18 @@ def _approaches(result: Result) -> Sheet:
         _with_interval(fit["exponents"][x], fit["exponent_intervals"].get(x))
         for x in ("a", "b")
     )
-    rows.append(("3", fit["law"], "-", a, b))
-    heads = ("approach", "method", "minima", "N* ~ C^a", "D* ~ C^b")
+    rows.append(("3", fit["law"], "constant, then falling", "-", a, b))
+    heads = ("approach", "method", "learning rate", "minima", "N* ~ C^a", "D* ~ C^b")
     rows.sort(key=lambda row: row[0])
+    found = metrics(result)
     note = (
-        "90 % intervals by resampling runs. The envelope is of training losses whose "
-        "rate is not yet decayed, so it is comparable with itself alone. "
-        + fit["shift"]
+        f"{found['level']:.0%} intervals by resampling runs. Every size was trained "
+        "for every length twice: with a rate that is constant and then falls to zero, "
+        "at several rates, and with a cosine, at one. Envelopes are of training "
+        "losses; that of constant rates sees them before the fall, and is comparable "
+        f"with itself alone. Losses under a cosine are "
+        f"{100 * found['cosine_excess']:+.2f} % off the best of the others, standard "
+        f"error {100 * found['cosine_excess_se']:.2f} %. " + fit["shift"]
     )
     return Sheet("three approaches", heads, rows, note)
 

@@ -48,9 +48,12 @@ class SweepConfig:
     """Predictions per window."""
     warmup_steps: int = 50
     """Steps of linear rise, the same for every run."""
+    schedule: Literal["stable", "cosine"] = "stable"
+    """`stable`: constant after the warm-up, so that runs of one model and rate share a
+    trunk and branch off it, then linear fall to zero. `cosine`: half a period of a
+    cosine that ends with the run, so that runs share nothing but the warm-up."""
     cooldown: float = 0.4
-    """Share of a run's steps in which the rate falls linearly to zero. Before that it
-    is constant, so runs of one model and rate share a trunk and branch off it."""
+    """Share of a run's steps in which a stable rate falls."""
     min_steps: int = 200
     """Cells of fewer steps are left out."""
     tokens_per_param: tuple[float, float] = (0.0, math.inf)
@@ -173,7 +176,6 @@ def cells(config: SweepConfig) -> list[Cell]:
 
 def train_config(config: SweepConfig, cell: Cell, lane: Lane) -> TrainConfig:
     """Writes a run down as `training` knows it."""
-    cooldown = round(config.cooldown * cell.num_steps)
     return TrainConfig(
         model=cell.model,
         corpus=config.corpus,
@@ -183,9 +185,17 @@ def train_config(config: SweepConfig, cell: Cell, lane: Lane) -> TrainConfig:
         num_steps=cell.num_steps,
         learning_rate=lane.learning_rate,
         warmup_steps=min(config.warmup_steps, cell.num_steps),
-        cooldown_steps=cooldown,
+        cooldown_steps=_steps_of_fall(config, cell.num_steps),
+        schedule=config.schedule,
         seed=lane.seed,
     )
+
+
+def _steps_of_fall(config: SweepConfig, num_steps: int) -> int:
+    """The last steps of a run, which it shares with no longer one."""
+    if config.schedule == "cosine":
+        return max(0, num_steps - config.warmup_steps)
+    return round(config.cooldown * num_steps)
 
 
 _IRRELEVANT = ("report_every", "checkpoint_every")
@@ -240,5 +250,5 @@ def flops(config: SweepConfig, groups: list[Group]) -> Iterator[float]:
 
 def steps_taken(config: SweepConfig, horizons: tuple[int, ...]) -> int:
     """Counts the steps of a trunk and its branches."""
-    cooled = [round(config.cooldown * n) for n in horizons]
+    cooled = [_steps_of_fall(config, n) for n in horizons]
     return horizons[-1] - cooled[-1] + sum(cooled)

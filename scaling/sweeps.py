@@ -29,7 +29,7 @@ from scaling.sweep_grids import Group, SweepConfig
 # What all runs of a folder have in common; the rest of a config may grow.
 _COMMON = (
     *("corpus", "optimizer", "base_width", "rate_exponent", "batch_size", "seq_len"),
-    *("warmup_steps", "cooldown", "num_eval_windows"),
+    *("warmup_steps", "schedule", "cooldown", "num_eval_windows"),
 )
 
 MODELS = "models"

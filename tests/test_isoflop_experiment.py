@@ -37,11 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     run = store.read(folder / "run", catalogue.of_module(isoflop))
-    for name in ("runs.jsonl", "sweep.json", "prediction.json", "fit.json"):
+    names = ("runs.jsonl", "sweep.json", "cosine.json", "prediction.json", "fit.json")
+    for name in names:
         assert (folder / "run" / name).stat().st_size > 0
     assert run.metrics["held_out_factor"] == pytest.approx(2, rel=0.1)
     assert {"truth", "error_share", "is_inside"} <= run.metrics.keys()
-    assert len(run.claims) == 5
+    assert len(run.claims) == 6
+    assert run.metrics["cosine_runs"] == 9
     assert run.metrics["interior_minima"] >= 2
 
 

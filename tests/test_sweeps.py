@@ -21,12 +21,14 @@ from scaling import (
     competing,
     corpora,
     executing,
+    objectives,
     run_records,
     sweep_grids,
     sweep_planning,
     sweeps,
+    training,
 )
-from scaling.sweep_grids import SweepConfig
+from scaling.sweep_grids import Cell, Lane, SweepConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -128,6 +130,34 @@ def test_a_branch_is_the_run_alone(whole: sweeps.Outcome, config, tmp_path) -> N
     assert len(found) >= 4
     for run_id, loss in found.items():
         assert losses(whole.log)[run_id] == loss
+
+
+def test_cosines_of_two_lengths_share_the_warm_up(
+    whole: sweeps.Outcome, config, tmp_path
+) -> None:
+    cosine = dataclasses.replace(
+        config, schedule="cosine", models=(model(8),), learning_rates=(2e-2,)
+    )
+    assert sweep_grids.steps_taken(cosine, (20, 40)) == 4 + 16 + 36
+    both = losses(sweeps.sweep(cosine, tmp_path / "both").log)
+    alone = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
+    found = losses(sweeps.sweep(alone, tmp_path / "alone").log)
+    assert len(both) == 2
+    assert len(found) == 1
+    assert found.items() <= both.items()
+    assert not both.keys() & losses(whole.log).keys()
+    run = sweep_grids.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
+    corpus = executing.open_corpus(cosine)
+    (run_id,) = found
+    trained = training.train_in_memory(run, corpus)
+    score = objectives.score_stream(
+        trained.params,
+        corpus.held_out,
+        model=run.model,
+        seq_len=run.seq_len,
+        num_windows=8,
+    )
+    assert found[run_id][0] == pytest.approx(score.loss, rel=1e-5)
 
 
 def test_a_stopped_sweep_goes_on(whole: sweeps.Outcome, config, tmp_path) -> None:
