@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments.fit_outcomes import Contour, Curve, Result
-from experiments.style import colors
+from experiments.style import colors, plain_log, shades
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
 """Of the objective, over its least value."""
@@ -22,7 +22,7 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_losses(ax: Any, result: Result) -> None:
     """The runs, and the first law for some of their sizes."""
-    shade = _shades(np.log(result.num_params))
+    shade = shades(np.log(result.num_params))
     held = ~result.is_fitted
     ax.scatter(
         result.flops[~held], result.loss[~held], s=7, c=shade[~held], linewidths=0
@@ -39,7 +39,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
     if len(result.sizes):
         known = np.log(np.concatenate([result.num_params, result.sizes]))
         for color, x, y, size in zip(
-            _shades(known)[len(result.num_params) :],
+            shades(known)[len(result.num_params) :],
             *(result.curves.x, result.curves.y, result.sizes),
             strict=True,
         ):
@@ -56,7 +56,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
     ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
     ax.set_ylabel(_label(result))
     ax.set_title(f"{result.laws[0]}: runs and fit")
-    _plain_log(ax.yaxis)
+    plain_log(ax.yaxis)
 
 
 def _draw_residuals(ax: Any, result: Result) -> None:
@@ -84,11 +84,24 @@ def _draw_residuals(ax: Any, result: Result) -> None:
 def _draw_groups(ax: Any, result: Result) -> None:
     """Runs of one budget, the parabolas through them, and their minima."""
     ax.set_title("isoFLOP curves")
-    num = len(result.parabolas.x)
-    if not num:
+    if not len(result.parabolas.x):
         _say(ax, "no two budgets\nwith three sizes")
         return
-    for i, color in enumerate(_shades(np.arange(num))):
+    draw_groups(ax, result)
+    ax.plot(*result.minima, "k*", markersize=4, label="minimum")
+    if np.isfinite(result.minima.x).any():
+        ax.legend(loc="upper right")
+    ax.set_ylabel(_label(result))
+    ax.margins(x=0.12)  # for the budgets at the lines' ends
+    low, high = result.loss[result.group >= 0].min(), result.loss.max()
+    margin = 0.05 * (high - low)
+    # A parabola that misses its runs must not shrink the others.
+    ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
+
+
+def draw_groups(ax: Any, result: Result) -> None:
+    """Draws the runs of every budget and the parabola through them."""
+    for i, color in enumerate(shades(np.arange(len(result.parabolas.x)))):
         mine = result.group == i
         flops = float(np.exp(np.log(result.flops[mine]).mean()))
         dots = {"s": 7, "color": color, "linewidths": 0}
@@ -96,15 +109,7 @@ def _draw_groups(ax: Any, result: Result) -> None:
         x, y = result.parabolas.x[i], result.parabolas.y[i]
         ax.plot(x, y, color=color, linewidth=0.8)
         ax.annotate(f" {flops:.2g}", (x[-1], y[-1]), fontsize=5, color=color)
-    ax.plot(*result.minima, "k*", markersize=4, label="minimum")
-    if np.isfinite(result.minima.x).any():
-        ax.legend(loc="upper right")
-    ax.set(xscale="log", xlabel="parameters", ylabel=_label(result))
-    ax.margins(x=0.12)  # for the budgets at the lines' ends
-    low, high = result.loss[result.group >= 0].min(), result.loss.max()
-    margin = 0.05 * (high - low)
-    # A parabola that misses its runs must not shrink the others.
-    ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
+    ax.set(xscale="log", xlabel="parameters")
 
 
 def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
@@ -141,15 +146,6 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     ax.locator_params(nbins=5)
 
 
-def _shades(values: np.ndarray) -> np.ndarray:
-    """Colours from light to dark blue, by value."""
-    import matplotlib
-
-    spread = np.ptp(values)
-    share = (values - values.min()) / spread if spread else np.ones(len(values))
-    return matplotlib.colormaps["viridis_r"](0.15 + 0.85 * share)
-
-
 def _label(result: Result) -> str:
     """Names what the laws predict, with its unit where it has one."""
     is_loss = result.target == "loss"
@@ -173,15 +169,6 @@ def _size(num_params: float) -> str:
         if num_params >= scale:
             return f"{num_params / scale:.3g}{letter}"
     return f"{num_params:.3g}"
-
-
-def _plain_log(axis: Any) -> None:
-    """Labels a short logarithmic axis with plain numbers."""
-    from matplotlib import ticker
-
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _say(ax: Any, text: str) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments import fit_drawing
 from experiments.isoflop_outcomes import Optima, Powers, Result
-from experiments.style import colors
+from experiments.style import colors, plain_log, shades
 
 _GREY = "0.6"
 METHODS = {"parabola": "v", "akima": "o", "projection": "s"}
@@ -32,7 +33,7 @@ def plot(axes: Any, result: Result) -> None:
 def _draw_curves(ax: Any, result: Result) -> None:
     """Every run's training loss by compute, and the lower envelope."""
     curves = result.curves
-    shade = _shades(np.log(curves.num_params))
+    shade = shades(np.log(curves.num_params))
     for run in np.unique(curves.run):
         mine = np.flatnonzero(curves.run == run)
         mine = mine[np.argsort(curves.flops[mine])]
@@ -51,7 +52,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
     low = float(curves.flops.min())
     ax.set_xlim(left=max(low, 1e-3 * float(curves.flops.max())))
     ax.legend(loc="upper right")
-    _plain_log(ax.yaxis)
+    plain_log(ax.yaxis)
 
 
 def _draw_optima(ax: Any, result: Result, foreseen: dict[str, Any], name: str) -> None:
@@ -92,17 +93,9 @@ def _line(ax: Any, powers: Any, x: np.ndarray, color: Any, label: str) -> None:
 def _draw_groups(ax: Any, result: Result) -> None:
     """Losses of one budget by size, and parabolas through them."""
     fit = result.fit
-    num = len(fit.parabolas.x)
-    for i, color in enumerate(_shades(np.arange(num))):
-        mine = fit.group == i
-        flops = float(np.exp(np.log(fit.flops[mine]).mean()))
-        dots = {"s": 7, "color": color, "linewidths": 0}
-        ax.scatter(fit.num_params[mine], fit.loss[mine], **dots)
-        x, y = fit.parabolas.x[i], fit.parabolas.y[i]
-        ax.plot(x, y, color=color, linewidth=0.8)
-        ax.annotate(f" {flops:.1e}", (x[-1], y[-1]), fontsize=5, color=color)
+    fit_drawing.draw_groups(ax, fit)
     ax.plot(*fit.minima, "k*", markersize=4)
-    ax.set(xscale="log", xlabel="parameters", ylabel="held-out loss [nats per token]")
+    ax.set_ylabel("held-out loss [nats per token]")
     ax.set_title("isoFLOP curves")
     ax.margins(x=0.15)
 
@@ -135,14 +128,14 @@ def _draw_losses(
     ax.set_ylabel("held-out loss [nats per token]")
     ax.set_title("foreseen before it was trained")
     ax.legend(loc="lower left")
-    _plain_log(ax.yaxis)
+    plain_log(ax.yaxis)
 
 
 def _draw_rates(ax: Any, result: Result, foreseen: dict[str, Any]) -> None:
     """The best learning rate of every cell, by the tokens of its runs."""
     rates = result.rates
     for color, width in zip(
-        _shades(np.log(np.unique(rates.width))), np.unique(rates.width), strict=True
+        shades(np.log(np.unique(rates.width))), np.unique(rates.width), strict=True
     ):
         mine = np.flatnonzero(rates.width == width)
         mine = mine[np.argsort(rates.num_tokens[mine])]
@@ -153,22 +146,4 @@ def _draw_rates(ax: Any, result: Result, foreseen: dict[str, Any]) -> None:
     ax.plot(x, y, "*", color=colors()[6], markersize=7)
     ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="best learning rate")
     ax.set_title("learning rates by width (star: held out)")
-    _plain_log(ax.yaxis)
-
-
-def _shades(values: np.ndarray) -> np.ndarray:
-    """Colours from light to dark, by value."""
-    import matplotlib
-
-    spread = np.ptp(values) if len(values) else 0.0
-    share = (values - values.min()) / spread if spread else np.ones(len(values))
-    return matplotlib.colormaps["viridis_r"](0.15 + 0.85 * share)
-
-
-def _plain_log(axis: Any) -> None:
-    """Labels a short logarithmic axis with plain numbers."""
-    from matplotlib import ticker
-
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axis.set_minor_formatter(ticker.NullFormatter())
+    plain_log(ax.yaxis)

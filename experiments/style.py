@@ -4,6 +4,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 # matplotlib is imported where it is used: this module is read by the command line,
 # which answers --help before it.
 
@@ -92,3 +94,21 @@ def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
     for ax, spec in zip(figure.axes, specs, strict=True):
         place = rows.index(spec.rowspan.start), columns.index(spec.colspan.start)
         ax.set_subplotspec(grid[place])
+
+
+def shades(values: np.ndarray) -> np.ndarray:
+    """Gives colours from light to dark, by value."""
+    import matplotlib
+
+    spread = np.ptp(values) if len(values) else 0.0
+    share = (values - values.min()) / spread if spread else np.ones(len(values))
+    return matplotlib.colormaps["viridis_r"](0.15 + 0.85 * share)
+
+
+def plain_log(axis: Any) -> None:
+    """Labels a short logarithmic axis with plain numbers."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.set_minor_formatter(ticker.NullFormatter())
