@@ -189,7 +189,7 @@ def _document(
     """What `fit.json` holds: the first fit, the others, and what they rest on."""
     from experiments import fit_frontiers
     from experiments.fit_laws import ROLLOUT
-    from scaling import fitting
+    from scaling import fitting, run_records
 
     said = []
     for fit in fits:
@@ -207,6 +207,7 @@ def _document(
         "others": said[1:],
         "log": config.log,
         "count": log.count,
+        "shape": run_records.shape(Path(config.log)),
         "notes": [
             *log.notes,
             *_choices(config, log, is_fitted),

@@ -4,17 +4,22 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from experiments import documents
 from experiments.planning_budgets import MOST, Options
 from scaling import budgets, designs, fitting, laws, pricing
 from scaling.budgets import HalfLives
+from scaling.designs import Family
 from scaling.fit_results import FitResult
 from scaling.laws import Law, Optimum, TwoPowers
 from scaling.pricing import Offer
 
 DAY_S = 86_400.0
+USUAL = {"vocab_size": 32_000, "sequence": 4096}
+"""Of architectures, where neither the options nor a sweep say otherwise."""
+_SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 
 
 class Belief(NamedTuple):
@@ -28,6 +33,7 @@ class Belief(NamedTuple):
       half_lives: of repeated data.
       fit: it comes from, or None for published constants.
       count: which parameters it counts; None where it does not say.
+      shape: what its runs have in common, as `run_records.shape` gives it.
     """
 
     name: str
@@ -37,6 +43,7 @@ class Belief(NamedTuple):
     half_lives: HalfLives
     fit: FitResult | None = None
     count: designs.Count | None = None
+    shape: Mapping[str, int | bool] = MappingProxyType({})
 
 
 class Case(NamedTuple):
@@ -49,7 +56,7 @@ class Case(NamedTuple):
       offer: the best of them, or None where none is given.
       flops: the budget, as operations at the training's utilisation.
       served: tokens to serve, weighted with how much worse serving uses devices.
-      count: which parameters N counts.
+      family: of the architectures, with what N counts.
     """
 
     options: Options
@@ -58,7 +65,7 @@ class Case(NamedTuple):
     offer: Offer | None
     flops: float
     served: float
-    count: designs.Count
+    family: Family
 
     @property
     def rate(self) -> float | None:
@@ -110,7 +117,21 @@ def look_up(options: Options) -> Case:
         offer=offer,
         flops=flops,
         served=served,
+        family=_family(options, belief),
+    )
+
+
+def _family(options: Options, belief: Belief) -> Family:
+    """What all architectures share: what was asked, or else as in the fitted runs."""
+    asked = {name: getattr(options, name) for name in USUAL}
+    given = {name: value for name, value in asked.items() if value is not None}
+    sizes: dict[str, Any] = {**USUAL, **belief.shape, **given}
+    return Family(
+        vocab_size=sizes["vocab_size"],
+        sequence=sizes["sequence"],
+        tie_embeddings=options.tie_embeddings or sizes.get("tie_embeddings", False),
         count=options.count or belief.count or "total",
+        attention=options.attention,
     )
 
 
@@ -145,9 +166,15 @@ def read_law(name: str) -> Belief:
             raise ValueError(f"a fit to {', '.join(fit.inputs)}")
     except (OSError, ValueError) as error:
         raise ValueError(f"--law {path}: {error}") from None
-    count = json.loads(text).get("count")
+    document = json.loads(text)
+    count, shape = document.get("count"), document.get("shape", {})
     known = get_args(designs.Count.__value__)
-    return found._replace(fit=fit, count=count if count in known else None)
+    if not isinstance(shape, dict) or any(
+        type(shape[name]) is not _SHAPE.get(name) for name in shape
+    ):
+        raise ValueError(f"--law {path}: {shape=} must hold numbers of {[*_SHAPE]}")
+    count = count if count in known else None
+    return found._replace(fit=fit, count=count, shape=shape)
 
 
 def believe(name: str, law: Law, coefficients: Mapping[str, Any]) -> Belief:

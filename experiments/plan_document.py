@@ -36,7 +36,7 @@ def describe(case: Case, found: Found) -> dict[str, Any]:
         "law": belief.name,
         "formula": belief.law.formula,
         "coefficients": dict(belief.coefficients),
-        "count": case.count,
+        "count": case.family.count,
         "num_params": best.num_params,
         "num_tokens": best.num_tokens,
         "loss": best.loss,

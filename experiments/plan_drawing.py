@@ -62,7 +62,7 @@ def _draw_budgets(ax: Any, case: Case, found: Found) -> None:
     ax.set_ylim(low, highest + 1.2 * (highest - best.loss))
     if floor > low - 0.1 * (best.loss - low):
         ax.axhline(floor, color=_GREY, linewidth=0.6, linestyle=":")
-    ax.set(xscale="log", xlabel=f"parameters, {case.count}")
+    ax.set(xscale="log", xlabel=f"parameters, {case.family.count}")
     ax.set_ylabel("loss [nats per token]")
     ax.set_title(f"along a budget ({case.options.law.rpartition('/')[2]})")
 
@@ -103,7 +103,7 @@ def _draw_plane(ax: Any, case: Case, found: Found) -> None:
         at = (sizes[-1], unique)
         ax.annotate("all unique tokens", at, ha="right", va="bottom", color=color)
     ax.set(xscale="log", yscale="log", xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
-    ax.set(xlabel=f"parameters, {case.count}", ylabel="tokens")
+    ax.set(xlabel=f"parameters, {case.family.count}", ylabel="tokens")
     ax.set_title("equal loss, and the budget")
     ax.legend(loc="lower left", frameon=True, framealpha=0.9, edgecolor="none")
 

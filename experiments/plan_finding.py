@@ -8,7 +8,7 @@ import numpy as np
 from experiments import plan_case
 from experiments.plan_case import Case
 from scaling import budgets, costs_memory, designs, fitting, intervals
-from scaling.designs import Design, Family
+from scaling.designs import Design
 from scaling.laws import Optimum
 
 _MAX_RESAMPLES = 200
@@ -74,17 +74,15 @@ def find(case: Case) -> Found:
         sizes = np.exp(log_params)
         return case.loss(sizes, budgets.tokens_left(flops, sizes, case.served))
 
-    family = _family(case)
+    family = case.family
     try:
         design = designs.nearest(family, optimum.num_params)
+    except ValueError as error:
+        raise _refusal(case, error, _other_vocabulary(case, optimum)) from None
+    try:
         exact = designs.best(family, case.loss, flops, inference_tokens=case.served)
     except ValueError as error:
-        limits = ""
-        if case.options.unique_tokens is not None:
-            limits += f" and {case.options.unique_tokens:.4g} unique tokens"
-        if case.served:
-            limits += f" with {case.served:.4g} tokens to serve"
-        raise ValueError(f"a budget of {flops:.4g} FLOPs{limits} is {error}") from None
+        raise _refusal(case, error, "; a smaller --sequence might do") from None
     memory = costs_memory.training(
         design.model, sequence=family.sequence, checkpointing="boundary"
     )
@@ -113,10 +111,24 @@ def min_devices(case: Case, found: Found) -> int | None:
     return math.ceil(found.memory.total / case.offer.memory_bytes)
 
 
-def _family(case: Case) -> Family:
-    options = case.options
-    names = ("vocab_size", "sequence", "tie_embeddings", "attention")
-    return Family(count=case.count, **{name: getattr(options, name) for name in names})
+def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
+    limits = ""
+    if case.options.unique_tokens is not None:
+        limits += f" and {case.options.unique_tokens:.4g} unique tokens"
+    if case.served:
+        limits += f" with {case.served:.4g} tokens to serve"
+    return ValueError(f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}")
+
+
+def _other_vocabulary(case: Case, optimum: Optimum) -> str:
+    """Says which vocabularies have designs small enough, or whose it is."""
+    size = case.family.vocab_size
+    most = designs.max_vocab_size(case.family, optimum.num_params)
+    if most is None or not 1 <= most < size:
+        return ""
+    if size == case.belief.shape.get("vocab_size"):
+        return f", that of the runs behind {case.belief.name}"
+    return f"; with --vocab-size in [1, {most:,}] there are smaller ones"
 
 
 def _loss_interval(

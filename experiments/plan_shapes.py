@@ -40,12 +40,22 @@ def nearest(case: Case, found: Found) -> Sheet:
     )
     off = 100 * (design.num_params / best.num_params - 1)
     note = (
-        f"Of all designs of Llama's kind on the grid, the nearest in {case.count} "
-        f"parameters: {off:+.3g} % from N. Memory is that of one sequence of "
-        f"{case.options.sequence:,} tokens, checkpoints at layer boundaries, 16 bytes "
-        f"a parameter{held}."
+        "Of all designs of Llama's kind on the grid, the nearest in "
+        f"{case.family.count} parameters: {off:+.3g} % from N.{_as_fitted(case)} "
+        f"Memory is that of one sequence of {case.family.sequence:,} tokens, "
+        f"checkpoints at layer boundaries, 16 bytes a parameter{held}."
     )
     return Sheet("Which architecture?", ("", ""), rows, note)
+
+
+def _as_fitted(case: Case) -> str:
+    """Says what the architecture has from the runs that were fitted."""
+    family, fitted = case.family, case.belief.shape
+    words = {"vocab_size": "vocabulary", "sequence": "length of sequences"}
+    if family.tie_embeddings:
+        words["tie_embeddings"] = "tied embeddings"
+    same = [words[name] for name in words if fitted.get(name) == getattr(family, name)]
+    return f" As in the runs that were fitted: {', '.join(same)}." if same else ""
 
 
 def exact(case: Case, found: Found) -> Sheet:
@@ -54,8 +64,8 @@ def exact(case: Case, found: Found) -> Sheet:
     ratio = design.flops_per_token / (6 * design.num_params)
     other, tokens, loss = found.exact
     said = (
-        f"Counting every product, attention over {case.options.sequence:,} tokens "
-        f"({case.options.attention}) too, this design takes "
+        f"Counting every product, attention over {case.family.sequence:,} tokens "
+        f"({case.family.attention}) too, this design takes "
         f"{design.flops_per_token:.4g} FLOPs a token to train, {ratio:.3f} times 6 N. "
     )
     if found.design_tokens:

@@ -30,7 +30,7 @@ def _plan(case: Case, found: Found) -> Iterator[tuple[str, str]]:
     if case.offer is not None:
         yield "device", case.offer.name
     yield "operations", f"{case.flops:.4g} FLOPs"
-    yield "parameters N", f"{plan_shapes.big(best.num_params)} ({case.count})"
+    yield "parameters N", f"{plan_shapes.big(best.num_params)} ({case.family.count})"
     yield "tokens D", plan_shapes.big(best.num_tokens)
     yield "tokens per parameter", f"{best.num_tokens / best.num_params:.3g}"
     yield "loss", f"{best.loss:.4f} nats per token"

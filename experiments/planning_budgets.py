@@ -47,12 +47,13 @@ class Options:
     """Share of the peak that serving reaches; as training if not given."""
     unique_tokens: float | None = None
     """Tokens that there are; more are repetitions."""
-    vocab_size: int = 32_000
+    vocab_size: int | None = None
     """Of the architecture."""
-    sequence: int = 4096
+    sequence: int | None = None
     """Tokens of a training sequence."""
     tie_embeddings: bool = False
-    """Whether the architecture's head is its embedding."""
+    """Whether the architecture's head is its embedding; it is after a sweep of such
+    models."""
     attention: Literal["full", "causal"] = "full"
     """How exact operations count pairs of query and key."""
     level: float = 0.9

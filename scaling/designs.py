@@ -25,6 +25,9 @@ type Count = Literal["total", "non-embedding", "matmul", "active"]
 """Which parameters N counts, as in `costs.Parameters`."""
 
 _KV_HEADS = 8
+_MOST = 2**31
+_OFF = 0.05
+"""How far outside of the grid a number of parameters may be."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +46,9 @@ class Family:
     def __post_init__(self):
         """Refuses sizes that cannot be."""
         for name in ("vocab_size", "sequence"):
-            if not 1 <= getattr(self, name) <= 2**31:
+            if not 1 <= getattr(self, name) <= _MOST:
                 value = getattr(self, name)
-                raise ValueError(f"{name}={value} must be in [1, {2**31}]")
+                raise ValueError(f"{name}={value} must be in [1, {_MOST}]")
 
 
 class Design(NamedTuple):
@@ -91,6 +94,7 @@ class Range(NamedTuple):
       layers: of depths.
       mlp: of FFN widths.
       aspects: least and greatest width over depth.
+      max_vocab_size: with a larger vocabulary nobody builds them.
     """
 
     low: int
@@ -100,9 +104,11 @@ class Range(NamedTuple):
     layers: int
     mlp: int
     aspects: tuple[float, float]
+    max_vocab_size: int = _MOST
 
 
 RANGES = (
+    Range(2, 16, 2, 2, 1, 2, (4, 64), 1024),  # of bytes, what a sweep of seconds trains
     Range(16, 256, 16, 16, 1, 16, (8, 64)),
     Range(256, 512, 32, 32, 1, 32, (16, 85)),
     Range(512, 2048, 128, 64, 1, 64, (32, 85)),
@@ -132,7 +138,7 @@ def nearest(family: Family, num_params: float) -> Design:
     """
     grid = make_grid(family)
     least, most = int(grid.num_params.min()), int(grid.num_params.max())
-    if not 0.95 * least <= num_params <= 1.05 * most:
+    if not (1 - _OFF) * least <= num_params <= (1 + _OFF) * most:
         side = "small" if num_params < least else "large"
         end = f"the {side}est design has {least if side == 'small' else most:,}"
         raise ValueError(
@@ -140,6 +146,30 @@ def nearest(family: Family, num_params: float) -> Design:
             f"({family.count}), and {end} with a vocabulary of {family.vocab_size:,}"
         )
     return pick(family, int(np.argmin(np.abs(grid.num_params - num_params))))
+
+
+def max_vocab_size(family: Family, num_params: float) -> int | None:
+    """Finds the largest vocabulary with which a design has so few parameters.
+
+    Args:
+      family: what to search, its own vocabulary aside.
+      num_params: as the family counts them.
+
+    Returns:
+      The vocabulary, below 1 where none is small enough; None where it does not count.
+    """
+    found = []
+    for each in RANGES:
+        mlp = int(_multiples(each.mlp, *(each.low * x for x in MLP_RATIOS))[0])
+        one, two = (
+            count_params(x, describe(x, each.low, 1, mlp))
+            for x in (dataclasses.replace(family, vocab_size=n) for n in (1, 2))
+        )
+        if one == two:
+            return None
+        most = 1 + int((num_params / (1 - _OFF) - one) // (two - one))
+        found.append(min(most, each.max_vocab_size))
+    return max(found)
 
 
 def best(
@@ -222,6 +252,8 @@ def make_grid(family: Family) -> Grid:
 def _blocks(family: Family) -> Iterator[tuple[np.ndarray, ...]]:
     """All designs of one width at a time."""
     for each in RANGES:
+        if family.vocab_size > each.max_vocab_size:
+            continue
         for width in range(each.low, each.high, each.step):
             depths = _multiples(each.layers, *(width / x for x in each.aspects[::-1]))
             mlps = _multiples(each.mlp, *(width * x for x in MLP_RATIOS))
@@ -242,14 +274,14 @@ def _extend(
     """Extends the counts of three models to all depths and FFN widths."""
     corners = [describe(family, width, *shape) for shape in ((1, 1), (2, 1), (1, 2))]
     found = []
-    for measure in (num_params, _step_flops):
+    for measure in (count_params, _step_flops):
         one, deeper, wider = (measure(family, model) for model in corners)
         layer, column = deeper - one, wider - one
         found.append(one - layer + depth * (layer + column * (mlp - 1)))
     return found[0], found[1] / family.sequence
 
 
-def num_params(family: Family, model: Description) -> int:
+def count_params(family: Family, model: Description) -> int:
     """Counts a model's parameters as the family does."""
     return getattr(costs.parameters(model), family.count.replace("-", "_"))
 

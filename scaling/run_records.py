@@ -55,6 +55,27 @@ RECORD = {
 """The columns of runs.jsonl."""
 
 
+def shape(folder: Path) -> dict[str, int | bool]:
+    """Reads off a sweep's header what all of its models have in common.
+
+    Args:
+      folder: the sweep's.
+
+    Returns:
+      `vocab_size`, `tie_embeddings` and `sequence`, the tokens of a window; without
+      those in which models differ, and empty where there is no header of a sweep.
+    """
+    try:
+        config = json.loads((folder / HEADER).read_text("utf-8"))["config"]
+        found = {"sequence": {config["seq_len"]}}
+        for name in ("vocab_size", "tie_embeddings"):
+            found[name] = {model.get(name) for model in config["models"]}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+    only = {name: values.pop() for name, values in found.items() if len(values) == 1}
+    return {name: value for name, value in only.items() if isinstance(value, int)}
+
+
 class SweepFolder:
     """Opens a sweep's folder for writing, making it where it is missing.
 

@@ -1,5 +1,6 @@
 """The grid of architectures: exact counts, the nearest, the best."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,20 @@ def test_the_nearest_is_nearest_and_well_divided(size: float) -> None:
 def test_sizes_beyond_the_grid_are_refused(size: float, side: str) -> None:
     with pytest.raises(ValueError, match=f"too {side} for any design"):
         designs.nearest(FAMILY, size)
+
+
+def test_the_largest_vocabulary_that_a_size_allows(monkeypatch) -> None:
+    monkeypatch.setattr(designs, "RANGES", designs.RANGES[:2])
+    family = Family(sequence=77)
+    for size in (3e3, 3e5):
+        most = designs.max_vocab_size(family, size)
+        assert most is not None
+        fits = dataclasses.replace(family, vocab_size=most)
+        assert designs.nearest(fits, size).num_params < 1.06 * size
+        with pytest.raises(ValueError, match="too small for any design"):
+            designs.nearest(dataclasses.replace(fits, vocab_size=most + 1), size)
+    without = dataclasses.replace(family, count="non-embedding")
+    assert designs.max_vocab_size(without, 3000.0) is None
 
 
 def test_the_best_where_every_operation_counts() -> None:

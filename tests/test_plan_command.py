@@ -239,7 +239,10 @@ def test_the_folder(jaxkv: Jaxkv) -> None:
         ("--flops 1e20 --law bad.json", "bad.json: not a fit.json"),
         ("--flops 1e20 --law .", "fit.json"),
         ("--flops 1e20 --count some", "--count"),
-        ("--flops 1e12", "a budget of 1e+12 FLOPs is too small for any design"),
+        ("--flops 1e9", "a budget of 1e+09 FLOPs is too small for any design"),
+        ("--flops 1e12", "; with --vocab-size in [1, 5,991] there are smaller ones"),
+        ("--flops 1e14 --sequence 900000000", "; a smaller --sequence might do"),
+        ("--flops 1e20 --law odd.json", "odd.json: shape={'vocab_size': '9'} must"),
         ("--flops 1e-3", "too small for any design"),
         (f"{GPUS} --budget-usd 1e30", "too large for any design"),
         ("--flops 1e32", "too large for any design"),
@@ -248,8 +251,12 @@ def test_the_folder(jaxkv: Jaxkv) -> None:
         ("--flops 1e20 --out bad.json", "bad.json: cannot be written"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) -> None:
+def test_bad_input_is_one_line_and_status_2(
+    jaxkv: Jaxkv, fit: Path, args: str, line: str
+) -> None:
     Path("bad.json").write_text("{")
+    odd = json.loads((fit / "fit.json").read_text()) | {"shape": {"vocab_size": "9"}}
+    Path("odd.json").write_text(json.dumps(odd))
     status, out, err = jaxkv("plan", f"{args} --json")
     assert (status, out) == (2, ""), err
     assert line in err

@@ -42,6 +42,18 @@ def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
     law = json.loads(Path("runs/sweep-mine/fit.json").read_text())
     assert law["num_points"] == 9
     assert fit_results.from_json(json.dumps(law)).law == "chinchilla"
+    # No flag says that these models read bytes in windows of 32.
+    plan = answer(
+        capsys, "plan", "--law", "runs/sweep-mine/fit.json", "--flops", "1e12"
+    )
+    assert plan["architecture"]["vocab_size"] == 257
+    assert plan["architecture"]["tie_embeddings"]
+    assert law["shape"] == {"sequence": 32, "vocab_size": 257, "tie_embeddings": True}
+    wider = answer(
+        *(capsys, "plan", "--law", "runs/sweep-mine/fit.json"),
+        *("--flops", "1e12", "--vocab-size", "258"),
+    )
+    assert wider["architecture"]["vocab_size"] == 258
 
 
 def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
