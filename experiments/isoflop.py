@@ -54,6 +54,7 @@ CONFIGS = {
         seeds=(3, 4),
         num_repeated=9,
         folder="runs/isoflop-cpu",
+        keep_models=True,
     ),
     # Commands of under ten minutes each take up one another.
     "gpu": Config(
@@ -66,6 +67,7 @@ CONFIGS = {
         min_steps=300,
         num_eval_windows=1024,
         folder="runs/isoflop-gpu",
+        keep_models=True,
     ),
 }
 

@@ -46,6 +46,7 @@ def grid(config: Settings, rows: list[dict[str, Any]]) -> SweepConfig:
         rate_exponent=float(f"{-of_width:.4g}"),
         seeds=config.seeds[:1],
         num_repeated=0,
+        keep_models=False,
     )
 
 

@@ -184,13 +184,12 @@ def _truth(
     record = executing.made(sweep, corpus, finished).record
     record["commit"] = environment.describe()["commit"]
     store.write(path, documents.dumps(record))
-    if config.export and trained.status == "done":
+    if config.keep_models and trained.status == "done":
         checkpoints.save_model(
-            config.export,
+            sweeps.model_folder(folder, "held_out"),
             model,
             trained.params,
             tokenizer=tokenizing.ByteTokenizer(model.vocab_size),
-            dtype="bfloat16",
             overwrite=True,
         )
     return json.loads(path.read_text("utf-8")), curve

@@ -44,8 +44,8 @@ class Settings:
     """Probability of the intervals."""
     folder: str = ""
     """Where runs are kept, for a sweep to be taken up; empty: not kept."""
-    export: str = ""
-    """Folder for the largest model; empty: not written."""
+    keep_models: bool = False
+    """Whether the trained models are kept in that folder, for the engine to serve."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be foreseen."""
@@ -57,6 +57,8 @@ class Settings:
             raise ValueError(f"{self.bootstrap=} must be at least 2")
         if len(self.budgets) < 3:
             raise ValueError(f"{self.budgets=} must be at least three")
+        if self.keep_models and not self.folder:
+            raise ValueError(f"{self.keep_models=} needs a folder")
         _ = self.sweep  # refuses the rest
 
     @property
@@ -80,6 +82,7 @@ class Settings:
             min_steps=self.min_steps,
             tokens_per_param=self.tokens_per_param,
             num_eval_windows=self.num_eval_windows,
+            keep_models=self.keep_models,
         )
 
 

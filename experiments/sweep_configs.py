@@ -29,7 +29,12 @@ SWEEPS = {
         learning_rates=(4e-3, 8e-3, 1.6e-2),
     ),
     # Those that `jaxkv run isoflop` fits.
-    **{f"isoflop_{name}": isoflop.CONFIGS[name].sweep for name in ("cpu", "gpu")},
+    **{
+        f"isoflop_{name}": dataclasses.replace(
+            isoflop.CONFIGS[name].sweep, keep_models=False
+        )
+        for name in ("cpu", "gpu")
+    },
 }
 
 TRAININGS = {

@@ -128,7 +128,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(places.values()))]
 
 
-def checked_params(config: ModelConfig, params: Params) -> list[jax.Array]:
+def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.ndarray]:
     """Returns the parameters as a list, in the order of `hf_tensors.leaves`.
 
     Raises:
@@ -153,7 +153,7 @@ def checked_params(config: ModelConfig, params: Params) -> list[jax.Array]:
 def save_params(
     folder: Path,
     config: ModelConfig,
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | np.ndarray],
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> dict[str, str]:
@@ -172,7 +172,7 @@ def save_params(
     Raises:
       ValueError: if a value is too large for `dtype`.
     """
-    shards: list[list[tuple[hf_tensors.Leaf, jax.Array]]] = []
+    shards: list[list[tuple[hf_tensors.Leaf, jax.Array | np.ndarray]]] = []
     room = 0
     for leaf, array in zip(hf_tensors.leaves(config), arrays, strict=True):
         num_bytes = array.size * dtype.itemsize

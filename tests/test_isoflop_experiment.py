@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `isoflop smoke` that keeps its sweep."""
     out = tmp_path_factory.mktemp("isoflop")
     config = dataclasses.replace(
-        isoflop.CONFIGS["smoke"], folder=str(out / "sweep"), export=str(out / "model")
+        isoflop.CONFIGS["smoke"], folder=str(out / "sweep"), keep_models=True
     )
     experiment = catalogue.of_module(isoflop)
     store.begin(out / "run", experiment, config)
@@ -66,9 +66,16 @@ def test_it_was_foreseen_before(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_engine_serves_what_was_trained(folder: Path) -> None:
     options = generating.Options(prompt=("def ",), max_tokens=4)
-    answer = generating.generate(str(folder / "model"), options)
-    (completion,) = answer.document["completions"]
-    assert len(completion["tokens"]) == 4
+    models = folder / "sweep" / "models"
+    rows = isoflop_foreseeing.rows_of(folder / "sweep")
+    assert {x.name for x in models.iterdir()} == {
+        *(row["run_id"] for row in rows),
+        "held_out",
+    }
+    for name in (rows[0]["run_id"], "held_out"):
+        answer = generating.generate(str(models / name), options)
+        (completion,) = answer.document["completions"]
+        assert len(completion["tokens"]) == 4
 
 
 def test_laws_are_averaged_by_how_well_they_foretell() -> None:
