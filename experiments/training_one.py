@@ -9,7 +9,7 @@ from experiments import documents, interrupting, sweep_configs, terminal, units
 from experiments.reporting import Sheet
 from experiments.running import Answer
 from jaxkv import checkpoints, models, tokenizing
-from scaling import architectures, corpora, objectives, training
+from scaling import architectures, corpora, objectives, streams, training
 from scaling.recipes import TrainConfig
 
 NUM_EVAL_WINDOWS = 1024
@@ -46,6 +46,8 @@ def train(name: str, options: Options) -> Answer:
     if options.print_config:
         text = documents.config_dumps(config)
         return Answer(json.loads(text), [], [text])
+    corpus = corpora.open(config.corpus)
+    streams.check_lengths(corpus, config.seq_len)
     out = options.out or Path("runs") / f"train-{Path(name).stem}"
 
     def leave() -> None:
@@ -71,7 +73,7 @@ def train(name: str, options: Options) -> Answer:
         lines = []
         if result.status == "done":
             assert tokens == document["num_tokens"]
-            document |= _score(config, result.params)
+            document |= _score(config, corpus, result.params)
             document["model"] = _save(config, out / MODEL, result.params)
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
@@ -84,8 +86,9 @@ def train(name: str, options: Options) -> Answer:
     return Answer(document, [Sheet("run", ("", ""), rows)], lines, status)
 
 
-def _score(config: TrainConfig, params: models.Params) -> dict[str, float]:
-    corpus = corpora.open(config.corpus)
+def _score(
+    config: TrainConfig, corpus: streams.Corpus, params: models.Params
+) -> dict[str, float]:
     score = objectives.score_stream(
         params,
         corpus.held_out,

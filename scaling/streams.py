@@ -108,6 +108,21 @@ def digest(*streams: np.ndarray) -> str:
     return found.hexdigest()
 
 
+def check_lengths(corpus: Corpus, seq_len: int) -> None:
+    """Refuses a corpus of which a side is shorter than a window and the token after it.
+
+    Raises:
+      ValueError: it says which.
+    """
+    sides = {"training": corpus.stream, "held-out": corpus.held_out}
+    for side, tokens in sides.items():
+        if len(tokens) < seq_len + 1:
+            raise ValueError(
+                f"{seq_len=} is longer than the {len(tokens)} tokens of the {side} "
+                f"side of {corpus.name} allow"
+            )
+
+
 def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
     """Counts the windows of one pass over a stream.
 

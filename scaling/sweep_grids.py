@@ -101,11 +101,13 @@ class SweepConfig:
             raise ValueError(
                 f"{self.cpus_per_run=} must be above 0, {self.gpus_per_run=} at least 0"
             )
+        for model in self.models:
+            if self.seq_len > model.max_positions:
+                raise ValueError(
+                    f"{self.seq_len=} must be at most {model.max_positions=}"
+                )
         if not cells(self):
-            raise ValueError(
-                f"no run is left: {self.min_steps=} or {self.tokens_per_param=} "
-                "leaves out every model at every budget"
-            )
+            raise ValueError(f"no run is left: {_why_none(self)}")
 
 
 class Counts(NamedTuple):
@@ -161,17 +163,42 @@ def cells(config: SweepConfig) -> list[Cell]:
     batch_tokens = config.batch_size * config.seq_len
     low, high = config.tokens_per_param
     for model in config.models:
-        params, per_token = count(model, config.seq_len)
-        tokens = [budget / per_token for budget in config.budgets]
-        tokens += config.num_tokens
-        steps = {round(x / batch_tokens) for x in tokens}
+        params = count(model, config.seq_len).params.total
         found += [
             Cell(model, n)
-            for n in sorted(steps)
+            for n in sorted({round(x / batch_tokens) for x in _tokens(config, model)})
             if n >= max(config.min_steps, 1)
-            and low <= n * batch_tokens / params.total <= high
+            and low <= n * batch_tokens / params <= high
         ]
     return found
+
+
+def _tokens(config: SweepConfig, model: architectures.Architecture) -> list[float]:
+    """What each budget would train a model on."""
+    per_token = count(model, config.seq_len).flops_per_token
+    by_budget = [budget / per_token for budget in config.budgets]
+    return by_budget + [float(x) for x in config.num_tokens]
+
+
+def _why_none(config: SweepConfig) -> str:
+    """Says what leaves out every model at every budget."""
+    most = max(x for model in config.models for x in _tokens(config, model))
+    num_steps = round(most / (config.batch_size * config.seq_len))
+    if num_steps < 1:
+        return (
+            f"a step of {config.batch_size=} windows of {config.seq_len=} tokens is "
+            f"more than the {most:,.0f} tokens that the largest budget allows"
+        )
+    if num_steps < config.min_steps:
+        return (
+            f"{config.min_steps=} is more than the {num_steps} steps of "
+            f"{config.batch_size=} windows of {config.seq_len=} tokens that the "
+            "largest budget allows"
+        )
+    return (
+        f"{config.tokens_per_param=} leaves out every model and budget that "
+        f"{config.min_steps=} does not"
+    )
 
 
 def train_config(config: SweepConfig, cell: Cell, lane: Lane) -> TrainConfig:

@@ -17,6 +17,7 @@ from scaling import (
     architectures,
     executing,
     run_records,
+    streams,
     sweep_grids,
     sweep_planning,
     training,
@@ -92,7 +93,7 @@ def sweep(
     for run in sweep_grids.cells(config)[:1]:  # refuses what no run of it could be
         lane = sweep_grids.Lane(config.learning_rates[0], config.seeds[0])
         sweep_grids.train_config(config, run, lane)
-    _check_length(config, corpus)
+    streams.check_lengths(corpus, config.seq_len)
     folder = run_records.SweepFolder(out)
     try:
         header = _header(folder, config, corpus) | (environment or {})
@@ -125,15 +126,6 @@ def sweep(
 def model_folder(out: Path, run_id: str) -> Path:
     """The place of a run's model in a sweep's folder."""
     return Path(out) / MODELS / run_id
-
-
-def _check_length(config: SweepConfig, corpus: Corpus) -> None:
-    for side, tokens in (("training", corpus.stream), ("held-out", corpus.held_out)):
-        if len(tokens) < config.seq_len + 1:
-            raise ValueError(
-                f"{config.seq_len=} is longer than the {len(tokens)} tokens of the "
-                f"{side} text"
-            )
 
 
 def _header(

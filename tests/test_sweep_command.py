@@ -98,6 +98,21 @@ def test_bad_input_is_one_line(command: str, here: Path, capsys) -> None:
         assert "local" in capsys.readouterr().err
 
 
+def test_a_window_is_no_longer_than_the_text(here: Path, capsys) -> None:
+    Path("long.txt").write_text("a line\n" * 100)
+    for i in range(4):
+        Path(f"{i}.txt").write_text(f"{i}")
+    for command in ("train", "sweep"):
+        config = answer(capsys, command, "smoke", "--print-config")
+        config["corpus"] |= {"pattern": "*.txt", "held_out": 0.3}
+        Path("mine.json").write_text(json.dumps(config))
+        assert cli.main([command, "mine.json"]) == 2
+        said = capsys.readouterr().err
+        assert "seq_len=32 is longer than the" in said
+        assert "tokens of the held-out side of" in said
+        assert not Path("runs").exists()
+
+
 def test_shipped_configs_survive_json() -> None:
     for config_type, shipped in (
         (SweepConfig, sweep_configs.SWEEPS),

@@ -287,7 +287,10 @@ def test_budgets_become_steps(config) -> None:
         ({"models": ()}, "models"),
         ({"num_tokens": ()}, "budgets or num_tokens"),
         ({"learning_rates": (2.0, 1.0)}, "must rise"),
-        ({"min_steps": 10**6}, "no run is left"),
+        ({"min_steps": 10**6}, "min_steps=1000000 is more than the 40 steps"),
+        ({"tokens_per_param": (1e5, 2e5)}, "no run is left: .*tokens_per_param="),
+        ({"seq_len": 17}, r"seq_len=17 must be at most model.max_positions=16"),
+        ({"batch_size": 1000}, "batch_size=1000 windows of .*=16 tokens is more than"),
         ({"seeds": (1, 1)}, "different"),
     ],
 )
@@ -301,7 +304,7 @@ def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
     for i in range(30):
         (tmp_path / "text" / f"{i}").write_text(str(i % 7))
     corpus = corpora.CorpusConfig(pattern=f"{tmp_path}/text/*", held_out=0.4)
-    with pytest.raises(ValueError, match=r"longer than the .* tokens"):
+    with pytest.raises(ValueError, match=r"seq_len=16 is longer than the .* tokens"):
         sweeps.sweep(dataclasses.replace(config, corpus=corpus), tmp_path / "out")
 
 
