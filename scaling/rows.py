@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv import models, rotary
+from jaxkv import layers, rotary
 from jaxkv.models import ModelConfig, Params
 from pallas_kernels import flash
 
@@ -55,7 +55,7 @@ def logits(
         x = x + _linear(y.astype(x.dtype), layer["out"])
         hidden = _linear(_norm(x, layer["mlp_norm"], c), layer["up"])
         parts = jnp.split(hidden, 1 + c.gated, axis=-1)
-        x = x + _linear(models.activate(c, parts), layer["down"])
+        x = x + _linear(layers.activate(c, parts), layer["down"])
     x = _norm(x, params["final_norm"], c)
     table = params["embed" if c.tie_embeddings else "head"]["weight"]
     wide = np.promote_types(x.dtype, np.float32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import models
+from jaxkv import layers, models
 from scaling import costs_activations, costs_residuals, layouts, named_models
 from scaling.costs_memory import MIXED_WIDE, SINGLE, held, training
 from scaling.layouts import Layout
@@ -161,7 +161,7 @@ def test_what_vjp_keeps_of_our_models(change: dict[str, Any], dtype: str) -> Non
 def test_what_vjp_keeps_of_checkpointed_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = models.Layer.__call__
+    plain = layers.Layer.__call__
 
     def again(self: Any, index: int, x: Any, *more: Any) -> Any:
         run = lambda x: plain(self, index, x, *more)[0]  # noqa: E731
@@ -171,7 +171,7 @@ def test_what_vjp_keeps_of_checkpointed_layers(
     def boundary(config: models.ModelConfig) -> int:
         return kept(config, 3, 10, "bfloat16") - kept(config, 1, 10, "bfloat16")
 
-    monkeypatch.setattr(models.Layer, "__call__", again)
+    monkeypatch.setattr(layers.Layer, "__call__", again)
     four, two = (dataclasses.replace(CONFIG, num_layers=x) for x in (4, 2))
     # What two layers more keep is the 2 b s h of the formula, for each of them.
     assert boundary(four) - boundary(two) == 2 * (2 * 20 * CONFIG.hidden_size)

@@ -17,7 +17,7 @@ PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
 DOORS = {
     "matplotlib": ("experiments/*",),
     "tyro": ("experiments/cli.py",),
-    "flax": ("jaxkv/models.py", "scaling/architectures.py"),
+    "flax": ("jaxkv/layers.py", "jaxkv/models.py", "scaling/architectures.py"),
     "optax": ("scaling/optimizers.py", "jaxkv/checkpoints.py"),
     "orbax": ("scaling/training.py", "jaxkv/snapshots.py"),
     "safetensors": ("jaxkv/hf_weights.py",),
