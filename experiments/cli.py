@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import math
 import os
 import re
 import sys
@@ -32,7 +33,8 @@ def main(args: list[str] | None = None) -> int:
       args: the words after `jaxkv`; those of the process by default.
 
     Returns:
-      0 when done, 2 on bad input, 1 on failure, 130 after Ctrl-C.
+      0 when done, 2 on bad input, 1 on failure, 130 after Ctrl-C, 75 where the time
+      given was up and the same command goes on.
     """
     if args is None:  # the process is ours
         with interrupting.leaving_at_once():
@@ -49,6 +51,8 @@ def main(args: list[str] | None = None) -> int:
         return answer.status
     except SystemExit as done:  # help was asked for, and has been printed
         return int(done.code or 0)
+    except interrupting.TimeIsUp as error:
+        return _complain(error, interrupting.AGAIN)
     except KeyboardInterrupt as error:
         return _complain(str(error) or "interrupted", 130)
     except BrokenPipeError:  # who read has gone, as `head` does
@@ -131,14 +135,17 @@ def _fit(args: list[str]) -> Answer:
         base = documents.config_loads(fitting_logs.Config, _read_text(file), file)
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV, JSON lines, or the folder of a sweep."
-    config, out = _parse_config(base, flags, "jaxkv fit LOG", description)
+    where = "LOG/fit for a sweep, or a new one under runs/"
+    config, out, max_seconds = _parse_config(
+        base, flags, "jaxkv fit LOG", description, where
+    )
     if not config.log:
         raise ValueError("which log? A CSV, JSON lines, or the folder of a sweep")
     compiling.keep_programs()
     is_sweep = out is None and Path(config.log).is_dir()
     out = Path(config.log) / "fit" if is_sweep else out
     experiment = fitting_logs.experiment(config.log)
-    answer = _lift_metrics(running.run(experiment, config, out))
+    answer = _lift_metrics(running.run(experiment, config, out, max_seconds))
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         from experiments import store
 
@@ -191,21 +198,11 @@ def _list(args: list[str]) -> Answer:
     return Answer({"experiments": known}, [sheet], [line])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ClaimOptions:
-    """What `claims` takes."""
-
-    folder: Path | None = None
-    """Where run folders lie; the records that ship with the project by default."""
-    write: Path | None = None
-    """File to write a page of all claims to."""
-
-
 def _claims(args: list[str]) -> Answer:
     from experiments import results_page
 
     description = "Claims of run folders: what was published, ours, and the verdict."
-    options = _parse(_ClaimOptions, args, "jaxkv claims", description)
+    options = _parse(results_page.Options, args, "jaxkv claims", description)
     return results_page.claims(options.folder, options.write)
 
 
@@ -238,6 +235,14 @@ _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
        jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
 
 
+class _Asked(NamedTuple):
+    """What an experiment is run with: its config, and where and how long."""
+
+    config: Any
+    out: Path | None = None
+    max_seconds: float = math.inf
+
+
 def _experiment(name: str, args: list[str], prog: str) -> Answer:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
     compiling.keep_programs()
@@ -246,8 +251,7 @@ def _experiment(name: str, args: list[str], prog: str) -> Answer:
     if config_name is not None and config_name not in experiment.configs:
         line = documents.unknown("config", config_name, experiment.configs)
         raise ValueError(f"{prog}: {line}")
-    config, out = _read_config(experiment, config_name, args, prog)
-    return running.run(experiment, config, out)
+    return running.run(experiment, *_read_config(experiment, config_name, args, prog))
 
 
 def _read_config(
@@ -255,8 +259,8 @@ def _read_config(
     config_name: str | None,
     args: list[str],
     prog: str,
-) -> tuple[Any, Path | None]:
-    """Reads an experiment's config and `--out` from its arguments."""
+) -> _Asked:
+    """Reads what an experiment is run with from its arguments."""
     base = experiment.configs[config_name or next(iter(experiment.configs))]
     config_type: Any = type(base)
     flags = args if config_name is None else args[1:]
@@ -270,33 +274,45 @@ def _read_config(
 
 
 def _parse_config(
-    base: Any, flags: list[str], prog: str, description: str
-) -> tuple[Any, Path | None]:
-    """Reads changes to a config, and `--out`; `--config` has been seen to."""
+    base: Any,
+    args: list[str],
+    prog: str,
+    description: str,
+    out: str = "a new one under runs/",
+) -> _Asked:
+    """Reads changes to a config, and the rest; `--config` has been seen to."""
     config_type: Any = type(base)
-    out = _value_of(flags, "--out")
-    if _names_files_only(flags):
-        return base, None if out is None else Path(out)
+    if (plain := _plain(base, args)) is not None:
+        return plain
 
     # Only here: a machine that is lent for a benchmark may not have it.
     import tyro
 
+    from experiments import flags
+
     bare = tyro.conf.arg(name="")  # the config's fields are flags without a prefix
+    no_none: Any = tyro.conf.DisallowNone  # a config's field may be changed to it
+    rest = [
+        ("out", Path | None, "Folder for the results.", out, None),
+        ("config", Path | None, _CONFIG_HELP, "the config named", None),
+        ("max_seconds", float, flags.MAX_SECONDS, "no end", math.inf),
+    ]
     options = dataclasses.make_dataclass(
         "Options",
         [
             ("settings", Annotated[config_type, bare], base),
-            ("out", Annotated[Path | None, tyro.conf.arg(help=_OUT_HELP)], None),
-            ("config", Annotated[Path | None, tyro.conf.arg(help=_CONFIG_HELP)], None),
+            *(
+                (name, Annotated[kind, no_none, flags.without(said, help)], default)
+                for name, kind, help, said, default in rest
+            ),
         ],
         frozen=True,
         kw_only=True,
     )
-    parsed: Any = _parse(options, flags, prog, description)
-    return parsed.settings, parsed.out
+    parsed: Any = _parse(options, args, prog, description, ())
+    return _Asked(parsed.settings, parsed.out, parsed.max_seconds)
 
 
-_OUT_HELP = "Folder for the results; a new one under runs/ by default."
 _CONFIG_HELP = "A config.json to start from, in place of a named config."
 
 
@@ -329,10 +345,18 @@ def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> st
     return args[0]
 
 
-def _parse[T](options: type[T], args: list[str], prog: str, description: str) -> T:
+def _parse[T](
+    options: type[T],
+    args: list[str],
+    prog: str,
+    description: str,
+    markers: tuple[Any, ...] | None = None,
+) -> T:
     """Parses flags into a dataclass; tyro's framed errors become one line."""
     import tyro
 
+    if markers is None:  # what is not given is None, and nobody gives it
+        markers = (tyro.conf.DisallowNone,)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -342,7 +366,7 @@ def _parse[T](options: type[T], args: list[str], prog: str, description: str) ->
                 prog=prog,
                 description=description,
                 # A field of several types keeps the one that its default has.
-                config=(tyro.conf.AvoidSubcommands,),
+                config=(tyro.conf.AvoidSubcommands, *markers),
             )
     except SystemExit as done:
         if done.code:
@@ -378,17 +402,25 @@ def _value_of(args: list[str], flag: str) -> str | None:
     return None
 
 
-def _names_files_only(args: list[str]) -> bool:
-    """Tells whether there is at most one `--out` and one `--config`, with a value."""
-    rest, allowed = list(args), {"--out", "--config"}
+def _plain(base: Any, args: list[str]) -> _Asked | None:
+    """Reads what is asked if it is at most one `--out`, `--config`, `--max-seconds`."""
+    rest, found = list(args), {}
     while rest:
-        flag, joined, _ = rest.pop(0).partition("=")
-        if flag not in allowed:
-            return False
-        allowed.remove(flag)
-        if not joined and (not rest or rest.pop(0).startswith("-")):
-            return False
-    return True
+        flag, joined, value = rest.pop(0).partition("=")
+        if not joined and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+        if flag in found or flag not in _PLAIN or not value:
+            return None
+        found[flag] = value
+    try:
+        max_seconds = float(found.get("--max-seconds", "inf"))
+    except ValueError:
+        return None
+    out = found.get("--out")
+    return _Asked(base, None if out is None else Path(out), max_seconds)
+
+
+_PLAIN = ("--out", "--config", "--max-seconds")
 
 
 def _read_text(path: str) -> str:

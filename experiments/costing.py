@@ -6,7 +6,7 @@ answer is there in a second.
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from experiments import (
     bundled,
@@ -14,6 +14,7 @@ from experiments import (
     cost_device_tables,
     cost_tables,
     documents,
+    flags,
 )
 from experiments.running import Answer
 from scaling import (
@@ -43,8 +44,10 @@ class Options:
 
     batch: int = 1
     """Sequences b: of a training micro-batch, and of a step of serving."""
-    sequence: int | None = None
-    """Tokens s of each; 4096, or as many as the model takes."""
+    sequence: Annotated[
+        int | None, flags.without("4096, or as many as the model takes")
+    ] = None
+    """Tokens s of each."""
     device: str = "a100-80gb"
     """The accelerator of the roofline."""
     parallel: str = ""
@@ -65,8 +68,10 @@ class Options:
     """Whether training drops out, and keeps the masks."""
     plot: bool = False
     """Draw the breakdown and the roofline."""
-    out: Path | None = None
-    """Folder for cost.json and the figure; with --plot a new one under runs/."""
+    out: Annotated[
+        Path | None, flags.without("none, with --plot a new one under runs/")
+    ] = None
+    """Folder for cost.json and the figure."""
 
     def __post_init__(self) -> None:
         """Refuses sizes that cannot be."""

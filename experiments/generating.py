@@ -8,9 +8,9 @@ import dataclasses
 import signal
 import sys
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from experiments import bundled, interrupting, writing
+from experiments import bundled, flags, interrupting, writing
 from experiments.running import Answer
 
 STEPS_PER_CALL = 4
@@ -42,10 +42,10 @@ class Options:
     """Text that ends an answer; may be given several times."""
     n: int = 1
     """Answers to each prompt."""
-    best_of: int | None = None
+    best_of: Annotated[int | None, flags.without("n")] = None
     """Answers drawn for each prompt, of which the n most likely ones are kept, the best
-    first; n by default."""
-    beam_width: int | None = None
+    first."""
+    beam_width: Annotated[int | None, flags.without("no search")] = None
     """Searches with so many beams for the most likely answers, instead of drawing; the
     n best are shown, each with its score, once the search has ended."""
     length_penalty: float = 1.0

@@ -16,6 +16,14 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
+AGAIN = 75
+"""Exit status where the time was up and the same command goes on: the system's word
+for a failure that passes, EX_TEMPFAIL."""
+
+
+class TimeIsUp(KeyboardInterrupt):
+    """Work was stopped by the clock before it had a result, and can go on."""
+
 
 @contextlib.contextmanager
 def handling(

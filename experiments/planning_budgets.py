@@ -7,9 +7,9 @@ draws them.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from experiments import documents
+from experiments import documents, flags
 from experiments.running import Answer
 
 if TYPE_CHECKING:
@@ -27,29 +27,42 @@ class Options:
 
     gpu: tuple[str, ...] = ()
     """A device to rent, NAME:USD_PER_HOUR:TFLOPS; once for each."""
-    budget_usd: float | None = None
+    budget_usd: Annotated[
+        float | None, flags.without("--flops, or --days with --devices")
+    ] = None
     """Money to spend."""
-    flops: float | None = None
+    flops: Annotated[
+        float | None, flags.without("--budget-usd, or --days with --devices")
+    ] = None
     """Operations to spend, in place of money."""
     mfu: float = 0.4
     """Share of a device's peak that training reaches."""
     law: str = "lecture"
     """Published constants by name, or a fit.json, or the folder of a fit."""
-    days: float | None = None
+    days: Annotated[float | None, flags.without("no limit")] = None
     """How long training may take; the number of devices follows."""
-    devices: int | None = None
+    devices: Annotated[int | None, flags.without("as many as --days needs")] = None
     """How many devices; the duration follows. With --days, the budget."""
-    count: Literal["total", "non-embedding", "matmul", "active"] | None = None
-    """Which parameters N counts: total, unless the fit counted others."""
+    count: Annotated[
+        Literal["total", "non-embedding", "matmul", "active"] | None,
+        flags.without("as in the fit, or total"),
+    ] = None
+    """Which parameters N counts."""
     inference_tokens: float = 0.0
     """Tokens that the model will read and write; the budget is to pay for them too."""
-    serve_mfu: float | None = None
-    """Share of the peak that serving reaches; as training if not given."""
-    unique_tokens: float | None = None
+    serve_mfu: Annotated[float | None, flags.without("as --mfu")] = None
+    """Share of the peak that serving reaches."""
+    unique_tokens: Annotated[float | None, flags.without("as many as are needed")] = (
+        None
+    )
     """Tokens that there are; more are repetitions."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[
+        int | None, flags.without("that of the sweep behind --law, or 32,000")
+    ] = None
     """Of the architecture."""
-    sequence: int | None = None
+    sequence: Annotated[
+        int | None, flags.without("that of the sweep behind --law, or 4,096")
+    ] = None
     """Tokens of a training sequence."""
     tie_embeddings: bool = False
     """Whether the architecture's head is its embedding; it is after a sweep of such
@@ -60,9 +73,10 @@ class Options:
     """Probability of the intervals of a fit."""
     plot: bool = False
     """Draw the figure."""
-    out: Path | None = None
-    """Folder for plan.json, architecture.json and the figure; with --plot a new one
-    under runs/."""
+    out: Annotated[
+        Path | None, flags.without("none, with --plot a new one under runs/")
+    ] = None
+    """Folder for plan.json, architecture.json and the figure."""
 
     def __post_init__(self) -> None:
         """Refuses numbers that cannot be."""

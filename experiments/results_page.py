@@ -4,16 +4,29 @@ A record is a run folder that ships with the project, or any other one. The page
 from their `claims.json` alone, so that it cannot say what no run found.
 """
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from experiments import catalogue, documents, reporting
+from experiments import catalogue, documents, flags, reporting
 from experiments.claims import Claim
 from experiments.running import Answer
 
 RECORDS = Path(__file__).parent / "records"
 PAGE = Path(__file__).parent / "RESULTS.md"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `claims` takes."""
+
+    folder: Annotated[
+        Path | None, flags.without("the records that ship with the project")
+    ] = None
+    """Where run folders lie."""
+    write: Annotated[Path | None, flags.without("none")] = None
+    """File to write a page of all claims to."""
 
 
 class Record(NamedTuple):

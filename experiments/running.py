@@ -1,5 +1,6 @@
 """Carries out one run: folder, progress, result, and what the command line says."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,16 @@ class Answer(NamedTuple):
     status: int = 0
 
 
-def run(experiment: Experiment, config: Any, out: Path | None) -> Answer:
+def run(
+    experiment: Experiment,
+    config: Any,
+    out: Path | None,
+    max_seconds: float = math.inf,
+) -> Answer:
     """Runs an experiment into a run folder.
 
-    Ctrl-C asks the run to end early; what it had by then is kept like a whole result.
+    Ctrl-C asks the run to end early, as does the clock; what it had by then is kept
+    like a whole result.
     An earlier run in the same folder is replaced by a result alone: whatever else comes
     of this one, the earlier one is still there.
 
@@ -35,12 +42,15 @@ def run(experiment: Experiment, config: Any, out: Path | None) -> Answer:
       experiment: what to run.
       config: the config to run it with.
       out: the folder for the results, as `store.new_folder` takes it.
+      max_seconds: after which it is asked.
 
     Returns:
-      The folder, claims and metrics, with status 130 if it was ended early.
+      The folder, claims and metrics, with status 130 if it was ended early, or
+      `interrupting.AGAIN` if by the clock and another call goes on from there.
 
     Raises:
-      KeyboardInterrupt: a second Ctrl-C; a new folder holds the config only.
+      KeyboardInterrupt: a second Ctrl-C; a new folder holds the config only. Or the
+        experiment had nothing to show when it was stopped; nothing is left in it.
       ValueError: the folder or something the config names cannot be used; nothing is
         left in it.
     """
@@ -51,14 +61,15 @@ def run(experiment: Experiment, config: Any, out: Path | None) -> Answer:
     def leave() -> None:
         interrupting.leave(_give_up(folder, KeyboardInterrupt()))
 
-    with terminal.Terminal(leave) as bars:
+    goes_on = bool(getattr(config, "folder", ""))  # where it keeps what it has
+    with terminal.Terminal(leave, max_seconds=max_seconds) as bars:
         try:
             store.begin(folder, experiment, config)
             started = time.monotonic()
             result = experiment.run(config, bars)
             duration_s = time.monotonic() - started
             bars.show("drawing")
-            was_stopped = bars.stopped  # from here on all is done
+            was_stopped = bars.has_stopped  # from here on all is done
             kept = store.finish(
                 folder,
                 experiment,
@@ -69,7 +80,9 @@ def run(experiment: Experiment, config: Any, out: Path | None) -> Answer:
         except BaseException as error:
             line = _give_up(folder, error)
             if isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt(line) from None
+                is_late = goes_on and bars.status == interrupting.AGAIN
+                kind = interrupting.TimeIsUp if is_late else KeyboardInterrupt
+                raise kind(line) from None
             raise
     document = {
         "out": folder,
@@ -77,9 +90,12 @@ def run(experiment: Experiment, config: Any, out: Path | None) -> Answer:
         "claims": kept.claims,
         "metrics": kept.metrics,
     }
+    status = bars.status if goes_on else min(bars.status, 1) * 130
     lines = ["interrupted; this is what it had"] if was_stopped else []
+    if status == interrupting.AGAIN:
+        lines = ["time is up; this is what it had, and the same command goes on"]
     lines.append(f"report: {folder / 'report.md'}")
-    return Answer(document, kept.parts, lines, 130 if bars.stopped else 0)
+    return Answer(document, kept.parts, lines, status)
 
 
 def _give_up(folder: Path, error: BaseException) -> str:
@@ -89,10 +105,11 @@ def _give_up(folder: Path, error: BaseException) -> str:
     if not folder.is_dir():
         return "interrupted at once"
     has_result = store.has_result(folder)
-    came_to_nothing = refusing.is_refusal(error) or (folder / store.EARLIER).is_dir()
-    if came_to_nothing and not has_result:
+    said = str(error) if isinstance(error, KeyboardInterrupt) else ""
+    is_empty = bool(said) or refusing.is_refusal(error)
+    if (is_empty or (folder / store.EARLIER).is_dir()) and not has_result:
         store.abandon(folder)
-        return f"interrupted at once; {folder} is as it was"
+        return said or f"interrupted at once; {folder} is as it was"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
         store.mark(folder, "interrupted" if was_interrupted else "failed")

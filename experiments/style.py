@@ -4,9 +4,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-# matplotlib is imported where it is used: this module is read by the command line,
+# What is heavy is imported where it is used: this module is read by the command line,
 # which answers --help before it.
 
 PANEL_SIZE_INCHES = (3.4, 2.4)
@@ -96,9 +94,10 @@ def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
         ax.set_subplotspec(grid[place])
 
 
-def shades(values: np.ndarray) -> np.ndarray:
-    """Gives colours from light to dark, by value."""
+def shades(values: Any) -> Any:
+    """Gives colours from light to dark, an array of them by an array of values."""
     import matplotlib
+    import numpy as np
 
     spread = np.ptp(values) if len(values) else 0.0
     share = (values - values.min()) / spread if spread else np.ones(len(values))

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from experiments import (
     documents,
+    flags,
     interrupting,
     sweep_configs,
     sweep_tables,
@@ -22,13 +24,17 @@ from scaling.sweep_grids import SweepConfig
 class Options:
     """What `sweep` takes beside its config."""
 
-    out: Path | None = None
-    """Folder of the runs; runs/sweep-CONFIG by default. If it holds some of them, the
-    others are made."""
-    executor: Literal["local", "ray"] | None = None
+    out: Annotated[Path | None, flags.without("runs/sweep-CONFIG")] = None
+    """Folder of the runs. If it holds some of them, the others are made."""
+    executor: Annotated[
+        Literal["local", "ray"] | None, flags.without("as the config says: local")
+    ] = None
     """In this process, or on a Ray cluster."""
-    mode: Literal["auto", "loop", "vmap"] | None = None
-    """Runs of one model one after another or side by side."""
+    mode: Annotated[
+        Literal["auto", "loop", "vmap"] | None, flags.without("as the config says")
+    ] = None
+    """Runs of one model one after another or side by side; auto times both."""
+    max_seconds: Annotated[float, flags.without("no end", flags.MAX_SECONDS)] = math.inf
     keep_models: bool = False
     """Keep the trained models."""
     print_config: bool = False
@@ -43,7 +49,8 @@ def sweep(name: str, options: Options) -> Answer:
       options: the rest of the command line.
 
     Returns:
-      The folder and what is in it; status 130 if it was ended early.
+      The folder and what is in it; status 130 if it was ended early, 75 if by the
+      clock.
 
     Raises:
       ValueError: there is no such config, or `sweeps.sweep` refuses it.
@@ -63,7 +70,7 @@ def sweep(name: str, options: Options) -> Answer:
     def leave() -> None:
         interrupting.leave(f"interrupted at once; the runs that ended are in {out}")
 
-    with terminal.Terminal(leave) as bars:
+    with terminal.Terminal(leave, max_seconds=options.max_seconds) as bars:
         outcome = sweep_tables.run(config, out, bars)
     document = {
         "log": outcome.log,
@@ -78,8 +85,8 @@ def sweep(name: str, options: Options) -> Answer:
     if outcome.num("done"):
         lines = [f"log: {out}; jaxkv fit {out} fits it"]
     if outcome.is_stopped:
-        lines.insert(0, "interrupted; the same command goes on")
-    status = 130 if outcome.is_stopped else 0
+        lines.insert(0, f"{bars.reason}; the same command goes on")
+    status = bars.status if outcome.is_stopped else 0
     return Answer(document, _sheets(document, outcome.records), lines, status)
 
 

@@ -1,6 +1,7 @@
 """Progress on standard error, and Ctrl-C while something runs."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -22,7 +23,8 @@ class Terminal:
     """Progress on standard error, as a context.
 
     Inside it the first Ctrl-C sets `stopped`; the second interrupts at once. A process
-    that was started to ignore Ctrl-C goes on doing so. On a terminal bars move and a
+    that was started to ignore Ctrl-C goes on doing so. `stopped` is also set when it is
+    looked at after `max_seconds`. On a terminal bars move and a
     text stands below them, which is gone at the end; elsewhere a bar is a line now and
     then.
 
@@ -30,14 +32,25 @@ class Terminal:
       leave: ends the process; is called after the second Ctrl-C, from another thread,
         if the main thread hears of nothing because a compiler has it.
       console: where to draw; standard error by default.
+      max_seconds: from now on; above 0.
+
+    Attributes:
+      has_stopped: whether somebody who looked was told to stop.
+
+    Raises:
+      ValueError: `max_seconds` is not above 0.
     """
 
     def __init__(
         self,
         leave: Callable[[], None] = lambda: None,
         console: rich_console.Console | None = None,
+        max_seconds: float = math.inf,
     ) -> None:
-        self.stopped = False
+        if not max_seconds > 0:
+            raise ValueError(f"--max-seconds {max_seconds:g}: must be above 0")
+        self.has_stopped = False
+        self._end_s = time.monotonic() + max_seconds
         self._leave = leave
         self._num_heard = self._num_handled = 0
         self._is_left = threading.Event()
@@ -52,6 +65,25 @@ class Terminal:
         )
         self._live = live.Live(self._bars, console=self._console)
         self._exits = contextlib.ExitStack()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether Ctrl-C was pressed or the time is up."""
+        if not self.has_stopped and time.monotonic() >= self._end_s:
+            self.has_stopped = True
+            self._console.print("time is up: stopping after this piece")
+        return self.has_stopped
+
+    @property
+    def status(self) -> int:
+        """The exit status of work that was stopped, if it was: by whom."""
+        by_hand = self._num_heard or self._num_handled
+        return 130 if by_hand else interrupting.AGAIN if self.has_stopped else 0
+
+    @property
+    def reason(self) -> str:
+        """Why work was stopped, for a person."""
+        return "time is up" if self.status == interrupting.AGAIN else "interrupted"
 
     def __enter__(self) -> Self:
         """Starts the display and takes over Ctrl-C."""
@@ -113,7 +145,7 @@ class Terminal:
     def _hear(self) -> None:
         """Runs at once when Ctrl-C is pressed, in a thread of its own."""
         self._num_heard += 1
-        self.stopped = True
+        self.has_stopped = True
         if self._num_heard == 1:
             self._console.print("stopping after this piece; Ctrl-C again stops at once")
         elif not self._is_left.wait(PATIENCE_S):
@@ -123,7 +155,7 @@ class Terminal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs when Python has its turn; several presses may have become one."""
         self._num_handled += 1
-        self.stopped = True
+        self.has_stopped = True
         if max(self._num_heard, self._num_handled) > 1:
             self._is_left.set()
             raise KeyboardInterrupt

@@ -4,8 +4,9 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Annotated
 
-from experiments import documents, interrupting, sweep_configs, terminal, units
+from experiments import documents, flags, interrupting, sweep_configs, terminal, units
 from experiments.reporting import Sheet
 from experiments.running import Answer
 from jaxkv import checkpoints, models, tokenizing
@@ -22,8 +23,9 @@ MODEL = "model"
 class Options:
     """What `train` takes beside its config."""
 
-    out: Path | None = None
-    """Folder of the run; runs/train-CONFIG by default. A run that is there goes on."""
+    out: Annotated[Path | None, flags.without("runs/train-CONFIG")] = None
+    """Folder of the run. A run that is there goes on."""
+    max_seconds: Annotated[float, flags.without("no end", flags.MAX_SECONDS)] = math.inf
     print_config: bool = False
     """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
 
@@ -36,8 +38,8 @@ def train(name: str, options: Options) -> Answer:
       options: the rest of the command line.
 
     Returns:
-      The folder, the losses and the model; status 130 if it was ended early, 1 if it
-      diverged.
+      The folder, the losses and the model; status 130 if it was ended early, 75 if by
+      the clock, 1 if it diverged.
 
     Raises:
       ValueError: there is no such config, or `training.train` refuses it.
@@ -53,7 +55,7 @@ def train(name: str, options: Options) -> Answer:
     def leave() -> None:
         interrupting.leave(f"interrupted at once; the last checkpoint is in {out}")
 
-    with terminal.Terminal(leave) as bars:
+    with terminal.Terminal(leave, max_seconds=options.max_seconds) as bars:
         result = training.train(config, out, progress=bars)
         bars.show("scoring")
         tokens = config.batch_size * config.seq_len * config.num_steps
@@ -78,11 +80,11 @@ def train(name: str, options: Options) -> Answer:
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
     if result.status == "stopped":
-        lines = ["interrupted; the same command goes on"]
+        lines = [f"{bars.reason}; the same command goes on"]
     if result.status == "diverged":
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
     rows = [units.named(key, value) for key, value in document.items() if key != "out"]
-    status = {"done": 0, "stopped": 130, "diverged": 1}[result.status]
+    status = {"done": 0, "stopped": bars.status, "diverged": 1}[result.status]
     return Answer(document, [Sheet("run", ("", ""), rows)], lines, status)
 
 

@@ -50,7 +50,7 @@ class Finished(NamedTuple):
     error: str | None = None
 
 
-class _Lanes(NamedTuple):
+class Lanes(NamedTuple):
     """Where some runs side by side stand, after `step` steps."""
 
     state: training.TrainState
@@ -60,8 +60,30 @@ class _Lanes(NamedTuple):
     seconds: float
 
 
+class Half(NamedTuple):
+    """Where runs stand that were stopped, for another call to go on from.
+
+    Attributes:
+      horizon: index of the length that was under way.
+      trunk: where the trunk stands.
+      branch: where the branch off it stands; None if it is not begun.
+    """
+
+    horizon: int
+    trunk: Lanes
+    branch: Lanes | None
+
+
 class Stopped(Exception):
-    """Somebody asked to stop."""
+    """Somebody asked to stop.
+
+    Attributes:
+      half: where the runs stand.
+    """
+
+    def __init__(self, half: Half):
+        super().__init__()
+        self.half = half
 
 
 def run(
@@ -71,6 +93,7 @@ def run(
     is_vmapped: bool,
     num_eval_windows: int,
     advance: Callable[[int], bool] = lambda steps: True,
+    half: Half | None = None,
 ) -> Iterator[Finished]:
     """Trains runs of one model that differ in rate, seed and length.
 
@@ -83,9 +106,10 @@ def run(
       num_eval_windows: held-out windows to score on.
       advance: is told how many steps were taken, over all runs, and says whether to
         go on.
+      half: where an earlier call with the same runs was stopped.
 
     Yields:
-      The runs, length by length.
+      The runs, length by length, from that on which was under way.
 
     Raises:
       Stopped: `advance` said so.
@@ -93,18 +117,27 @@ def run(
     trunk = horizons[-1]
     if len(trunk) > 1 and not is_vmapped:
         raise ValueError("several runs are side by side only under vmap")
-    done = 0
+    done = 0 if half is None else len(trunk) * half.horizon
     try:
-        lanes = _begin(trunk, is_vmapped)
+        half = half or Half(0, begin(trunk, is_vmapped), None)
+        lanes, end = half.trunk, half.branch
         schedules = [_schedules(runs, is_vmapped) for runs in horizons]
+        _compile(trunk, corpus, lanes, schedules[-1], is_vmapped)
         go = functools.partial(_go, trunk, corpus, is_vmapped=is_vmapped)
-        for i, runs in enumerate(horizons):
+        for i, runs in enumerate(horizons[half.horizon :], half.horizon):
             branch_at = runs[0].num_steps - runs[0].cooldown_steps
-            lanes = go(lanes, schedules[-1], branch_at, advance=advance)
-            end = go(lanes, schedules[i], runs[0].num_steps, advance=advance)
+            lanes, goes_on = go(lanes, schedules[-1], branch_at, advance=advance)
+            if not goes_on:
+                raise Stopped(Half(i, lanes, None))
+            end, goes_on = go(
+                *(end or lanes, schedules[i], runs[0].num_steps), advance=advance
+            )
+            if not goes_on:
+                raise Stopped(Half(i, lanes, end))
             for j, each in enumerate(runs):
                 yield _finish(each, end, j, corpus, is_vmapped, num_eval_windows)
                 done += 1
+            end = None
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         # Out of memory, mostly: the other models of a sweep may still fit.
         line = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -120,7 +153,7 @@ def speed(
     Without compilation, which a sweep pays once for a model.
     """
     schedules = _schedules(runs, is_vmapped)
-    lanes, num_steps = _begin(runs, is_vmapped), 4
+    lanes, num_steps = begin(runs, is_vmapped), 4
     _go(runs, corpus, lanes, schedules, 1, is_vmapped=is_vmapped)
 
     def spend() -> float:
@@ -135,10 +168,11 @@ def speed(
         num_steps *= 2
 
 
-def _begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> _Lanes:
+def begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> Lanes:
+    """Where runs of one model stand before their first step."""
     model, optimizer = runs[0].model, runs[0].optimizer
     states = [training.init(model, optimizer, jnp.int32(x.seed)) for x in runs]
-    return _Lanes(
+    return Lanes(
         _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0
     )
 
@@ -146,32 +180,25 @@ def _begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> _Lanes:
 def _go(
     runs: Sequence[TrainConfig],
     corpus: Corpus,
-    lanes: _Lanes,
+    lanes: Lanes,
     schedule: Schedule,
     until: int,
     *,
     is_vmapped: bool,
     advance: Callable[[int], bool] = lambda steps: True,
-) -> _Lanes:
-    """Trains up to a step, noting the loss on the way."""
-    first = runs[0]
-    call = _program(
-        first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
-    )
+) -> tuple[Lanes, bool]:
+    """Trains up to a step, noting the loss on the way; and whether to go on."""
     if not lanes.alive.any():
-        return lanes._replace(step=max(until, lanes.step))
-    stream = corpus.stream
-    seeds = _stack([jnp.int32(x.seed) for x in runs], is_vmapped)
-    if lanes.step == 0:  # compiled before the clock runs
-        jax.block_until_ready(call(lanes.state, stream, schedule, seeds, jnp.int32(0)))
+        return lanes._replace(step=max(until, lanes.step)), True
+    call = _call(runs, corpus, schedule, is_vmapped)
     for end in _reports(lanes.step, until):
         started = time.monotonic()
         num_steps = end - lanes.step
-        state, loss = call(lanes.state, stream, schedule, seeds, jnp.int32(num_steps))
+        state, loss = call(lanes.state, jnp.int32(num_steps))
         losses = np.atleast_1d(np.asarray(loss, np.float64))
         middle = (lanes.step + end + 1) / 2
         alive = lanes.alive & np.isfinite(losses)
-        lanes = _Lanes(
+        lanes = Lanes(
             state,
             end,
             alive,
@@ -181,16 +208,44 @@ def _go(
             ),
             lanes.seconds + (time.monotonic() - started) / len(runs),
         )
-        if not advance(num_steps * len(runs)):
-            raise Stopped
         if not alive.any():
-            return lanes._replace(step=until)
-    return lanes
+            lanes = lanes._replace(step=until)
+        if not advance(num_steps * len(runs)):
+            return lanes, False
+        if not alive.any():
+            break
+    return lanes, True
+
+
+def _compile(
+    runs: Sequence[TrainConfig],
+    corpus: Corpus,
+    lanes: Lanes,
+    schedule: Schedule,
+    is_vmapped: bool,
+) -> None:
+    """Has the program compiled, before a clock runs."""
+    call = _call(runs, corpus, schedule, is_vmapped)
+    jax.block_until_ready(call(lanes.state, jnp.int32(0)))
+
+
+def _call(
+    runs: Sequence[TrainConfig], corpus: Corpus, schedule: Schedule, is_vmapped: bool
+) -> Callable[..., Any]:
+    """The program, as a function of the state and the number of steps."""
+    first = runs[0]
+    program = _program(
+        first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
+    )
+    seeds = _stack([jnp.int32(x.seed) for x in runs], is_vmapped)
+    return lambda state, num_steps: program(
+        state, corpus.stream, schedule, seeds, num_steps
+    )
 
 
 def _finish(
     run: TrainConfig,
-    end: _Lanes,
+    end: Lanes,
     lane: int,
     corpus: Corpus,
     is_vmapped: bool,

@@ -5,14 +5,16 @@ The only door to ray, an extra. Whoever carries a run out, its record is made he
 
 import functools
 import math
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv import models
-from scaling import branching, corpora, sweep_grids
+from scaling import branching, corpora, pausing, sweep_grids
 from scaling.branching import Finished
 from scaling.streams import Corpus
 from scaling.sweep_grids import Cell, Group, SweepConfig
@@ -87,6 +89,7 @@ def local(
     corpus: Corpus,
     mode: str,
     advance: Callable[[int, Any], bool],
+    paused: Path,
 ) -> Iterator[Made]:
     """Carries out groups in this process.
 
@@ -96,9 +99,13 @@ def local(
       corpus: its stream on the device.
       mode: `loop` or `vmap`.
       advance: is told how many steps of which model were taken; false to stop.
+      paused: folder for what is under way when somebody stops, to go on from there.
 
     Yields:
       The runs, until they end or somebody stops them.
+
+    Raises:
+      ValueError: what is under way cannot be written or read.
     """
     for group in groups:
         parts = [group.lanes]
@@ -107,10 +114,13 @@ def local(
         tell = functools.partial(_tell, advance, group.model)
         for lanes in parts:
             part = group._replace(lanes=lanes)
+            place = paused / sweep_grids.group_id(config, part, corpus.digest)
             try:
-                yield from _run(config, part, corpus, mode == "vmap", tell)
-            except branching.Stopped:
+                yield from _run(config, part, corpus, mode == "vmap", tell, place)
+            except branching.Stopped as stop:
+                pausing.save(place, stop.half)
                 return
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _tell(advance: Callable[[int, Any], bool], model: Any, steps: int) -> bool:
@@ -123,17 +133,24 @@ def _run(
     corpus: Corpus,
     is_vmapped: bool,
     advance: Callable[[int], bool],
+    paused: Path | None = None,
 ) -> Iterator[Made]:
     horizons = [
         [sweep_grids.train_config(config, Cell(group.model, n), x) for x in group.lanes]
         for n in group.horizons
     ]
+    half = None
+    if paused is not None and paused.exists():
+        begun = branching.begin(horizons[-1], is_vmapped)
+        if half := pausing.load(paused, begun.state):
+            advance(len(group.lanes) * (half.branch or half.trunk).step)
     found = branching.run(
         horizons,
         corpus,
         is_vmapped=is_vmapped,
         num_eval_windows=config.num_eval_windows,
         advance=advance,
+        half=half,
     )
     for finished in found:
         yield made(config, corpus, finished)

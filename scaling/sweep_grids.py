@@ -239,6 +239,13 @@ def cell_id(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> str:
     return _digest({k: v for k, v in deciding.items() if k not in Lane._fields})
 
 
+def group_id(config: SweepConfig, group: Group, corpus_digest: str) -> str:
+    """Names runs that are carried out together."""
+    cells = [Cell(group.model, steps) for steps in group.horizons]
+    runs = [train_config(config, x, lane) for x in cells for lane in group.lanes]
+    return _digest([run_id(config, run, corpus_digest) for run in runs])
+
+
 def _deciding(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> dict:
     # The text itself, by its digest, wherever it lies.
     left_out = {*_IRRELEVANT, "corpus"}

@@ -7,6 +7,7 @@ stood; runs that are there are not made again.
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ _COMMON = (
 
 MODELS = "models"
 """Where in a sweep's folder trained models lie."""
+PAUSED = "paused"
+"""And the runs that were under way when somebody stopped it."""
 
 
 class Outcome(NamedTuple):
@@ -71,7 +74,8 @@ def sweep(
     """Carries out a sweep, or what is left of it.
 
     A killed sweep loses the runs that had not ended, and makes them again bit for bit.
-    One that `progress` stops keeps what it has, and loses the same.
+    One that `progress` stops keeps what it has, in this process also the runs that had
+    not ended, which the next call takes up.
 
     Args:
       config: the sweep.
@@ -98,9 +102,12 @@ def sweep(
     try:
         header = _header(folder, config, corpus) | (environment or {})
         skipped, is_stopped = len(folder.known), False
+        paused = folder.path / PAUSED
         tell([*folder.known.values()])
         failed_round = -1
         while groups := sweep_planning.next_groups(config, folder.known, corpus.digest):
+            if is_stopped := progress is not None and progress.stopped:
+                break
             if len(folder.known) == failed_round:
                 raise RuntimeError("a round of runs left no record")
             failed_round = len(folder.known)
@@ -111,11 +118,11 @@ def sweep(
                 groups = sweep_planning.unfinished(
                     config, groups, folder.known, corpus.digest
                 )
-            for made in _made(config, groups, corpus, choice, progress):
+            for made in _made(config, groups, corpus, choice, paused, progress):
                 _keep(config, folder, made, commit)
                 tell([*folder.known.values()])
-            if is_stopped := progress is not None and progress.stopped:
-                break
+        else:
+            shutil.rmtree(paused, ignore_errors=True)
     finally:
         folder.close()
     duration_s = time.monotonic() - started
@@ -168,6 +175,7 @@ def _made(
     groups: list[Group],
     corpus: Corpus,
     choice: Choice,
+    paused: Path,
     progress: training.Progress | None,
 ) -> Iterator[Made]:
     """Carries out a round under a bar that counts operations."""
@@ -185,7 +193,7 @@ def _made(
 
     if config.executor == "ray":
         return executing.on_ray(config, groups, advance)
-    return executing.local(config, groups, corpus, choice.mode, advance)
+    return executing.local(config, groups, corpus, choice.mode, advance, paused)
 
 
 def _keep(

@@ -27,6 +27,7 @@ __all__ = [
     "TrainState",
     "init",
     "restore",
+    "save",
     "steps",
     "train",
     "train_in_memory",
@@ -263,12 +264,29 @@ def restore(checkpoint: Path, like: TrainState) -> TrainState:
         raise ValueError(f"{checkpoint}: cannot be continued: {reason}") from error
 
 
+def save(checkpoint: Path, state: TrainState) -> None:
+    """Writes a checkpoint, whole or not at all.
+
+    Args:
+      checkpoint: a folder that is not there, in one that is.
+      state: what `restore` will read.
+
+    Raises:
+      ValueError: there is no room, or it must not be written.
+    """
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(Path(checkpoint).absolute(), state)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{checkpoint}: cannot be written: {reason}") from error
+
+
 def _save(folder: runs.RunFolder, state: TrainState) -> Path:
-    """Writes a checkpoint unless it is there, whole or not at all."""
+    """Writes a checkpoint unless it is there."""
     path = folder.checkpoint(int(state.step))
     if not path.exists():
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(path, state)
+        save(path, state)
     folder.prune()
     return path
 

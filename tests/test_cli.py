@@ -209,6 +209,14 @@ def test_help_is_status_0(jaxkv: Jaxkv, args: str) -> None:
     assert "usage: jaxkv" in out
 
 
+@pytest.mark.parametrize(
+    "command", ["sweep", "train", "plan", "cost", "generate", "claims", "fit", "demo"]
+)
+def test_help_says_what_holds_without_a_flag(jaxkv: Jaxkv, command: str) -> None:
+    _, out, _ = jaxkv(command, "--help")
+    assert "None" not in out
+
+
 def test_help_and_list_import_nothing_heavy() -> None:
     code = (
         "import sys; from experiments import cli\n"

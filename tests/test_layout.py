@@ -16,7 +16,7 @@ PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
 # The only files that may import a library (or a part of one).
 DOORS = {
     "matplotlib": ("experiments/*",),
-    "tyro": ("experiments/cli.py",),
+    "tyro": ("experiments/cli.py", "experiments/flags.py"),
     "flax": ("jaxkv/layers.py", "jaxkv/models.py", "scaling/architectures.py"),
     "optax": ("scaling/optimizers.py", "jaxkv/checkpoints.py"),
     "orbax": ("scaling/training.py", "jaxkv/snapshots.py"),

@@ -80,6 +80,30 @@ def test_one_run_and_the_model_it_leaves(here: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "sweep"])
+def test_when_the_time_is_up_the_same_command_goes_on(
+    command: str, here: Path, capsys
+) -> None:
+    assert cli.main([command, "smoke", "--max-seconds", "1e-9"]) == 75
+    said = capsys.readouterr()
+    assert "time is up; the same command goes on" in said.out
+    assert said.err.count("time is up") == 1
+    assert cli.main([command, "smoke", "--max-seconds", "0"]) == 2
+    assert "--max-seconds 0: must be above 0" in capsys.readouterr().err
+
+
+def test_an_experiment_without_a_result_leaves_its_folder_alone(
+    here: Path, capsys
+) -> None:
+    late = ["run", "isoflop", "smoke", "--max-seconds", "1e-9"]
+    assert cli.main([*late, "--folder", "kept"]) == 75
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("jaxkv: stopped; 0 runs are in ")
+    assert said.endswith("kept, and the same command goes on")
+    assert cli.main(late) == 130  # nothing is kept for another call
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "sweep"])
 def test_bad_input_is_one_line(command: str, here: Path, capsys) -> None:
     Path("odd.json").write_text('{"modles": []}')
     for args, message in [

@@ -175,6 +175,51 @@ def test_a_stopped_sweep_goes_on(whole: sweeps.Outcome, config, tmp_path) -> Non
     assert "no record" not in (out / "curves.jsonl").read_text()
 
 
+@pytest.mark.parametrize("mode", ["loop", pytest.param("vmap", marks=pytest.mark.slow)])
+def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> None:
+    small = dataclasses.replace(
+        config, models=(model(8),), max_extensions=0, mode=mode, cooldown=0.7
+    )
+    unbroken = sweeps.sweep(small, tmp_path / "unbroken")
+    taken, real = [], branching._go
+
+    def count(runs, corpus, lanes, *args, **settings):
+        found = real(runs, corpus, lanes, *args, **settings)
+        taken.append((found[0].step - lanes.step) * len(runs))
+        return found
+
+    monkeypatch.setattr(branching, "_go", count)
+    out, calls = tmp_path / "sweep", 1
+    while sweeps.sweep(small, out, progress=Stopping(13)).is_stopped:
+        assert len([*(out / "paused").iterdir()]) == 1
+        calls += 1
+    assert calls > 1
+    assert not (out / "paused").exists()
+    # No step twice, and the same bits.
+    ((low, high), lanes) = (20, 40), 2
+    assert sum(taken) == lanes * sweep_grids.steps_taken(small, (low, high))
+    assert losses(out) == losses(unbroken.log)
+    for name in ("runs.jsonl", "curves.jsonl"):
+        rows = [
+            [
+                json.loads(line) | {"seconds": 0}
+                for line in path.read_text().split("\n")[:-1]
+            ]
+            for path in (out / name, unbroken.log / name)
+        ]
+        assert rows[0] == rows[1]
+
+
+def test_a_pause_that_is_broken_says_what_to_do(config, tmp_path) -> None:
+    small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
+    out = tmp_path / "sweep"
+    assert sweeps.sweep(small, out, progress=Stopping(1)).is_stopped
+    (place,) = (out / "paused").iterdir()
+    (place / "half.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"paused/.* cannot be continued; delete it"):
+        sweeps.sweep(small, out)
+
+
 def test_divergence_is_recorded_once(config, tmp_path) -> None:
     # A rate at which float32 overflows.
     wild = dataclasses.replace(
