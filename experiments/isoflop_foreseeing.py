@@ -32,12 +32,13 @@ CONVENTIONS = (
     "causally. Loss: nats per token of held-out windows, the same for every model, at "
     "the best learning rate of each size and length; every run decays its rate to "
     "zero. Size of the held-out run: N* by parabolas through all sizes of a budget, "
-    "extrapolated. Its rate: a power of width and tokens, through the cells' optima. "
-    "Its loss: three laws' fits by Huber's loss on ln L, delta 1e-3, averaged in ln L "
-    "with weights 1 / error^2, the mean error of their fits without the largest "
-    "budget, and without the largest two, on the runs left out. The interval is of a "
-    "run, from resamples of the best law with residuals; the spread of seeds, that of "
-    "the laws about their average, and the best law's error are added in squares. "
+    "extrapolated. Its rates, of which the best counts as everywhere: a power of width "
+    "and tokens, through the cells' optima, and its neighbours. Its loss: three laws' "
+    "fits by Huber's loss on ln L, delta 1e-3, averaged in ln L with weights "
+    "1 / error^2, the mean error of their fits without the largest budget, and without "
+    "the largest two, on the runs left out. The interval is of a run, from resamples "
+    "of the best law with residuals; the spread of seeds, that of the laws about their "
+    "average, and the best law's error are added in squares. "
     "Log-linear baseline: a power of C through the parabolas' minima."
 )
 
@@ -141,6 +142,7 @@ def foresee(
         "num_tokens": num_tokens,
         "flops": per_token * num_tokens,
         "learning_rate": rate,
+        "learning_rates": _around(rate, config.learning_rates),
         "rate_powers": powers,
         "law": fit.law,
         "predicted": value,
@@ -156,6 +158,14 @@ def foresee(
         "token_law": [found.num_tokens.coefficient, found.num_tokens.exponent],
         "loss_law": [found.loss.coefficient, found.loss.exponent],
     }
+
+
+def _around(rate: float, grid: tuple[float, ...]) -> list[float]:
+    """A rate and, if a grid has several, its neighbours at the grid's ratio."""
+    if len(grid) < 2:
+        return [rate]
+    ratio = grid[1] / grid[0]
+    return [float(f"{rate * ratio**i:.4g}") for i in (-1, 0, 1)]
 
 
 def average(by_law: dict[str, float], errors: dict[str, float]) -> tuple[float, float]:

@@ -1,6 +1,5 @@
 """Carries `isoflop` out: the sweep, its fit, the prediction, and then the truth."""
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -10,34 +9,27 @@ import numpy as np
 
 from experiments import (
     documents,
-    environment,
     fit_frontiers,
     fitting_logs,
     isoflop_foreseeing,
     isoflop_horizons,
     isoflop_outcomes,
+    isoflop_truth,
     store,
     sweep_tables,
 )
 from experiments.isoflop_outcomes import Line, Points, Rates, Result
-from experiments.isoflop_settings import Settings, shape
+from experiments.isoflop_settings import Settings
 from experiments.progress import QUIET, Progress
-from jaxkv import checkpoints, tokenizing
 from scaling import (
-    branching,
-    executing,
     fit_results,
     laws,
     logs,
-    objectives,
-    sweep_grids,
     sweeps,
-    training,
 )
 from scaling.frontiers import Frontier
-from scaling.recipes import TrainConfig
 
-PREDICTION, HELD_OUT = "prediction.json", "held_out.json"
+PREDICTION = "prediction.json"
 
 
 def run(config: Settings, progress: Progress) -> Result:
@@ -77,16 +69,16 @@ def _run(config: Settings, folder: Path, progress: Progress) -> Result:
         f"width {prediction['width']} for {prediction['num_steps']:,} steps: "
         f"{prediction['predicted']:.4f} foreseen"
     )
-    held_out, curve = _truth(config, folder, prediction, progress)
+    truth = isoflop_truth.train(config, folder, prediction, progress)
     groups = isoflop_horizons.find(config, log, 0, QUIET).frontiers
     rates = isoflop_foreseeing.optimal_rates(isoflop_foreseeing.rows_of(folder))
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
         header=(folder / "sweep.json").read_text("utf-8"),
         prediction=documents.dumps(prediction),
-        held_out="" if held_out is None else documents.dumps(held_out),
-        held_out_flops=np.array([x for x, _ in curve]),
-        held_out_loss=np.array([y for _, y in curve]),
+        held_out="" if truth.record is None else documents.dumps(truth.record),
+        held_out_flops=np.array([x for x, _ in truth.curve]),
+        held_out_loss=np.array([y for _, y in truth.curve]),
         fit=fit,
         cosine=documents.dumps(isoflop_horizons.document(config, folder, resampled)),
         curves=_points(cosine),
@@ -134,71 +126,13 @@ def _prediction(
             documents.dumps({**made, "made_at": ""})
         ):
             return before
-        if (folder / HELD_OUT).exists():
+        if (folder / isoflop_truth.FILE).exists():
             raise ValueError(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; name another folder"
             )
     store.write(path, documents.dumps(made))
     return json.loads(path.read_text("utf-8"))
-
-
-def _truth(
-    config: Settings, folder: Path, prediction: dict[str, Any], progress: Progress
-) -> tuple[dict[str, Any] | None, list[tuple[float, float]]]:
-    """Trains the run that was foreseen, or reads what it gave."""
-    sweep = config.sweep
-    model = shape(prediction["width"], config.num_layers, config.seq_len)
-    cell = sweep_grids.Cell(model, prediction["num_steps"])
-    lane = sweep_grids.Lane(prediction["learning_rate"], config.seeds[0])
-    run = sweep_grids.train_config(sweep, cell, lane)
-    trained = training.train(_reporting(run), folder / "held_out", progress=progress)
-    per_token = sweep_grids.count(model, config.seq_len).flops_per_token
-    whole = _reporting(run).report_every  # a shorter stretch is mostly noise
-    curve = [
-        (x["tokens"] * per_token, x["loss"])
-        for x in trained.curve
-        if x["step"] % whole == 0
-    ]
-    path = folder / HELD_OUT
-    if path.exists():
-        return json.loads(path.read_text("utf-8")), curve
-    if trained.status == "stopped":
-        return None, curve
-    corpus = executing.open_corpus(sweep)
-    score = objectives.score_stream(
-        trained.params,
-        corpus.held_out,
-        model=model,
-        seq_len=run.seq_len,
-        num_windows=config.num_eval_windows,
-    )
-    finished = branching.Finished(
-        run=run,
-        status="done" if trained.status == "done" else "diverged",
-        score=score if trained.status == "done" else None,
-        curve=[],
-        seconds=trained.curve[-1]["duration_s"] if trained.curve else 0.0,
-        params=None,
-    )
-    record = executing.made(sweep, corpus, finished).record
-    record["commit"] = environment.describe()["commit"]
-    store.write(path, documents.dumps(record))
-    if config.keep_models and trained.status == "done":
-        checkpoints.save_model(
-            sweeps.model_folder(folder, "held_out"),
-            model,
-            trained.params,
-            tokenizer=tokenizing.ByteTokenizer(model.vocab_size),
-            overwrite=True,
-        )
-    return json.loads(path.read_text("utf-8")), curve
-
-
-def _reporting(run: TrainConfig) -> TrainConfig:
-    """Has a run report some hundred times, and be saved now and then."""
-    every = max(10, run.num_steps // 300)
-    return dataclasses.replace(run, report_every=every, checkpoint_every=20 * every)
 
 
 def _points(log: logs.Log) -> Points:

@@ -142,6 +142,7 @@ def metrics(result: Result) -> dict[str, Any]:
     gain = foreseen["best_fitted_loss"] - truth
     return found | {
         "truth": truth,
+        "tried": held_out["tried"],
         "truth_se": held_out["loss_se"],
         "truth_seconds": held_out["seconds"],
         "gain": gain,
@@ -242,6 +243,7 @@ def _prediction(result: Result) -> Sheet:
     ]
     if "truth" in found:
         rows += [
+            *((f"at rate {rate:.4g}", _loss(x)) for rate, x in found["tried"]),
             ("truth", f"{found['truth']:.4f}"),
             ("error, share of the gain", f"{100 * found['error_share']:+.1f} %"),
             (
@@ -251,6 +253,10 @@ def _prediction(result: Result) -> Sheet:
             ("inside the interval", "yes" if found["is_inside"] else "no"),
         ]
     return Sheet("the run that was foreseen", ("", ""), rows, foreseen["conventions"])
+
+
+def _loss(value: float | None) -> str:
+    return "diverged" if value is None else f"{value:.4f}"
 
 
 def _with_interval(value: float | None, interval: Any) -> str:

@@ -1,0 +1,122 @@
+"""The run that was foreseen, trained after the prediction stands.
+
+As every size and length that was fitted, it has several learning rates, and the best of
+them is what it is worth.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments import documents, environment, store
+from experiments.isoflop_settings import Settings, shape
+from experiments.progress import Progress
+from jaxkv import checkpoints, models, tokenizing
+from scaling import branching, executing, objectives, sweep_grids, sweeps, training
+from scaling.recipes import TrainConfig
+from scaling.streams import Corpus
+
+FILE = "held_out.json"
+"""The best run's record, and what the others came to."""
+
+
+class Truth(NamedTuple):
+    """What came of the run.
+
+    Attributes:
+      record: as in `FILE`; None if it was stopped before.
+      curve: FLOPs and training loss of the best run.
+    """
+
+    record: dict[str, Any] | None
+    curve: list[tuple[float, float]]
+
+
+def train(
+    config: Settings, folder: Path, prediction: dict[str, Any], progress: Progress
+) -> Truth:
+    """Trains the run at every rate, or reads what it gave.
+
+    Args:
+      config: the experiment.
+      folder: of its sweep; each rate has a folder within, and is taken up there.
+      prediction: what `prediction.json` holds.
+      progress: watches, and may stop it.
+    """
+    sweep, path = config.sweep, folder / FILE
+    model = shape(prediction["width"], config.num_layers, config.seq_len)
+    cell = sweep_grids.Cell(model, prediction["num_steps"])
+    runs, results = [], []
+    for i, rate in enumerate(prediction["learning_rates"]):
+        lane = sweep_grids.Lane(rate, config.seeds[0])
+        runs.append(_reporting(sweep_grids.train_config(sweep, cell, lane)))
+        at = folder / "held_out" / str(i)
+        results.append(training.train(runs[-1], at, progress=progress))
+        if results[-1].status == "stopped":
+            return Truth(None, [])
+    if not path.exists():
+        corpus = executing.open_corpus(sweep)
+        records = [
+            _record(config, corpus, run, result)
+            for run, result in zip(runs, results, strict=True)
+        ]
+        tried = [(record["learning_rate"], record["loss"]) for record in records]
+        best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
+        store.write(path, documents.dumps(best | {"tried": tried}))
+    record = json.loads(path.read_text("utf-8"))
+    rates = [run.learning_rate for run in runs]
+    run, result = [*zip(runs, results, strict=True)][
+        rates.index(record["learning_rate"])
+    ]
+    if config.keep_models and record["status"] == "done":
+        _save(sweeps.model_folder(folder, "held_out"), model, result.params)
+    per_token = sweep_grids.count(model, config.seq_len).flops_per_token
+    curve = [
+        (x["tokens"] * per_token, x["loss"])
+        for x in result.curve
+        if x["step"] % run.report_every == 0  # a shorter stretch is mostly noise
+    ]
+    return Truth(record, curve)
+
+
+def _record(
+    config: Settings, corpus: Corpus, run: TrainConfig, result: training.Result
+) -> dict[str, Any]:
+    """Scores a run, and writes it down as a sweep's are."""
+    is_done = result.status == "done"
+    score = None
+    if is_done:
+        score = objectives.score_stream(
+            result.params,
+            corpus.held_out,
+            model=run.model,
+            seq_len=run.seq_len,
+            num_windows=config.num_eval_windows,
+        )
+    finished = branching.Finished(
+        run=run,
+        status="done" if is_done else "diverged",
+        score=score,
+        curve=[],
+        seconds=result.curve[-1]["duration_s"] if result.curve else 0.0,
+        params=None,
+    )
+    record = executing.made(config.sweep, corpus, finished).record
+    return record | {"commit": environment.describe()["commit"]}
+
+
+def _save(folder: Path, model: models.ModelConfig, params: models.Params) -> None:
+    checkpoints.save_model(
+        folder,
+        model,
+        params,
+        tokenizer=tokenizing.ByteTokenizer(model.vocab_size),
+        overwrite=True,
+    )
+
+
+def _reporting(run: TrainConfig) -> TrainConfig:
+    """Has a run report some hundred times, and be saved now and then."""
+    every = max(10, run.num_steps // 300)
+    return dataclasses.replace(run, report_every=every, checkpoint_every=20 * every)
