@@ -10,20 +10,21 @@ serving the bytes of every expert that some token of the batch meets.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from experiments import experts_drawing, experts_fitting, experts_runs
-from experiments.claims import Claim, judge
+from experiments import (
+    experts_drawing,
+    experts_fitting,
+    experts_runs,
+    experts_telling,
+)
 from experiments.experts_runs import Kind, Run, Shapes
 from experiments.progress import QUIET, Progress
-from jaxkv import mixtures
 from scaling import corpora
 
 PANELS = (1, 2)
-_FEDUS = "Fedus et al. 2021, arXiv:2101.03961, abstract and section 3.2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,9 @@ class Config:
     """Hidden sizes, ascending multiples of 8; a pair of models each."""
     num_tuned: int = 2
     """Widths, the smallest ones, at which both kinds try every learning rate."""
-    learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+    learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
     """Peaks. Each kind uses the one that is best for it at the tuned widths."""
-    num_repeated: int = 2
+    num_repeated: int = 5
     """Widths, the smallest ones, with a second seed."""
     shapes: Shapes = experts_runs.SHAPES
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
@@ -79,6 +80,7 @@ CONFIGS = {
     "gpu": Config(
         widths=(64, 96, 128, 192, 256),
         learning_rates=(1.5e-3, 3e-3, 6e-3),
+        num_repeated=2,
         shapes=Shapes(num_layers=4, num_experts=16, batch_size=64, seq_len=256),
         num_windows=4096,
     ),
@@ -221,71 +223,7 @@ def _collect(config: Config, found: list[Run], plan: _Plan, error: float) -> Res
     )
 
 
-def plot(axes: Any, result: Result) -> None:
-    """Draws losses against compute, and the loads of experts."""
-    experts_drawing.draw(axes, result)
-
-
-def claims(result: Result) -> list[Claim]:
-    """Holds routing, gain and balance against what was said of them."""
-    found = [
-        judge(
-            "a token's shares are the softmax over its experts, renormalised",
-            source="the lectures; Jiang et al. 2024, arXiv:2401.04088, section 2.1",
-            published=0.0,
-            ours=result.routing_error,
-            unit="largest difference",
-            tolerance=1e-6,
-        ),
-        judge(
-            "a mixture needs a seventh of the dense model's compute for equal loss",
-            source=_FEDUS,
-            published=7.0,
-            ours=float(result.ratio[0]),
-            unit="ratio of compute",
-            differs="there T5 of 220 M parameters with up to 128 times as many FFNs, "
-            "one expert a token, compared by time; here small models of bytes with "
-            "8 experts of half the FFN's width, two a token, compared by FLOPs;",
-            note=f"90 % interval {result.ratio[1]:.2f} to {result.ratio[2]:.2f}",
-        ),
-    ]
-    if result.loads.size:
-        balanced, free = result.loads.max(axis=2).mean(axis=1)
-        found.append(
-            judge(
-                "the load-balancing loss makes the busiest expert less busy",
-                source="Fedus et al. 2021, arXiv:2101.03961, section 2.2",
-                published=float(free),
-                ours=float(balanced),
-                unit="load over the mean",
-                relation="at_most",
-                note="published: ours, trained without that loss",
-            )
-        )
-    return found
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Gives laws, the ratio of compute, the imbalance, and every run."""
-    names = ("value", "low", "high")
-    found: dict[str, Any] = {
-        "ratio": dict(zip(names, result.ratio.tolist(), strict=True)),
-        "slope": {
-            kind: dict(zip(names, row.tolist(), strict=True))
-            for kind, row in zip(("dense", "mixture"), result.slope, strict=True)
-        },
-        "routing_error": result.routing_error,
-    }
-    for name, loads in zip(("balanced", "unbalanced"), result.loads, strict=True):
-        if loads.size:
-            one = mixtures.imbalance(jnp.asarray(loads, jnp.float32))
-            found[name] = {
-                key: [round(float(x), 4) for x in value]
-                for key, value in one._asdict().items()
-            }
-    rows = zip(*(getattr(result, name) for name in Run._fields[:-1]), strict=True)
-    found["runs"] = [
-        dict(zip(Run._fields[:-1], [x.item() for x in row], strict=True))
-        for row in rows
-    ]
-    return found
+plot = experts_drawing.plot
+claims = experts_telling.claims
+metrics = experts_telling.metrics
+summary = experts_telling.summary

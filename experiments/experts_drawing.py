@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from experiments.experts import Result
 
 
-def draw(axes: Any, result: "Result") -> None:
+def plot(axes: Any, result: "Result") -> None:
     """Draws the runs with their laws on the left, the loads of a pair on the right."""
+    from matplotlib import ticker
+
     palette = style.colors()
     colors = {"dense": palette[5], "mixture": palette[6]}
     for row, (kind, color) in enumerate(colors.items()):
@@ -29,11 +31,18 @@ def draw(axes: Any, result: "Result") -> None:
     axes[0].plot([], [], "x", color="0.5", alpha=0.6, label="other learning rates")
     axes[0].set_xscale("log")
     axes[0].set_yscale("log")
-    axes[0].yaxis.set_minor_formatter("{x:.1f}")
-    axes[0].yaxis.set_major_formatter("{x:.1f}")
-    axes[0].xaxis.set_minor_formatter("")
-    axes[0].set_xlabel("FLOP of training, experts in use")
-    axes[0].set_ylabel("held-out loss [nats per token]")
+    low, high = axes[0].get_ylim()
+    ticks = [tick for tick in np.arange(1.4, 8, 0.2) if low <= tick <= high]
+    axes[0].set_yticks(ticks, [f"{tick:.1f}" for tick in ticks])
+    axes[0].yaxis.set_minor_locator(ticker.NullLocator())
+    axes[0].xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))
+    wide = (np.inf, np.inf)
+    axes[0].xaxis.set_major_formatter(
+        ticker.LogFormatterSciNotation(minor_thresholds=wide)
+    )
+    axes[0].tick_params(axis="x", which="minor", labelbottom=False)
+    axes[0].set_xlabel("training compute, experts in use [FLOP]")
+    axes[0].set_ylabel("held-out loss [nats per byte]")
     axes[0].legend()
     shown = zip(("with", "without"), result.loads, ("-", "--"), strict=True)
     for name, loads, dash in shown:
@@ -45,5 +54,7 @@ def draw(axes: Any, result: "Result") -> None:
     axes[1].axhline(1.0, color="0.7", linewidth=0.8, zorder=0)
     axes[1].set_xlabel("expert, busiest first")
     axes[1].set_ylabel("load over the mean")
+    axes[0].set_title("all runs, laws with 90 % intervals", loc="left")
+    axes[1].set_title("load of the experts, held-out text", loc="left")
     if result.loads.size:
         axes[1].legend()

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import tempfile
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
@@ -125,15 +123,14 @@ def train(
         report_every=-(-steps // 8),
         checkpoint_every=steps,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        done = training.train(config, Path(folder), progress=progress)
+    text = _corpus(corpus)
+    done = training.train_in_memory(config, text, progress=progress)
     if done.status == "stopped":
         return None
     if done.status == "diverged":
         raise ValueError(f"{kind} of width {width} diverged at {learning_rate=}")
-    held_out = _corpus(corpus).held_out
     score = objectives.score_stream(
-        *(done.params, held_out),
+        *(done.params, text.held_out),
         model=model,
         seq_len=shapes.seq_len,
         num_windows=num_windows,
@@ -145,7 +142,7 @@ def train(
     loads = np.zeros((0, 0))
     if kind != "dense":
         windows = objectives.stream_windows(
-            held_out, seq_len=shapes.seq_len, num_windows=min(num_windows, 64)
+            text.held_out, seq_len=shapes.seq_len, num_windows=min(num_windows, 64)
         )
         found = _outputs(model)(done.params, jnp.asarray(windows[:, :-1])).loads
         loads = np.asarray(found, np.float64)

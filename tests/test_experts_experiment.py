@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from experiments import experts, experts_fitting, experts_runs
+from experiments import experts, experts_fitting, experts_runs, style
+from experiments.progress import Quiet
+from experiments.reporting import Sheet
 from scaling import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -37,7 +39,29 @@ def test_smoke_compares_all_pairs() -> None:
     assert found.curve_loss.shape == (2, 50, 3)
     verdicts = {claim.claim: claim.verdict for claim in experts.claims(found)}
     assert verdicts.pop(next(iter(verdicts))) == "holds"  # the formula of routing
-    assert len(experts.metrics(found)["runs"]) == 7
+    numbers = experts.metrics(found)
+    assert len(numbers["runs"]) == 7
+    by_layer = [(row["balancing"], row["layer"]) for row in numbers["imbalance"]]
+    assert by_layer == [("with", 1), ("without", 1)]
+    busiest = [row["busiest"] for row in numbers["imbalance"]]
+    np.testing.assert_allclose(busiest, found.loads[:, 0].max(1), rtol=1e-6)
+    sheets = [part for part in experts.summary(found) if isinstance(part, Sheet)]
+    assert [len(sheet.rows) for sheet in sheets] == [2, 1, 2, 0, 7]
+    for sheet in sheets:
+        assert all(len(row) == len(sheet.columns) for row in sheet.rows)
+        assert "{" not in str(sheet)
+    assert style.render(lambda axes: experts.plot(axes, found), panels=(1, 2))
+
+
+def test_a_run_ended_at_once_is_told() -> None:
+    class Stopped(Quiet):
+        stopped = True
+
+    found = experts.run(experts.CONFIGS["smoke"], Stopped())
+    assert found.kind.size == 0
+    assert experts.metrics(found)["runs"] == []
+    assert experts.summary(found)
+    assert "not known" in str(experts.summary(found)[1])
 
 
 def test_shares_of_a_router_are_the_formula() -> None:
