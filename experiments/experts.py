@@ -9,6 +9,7 @@ The mixture holds more weights, which this count of compute does not see: memory
 serving the bytes of every expert that some token of the batch meets.
 """
 
+import concurrent.futures
 import dataclasses
 from typing import NamedTuple
 
@@ -20,8 +21,9 @@ from experiments import (
     experts_runs,
     experts_telling,
 )
-from experiments.experts_runs import Kind, Run, Shapes
+from experiments.experts_runs import PAIR, Job, Kind, Run, Shapes
 from experiments.progress import QUIET, Progress
+from jaxkv import models
 from scaling import corpora
 
 PANELS = (1, 2)
@@ -41,6 +43,9 @@ class Config:
     """Widths, the smallest ones, with a second seed."""
     shapes: Shapes = experts_runs.SHAPES
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    num_threads: int = 2
+    """Models that are trained at a time: while one is compiled on a core the other has
+    work for the next. The numbers do not depend on it."""
     num_windows: int = 512
     """Held-out windows that are scored."""
     num_resamples: int = 1000
@@ -59,6 +64,8 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, widths]")
         if len(self.learning_rates) > 1 and not self.num_tuned:
             raise ValueError("several learning rates need num_tuned of at least 1")
+        if self.num_threads < 1:
+            raise ValueError(f"{self.num_threads=} must be at least 1")
         if self.num_windows < 2 or self.num_resamples < 2:
             raise ValueError(
                 f"{self.num_windows=} and {self.num_resamples=} must be at least 2"
@@ -83,6 +90,7 @@ CONFIGS = {
         num_repeated=2,
         shapes=Shapes(num_layers=4, num_experts=16, batch_size=64, seq_len=256),
         num_windows=4096,
+        num_threads=1,
     ),
 }
 
@@ -123,20 +131,28 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     found: list[Run] = []
     router = None
     plan = _Plan(config, found)
-    for job in progress.track(plan.jobs(), "models", "models"):
-        kind, width, rate, seed = job
-        done = experts_runs.train(
-            *(kind, width, rate, seed),
+    shared = experts_runs.Shared(progress, plan.num_tokens())
+
+    def train(job: Job) -> tuple[Run, models.Params] | None:
+        if progress.stopped:
+            return None
+        return experts_runs.train(
+            *job,
             shapes=config.shapes,
             corpus=config.corpus,
             num_windows=config.num_windows,
-            progress=progress,
+            progress=shared,
         )
-        if done is None:
-            break
-        found.append(done[0])
-        if kind == "mixture":
-            router = done[1]["layers"][0]["mixture"]["router"]["weight"]
+
+    with concurrent.futures.ThreadPoolExecutor(config.num_threads) as pool:
+        # What is trained after the tuning follows from all of it.
+        for jobs in (plan.tuning, plan.rest):
+            for done in pool.map(train, jobs()):
+                if done is None:
+                    continue
+                found.append(done[0])
+                if done[0].kind == "mixture":
+                    router = done[1]["layers"][0]["mixture"]["router"]["weight"]
     error = np.nan
     if router is not None:
         error = experts_fitting.routing_error(
@@ -165,21 +181,36 @@ class _Plan:
         ]
         return rates[int(np.argmin([np.mean(x) if x else np.inf for x in losses]))]
 
-    def jobs(self):
-        """Kind, width, rate and seed; tuning first, since the rest follows from it."""
-        c, pair = self.config, ("dense", "mixture")
-        tuned = c.widths[: c.num_tuned]
-        for width in tuned:
-            for rate in c.learning_rates:
-                for kind in pair:
-                    yield kind, width, rate, 0
-        for width in c.widths[len(tuned) :]:
-            for kind in pair:
-                yield kind, width, self.rate(kind), 0
-        for width in c.widths[: c.num_repeated]:
-            for kind in pair:
-                yield kind, width, self.rate(kind), 1
-        yield "unbalanced", self.shown, self.rate("unbalanced"), 0
+    def tuning(self) -> list[Job]:
+        """Kind, width, rate and seed of the runs that decide on the rates."""
+        return [
+            (kind, width, rate, 0)
+            for width in self.config.widths[: self.config.num_tuned]
+            for rate in self.config.learning_rates
+            for kind in PAIR
+        ]
+
+    def rest(self) -> list[Job]:
+        """The other runs, at the rate that each kind is given by then."""
+        widths, num = self.config.widths, self.config.num_tuned
+        jobs: list[Job] = [
+            (kind, width, self.rate(kind), seed)
+            for seed, chosen in enumerate(
+                (widths[num:], widths[: self.config.num_repeated])
+            )
+            for width in chosen
+            for kind in PAIR
+        ]
+        return [*jobs, ("unbalanced", self.shown, self.rate("unbalanced"), 0)]
+
+    def num_tokens(self) -> int:
+        """Tokens of all runs."""
+        shapes = self.config.shapes
+        steps = sum(
+            experts_runs.num_steps(width, shapes)
+            for _, width, *_ in (*self.tuning(), *self.rest())
+        )
+        return steps * shapes.batch_size * shapes.seq_len
 
     @property
     def shown(self) -> int:

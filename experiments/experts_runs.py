@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import threading
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -16,6 +18,11 @@ from scaling.recipes import OptimizerConfig, TrainConfig
 
 Kind = Literal["dense", "mixture", "unbalanced"]
 """`unbalanced`: a mixture trained without the load-balancing loss."""
+PAIR: tuple[Kind, Kind] = ("dense", "mixture")
+"""What is compared."""
+
+type Job = tuple[Kind, int, float, int]
+"""Kind, width, learning rate and seed of a run."""
 
 _HEAD_DIM = 8
 
@@ -64,6 +71,44 @@ class Run(NamedTuple):
     """[mixtures, experts], share of held-out tokens; [0, 0] of a dense model."""
 
 
+class Shared:
+    """One bar for the runs of several threads.
+
+    Args:
+      progress: who is told in the end.
+      num_tokens: of all runs together.
+    """
+
+    def __init__(self, progress: Progress, num_tokens: int):
+        self._progress, self._lock, self._done = progress, threading.Lock(), 0.0
+        self._update = progress.bar("training", num_tokens, "tokens")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all should stop."""
+        return self._progress.stopped
+
+    def bar(
+        self, label: str, total: float | None, unit: str
+    ) -> Callable[[float], None]:
+        """Counts a run's tokens with those of the others."""
+        before = 0.0
+
+        def update(done: float) -> None:
+            nonlocal before
+            with self._lock:
+                self._done += done - before
+                before = done
+                self._update(self._done)
+
+        return update
+
+    def show(self, content: str) -> None:
+        """Passes a line on."""
+        with self._lock:
+            self._progress.show(content)
+
+
 def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
     """Gives the model of a kind and width."""
     size = shapes.mlp_ratio * width
@@ -101,7 +146,7 @@ def train(
     shapes: Shapes,
     corpus: corpora.CorpusConfig,
     num_windows: int,
-    progress: Progress,
+    progress: training.Progress,
 ) -> tuple[Run, models.Params] | None:
     """Trains and scores one model; nothing if it was stopped before its end.
 

@@ -1,5 +1,7 @@
 """Dense models and mixtures are compared at equal active compute."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,23 @@ def test_smoke_compares_all_pairs() -> None:
     assert style.render(lambda axes: experts.plot(axes, found), panels=(1, 2))
 
 
+def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
+    config = experts.CONFIGS["cpu"]
+    found: list[experts_runs.Run] = []
+    plan = experts._Plan(config, found)
+    for kind, width, rate, seed in plan.tuning():
+        best = 6e-3 if kind == "dense" else 2.4e-2
+        loss = 2 + abs(math.log(rate / best)) + width / 100
+        sizes = (0, 0, 0, 0.0, loss, 0.0, 0.0, np.zeros((0, 0)))
+        found.append(experts_runs.Run(kind, width, rate, seed, *sizes))
+    jobs = plan.rest()
+    assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
+    for kind, rate in (("dense", 6e-3), ("mixture", 2.4e-2)):
+        mine = [job[1:] for job in jobs if job[0] == kind]
+        later = [(width, rate, 0) for width in (32, 40, 48)]
+        assert mine == later + [(width, rate, 1) for width in config.widths]
+
+
 def test_a_run_ended_at_once_is_told() -> None:
     class Stopped(Quiet):
         stopped = True
@@ -77,6 +96,7 @@ def test_shares_of_a_router_are_the_formula() -> None:
         ({"widths": (12, 24, 32)}, "must be multiples of 8"),
         ({"num_tuned": 0}, "need num_tuned of at least 1"),
         ({"learning_rates": ()}, "must be above 0"),
+        ({"num_threads": 0}, "must be at least 1"),
     ],
 )
 def test_bad_configs_are_refused(fields: dict, line: str) -> None:
