@@ -32,7 +32,8 @@ def plot(axes: Any, result: "Result") -> None:
     axes[0].set_xscale("log")
     axes[0].set_yscale("log")
     low, high = axes[0].get_ylim()
-    ticks = [tick for tick in np.arange(1.4, 8, 0.2) if low <= tick <= high]
+    ticks = ticker.MaxNLocator(6).tick_values(low, high)
+    ticks = [tick for tick in ticks if low <= tick <= high and tick > 0]
     axes[0].set_yticks(ticks, [f"{tick:.1f}" for tick in ticks])
     axes[0].yaxis.set_minor_locator(ticker.NullLocator())
     axes[0].xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))
@@ -53,6 +54,7 @@ def plot(axes: Any, result: "Result") -> None:
             axes[1].plot(place, np.sort(load)[::-1], marker="o", label=label, **look)
     axes[1].axhline(1.0, color="0.7", linewidth=0.8, zorder=0)
     axes[1].set_xlabel("expert, busiest first")
+    axes[1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes[1].set_ylabel("load over the mean")
     axes[0].set_title("all runs, laws with 90 % intervals", loc="left")
     axes[1].set_title("load of the experts, held-out text", loc="left")

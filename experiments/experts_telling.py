@@ -124,7 +124,7 @@ def summary(result: "Result") -> list[Part]:
         )
         for row in found["imbalance"]
     ]
-    return [
+    sheets: list[Part] = [
         Sheet(
             "laws of loss by active compute, factor * FLOP ^ exponent",
             ("kind", "runs", "exponent", "90 %"),
@@ -147,9 +147,9 @@ def summary(result: "Result") -> list[Part]:
             "runs. A token's shares differ from the formula by "
             f"{result.routing_error:.1e} at most.",
         ),
-        _rates(result),
-        _runs(found["runs"]),
     ]
+    rates = _rates(result)
+    return [*sheets, *([rates] if rates.rows else []), _runs(found["runs"])]
 
 
 def _cells(value: float, interval: tuple[float, float], digits: int) -> tuple[str, str]:
