@@ -386,6 +386,7 @@ def _one_line(framed: str) -> str:
         elif sections[-1]:
             sections.append([])
     said = re.sub(r"^Error parsing (settings(\.|: )?)?", "", " ".join(sections[0]))
+    said = re.sub("'None', |, 'None'", "", said)  # which no flag takes
     near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]
     if near and "Perhaps you meant" in framed:
         said += f"; did you mean {' or '.join(dict.fromkeys(near))}?"

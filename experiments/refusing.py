@@ -1,21 +1,26 @@
 """Tells input that was refused in so many words from a failure of ours."""
 
 import dis
+import errno
 
 _PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_refusal(error: BaseException) -> bool:
     """Tells whether an error says what is wrong with the input, in a line.
 
-    A refusal is a missing file, or a ValueError that one of our own `raise` statements
-    made. One that Python or a library made is a mistake of ours, and deserves its
-    traceback.
+    A refusal is a missing file, a full disk, or a ValueError that one of our own
+    `raise` statements made. One that Python or a library made is a mistake of ours, and
+    deserves its traceback.
 
     Args:
       error: as it was caught, with its traceback.
     """
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return True
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return True
     end = error.__traceback__
     if not isinstance(error, ValueError) or end is None:

@@ -1,5 +1,6 @@
 """Carries out one run: folder, progress, result, and what the command line says."""
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -70,13 +71,17 @@ def run(
             duration_s = time.monotonic() - started
             bars.show("drawing")
             was_stopped = bars.has_stopped  # from here on all is done
-            kept = store.finish(
-                folder,
-                experiment,
-                result,
-                duration_s=duration_s,
-                interrupted=was_stopped,
-            )
+            try:
+                kept = store.finish(
+                    folder,
+                    experiment,
+                    result,
+                    duration_s=duration_s,
+                    interrupted=was_stopped,
+                )
+            except OSError as error:
+                line = f"{folder}: cannot be written: {error.strerror or error}"
+                raise ValueError(line) from error
         except BaseException as error:
             line = _give_up(folder, error)
             if isinstance(error, KeyboardInterrupt):
@@ -112,7 +117,8 @@ def _give_up(folder: Path, error: BaseException) -> str:
         return said or f"interrupted at once; {folder} is as it was"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
-        store.mark(folder, "interrupted" if was_interrupted else "failed")
+        with contextlib.suppress(OSError):  # where the disk is full
+            store.mark(folder, "interrupted" if was_interrupted else "failed")
     store.discard_earlier(folder)
     what = "result" if has_result else "config"
     return f"interrupted at once; only the {what} is in {folder}"

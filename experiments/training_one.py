@@ -112,7 +112,13 @@ def _save(config: TrainConfig, folder: Path, params: models.Params) -> Path | No
     tokenizer = None
     if isinstance(config.corpus, corpora.CorpusConfig):
         tokenizer = tokenizing.ByteTokenizer(config.model.vocab_size)
-    checkpoints.save_model(
-        folder, config.model, params, tokenizer=tokenizer, overwrite=True
-    )
+    try:
+        checkpoints.save_model(
+            folder, config.model, params, tokenizer=tokenizer, overwrite=True
+        )
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: cannot be written: {error.strerror or error}; the run is kept, "
+            "and the same command goes on"
+        ) from None
     return folder

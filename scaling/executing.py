@@ -6,6 +6,8 @@ The only door to ray, an extra. Whoever carries a run out, its record is made he
 import functools
 import math
 import shutil
+import socket
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from scaling.sweep_grids import Cell, Group, SweepConfig
 
 _PATIENCE_S = 2.0
 """How long each way of carrying out several runs is tried."""
+_CONNECT_S = 10.0
 
 
 class Made(NamedTuple):
@@ -156,6 +159,46 @@ def _run(
         yield made(config, corpus, finished)
 
 
+def connect(config: SweepConfig) -> Any:
+    """Joins the cluster of a sweep that is to be carried out on one.
+
+    Returns:
+      Ray, the module; None for another executor.
+
+    Raises:
+      ValueError: ray is not installed, or the cluster cannot be reached.
+    """
+    if config.executor != "ray":
+        return None
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("executor ray: ray is missing; install jaxkv[ray]") from None
+    if ray.is_initialized():
+        return ray
+    try:
+        _knock(config.ray_address)
+        with warnings.catch_warnings():
+            # Jax warns of every fork; what Ray forks is another program at once.
+            warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
+            ray.init(
+                address=config.ray_address or None,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{config.ray_address=}: no cluster: {line}") from None
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Raises an `OSError` where nobody listens: Ray itself tries for minutes."""
+    host, colon, port = address.rpartition("//")[2].rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+
+
 def on_ray(
     config: SweepConfig,
     groups: list[Group],
@@ -175,18 +218,9 @@ def on_ray(
       elsewhere by Ray, three times.
 
     Raises:
-      ValueError: ray is not installed, or the cluster cannot be reached.
+      ValueError: as `connect` does.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("executor ray: ray is missing; install jaxkv[ray]") from None
-    if not ray.is_initialized():
-        try:
-            ray.init(address=config.ray_address or None, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            line = str(error).strip().partition("\n")[0]
-            raise ValueError(f"{config.ray_address=}: no cluster: {line}") from None
+    ray = connect(config)
     task = ray.remote(
         num_cpus=config.cpus_per_run, num_gpus=config.gpus_per_run, max_retries=3
     )(_on_worker)

@@ -36,10 +36,10 @@ def save(folder: Path, half: Half) -> None:
         (aside / _REST).write_text(json.dumps(rest), "utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         aside.replace(folder)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{folder}: cannot be written: {reason}") from error
 
 
 def load(folder: Path, like: training.TrainState) -> Half | None:

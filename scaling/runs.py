@@ -7,9 +7,11 @@
 Small files are written aside and renamed; a reader never meets half of one.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ class RunFolder:
       first_step: the step a new run starts from; a run that is there keeps its own.
 
     Raises:
-      ValueError: the folder holds a run that was described otherwise.
+      ValueError: the folder holds a run that was described otherwise, or something
+        else, or cannot be written.
     """
 
     def __init__(self, out: Path, described: dict[str, Any], first_step: int):
@@ -38,14 +41,15 @@ class RunFolder:
         described = json.loads(json.dumps(described))
         file = self._out / "config.json"
         if file.exists():
-            before = json.loads(file.read_text("utf-8"))
+            before = _read(file, file.read_text("utf-8"))
             first_step = before.pop("first_step", 0)
             if differs := _differences(before, described):
                 raise ValueError(f"{out}: holds another run; differs in {differs}")
         else:
-            self._checkpoints.mkdir(parents=True, exist_ok=True)
             described |= {"first_step": first_step}
-            _write(file, json.dumps(described, indent=2) + "\n")
+            with _writing(file):
+                self._checkpoints.mkdir(parents=True, exist_ok=True)
+                _write(file, json.dumps(described, indent=2) + "\n")
         self.first_step = first_step
         # What a killed run was writing when it ended.
         for entry in self._checkpoints.iterdir():
@@ -71,15 +75,25 @@ class RunFolder:
             return []
         lines = self._curve.read_text("utf-8").splitlines(keepends=True)
         # A killed run may have left half a line.
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        whole = [_read(self._curve, line) for line in lines if line.endswith("\n")]
         kept = [line for line in whole if line["step"] <= step]
-        _write(self._curve, "".join(json.dumps(line) + "\n" for line in kept))
+        with _writing(self._curve):
+            _write(self._curve, "".join(json.dumps(line) + "\n" for line in kept))
         return kept
 
     def report(self, line: dict[str, Any]) -> None:
-        """Adds a line to the curve."""
-        with self._curve.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        """Adds a line to the curve.
+
+        Raises:
+          ValueError: there is no room.
+        """
+        text = json.dumps(line) + "\n"
+        comfort = "; the last checkpoint is kept, and the same command goes on"
+        with (
+            _writing(self._curve, comfort),
+            self._curve.open("a", encoding="utf-8") as file,
+        ):
+            file.write(text)
 
     def _steps(self) -> list[int]:
         names = (entry.name for entry in self._checkpoints.iterdir())
@@ -103,7 +117,30 @@ def _differences(before: Any, now: Any, name: str = "") -> list[str]:
     return [difference for part in found for difference in part]
 
 
+def _read(path: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: holds {type(found).__name__}, not an object")
+    return found
+
+
+@contextlib.contextmanager
+def _writing(path: Path, comfort: str = "") -> Generator[None]:
+    """Says in a line that a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        line = f"{path}: cannot be written: {error.strerror}{comfort}"
+        raise ValueError(line) from None
+
+
 def _write(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

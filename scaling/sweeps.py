@@ -93,6 +93,7 @@ def sweep(
         or holds a sweep of another recipe, or ray is missing. What was done is kept.
     """
     started = time.monotonic()
+    executing.connect(config)  # before jax has threads, which a fork may not like
     corpus = executing.open_corpus(config)
     for run in sweep_grids.cells(config)[:1]:  # refuses what no run of it could be
         lane = sweep_grids.Lane(config.learning_rates[0], config.seeds[0])

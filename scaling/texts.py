@@ -103,14 +103,17 @@ def load(config: CorpusConfig) -> Split:
         document.
     """
     if config.pattern == DOCUMENTATION.pattern:
-        what, found = "the documentation folders", _documentation()
+        what, found = "the documentation folders", [*_documentation()]
     elif config.pattern:
-        what, found = config.pattern, _matching(config.pattern)
+        what, found = config.pattern, [*_matching(config.pattern)]
     else:
-        what, found = "the standard library", _standard_library()
+        what, found = "the standard library", [*_standard_library()]
     documents = _distinct(found)
     if not documents:
-        raise ValueError(f"no text files in {what}")
+        raise ValueError(
+            f"no text files in {what}"
+            + (f": {len(found)} files, all empty or not UTF-8" if found else "")
+        )
     split = Split([], [])
     for document in documents:
         split[place(document.name) < config.held_out].append(document)

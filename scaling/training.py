@@ -5,10 +5,14 @@ that was killed is taken up by calling `train` again with the same folder, and e
 for bit where the unbroken run would have.
 """
 
+import contextlib
 import dataclasses
+import logging
 import math
+import re
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -274,12 +278,36 @@ def save(checkpoint: Path, state: TrainState) -> None:
     Raises:
       ValueError: there is no room, or it must not be written.
     """
+    checkpoint = Path(checkpoint).absolute()
     try:
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(Path(checkpoint).absolute(), state)
+        with _silent(), ocp.StandardCheckpointer() as writer:
+            writer.save(checkpoint, state)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{checkpoint}: cannot be written: {reason}") from error
+        for half in checkpoint.parent.glob(f"{checkpoint.name}.orbax-*"):
+            shutil.rmtree(half, ignore_errors=True)
+        raise ValueError(
+            f"{checkpoint}: cannot be written: {_reason(error)}; what was saved before "
+            "is kept, and the same command goes on"
+        ) from error
+
+
+@contextlib.contextmanager
+def _silent() -> Generator[None]:
+    """Keeps Orbax from telling at length, thread by thread, what it raises as well."""
+    logger = logging.getLogger("absl")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _reason(error: Exception) -> str:
+    """What the system said, if that can be found in what Orbax says."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = re.search(r": ([^:]*) \[os_error_code", str(error))
+    return said[1] if said else str(error).strip().partition("\n")[0]
 
 
 def _save(folder: runs.RunFolder, state: TrainState) -> Path:

@@ -1,5 +1,6 @@
 """The command line: one JSON document, exit statuses, one line for bad input."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from experiments import catalogue, cli
+from experiments import catalogue, cli, store
 from experiments.catalogue import Experiment
 
 Jaxkv = Callable[..., tuple[int, str, str]]
@@ -199,6 +200,21 @@ def test_a_second_ctrl_c_stops_at_once(
     assert Path("here/config.json").exists()
 
 
+def test_a_full_disk_is_one_line_and_status_2(
+    jaxkv: Jaxkv, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "draw", full)
+    monkeypatch.setattr(store, "mark", full)
+    status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
+    assert (status, out) == (2, "")
+    line = "jaxkv: here: cannot be written: No space left on device"
+    assert err.splitlines()[1:] == [line]  # after that of the bar
+    assert Path("here/result.npz").exists()  # it may have taken long
+
+
 @pytest.mark.parametrize(
     "args",
     ["--help", "run --help", "bench --help", "list --help", "run made_up --help"],
@@ -242,7 +258,7 @@ def test_every_experiment_is_what_its_text_says(entry: catalogue.Entry) -> None:
     assert entry.configs == tuple(experiment.configs)
     assert len({type(config) for config in experiment.configs.values()}) == 1
     fields = experiment.configs[entry.configs[0]].__dataclass_fields__
-    assert not fields.keys() & {"config", "out", "json", "help"}
+    assert not fields.keys() & {"config", "out", "json", "help", "max_seconds"}
 
 
 def test_the_catalogue_reads_text_alone(tmp_path: Path) -> None:

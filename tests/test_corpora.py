@@ -73,6 +73,10 @@ def test_a_single_file_is_named_in_the_complaint(folder: Path) -> None:
 def test_no_file_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^no text files in .*\*\.py$"):
         corpora.load(corpora.CorpusConfig(pattern=f"{tmp_path}/*.py"))
+    for i in range(3):
+        (tmp_path / f"{i}.bin").write_bytes(bytes([255, i]))
+    with pytest.raises(ValueError, match=r"\*\.bin: 3 files, all empty or not UTF-8$"):
+        corpora.load(corpora.CorpusConfig(pattern=f"{tmp_path}/*.bin"))
 
 
 @pytest.mark.parametrize("held_out", [0.0, 1.0, -1.0])

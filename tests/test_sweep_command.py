@@ -119,7 +119,9 @@ def test_bad_input_is_one_line(command: str, here: Path, capsys) -> None:
         assert said.count("\n") == 1
     if command == "sweep":
         assert cli.main(["sweep", "smoke", "--executor", "slurm"]) == 2
-        assert "local" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "local" in said
+        assert "None" not in said
 
 
 def test_a_window_is_no_longer_than_the_text(here: Path, capsys) -> None:

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +344,20 @@ def test_budgets_become_steps(config) -> None:
 def test_a_grid_that_is_none_is_refused(config, change, message) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **change)
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(
+    config, tmp_path, monkeypatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        fake = types.SimpleNamespace(is_initialized=lambda: False)
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        far = dataclasses.replace(config, executor="ray", ray_address=address)
+        with pytest.raises(ValueError, match=r"127.*no cluster: .*refused"):
+            sweeps.sweep(far, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:

@@ -1,13 +1,16 @@
 """Training: it learns, it counts right, and whatever ends it costs little."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +173,41 @@ def test_what_a_killed_run_left_half_is_put_right(
     assert equal(result.params, unbroken.params)
     assert without_time(result.curve) == without_time(unbroken.curve)
     assert len((out / "curve.jsonl").read_text().splitlines()) == len(result.curve)
+
+
+@contextlib.contextmanager
+def files_no_larger_than(num_bytes: int) -> Generator[None]:
+    """Has the system refuse to write more into a file, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_without_room_a_line_says_so_and_nothing_is_broken(
+    config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with (
+        files_no_larger_than(10),
+        pytest.raises(ValueError, match=r"config.json: cannot be written: File too"),
+    ):
+        training.train(config, out)
+    assert not [path for path in out.rglob("*") if path.is_file()]
+    training.train(config, out, progress=Stopping(1))  # three steps
+    with (
+        files_no_larger_than(2000),
+        pytest.raises(ValueError, match=r"checkpoints/4: cannot be written: File too"),
+    ):
+        training.train(config, out)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["3"]
+    assert "Traceback" not in capfd.readouterr().err
+    unbroken = training.train(config, tmp_path / "unbroken")
+    result = training.train(config, out)
+    assert equal(result.params, unbroken.params)
+    assert without_time(result.curve) == without_time(unbroken.curve)
 
 
 def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) -> None:
