@@ -1,7 +1,8 @@
 # Every target does the set-up it needs; a second call reuses .venv.
 #
 #   make demo                      serve the bundled model, write a run folder
-#   make test                      the quick tests;  PYTEST_ARGS='-m slow' picks others
+#   make test                      the quick tests;  PYTEST_ARGS='-m thorough' and
+#                                  PYTEST_ARGS='-m slow' pick others
 #   make lint                      ruff and ty
 #   make setup                     only the environment, in .venv
 #

@@ -167,6 +167,7 @@ RAGGED: list[tuple[list[tuple[int, int]], dict[str, Any]]] = [
 WINDOWS = (None, 1, 3, 1000, None, 70, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 @pytest.mark.parametrize("index", range(len(RAGGED)))
 def test_ragged_rows_equal_the_oracle(index: int, numerics: str) -> None:
@@ -289,6 +290,7 @@ def test_a_shift_of_all_scores_moves_only_the_log_sum_exp() -> None:
     np.testing.assert_allclose(moved, 3 * 8**-0.5, rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_a_chain_of_ancestors_is_causal(numerics: str) -> None:
     runs = [(0, 4), (37, 6), (0, 0), (70, 6)]
@@ -366,6 +368,7 @@ def split_states(seed: int = 3) -> tuple[list[AttentionState], AttentionState]:
     return states, attend(*whole)
 
 
+@pytest.mark.thorough
 def test_states_merge_in_any_order_and_grouping() -> None:
     (a, b, c), whole = split_states()
     for merged in (
@@ -399,6 +402,7 @@ def test_large_scores_do_not_overflow() -> None:
     check(attend(*case, scale=300.0), oracle(case, scale=300.0), tolerance=2e-3)
 
 
+@pytest.mark.thorough
 def test_half_precision_comes_back_in_its_type() -> None:
     case, state = plain()
     half = case._replace(

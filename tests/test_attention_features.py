@@ -20,6 +20,7 @@ def features(rng: np.random.Generator, window: int | None) -> dict[str, Any]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 @pytest.mark.parametrize("names", [("softcap",), ("alibi",), ("sinks",), ()])
 def test_each_feature_and_all_of_them_equal_the_oracle(names, numerics: str) -> None:
@@ -30,6 +31,7 @@ def test_each_feature_and_all_of_them_equal_the_oracle(names, numerics: str) -> 
     check(attend(*case, numerics=numerics, **chosen), oracle(case, **chosen))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [1, 9, 81, 729])
 def test_one_row_a_slot_with_every_feature(length: int) -> None:
     rng = np.random.default_rng(length)
@@ -40,6 +42,7 @@ def test_one_row_a_slot_with_every_feature(length: int) -> None:
         check(attend(*case, **every), oracle(case, **every))
 
 
+@pytest.mark.thorough
 def test_the_cap_bounds_and_no_slope_changes_nothing() -> None:
     case = make_case(np.random.default_rng(0), RUNS, **HEADS)
     plain = attend(*case)
@@ -71,6 +74,7 @@ def test_a_shared_prefix_is_as_good_as_private_copies() -> None:
     np.testing.assert_array_equal(common.lse, private.lse)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_a_group_is_as_good_as_repeated_heads(numerics: str) -> None:
     case = make_case(np.random.default_rng(6), RUNS, page_size=16, **HEADS)

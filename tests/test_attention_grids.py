@@ -131,6 +131,7 @@ def assert_as_exact(state: Any, plain: Any, expected: Any) -> None:
         assert mean <= 1.5 * plain_mean + 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_errors_are_at_most_twice_those_of_a_plain_implementation(
@@ -153,6 +154,7 @@ def test_errors_are_at_most_twice_those_of_a_plain_implementation(
         assert_as_exact(state, plain, expected)
 
 
+@pytest.mark.thorough
 def test_float64_stays_float64() -> None:
     ask = per_head(ALL, 4)
     with jax.enable_x64(True):
@@ -257,6 +259,7 @@ def test_a_sink_is_a_state_without_a_value() -> None:
     assert np.isneginf(nothing.lse).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_features_that_do_nothing_change_no_bit(numerics: Any) -> None:
     case = make_case(np.random.default_rng(12), [(0, 9), (80, 20), (3, 1)])

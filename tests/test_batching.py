@@ -21,6 +21,7 @@ def result() -> Result:
     return batching.run(SMOKE)
 
 
+@pytest.mark.thorough
 def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
     static = lectures.grid(result.static_sequences)
     continuous = lectures.grid(result.continuous_sequences)
@@ -32,6 +33,7 @@ def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
     assert lectures.num_equal(static, lectures.CONTINUOUS) == 26
 
 
+@pytest.mark.thorough
 def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> None:
     assert lectures.batches(result.continuous_requests) == [
         *("R1 R2", "R1 R2 R3", "R1 R3 R4", "R1 R3 R4", "R3 R4 R5", "R5")
@@ -42,6 +44,7 @@ def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> No
     assert lectures.num_joined(result.continuous_requests) == 2
 
 
+@pytest.mark.thorough
 def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
     for i, output in enumerate(batching_sweeps.outputs(SMOKE)):
@@ -90,6 +93,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
     found = result.deviations
     assert found.deviation[0, 0] == 0
@@ -98,6 +102,7 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
     assert continuous[1] > 1.2 * static[1]
 
 
+@pytest.mark.thorough
 def test_what_a_run_leaves(result: Result) -> None:
     verdicts = {claim.claim: claim.verdict for claim in batching.claims(result)}
     assert len(verdicts) == 14

@@ -188,6 +188,7 @@ def test_wide_enough_it_is_exhaustive(penalty: float, rule: int) -> None:
         assert group.done
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("penalty", [-1.5, 0.0, 1.0, 2.0])
 def test_narrow_it_equals_the_textbook(penalty: float, rule: int) -> None:
@@ -210,6 +211,7 @@ def test_one_program_serves_every_setting() -> None:
     assert run._cache_size() == 1
 
 
+@pytest.mark.thorough
 def test_groups_do_not_feel_each_other() -> None:
     """Row i of a batch of groups is group i alone, bit for bit."""
     rng = np.random.default_rng(0)
@@ -343,6 +345,7 @@ def search_with_pages(weights, prompt, params: Params, config: models.ModelConfi
     return group, rows, jnp.all(enough), broken
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "mistral"))],

@@ -48,6 +48,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(sys.executable)
 
 
+@pytest.mark.thorough
 def test_it_times_itself_and_the_peers_that_are_there(
     fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_it_times_itself_and_the_peers_that_are_there(
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
     class Impatient(Quiet):
         """Stops when the second batch size begins."""

@@ -69,6 +69,7 @@ def right(problem: problems.Problem) -> Run:
     return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
 
 
+@pytest.mark.thorough
 def test_the_command_gives_its_document(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -127,6 +128,7 @@ def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
     assert bench_kernels.run(Config(shapes="tiny", only="decode"))[1]["seconds"] is None
 
 
+@pytest.mark.thorough
 def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
     class Impatient(Quiet):
         """Stops before the second shape."""
@@ -143,6 +145,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
         style.render(draw, panels=bench_kernels.PANELS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
 def test_every_turn_of_everyone_is_right(kind: str) -> None:
     """Peers lay keys out on their own, and read another table at every call."""
@@ -186,6 +189,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.thorough
 def test_peers_answer_from_a_process_of_their_own(
     few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +297,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
     assert ours["target_s"] == pytest.approx(floor_s / 0.9 + 0.5)
 
 
+@pytest.mark.thorough
 def test_the_merge_alone_is_given_what_the_kernel_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -318,6 +323,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     assert [x.shape for x in seen[4:]] == [(3, 2), (3,)]
 
 
+@pytest.mark.thorough
 def test_when_the_time_is_over_nothing_more_begins(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

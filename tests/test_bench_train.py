@@ -31,6 +31,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.thorough
 def test_rows_beside_a_peer(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -15,6 +15,7 @@ from jaxkv import checkpoints
 from scaling import corpora, objectives
 
 
+@pytest.mark.thorough
 def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
     smoke = bundled_model.CONFIGS["smoke"]
     # A small text: the standard library takes a second to read.

@@ -12,6 +12,7 @@ from tests.emulating import SMALL, emulator_of_races
 from tests.kernel_cases import assert_within_rule, make_case
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "trees",
     [False, pytest.param(True, marks=pytest.mark.slow)],

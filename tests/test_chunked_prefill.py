@@ -84,6 +84,7 @@ def result() -> chunked_prefill.Result:
     return chunked_prefill.run(chunked_prefill.CONFIGS["smoke"])
 
 
+@pytest.mark.thorough
 def test_stalls_are_seen_where_they_should_be(result: chunked_prefill.Result) -> None:
     line = result.timeline
     longest = {}
@@ -98,12 +99,14 @@ def test_stalls_are_seen_where_they_should_be(result: chunked_prefill.Result) ->
     assert both < chunks < both + 0.05
 
 
+@pytest.mark.thorough
 def test_the_tail_grows_with_the_budget(result: chunked_prefill.Result) -> None:
     assert np.diff(result.budgets.tbt_p99_s)[0] > 0
     assert (result.loads.preempted == 0).all()
     assert {*result.loads.system} == {system.name for system in settings.SYSTEMS}
 
 
+@pytest.mark.thorough
 def test_claims_and_figure_come_back_from_the_folder(
     result: chunked_prefill.Result, tmp_path: Path
 ) -> None:

@@ -250,6 +250,7 @@ def test_help_and_list_import_nothing_heavy() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda entry: entry.name)
 def test_every_experiment_is_what_its_text_says(entry: catalogue.Entry) -> None:
     experiment = catalogue.load(entry.name)

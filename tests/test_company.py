@@ -154,12 +154,14 @@ def check_workloads(
     return num_preempted
 
 
+@pytest.mark.thorough
 def test_no_bit_depends_on_company() -> None:
     num_preempted = check_workloads(range(8), QUICK)
     assert num_preempted["crowd"] > 5
     assert num_preempted["flood"] > 5
 
 
+@pytest.mark.thorough
 def test_no_bit_of_several_answers_depends_on_who_shares_with_whom() -> None:
     num_preempted = check_workloads(range(6), ("crowd", "flood"), groups)
     assert all(num > 5 for num in num_preempted.values())
@@ -171,6 +173,7 @@ def test_no_bit_depends_on_who_shares_with_whom_in_forty_workloads() -> None:
     assert sum(num > 20 for num in num_preempted.values()) >= 3
 
 
+@pytest.mark.thorough
 def test_the_workloads_share_what_they_should() -> None:
     num_answers = num_cached = 0
     for seed in range(6):
@@ -243,6 +246,7 @@ def count_excused(
     return excused, num_tokens
 
 
+@pytest.mark.thorough
 def test_fast_differs_only_where_rounding_may_decide() -> None:
     excused, num_tokens = count_excused(range(8), ("crowd",), "fast")
     assert num_tokens > 500

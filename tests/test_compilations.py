@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from jax import monitoring
 
 import jaxkv
@@ -78,6 +79,7 @@ def make_engine(policy: scheduling.Policy | None = None) -> jaxkv.Engine:
     )
 
 
+@pytest.mark.thorough
 def test_one_program_each_for_every_workload_length_and_mode() -> None:
     rng = np.random.default_rng(0)
     with compilations() as names:
@@ -125,6 +127,7 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
         assert len(names) == len(PROGRAMS) + 1, names
 
 
+@pytest.mark.thorough
 def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:
     with compilations() as names:
         engine = make_engine(baselines.static())

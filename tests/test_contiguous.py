@@ -72,6 +72,7 @@ def load(num: int) -> Workload:
     )
 
 
+@pytest.mark.thorough
 def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     """Each step of all three rules against the lists; nobody ever gives way."""
     w, num, leaf = load(60), 60, 2

@@ -464,6 +464,7 @@ class Walk:
         assert np.array_equal(self.state.staging.owner, owner), (verb, "buffer")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "page_size", "steps"), [(0, 4, 1500), (1, 1, 300), (2, 16, 300)]
 )
@@ -529,6 +530,7 @@ FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_walk_over_faulty_code_fails(name, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, fault, flagged = FAULTS[name]

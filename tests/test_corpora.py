@@ -145,6 +145,7 @@ def test_each_epoch_reads_every_window_once_in_a_new_order() -> None:
     assert draw(num_tokens, 0, seed=1, **sizes)[:, 0].tolist() != epochs[0][:5]
 
 
+@pytest.mark.thorough
 def test_a_step_depends_on_seed_and_step_alone() -> None:
     stream = jnp.arange(1000, dtype=jnp.uint16)
     found = corpora.draw(stream, jnp.int32(0), jnp.int32(3), batch_size=4, seq_len=16)

@@ -133,6 +133,7 @@ def test_a_file_and_a_folder_are_read(cost: Cost, tmp_path: Path) -> None:
     assert found["model"] == "llama_7b_config"
 
 
+@pytest.mark.thorough
 def test_the_figure_and_the_document_are_kept(cost: Cost) -> None:
     found = document(cost, "smollm2-135m", "--plot", "--out", "here")
     kept = json.loads(Path("here/cost.json").read_text())

@@ -34,6 +34,7 @@ MORE_BUGS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("removed", "added", "stages"),
     [

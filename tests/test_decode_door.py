@@ -67,6 +67,7 @@ def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
         attention.choose(q, k, implementation="mosaic_gpu")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("hopper")
 def test_the_door_opens_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(

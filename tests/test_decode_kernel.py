@@ -10,6 +10,7 @@ from tests.emulating import SMALL, TWO, run
 from tests.kernel_cases import assert_within_rule, make_case
 
 
+@pytest.mark.thorough
 def test_lengths_around_tiles_and_pages() -> None:
     ends = [0, 1, 15, 16, 17, 63, 64, 65, 127, 129]
     case = make_case(
@@ -32,6 +33,7 @@ def check_sizes(page_size: int, head_dim: int, dtype: str, kv_heads: int) -> Non
     assert_within_rule(case, *run(case))
 
 
+@pytest.mark.thorough
 def test_long_pages_wide_heads_and_float16() -> None:
     check_sizes(128, 256, "float16", 1)
 
@@ -73,6 +75,7 @@ def test_tilings_change_nothing(tiling: Tiling, page_size: int) -> None:
     assert_within_rule(case, *run(case, tiling))
 
 
+@pytest.mark.thorough
 def test_rows_of_slots_in_blocks_of_two_warpgroups() -> None:
     case = make_case(
         [(66, 7), (0, 0), (3, 1)],
@@ -130,6 +133,7 @@ def test_a_middle_layer_of_a_flat_pool() -> None:
     assert_within_rule(case, *run(case))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("window", "tiling"),
     [
@@ -150,6 +154,7 @@ def test_trees(window: int | None, tiling: Tiling) -> None:
     assert_within_rule(case, *run(case, tiling))
 
 
+@pytest.mark.thorough
 def test_every_feature_at_once() -> None:
     case = make_case(
         [(140, 2), (0, 1)],
@@ -165,6 +170,7 @@ def test_every_feature_at_once() -> None:
     assert_within_rule(case, *run(case))
 
 
+@pytest.mark.thorough
 def test_a_chain_equals_causal_rows_bit_for_bit() -> None:
     causal = make_case([(62, 4)], page_size=16, kv_heads=1, group=4)
     chain = dataclasses.replace(

@@ -58,6 +58,7 @@ def expected(seed: int = 0) -> np.ndarray:
     return np.stack(rows)
 
 
+@pytest.mark.thorough
 def test_prompts_in_pieces_then_token_by_token() -> None:
     tokens, cache, params = random_tokens(), make_cache(), engines.params()
     done = np.zeros(SLOTS, np.int32)
@@ -116,6 +117,7 @@ def test_a_full_slot_feeds_nobody() -> None:
     assert after.table.length.tolist() == [0, LENGTH, 0]
 
 
+@pytest.mark.thorough
 def test_inside_the_callers_own_jit_and_scan() -> None:
     @compiled
     def answer(params, cache, prompts, lengths):

@@ -47,6 +47,7 @@ def result(folder: Path) -> demo.Result:
     return store.read(folder, catalogue.load("demo")).result
 
 
+@pytest.mark.thorough
 def test_both_policies_give_every_request_the_same_answer(result: demo.Result) -> None:
     assert result.static.is_done.all()
     assert result.continuous.is_done.all()
@@ -56,6 +57,7 @@ def test_both_policies_give_every_request_the_same_answer(result: demo.Result) -
     )
 
 
+@pytest.mark.thorough
 def test_the_documents_keys_are_the_contracts(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +74,7 @@ def test_the_documents_keys_are_the_contracts(
     assert document["same_answers"] == document["requests"] == 6
 
 
+@pytest.mark.thorough
 def test_static_batching_keeps_what_continuous_batching_gives_away(
     result: demo.Result,
 ) -> None:
@@ -87,6 +90,7 @@ def test_static_batching_keeps_what_continuous_batching_gives_away(
     assert numbers["kv_utilisation"] > servings.numbers(static)["kv_utilisation"]
 
 
+@pytest.mark.thorough
 def test_every_token_of_every_request_is_in_the_steps(result: demo.Result) -> None:
     for served in (result.static, result.continuous):
         for i, prompt in enumerate(result.prompt):
@@ -95,6 +99,7 @@ def test_every_token_of_every_request_is_in_the_steps(result: demo.Result) -> No
             assert fed == len(prompt.encode()) + served.num_tokens[i] - 1
 
 
+@pytest.mark.thorough
 def test_the_report_shows_what_the_model_wrote(folder: Path) -> None:
     report = (folder / "report.md").read_text()
     assert "Given:" in report
@@ -103,6 +108,7 @@ def test_the_report_shows_what_the_model_wrote(folder: Path) -> None:
     assert (folder / "figure.svg").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
     class Impatient(Quiet):
         """Stops when the first request is complete."""
@@ -137,6 +143,7 @@ def test_the_model_must_have_text_and_room(model: str) -> None:
         demo.Config(output_tokens=(3, 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

@@ -60,6 +60,7 @@ def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
     np.testing.assert_allclose(found[:2], each / 2)
 
 
+@pytest.mark.thorough
 def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
     load = requests([0.5, 0.6], [512, 300], [4, 1])
     (answers,) = disaggregation_instances.split([(Split(ONE, ONE, 1, 1), load)], 10.0)

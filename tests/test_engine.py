@@ -237,6 +237,7 @@ def test_ends() -> None:
     assert len(got[5].tokens) == TIGHT.max_length - 3
 
 
+@pytest.mark.thorough
 def test_static_batching() -> None:
     config = ROOMY
     asks = list(workload())
@@ -267,6 +268,7 @@ def test_static_batching() -> None:
     assert num_batches == 8
 
 
+@pytest.mark.thorough
 def test_static_batching_waits_for_the_next_batch_to_arrive() -> None:
     config = ROOMY
     asks = [greedy(1, [5], 3), greedy(2, [6], 9), greedy(3, [7], 3, arrival_s=0.1)]
@@ -276,6 +278,7 @@ def test_static_batching_waits_for_the_next_batch_to_arrive() -> None:
     assert not (run.info.num_rows[:9] > 0)[:, 2:].any()
 
 
+@pytest.mark.thorough
 def test_300_requests_through_8_slots_leave_nothing() -> None:
     rng = np.random.default_rng(11)
     asks = engines.random_asks(rng, 300, max_prompt=12, max_answer=12)
@@ -489,6 +492,7 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
     assert got == engines.plain(asks, TIGHT)
 
 
+@pytest.mark.thorough
 def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     fixed: dict[str, Any] = dict(
         config=TIGHT, forward=models.Forward(MODEL, TIGHT.numerics), policy=FCFS

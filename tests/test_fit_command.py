@@ -66,6 +66,7 @@ def jaxkv(
     return call
 
 
+@pytest.mark.thorough
 def test_a_sweep_is_fitted_without_flags(jaxkv: Jaxkv, sweep: Path) -> None:
     args = ("fit", str(sweep), "--count", "non-embedding", "--bootstrap", "200")
     status, out, err = jaxkv(*args, "--out", "here", "--json")
@@ -145,6 +146,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
     assert document["warnings"]
 
 
+@pytest.mark.thorough
 def test_laws_stand_side_by_side(sweep: Path) -> None:
     config = fitting_logs.Config(
         log=str(sweep),
@@ -176,6 +178,7 @@ class Impatient(Quiet):
         return update
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
     config = fitting_logs.Config(log=str(sweep), law="chinchilla,kaplan-d")
     result = fitting_logs.run(config, Impatient())

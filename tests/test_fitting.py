@@ -118,6 +118,7 @@ def test_a_start_far_away_is_left(runs: dict) -> None:
     assert abs(found.objective - 0.00122400645673) < 1e-10
 
 
+@pytest.mark.thorough
 def test_many_points_are_fitted_in_smaller_pieces(
     runs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_weights_are_repetitions(runs: dict) -> None:
         assert value == pytest.approx(repeated.coefficients[name], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     rows = {name: column[:48] for name, column in runs.items()}
     alone = fitting.fit(CHINCHILLA, rows, bootstrap=200)
@@ -184,6 +186,7 @@ def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.thorough
 def test_held_out_runs_are_scored(runs: dict) -> None:
     found = fitting.rollout(CHINCHILLA, runs, bootstrap=200)
     flops = 6 * runs["num_params"] * runs["num_tokens"]

@@ -73,6 +73,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_are_those_of_plain_softmax(case) -> None:
     *sizes, causal, window = case
@@ -94,6 +95,7 @@ def test_outputs_and_gradients_are_those_of_plain_softmax(case) -> None:
             np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_error_is_that_of_the_type(dtype: str) -> None:
     arrays = draw(70, 70, 4, 2, 32, dtype)
@@ -111,6 +113,7 @@ def test_the_error_is_that_of_the_type(dtype: str) -> None:
         assert ours.mean() <= 1.5 * theirs.mean() + 1e-5
 
 
+@pytest.mark.thorough
 def test_one_tile_or_many_give_the_same() -> None:
     arrays = draw(50, 50, 4, 2, 8, "float32")
     found = [flash_attention(*arrays, tile=tile) for tile in (8, 17, 64)]

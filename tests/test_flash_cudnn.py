@@ -72,6 +72,7 @@ def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         calls(implementation="cudnn")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("of_lse", [False, True])
 def test_gradients_of_both_results(

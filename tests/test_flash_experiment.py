@@ -7,6 +7,7 @@ from experiments import flash_attention, style
 from experiments.flash_attention import CONFIGS, Config
 
 
+@pytest.mark.thorough
 def test_smoke_measures_every_length_and_says_what_holds() -> None:
     config = CONFIGS["smoke"]
     result = flash_attention.run(config)

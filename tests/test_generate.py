@@ -39,6 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return engines.save_tiny_model(folder, max_positions=64)
 
 
+@pytest.mark.thorough
 def test_the_bundled_model_goes_on_greedily(jaxkv: Jaxkv) -> None:
     prompt, num = "import os\n\ndef ", 12
     flags = ("--prompt", prompt, "--max-tokens", str(num), "--temperature", "0")
@@ -56,6 +57,7 @@ def test_the_bundled_model_goes_on_greedily(jaxkv: Jaxkv) -> None:
     assert best.tolist() == completion["tokens"]
 
 
+@pytest.mark.thorough
 def test_several_prompts_stream_in_their_order(jaxkv: Jaxkv) -> None:
     flags = ["--prompt", "import ", "--prompt", "class A", "--max-tokens", "12"]
     status, out, err = jaxkv("stdlib-bytes", *flags)
@@ -66,6 +68,7 @@ def test_several_prompts_stream_in_their_order(jaxkv: Jaxkv) -> None:
     assert "24 tokens" in err
 
 
+@pytest.mark.thorough
 def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Jaxkv) -> None:
     def answer(*flags: str) -> dict:
         words = ("--prompt", "import ", "--max-tokens", "12", "--temperature", "1")
@@ -81,6 +84,7 @@ def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Jaxkv) -> None
     assert cut["text"] == whole["text"].partition(middle)[0]
 
 
+@pytest.mark.thorough
 def test_several_answers_to_each_prompt(jaxkv: Jaxkv) -> None:
     def completions(*flags: str) -> list[dict]:
         return json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])["completions"]
@@ -99,6 +103,7 @@ def test_several_answers_to_each_prompt(jaxkv: Jaxkv) -> None:
     assert "48 tokens" in err
 
 
+@pytest.mark.thorough
 def test_the_best_of_several_answers(jaxkv: Jaxkv) -> None:
     one = ("--prompt", "import ", "--max-tokens", "12")
     document = json.loads(jaxkv("stdlib-bytes", *one, "--n", "4", "--json")[1])
@@ -115,6 +120,7 @@ def test_the_best_of_several_answers(jaxkv: Jaxkv) -> None:
     assert jaxkv("stdlib-bytes", *one, *best)[1] == said([first, second])
 
 
+@pytest.mark.thorough
 def test_the_best_beams_of_each_prompt(jaxkv: Jaxkv, tiny: str) -> None:
     both = (*("--prompt", "import "), *("--prompt", "class A"), "--max-tokens", "12")
     search = ("--beam-width", "4", "--n", "3", "--length-penalty", "0.5")
@@ -136,6 +142,7 @@ def test_the_best_beams_of_each_prompt(jaxkv: Jaxkv, tiny: str) -> None:
         assert totals[0] > logprob(prompt, greedy[0]["tokens"], tiny) - 1e-3
 
 
+@pytest.mark.thorough
 def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Jaxkv) -> None:
     flags = ("--prompt", "import ", "--prompt", "class A", "--max-tokens", "12")
     found = generating._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
@@ -271,6 +278,7 @@ def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
     assert out == "--- 1 of 2 ---\n{}\n--- 2 of 2 ---\n{}\n".format(*texts)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_the_searches_that_have_ended(
     jaxkv: Jaxkv, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_every_family_is_here() -> None:
     assert checkpoints.read_config(GOLDEN / "llama3").rope_scaling is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_and_greedy_tokens_agree(name: str) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)

@@ -193,6 +193,7 @@ def test_sizes_suit_what_there_is_to_do() -> None:
             assert sizes.smem_bytes() <= tuning.MAX_SMEM_BYTES
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("rows", [16384, pytest.param(16, marks=pytest.mark.slow)])
 def test_nothing_spills_on_an_h200(rows: int) -> None:

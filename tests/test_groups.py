@@ -51,6 +51,7 @@ def test_static_batching_forks_too() -> None:
     assert not run.info.num_preempted.any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [1, 7, 8, 29])
 @pytest.mark.parametrize("chunk_size", [None, 1, 4])
 def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
@@ -63,6 +64,7 @@ def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
     assert len({tuple(tokens) for tokens in run.tokens.values()}) > 1
 
 
+@pytest.mark.thorough
 def test_pages_of_the_prompt_are_shared() -> None:
     prompt = list(range(30))
     ask = Ask(0, prompt, Sampling(n=4, max_tokens=9))
@@ -74,6 +76,7 @@ def test_pages_of_the_prompt_are_shared() -> None:
     assert saved == pytest.approx(3 / 4 * 7 / 10)
 
 
+@pytest.mark.thorough
 def test_whoever_gave_way_reads_what_all_have_in_common_once() -> None:
     # A pool in which the second group has to give way to the first while both write.
     prompt = list(range(10))
@@ -92,6 +95,7 @@ def test_whoever_gave_way_reads_what_all_have_in_common_once() -> None:
     assert again < 3 * run.info.num_preempted.sum() // 3 * 10 + answers_fed
 
 
+@pytest.mark.thorough
 def test_equal_answers_stay_shared_through_a_preemption() -> None:
     prompt = list(range(10))
     greedy = Sampling.greedy(n=3, max_tokens=14, ignore_eos=True)
@@ -106,6 +110,7 @@ def test_equal_answers_stay_shared_through_a_preemption() -> None:
     assert others == [0, 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gone", [(0,), (1,), (0, 1), (1, 2), (0, 2)])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_who_leaves_while_one_reads_for_all_leaves_them_reading(

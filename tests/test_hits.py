@@ -203,6 +203,7 @@ SMALL = EngineConfig(
 """Three sequences of full length, and what was read before."""
 
 
+@pytest.mark.thorough
 def test_hits_on_a_trace_equal_the_model() -> None:
     asks = scaled(32, num_tokens=8, max_length=SMALL.max_length)
     model = serve(asks, SMALL).model
@@ -261,6 +262,7 @@ def converse(
     return serve(chat.first, config, follow=follow, **how)
 
 
+@pytest.mark.thorough
 def test_hits_in_a_chat_equal_the_model() -> None:
     replay = converse(20, SMALL)
     model, asks = replay.model, replay.asks
@@ -333,6 +335,7 @@ def test_no_other_cache_passes(wrong: Callable) -> None:
         converse(20, SMALL, before_call=wrong)
 
 
+@pytest.mark.thorough
 def test_completions_tell_the_hits_of_the_model() -> None:
     chat, model, asks = Chat(20), HitModel(SMALL), {}
     server = Engine(

@@ -113,6 +113,7 @@ def test_the_pages_stay_where_they_are(numerics: str) -> None:
     assert not copies(program, pages)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )

@@ -93,6 +93,7 @@ STUBBORN = """if True:
 """
 
 
+@pytest.mark.thorough
 def test_a_demo_that_compiles_keeps_a_whole_folder(
     start: Start, model: str, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_text_without_a_cache_is_summed_along_powers() -> None:
     np.testing.assert_allclose(timed.totals_s()[1], 5e-3 * length)
 
 
+@pytest.mark.thorough
 def test_smoke_draws_the_same_tokens_both_ways() -> None:
     config = CONFIGS["smoke"]
     result = kv_cache.run(config)

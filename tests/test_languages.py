@@ -98,6 +98,7 @@ def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
     assert chains.sample(ring, 0, uniforms).tolist() == [*np.arange(1, 5001) % 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TINY)
 def test_texts_are_in_the_language(kind: str) -> None:
     config = dataclasses.replace(TINY[kind], num_tokens=200_000, num_held_out=20_000)
@@ -115,6 +116,7 @@ def test_texts_are_in_the_language(kind: str) -> None:
     assert chains.entropy(unigram) == pytest.approx(first, abs=0.01)
 
 
+@pytest.mark.thorough
 def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
     hidden = languages._hidden(TINY["hidden_markov"])
     lower, upper = hidden_chains.bounds(hidden, 9)

@@ -124,6 +124,7 @@ RECORDING = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
+@pytest.mark.thorough
 def test_a_recording_is_replayed_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_equal_experts_are_a_dense_model(activation: Any) -> None:
     assert wanted.loads is None
 
 
+@pytest.mark.thorough
 def test_gradients_equal_finite_differences() -> None:
     """Of the loss with its auxiliary part, all parameters at once, in float64."""
     with jax.enable_x64(True):
@@ -197,6 +198,7 @@ def test_gradients_equal_finite_differences() -> None:
         assert float(above - below) / 2e-6 == pytest.approx(float(grad), rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_padding_pages_and_company_change_no_logit() -> None:
     loaded = checkpoints.load_model(GOLDEN / "qwen2_moe")
     test_models.check_paged_equals_contiguous(
@@ -234,6 +236,7 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seeds", "others", "as_served"),
     [
@@ -337,6 +340,7 @@ def test_impossible_mixtures_are_refused(changes: Any, line: str) -> None:
         dataclasses.replace(MODEL, mlp_bias=True)
 
 
+@pytest.mark.thorough
 def test_half_precision_weights_are_routed_in_float32() -> None:
     params = engines.params(MODEL, "bfloat16")
     found = outputs(params, TOKENS, config=MODEL)

@@ -100,6 +100,7 @@ def check_paged_equals_contiguous(
     assert num_steps > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "page_size"), list(zip(FAMILIES, PAGE_SIZES, strict=True))
 )

@@ -15,6 +15,7 @@ from pallas_kernels import benchmarking
 from pallas_kernels.benchmarking import Timing
 
 
+@pytest.mark.thorough
 def test_smoke_measures_every_shape() -> None:
     config = CONFIGS["smoke"]
     result = page_size.run(config)

@@ -32,6 +32,7 @@ def uses(frames: Frames, i: int) -> dict[int, int]:
     return {page: int(n) for page, n in enumerate(frames.ref[i]) if n}
 
 
+@pytest.mark.thorough
 def test_one_request_takes_places_7_1_and_5(result: page_tables.Result) -> None:
     assert rows(result.one, 0) == [
         ([7, 1], [4, 2]),
@@ -47,6 +48,7 @@ def test_one_request_takes_places_7_1_and_5(result: page_tables.Result) -> None:
     assert uses(result.one, 3) == {7: 1, 1: 1, 5: 1}
 
 
+@pytest.mark.thorough
 def test_two_requests_lie_in_one_pool(result: page_tables.Result) -> None:
     a, b = rows(result.two, 0), rows(result.two, 1)
     assert a == [([7, 1], [4, 3]), ([7, 1], [4, 4]), ([7, 1, 3], [4, 4, 1]), ([], [])]
@@ -58,6 +60,7 @@ def test_two_requests_lie_in_one_pool(result: page_tables.Result) -> None:
     assert (result.two.held[3, 7] == result.two.held[2, 7]).all()
 
 
+@pytest.mark.thorough
 def test_samples_part_at_their_first_own_word(result: page_tables.Result) -> None:
     samples = result.samples
     assert rows(samples, 0) == [([7, 1], [4, 3]), ([7, 3], [4, 4])]
@@ -70,6 +73,7 @@ def test_samples_part_at_their_first_own_word(result: page_tables.Result) -> Non
     assert text(samples, 1, 1).endswith("seven years ago our mothers")
 
 
+@pytest.mark.thorough
 def test_beams_share_and_free_pages(result: page_tables.Result) -> None:
     beams = result.beams
     pages = [[beams.pages(i, slot) for slot in range(4)] for i in range(4)]
@@ -91,6 +95,7 @@ def test_beams_share_and_free_pages(result: page_tables.Result) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_pages_hold_what_the_tables_say(result: page_tables.Result) -> None:
     for frames in result:
         num, slots = frames.length.shape
@@ -106,11 +111,13 @@ def test_pages_hold_what_the_tables_say(result: page_tables.Result) -> None:
             np.testing.assert_array_equal(frames.ref[i], counts)
 
 
+@pytest.mark.thorough
 def test_claims_hold_but_for_the_order_of_reuse(result: page_tables.Result) -> None:
     verdicts = [claim.verdict for claim in page_tables.claims(result)]
     assert verdicts == ["holds"] * 7 + ["differs"]
 
 
+@pytest.mark.thorough
 def test_claims_notice_another_table(result: page_tables.Result) -> None:
     page_ids = result.one.page_ids.copy()
     page_ids[3, 0, 2] = 6
@@ -118,6 +125,7 @@ def test_claims_notice_another_table(result: page_tables.Result) -> None:
     assert page_tables.claims(other)[0].verdict == "fails"
 
 
+@pytest.mark.thorough
 def test_the_picture_draws(result: page_tables.Result) -> None:
     experiment = catalogue.load("page_tables")
     figure = style.render(

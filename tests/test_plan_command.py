@@ -194,6 +194,7 @@ def test_a_fit_brings_intervals_and_its_count(jaxkv: Jaxkv, fit: Path) -> None:
     assert "90% interval of the law" in " ".join(out.split())
 
 
+@pytest.mark.thorough
 def test_the_folder(jaxkv: Jaxkv) -> None:
     found = document(jaxkv, f"{LECTURE} --plot --out here")
     kept = json.loads(Path("here/plan.json").read_text())

@@ -99,6 +99,7 @@ def test_totals_around_a_multiple_of_the_programs(over: int, each: int) -> None:
     check_schedule([0] * 4, lengths, 1, Tiling(num_programs=programs))
 
 
+@pytest.mark.thorough
 def test_random_spans() -> None:
     rng = np.random.default_rng(0)
     for _ in range(60):
@@ -217,6 +218,7 @@ def test_spans_of_a_tree() -> None:
     assert plan.rows[0, planning.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rows_per_slot", "tokens"), [(None, 6), (2, 2), (1, 1)])
 def test_blocks_are_no_longer_than_the_rows_of_a_slot(
     rows_per_slot: int | None, tokens: int

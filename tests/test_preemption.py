@@ -108,6 +108,7 @@ def test_a_trace_is_read_as_by_hand() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_no_answer_depends_on_who_gives_way_or_how(result: preemption.Result) -> None:
     all_ = served(result)
     assert len(all_.name) >= 18
@@ -118,6 +119,7 @@ def test_no_answer_depends_on_who_gives_way_or_how(result: preemption.Result) ->
     assert len(set((all_.num_fed - all_.num_recomputed).tolist())) == 1
 
 
+@pytest.mark.thorough
 def test_nobody_gives_way_where_there_is_room(result: preemption.Result) -> None:
     roomy = rows(result.ways, name="room for all")
     assert not roomy.num_preempted.any()
@@ -128,6 +130,7 @@ def test_nobody_gives_way_where_there_is_room(result: preemption.Result) -> None
     assert 0.02 < tight.recomputed_share[0] < 0.9
 
 
+@pytest.mark.thorough
 def test_with_enough_swap_space_nothing_is_computed_again(
     result: preemption.Result,
 ) -> None:
@@ -144,6 +147,7 @@ def test_with_enough_swap_space_nothing_is_computed_again(
     assert (again.num_fallbacks == again.num_preempted).all()
 
 
+@pytest.mark.thorough
 def test_nobody_new_before_those_who_gave_way_are_done(
     result: preemption.Result,
 ) -> None:
@@ -154,6 +158,7 @@ def test_nobody_new_before_those_who_gave_way_are_done(
     assert rows(result.ways, name="swap").num_overtaken > 0
 
 
+@pytest.mark.thorough
 def test_rules_choose_different_victims(result: preemption.Result) -> None:
     for preemption_ in ("recompute", "swap"):
         rules = rows(result.victims, preemption=preemption_)
@@ -164,6 +169,7 @@ def test_rules_choose_different_victims(result: preemption.Result) -> None:
     assert latest.num_fed == rows(result.ways, name="recompute").num_fed
 
 
+@pytest.mark.thorough
 def test_a_watermark_leaves_less_to_compute_again(result: preemption.Result) -> None:
     marks = result.watermarks
     assert marks.watermark[0] == 0
@@ -171,6 +177,7 @@ def test_a_watermark_leaves_less_to_compute_again(result: preemption.Result) -> 
     assert marks.recomputed_share[-1] < marks.recomputed_share[0]
 
 
+@pytest.mark.thorough
 def test_too_small_a_swap_space_lies_between(result: preemption.Result) -> None:
     spaces = result.spaces
     again = rows(result.ways, name="recompute")
@@ -194,6 +201,7 @@ def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(
         assert getattr(hidden, name) == getattr(whole.hosts, name)[0]
 
 
+@pytest.mark.thorough
 def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(
     result: preemption.Result,
 ) -> None:
@@ -238,6 +246,7 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     assert "room for all" in (folder / "figure.svg").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
@@ -256,6 +265,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
     progress = Quiet()
     progress.stopped = True

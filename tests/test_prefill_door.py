@@ -37,6 +37,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield ran
 
 
+@pytest.mark.thorough
 def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
     """64 rows of two query heads a KV head are few, 65 are many."""
     case = make_case(
@@ -102,6 +103,7 @@ def test_what_shapes_decide_runs_one_kernel() -> None:
     assert both.many.row.shape == ((4096 + 64 * 134) // 128,)
 
 
+@pytest.mark.thorough
 def test_few_rows_fill_no_more_blocks_than_planned() -> None:
     """Every slot with as many rows as are few: the blocks are just enough."""
     slots = np.repeat(np.arange(5), 32)

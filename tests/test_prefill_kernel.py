@@ -13,6 +13,7 @@ from tests.kernel_cases import assert_within_rule, exact, make_case
 WIDE = Tiling(num_programs=3, tile=128, stages=2, block_rows=128)
 
 
+@pytest.mark.thorough
 def test_ragged_chunks_behind_contexts() -> None:
     """Tiles with and without rows of others, padding within, a slot without rows."""
     case = make_case(

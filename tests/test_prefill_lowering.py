@@ -112,6 +112,7 @@ def check_compiled(*, spills: int = 0, **options: Any) -> None:
     assert kernel.instructions["tma_store"] >= 3
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_the_usual_sizes_fit_an_h200() -> None:
     check_compiled()

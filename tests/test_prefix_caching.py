@@ -52,6 +52,7 @@ def server(result: prefix_caching.Result) -> Server:
     return Server(prefix_caching_serving.bounds(int(most), int(longest), window))
 
 
+@pytest.mark.thorough
 def test_a_small_run_holds_what_it_should(
     folder: Path, result: prefix_caching.Result
 ) -> None:
@@ -80,6 +81,7 @@ def is_walked(order: tuple[list[int], ...]) -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "prompts",
     [
@@ -148,6 +150,7 @@ def again_and_again(seed: int) -> list[list[int]]:
 POOL = 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cached_first", [False, True])
 @pytest.mark.parametrize("rule", ["lru", "fifo"])
 def test_hits_are_those_counted_by_hand(
@@ -164,6 +167,7 @@ def test_hits_are_those_counted_by_hand(
     assert expected != by_hand(prompts, POOL, window, cached_first, others[rule])
 
 
+@pytest.mark.thorough
 def test_anyone_evicted_is_neither_rule(server: Server) -> None:
     prompts = again_and_again(1)
     found = [
@@ -216,11 +220,13 @@ def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
         prefix_caching_workloads.recorded(str(path))
 
 
+@pytest.mark.thorough
 def test_a_pool_that_is_too_small_is_refused(server: Server) -> None:
     with pytest.raises(ValueError, match=r"num_pages=3 must be in \[4, "):
         server.serve([[1, 2, 3]], num_pages=3)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_keeps_what_it_has(server: Server) -> None:
     config = prefix_caching.CONFIGS["smoke"]
     progress = Impatient("serving")

@@ -115,6 +115,7 @@ def pinned(case: Case) -> list[int]:
     return np.flatnonzero(np.asarray(case.cache.pinned)).tolist()
 
 
+@pytest.mark.thorough
 def test_a_page_is_found_by_its_tokens_parent_and_salt() -> None:
     case = make_tree()
     assert case.cache.depth[:6].tolist() == [0, 1, 2, 2, 0, 1]
@@ -588,6 +589,7 @@ def few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "extend", extend)
 
 
+@pytest.mark.thorough
 def test_a_random_walk_equals_the_model() -> None:
     walk = Walk(0, 4, hashes=2**64)
     for _ in range(1500):
@@ -596,6 +598,7 @@ def test_a_random_walk_equals_the_model() -> None:
     assert all(run._cache_size() == 1 for run in walk.run.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("few_hashes")
 def test_a_random_walk_of_few_hashes_equals_the_model() -> None:
     walk = Walk(1, 1, hashes=5)
@@ -670,6 +673,7 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
     assert run.unsound(*FAULTS[name](case)) > 0
 
 
+@pytest.mark.thorough
 def test_vmap_equals_single_runs() -> None:
     def everything(state: State, calls: dict) -> dict:
         return {verb: f(state, *calls[verb]) for verb, f in operations(4).items()}

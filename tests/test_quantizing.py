@@ -86,6 +86,7 @@ def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
     return case._replace(q=q, k_pages=k, v_pages=v), scales, exact
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per", ["token", "page"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_8_bits_is_that_over_their_values(kind: Any, per: Any) -> None:
@@ -116,6 +117,7 @@ def error(state: Any, expected: Any) -> tuple[float, float]:
     return float(off.max()), float(off.mean())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_against_float64(kind: Any, dtype: Any) -> None:
@@ -149,6 +151,7 @@ def test_errors_against_float64(kind: Any, dtype: Any) -> None:
         assert mean < {"int8": 0.004, "fp8": 0.012}[kind]
 
 
+@pytest.mark.thorough
 def test_scales_must_fit_the_pages() -> None:
     case = make_case(np.random.default_rng(4), [(5, 1)], decode=True)
     narrow, scales, _ = in_8_bits(case, "int8", "token")
@@ -252,6 +255,7 @@ CONFIG = states.EngineConfig(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_attends_to_what_it_wrote_without_a_copy_of_the_pages(
     kind: Any,

@@ -17,6 +17,7 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model", ["a small one", pytest.param("its own", marks=pytest.mark.slow)]
 )

@@ -10,6 +10,7 @@ import pytest
 from experiments import cli, results_page
 
 
+@pytest.mark.thorough
 def test_the_page_that_ships_is_made_of_the_records_that_ship() -> None:
     page = results_page.page(results_page.find(results_page.RECORDS))
     assert results_page.PAGE.read_text("utf-8") == page

@@ -22,6 +22,7 @@ from scaling import architectures
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
+@pytest.mark.thorough
 def test_smoke_runs_to_a_verdict() -> None:
     config = rivals.CONFIGS["smoke"]
     result = rivals.run(config)

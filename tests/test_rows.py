@@ -40,6 +40,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_give_what_columns_give(name: str) -> None:
     config = VARIANTS[name]

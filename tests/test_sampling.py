@@ -275,6 +275,7 @@ def hard_rows(vocab: int, seed: int) -> Iterator[np.ndarray]:
     yield np.repeat(normal, 2)[:vocab] * 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "vocab",
     [300, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 4099, 50257))],
@@ -325,6 +326,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.thorough
 def test_draws_follow_the_enumerated_law() -> None:
     vocab, draws = 16, 4000
     logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32) * 1.5
@@ -400,6 +402,7 @@ def sample(
     return draw(logits, params, positions, raw=raw, scored=scored)
 
 
+@pytest.mark.thorough
 def test_a_row_does_not_depend_on_its_company() -> None:
     together = sample(*company())
     for row in range(8):
@@ -469,6 +472,7 @@ def test_rows_without_an_answer_are_flagged() -> None:
     assert drawn.logprob[3:5].tolist() == [0, 0]
 
 
+@pytest.mark.thorough
 def test_a_member_of_a_vmap_equals_a_single_call() -> None:
     *arrays, scored = company()
     states = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, axis=0)]), arrays)

@@ -99,6 +99,7 @@ class Moody(NamedTuple):
 MOODY = Moody(jnp.asarray(4, jnp.int32))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)]
 )
@@ -109,6 +110,7 @@ def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
     assert sum(each.num_cached for each in run.outcomes.values()) > 10
 
 
+@pytest.mark.thorough
 def test_beams_that_gave_way_go_on_as_if_nothing_had_happened() -> None:
     # In a buffer for some of them: the others' tokens are fed again.
     config = dataclasses.replace(TIGHT, max_swap_pages=8)
@@ -128,6 +130,7 @@ def test_static_batching_searches_without_a_cache_too() -> None:
     check("llama", run, 12)
 
 
+@pytest.mark.thorough
 def test_a_cancelled_search_leaves_nothing() -> None:
     loaded = checkpoints.load_model(GOLDEN / "llama")
     search = asks("llama")[4]

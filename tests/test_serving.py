@@ -566,6 +566,7 @@ def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
     assert first == sorted(first)
 
 
+@pytest.mark.thorough
 def test_a_chat_finds_what_its_turns_left(
     engine: jaxkv.Engine, full: jaxkv.Engine
 ) -> None:
@@ -591,6 +592,7 @@ def test_a_chat_finds_what_its_turns_left(
         assert done.num_cached == found
 
 
+@pytest.mark.thorough
 def test_no_text_tells_of_the_cache(engine: jaxkv.Engine, full: jaxkv.Engine) -> None:
     prompts = ["import os\n" + prompt for prompt in PROMPTS * 2]
     asks = [

@@ -44,6 +44,7 @@ def served(
     return engines.serve(workload(), config, policies.fcfs(chunk_size=chunk_size))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
     run = served(chunk_size)
@@ -80,6 +81,7 @@ def one_by_one(*asks: Ask) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_shared_beginning_is_found_in_full_pages() -> None:
     other = [*SYSTEM[:9], 1, 2, 3, 4]
     assert one_by_one(
@@ -87,6 +89,7 @@ def test_a_shared_beginning_is_found_in_full_pages() -> None:
     ) == [0, 12, 8, 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [12, 13])
 def test_one_token_of_the_prompt_is_always_computed(length: int) -> None:
     found = one_by_one(ask(1, SYSTEM), ask(2, SYSTEM[:length]))
@@ -126,6 +129,7 @@ def test_two_that_read_the_same_at_once_end_on_the_same_pages() -> None:
     assert run.tokens[1] == run.tokens[2]
 
 
+@pytest.mark.thorough
 def test_cached_pages_are_given_up_for_new_ones() -> None:
     rng = np.random.default_rng(2)
     asks = [ask(name, rng.integers(0, 61, 40).tolist()) for name in range(6)]

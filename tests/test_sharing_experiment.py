@@ -110,6 +110,7 @@ def test_lengths_have_the_printed_means(law: sharing_lengths.Law, num: int) -> N
         sharing_lengths.draw(law, num, 100, np.random.default_rng(3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("prompt", "answer", "n"), [(37, 20, 3), (32, 40, 8)])
 def test_pages_of_every_step_are_those_counted_by_hand(
     server: Server, prompt: int, answer: int, n: int
@@ -128,6 +129,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     }
 
 
+@pytest.mark.thorough
 def test_requests_apart_share_nothing(server: Server) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
     served = server.serve([request_of(40, ask)] * 5)
@@ -137,6 +139,7 @@ def test_requests_apart_share_nothing(server: Server) -> None:
     assert served.num_cached.tolist() == [0] * 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 40, None])
 @pytest.mark.parametrize("beams", [False, True])
 def test_a_prompt_is_computed_once_whatever_the_chunks(
@@ -152,6 +155,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     assert served.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
 
+@pytest.mark.thorough
 def test_samples_save_what_lengths_say(result: sharing.Result) -> None:
     samples = result.samples
     assert samples.lengths.tolist() == ["short", "short", "long", "long"]
@@ -162,6 +166,7 @@ def test_samples_save_what_lengths_say(result: sharing.Result) -> None:
     assert not samples.num_preempted.any()
 
 
+@pytest.mark.thorough
 def test_beams_save_more_than_samples(result: sharing.Result) -> None:
     assert result.beams.num_sequences.tolist() == [4, 4]
     for name in ("short", "long"):
@@ -169,6 +174,7 @@ def test_beams_save_more_than_samples(result: sharing.Result) -> None:
     assert np.isnan(result.beams.expected_share).all()
 
 
+@pytest.mark.thorough
 def test_prompts_of_eight_answers_are_read_once(result: sharing.Result) -> None:
     readings = result.readings
     assert readings.chunk_size.tolist() == [3, 64]
@@ -176,6 +182,7 @@ def test_prompts_of_eight_answers_are_read_once(result: sharing.Result) -> None:
     np.testing.assert_array_equal(readings.prompt_rows, readings.prompt_tokens)
 
 
+@pytest.mark.thorough
 def test_a_common_beginning_is_found_and_changes_no_answer(
     result: sharing.Result,
 ) -> None:
@@ -191,6 +198,7 @@ def test_a_common_beginning_is_found_and_changes_no_answer(
     assert prefixes.rate.shape == (1, smoke.repeats, 2)
 
 
+@pytest.mark.thorough
 def test_the_picture_shows_what_tables_hold(result: sharing.Result) -> None:
     picture, rows = result.picture, sharing_picture.NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
@@ -218,6 +226,7 @@ def test_the_picture_shows_what_tables_hold(result: sharing.Result) -> None:
                 assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     verdicts = [
         claim["verdict"] for claim in json.loads((folder / "claims.json").read_text())
@@ -239,6 +248,7 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     assert "read_lines" in (folder / "figure.svg").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     config = dataclasses.replace(sharing.CONFIGS["smoke"], model=model)
@@ -259,6 +269,7 @@ def _nothing(picture: sharing_picture.Picture) -> sharing_picture.Picture:
     return sharing_picture.Picture(*(leaf[:0] for leaf in picture))
 
 
+@pytest.mark.thorough
 def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     progress = Quiet()
@@ -271,6 +282,7 @@ def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     server.clear()
 
 
+@pytest.mark.thorough
 def test_settings_serve_the_same_requests(server: Server) -> None:
     """Whatever their number of answers, so that savings can be compared."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}

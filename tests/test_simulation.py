@@ -135,6 +135,7 @@ def seeds(*quick: str) -> list[Any]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "seed"), seeds("plain", "groups, swap"))
 def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
     case = CASES[name]
@@ -269,6 +270,7 @@ RULE = policies.fcfs(stackable=True)
 BOUNDS = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 
 
+@pytest.mark.thorough
 def test_a_mapped_run_equals_a_run_alone() -> None:
     """Over rates and seeds, pages and their size, and a policy's parameters."""
     loads = [workload(seed, 12, rate=50.0 + 100 * seed) for seed in range(4)]

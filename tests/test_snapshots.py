@@ -138,6 +138,7 @@ def main(folder: str, numerics: Any) -> None:
     (there / "tokens.json").write_text(json.dumps(named(rest)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )
@@ -198,6 +199,7 @@ def test_a_state_that_has_not_begun_branches_into_static(tmp_path: Path) -> None
     assert static.tokens == continuous.tokens
 
 
+@pytest.mark.thorough
 def test_a_rewound_state_replays_itself(tmp_path: Path) -> None:
     state = busy(CONFIG)
     folder = jaxkv.save_state(tmp_path / "state", state, CONFIG)

@@ -110,6 +110,7 @@ def test_no_loss_depends_on_a_later_token(name: str) -> None:
     assert bool((before[:, 8:] != after[:, 8:]).any(1).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "rate"), [("sgd", 0.3), ("adafactor", 0.01), ("lion", 0.003)]
 )
@@ -125,6 +126,7 @@ def plain() -> tuple[stepping.TrainState, float]:
     return train(SGD, StepConfig(), 0.3, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "error"),
     [

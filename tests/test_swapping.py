@@ -45,6 +45,7 @@ def num_recomputed(run: Run) -> int:
     return sum(each.num_recomputed for each in run.outcomes.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("host", [None, 24])
 def test_answers_equal_those_of_a_plain_loop(host: int | None) -> None:
     run = served(host=host)
@@ -71,6 +72,7 @@ def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
     assert 0 < num_recomputed(run) < num_recomputed(served(preemption="recompute"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "victim",
     [
@@ -152,6 +154,7 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
     ]
 
 
+@pytest.mark.thorough
 def test_pages_come_back_bit_for_bit_and_elsewhere() -> None:
     state = start = submitted(crowd(), SWAP)
     policy = fcfs(preemption="swap")

@@ -26,6 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
     config = answer(capsys, "sweep", "smoke", "--print-config")
     config["num_tokens"] = [*config["num_tokens"][1:], 20480]
@@ -56,6 +57,7 @@ def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
     assert wider["architecture"]["vocab_size"] == 258
 
 
+@pytest.mark.thorough
 def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
     law = Path(isoflop.__file__).parent / "records" / "isoflop" / "fit.json"
     plan = answer(
@@ -65,6 +67,7 @@ def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
     assert 1e7 < plan["num_params"] < 4e7
 
 
+@pytest.mark.thorough
 def test_one_run_and_the_model_it_leaves(here: Path, capsys) -> None:
     done = answer(capsys, "train", "smoke")
     assert done["status"] == "done"

@@ -162,6 +162,7 @@ def test_cosines_of_two_lengths_share_the_warm_up(
     assert found[run_id][0] == pytest.approx(score.loss, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_stopped_sweep_goes_on(whole: sweeps.Outcome, config, tmp_path) -> None:
     out = tmp_path / "sweep"
     stopped = sweeps.sweep(config, out, progress=Stopping(20))
@@ -414,6 +415,7 @@ def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
     return count()
 
 
+@pytest.mark.thorough
 def test_kill_9(whole, config, tmp_path) -> None:
     small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
     kept = kill(small, tmp_path / "sweep", 1, 0.1)

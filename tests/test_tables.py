@@ -440,6 +440,7 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
     assert " ".join(key for key, count in found.items() if count) == flagged
 
 
+@pytest.mark.thorough
 def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the keyword in `put`, the last page pays for every unmapped place."""
 

@@ -60,6 +60,7 @@ def test_files_describe_the_tokenizer() -> None:
     assert again.special_tokens["bos_token"] == "<|begin|>"
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=30))
 def test_streams_give_the_whole_text_in_whole_characters(text: str) -> None:

@@ -84,6 +84,7 @@ def without_time(curve: list[dict]) -> list[dict]:
     return [{k: v for k, v in x.items() if k != "duration_s"} for x in curve]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     optimizer = OptimizerConfig(kind=kind)
@@ -111,6 +112,7 @@ NUM_TOKENS = 50_000
 """Of the streams that are made up here, so that one program reads all of them."""
 
 
+@pytest.mark.thorough
 def test_a_constant_text_is_soon_certain(config: TrainConfig) -> None:
     config = dataclasses.replace(config, num_steps=40)
     stream = jnp.full((NUM_TOKENS,), 97, jnp.uint16)
@@ -137,6 +139,7 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     assert abs(float(loss) - math.log(4)) < 0.05
 
 
+@pytest.mark.thorough
 def test_a_run_taken_up_ends_as_the_unbroken_one(
     config: TrainConfig, tmp_path: Path
 ) -> None:
@@ -210,6 +213,7 @@ def test_without_room_a_line_says_so_and_nothing_is_broken(
     assert without_time(result.curve) == without_time(unbroken.curve)
 
 
+@pytest.mark.thorough
 def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) -> None:
     whole = training.train(config, tmp_path / "whole")
     trunk = dataclasses.replace(config, num_steps=8, cooldown_steps=0)
@@ -273,6 +277,7 @@ def test_divergence_is_a_result_with_the_last_whole_state(
     assert result.curve or jax.tree.all(finite)
 
 
+@pytest.mark.thorough
 def test_muon_takes_matrices_and_adam_the_rest() -> None:
     model = dataclasses.replace(MODEL, qkv_bias=True)
     state = stepping.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
