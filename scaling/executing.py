@@ -116,6 +116,8 @@ def local(
             parts = [(lane,) for lane in group.lanes]
         tell = functools.partial(_tell, advance, group.model)
         for lanes in parts:
+            if not tell(0):  # before a program is compiled for nothing
+                return
             part = group._replace(lanes=lanes)
             place = paused / sweep_grids.group_id(config, part, corpus.digest)
             try:

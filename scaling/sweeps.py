@@ -188,7 +188,7 @@ def _made(
         nonlocal done
         per_token = sweep_grids.count(model, config.seq_len).flops_per_token
         done += steps * config.batch_size * config.seq_len * per_token / 1e9
-        if update is not None:
+        if steps and update is not None:
             update(min(done, total / 1e9))
         return progress is None or not progress.stopped
 
