@@ -122,8 +122,9 @@ def test_a_demo_that_serves_keeps_what_it_has(
     sizes = ("--num-requests", "400", "--max-length", "512")
     process = start("demo", "smoke", "--model", model, "--out", str(out), *sizes)
     assert process.stderr is not None
-    line = process.stderr.readline()
-    assert line.startswith("static batching: 400 of 400 requests"), line
+    whole = "static batching: 400 of 400 requests"
+    while not (line := process.stderr.readline()).startswith(whole):
+        assert line.startswith("static batching: ")  # on a busy machine, now and then
     assert press(process)[1] == STOPPING
     kept = store.read(out, catalogue.load("demo"))
     assert kept.env["status"] == "interrupted"
