@@ -178,6 +178,7 @@ def test_a_stopped_sweep_goes_on(whole: sweeps.Outcome, config, tmp_path) -> Non
     assert "no record" not in (out / "curves.jsonl").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["loop", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> None:
     small = dataclasses.replace(

@@ -189,6 +189,7 @@ def files_no_larger_than(num_bytes: int) -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.thorough
 def test_without_room_a_line_says_so_and_nothing_is_broken(
     config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
