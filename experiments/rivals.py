@@ -1,21 +1,24 @@
 """Does the transformer win over its rivals, and at what compute to equal loss?
 
-LSTM against transformer, SGD against Adam, one and four layers against two, learned
-against rotary positions: all at equal parameters outside embeddings, on the same text
-in the same order, with as many learning rates tried on each side at every size. Each
-side is a curve through the best of its runs by compute, so the verdict is a ratio of
-compute with its interval, not the outcome of two runs.
+LSTM against transformer, SGD against Adam, one, four and six layers against two,
+learned against rotary positions: all at equal parameters outside embeddings, on the
+same text in the same order, with as many learning rates tried on each side at every
+size and as many seeds. Each side is a curve through the best of its runs by compute, so
+the verdict is a ratio of compute with its interval, not the outcome of two runs.
 """
 
+import concurrent.futures
 import dataclasses
-import itertools
-from typing import NamedTuple
+import threading
 
-import numpy as np
-
-from experiments import rivals_drawing, rivals_fits, rivals_sides, rivals_telling
+from experiments import (
+    rivals_drawing,
+    rivals_outcomes,
+    rivals_sides,
+    rivals_telling,
+)
 from experiments.progress import QUIET, Progress
-from experiments.rivals_fits import Curve, Ratio
+from experiments.rivals_outcomes import Result
 from experiments.rivals_sides import REFERENCE
 from scaling import corpora
 
@@ -28,7 +31,9 @@ class Config:
 
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
     """What is learned."""
-    sides: tuple[str, ...] = ("lstm", "sgd", "1 layer", "4 layers", "learned positions")
+    sides: tuple[str, ...] = (
+        *("lstm", "sgd", "1 layer", "4 layers", "6 layers", "learned positions"),
+    )
     """Who is compared with the transformer of two layers."""
     sizes: tuple[int, ...] = (4_320, 9_552, 16_832, 26_160)
     """Parameters outside embeddings; to be compared exactly, what an LSTM can have."""
@@ -50,8 +55,12 @@ class Config:
     """Held-out windows that are scored."""
     num_resamples: int = 400
     """Of the fits."""
-    seed: int = 0
-    """Of parameters and the order of the text."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Of parameters and the order of the text: every side has all runs with each of
+    them. The rate is chosen with the first."""
+    num_threads: int = 2
+    """Pairs of side and size that are trained at a time: a core that waits for another
+    in a small model's step has work then. The numbers do not depend on it."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be compared."""
@@ -63,6 +72,14 @@ class Config:
             raise ValueError(f"{self.few_sizes=} must be among {self.sizes=}")
         if [*self.horizons] != sorted({*self.horizons}) or min(self.horizons) < 5:
             raise ValueError(f"{self.horizons=} must rise from at least 5")
+        if (
+            not self.seeds
+            or len({*self.seeds}) < len(self.seeds)
+            or min(self.seeds) < 0
+        ):
+            raise ValueError(f"{self.seeds=} must be different, at least one, from 0")
+        if self.num_threads < 1:
+            raise ValueError(f"{self.num_threads=} must be at least 1")
         if self.seq_len < 4 or self.num_windows < 2 or self.num_resamples < 2:
             raise ValueError(
                 f"{self.seq_len=} must be at least 4, {self.num_windows=} and "
@@ -87,7 +104,7 @@ CONFIGS = {
     ),
     "cpu": Config(),
     "gpu": Config(
-        sides=("lstm", "1 layer", "4 layers"),
+        sides=("lstm", "1 layer", "4 layers", "6 layers"),
         sizes=(66_432, 263_936, 1_052_160),
         few_sizes=(66_432, 263_936, 1_052_160),
         head_dim=32,
@@ -95,78 +112,9 @@ CONFIGS = {
         seq_len=512,
         horizons=(100, 200, 400, 800),
         trial_steps=200,
+        num_threads=1,
     ),
 }
-
-
-class Runs(NamedTuple):
-    """Finished runs, a row each; `side` counts in `Result.sides`."""
-
-    side: np.ndarray
-    size: np.ndarray
-    """What the shape came near to."""
-    num_params: np.ndarray
-    num_params_non_embedding: np.ndarray
-    hidden_size: np.ndarray
-    num_tokens: np.ndarray
-    flops: np.ndarray
-    flops_6nd: np.ndarray
-    loss: np.ndarray
-    """Of held-out windows, nats per token."""
-    loss_se: np.ndarray
-    learning_rate: np.ndarray
-    seconds: np.ndarray
-
-
-class Trials(NamedTuple):
-    """Learning rates tried, and the losses that they led to."""
-
-    side: np.ndarray
-    size: np.ndarray
-    learning_rate: np.ndarray
-    loss: np.ndarray
-
-
-class Differences(NamedTuple):
-    """Loss of a side minus the reference's, longest runs of equal size, same windows.
-
-    The standard error is of the text; it leaves out another seed's difference.
-    """
-
-    side: np.ndarray
-    size: np.ndarray
-    difference: np.ndarray
-    se: np.ndarray
-
-
-class Places(NamedTuple):
-    """Loss by place in the window, of each side's longest run of its largest size.
-
-    Attributes:
-      place: tokens seen, the middle of each bin.
-      loss: mean over the bin, `[sides, bins]`.
-      gain: mean loss over the second quarter of the window minus that over the last.
-      gain_se: its standard error.
-    """
-
-    place: np.ndarray
-    loss: np.ndarray
-    gain: np.ndarray
-    gain_se: np.ndarray
-
-
-class Result(NamedTuple):
-    """All runs, and what was read off them; the reference is the first side."""
-
-    sides: np.ndarray
-    runs: Runs
-    trials: Trials
-    differences: Differences
-    places: Places
-    curves: Curve
-    """Through the frontier of each side, `[sides, points]`, exact compute."""
-    ratios: Ratio
-    """`[2, sides, points]`: exact compute, then 6 N D; the reference against itself."""
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -193,97 +141,29 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for size in (config.sizes if i < 2 else config.few_sizes)
     ]
     update = progress.bar("training", len(plan) * budget.num_steps(), "steps")
-    done = 0
+    done, lock = 0, threading.Lock()
 
     def told(steps: int, shown: str) -> bool:
         nonlocal done
-        done += steps
-        update(done)
-        progress.show(shown)
+        with lock:
+            done += steps
+            update(done)
+            progress.show(shown)
         return progress.stopped
 
-    trained = {}
-    for i, size in plan:
-        if (found := rivals_runs.train(sides[i], size, corpus, budget, told)) is None:
-            break
-        trained[i, size] = found
-    return _result(names, trained, config)
+    def train(pair: tuple[int, int]) -> "rivals_runs.Trained | None":
+        if progress.stopped:
+            return None
+        return rivals_runs.train(sides[pair[0]], pair[1], corpus, budget, told)
 
-
-def _result(names: tuple[str, ...], trained: dict, config: Config) -> Result:
-    rows = [
-        {"side": i, "size": size} | row
-        for (i, size), found in trained.items()
-        for row in found.rows
-    ]
-    trials = [
-        (i, size, *trial) for (i, size), x in trained.items() for trial in x.trials
-    ]
-    fits = {
-        size: [
-            rivals_fits.fit([row for row in rows if row["side"] == i], size)
-            for i in range(len(names))
-        ]
-        for size in rivals_fits.SIZES
-    }
-    again = {
-        size: [
-            rivals_fits.resampled(
-                *([row for row in rows if row["side"] == i], size),
-                *(config.num_resamples, config.seed + i),
-            )
-            for i in range(len(names))
-        ]
-        for size in rivals_fits.SIZES
-    }
-    ratios = [
-        rivals_fits.ratio(fits[size][0], side, (again[size][0], drawn))
-        for size in rivals_fits.SIZES
-        for side, drawn in zip(fits[size], again[size], strict=True)
-    ]
-    shape = (len(rivals_fits.SIZES), len(names))
-    parts = [np.array(part) for part in zip(*ratios, strict=True)]
-    curves = [rivals_fits.curve(each) for each in fits["exact"]]
-    return Result(
-        np.array(names),
-        Runs(*(np.array([row[name] for row in rows]) for name in Runs._fields)),
-        Trials(*(np.array(x) for x in zip(*trials, strict=True)))
-        if trials
-        else Trials(*np.zeros((4, 0))),
-        _differences(trained),
-        _places(trained, len(names), config.seq_len),
-        Curve(*(np.array(part) for part in zip(*curves, strict=True))),
-        Ratio(*(part.reshape(*shape, *part.shape[1:]) for part in parts)),
+    with concurrent.futures.ThreadPoolExecutor(config.num_threads) as pool:
+        found = zip(plan, pool.map(train, plan), strict=True)
+        trained = {pair: each for pair, each in found if each is not None}
+    return rivals_outcomes.collect(
+        *(names, trained),
+        seq_len=config.seq_len,
+        num_resamples=config.num_resamples,
     )
-
-
-def _differences(trained: dict) -> Differences:
-    found = []
-    for (i, size), each in trained.items():
-        if i and (0, size) in trained:
-            apart = (each.losses - trained[0, size].losses).mean(1)
-            se = apart.std(ddof=1) / np.sqrt(len(apart))
-            found.append((i, size, apart.mean(), se))
-    return Differences(*np.array(found, float).reshape(-1, 4).T)
-
-
-def _places(trained: dict, num_sides: int, seq_len: int) -> Places:
-    edges = np.unique(np.geomspace(1, seq_len + 1, 17).round().astype(int)) - 1
-    middle = np.sqrt((edges[:-1] + 1.0) * edges[1:])
-    loss = np.full((num_sides, len(middle)), np.nan)
-    gain, gain_se = np.full((2, num_sides), np.nan)
-    quarter = seq_len // 4
-    for i in range(num_sides):
-        sizes = [size for j, size in trained if j == i]
-        if not sizes:
-            continue
-        losses = trained[i, max(sizes)].losses
-        parts = itertools.pairwise(edges)
-        loss[i] = [losses[:, low:high].mean() for low, high in parts]
-        early, late = losses[:, quarter : 2 * quarter], losses[:, -quarter:]
-        each = early.mean(1) - late.mean(1)
-        gain[i], gain_se[i] = each.mean(), each.std(ddof=1) / np.sqrt(len(each))
-    return Places(middle, loss, gain, gain_se)
 
 
 plot = rivals_drawing.plot

@@ -120,16 +120,24 @@ def fit(rows: list[dict[str, Any]], size: str) -> Fit | None:
 def resampled(
     rows: list[dict[str, Any]], size: str, count: int, seed: int
 ) -> list[Fit | None]:
-    """Fits again and again trunks drawn with replacement, all branches of each."""
-    trunks = sorted({row["size"] for row in rows})
+    """Fits again and again trunks drawn with replacement, all branches of each.
+
+    A trunk is a size and a seed.
+    """
+    trunks = sorted({_trunk(row) for row in rows})
     rng, known, found = np.random.default_rng(seed), {}, []
     for _ in range(count if trunks else 0):
-        drawn = frozenset(rng.choice(trunks, len(trunks)).tolist())
+        places = rng.choice(len(trunks), len(trunks))
+        drawn = frozenset(trunks[place] for place in places)
         # Of a frontier it matters which runs are there, not how often.
         if drawn not in known:
-            known[drawn] = fit([row for row in rows if row["size"] in drawn], size)
+            known[drawn] = fit([row for row in rows if _trunk(row) in drawn], size)
         found.append(known[drawn])
     return found
+
+
+def _trunk(row: dict[str, Any]) -> tuple[int, int]:
+    return int(row["size"]), int(row["seed"])
 
 
 def curve(found: Fit | None) -> Curve:

@@ -30,7 +30,7 @@ class Budget(NamedTuple):
       trial_steps: steps of a run that only tries a rate.
       warmup_steps: of all runs.
       num_windows: held-out windows that are scored.
-      seed: of parameters and the order of the text.
+      seeds: of parameters and the order of the text; the first chooses the rate.
     """
 
     batch_size: int
@@ -39,21 +39,23 @@ class Budget(NamedTuple):
     trial_steps: int
     warmup_steps: int
     num_windows: int
-    seed: int
+    seeds: tuple[int, ...]
 
     def num_steps(self) -> int:
         """Steps that one side takes at one size, trials included."""
         branches = sum(h - _left(h) for h in self.horizons)
-        return NUM_TRIALS * self.trial_steps + _left(self.horizons[-1]) + branches
+        whole = _left(self.horizons[-1]) + branches
+        return NUM_TRIALS * self.trial_steps + len(self.seeds) * whole
 
 
 class Trained(NamedTuple):
     """What one side did at one size.
 
     Attributes:
-      rows: a dict of numbers for each horizon.
+      rows: a dict of numbers for each seed and horizon.
       trials: the rates tried, with the loss of each.
-      losses: nats of every held-out token of the longest run, `[windows, seq]`.
+      losses: nats of every held-out token, of each seed's longest run,
+        `[seeds, windows, seq]`.
     """
 
     rows: list[dict[str, Any]]
@@ -91,29 +93,36 @@ def train(
     """
     run = _Runs(side, num_params, corpus, budget)
     trials: list[tuple[float, float]] = []
-    rates = list(side.rates)
+    rates, seed = list(side.rates), budget.seeds[0]
+    start = run.start(seed)
     for count in range(NUM_TRIALS):
         if count == len(rates):
             rates.append(next_rate(trials))
-        loss = run.score(run.finished(run.start(), 0, budget.trial_steps, rates[count]))
+        end = run.finished(start, (0, budget.trial_steps), rates[count], seed)
+        loss = run.score(end)
         trials.append((rates[count], loss))
         shown = f"{side.name}, {num_params:,}: rate {rates[count]:.2g}, loss {loss:.3f}"
         if told(budget.trial_steps, shown):
             return None
-    rate = min(trials, key=lambda trial: trial[1])[0]
-    state, done, rows, losses = run.start(), 0, [], np.zeros((0, 0))
-    for horizon in budget.horizons:
-        started = time.monotonic()
-        left = _left(horizon)
-        state = run.steps(state, left - done, rate, budget.horizons[-1])
-        branch = run.finished(state, left, horizon, rate)
-        losses = run.losses(branch)
-        rows.append(run.row(horizon, rate, losses, time.monotonic() - started))
-        shown = f"{side.name}, {num_params:,}: loss {losses.mean():.3f} at {horizon}"
-        if told(horizon - done, shown):
-            return None
-        done = left
-    return Trained(rows, trials, losses)
+    finite = [trial for trial in trials if np.isfinite(trial[1])]
+    rate = min(finite or trials, key=lambda trial: trial[1])[0]
+    rows, longest = [], []
+    for seed in budget.seeds:
+        state, done, losses = run.start(seed), 0, np.zeros((0, 0))
+        for horizon in budget.horizons:
+            started, left = time.monotonic(), _left(horizon)
+            part = (done, left, budget.horizons[-1])
+            state = run.steps(state, part, rate, seed)
+            branch = run.finished(state, (left, horizon), rate, seed)
+            losses = run.losses(branch)
+            seconds = time.monotonic() - started
+            rows.append({"seed": seed} | run.row(horizon, rate, losses, seconds))
+            shown = f"{side.name}, {num_params:,}: {losses.mean():.3f} at {horizon}"
+            if told(horizon - done, shown):
+                return None
+            done = left
+        longest.append(losses)
+    return Trained(rows, trials, np.array(longest))
 
 
 def next_rate(trials: list[tuple[float, float]]) -> float:
@@ -156,27 +165,32 @@ class _Runs:
             functools.partial(objectives.token_losses, model=self.model)
         )
 
-    def start(self) -> stepping.TrainState:
-        return stepping.init(
-            self.model, self.side.optimizer, jnp.int32(self.budget.seed)
-        )
+    def start(self, seed: int) -> stepping.TrainState:
+        return stepping.init(self.model, self.side.optimizer, jnp.int32(seed))
 
-    def steps(self, state: Any, count: int, rate: float, end: int, cooldown: int = 0):
-        if not count:
+    def steps(
+        self, state: Any, part: tuple[int, int, int], rate: float, seed: int, fall=0
+    ) -> Any:
+        """Goes from one step to another on a schedule that ends at the third."""
+        start, until, end = part
+        if start == until:
             return state
-        counts = (self.budget.warmup_steps, cooldown, end)
+        counts = (self.budget.warmup_steps, fall, end)
         schedule = Schedule(
             jnp.float32(rate),
             *map(jnp.int32, counts),
             final_share=jnp.float32(0),
             is_cosine=jnp.bool_(False),
         )
-        seed = jnp.int32(self.budget.seed)
-        return self.call(state, self.stream, schedule, seed, jnp.int32(count))[0]
+        count = jnp.int32(until - start)
+        return self.call(state, self.stream, schedule, jnp.int32(seed), count)[0]
 
-    def finished(self, state: Any, done: int, end: int, rate: float) -> Any:
+    def finished(
+        self, state: Any, part: tuple[int, int], rate: float, seed: int
+    ) -> Any:
         """Takes a state to the end of a schedule that falls over its last fifth."""
-        return self.steps(state, end - done, rate, end, end - _left(end))
+        fall = part[1] - _left(part[1])
+        return self.steps(state, (*part, part[1]), rate, seed, fall)
 
     def losses(self, state: Any) -> np.ndarray:
         size, parts = 64, []

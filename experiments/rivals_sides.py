@@ -1,6 +1,6 @@
 """The sides of `rivals`: what is trained, and which pairs are compared."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxkv.models import ModelConfig
 from scaling import architectures
@@ -33,19 +33,47 @@ _RECURRENT_RATES = (6e-3, 1.8e-2, 5.4e-2)
 _SGD_RATES = (0.1, 0.3, 0.9)
 
 REFERENCE = "transformer"
+
+
+class Published(NamedTuple):
+    """What a source says of a side's compute to equal loss, over the reference's.
+
+    Attributes:
+      source: where.
+      relation: at least 1, or 1.
+      statement: the same in words.
+    """
+
+    source: str
+    relation: Literal["at_least", "equal"]
+    statement: str
+
+
 _KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
+_SHAZEER = "Shazeer 2020, arXiv:2002.05202, table 1"
+
+
+def _more(source: str) -> Published:
+    return Published(source, "at_least", "needs at least the transformer's compute")
+
+
+# "The performance of models with different depths converge to a single trend."
+_ONE_TREND = Published(
+    f"{_KAPLAN}, figure 6", "equal", "needs the compute of two layers: one trend"
+)
 
 PAIRS = {
-    "lstm": f"{_KAPLAN}, figure 7",
-    "gru": f"{_KAPLAN}, figure 7, of LSTMs",
-    "sgd": "the lectures: compare optimizers by two fitted curves",
-    "1 layer": f"{_KAPLAN}, figure 6",
-    "4 layers": f"{_KAPLAN}, figure 6",
-    "learned positions": "Su et al. 2021, arXiv:2104.09864, section 4",
-    "relu": "Shazeer 2020, arXiv:2002.05202, table 1",
-    "gelu": "Shazeer 2020, arXiv:2002.05202, table 1",
+    "lstm": _more(f"{_KAPLAN}, figure 7"),
+    "gru": _more(f"{_KAPLAN}, figure 7, of LSTMs"),
+    "sgd": _more("the lectures: compare optimizers by two fitted curves"),
+    "1 layer": _more(f"{_KAPLAN}, figure 6"),
+    "4 layers": _ONE_TREND,
+    "6 layers": _ONE_TREND,
+    "learned positions": _more("Su et al. 2021, arXiv:2104.09864, section 4"),
+    "relu": _more(_SHAZEER),
+    "gelu": _more(_SHAZEER),
 }
-"""What the reference is compared with, each with the source that speaks of it."""
+"""What the reference is compared with, each with what was said of it."""
 
 
 def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
@@ -77,6 +105,7 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
         "sgd": {},
         "1 layer": {"num_layers": 1},
         "4 layers": {"num_layers": 4},
+        "6 layers": {"num_layers": 6},
         "learned positions": {"positions": "learned"},
         "relu": {"gated": False, "activation": "relu", "mlp_size": 12},
         "gelu": {"gated": False, "activation": "gelu", "mlp_size": 12},

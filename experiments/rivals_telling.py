@@ -7,10 +7,10 @@ import numpy as np
 from experiments.claims import Claim, judge
 from experiments.reporting import Part, Sheet
 from experiments.rivals_fits import SIZES, frontier
-from experiments.rivals_sides import PAIRS, REFERENCE
+from experiments.rivals_sides import PAIRS, REFERENCE, Published
 
 if TYPE_CHECKING:
-    from experiments.rivals import Result
+    from experiments.rivals_outcomes import Result
 
 _SMALL = (
     "Ours are byte-level models of thousands of parameters and minutes, the source's "
@@ -22,41 +22,47 @@ def claims(result: "Result") -> list[Claim]:
     """Holds each direction against ours, at the lowest loss that both sides reached."""
     found = [
         judge(
-            f"{name}: needs at least the transformer's compute to equal loss",
-            source=PAIRS[name],
+            f"{name}, to equal loss: {said.statement}",
+            source=said.source,
             published=1,
             ours=ending["ratio"],
             unit="1",
-            relation="at_least",
+            relation=said.relation,
             differs=_SMALL,
             note=f"At {ending['loss']:.3f} nats; 90 % interval {_interval(ending)}: "
-            f"the direction {_direction(ending)}.",
+            f"the direction {_direction(ending, said)}.",
         )
         for name, ending in _endings(result, 0).items()
-        if ending
+        if ending and (said := PAIRS[name])
     ]
     places, sides = result.places, list(result.sides)
     for name in ("lstm", "gru"):
-        if name not in sides or not np.isfinite(places.gain[sides.index(name)]):
+        if name not in sides or not np.isfinite(places.lead[sides.index(name)]):
             continue
         i = sides.index(name)
-        apart = places.gain[0] - places.gain[i]
-        se = float(np.hypot(places.gain_se[0], places.gain_se[i]))
         found.append(
             judge(
                 f"from the second quarter of the window to the last the transformer's "
                 f"loss falls by more than that of the {name}, which levels off",
-                source=PAIRS[name],
+                source=PAIRS[name].source,
                 published=0,
-                ours=float(apart),
+                ours=float(places.lead[i]),
                 unit="nats",
                 relation="at_least",
                 differs=_SMALL,
-                note=f"Transformer {places.gain[0]:.4f}, {name} {places.gain[i]:.4f}; "
-                f"standard error of the difference at most {se:.4f}.",
+                note=f"Standard error {places.lead_se[i]:.4f}, by windows that both "
+                f"have scored: the direction {_sign(places.lead[i], places.lead_se[i])}"
+                ".",
             )
         )
     return found
+
+
+def _sign(lead: float, se: float) -> str:
+    """Whether a lead is above zero by more than two standard errors."""
+    if abs(lead) <= 2 * se:
+        return "is not decided"
+    return "shows" if lead > 0 else "does not show: the other way"
 
 
 def _endings(result: "Result", convention: int) -> dict[str, dict[str, float]]:
@@ -91,13 +97,20 @@ def _interval(ending: dict[str, float]) -> str:
     return f"{ending['low']:.2f} to {ending['high']:.2f}"
 
 
-def _direction(ending: dict[str, float]) -> str:
-    """Whether the ratio is above or below one, with its whole interval."""
-    if ending["low"] > 1:
+def _direction(ending: dict[str, float], said: Published) -> str:
+    """What becomes of the published direction; a verdict needs the whole interval."""
+    low, high = ending["low"], ending["high"]
+    if said.relation == "equal":
+        if low > 1 or high < 1:
+            return f"does not show: {'more' if low > 1 else 'less'} is needed"
+        # Of no interval nothing is said.
+        return "is not contradicted" if low <= 1 <= high else "is not decided"
+    if low > 1:
         return "shows"
-    if ending["high"] < 1:
-        return "does not show: the other way"
-    return "is not decided"
+    return "does not show: the other way" if high < 1 else "is not decided"
+
+
+_GAINS = ("gain", "gain_se", "lead", "lead_se")
 
 
 def metrics(result: "Result") -> dict[str, Any]:
@@ -116,14 +129,16 @@ def metrics(result: "Result") -> dict[str, Any]:
                 "size": int(size),
                 "difference": float(difference),
                 "se": float(se),
+                "by_seed": [float(each) for each in by_seed],
             }
-            for side, size, difference, se in zip(*apart, strict=True)
+            for side, size, difference, se, by_seed in zip(*apart, strict=True)
         ],
         "late_gain": [
-            {"side": str(name), "gain": float(gain), "se": float(se)}
-            for name, gain, se in zip(
-                *(result.sides, result.places.gain, result.places.gain_se), strict=True
-            )
+            {
+                "side": str(name),
+                **{key: float(getattr(result.places, key)[i]) for key in _GAINS},
+            }
+            for i, name in enumerate(result.sides)
         ],
     }
 
@@ -136,18 +151,23 @@ def summary(result: "Result") -> list[Part]:
         for i in range(len(SIZES))
         for name in result.sides[1:]
     ]
-    heads = ("side", "compute", "ratio", "90 %", "at loss", "at the highest loss")
-    heads = (*heads, "transformer needs less")
+    heads = ("side", "compute", "published", "ratio", "90 %", "at loss")
+    heads = (*heads, "ratio at the highest loss", "the published direction")
     differences = [
         (
             *(row["side"], f"{row['size']:,}"),
             *(f"{row['difference']:+.4f}", f"{row['se']:.4f}"),
+            ", ".join(f"{each:+.4f}" for each in row["by_seed"]),
         )
         for row in found["differences"]
     ]
     gains = [
-        (row["side"], f"{row['gain']:.4f}", f"{row['se']:.4f}")
-        for row in found["late_gain"]
+        (
+            *(row["side"], f"{row['gain']:.4f}", f"{row['gain_se']:.4f}"),
+            # The transformer has none over itself.
+            *((f"{row['lead']:+.4f}", f"{row['lead_se']:.4f}") if i else ("", "")),
+        )
+        for i, row in enumerate(found["late_gain"])
     ]
     return [
         Sheet(
@@ -155,20 +175,23 @@ def summary(result: "Result") -> list[Part]:
             heads,
             ratios,
             "Read off curves through the best runs by compute, at the lowest loss that "
-            "both reached; intervals by drawing whole trunks anew. Few trunks and one "
-            "seed a side: an interval is of sizes left out, not of another seed.",
+            "both reached; intervals by drawing whole trunks anew, each a size with a "
+            "seed. Trunks are few, so intervals are rough.",
         ),
         _curves(result),
         Sheet(
             "loss less the transformer's at equal parameters and tokens, longest runs",
-            ("side", "parameters", "nats", "standard error"),
+            ("side", "parameters", "nats", "standard error", "seed by seed"),
             differences,
-            "The standard error is of the held-out text, not of another seed.",
+            "The standard error is of the held-out text alone; what another seed is "
+            "worth is seen in the last column.",
         ),
         Sheet(
             "second quarter of the window less the last, largest models",
-            ("side", "nats", "standard error"),
+            ("side", "nats", "standard error", "transformer's lead", "standard error"),
             gains,
+            "The lead is by windows that both have scored, so how hard their text is "
+            "drops out.",
         ),
         _rates(result),
     ]
@@ -176,14 +199,16 @@ def summary(result: "Result") -> list[Part]:
 
 def _told(name: str, convention: int, result: "Result") -> tuple[str, ...]:
     """A row of the table of ratios; where there is none, the reason."""
-    row = _endings(result, convention)[name]
+    row, said = _endings(result, convention)[name], PAIRS[name]
+    published = "1" if said.relation == "equal" else "at least 1"
+    heads = (name, SIZES[convention], published)
     if not row:
         reasons = np.asarray(result.ratios.reason)
         reason = reasons[convention, list(result.sides).index(name)]
-        return (name, SIZES[convention], "not identified", "", "", "", str(reason))
+        return (*heads, "not identified", "", "", "", str(reason))
     return (
-        *(name, SIZES[convention], f"{row['ratio']:.2f}", _interval(row)),
-        *(f"{row['loss']:.3f}", f"{row['first_ratio']:.2f}", _direction(row)),
+        *(*heads, f"{row['ratio']:.2f}", _interval(row)),
+        *(f"{row['loss']:.3f}", f"{row['first_ratio']:.2f}", _direction(row, said)),
     )
 
 

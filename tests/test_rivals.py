@@ -12,6 +12,7 @@ from experiments import (
     catalogue,
     rivals,
     rivals_fits,
+    rivals_outcomes,
     rivals_runs,
     rivals_sides,
     rivals_telling,
@@ -28,7 +29,8 @@ def test_smoke_runs_to_a_verdict() -> None:
     result = rivals.run(config)
     assert list(result.sides) == ["transformer", "lstm"]
     runs = result.runs
-    assert len(runs.loss) == 2 * 3
+    assert len(runs.loss) == 2 * 2 * 3
+    assert runs.seed.tolist() == 2 * (3 * [0] + 3 * [1])
     for size in config.sizes:
         mine = runs.num_params_non_embedding[runs.size == size]
         assert np.all(np.abs(mine / size - 1) < 0.05)
@@ -38,10 +40,21 @@ def test_smoke_runs_to_a_verdict() -> None:
             for i in range(2)
         ]
         assert counts == [rivals_runs.NUM_TRIALS] * 2
-    assert np.all(runs.num_tokens == np.tile([5, 10, 20], 2) * 4 * 32)
+    assert np.all(runs.num_tokens == np.tile([5, 10, 20], 4) * 4 * 32)
     assert np.all(runs.flops > runs.flops_6nd)
     # Far better than knowing nothing, and no miracle.
     assert np.all((runs.loss > 1) & (runs.loss < math.log(257) - 1))
+    # A difference is the mean of what each seed's longest runs say.
+    longest = runs.loss[2::3].reshape(2, 2)
+    apart = result.differences
+    np.testing.assert_allclose(apart.by_seed, longest[1:] - longest[:1])
+    np.testing.assert_allclose(apart.difference, apart.by_seed.mean(1))
+    assert abs(longest[0, 0] - longest[0, 1]) > 1e-3
+    # What is trained at a time changes nothing.
+    alone = rivals.run(dataclasses.replace(config, num_threads=1))
+    for ours, theirs in zip(runs[:-1], alone.runs[:-1], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(result.places.loss, alone.places.loss)
     experiment = catalogue.load("rivals")
     assert experiment.summary(result)
     assert experiment.metrics(result)["differences"]
@@ -56,7 +69,7 @@ def rows(scale: float) -> list[dict[str, Any]]:
         for tokens in (1e5, 2e5, 4e5, 8e5):
             loss = 1.2 + 8 / size**0.25 + 12 / tokens**0.25
             flops = 6 * size * tokens * scale
-            found.append({"flops": flops, "loss": loss, "size": size})
+            found.append({"flops": flops, "loss": loss, "size": size, "seed": 0})
     return found
 
 
@@ -157,6 +170,8 @@ def test_sides_differ_in_what_their_names_say() -> None:
         ({"sides": ("lstm", "lstm")}, "must be different names"),
         ({"few_sizes": (1,)}, "must be among"),
         ({"horizons": (20, 10)}, "must rise"),
+        ({"seeds": (1, 1)}, "must be different"),
+        ({"num_threads": 0}, "must be at least 1"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(change: dict, line: str) -> None:
@@ -164,14 +179,45 @@ def test_what_cannot_be_compared_is_refused(change: dict, line: str) -> None:
         dataclasses.replace(rivals.CONFIGS["smoke"], **change)
 
 
+def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
+    more, one = (rivals_sides.PAIRS[name] for name in ("lstm", "6 layers"))
+
+    def told(low: float, high: float, said: rivals_sides.Published) -> str:
+        return rivals_telling._direction({"low": low, "high": high}, said)
+
+    assert told(1.1, 2.0, more) == "shows"
+    assert told(0.9, 2.0, more) == "is not decided"
+    assert told(0.5, 0.9, more) == "does not show: the other way"
+    assert told(math.nan, math.nan, more) == "is not decided"
+    assert told(1.1, 2.0, one) == "does not show: more is needed"
+    assert told(0.5, 0.9, one) == "does not show: less is needed"
+    assert told(0.9, 2.0, one) == "is not contradicted"
+    assert told(math.nan, math.nan, one) == "is not decided"
+
+
+def test_a_lead_from_late_context_is_told_window_by_window() -> None:
+    rng = np.random.default_rng(0)
+    # Windows differ by much, and both sides find them equally hard.
+    hard = np.cumsum(rng.normal(size=(1, 32, 64)), axis=2)
+    lead = np.linspace(0, -0.1, 64) + 0.01 * rng.normal(size=(1, 32, 64))
+    trained: Any = {
+        (0, 9): rivals_runs.Trained([], [], hard + lead),
+        (1, 9): rivals_runs.Trained([], [], hard),
+    }
+    places = rivals_outcomes._places(trained, 2, 64)
+    assert places.lead[1] == pytest.approx(0.1 * 32 / 63, rel=0.05)
+    assert places.lead_se[1] < 0.01 < places.gain_se[1]
+    assert rivals_telling._sign(places.lead[1], places.lead_se[1]) == "shows"
+
+
 def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
     nothing = np.full((2, 2, 40), np.nan)
     unused: Any = None
-    result = rivals.Result(
+    result = rivals_outcomes.Result(
         np.array(["transformer", "lstm"]),
         *(unused, unused),
-        rivals.Differences(*np.zeros((4, 0))),
-        rivals.Places(np.ones(1), np.ones((2, 1)), *np.full((2, 2), np.nan)),
+        rivals_outcomes.Differences(*np.zeros((5, 0))),
+        rivals_outcomes.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
         *(unused, rivals_fits.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
     )
     assert rivals_telling.claims(result) == []
