@@ -18,6 +18,7 @@ from experiments import (
     rivals_telling,
     style,
 )
+from experiments.progress import Quiet
 from scaling import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -60,6 +61,31 @@ def test_smoke_runs_to_a_verdict() -> None:
     assert experiment.metrics(result)["differences"]
     figure = style.render(lambda axes: experiment.plot(axes, result), panels=(2, 2))
     assert b"compute" in figure["figure.svg"]
+
+
+class Impatient(Quiet):
+    """Asks to stop when the second side is told of."""
+
+    def show(self, content: str) -> None:
+        self.stopped = self.stopped or content.startswith("lstm")
+
+
+def test_what_was_done_before_an_early_end_is_told() -> None:
+    config = dataclasses.replace(rivals.CONFIGS["smoke"], num_threads=1)
+    result = rivals.run(config, Impatient())
+    assert set(result.runs.side) == {0}
+    assert len(result.runs.loss) == 2 * 3
+    assert len(result.differences.side) == 0
+    assert np.isnan(result.places.lead[1])
+    assert rivals.claims(result) == []
+    assert rivals.summary(result)
+    assert style.render(lambda axes: rivals.plot(axes, result), panels=(2, 2))
+    never = Quiet()
+    never.stopped = True
+    nothing = rivals.run(config, never)
+    assert nothing.runs.loss.size == 0
+    assert rivals.metrics(nothing)["ratios"] == []
+    assert rivals.summary(nothing)
 
 
 def rows(scale: float) -> list[dict[str, Any]]:
