@@ -194,7 +194,7 @@ def test_sides_differ_in_what_their_names_say() -> None:
     [
         ({"sides": ("mamba",)}, "sides='mamba' must be in"),
         ({"sides": ("lstm", "lstm")}, "must be different names"),
-        ({"few_sizes": (1,)}, "must be among"),
+        ({"sizes": (9, 9)}, "must be different"),
         ({"horizons": (20, 10)}, "must rise"),
         ({"seeds": (1, 1)}, "must be different"),
         ({"num_threads": 0}, "must be at least 1"),
