@@ -85,6 +85,8 @@ def _draw_ratios(ax: Any, result: "Result") -> None:
             linewidth=0,
         )
         seen += [float(ratio[known].min()), float(ratio[known].max())]
+    if len(seen) == 2:
+        ax.text(0.5, 0.6, "none identified", transform=ax.transAxes, ha="center")
     ax.axhline(1, color="0.6", linewidth=0.6, zorder=0)
     ax.set(yscale="log", xlabel="loss reached by both [nats per byte]")
     ticks = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
