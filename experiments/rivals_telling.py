@@ -19,7 +19,7 @@ _SMALL = (
 
 
 def claims(result: "Result") -> list[Claim]:
-    """Holds each direction against ours, at the lowest loss that both sides reached."""
+    """Holds each direction against ours, see `_endings` for where it is read."""
     found = [
         judge(
             f"{name}, to equal loss: {said.statement}",
@@ -66,9 +66,11 @@ def _sign(lead: float, se: float) -> str:
 
 
 def _endings(result: "Result", convention: int) -> dict[str, dict[str, float]]:
-    """The ratio at the lowest loss that both reached, by side; empty if there is none.
+    """The ratio where it is read, by side; empty if there is none.
 
-    Without an interval `low` and `high` are not numbers.
+    It is read at the lowest loss where it has an interval, so that the number and its
+    interval are of one loss. Nowhere having one, it is read at the lowest loss that
+    both sides reached, and `low` and `high` are not numbers.
     """
     found = {}
     for i, name in list(enumerate(result.sides))[1:]:
@@ -76,18 +78,20 @@ def _endings(result: "Result", convention: int) -> dict[str, dict[str, float]]:
             np.asarray(part)[convention, i] for part in result.ratios[:4]
         )
         known = np.flatnonzero(np.isfinite(ratio))
-        last = known[-1] if known.size else None
-        found[str(name)] = (
-            {}
-            if last is None
-            else {
-                "ratio": float(ratio[last]),
-                "low": float(low[last]),
-                "high": float(high[last]),
-                "loss": float(loss[last]),
-                "first_ratio": float(ratio[known[0]]),
-            }
-        )
+        bounded = known[np.isfinite(low[known]) & np.isfinite(high[known])]
+        if not known.size:
+            found[str(name)] = {}
+            continue
+        at = bounded[-1] if bounded.size else known[-1]
+        found[str(name)] = {
+            "ratio": float(ratio[at]),
+            "low": float(low[at]),
+            "high": float(high[at]),
+            "loss": float(loss[at]),
+            "first_ratio": float(ratio[known[0]]),
+            "last_ratio": float(ratio[known[-1]]),
+            "last_loss": float(loss[known[-1]]),
+        }
     return found
 
 
@@ -152,7 +156,7 @@ def summary(result: "Result") -> list[Part]:
         for name in result.sides[1:]
     ]
     heads = ("side", "compute", "published", "ratio", "90 %", "at loss")
-    heads = (*heads, "ratio at the highest loss", "the published direction")
+    heads = (*heads, "at the highest", "at the lowest", "the published direction")
     differences = [
         (
             *(row["side"], f"{row['size']:,}"),
@@ -174,9 +178,10 @@ def summary(result: "Result") -> list[Part]:
             f"compute to equal loss, over that of the {REFERENCE}",
             heads,
             ratios,
-            "Read off curves through the best runs by compute, at the lowest loss that "
-            "both reached; intervals by drawing whole trunks anew, each a size with a "
-            "seed. Trunks are few, so intervals are rough.",
+            "Read off curves through the best runs by compute, at the lowest loss where "
+            "nine of ten draws of whole trunks, each a size with a seed, have a ratio; "
+            "if there is none, at the lowest that both sides reached. Trunks are few, "
+            "so intervals are rough.",
         ),
         _curves(result),
         Sheet(
@@ -205,10 +210,11 @@ def _told(name: str, convention: int, result: "Result") -> tuple[str, ...]:
     if not row:
         reasons = np.asarray(result.ratios.reason)
         reason = reasons[convention, list(result.sides).index(name)]
-        return (*heads, "not identified", "", "", "", str(reason))
+        return (*heads, "not identified", "", "", "", "", str(reason))
     return (
         *(*heads, f"{row['ratio']:.2f}", _interval(row)),
-        *(f"{row['loss']:.3f}", f"{row['first_ratio']:.2f}", _direction(row, said)),
+        *(f"{row['loss']:.3f}", f"{row['first_ratio']:.2f}"),
+        *(f"{row['last_ratio']:.2f} ({row['last_loss']:.3f})", _direction(row, said)),
     )
 
 

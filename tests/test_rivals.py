@@ -221,6 +221,25 @@ def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
     assert told(math.nan, math.nan, one) == "is not decided"
 
 
+def test_a_ratio_is_read_where_it_has_an_interval() -> None:
+    ratios = rivals_fits.Ratio(
+        loss=np.tile([2.5, 2.2, 1.9], (2, 2, 1)),
+        ratio=np.tile([2.0, 3.0, 4.0], (2, 2, 1)),
+        low=np.tile([1.0, 1.5, np.nan], (2, 2, 1)),
+        high=np.array([2 * [[3.0, 4.0, np.nan]], 2 * [3 * [np.nan]]]),
+        reason=np.full((2, 2), ""),
+    )
+    unused: Any = None
+    sides = np.array(["transformer", "lstm"])
+    result = rivals_outcomes.Result(sides, *5 * [unused], ratios)
+    [ending] = rivals_telling._endings(result, 0).values()
+    assert (ending["loss"], ending["ratio"]) == (2.2, 3.0)
+    assert (ending["low"], ending["high"]) == (1.5, 4.0)
+    assert (ending["first_ratio"], ending["last_ratio"]) == (2.0, 4.0)
+    [open_ended] = rivals_telling._endings(result, 1).values()
+    assert (open_ended["loss"], open_ended["ratio"]) == (1.9, 4.0)
+
+
 def test_a_lead_from_late_context_is_told_window_by_window() -> None:
     rng = np.random.default_rng(0)
     # Windows differ by much, and both sides find them equally hard.
