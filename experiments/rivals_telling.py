@@ -178,10 +178,10 @@ def summary(result: "Result") -> list[Part]:
             f"compute to equal loss, over that of the {REFERENCE}",
             heads,
             ratios,
-            "Read off curves through the best runs by compute, at the lowest loss where "
-            "nine of ten draws of whole trunks, each a size with a seed, have a ratio; "
-            "if there is none, at the lowest that both sides reached. Trunks are few, "
-            "so intervals are rough.",
+            "Read off curves through the best runs by compute, at the lowest loss with "
+            "an interval: by drawing whole trunks anew, each a size with a seed. If no "
+            "loss has one, at the lowest that both sides reached. Trunks are few, so "
+            "intervals are rough.",
         ),
         _curves(result),
         Sheet(
