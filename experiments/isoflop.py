@@ -58,10 +58,10 @@ CONFIGS = {
     ),
     # Commands of under ten minutes each take up one another.
     "gpu": Config(
-        widths=(32, 48, 64, 96, 128, 192, 256, 384),
-        budgets=(3e13, 1e14, 3e14, 1e15),
+        widths=(24, 32, 48, 64, 96, 128, 192, 256),
+        budgets=(1e13, 3e13, 1e14, 3e14),
         num_layers=4,
-        batch_size=64,
+        batch_size=32,
         seq_len=256,
         warmup_steps=100,
         min_steps=300,
