@@ -37,8 +37,10 @@ class Config:
     """Hidden sizes, ascending multiples of 8; a pair of models each."""
     num_tuned: int = 2
     """Widths, the smallest ones, at which both kinds try every learning rate."""
-    learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
-    """Peaks. Each kind uses the one that is best for it at the tuned widths."""
+    learning_rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
+    """Peaks at the smallest width; at another they are smaller by as much as it is
+    wider (Yang et al. 2022, arXiv:2203.03466, table 3). Each kind uses the one that is
+    best for it at the tuned widths."""
     num_repeated: int = 5
     """Widths, the smallest ones, with a second seed."""
     shapes: Shapes = experts_runs.SHAPES
@@ -86,7 +88,7 @@ CONFIGS = {
     "cpu": Config(),
     "gpu": Config(
         widths=(64, 96, 128, 192, 256),
-        learning_rates=(1.5e-3, 3e-3, 6e-3),
+        learning_rates=(3e-3, 6e-3, 1.2e-2),
         num_repeated=2,
         shapes=Shapes(num_layers=4, num_experts=16, batch_size=64, seq_len=256),
         num_windows=4096,
@@ -167,24 +169,27 @@ class _Plan:
     def __init__(self, config: Config, found: list[Run]):
         self.config, self.found = config, found
 
-    def rate(self, kind: Kind) -> float:
-        """The learning rate that did best at the tuned widths, on average."""
+    def rate(self, kind: Kind, width: int) -> float:
+        """A kind's learning rate at a width: best at the tuned widths, on average."""
         rates = self.config.learning_rates
-        if len(rates) == 1:
-            return rates[0]
         like: Kind = "dense" if kind == "dense" else "mixture"
         tuned = self.config.widths[: self.config.num_tuned]
-        runs = [r for r in self.found if r.width in tuned and r.seed == 0]
+        by = {(r.kind, r.width, r.learning_rate, r.seed): r.loss for r in self.found}
         losses = [
-            [r.loss for r in runs if r.kind == like and r.learning_rate == rate]
+            [by.get((like, w, self.scaled(rate, w), 0), np.inf) for w in tuned]
             for rate in rates
         ]
-        return rates[int(np.argmin([np.mean(x) if x else np.inf for x in losses]))]
+        best = int(np.argmin([np.mean(x) for x in losses])) if tuned else 0
+        return self.scaled(rates[best], width)
+
+    def scaled(self, rate: float, width: int) -> float:
+        """A rate of the smallest width, at another."""
+        return rate * self.config.widths[0] / width
 
     def tuning(self) -> list[Job]:
         """Kind, width, rate and seed of the runs that decide on the rates."""
         return [
-            (kind, width, rate, 0)
+            (kind, width, self.scaled(rate, width), 0)
             for width in self.config.widths[: self.config.num_tuned]
             for rate in self.config.learning_rates
             for kind in PAIR
@@ -194,14 +199,15 @@ class _Plan:
         """The other runs, at the rate that each kind is given by then."""
         widths, num = self.config.widths, self.config.num_tuned
         jobs: list[Job] = [
-            (kind, width, self.rate(kind), seed)
+            (kind, width, self.rate(kind, width), seed)
             for seed, chosen in enumerate(
                 (widths[num:], widths[: self.config.num_repeated])
             )
             for width in chosen
             for kind in PAIR
         ]
-        return [*jobs, ("unbalanced", self.shown, self.rate("unbalanced"), 0)]
+        free: Kind = "unbalanced"
+        return [*jobs, (free, self.shown, self.rate(free, self.shown), 0)]
 
     def num_tokens(self) -> int:
         """Tokens of all runs."""
@@ -225,7 +231,8 @@ def _collect(config: Config, found: list[Run], plan: _Plan, error: float) -> Res
         if name != "loads"
     }
     chosen = [
-        r.kind != "unbalanced" and r.learning_rate == plan.rate(r.kind) for r in found
+        r.kind != "unbalanced" and r.learning_rate == plan.rate(r.kind, r.width)
+        for r in found
     ]
     by = {(r.kind, r.width): r.loads for r in reversed(found) if r.seed == 0}
     names: list[tuple[Kind, int]] = [

@@ -179,7 +179,10 @@ def _rates(result: "Result") -> Sheet:
                 (kind, str(width), shown, f"{taken[0]:.2g}", "yes" if edge else "no")
             )
     heads = ("kind", "width", "rate: loss", "taken", "at the edge")
-    note = "The rate taken is best on average over the widths that tried several."
+    note = (
+        "The rate taken is best on average over the widths that tried several; other "
+        "widths have it in inverse proportion to their size."
+    )
     return Sheet("learning rates tried", heads, rows, note)
 
 

@@ -60,16 +60,18 @@ def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
     found: list[experts_runs.Run] = []
     plan = experts._Plan(config, found)
     for kind, width, rate, seed in plan.tuning():
-        best = 6e-3 if kind == "dense" else 2.4e-2
+        best = {"dense": 1.2e-2, "mixture": 4.8e-2}[kind] * 16 / width
         loss = 2 + abs(math.log(rate / best)) + width / 100
         sizes = (0, 0, 0, 0.0, loss, 0.0, 0.0, np.zeros((0, 0)))
         found.append(experts_runs.Run(kind, width, rate, seed, *sizes))
     jobs = plan.rest()
     assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
-    for kind, rate in (("dense", 6e-3), ("mixture", 2.4e-2)):
+    for kind, rate in (("dense", 1.2e-2), ("mixture", 4.8e-2)):
         mine = [job[1:] for job in jobs if job[0] == kind]
-        later = [(width, rate, 0) for width in (32, 40, 48)]
-        assert mine == later + [(width, rate, 1) for width in config.widths]
+        # As a width grows, its rate falls.
+        later = [(width, rate * 16 / width, 0) for width in (32, 40, 48)]
+        again = [(width, rate * 16 / width, 1) for width in config.widths]
+        assert mine == later + again
 
 
 def test_a_run_ended_at_once_is_told() -> None:
