@@ -22,14 +22,14 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_losses(ax: Any, result: Result) -> None:
     """The runs, and the first law for some of their sizes."""
-    shade = shades(np.log(result.num_params))
+    name, x = _axis(result)
+    has_sizes = bool(np.isfinite(result.num_params).all())
+    shade = shades(np.log(result.num_params) if has_sizes else np.zeros(x.size))
     held = ~result.is_fitted
-    ax.scatter(
-        result.flops[~held], result.loss[~held], s=7, c=shade[~held], linewidths=0
-    )
+    ax.scatter(x[~held], result.loss[~held], s=7, c=shade[~held], linewidths=0)
     if held.any():
         ax.scatter(
-            *(result.flops[held], result.loss[held]),
+            *(x[held], result.loss[held]),
             s=9,
             facecolors="none",
             edgecolors=shade[held],
@@ -50,10 +50,11 @@ def _draw_losses(ax: Any, result: Result) -> None:
                 ax.annotate(f" {_size(size)} ", at, fontsize=5, color=color, ha=side)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
+        label = label if x is result.flops else "law"
         ax.plot(*result.frontier, "--", color=_GREY, linewidth=0.8, label=label)
     if held.any() or result.frontier.x.size:
         ax.legend(loc="upper right")
-    ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
+    ax.set(xscale="log", yscale="log", xlabel=name)
     ax.set_ylabel(_label(result))
     ax.set_title(f"{result.laws[0]}: runs and fit")
     plain_log(ax.yaxis)
@@ -62,20 +63,21 @@ def _draw_losses(ax: Any, result: Result) -> None:
 def _draw_residuals(ax: Any, result: Result) -> None:
     """What each law is off by, by compute; hollow for runs it has not seen."""
     held = ~result.is_fitted
+    name, x = _axis(result)
     for i, law in enumerate(result.laws):
         color = colors()[(i + 1) % 8]
         off = 100 * np.log(result.loss / result.predicted[i])
         dots = {"s": 7, "color": color, "linewidths": 0}
-        ax.scatter(result.flops[~held], off[~held], label=law, **dots)
+        ax.scatter(x[~held], off[~held], label=law, **dots)
         ax.scatter(
-            *(result.flops[held], off[held]),
+            *(x[held], off[held]),
             s=9,
             facecolors="none",
             edgecolors=[color],
             linewidths=0.7,
         )
     ax.axhline(0, color=_GREY, linewidth=0.6)
-    ax.set(xscale="log", xlabel="compute [FLOP]", ylabel="ln(seen / fitted) [%]")
+    ax.set(xscale="log", xlabel=name, ylabel="ln(seen / fitted) [%]")
     ax.set_title("residuals" + (" (hollow: held out)" if held.any() else ""))
     if len(result.laws) > 1:
         ax.legend(loc="best")
@@ -116,7 +118,7 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     """The objective with the other coefficients fitted, and where resamples ended."""
     ax.set_title(f"{law}: objective over its least value")
     if not contour.x_name:
-        _say(ax, "fewer than two exponents")
+        _say(ax, "fewer than two exponents,\nor coefficients are given")
         return
     log_levels = np.log10(LEVELS)
     height = np.log10(contour.objective)
@@ -144,6 +146,17 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     ax.set_xlim(contour.x[0], contour.x[-1])
     ax.set_ylim(contour.y[0], contour.y[-1])
     ax.locator_params(nbins=5)
+
+
+def _axis(result: Result) -> tuple[str, np.ndarray]:
+    """What runs are drawn against: compute, unless the log has none."""
+    axes = {
+        "compute [FLOP]": result.flops,
+        "parameters": result.num_params,
+        "tokens": result.num_tokens,
+        "row of the log": result.row.astype(float),
+    }
+    return next((name, x) for name, x in axes.items() if np.isfinite(x).all())
 
 
 def _label(result: Result) -> str:

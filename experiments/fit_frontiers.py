@@ -13,6 +13,7 @@ from experiments.progress import Progress
 from scaling import enveloping, frontiers, grouping, isoflop, parabolas
 from scaling.frontiers import Frontier
 from scaling.grouping import Groups
+from scaling.log_columns import LETTERS
 from scaling.logs import Log
 
 ENVELOPE = "envelope"
@@ -89,6 +90,13 @@ def find(
             track=lambda sizes: _track(sizes, method, progress),
         )
 
+    if missing := [
+        x for x in ("num_params", "num_tokens", "loss") if x not in log.columns
+    ]:
+        nothing = Groups((), np.empty(0, int), len(log.runs))
+        said = " and ".join(LETTERS[x] for x in missing)
+        line = f"no isoFLOP groups, no envelope: the log has no {said}"
+        return Found(nothing, [], [], None, [line])
     groups = _groups(log, tolerance)
     notes: list[str] = []
     results: list[Frontier] = []

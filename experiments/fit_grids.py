@@ -1,15 +1,16 @@
 """What a fit's figure is drawn from, computed before anything is drawn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments.fit_frontiers import PARABOLA, Found
+from experiments.fit_groups import Part
 from experiments.fit_outcomes import Contour, Curve
 from scaling import contouring, fitting, grouping, laws, parabolas
 from scaling.fit_results import FitResult
-from scaling.log_columns import FLOPS_PER_PARAM_AND_TOKEN
+from scaling.log_columns import FLOPS_PER_PARAM_AND_TOKEN, SIZES
 
 MAX_SIZES = 6
 """Curves in one panel: as many as can be told apart."""
@@ -23,20 +24,24 @@ FEW_RUNS = 60
 Columns = Mapping[str, np.ndarray]
 
 
-def curves(fit: FitResult, columns: Columns) -> tuple[np.ndarray, Curve]:
-    """The law's loss against compute, for some of the sizes that were run.
+def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
+    """The first law's loss against compute, for some of the sizes that were run.
 
     Returns:
       The sizes, and lines with a row for each, not numbers where no run is near. None
-      for a law that reads more than N, D and C.
+      for a law that reads more than N, D and C, or a log that lacks some of them, and
+      for groups, whose lines would be a thicket.
     """
-    n, d, c = (columns[name] for name in ("num_params", "num_tokens", "flops"))
+    fit = parts[0].fits[0]
+    if len(parts) > 1 or not {*SIZES} <= columns.keys():
+        return np.empty(0), Curve(np.empty((0, 0)), np.empty((0, 0)))
+    n, d, c = (columns[name] for name in SIZES)
     sizes = np.unique(n)
     if sizes.size > MAX_SIZES:
         places = np.linspace(0, sizes.size - 1, MAX_SIZES).round().astype(int)
         sizes = sizes[places]
     flops = np.geomspace(c.min() / 2, c.max() * 2, NUM_POINTS)
-    if not {*fit.inputs} <= {"num_params", "num_tokens", "flops"}:
+    if not {*fit.inputs} <= {*SIZES}:
         sizes = sizes[:0]
     x = np.tile(flops, (sizes.size, 1))
     y = np.full(x.shape, np.nan)
@@ -55,13 +60,36 @@ def curves(fit: FitResult, columns: Columns) -> tuple[np.ndarray, Curve]:
     return sizes, Curve(x, y)
 
 
-def frontier(fit: FitResult, columns: Columns) -> Curve:
-    """The loss of the law's compute optimum, a decade beyond the runs."""
-    law, flops = fit.find_law(), columns["flops"]
+def frontier(parts: Sequence[Part], columns: Columns) -> Curve:
+    """The loss of the first law's compute optimum, a decade beyond the runs.
+
+    Of a log that has but one of N, D and C it is the law itself, against that one.
+    Lines of groups stand one after the other, with gaps between them.
+    """
+    lines = [_frontier(part.fits[0], part.rows, columns) for part in parts]
+    gap = np.array([np.nan])
+    x, y = (
+        [piece for each in axis for piece in (each, gap)]
+        for axis in zip(*lines, strict=True)
+    )
+    return Curve(np.concatenate(x[:-1]), np.concatenate(y[:-1]))
+
+
+def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> Curve:
+    law, mine = fit.find_law(), {name: x[rows] for name, x in columns.items()}
+    nothing = Curve(np.empty(0), np.empty(0))
+    if not {*SIZES} <= columns.keys():
+        there = [name for name in SIZES if name in columns]
+        if [*law.inputs] != there:
+            return nothing
+        seen = mine[there[0]]
+        x = np.geomspace(seen.min() / 2, seen.max() * 10, NUM_POINTS)
+        return Curve(x, fitting.predict(fit, {there[0]: x})[0])
     if law.two_powers is None:
-        return Curve(np.empty(0), np.empty(0))
+        return nothing
+    flops = mine["flops"]
     x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
-    by_6nd = x * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(columns)
+    by_6nd = x * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(mine)
     loss = laws.optimum(law, fit.coefficients, by_6nd).loss
     return Curve(x, np.asarray(loss, float))
 
@@ -86,8 +114,25 @@ class Grouped(NamedTuple):
     minima: Curve
 
 
-def parabolas_of(found: Found, num_runs: int) -> Grouped:
-    """The parabolas through a log's isoFLOP groups."""
+def parabolas_of(parts: Sequence[Part], is_fitted: np.ndarray) -> Grouped:
+    """The parabolas through a log's isoFLOP groups, those of all parts."""
+    group, num_groups = np.full(is_fitted.size, -1), 0
+    found = []
+    for part in parts:
+        each = _parabolas(part.found, int((part.rows & is_fitted).sum()))
+        there = each.group >= 0
+        each.group[there] += num_groups
+        group[part.rows & is_fitted] = each.group
+        num_groups += len(part.found.groups.groups)
+        found.append(each)
+    return Grouped(
+        group,
+        Curve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
+        Curve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
+    )
+
+
+def _parabolas(found: Found, num_runs: int) -> Grouped:
     groups = found.groups.groups
     group = np.full(num_runs, -1)
     x = np.full((len(groups), NUM_POINTS), np.nan)

@@ -35,9 +35,9 @@ def fit_all(
         `seen` is scored on the larger.
       progress: watches the resamples; once it is stopped there are no more.
     """
-    flops = seen.columns["flops"]
-    small = flops <= ROLLOUT * flops.max()
     for law in chosen:
+        flops = forecasting.compute(law, seen.columns)
+        small = flops <= ROLLOUT * flops.max()
         fit = _fit(config, law, seen, progress)
         if others.runs:
             yield fit._replace(held_out=forecasting.score(fit, others.columns))
@@ -73,7 +73,7 @@ def _roll_out(
     config: Config, law: Law, log: Log, small: np.ndarray, resamples: int
 ) -> HeldOut | None:
     """Scores a fit to the small runs on the larger ones; None where there are few."""
-    if small.sum() <= len(law.coefficients):
+    if small.sum() <= len(law.coefficients) - len(config.fix):
         return None
     try:
         fit = _fitter(config, law, log.take(small))(bootstrap=resamples)
@@ -94,4 +94,6 @@ def _fitter(config: Config, law: Law, log: Log) -> Callable[..., FitResult]:
         level=config.level,
         seed=config.seed,
         cluster=log.labels(),
+        fixed=config.fixed,
+        bounds=config.bounds,
     )

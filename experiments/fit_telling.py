@@ -21,13 +21,20 @@ KEYS = (
 """Of each fit in the document; `fit.json` has the others too."""
 
 
+OPTIONAL = ("group", "fixed", "bounds")
+"""And these, where there are such."""
+
+
 def metrics(result: Result) -> dict[str, Any]:
     """The keys of the first fit; `fits` has all where there are several."""
     document = json.loads(result.document)
     fits = [_keys(document)] + [_keys(each) for each in document["others"]]
+    by = {"by": document["by"]} if "by" in document else {}
     return {
         **fits[0],
-        **({"fits": fits} if len(fits) > 1 else {}),
+        "warnings": fits[0]["warnings"] + document.get("log_warnings", []),
+        **by,
+        **({"fits": fits} if len(fits) > 1 or by else {}),
         "count": document["count"],
         "notes": document["notes"],
         "frontiers": document["frontiers"],
@@ -45,25 +52,36 @@ def summary(result: Result) -> list[Part]:
         parts.append(_frontiers(document))
     if not result.is_fitted.all():
         parts.append(_held_out(result))
-    warnings = [f"{fit['law']}: {line}" for fit in fits for line in fit["warnings"]]
+    warnings = [f"{_name(fit)}: {line}" for fit in fits for line in fit["warnings"]]
+    warnings = document.get("log_warnings", []) + warnings
     parts.append(_lines("warnings", warnings + document["frontier_warnings"]))
     return [*parts, _lines("how the log was read", document["notes"])]
 
 
 def _keys(fit: dict[str, Any]) -> dict[str, Any]:
-    return {key: fit[key] for key in KEYS}
+    return {key: fit[key] for key in KEYS} | {
+        key: fit[key] for key in OPTIONAL if fit.get(key)
+    }
+
+
+def _name(fit: dict[str, Any]) -> str:
+    """The law, and the group that it was fitted to."""
+    return f"{fit['law']}, {fit['group']}" if "group" in fit else fit["law"]
 
 
 def _coefficients(fit: dict[str, Any]) -> Sheet:
     rows = []
     for name, value in fit["coefficients"].items():
-        rows.append((name, _short(value), _interval(fit["intervals"].get(name))))
+        interval = _interval(fit["intervals"].get(name))
+        if name in fit.get("fixed", {}):
+            interval = "given"
+        rows.append((name, _short(value), interval))
     for name, value in fit["exponents"].items():
         interval = _interval(fit["exponent_intervals"].get(name))
         rows.append((_OPTIMA[name], _short(value), interval))
     level = f"{fit['level']:.0%} interval"
     note = f"{fit['formula']}. {fit['source']}."
-    return Sheet(fit["law"], ("coefficient", "value", level), rows, note)
+    return Sheet(_name(fit), ("coefficient", "value", level), rows, note)
 
 
 _OPTIMA = {"a": "a: N* ~ C^a", "b": "b: D* ~ C^b"}
@@ -75,7 +93,7 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
         held = fit["held_out"] or {}
         rows.append(
             (
-                fit["law"],
+                _name(fit),
                 units.cell(fit["num_points"]),
                 units.cell(fit["objective"]),
                 fit["status"],
@@ -101,7 +119,7 @@ def _frontiers(document: dict[str, Any]) -> Sheet:
     for each in document["frontiers"]:
         rows.append(
             (
-                each["method"],
+                ", ".join(filter(None, (each["method"], each.get("group")))),
                 f"{each['num_minima']} of {each['num_budgets']}",
                 units.cell(each["a"]),
                 _interval(each["a_interval"]),
@@ -120,9 +138,8 @@ def _held_out(result: Result) -> Sheet:
     rows = []
     for i in shown:
         cells = [units.cell(int(result.row[i]))]
-        cells += [
-            f"{x[i]:.3g}" for x in (result.num_params, result.num_tokens, result.flops)
-        ]
+        sizes = (result.num_params, result.num_tokens, result.flops)
+        cells += [f"{x[i]:.3g}" if np.isfinite(x[i]) else "-" for x in sizes]
         cells.append(units.cell(float(result.loss[i])))
         for predicted in result.predicted:
             off = float(np.log(predicted[i] / result.loss[i]))

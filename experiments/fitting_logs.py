@@ -5,6 +5,7 @@ optimum that each implies beside what isoFLOP curves and training curves say the
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ class Config:
     """A log, what its columns mean, and what to fit to which rows."""
 
     log: str
-    """CSV with a header, JSON lines, or the folder of a sweep."""
+    """CSV with a header, JSON lines, a JSON array, or the folder of a sweep."""
     law: str = "chinchilla"
     """Laws to fit, with commas between them; the first one is what `plan` reads."""
     where: str = ""
@@ -31,6 +32,14 @@ class Config:
     """Rule for the rows to hold out and score."""
     ignore: str = ""
     """Rule for rows to leave out of everything, unread."""
+    last_of: str = ""
+    """Columns, with commas between them: of rows that agree in them only the one with
+    most tokens is read, such as the last checkpoint of each run."""
+    best_of: str = ""
+    """Columns: of the rows that are left and agree in them only the one with the lowest
+    loss is read, such as the best learning rate of each N,D."""
+    by: str = ""
+    """Columns: rows that agree in them are a group, and each is fitted by itself."""
     n: str = ""
     """Column of the parameters; found by its name if not given, like those below."""
     d: str = ""
@@ -49,6 +58,8 @@ class Config:
     """Tokens that a 1 means."""
     c_unit: float = 1.0
     """FLOPs that a 1 means."""
+    loss_unit: float = 1.0
+    """Nats per token that a 1 means: 0.693147 for bits."""
     count: Literal["total", "non-embedding", "matmul", "active"] = "total"
     """Which parameters the column counts; of a sweep's counts, which one to read."""
     loss_kind: Literal["huber", "lad", "mse"] = "huber"
@@ -57,6 +68,10 @@ class Config:
     """Residual above which Huber's loss is linear."""
     space: Literal["log", "linear"] = "log"
     """Whether residuals are of the logarithm of the loss or of the loss."""
+    fix: tuple[str, ...] = ()
+    """Coefficients that are given, as NAME=VALUE, and not fitted."""
+    bound: tuple[str, ...] = ()
+    """Coefficients to keep in a range, as NAME=LOW:HIGH; either may be left out."""
     bootstrap: int = 4000
     """Resamples behind the intervals; 0 takes them from the curvature."""
     level: float = 0.9
@@ -84,12 +99,57 @@ class Config:
         for pair in self.columns:
             if not all(pair.partition("=")):
                 raise ValueError(f"--columns {pair}: must be INPUT=COLUMN")
+        for name in ("last_of", "best_of", "by"):
+            if getattr(self, name) and not self.names(name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {getattr(self, name)}: must name a column")
+        if len(self.fixed) < len(self.fix) or len(self.bounds) < len(self.bound):
+            raise ValueError("--fix and --bound: each coefficient once")
 
     @property
     def laws(self) -> tuple[str, ...]:
         """Names of the laws, each once."""
-        names = (name.strip() for name in self.law.split(","))
+        return self.names("law")
+
+    def names(self, field: str) -> tuple[str, ...]:
+        """The names in a field that has commas between them, each once."""
+        names = (name.strip() for name in getattr(self, field).split(","))
         return tuple(dict.fromkeys(name for name in names if name))
+
+    @property
+    def fixed(self) -> dict[str, float]:
+        """Values of the coefficients that are given."""
+        pairs = [(pair, *pair.partition("=")) for pair in self.fix]
+        return {
+            name: _number(value, f"--fix {pair}", "NAME=VALUE")
+            for pair, name, _, value in pairs
+        }
+
+    @property
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        """Ranges of the coefficients that have one."""
+        found = {}
+        for pair in self.bound:
+            name, _, text = pair.partition("=")
+            low, colon, high = text.partition(":")
+            flag, form = f"--bound {pair}", "NAME=LOW:HIGH"
+            if not colon or not (low or high):
+                raise ValueError(f"{flag}: must be {form}")
+            found[name] = (
+                _number(low, flag, form) if low else -math.inf,
+                _number(high, flag, form) if high else math.inf,
+            )
+        return found
+
+
+def _number(text: str, flag: str, form: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{flag}: must be {form}, and {text!r} is no finite number")
+    return value
 
 
 def experiment(log: str) -> catalogue.Experiment:
@@ -125,18 +185,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the log, a rule or a law cannot be used.
     """
-    from experiments import fit_frontiers, fit_grids, fit_laws
-    from scaling import fitting, laws, log_columns, logs
+    from experiments import fit_grids, fit_groups
+    from scaling import fitting, laws
 
     chosen = [laws.find(name) for name in config.laws]
-    needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
     if len({law.target for law in chosen}) > 1:
         raise ValueError(f"{config.law}: laws of different targets")
-    columns = log_columns.Columns(
-        **{name: getattr(config, name) for name in _MAPPED},
-        others=dict(pair.split("=", 1) for pair in config.columns),
-    )
-    log = logs.read(Path(config.log), columns, needs=needs, ignore=config.ignore)
+    log = _read(config, chosen)
     is_fitted = np.ones(len(log.runs), bool)
     if config.where:
         is_fitted = log.select(config.where)
@@ -144,59 +199,88 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         is_fitted = ~log.select(config.hold_out)
     if not is_fitted.any():
         raise ValueError(f"{config.log}: the rule leaves no row to fit")
-    seen, others = log.take(is_fitted), log.take(~is_fitted)
-    fits = [*fit_laws.fit_all(config, chosen, seen, others, progress)]
-    found = fit_frontiers.find(
-        seen,
-        tolerance=config.tolerance,
-        smoothing=config.smoothing,
-        resamples=config.bootstrap,
-        level=config.level,
-        seed=config.seed,
-        progress=progress,
-    )
+    parts, doubts = fit_groups.fit_parts(config, chosen, log, is_fitted, progress)
+    if config.by:  # what cannot be fitted is told of, and not drawn
+        there = np.any([part.rows for part in parts], axis=0)
+        log, is_fitted = log.take(there), is_fitted[there]
+        parts = [part._replace(rows=part.rows[there]) for part in parts]
     progress.show("the objective over the plane")
-    predicted = np.stack([fitting.predict(fit, log.columns)[0] for fit in fits])
-    sizes, curves = fit_grids.curves(fits[0], log.columns)
-    grouped = fit_grids.parabolas_of(found, len(seen.runs))
-    group = np.full(len(log.runs), -1)
-    group[is_fitted] = grouped.group
+    num_runs = len(log.runs)
+    predicted = np.full((len(chosen), num_runs), np.nan)
+    for part in parts:
+        mine = {name: column[part.rows] for name, column in log.columns.items()}
+        predicted[:, part.rows] = [fitting.predict(x, mine)[0] for x in part.fits]
+    sizes, curves = fit_grids.curves(parts, log.columns)
+    grouped = fit_grids.parabolas_of(parts, is_fitted)
+    first = parts[0]
+    seen = log.take(first.rows & is_fitted)
     return Result(
-        document=documents.dumps(_document(config, log, fits, found, is_fitted)),
+        document=documents.dumps(_document(config, log, parts, is_fitted, doubts)),
         target=chosen[0].target,
         row=np.array([row.number for row in log.raw]),
-        **{name: log.columns[name] for name in ("num_params", "num_tokens", "flops")},
+        **{
+            name: log.columns.get(name, np.full(num_runs, np.nan))
+            for name in ("num_params", "num_tokens", "flops")
+        },
         loss=log.columns[chosen[0].target],
         is_fitted=is_fitted,
         predicted=predicted,
         laws=np.array(config.laws),
         sizes=sizes,
         curves=curves,
-        frontier=fit_grids.frontier(fits[0], log.columns),
-        group=group,
+        frontier=fit_grids.frontier(parts, log.columns),
+        group=grouped.group,
         parabolas=grouped.curves,
         minima=grouped.minima,
-        contour=fit_grids.contour(fits[0], seen.columns),
+        contour=fit_grids.contour(first.fits[0], seen.columns),
     )
 
 
-_MAPPED = ("n", "d", "c", "loss", "run", "n_unit", "d_unit", "c_unit", "count")
+def _read(config: Config, chosen: list[Any]) -> Any:
+    """Reads what the laws need of the log."""
+    from scaling import logs
+
+    needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
+    return logs.read(
+        Path(config.log),
+        _columns(config),
+        needs=needs,
+        ignore=config.ignore,
+        last_of=config.names("last_of"),
+        best_of=config.names("best_of"),
+    )
+
+
+def _columns(config: Config) -> Any:
+    from scaling import log_columns
+
+    return log_columns.Columns(
+        **{name: getattr(config, name) for name in _MAPPED},
+        others=dict(pair.split("=", 1) for pair in config.columns),
+    )
+
+
+_MAPPED = (
+    *("n", "d", "c", "loss", "run"),
+    *("n_unit", "d_unit", "c_unit", "loss_unit", "count"),
+)
 
 
 def _document(
-    config: Config, log: Any, fits: list[Any], found: Any, is_fitted: np.ndarray
+    config: Config, log: Any, parts: list[Any], is_fitted: np.ndarray, doubts: list[str]
 ) -> dict[str, Any]:
     """What `fit.json` holds: the first fit, the others, and what they rest on."""
     from experiments import fit_frontiers
     from experiments.fit_laws import ROLLOUT
-    from scaling import fitting, run_records
+    from scaling import fitting, log_doubts, run_records
 
     said = []
-    for fit in fits:
-        law = fit.find_law()
-        said.append(
-            fitting.to_json(fit) | {"formula": law.formula, "source": law.source}
-        )
+    for part in parts:
+        for fit in part.fits:
+            law = fit.find_law()
+            about = {"formula": law.formula, "source": law.source}
+            about |= {"group": part.label} if config.by else {}
+            said.append(fitting.to_json(fit) | about)
     scored = (
         f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
         if not is_fitted.all()
@@ -205,27 +289,50 @@ def _document(
     )
     return said[0] | {
         "others": said[1:],
+        **({"by": config.by} if config.by else {}),
         "log": config.log,
+        "log_warnings": [
+            *doubts,
+            *log_doubts.find(log, _columns(config), _named(config)),
+        ],
         "count": log.count,
         "shape": run_records.shape(Path(config.log)),
         "notes": [
             *log.notes,
             *_choices(config, log, is_fitted),
-            *found.notes,
+            *(part.say(line) for part in parts for line in part.found.notes),
             *(
-                f"{fit.law}: not scored: too few runs, or too alike, up to "
-                f"{ROLLOUT:g} of the largest compute"
-                for fit in fits
+                part.say(
+                    f"{fit.law}: not scored: too few runs, or too alike, up to "
+                    f"{ROLLOUT:g} of the largest compute"
+                )
+                for part in parts
+                for fit in part.fits
                 if fit.held_out is None
             ),
         ],
         "scored": scored,
         "frontiers": [
-            fit_frontiers.to_json(each) for each in [*found.frontiers, *found.windows]
+            fit_frontiers.to_json(each) | ({"group": part.label} if config.by else {})
+            for part in parts
+            for each in [*part.found.frontiers, *part.found.windows]
         ],
-        "frontier_warnings": found.warnings,
-        "shift": fit_frontiers.expected_shift(found),
+        "frontier_warnings": [
+            part.say(line) for part in parts for line in part.found.warnings
+        ],
+        "shift": " ".join(
+            part.say(line)
+            for part in parts
+            if (line := fit_frontiers.expected_shift(part.found))
+        ),
     }
+
+
+def _named(config: Config) -> list[str]:
+    """All that the options say of columns."""
+    rules = (config.where, config.hold_out, config.ignore)
+    picks = (config.last_of, config.best_of, config.by)
+    return [x for x in (*rules, *picks, *config.columns) if x]
 
 
 def _choices(config: Config, log: Any, is_fitted: np.ndarray) -> Iterator[str]:

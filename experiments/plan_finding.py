@@ -168,7 +168,7 @@ def _spread(case: Case, optimum: Optimum) -> Spread | None:
     if len(optima) < 2:
         return None
     estimate = np.log([optimum.num_params, optimum.num_tokens])
-    size = {"num_points": fit.num_points, "k": len(law.coefficients)}
+    size = {"num_points": fit.num_points, "k": fit.num_free}
     low, high = np.exp(
         intervals.from_samples(
             *(estimate, np.array(optima), case.options.level), loss=fit.loss, **size

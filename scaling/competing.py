@@ -1,11 +1,11 @@
-"""Of runs that differ in their learning rate alone, those at the best one.
+"""Of rows that compete, the one that counts: the best learning rate, the last step.
 
-What a size is worth is its loss at a rate that suits it; a fit to all rates would mix
-tuning with scaling.
+What a size is worth is its loss at a rate that suits it, when its training is over; a
+fit to all rates and checkpoints would mix tuning with scaling.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 CELL, RATE, SEED, LOSS = "cell", "learning_rate", "seed", "loss"
@@ -42,3 +42,40 @@ def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
         kept += rates[min(sorted(rates), key=mean)]
     return sorted(kept)
+
+
+def lowest(keys: Sequence[Hashable], losses: Sequence[float | None]) -> list[int]:
+    """Finds the row of least loss among those of each key, the first of equals.
+
+    Args:
+      keys: of the rows; equal ones compete.
+      losses: of the rows; what is not a finite number above 0 is never the best.
+
+    Returns:
+      Places, rising; none of a key without a loss.
+    """
+    best: dict[Hashable, int] = {}
+    for place, (key, loss) in enumerate(zip(keys, losses, strict=True)):
+        if loss is None or not 0 < loss < math.inf:
+            continue
+        before = best.get(key)
+        if before is None or loss < (losses[before] or math.inf):
+            best[key] = place
+    return sorted(best.values())
+
+
+def last(keys: Sequence[Hashable], progress: Sequence[float]) -> list[int]:
+    """Finds the row that is furthest among those of each key, the later of equals.
+
+    Args:
+      keys: of the rows.
+      progress: tokens, FLOPs or steps; numbers.
+
+    Returns:
+      Places, rising.
+    """
+    found: dict[Hashable, int] = {}
+    for place, (key, how_far) in enumerate(zip(keys, progress, strict=True)):
+        if key not in found or how_far >= progress[found[key]]:
+            found[key] = place
+    return sorted(found.values())

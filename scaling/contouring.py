@@ -27,9 +27,11 @@ def pair(result: FitResult) -> tuple[str, str] | None:
 
     Returns:
       Names of coefficients whose values do not depend on the units of N, D and C; None
-      if there are not two.
+      if there are not two, or coefficients were given or bounded.
     """
     law = result.find_law()
+    if result.fixed or result.bounds:
+        return None
     outside = [
         np.log(result.coefficients[coordinate.name])
         if coordinate.log

@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 def compare_starts(problem: Problem, ends: Ends) -> Starts:
     """Says how every start ended; counts optima that differ in what they predict."""
     low, high = problem.box
-    walls = _at_walls(ends.coordinates, low, high).any(1)
+    walls = _at_walls(ends.coordinates, low, high)[:, problem.free].any(1)
     settled = (ends.promise < 1e-9) & (ends.damping < 1) & np.isfinite(ends.objective)
     statuses = [
         "abnormal"
@@ -73,8 +73,8 @@ def compare_starts(problem: Problem, ends: Ends) -> Starts:
 
 
 def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[str]:
-    """Names the coefficients at a wall of the box."""
-    walls = _at_walls(coordinates, *problem.box)
+    """Names the coefficients at a wall of the box, those that are given aside."""
+    walls = _at_walls(coordinates, *problem.box) & problem.free
     return [n for n, w in zip(problem.law.coefficients, walls, strict=True) if w]
 
 
@@ -83,7 +83,7 @@ def shape(problem: Problem, matrix: Float[np.ndarray, "k k"]) -> Shape:
     size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
     bends, directions = np.linalg.eigh(matrix / np.outer(size, size))
     ratio = bends / max(bends[-1], 1e-300)
-    names = problem.law.coefficients
+    names = np.array(problem.law.coefficients)[problem.free].tolist()
     flat = []
     for bend, direction in zip(ratio, directions.T, strict=True):
         if bend < _FREE:
@@ -108,7 +108,7 @@ def collinear(problem: Problem) -> tuple[str, str] | None:
 
 def warnings(problem: Problem, result: FitResult) -> list[str]:
     """Puts the doubts about a fit into words; none where it is sound."""
-    n, k = result.num_points, len(result.coefficients)
+    n, k = result.num_points, int(problem.free.sum())
     said = []
     if n < _FEW * k:
         said.append(f"{n} points are few for {k} coefficients: intervals are rough")
@@ -120,15 +120,18 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
             "told apart: vary them separately"
         )
     for name in result.bounds_hit:
-        said.append(
-            f"{name}={result.coefficients[name]:.4g} is where the search ends: the "
-            "data does not identify it"
-        )
+        why = "where the search ends: the data does not identify it"
+        if name in problem.limits:
+            why = "at the bound that was set: the data asks for another value"
+        said.append(f"{name}={result.coefficients[name]:.4g} is {why}")
     for name, share in _shares_at_walls(problem, result).items():
         if name not in result.bounds_hit and share > _WALL_SHARE:
+            where = "where the search ends"
+            if name in problem.limits:
+                where = "at the bound that was set"
             said.append(
-                f"{name} is where the search ends in {share:.0%} of the resamples: the "
-                "data hardly identifies it"
+                f"{name} is {where} in {share:.0%} of the resamples: the data hardly "
+                "identifies it"
             )
     if result.condition_number > _ILL and not result.bounds_hit:
         said.append(
@@ -136,7 +139,8 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
             "combinations of coefficients are free"
         )
     said += _wide(problem, result)
-    if (floor := problem.law.floor) and floor not in result.bounds_hit:
+    given = {*problem.given}
+    if (floor := problem.law.floor) and floor not in {*result.bounds_hit, *given}:
         least = result.ranges[problem.law.target][0]
         if result.intervals[floor][0] < _SMALL_FLOOR * least:
             said.append(
@@ -155,7 +159,7 @@ def _shares_at_walls(problem: Problem, result: FitResult) -> dict[str, float]:
     """How often each coefficient was at a wall in the resamples."""
     if result.samples is None:
         return {}
-    shares = _at_walls(result.samples, *problem.box).mean(0)
+    shares = _at_walls(result.samples, *problem.box).mean(0) * problem.free
     return dict(zip(problem.law.coefficients, map(float, shares), strict=True))
 
 
@@ -165,6 +169,8 @@ def _wide(problem: Problem, result: FitResult) -> list[str]:
     for coordinate in problem.law.coordinates:
         name = coordinate.name
         if coordinate.log or coordinate.low * coordinate.high <= 0:
+            continue
+        if name in problem.given:
             continue
         ends = result.intervals[name]
         low, high = sorted(map(abs, ends))

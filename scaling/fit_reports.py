@@ -34,7 +34,7 @@ def report(
     """
     law, seen = problem.law, problem.seen
     names, centre = law.coefficients, seen.centre
-    n, k = seen.num_points, len(names)
+    n, k = seen.num_points, int(problem.free.sum())
     matrix, covariance = intervals.curvature(problem, best)
     slopes = evaluating.coefficient_slopes(law, best, centre)
     covariance = slopes @ covariance @ slopes.T

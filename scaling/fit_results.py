@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,8 @@ class FitResult(NamedTuple):
       noise: residuals to add to a prediction, widened for the coefficients fitted.
       ranges: the least and the largest value of every input, of the target, and of
         `flops` = 6 N D where there are both.
+      fixed: coefficients that were given, not fitted, by name.
+      bounds: the least and the largest value of those that were bounded.
     """
 
     law: str
@@ -102,6 +105,13 @@ class FitResult(NamedTuple):
     centre: Float[np.ndarray, " inputs"]
     noise: Float[np.ndarray, " n"]
     ranges: dict[str, tuple[float, float]]
+    fixed: Mapping[str, float] = MappingProxyType({})
+    bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
+
+    @property
+    def num_free(self) -> int:
+        """Number of coefficients that were fitted."""
+        return len(self.coefficients) - len(self.fixed)
 
     def find_law(self) -> Law:
         """Returns the law, of the columns that it was fitted to."""
@@ -144,6 +154,7 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
         fields = json.loads(document) if isinstance(document, str) else {**document}
         if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema must be {SCHEMA}")
+        fields = FitResult._field_defaults | fields
         fields = {name: fields[name] for name in FitResult._fields}
         law = laws.find(fields["law"])
         k = len(law.coordinates)
@@ -156,9 +167,15 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
             fields["samples"] = _array(fields["samples"]).reshape(-1, k)
         fields["coordinates"].reshape(k)
         fields["inputs"] = tuple(fields["inputs"])
-        for name in ("intervals", "exponent_intervals", "ranges"):
+        for name in ("intervals", "exponent_intervals", "ranges", "bounds"):
             pairs = fields[name].items()
             fields[name] = {key: _pair(value) for key, value in pairs}
+        open_ends = np.array([-math.inf, math.inf])
+        for name, ends in fields["bounds"].items():
+            low, high = np.where(np.isnan(ends), open_ends, ends).tolist()
+            fields["bounds"][name] = low, high
+        if not {*fields["fixed"], *fields["bounds"]} <= {*law.coefficients}:
+            raise ValueError(f"what is fixed is no coefficient of {law.name}")
         if fields["held_out"] is not None:
             fields["held_out"] = HeldOut(**fields["held_out"])
         return FitResult(**fields)
@@ -178,7 +195,7 @@ def _pair(values: Any) -> tuple[float, float]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
         return [_plain(item) for item in value]

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from scaling import diagnosing, evaluating, fit_reports, forecasting, solving
+from scaling import (
+    diagnosing,
+    evaluating,
+    fit_reports,
+    forecasting,
+    restricting,
+    solving,
+)
 from scaling.comparing import Comparison, compare
 from scaling.fit_results import FitResult, HeldOut, from_json, to_json
 from scaling.forecasting import Prediction, predict, score
@@ -41,6 +48,8 @@ def fit(
     space: Space = "log",
     weights: Any = None,
     starts: Sequence[Mapping[str, float]] | None = None,
+    fixed: Mapping[str, float] | None = None,
+    bounds: restricting.Bounds | None = None,
     bootstrap: int = 0,
     cluster: Any = None,
     level: float = 0.9,
@@ -61,6 +70,9 @@ def fit(
       space: whether residuals are of logarithms or of the target itself.
       weights: of the rows, at least 0; 1 by default.
       starts: coefficients to start from, beside the law's own.
+      fixed: coefficients that are given, by name; they count as known in intervals and
+        degrees of freedom.
+      bounds: the least and the largest value of coefficients, by name.
       bootstrap: number of resamples for the intervals, fitted from the optimum; with
         none they come from the curvature.
       cluster: labels; rows with equal labels are resampled together.
@@ -79,11 +91,15 @@ def fit(
     section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
     """
     _check(loss=loss, space=space, delta=delta, bootstrap=bootstrap, level=level)
-    seen = observe(law, data, weights, cluster)
-    problem = Problem(law, seen, loss, float(delta), space)
+    fixed, bounds = dict(fixed or {}), dict(bounds or {})
+    limits = restricting.limits(law, fixed, bounds)
+    seen = observe(law, data, weights, cluster, num_given=len(fixed))
+    form = restricting.restrict(law, limits, seen.centre)
+    problem = Problem(form, seen, loss, float(delta), space, limits)
     first = law.starts(seen.level)
     if starts:
         first = np.concatenate([first, _coordinates(law, starts, seen)])
+    first = restricting.inward(law, form, first, seen.centre)
     ends = solving.solve(problem, np.tile(seen.weights, (len(first), 1)), first)
     found = diagnosing.compare_starts(problem, ends)
     best, objective = _polish(problem, ends.coordinates[found.best])
@@ -97,7 +113,31 @@ def fit(
             report=progress or (lambda done: None),
         )
         samples = resampled.coordinates
-    return fit_reports.report(problem, data, found, best, objective, samples, level)
+    result = fit_reports.report(problem, data, found, best, objective, samples, level)
+    return _as_given(result, law, form, fixed, bounds)
+
+
+def _as_given(
+    result: FitResult,
+    law: Law,
+    form: Law,
+    fixed: dict[str, float],
+    bounds: dict[str, tuple[float, float]],
+) -> FitResult:
+    """Puts a result into the law's own coordinates, and what was given to the bit."""
+
+    def outward(coordinates: np.ndarray) -> np.ndarray:
+        return restricting.outward(law, form, coordinates, result.centre)
+
+    ends = {name: (value, value) for name, value in fixed.items()}
+    return result._replace(
+        coefficients=result.coefficients | fixed,
+        intervals=result.intervals | ends,
+        coordinates=outward(result.coordinates[None])[0],
+        samples=None if result.samples is None else outward(result.samples),
+        fixed=fixed,
+        bounds=bounds,
+    )
 
 
 def rollout(

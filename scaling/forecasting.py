@@ -79,7 +79,7 @@ def _by_samples(
         # twice gives one answer.
         rng = np.random.default_rng(0)
         samples = samples - rng.choice(result.noise, samples.shape)
-    size = {"num_points": result.num_points, "k": len(law.coefficients)}
+    size = {"num_points": result.num_points, "k": result.num_free}
     return intervals.from_samples(value, samples, level, loss=result.loss, **size)
 
 
@@ -97,7 +97,7 @@ def _by_curvature(
     variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
     if with_noise:
         variance = variance + np.mean(result.noise**2)
-    freedom = max(1, result.num_points - len(law.coefficients))
+    freedom = max(1, result.num_points - result.num_free)
     half = intervals.student(level, freedom) * np.sqrt(np.maximum(variance, 0))
     return value - half, value + half
 

@@ -74,14 +74,15 @@ def curvature(
     """Estimates the covariance of coordinates from the slopes at the optimum.
 
     Returns:
-      The Gauss-Newton matrix of the residuals, and the covariance: its inverse times
-      E[psi^2] / E[psi']^2, psi being the derivative of the loss, times n / (n - k);
-      squared where the loss is robust, because such fits pass through points.
+      The Gauss-Newton matrix of the residuals in the k coordinates that are free, and
+      the covariance of all: its inverse times E[psi^2] / E[psi']^2, psi being the
+      derivative of the loss, times n / (n - k); squared where the loss is robust,
+      because such fits pass through points. What is given does not vary.
 
     Source: Huber 1981, Robust Statistics, section 7.6.
     """
-    law, seen = problem.law, problem.seen
-    slopes = evaluating.slopes(law, coordinates, seen.logs)
+    law, seen, free = problem.law, problem.seen, problem.free
+    slopes = evaluating.slopes(law, coordinates, seen.logs)[:, free]
     residuals = problem.residuals(coordinates)
     if problem.space == "linear":
         slopes = slopes * (residuals + np.exp(seen.target))[:, None]
@@ -95,7 +96,9 @@ def curvature(
         clipped = np.clip(residuals, -delta, delta)
         factor = np.mean(clipped**2) / _share_within(residuals, delta) ** 2
         factor *= lost**2
-    return matrix, factor * _inverse(matrix)
+    covariance = np.zeros((free.size, free.size))
+    covariance[np.ix_(free, free)] = factor * _inverse(matrix)
+    return matrix, covariance
 
 
 def _inverse(matrix: np.ndarray) -> np.ndarray:

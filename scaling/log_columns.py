@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -24,6 +24,7 @@ _COLUMN_OF_COUNT = {
     "active": "num_params_active",
 }
 
+SIZES = ("num_params", "num_tokens", "flops")
 LETTERS = {"num_params": "N", "num_tokens": "D", "flops": "C", "loss": "L"}
 
 _KNOWN_AS = {
@@ -35,7 +36,10 @@ _KNOWN_AS = {
 }
 """Columns that need no flag, the first that is there; a flag overrules them."""
 
-_FLAGS = {
+STEPS = ("step", "steps", "num_steps", "iteration", "iterations", "iter", "global_step")
+"""What tells the last row of a run, where neither tokens nor FLOPs do."""
+
+FLAGS = {
     "num_params": "--n",
     "num_tokens": "--d",
     "flops": "--c",
@@ -57,7 +61,7 @@ class Columns:
     c: str = ""
     """FLOPs of training."""
     loss: str = ""
-    """Nats per token."""
+    """Nats per token, or what `loss_unit` says."""
     run: str = ""
     """What run a row belongs to, where a run has several."""
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -66,26 +70,41 @@ class Columns:
     """Parameters that a 1 in the file means; `d_unit` and `c_unit` alike."""
     d_unit: float = 1.0
     c_unit: float = 1.0
+    loss_unit: float = 1.0
+    """Nats per token that a 1 in the file means, ln 2 for bits."""
     count: Count = "total"
     """Which parameters `n` counts; in a sweep of ours, which of its counts is read."""
 
     def __post_init__(self) -> None:
         if self.count not in get_args(Count):
             raise ValueError(f"{self.count=} must be one of {get_args(Count)}")
-        for name in ("n_unit", "d_unit", "c_unit"):
+        for name in ("n_unit", "d_unit", "c_unit", "loss_unit"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
 
 
+class Roles(NamedTuple):
+    """Which of a file's columns mean what.
+
+    Attributes:
+      names: the column by its meaning: those of `Log.columns`, and `run`.
+      notes: which were guessed, in sentences.
+    """
+
+    names: dict[str, str]
+    notes: list[str]
+
+
 def read(
-    table: RawTable, columns: Columns, needs: Iterable[str]
+    table: RawTable, columns: Columns, roles: Roles, needs: Iterable[str]
 ) -> tuple[dict[str, Float[np.ndarray, " runs"]], list[str], list[str]]:
-    """Reads the columns that are needed, and derives the one that may be missing.
+    """Reads the columns that are needed, and derives those that may be missing.
 
     Args:
       table: at least one row.
       columns: which columns mean what.
-      needs: other columns that a law reads.
+      roles: what `find` found them to be.
+      needs: columns that a law reads; nothing asks for all of N, D, C and the loss.
 
     Returns:
       `num_params`, `num_tokens`, `flops`, `loss` and the others, positive and finite; a
@@ -95,30 +114,17 @@ def read(
     Raises:
       ValueError: a column is missing, or a cell is not a number above 0.
     """
-    names, notes = _find(table, columns)
-    units = {
-        "num_params": columns.n_unit,
-        "num_tokens": columns.d_unit,
-        "flops": columns.c_unit,
-    }
-    for meaning, unit in units.items():
-        if unit != 1 and meaning not in names:
-            flag = _FLAGS[meaning]
-            raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
-    found = {
-        meaning: numbers(table, names[meaning], unit)
-        for meaning, unit in units.items()
-        if meaning in names
-    }
-    if len(found) < 2:
-        said = ", ".join(f"{LETTERS[m]} ({names[m]})" for m in found) or "none"
-        raise ValueError(
-            f"{table.path}: two of N, D and C are needed, and there is {said}; name "
-            f"columns with --n, --d, --c; it has {', '.join(table.names)}"
-        )
-    notes += _derive(found)
-    found["loss"] = numbers(table, names["loss"], None)
-    values = {name: found[name] for name in LETTERS}
+    names, notes, needs = roles.names, [*roles.notes], [*needs]
+    found = _sizes(table, columns, names)
+    _refuse_missing(table, roles, needs)
+    if len(found) > 1:
+        notes += _derive(found)
+    if "loss" in names:
+        unit = columns.loss_unit
+        found["loss"] = numbers(table, names["loss"], None) * unit
+        if unit != 1:
+            notes.append(f"the loss is {names['loss']} times {unit:.6g}")
+    values = {name: found[name] for name in LETTERS if name in found}
     for need in needs:
         if need not in values:
             name, unit = _scaled(columns.others.get(need, need), table)
@@ -139,6 +145,60 @@ def read(
     return values, labels, notes
 
 
+def _sizes(
+    table: RawTable, columns: Columns, names: Mapping[str, str]
+) -> dict[str, Float[np.ndarray, " runs"]]:
+    """Reads what there is of N, D and C."""
+    units = {
+        "num_params": columns.n_unit,
+        "num_tokens": columns.d_unit,
+        "flops": columns.c_unit,
+    }
+    for meaning, unit in units.items():
+        if unit != 1 and meaning not in names:
+            flag = FLAGS[meaning]
+            raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
+    return {
+        meaning: numbers(table, names[meaning], unit)
+        for meaning, unit in units.items()
+        if meaning in names
+    }
+
+
+def loss_of(table: RawTable, roles: Roles) -> str:
+    """Names the column of the loss.
+
+    Raises:
+      ValueError: none was named, and none looks like it.
+    """
+    if "loss" not in roles.names:
+        raise ValueError(
+            f"{table.path}: which column is the loss? --loss COLUMN, one of "
+            f"{', '.join(table.names)}"
+        )
+    return roles.names["loss"]
+
+
+def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
+    """Refuses a log without what is read: of N, D and C two give the third."""
+    names = roles.names
+    wanted = [x for x in LETTERS if x in needs] if needs else [*LETTERS]
+    there = [x for x in SIZES if x in names]
+    missing = [x for x in wanted if x not in names]
+    if "loss" in missing:
+        loss_of(table, roles)
+    if not missing or len(there) > 1:
+        return
+    said = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
+    what = "two of N, D and C are needed"
+    if len([x for x in wanted if x in SIZES]) == 1:
+        what = f"the law reads {LETTERS[missing[0]]}, or two of N, D and C are needed"
+    raise ValueError(
+        f"{table.path}: {what}, and there is {said}; name columns with --n, --d, --c; "
+        f"it has {', '.join(table.names)}"
+    )
+
+
 def _scaled(name: str, table: RawTable) -> tuple[str, float]:
     """Parts `COLUMN*UNIT`, unless a column is called so."""
     column, times, unit = name.rpartition("*")
@@ -153,11 +213,15 @@ def _scaled(name: str, table: RawTable) -> tuple[str, float]:
     return column, factor
 
 
-def _find(table: RawTable, columns: Columns) -> tuple[dict[str, str], list[str]]:
+def find(table: RawTable, columns: Columns) -> Roles:
     """Finds the file's name of each meaning, and says which were guessed.
 
+    Args:
+      table: its rows do not matter.
+      columns: what is called what.
+
     Raises:
-      ValueError: a column that was named is not there, or none looks like the loss.
+      ValueError: a column that was named is not there.
     """
     said = {
         "num_params": columns.n,
@@ -175,7 +239,7 @@ def _find(table: RawTable, columns: Columns) -> tuple[dict[str, str], list[str]]
         if name:
             if name not in table.names:
                 raise ValueError(
-                    f"{table.path}: {_FLAGS[meaning]} {name}: no such column; there is "
+                    f"{table.path}: {FLAGS[meaning]} {name}: no such column; there is "
                     f"{', '.join(table.names)}"
                 )
             names[meaning] = name
@@ -189,15 +253,33 @@ def _find(table: RawTable, columns: Columns) -> tuple[dict[str, str], list[str]]
             letter = LETTERS.get(meaning)
             if letter and found[0] not in (meaning, ours, letter):
                 guessed.append(f"{letter} is {found[0]}")
-    if "loss" not in names:
-        raise ValueError(
-            f"{table.path}: which column is the loss? --loss COLUMN, one of "
-            f"{', '.join(table.names)}"
-        )
     notes = [f"by their names, {', '.join(guessed)}"] if guessed else []
     if names.get("num_params") not in (None, *_COLUMN_OF_COUNT.values()):
         notes.append(f"N is taken to count {columns.count} parameters (--count)")
-    return names, notes
+    return Roles(names, notes)
+
+
+def column(table: RawTable, roles: Roles, name: str, flag: str) -> str:
+    """Finds a column that is named in the file's words, or as N, D, C or L.
+
+    Args:
+      table: where it should be.
+      roles: what its columns mean.
+      name: as the file has it, a letter, or such as "num_params".
+      flag: that names it, for an error.
+
+    Raises:
+      ValueError: it is not there.
+    """
+    if name in table.names:
+        return name
+    for meaning, letter in LETTERS.items():
+        if name in (meaning, letter) and meaning in roles.names:
+            return roles.names[meaning]
+    raise ValueError(
+        f"{table.path}: {flag} {name}: no such column; there is "
+        f"{', '.join(table.names)}"
+    )
 
 
 def numbers(
@@ -219,7 +301,7 @@ def numbers(
 
 def _number(table: RawTable, row: RawRow, name: str, unit: float | None) -> float:
     cell = row.cells.get(name)
-    value = _parse(cell, unit)
+    value = parse(cell, unit)
     if value is None or not 0 < value < math.inf:
         if cell is None or cell == "":
             what = f"{name} is missing"
@@ -234,8 +316,8 @@ def _number(table: RawTable, row: RawRow, name: str, unit: float | None) -> floa
     return value
 
 
-def _parse(cell: log_tables.Cell, unit: float | None) -> float | None:
-    """Reads 1.5e9, or 1.5B where nothing else says the unit; None if it is neither."""
+def parse(cell: log_tables.Cell, unit: float | None) -> float | None:
+    """Reads 1.5e9, or 1.5B where the unit is 1; None if it is neither."""
     if isinstance(cell, bool) or cell is None:
         return None
     if isinstance(cell, int | float):

@@ -1,21 +1,23 @@
 """Logs of training runs as columns in SI units, every row accounted for.
 
-A log is a CSV, JSON lines, or the folder of a sweep (`log_tables`). Of N, D and C two
-are enough: the third follows from `C = 6 N D` and the log says so. Nothing is dropped
-in silence: a row that cannot be used is an error with its number, unless its run is
-marked as not completed or a rule leaves it out, and then `notes` counts it.
+A log is a CSV, JSON, or the folder of a sweep (`log_tables`). Of N, D and C two are
+enough: the third follows from `C = 6 N D` and the log says so; a law of one input needs
+that one alone. Nothing is dropped in silence: a row that cannot be used is an error
+with its number, unless its run is marked as not completed, another row is better or
+later, or a rule leaves it out, and then `notes` counts it.
 """
 
 import collections
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from scaling import competing, log_columns, log_tables, selecting
-from scaling.log_columns import Columns
+from scaling.log_columns import Columns, Roles
 from scaling.log_tables import RawRow, RawTable
 
 _COMPLETED = {"completed", "complete", "done", "finished"}
@@ -29,11 +31,12 @@ class Log(NamedTuple):
       count: what `num_params` counts: parameters in total, without embeddings, those
         in matrix products, or the active ones of a mixture.
       columns: `num_params`, `num_tokens`, `flops`, `loss` and what else was asked for,
-        positive and finite.
+        positive and finite; those of the four that no law reads may be missing.
       runs: a label for each row; rows with equal labels are one run's.
       raw: the rows as they stand in the file.
       curves: the training curves, rows labelled like `runs`; None if there are none.
       notes: what was derived, left out or assumed, in sentences.
+      roles: the file's columns by their meaning, such as "num_params" or "run".
     """
 
     source: Path
@@ -43,11 +46,37 @@ class Log(NamedTuple):
     raw: tuple[RawRow, ...]
     curves: "Log | None"
     notes: tuple[str, ...]
+    roles: Mapping[str, str]
 
     @property
     def has_one_row_per_run(self) -> bool:
         """Whether no run has two rows."""
         return len({*self.runs}) == len(self.runs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The file's columns."""
+        return tuple(dict.fromkeys(name for row in self.raw for name in row.cells))
+
+    def label(self, names: Sequence[str]) -> list[str]:
+        """Gives what each row has in some columns of the file, as text.
+
+        Raises:
+          ValueError: there is no such column, or a row has nothing there.
+        """
+        for name in names:
+            if name not in self.names:
+                raise ValueError(
+                    f"{self.source}: no column {name!r}; there is "
+                    f"{', '.join(self.names)}"
+                )
+            for row in self.raw:
+                if row.cells.get(name) in (None, ""):
+                    raise ValueError(
+                        f"{self.source}: {row.place}: {name} is missing; --ignore "
+                        f"'row == {row.number}' leaves it out"
+                    )
+        return [", ".join(str(row.cells[x]) for x in names) for row in self.raw]
 
     def labels(self) -> Int[np.ndarray, " runs"]:
         """Numbers the runs: rows with equal numbers are one run's."""
@@ -63,9 +92,7 @@ class Log(NamedTuple):
         Raises:
           ValueError: it is no rule, or cannot be asked of a row.
         """
-        names = dict.fromkeys(name for row in self.raw for name in row.cells)
-        names |= dict.fromkeys(["row", *self.columns])
-        test = selecting.parse(rule, names)
+        test = selecting.parse(rule, (*self.names, "row", *self.columns))
         found = []
         for i, row in enumerate(self.raw):
             ours = {name: column[i] for name, column in self.columns.items()}
@@ -89,15 +116,22 @@ def read(
     *,
     needs: Iterable[str] = (),
     ignore: str = "",
+    last_of: Sequence[str] = (),
+    best_of: Sequence[str] = (),
 ) -> Log:
     """Reads a log and checks every row of it.
 
     Args:
-      path: a CSV, JSON lines, or a folder with `runs.jsonl` and perhaps `curves.jsonl`.
+      path: a CSV, JSON, or a folder with `runs.jsonl` and perhaps `curves.jsonl`.
       columns: which columns mean what.
-      needs: other columns that a law reads, such as "num_unique_tokens".
+      needs: columns that a law reads, such as "num_unique_tokens"; where there are any,
+        those of N, D, C and the loss that are not among them may be missing.
       ignore: a rule (see `selecting`); the rows that it selects are left out, counted,
         and not checked.
+      last_of: columns; of rows that agree in them the one with most tokens (or FLOPs,
+        or steps) is read, the others are left out, counted, and not checked.
+      best_of: columns; of the rows that are left and agree in them, the one with the
+        lowest loss.
 
     Returns:
       The log; a run that says it is not completed is left out and counted, and so are
@@ -114,7 +148,13 @@ def read(
     table = log_tables.read(path / log_tables.RUNS if is_sweep else path)
     rows, notes = _leave_out(table, ignore)
     table = table._replace(rows=rows)
-    values, labels, said = log_columns.read(table, columns, needs)
+    roles = log_columns.find(table, columns)
+    if last_of:
+        table = _last(table, roles, last_of, notes)
+    if best_of:
+        table = _lowest(table, roles, best_of, notes)
+    rows = table.rows
+    values, labels, said = log_columns.read(table, columns, roles, [*needs])
     log = Log(
         source=path,
         count=columns.count,
@@ -123,6 +163,7 @@ def read(
         raw=tuple(rows),
         curves=None,
         notes=(*notes, *said),
+        roles=roles.names,
     )
     log = log._replace(notes=log.notes + _twins(log, is_sweep))
     if is_sweep and {competing.CELL, competing.RATE} <= {*table.names}:
@@ -141,6 +182,65 @@ def _best(log: Log) -> Log:
     said = f"{_rows(num_left)} left out: not the best learning rate of size and tokens"
     mask = np.isin(np.arange(len(log.raw)), kept)
     return log.take(mask)._replace(notes=(*log.notes, said))
+
+
+def _last(
+    table: RawTable, roles: Roles, names: Sequence[str], notes: list[str]
+) -> RawTable:
+    """Keeps the last of the rows that agree in some columns."""
+    known = [roles.names.get(x) for x in ("num_tokens", "flops")]
+    orders = [x for x in (*known, *log_columns.STEPS) if x in table.names]
+    if not orders:
+        raise ValueError(
+            f"{table.path}: --last-of {','.join(names)}: which row is last? It needs D "
+            f"(--d), C (--c) or a column of steps; there is {', '.join(table.names)}"
+        )
+    progress = []
+    for row in table.rows:
+        cell = row.cells.get(orders[0])
+        if (how_far := log_columns.parse(cell, 1.0)) is None or math.isnan(how_far):
+            raise ValueError(
+                f"{table.path}: {row.place}: {orders[0]} is {cell!r}, not a number: "
+                f"--last-of {','.join(names)} needs it"
+            )
+        progress.append(how_far)
+    kept = competing.last(_keys(table, roles, names, "--last-of"), progress)
+    said = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
+    return _keep(table, kept, said, notes)
+
+
+def _lowest(
+    table: RawTable, roles: Roles, names: Sequence[str], notes: list[str]
+) -> RawTable:
+    """Keeps the best of the rows that agree in some columns."""
+    loss = log_columns.loss_of(table, roles)
+    losses = [log_columns.parse(row.cells.get(loss), None) for row in table.rows]
+    kept = competing.lowest(_keys(table, roles, names, "--best-of"), losses)
+    said = f"not the lowest {loss} of rows with one {' and '.join(names)}"
+    return _keep(table, kept, said, notes)
+
+
+def _keys(
+    table: RawTable, roles: Roles, names: Sequence[str], flag: str
+) -> list[tuple[Any, ...]]:
+    """What the rows have in some columns: numbers where they are numbers."""
+    found = [log_columns.column(table, roles, name, flag) for name in names]
+    return [
+        tuple(
+            cell if (number := log_columns.parse(cell, 1.0)) is None else number
+            for cell in (row.cells.get(name) for name in found)
+        )
+        for row in table.rows
+    ]
+
+
+def _keep(table: RawTable, places: list[int], said: str, notes: list[str]) -> RawTable:
+    """Keeps some rows, and counts the others."""
+    if num_left := len(table.rows) - len(places):
+        notes.append(f"{_rows(num_left)} left out: {said}")
+    if not places:
+        raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
+    return table._replace(rows=[table.rows[i] for i in places])
 
 
 def _leave_out(table: RawTable, ignore: str) -> tuple[list[RawRow], list[str]]:
@@ -208,7 +308,7 @@ def _curves(log: Log, table: RawTable) -> Log:
     for name in ("num_tokens", "flops"):
         columns[name] = log_columns.numbers(kept, name, 1.0)
     columns["loss"] = log_columns.numbers(kept, "loss", None)
-    return Log(table.path, log.count, columns, tuple(runs), tuple(rows), None, ())
+    return Log(table.path, log.count, columns, tuple(runs), tuple(rows), None, (), {})
 
 
 def _ask(

@@ -35,7 +35,12 @@ class Observations(NamedTuple):
 
 
 def observe(
-    law: Law, data: Mapping[str, Any], weights: Any = None, cluster: Any = None
+    law: Law,
+    data: Mapping[str, Any],
+    weights: Any = None,
+    cluster: Any = None,
+    *,
+    num_given: int = 0,
 ) -> Observations:
     """Checks columns and takes their logarithms.
 
@@ -45,6 +50,7 @@ def observe(
       weights: of the rows; 1 by default.
       cluster: labels; rows with equal labels come from one run. By default every row
         is a run of its own.
+      num_given: coefficients that need not be fitted.
 
     Raises:
       ValueError: a column is missing, has another length, or holds something that is
@@ -58,7 +64,7 @@ def observe(
             for name, column in zip((*law.inputs, law.target), columns, strict=True)
         )
         raise ValueError(f"columns of different lengths: {lengths}")
-    n, k = len(columns[0]), len(law.coordinates)
+    n, k = len(columns[0]), len(law.coordinates) - num_given
     if n < k:
         raise ValueError(
             f"{n} points are too few for the {k} coefficients of {law.name}"

@@ -1,14 +1,15 @@
 """Runs the optimiser on observations: in float64, in pieces, from many starts."""
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
-from scaling import evaluating, optimising
+from scaling import evaluating, optimising, restricting
 from scaling.laws_base import Law
 from scaling.observations import Observations
 from scaling.optimising import Space
@@ -48,6 +49,7 @@ class Problem(NamedTuple):
         its size; `mse`, half its square.
       delta: see there.
       space: whether residuals are of logarithms or of the target itself.
+      limits: of coordinates that are given or bounded, as `restricting` has them.
     """
 
     law: Law
@@ -55,11 +57,23 @@ class Problem(NamedTuple):
     loss: Loss = "huber"
     delta: float = DELTA
     space: Space = "log"
+    limits: restricting.Bounds = MappingProxyType({})
 
     @property
     def box(self) -> tuple[np.ndarray, np.ndarray]:
         """Least and largest coordinates."""
-        return self.law.box(self.seen.level)
+        return restricting.box(self.law, self.seen.level, self.limits)
+
+    @property
+    def free(self) -> Bool[np.ndarray, " k"]:
+        """Which coordinates are fitted: all that are not given."""
+        ends = [self.limits.get(name, (0, 1)) for name in self.law.coefficients]
+        return np.array([low < high for low, high in ends])
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the coefficients that are not fitted."""
+        return tuple(name for name, (low, high) in self.limits.items() if low == high)
 
     def deltas(self) -> list[float]:
         """The deltas to go through: a small one is approached from larger ones."""
