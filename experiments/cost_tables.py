@@ -116,7 +116,7 @@ def _conventions(case: "Case") -> Sheet:
             (
                 "active, non-embedding",
                 p.active_non_embedding,
-                "without the input table",
+                "without the tables",
             ),
         ]
     if p.ahead:

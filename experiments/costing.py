@@ -266,7 +266,7 @@ def find(name: str) -> Description:
         raise ValueError(f"{name}: no such file or folder")
     known = [*named_models.CONFIGS, *bundled.names()]
     line = documents.unknown("model", name, known)
-    raise ValueError(f"{line}, or the path of a config.json")
+    raise ValueError(f"{name}: no such file or folder, and {line}")
 
 
 def names() -> str:

@@ -1,7 +1,10 @@
 """What `jaxkv plan` is asked, looked up and checked: law, offers, and the budget."""
 
+import contextlib
+import difflib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 from experiments import documents
 from experiments.planning_budgets import MOST, Options
-from scaling import budgets, designs, fitting, laws, pricing
+from scaling import budgets, designs, fitting, laws, log_tables, pricing
 from scaling.budgets import HalfLives
 from scaling.designs import Family
 from scaling.fit_results import FitResult
@@ -33,6 +36,7 @@ class Belief(NamedTuple):
       half_lives: of repeated data.
       fit: it comes from, or None for published constants.
       count: which parameters it counts; None where it does not say.
+      doubts: about the log behind it, in sentences.
       shape: what its runs have in common, as `run_records.shape` gives it.
     """
 
@@ -43,6 +47,7 @@ class Belief(NamedTuple):
     half_lives: HalfLives
     fit: FitResult | None = None
     count: designs.Count | None = None
+    doubts: tuple[str, ...] = ()
     shape: Mapping[str, int | bool] = MappingProxyType({})
 
 
@@ -94,15 +99,28 @@ class Case(NamedTuple):
             powers, self.belief.half_lives, self.flops, unique, **serving
         )
 
+    def needed(self) -> float:
+        """The smallest budget that reaches the loss that is asked for.
+
+        Raises:
+          ValueError: none does.
+        """
+        assert self.options.target_loss is not None
+        halves, unique = self.belief.half_lives, self.options.unique_tokens
+        return budgets.needed(
+            self.belief.powers,
+            self.options.target_loss,
+            inference_tokens=self.served,
+            repeating=None if unique is None else (halves, unique),
+        )
+
 
 def look_up(options: Options) -> Case:
     """Reads the law and the offers, chooses the device, and counts the budget."""
     offers = tuple(map(_offer, options.gpu))
     offer = pricing.best(offers, options.mfu) if offers else None
     flops = _flops(options, offer)
-    if flops > MOST:
-        raise ValueError(f"a budget of {flops:.4g} FLOPs is too large for any design")
-    belief = read_law(options.law)
+    belief = read_law(options.law, options.group)
     served = options.inference_tokens
     if options.serve_mfu is not None:
         served *= options.mfu / options.serve_mfu
@@ -110,7 +128,7 @@ def look_up(options: Options) -> Case:
         raise ValueError(
             f"serving takes {served:.4g} tokens' worth: more than {MOST:g}"
         )
-    return Case(
+    case = Case(
         options=options,
         belief=belief,
         offers=offers,
@@ -119,6 +137,17 @@ def look_up(options: Options) -> Case:
         served=served,
         family=_family(options, belief),
     )
+    if options.target_loss is not None:
+        try:
+            case = case._replace(flops=case.needed())
+        except ValueError as error:
+            raise ValueError(
+                f"--target-loss {options.target_loss:g} by {belief.name}: {error}"
+            ) from None
+    if case.flops > MOST:
+        line = f"a budget of {case.flops:.4g} FLOPs is too large for any design"
+        raise ValueError(line)
+    return case
 
 
 def _family(options: Options, belief: Belief) -> Family:
@@ -135,15 +164,18 @@ def _family(options: Options, belief: Belief) -> Family:
     )
 
 
-def read_law(name: str) -> Belief:
+def read_law(name: str, group: str | None = None) -> Belief:
     """Finds published constants, or reads a fit.
 
     Args:
       name: of the constants, of a fit.json, or of a folder that holds one.
+      group: which of the fits to read, where a log was fitted by groups.
 
     Raises:
       ValueError: there is none, or it has no compute optimum.
     """
+    if group is not None and (name in laws.CONSTANTS or not Path(name).exists()):
+        raise ValueError(f"--group {group}: --law {name} is no fit of groups")
     if name in laws.CONSTANTS:
         return believe(name, laws.CHINCHILLA, laws.CONSTANTS[name])
     path = Path(name)
@@ -153,28 +185,70 @@ def read_law(name: str) -> Belief:
                 f"--law {name} has no published constants here: fit it with "
                 f"`jaxkv fit`, or take one of: {', '.join(laws.CONSTANTS)}"
             )
-        if "/" in name or name.endswith(".json"):
-            raise ValueError(f"--law {name}: no such file or folder")
-        line = documents.unknown("law", name, laws.CONSTANTS)
-        raise ValueError(f"{line}, or the path of a fit.json")
+        raise ValueError(_unknown_law(name))
     path = path / "fit.json" if path.is_dir() else path
     try:
-        text = path.read_text("utf-8")
-        fit = fitting.from_json(text)
+        document = _of_group(json.loads(log_tables.read_text(path)), group)
+        fit = fitting.from_json(document)
         found = believe(str(path), fit.find_law(), fit.coefficients)
         if not {"num_params", "num_tokens"} <= {*fit.inputs}:
             raise ValueError(f"a fit to {', '.join(fit.inputs)}")
     except (OSError, ValueError) as error:
         raise ValueError(f"--law {path}: {error}") from None
-    document = json.loads(text)
     count, shape = document.get("count"), document.get("shape", {})
     known = get_args(designs.Count.__value__)
     if not isinstance(shape, dict) or any(
         type(shape[name]) is not _SHAPE.get(name) for name in shape
     ):
         raise ValueError(f"--law {path}: {shape=} must hold numbers of {[*_SHAPE]}")
-    count = count if count in known else None
-    return found._replace(fit=fit, count=count, shape=shape)
+    doubts = document.get("log_warnings", [])
+    if not isinstance(doubts, list) or not all(isinstance(x, str) for x in doubts):
+        raise ValueError(f"--law {path}: log_warnings must be sentences")
+    if document.get("by"):
+        found = found._replace(name=f"{path} ({document['by']} {document['group']})")
+    return found._replace(
+        fit=fit,
+        count=count if count in known else None,
+        doubts=tuple(doubts),
+        shape=shape,
+    )
+
+
+def _unknown_law(name: str) -> str:
+    """Says that there is no such law, and what comes near: a law, or a file beside."""
+    path = Path(name)
+    is_path = "/" in name or name.endswith(".json")
+    known = [] if is_path else [*laws.CONSTANTS, *laws.LAWS]
+    with contextlib.suppress(OSError):
+        known += [str(path.parent / x) for x in os.listdir(path.parent)]
+    line = f"--law {name}: {'' if is_path else f'unknown law {name!r}, '}"
+    line += "no such file or folder"
+    if near := difflib.get_close_matches(name, known):
+        return f"{line}; did you mean {' or '.join(near)}?"
+    return line if is_path else f"{line}; one of: {', '.join(laws.CONSTANTS)}"
+
+
+def _of_group(document: Any, group: str | None) -> Any:
+    """Chooses the fit of a group, where a log was fitted by groups.
+
+    Raises:
+      ValueError: there are several and none is named, or it is not there.
+    """
+    if not isinstance(document, dict) or not document.get("by"):
+        if group is not None:
+            raise ValueError(f"--group {group}: it is no fit of groups (fit --by)")
+        return document
+    fits = [document, *document.get("others", [])]
+    known = [*dict.fromkeys(str(fit.get("group")) for fit in fits)]
+    if group is None and len(known) > 1:
+        raise ValueError(
+            f"it has a law for each {document['by']}; --group {known[0]}, or one of: "
+            f"{', '.join(known)}"
+        )
+    if group is not None and group not in known:
+        raise ValueError(documents.unknown("--group", group, known))
+    chosen = known[0] if group is None else group
+    return document | next(fit for fit in fits if str(fit.get("group")) == chosen)
 
 
 def believe(name: str, law: Law, coefficients: Mapping[str, Any]) -> Belief:
@@ -234,6 +308,7 @@ def _flops(options: Options, offer: Offer | None) -> float:
     given = {
         "--budget-usd": options.budget_usd is not None,
         "--flops": options.flops is not None,
+        "--target-loss": options.target_loss is not None,
         "--days with --devices": both_times,
     }
     names = [name for name, is_given in given.items() if is_given]
@@ -243,6 +318,8 @@ def _flops(options: Options, offer: Offer | None) -> float:
         raise ValueError(f"{' and '.join(names)}; which is the budget?")
     if options.flops is not None:
         return options.flops
+    if options.target_loss is not None:
+        return math.nan  # until the law says
     if offer is None:
         raise ValueError(f"{names[0]} needs --gpu NAME:USD_PER_HOUR:TFLOPS")
     if options.budget_usd is not None:

@@ -30,10 +30,13 @@ def describe(case: Case, found: Found) -> dict[str, Any]:
             for offer in case.offers
         ],
         "mfu": options.mfu,
+        "target_loss": options.target_loss,
         "flops": case.flops,
+        "flops_interval": None if found.spread is None else found.spread.flops,
         "train_flops": train_flops,
         "serve_flops": 2 * best.num_params * options.inference_tokens,
         "law": belief.name,
+        "fixed": {} if belief.fit is None else belief.fit.fixed,
         "formula": belief.law.formula,
         "coefficients": dict(belief.coefficients),
         "count": case.family.count,

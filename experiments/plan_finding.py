@@ -15,18 +15,25 @@ _MAX_RESAMPLES = 200
 """Of those that need a search each."""
 
 
+_NEVER = 2000.0
+"""As the logarithm of a budget: more than any."""
+
+
 class Spread(NamedTuple):
     """Where the optimum lies by the resamples of a fit.
 
     Attributes:
       params: interval of its parameters.
       tokens: interval of its tokens.
+      flops: interval of the budget that reaches the loss that is asked for, with
+        infinity where resamples have none that does; None where no loss is.
       num_resamples: how many were asked.
       num_without: how many of them have no optimum, and count for nothing.
     """
 
     params: tuple[float, float]
     tokens: tuple[float, float]
+    flops: tuple[float, float] | None
     num_resamples: int
     num_without: int
 
@@ -117,7 +124,10 @@ def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
         limits += f" and {case.options.unique_tokens:.4g} unique tokens"
     if case.served:
         limits += f" with {case.served:.4g} tokens to serve"
-    return ValueError(f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}")
+    target = case.options.target_loss
+    aim = "" if target is None else f"--target-loss {target:g}: "
+    said = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
+    return ValueError(aim + said)
 
 
 def _other_vocabulary(case: Case, optimum: Optimum) -> str:
@@ -156,12 +166,15 @@ def _spread(case: Case, optimum: Optimum) -> Spread | None:
     samples = fit.sampled()
     if case.served or case.options.unique_tokens is not None:
         samples = samples[:_MAX_RESAMPLES]
-    optima = []
+    optima, needed = [], []
     for sample in samples:
         named = dict(zip(law.coefficients, map(float, sample), strict=True))
         try:
             belief = plan_case.believe(case.belief.name, law, named)
-            found = case._replace(belief=belief).allocate()
+            believed = case._replace(belief=belief)
+            found = believed.allocate()
+            if case.options.target_loss is not None:
+                needed.append(_log_needed(believed))
             optima.append([math.log(found.num_params), math.log(found.num_tokens)])
         except (ValueError, OverflowError):  # a resample without an optimum
             continue
@@ -169,22 +182,38 @@ def _spread(case: Case, optimum: Optimum) -> Spread | None:
         return None
     estimate = np.log([optimum.num_params, optimum.num_tokens])
     size = {"num_points": fit.num_points, "k": fit.num_free}
+    level = case.options.level
     low, high = np.exp(
-        intervals.from_samples(
-            *(estimate, np.array(optima), case.options.level), loss=fit.loss, **size
-        )
+        intervals.from_samples(estimate, np.array(optima), level, loss=fit.loss, **size)
     )
+    flops = None
+    if needed:
+        least, most = intervals.from_samples(
+            math.log(case.flops), np.array(needed), level, loss=fit.loss, **size
+        )
+        is_open = most >= _NEVER / 2
+        flops = math.exp(least), math.inf if is_open else math.exp(most)
     return Spread(
         params=(float(low[0]), float(high[0])),
         tokens=(float(low[1]), float(high[1])),
+        flops=flops,
         num_resamples=len(samples),
         num_without=len(samples) - len(optima),
     )
 
 
+def _log_needed(case: Case) -> float:
+    """Logarithm of the budget that a resample asks for; `_NEVER` if none is enough."""
+    try:
+        return math.log(case.needed())
+    except ValueError:
+        return _NEVER
+
+
 def _warnings(case: Case, found: Found) -> list[str]:
     said, belief, options = [], case.belief, case.options
     if belief.fit is not None:
+        said += belief.doubts
         said += [f"{belief.law.name}: {line}" for line in belief.fit.warnings]
         most = belief.fit.ranges.get("flops", (math.nan, math.nan))[1]
         trained = 6 * found.optimum.num_params * found.optimum.num_tokens
@@ -198,6 +227,18 @@ def _warnings(case: Case, found: Found) -> list[str]:
             f"{found.spread.num_without} of {found.spread.num_resamples} resamples "
             "have no optimum: the intervals of N and D are of the others"
         )
+    if options.target_loss is not None:
+        spread = found.spread
+        if belief.fit is not None and spread is None:
+            said.append(
+                "the budget has no interval: the fit has no resamples (fit --bootstrap)"
+            )
+        if spread is not None and spread.flops is not None:
+            if math.isinf(spread.flops[1]):
+                said.append(
+                    f"by some resamples no budget reaches a loss of "
+                    f"{options.target_loss:g}: it may be below the floor"
+                )
     if belief.count and options.count and options.count != belief.count:
         said.append(
             f"the fit counted {belief.count} parameters, --count is {options.count}"

@@ -1,5 +1,6 @@
 """A plan said step by step: from prices to operations, N, D, loss and architecture."""
 
+import math
 from collections.abc import Iterator
 
 from experiments import plan_case, plan_shapes
@@ -30,6 +31,10 @@ def _plan(case: Case, found: Found) -> Iterator[tuple[str, str]]:
     if case.offer is not None:
         yield "device", case.offer.name
     yield "operations", f"{case.flops:.4g} FLOPs"
+    if found.spread is not None and found.spread.flops is not None:
+        low, high = found.spread.flops
+        most = "no end" if math.isinf(high) else f"{high:.4g}"
+        yield f"{options.level:.0%} interval", f"{low:.4g} to {most} FLOPs"
     yield "parameters N", f"{plan_shapes.big(best.num_params)} ({case.family.count})"
     yield "tokens D", plan_shapes.big(best.num_tokens)
     yield "tokens per parameter", f"{best.num_tokens / best.num_params:.3g}"
@@ -93,6 +98,12 @@ def _operations(case: Case) -> Sheet:
     options, offer = case.options, case.offer
     if options.flops is not None:
         said = f"The budget is given: C = {case.flops:.4g} FLOPs."
+    elif options.target_loss is not None:
+        said = (
+            f"The loss is given: L = {options.target_loss:g}. The smallest budget "
+            f"whose best N and D reach it is C = {case.flops:.4g} FLOPs: that N and D "
+            "follow below, and the loss comes out as it was asked for."
+        )
     elif options.budget_usd is not None:
         assert offer is not None
         assert offer.usd_per_hour is not None
@@ -241,4 +252,9 @@ def _plain(case: Case) -> str:
 
 def _numbers(case: Case) -> str:
     pairs = case.belief.coefficients.items()
-    return ", ".join(f"{name} = {value:.4g}" for name, value in pairs)
+    fit = case.belief.fit
+    given = {} if fit is None else fit.fixed
+    return ", ".join(
+        f"{name} = {value:.4g}{' (given)' if name in given else ''}"
+        for name, value in pairs
+    )

@@ -35,10 +35,16 @@ class Options:
         float | None, flags.without("--budget-usd, or --days with --devices")
     ] = None
     """Operations to spend, in place of money."""
+    target_loss: Annotated[
+        float | None, flags.without("--budget-usd, --flops, or --days with --devices")
+    ] = None
+    """Loss to reach, in nats per token, with the smallest budget that does."""
     mfu: float = 0.4
     """Share of a device's peak that training reaches."""
     law: str = "lecture"
     """Published constants by name, or a fit.json, or the folder of a fit."""
+    group: Annotated[str | None, flags.without("the only one")] = None
+    """Of a fit with --by, the group whose law is taken."""
     days: Annotated[float | None, flags.without("no limit")] = None
     """How long training may take; the number of devices follows."""
     devices: Annotated[int | None, flags.without("as many as --days needs")] = None
@@ -80,7 +86,8 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuses numbers that cannot be."""
-        for name in ("budget_usd", "flops", "days", "devices", "unique_tokens"):
+        amounts = ("budget_usd", "flops", "days", "devices", "unique_tokens")
+        for name in (*amounts, "target_loss"):
             value = getattr(self, name)
             if value is not None and not LEAST <= value <= MOST:
                 raise ValueError(

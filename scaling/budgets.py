@@ -134,7 +134,7 @@ def cheapest(
     Source: Sardana et al. 2024, arXiv:2401.00448, equation 3.
     """
     if not target > powers.floor:
-        raise ValueError(f"{target=} must be above the floor, {powers.floor:g}")
+        raise ValueError(f"{target=:g} must be above the floor, {powers.floor:.6g}")
     inner = math.log(target - powers.floor) / powers.outer
 
     def excess(log_tokens: float) -> float:
@@ -147,6 +147,61 @@ def cheapest(
     num_tokens = math.exp(log_tokens)
     num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
     return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+
+
+def needed(
+    powers: TwoPowers,
+    target: float,
+    *,
+    inference_tokens: float = 0.0,
+    repeating: tuple[HalfLives, float] | None = None,
+) -> float:
+    """Finds the smallest budget whose best division reaches a loss.
+
+    With the lecture's constants a loss of 2 takes 4.249e22 FLOPs, and 1.9 5.117e23.
+
+    Args:
+      powers: of the loss of new tokens.
+      target: the loss.
+      inference_tokens: to serve from the same budget, at least 0.
+      repeating: half-lives and unique tokens, where tokens are limited.
+
+    Returns:
+      FLOPs of training and serving together.
+
+    Raises:
+      ValueError: no budget does.
+    """
+    found = cheapest(powers, target, inference_tokens=inference_tokens)
+    flops = operations(found.num_params, found.num_tokens, inference_tokens)
+    if repeating is None or found.num_tokens <= repeating[1]:
+        return flops
+    half_lives, unique = repeating
+
+    def reached(log_flops: float) -> float:
+        return allocate_repeating(
+            powers,
+            half_lives,
+            math.exp(log_flops),
+            unique,
+            inference_tokens=inference_tokens,
+        ).loss
+
+    # Repetition never makes less of a budget than new data would.
+    low, high = math.log(flops), math.log(flops) + _MOST_REPEATING
+    if reached(high) > target:
+        raise ValueError(
+            f"{target=:g} cannot be reached with {unique:.4g} unique tokens, whatever "
+            f"is spent: {reached(high):.4f} can"
+        )
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) <= target else (middle, high)
+    return math.exp(high)
+
+
+_MOST_REPEATING = 30.0
+"""How much more, as a logarithm, repeated data may ask for: 13 decades."""
 
 
 def _params_for(powers: TwoPowers, log_tokens: float, inference_tokens: float) -> float:

@@ -58,8 +58,8 @@ class Parameters(NamedTuple):
       matmul: weights that a token is multiplied with: the head, tied or not, and of a
         mixture the experts that it uses; no table, norm or bias.
       active: those of the total that a token uses.
-      active_non_embedding: of these all but the table of tokens, as mixtures are
-        quoted; a tied table is the head and stays.
+      active_non_embedding: of these all but the tables of tokens and positions, as
+        mixtures are quoted: a head of its own stays, one that is the table goes.
       matmul_total: as `matmul`, with every expert.
       ahead: of the layers for multi-token prediction, which the total leaves out; the
         embedding and head that they share with the model are not counted again.
@@ -84,14 +84,14 @@ def parameters(model: Description) -> Parameters:
     found = [(w, w.size * places[w.place]) for w in weights(model)]
     inside = [(w, size) for w, size in found if w.place != "ahead"]
     tables = ("embedding", "positions", "head")
-    looked_up = sum(s for w, s in inside if w.part == "embedding")
+    looked_up = sum(s for w, s in inside if w.part in ("embedding", "positions"))
     active = sum(s * w.active for w, s in inside)
     return Parameters(
         total=sum(s * w.stored for w, s in inside),
         non_embedding=sum(s * w.stored for w, s in inside if w.part not in tables),
         matmul=sum(s * w.applied for w, s in inside),
         active=active,
-        active_non_embedding=active - (0 if model.tie_embeddings else looked_up),
+        active_non_embedding=active - looked_up,
         matmul_total=sum(s * max(w.stored, w.applied) for w, s in inside if w.applied),
         ahead=sum(s * w.stored for w, s in found if w.place == "ahead"),
     )

@@ -140,10 +140,11 @@ def nearest(family: Family, num_params: float) -> Design:
     least, most = int(grid.num_params.min()), int(grid.num_params.max())
     if not (1 - _OFF) * least <= num_params <= (1 + _OFF) * most:
         side = "small" if num_params < least else "large"
-        end = f"the {side}est design has {least if side == 'small' else most:,}"
+        end, most = ("smallest", least) if side == "small" else ("largest", most)
         raise ValueError(
             f"too {side} for any design: {num_params:,.4g} parameters "
-            f"({family.count}), and {end} with a vocabulary of {family.vocab_size:,}"
+            f"({family.count}), and the {end} design has {most:,} with a vocabulary "
+            f"of {family.vocab_size:,}"
         )
     return pick(family, int(np.argmin(np.abs(grid.num_params - num_params))))
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from scaling.frontiers import EDGE, FEW, FINE, Find, Minima
+from scaling.grouping import MIN_SIZES
 
 NUM_BUDGETS = 1500
 """Budgets of the published envelope, evenly spaced in their logarithm."""
@@ -63,7 +64,7 @@ def read_off(
       The curves, in the order of the runs' numbers.
 
     Raises:
-      ValueError: no run has two points at different FLOPs.
+      ValueError: fewer than three sizes have a run with two points at different FLOPs.
     """
     log_c = np.log(flops)
     grid = np.linspace(log_c.min(), log_c.max(), num_budgets)
@@ -81,6 +82,11 @@ def read_off(
             out.append(np.where(inside, np.interp(grid, x, values), np.nan))
     if not sizes:
         raise ValueError("no run has a curve: two points at different FLOPs")
+    if (num_sizes := len({*sizes})) < MIN_SIZES:
+        raise ValueError(
+            f"curves of {num_sizes} {'sizes' if num_sizes > 1 else 'size'}: below "
+            f"{MIN_SIZES}, the best one has no neighbour on either side"
+        )
     return Curves(np.exp(grid), np.array(sizes), np.stack(tokens), np.stack(losses))
 
 

@@ -4,6 +4,7 @@ N is the number of parameters, D of training tokens, C of FLOPs, L the loss in n
 token. Which parameters are counted is the data's convention, not the law's.
 """
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -76,7 +77,9 @@ def find(name: str) -> Law:
       ValueError: there is none of this name.
     """
     if name not in LAWS:
-        raise ValueError(f"no law {name!r}; there are {', '.join(LAWS)}")
+        near = difflib.get_close_matches(name, LAWS)
+        meant = f"did you mean {' or '.join(near)}? T" if near else "t"
+        raise ValueError(f"no law {name!r}; {meant}here are {', '.join(LAWS)}")
     return LAWS[name]
 
 

@@ -40,6 +40,11 @@ class Layout:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"{self.zero=} must be 0, 1, 2 or 3")
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence (sp) divides the sequence over the devices of tensor (tp), "
+                "and tensor=1: ulysses or ring divide it without"
+            )
         if self.copies % self.expert:
             raise ValueError(
                 f"expert={self.expert} must divide data x ring x ulysses={self.copies}"
@@ -85,8 +90,8 @@ def parse(text: str, *, zero: int = 0) -> Layout:
       zero: the ZeRO stage.
 
     Raises:
-      ValueError: an unknown name, one that is given twice, or a degree that is not a
-        whole number of at least 1.
+      ValueError: an unknown name, one that is given twice, a degree that is not a
+        whole number of at least 1, or `sequence` without `tensor`.
     """
     names = {field.name for field in dataclasses.fields(Layout)} - {"zero"}
     degrees: dict[str, int] = {}
@@ -100,7 +105,9 @@ def parse(text: str, *, zero: int = 0) -> Layout:
             )
         if name in degrees:
             raise ValueError(f"{name} is given twice in {text!r}")
-        if name == "sequence" and not value:
+        if name == "sequence":
+            if value:
+                raise ValueError(f"{word!r} in {text!r}: {key} has no degree but tp's")
             value = "1"
         if not value.isdecimal() or int(value) < 1:
             raise ValueError(f"{word!r} in {text!r} needs a degree of at least 1")

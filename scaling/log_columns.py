@@ -192,7 +192,7 @@ def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
     said = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
     what = "two of N, D and C are needed"
     if len([x for x in wanted if x in SIZES]) == 1:
-        what = f"the law reads {LETTERS[missing[0]]}, or two of N, D and C are needed"
+        what = f"the law reads {LETTERS[missing[0]]} ({FLAGS[missing[0]]} COLUMN)"
     raise ValueError(
         f"{table.path}: {what}, and there is {said}; name columns with --n, --d, --c; "
         f"it has {', '.join(table.names)}"

@@ -46,7 +46,7 @@ def parameters(config: RecurrentConfig) -> costs.Parameters:
         non_embedding=outside,
         matmul=matmul,
         active=total,
-        active_non_embedding=total - (0 if config.tie_embeddings else looked_up),
+        active_non_embedding=total - looked_up,
         matmul_total=matmul,
         ahead=0,
     )
