@@ -445,7 +445,7 @@ def _print(answer: Answer, as_json: bool) -> None:
 
 
 def _complain(what: object, status: int) -> int:
-    print("jaxkv:", " ".join(str(what).split()), file=sys.stderr)
+    print("jaxkv:", refusing.line(what), file=sys.stderr)
     return status
 
 

@@ -215,6 +215,11 @@ def cost(name: str, options: Options) -> Answer:
     }
     parts = [*cost_tables.sheets(case), *cost_answers.sheets(answers)]
     lines = []
+    if options.zero and case.layout.copies == 1:
+        lines.append(
+            f"--zero {options.zero} divides nothing: there is one copy (dp=2 makes two)"
+        )
+    document["notes"] = [*lines]
     if options.plot or options.out is not None:
         folder = _keep(case, document)
         document["out"] = folder

@@ -68,7 +68,7 @@ def fit_parts(
                 raise
             doubts.append(f"{config.by} {label}: not fitted: {error}")
     if not parts:
-        raise ValueError(f"{config.log}: no group can be fitted: {'; '.join(doubts)}")
+        raise ValueError(f"{config.log}: no group can be fitted, such as {doubts[0]}")
     return parts, doubts
 
 

@@ -188,7 +188,7 @@ def read_law(name: str, group: str | None = None) -> Belief:
         raise ValueError(_unknown_law(name))
     path = path / "fit.json" if path.is_dir() else path
     try:
-        document = _of_group(json.loads(log_tables.read_text(path)), group)
+        document = _of_group(_json(path), group)
         fit = fitting.from_json(document)
         found = believe(str(path), fit.find_law(), fit.coefficients)
         if not {"num_params", "num_tokens"} <= {*fit.inputs}:
@@ -226,6 +226,15 @@ def _unknown_law(name: str) -> str:
     if near := difflib.get_close_matches(name, known):
         return f"{line}; did you mean {' or '.join(near)}?"
     return line if is_path else f"{line}; one of: {', '.join(laws.CONSTANTS)}"
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(log_tables.read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not a fit.json: {error}") from None
+    except RecursionError:
+        raise ValueError("not a fit.json: nested too deeply") from None
 
 
 def _of_group(document: Any, group: str | None) -> Any:
@@ -308,8 +317,8 @@ def _flops(options: Options, offer: Offer | None) -> float:
     given = {
         "--budget-usd": options.budget_usd is not None,
         "--flops": options.flops is not None,
-        "--target-loss": options.target_loss is not None,
         "--days with --devices": both_times,
+        "--target-loss": options.target_loss is not None,
     }
     names = [name for name, is_given in given.items() if is_given]
     if not names:

@@ -188,11 +188,13 @@ def _spread(case: Case, optimum: Optimum) -> Spread | None:
     )
     flops = None
     if needed:
-        least, most = intervals.from_samples(
-            math.log(case.flops), np.array(needed), level, loss=fit.loss, **size
+        ends = intervals.from_samples(
+            *(np.log([case.flops]), np.array(needed)[:, None], level),
+            loss=fit.loss,
+            **size,
         )
-        is_open = most >= _NEVER / 2
-        flops = math.exp(least), math.inf if is_open else math.exp(most)
+        least, most = (float(end[0]) for end in ends)
+        flops = math.exp(least), math.inf if most > _NEVER / 2 else math.exp(most)
     return Spread(
         params=(float(low[0]), float(high[0])),
         tokens=(float(low[1]), float(high[1])),

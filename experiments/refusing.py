@@ -2,10 +2,27 @@
 
 import dis
 import errno
+import re
 
 _PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+_OWN = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
+"""What `f"{self.level=}"` puts before a field's name; a path may hold `self.`, too."""
+
+
+def line(what: object) -> str:
+    """Puts an error into one line, with fields called as whoever set them knows them.
+
+    In the library `f"{self.level=} must be ..."` names the expression; on the command
+    line there is no `self`.
+
+    Args:
+      what: the error, or a text.
+    """
+    return " ".join(_OWN.sub("", str(what)).split())
 
 
 def is_refusal(error: BaseException) -> bool:

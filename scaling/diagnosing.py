@@ -78,7 +78,7 @@ def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[s
     return [n for n, w in zip(problem.law.coefficients, walls, strict=True) if w]
 
 
-def shape(problem: Problem, matrix: Float[np.ndarray, "k k"]) -> Shape:
+def shape(problem: Problem, matrix: Float[np.ndarray, "free free"]) -> Shape:
     """Finds directions in which the objective does not rise."""
     size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
     bends, directions = np.linalg.eigh(matrix / np.outer(size, size))

@@ -70,7 +70,7 @@ def student(level: float, freedom: int) -> float:
 
 def curvature(
     problem: Problem, coordinates: Float[np.ndarray, " k"]
-) -> tuple[Float[np.ndarray, "k k"], Float[np.ndarray, "k k"]]:
+) -> tuple[Float[np.ndarray, "free free"], Float[np.ndarray, "k k"]]:
     """Estimates the covariance of coordinates from the slopes at the optimum.
 
     Returns:

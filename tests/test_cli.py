@@ -111,7 +111,7 @@ def test_list_names_every_experiment(jaxkv: Jaxkv) -> None:
         ("run made_up papr", "unknown config 'papr'; did you mean paper?"),
         ("run made_up --load.rat 4", "did you mean --load.rate?"),
         ("run made_up --load.rate x", "load.rate: could not convert string to float"),
-        ("run made_up --load.rate -1", "load: self.rate=-1.0 must be above 0"),
+        ("run made_up --load.rate -1", "load: rate=-1.0 must be above 0"),
         ("run made_up --config no.json", "no.json"),
         ("run made_up paper --config no.json", "both paper and --config no.json"),
         ("run made_up --config bad.json", "bad.json: load: unknown field 'rat'"),

@@ -93,6 +93,23 @@ def test_conventions_of_llama_2_7b() -> None:
     assert sum(w.size for w in layer) == 202_383_360
 
 
+def test_a_tied_table_is_no_active_non_embedding_parameter() -> None:
+    tied = [
+        model
+        for name in named_models.CONFIGS
+        if (model := named_models.describe(name)).tie_embeddings
+    ]
+    assert len(tied) > 5
+    for model in tied:
+        found = costs.parameters(model)
+        if model.num_mixture_layers:
+            assert found.active_non_embedding < found.non_embedding
+        else:
+            assert found.active_non_embedding == found.non_embedding
+    gpt2 = costs.parameters(named_models.describe("gpt2"))
+    assert gpt2.active_non_embedding == 85_056_000
+
+
 def test_a_mixture_counts_the_experts_a_token_uses() -> None:
     found = costs.parameters(named_models.describe("mixtral-8x7b"))
     assert found.active == 12_879_925_248

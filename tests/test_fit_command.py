@@ -225,7 +225,7 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
         ("log.csv --n x", "--n x: no such column; there is N, D, loss"),
         ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),
         ("log.csv --law kaplan-n --ignore row==2", "num_params is the same in all 2"),
-        ("log.csv --bootstrap -1", "self.bootstrap=-1 must be at least 0"),
+        ("log.csv --bootstrap -1", "jaxkv: bootstrap=-1 must be at least 0"),
         ("bad.csv", "row 2 (line 3): loss is 'x', not a number"),
         ("log.csv --loss-kindd mse", "did you mean --loss-kind?"),
     ],

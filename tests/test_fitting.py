@@ -9,7 +9,7 @@ import pytest
 
 from experiments import fit_surfaces
 from jaxkv import policies
-from scaling import fitting, laws, solving
+from scaling import contouring, fitting, laws, solving
 from tests import engines, test_engine
 
 CHINCHILLA = laws.CHINCHILLA
@@ -187,6 +187,70 @@ def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
 
 
 @pytest.mark.thorough
+def test_a_coefficient_that_is_given_is_not_fitted(
+    runs: dict, result: fitting.FitResult
+) -> None:
+    given = {"E": 1.7, "alpha": 0.34}
+    held = fitting.fit(CHINCHILLA, runs, fixed=given, bootstrap=100)
+    assert {name: held.coefficients[name] for name in given} == given
+    assert held.intervals["E"] == (1.7, 1.7)
+    assert (held.num_free, held.status, held.bounds_hit) == (3, "converged", [])
+    np.testing.assert_allclose(held.sampled()[:, [2, 3]].std(0), 0, atol=1e-12)
+    assert (held.covariance[2] == 0).all()
+    assert held.covariance[1, 1] > 0
+    # The objective over the plane of the two, found another way.
+    at = contouring.profile(
+        *(result, runs, ("alpha", "E")), np.array([0.34]), np.array([1.7])
+    )
+    np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
+    # What is known narrows the rest: of least squares, by its degree of freedom, too.
+    free = fitting.fit(CHINCHILLA, runs, loss="mse")
+    known = fitting.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
+    assert known.noise.std() < free.noise.std()
+    for name in ("A", "B", "alpha", "beta"):
+        assert np.ptp(known.intervals[name]) < np.ptp(free.intervals[name])
+    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
+    assert kept.fixed == given
+    assert contouring.pair(kept) is None
+    least = fitting.predict(kept, runs, "confidence").low
+    assert (least < fitting.predict(kept, runs)[0]).all()
+
+
+def test_bounds_are_kept_and_told_of(runs: dict, result: fitting.FitResult) -> None:
+    held = fitting.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
+    assert held.coefficients["E"] == pytest.approx(1.9, rel=1e-12)
+    assert (held.status, held.bounds_hit) == ("bound_hit", ["E"])
+    assert "E=1.9 is at the bound that was set" in held.warnings[0]
+    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
+    assert kept.bounds == {"E": (1.9, np.inf)}
+    wide = fitting.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
+    assert wide.coefficients == pytest.approx(result.coefficients, rel=1e-7)
+    assert not wide.warnings
+
+
+@pytest.mark.thorough
+def test_a_size_is_given_in_natural_units(
+    runs: dict, result: fitting.FitResult
+) -> None:
+    # Its coordinate holds the exponent: fitting must not mistake one for the other.
+    for name in ("A", "B"):
+        given = {name: result.coefficients[name]}
+        held = fitting.fit(CHINCHILLA, runs, fixed=given)
+        assert held.objective == pytest.approx(result.objective, rel=1e-10)
+        assert held.coefficients == pytest.approx(result.coefficients, rel=1e-6)
+    away = fitting.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
+    assert away.intervals["A"] == (500.0, 500.0)
+    np.testing.assert_allclose(away.sampled()[:, 0], 500, rtol=1e-9)
+    for share in (0.999, 1.001):
+        other = {"A": 500.0, "alpha": share * away.coefficients["alpha"]}
+        assert fitting.fit(CHINCHILLA, runs, fixed=other).objective > away.objective
+    again = fitting.predict(fitting.from_json(fitting.to_json(away)), runs)[0]
+    np.testing.assert_allclose(np.log(again / runs["loss"]), away.residuals, atol=1e-9)
+    bound = fitting.fit(CHINCHILLA, runs, bounds={"A": (500.0, 1000.0)})
+    assert bound.coefficients == pytest.approx(away.coefficients, rel=1e-6)
+    assert bound.bounds_hit == ["A"]
+
+
 def test_held_out_runs_are_scored(runs: dict) -> None:
     found = fitting.rollout(CHINCHILLA, runs, bootstrap=200)
     flops = 6 * runs["num_params"] * runs["num_tokens"]
@@ -240,6 +304,15 @@ def test_bad_data_is_refused(data: dict, reason: str) -> None:
         ({"weights": np.zeros(30)}, "not all 0"),
         ({"cluster": np.zeros(9)}, "9 cluster labels for 30 rows"),
         ({"starts": [{"A": 1.0}]}, "a start needs A, B, E, alpha, beta"),
+        ({"fixed": {"gamma": 1.0}}, "gamma=1: chinchilla has no such coefficient; it"),
+        ({"fixed": {"E": 0.0}}, "E=0: must be above 0"),
+        ({"fixed": {"E": np.nan}}, "E=nan: must be finite"),
+        ({"fixed": {"alpha": 3.0}}, r"alpha=3: must be in \[0.001, 2\]"),
+        ({"fixed": dict.fromkeys(CHINCHILLA.coefficients, 1.0)}, "nothing to fit"),
+        ({"bounds": {"E": (2.0, 1.0)}}, r"E in \[2, 1\]: the first must be below"),
+        ({"bounds": {"E": (-1.0, 1.0)}}, r"E in \[-1, 1\]: must be above 0"),
+        ({"bounds": {"beta": (0.1, 9.0)}}, r"beta in \[0.1, 9\]: must be in \[0.001"),
+        ({"fixed": {"E": 1.0}, "bounds": {"E": (1.0, 2.0)}}, "it is fixed"),
     ],
 )
 def test_bad_options_are_refused(options: dict, reason: str) -> None:

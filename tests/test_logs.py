@@ -1,13 +1,15 @@
 """Logs: columns found and converted, every row accounted for, bad input named."""
 
+import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from scaling import logs, selecting
+from scaling import log_doubts, log_tables, logs, selecting
 from scaling.logs import Columns
 from tests import traces
 
@@ -108,6 +110,207 @@ def test_rules_select_and_ignore(tmp_path: Path) -> None:
     ):
         np.testing.assert_array_equal(log.select(rule), selected)
     assert log.take(log.select("row == 3")).runs == ("r2",)
+
+
+def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
+    text = "N,D,loss\n1.5e6,2e9,3.5\n3e6,4e9,3.25\n"
+    rows = [{"N": 1.5e6, "D": 2e9, "loss": 3.5}, {"N": 3e6, "D": 4e9, "loss": 3.25}]
+    expected = logs.read(write(tmp_path, text))
+    (tmp_path / "packed").write_bytes(gzip.compress(text.encode()))
+    write(tmp_path, json.dumps(rows), "line.json")
+    write(tmp_path, "\n" + json.dumps(rows, indent=2), "pretty.json")
+    for name in ("packed", "line.json", "pretty.json"):
+        log = logs.read(tmp_path / name)
+        assert log.columns.keys() == expected.columns.keys()
+        for column, values in expected.columns.items():
+            np.testing.assert_array_equal(log.columns[column], values)
+        assert log.notes == expected.notes
+    assert log.raw[1].place == "row 2"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b'{\n"N": [1, 2]\n}', "is one JSON object; a list of them is read, or one a"),
+        (b'{"N": [1, 2]}', "its rows hold neither numbers nor text"),
+        (b"[1, 2]", "row 1 is int, not an object"),
+        (b"[]", "holds no runs"),
+        (b'[{"N": 1},]', "not JSON: "),
+        (b"[" * 100_000, "nested too deeply"),
+        (gzip.compress(b"N,D,loss\n" * 99)[:-9], "cannot be read: Compressed file en"),
+        (gzip.compress(b"PK\x03\x04"), "cannot be read: it is a zip archive"),
+        (b"PAR1\x15\x04", "it is Parquet; CSV and JSON are read, gzipped or not"),
+        ("N,D".encode("utf-16"), "it is text in UTF-16, not UTF-8"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path: Path, data: bytes, line: str) -> None:
+    (tmp_path / "log").write_bytes(data)
+    with pytest.raises(ValueError, match=r".") as error:
+        logs.read(tmp_path / "log")
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_only_files_of_a_size_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("/dev/zero", "/dev/null"):
+        with pytest.raises(ValueError, match="it is a device, not a file"):
+            logs.read(Path(name))
+    os.mkfifo(tmp_path / "pipe")  # that nobody writes to
+    with pytest.raises(ValueError, match="pipe: holds no runs"):
+        logs.read(tmp_path / "pipe")
+    monkeypatch.setattr(log_tables, "MAX_BYTES", 2**20)
+    for data in (b" " * (2**20 + 1), gzip.compress(b" " * (2**20 + 1))):
+        (tmp_path / "large").write_bytes(data)
+        with pytest.raises(ValueError, match="more than 1 MiB; leave columns or rows"):
+            logs.read(tmp_path / "large")
+
+
+def test_a_law_of_one_input_needs_one_column(tmp_path: Path) -> None:
+    path = write(tmp_path, "params,loss\n1e6,3\n2e6,2.9\n")
+    log = logs.read(path, needs=("num_params", "loss"))
+    assert log.columns.keys() == {"num_params", "loss"}
+    assert log.roles == {"num_params": "params", "loss": "loss"}
+    with pytest.raises(
+        ValueError, match=r"the law reads C \(--c COLUMN\), and there is"
+    ):
+        logs.read(path, needs=("flops", "loss"))
+    with pytest.raises(
+        ValueError, match=r"two of N, D and C are needed, and there is N"
+    ):
+        logs.read(path)
+    both = write(tmp_path, "D,C,loss\n1e9,6e15,3\n", "both.csv")
+    assert logs.read(both, needs=("num_params", "loss")).columns["num_params"] == 1e6
+    # A law of a rate reads no loss.
+    rates = write(tmp_path, "N,D,lr\n1e6,1e9,1e-3\n", "rates.csv")
+    columns = Columns(others={"learning_rate": "lr"})
+    needs = ("num_params", "num_tokens", "learning_rate")
+    assert "loss" not in logs.read(rates, columns, needs=needs).columns
+
+
+def test_the_last_and_the_best_rows_are_picked(tmp_path: Path) -> None:
+    text = """run,N,D,lr,loss
+a,1M,1e9,1e-3,3.9
+a,1M,2e9,1e-3,3.5
+b,1M,1e9,1e-2,3.8
+b,1e6,2e9,1e-2,3.4
+c,1M,2e9,1e-1,nan
+d,2M,2e9,1e-3,3.2
+"""
+    path = write(tmp_path, text)
+    log = logs.read(path, last_of=["run"], best_of=["N", "D"])
+    assert [row.number for row in log.raw] == [4, 6]
+    assert log.notes[:2] == (
+        "2 rows left out: not the last by D of rows with one run",
+        "2 rows left out: not the lowest loss of rows with one N and D",
+    )
+    assert [row.number for row in logs.read(path, best_of=["num_params"]).raw] == [4, 6]
+    with pytest.raises(ValueError, match=r"row 5 \(line 6\): loss is nan"):
+        logs.read(path, last_of=["run"])
+    with pytest.raises(ValueError, match="--best-of x: no such column; there is run"):
+        logs.read(path, best_of=["x"])
+    # The later of equals; and steps tell which row is last, from 0.
+    steps = write(tmp_path, "run,N,step,loss\na,1e6,0,3\na,1e6,0,2\n", "steps.csv")
+    picked = logs.read(steps, needs=["num_params", "loss"], last_of=["run"])
+    assert [row.number for row in picked.raw] == [2]
+    bare = write(tmp_path, "run,N,loss\na,1e6,3\n", "bare.csv")
+    with pytest.raises(ValueError, match="--last-of run: which row is last"):
+        logs.read(bare, needs=["num_params", "loss"], last_of=["run"])
+
+
+def test_losses_in_bits_are_scaled(tmp_path: Path) -> None:
+    path = write(tmp_path, "N,D,bpt\n1e6,1e9,3\n")
+    log = logs.read(path, Columns(loss="bpt", loss_unit=np.log(2)))
+    np.testing.assert_allclose(log.columns["loss"], 3 * np.log(2))
+    assert "the loss is bpt times 0.693147" in log.notes
+    with pytest.raises(ValueError, match=r"loss_unit=0\.0 must be above 0"):
+        Columns(loss_unit=0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "lines"),
+    [
+        ("N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n", {}, []),
+        (
+            "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n",
+            {},
+            [
+                "experiment is not used, and parts the runs (a, b): --by experiment ",
+                """--where 'experiment == "a"' one of them""",
+            ],
+        ),
+        (
+            "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n",
+            {},
+            [
+                "marks 1 run, which is fitted",
+                "--ignore '`is outlier` == \"True\"' leaves",
+            ],
+        ),
+        (
+            "N,D,loss,unique_tokens\n1e6,4e9,3,1e9\n2e6,1e9,2,1e9\n",
+            {},
+            ["tokens up to 4 times: --law data-constrained --columns num_unique_"],
+        ),
+        (
+            "N,D,loss,lr\n1e6,1e9,3,0.1\n1e6,1e9,3,0.2\n",
+            {},
+            ["lr is not used, and differs in runs of one N and D: --best-of N,D reads"],
+        ),
+        (
+            "N,D,loss,run\n1e6,1e9,3,a\n1e6,2e9,2,a\n",
+            {},
+            ["runs have several rows, and each is fitted: --last-of run reads the"],
+        ),
+        (
+            "N,D,bpb\n1e6,1e9,1\n",
+            {"loss": "bpb"},
+            ["looks like bits", "--loss-unit 0.69"],
+        ),
+        ("N,D,L\n1e6,1e9,19\n", {}, ["L is up to 19: nats per token? Of a perplexity"]),
+        (
+            "N,D,loss\n70.5,1e9,3\n",
+            {},
+            ["N (N) is 70.5 to 70.5: parameters? --n-unit 1"],
+        ),
+        ("N,D,loss\n1e7,3,3\n", {}, ["D (D) is 3 to 3: tokens? --d-unit 1e+09 if"]),
+        (
+            "s_m,D,loss\n7e4,1e9,3\n",
+            {"n": "s_m"},
+            ["parameters? --n-unit 1e+06 if a 1"],
+        ),
+        ("s_m,D,loss\n70,1e9,3\n", {"n": "s_m", "n_unit": 1e6}, []),
+        (
+            "N,C,loss\n1e7,300,3\n",
+            {},
+            ["C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if"],
+        ),
+        (
+            "N,D,C,loss\n1e7,1e9,6e20,3\n",
+            {},
+            ["C is 1e+04 times 6 N D: is one of them"],
+        ),
+    ],
+)
+def test_what_nobody_asked_for_is_pointed_at(
+    tmp_path: Path, text: str, flags: dict[str, Any], lines: list[str]
+) -> None:
+    columns = Columns(**flags)
+    log = logs.read(write(tmp_path, text), columns)
+    found = log_doubts.find(log, columns)
+    assert len(found) == bool(lines)
+    for line in lines:
+        assert line in found[0]
+    if log.names[-1] not in log.roles.values():  # a rule that names it has seen it
+        assert not log_doubts.find(log, columns, [f"`{log.names[-1]}` == 1"])
+
+
+def test_published_runs_and_our_sweeps_are_not_doubted(tmp_path: Path) -> None:
+    path = traces.find("losses/gadre_c4.csv")
+    assert not log_doubts.find(logs.read(path), Columns())
+    write_lines(tmp_path, RUNS)
+    assert not log_doubts.find(logs.read(tmp_path), Columns())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import cli
-from scaling import fitting, laws
+from scaling import budgets, fitting, laws
 
 GPUS = "--gpu a100:4.0:312 --gpu v100:2.5:125 --gpu t4:1.0:65 --mfu 0.4"
 LECTURE = f"{GPUS} --budget-usd 5e6"
@@ -194,6 +194,70 @@ def test_a_fit_brings_intervals_and_its_count(jaxkv: Jaxkv, fit: Path) -> None:
     assert "90% interval of the law" in " ".join(out.split())
 
 
+def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Jaxkv, fit: Path) -> None:
+    found = document(jaxkv, "--target-loss 2.0 --gpu a100:4.0:312 --days 30")
+    assert found["target_loss"] == 2.0
+    assert found["flops"] == pytest.approx(4.249004e22, rel=1e-6)
+    assert found["loss"] == pytest.approx(2.0, rel=1e-12)
+    assert found["flops_interval"] is None
+    assert found["cost_usd"] == pytest.approx(
+        found["flops"] / 312e12 / 0.4 / 3600 * 4, rel=1e-9
+    )
+    assert found["duration_s"] == pytest.approx(30 * 86400, rel=0.02)
+    # What is planned for that budget is the same plan.
+    again = document(jaxkv, f"--flops {found['flops']!r}")
+    assert again["num_params"] == pytest.approx(found["num_params"], rel=1e-9)
+    assert again["architecture"]["num_layers"] == found["architecture"]["num_layers"]
+
+    fitted = document(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
+    powers = laws.CHINCHILLA.two_powers
+    assert powers is not None
+    truth = powers(dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36))
+    low, high = fitted["flops_interval"]
+    assert low < fitted["flops"] < high
+    assert low < budgets.needed(truth, 2.1) < high
+    near = document(jaxkv, f"--target-loss 1.83 --law {fit} {SMALL}")
+    assert near["flops_interval"][1] is None
+    said = " ".join(near["warnings"])
+    assert "by some resamples no budget reaches a loss of 1.83" in said
+    _, out, _ = jaxkv("plan", f"--target-loss 2.1 --law {fit} {SMALL}")
+    said = " ".join(out.split())
+    assert "The loss is given: L = 2.1. The smallest budget whose best N and D" in said
+    assert f"{low:.4g} to {high:.4g} FLOPs" in said
+
+    limits = "--target-loss 2.1 --inference-tokens 1e12 --unique-tokens 5e10"
+    limited = document(jaxkv, limits)
+    assert limited["loss"] == pytest.approx(2.1, rel=1e-9)
+    assert limited["epochs"] > 1
+    spent = limited["train_flops"] + limited["serve_flops"]
+    assert spent == pytest.approx(limited["flops"], rel=1e-9)
+    assert limited["flops"] > document(jaxkv, limits[:42])["flops"]
+
+
+def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Jaxkv, fit: Path) -> None:
+    plain = json.loads((fit / "fit.json").read_text())
+    other = plain | {"group": "b", "coefficients": plain["coefficients"] | {"E": 1.5}}
+    other["fixed"] = {"E": 1.5}
+    groups = plain | {"by": "data", "group": "a", "others": [other]}
+    groups["log_warnings"] = ["bpb looks like bits"]
+    Path("groups.json").write_text(json.dumps(groups))
+    args = f"--flops 1e22 --law groups.json {SMALL}"
+    first = document(jaxkv, f"{args} --group a")
+    assert first["loss"] == document(jaxkv, f"--flops 1e22 --law {fit} {SMALL}")["loss"]
+    assert first["law"] == "groups.json (data a)"
+    assert first["warnings"][0] == "bpb looks like bits"
+    second = document(jaxkv, f"{args} --group b")
+    assert second["loss"] < first["loss"] - 0.2
+    assert (first["fixed"], second["fixed"]) == ({}, {"E": 1.5})
+    assert "E = 1.5 (given)" in " ".join(jaxkv("plan", f"{args} --group b")[1].split())
+    for more, line in (
+        ("", "it has a law for each data; --group a, or one of: a, b"),
+        (" --group c", "unknown --group 'c'; one of: a, b"),
+    ):
+        status, _, err = jaxkv("plan", args + more)
+        assert (status, line in err) == (2, True), err
+
+
 @pytest.mark.thorough
 def test_the_folder(jaxkv: Jaxkv) -> None:
     found = document(jaxkv, f"{LECTURE} --plot --out here")
@@ -235,6 +299,27 @@ def test_the_folder(jaxkv: Jaxkv) -> None:
         ("--flops 1e20 --level 1", "--level 1: must be in (0, 1)"),
         ("--flops 1e20 --vocab-size 0", "vocab_size=0 must be in"),
         ("--flops 1e20 --law lectures", "unknown law 'lectures'"),
+        ("--flops 1e20 --law lectur", "file or folder; did you mean lecture?"),
+        ("--flops 1e20 --law chinchila", "did you mean chinchilla or chinchilla-tied?"),
+        ("--flops 1e20 --law bad.jsn", "bad.jsn', no such file or folder; did you mea"),
+        (
+            "--flops 1e20 --law ./bad.jsn",
+            "no such file or folder; did you mean bad.jso",
+        ),
+        ("--flops 1e20 --law /dev/zero", "it is a device, not a file"),
+        ("--flops 1e20 --group a", "--group a: --law lecture is no fit of groups"),
+        ("--target-loss 1.69", "target=1.69 must be above the floor, 1.69"),
+        ("--target-loss 1", "--target-loss 1 by lecture: target=1 must be above the f"),
+        ("--target-loss nan", "--target-loss nan: must be in"),
+        ("--target-loss 2 --flops 1e20", "--flops and --target-loss; which is the bud"),
+        (
+            "--target-loss 1.8 --unique-tokens 1e10",
+            "cannot be reached with 1e+10 unique",
+        ),
+        (
+            "--target-loss 30",
+            "--target-loss 30: a budget of 1.263e+10 FLOPs is too small",
+        ),
         ("--flops 1e20 --law chinchilla", "no published constants here"),
         ("--flops 1e20 --law here/fit.json", "no such file or folder"),
         ("--flops 1e20 --law bad.json", "bad.json: not a fit.json"),
@@ -246,7 +331,11 @@ def test_the_folder(jaxkv: Jaxkv) -> None:
         ("--flops 1e20 --law odd.json", "odd.json: shape={'vocab_size': '9'} must"),
         ("--flops 1e-3", "too small for any design"),
         (f"{GPUS} --budget-usd 1e30", "too large for any design"),
-        ("--flops 1e32", "too large for any design"),
+        (
+            "--flops 1e32",
+            "too large for any design: 2.981e+14 parameters (total), and ",
+        ),
+        ("--flops 1e31", "the largest design has 29,390,700,609,536 with"),
         ("--flops 1e20 --inference-tokens 1e30", "1e+30 tokens to serve is too small"),
         ("--flops 1e20 --unique-tokens 1", "1 unique tokens is too small for any"),
         ("--flops 1e20 --out bad.json", "bad.json: cannot be written"),
