@@ -16,7 +16,7 @@ from scaling.log_columns import FLAGS, LETTERS, Columns
 from scaling.logs import Log
 
 _GROUPS = re.compile(
-    r"experiment|dataset|data_?set|corpus|famil|arch|variant|setting|sweep|optimi[sz]er"
+    r"experiment|(^|_)data(_?set)?(_|$)|dataset|corpus|famil|arch|variant|setting|sweep|optimi[sz]er"
     r"|schedule|source|study|group|tokenizer"
 )
 """Names of what parts runs that no one law may describe."""

@@ -166,6 +166,112 @@ def test_laws_stand_side_by_side(sweep: Path) -> None:
     assert "kaplan-d" in said
 
 
+def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Jaxkv) -> None:
+    sizes = np.geomspace(1e7, 1e10, 12)
+    rows = "".join(f"{n!r},{(8.8e13 / n) ** 0.076!r}\n" for n in sizes.tolist())
+    Path("log.csv").write_text(f"params,loss\n{rows}")
+    args = ("fit", "log.csv", "--law", "kaplan-n", "--bootstrap", "0", "--out", "o")
+    status, out, err = jaxkv(*args, "--json")
+    assert status == 0, err
+    document = json.loads(out)
+    assert document["coefficients"] == pytest.approx({"Nc": 8.8e13, "alpha": 0.076})
+    assert document["held_out"]["num_points"] == 4
+    assert document["held_out"]["mean_error"] < 1e-6
+    assert document["frontiers"] == []
+    assert "no isoFLOP groups, no envelope: the log has no D" in document["notes"]
+    assert "parameters" in Path("o/figure.svg").read_text()
+    status, _, err = jaxkv("plan", "--flops", "1e20", "--law", "o")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "kaplan-n does not say how loss falls with parameters and with" in err
+
+
+@pytest.mark.thorough
+def test_each_group_is_fitted_by_itself(
+    jaxkv: Jaxkv, tmp_path: Path, sweep: Path
+) -> None:
+    lines = ["N,D,data,loss"]
+    rng = np.random.default_rng(1)
+    for data, shift in (("web", 0.0), ("code", -0.5), ("few", 0.0)):
+        for budget in np.geomspace(1e14, 9e15, 4):
+            for share in np.geomspace(0.25, 4, 6):
+                n = 0.3 * (budget / 6) ** 0.48 * share
+                d = budget / 6 / n
+                seen = (loss(n, d) + shift) * np.exp(rng.normal(0, 0.002))
+                if data != "few" or len(lines) < 52:
+                    lines.append(f"{n:.17g},{d:.17g},{data},{seen:.17g}")
+    Path("log.csv").write_text("\n".join(lines) + "\n")
+    alone = jaxkv("fit", "log.csv", "--bootstrap", "0", "--json")
+    (said,) = [x for x in json.loads(alone[1])["warnings"] if "parts the runs" in x]
+    assert said.startswith("data is not used, and parts the runs (web, code, few)")
+    args = ("fit", "log.csv", "--by", "data", "--bootstrap", "50", "--out", "o")
+    status, out, err = jaxkv(*args, "--json")
+    assert status == 0, err
+    document = json.loads(out)
+    assert (document["by"], document["group"]) == ("data", "web")
+    assert [fit["group"] for fit in document["fits"]] == ["web", "code"]
+    assert [fit["num_points"] for fit in document["fits"]] == [24, 24]
+    floors = [fit["coefficients"]["E"] for fit in document["fits"]]
+    assert floors[0] - floors[1] == pytest.approx(0.5, abs=0.15)
+    assert document["fits"][0]["coefficients"] == document["coefficients"]
+    (left,) = [x for x in document["warnings"] if "not fitted" in x]
+    assert left == (
+        "data few: not fitted: 3 points are too few for the 5 coefficients of "
+        "chinchilla"
+    )
+    assert {each["group"] for each in document["frontiers"]} == {"web", "code"}
+    # As if each were a log of its own.
+    only = jaxkv(
+        *("fit", "log.csv", "--where", "data == 'code'", "--bootstrap", "50"),
+        *("--ignore", "data != 'code'", "--json"),
+    )
+    one = json.loads(only[1])
+    assert one["coefficients"] == document["fits"][1]["coefficients"]
+    assert one["intervals"] == document["fits"][1]["intervals"]
+    report = Path("o/report.md").read_text()
+    assert "chinchilla, code" in report
+    plan = ("plan", "--target-loss", "2.0", "--law", "o", "--group", "code", "--json")
+    status, out, err = jaxkv(*plan, "--vocab-size", "256", "--sequence", "128")
+    assert status == 0, err
+    assert json.loads(out)["coefficients"] == one["coefficients"]
+    status, _, err = jaxkv("fit", "log.csv", "--by", "D", "--bootstrap", "0")
+    assert status == 2
+    assert "no group can be fitted, such as D " in err
+
+
+@pytest.mark.thorough
+def test_given_coefficients_reach_report_and_plan(jaxkv: Jaxkv, sweep: Path) -> None:
+    args = ("fit", str(sweep), "--count", "non-embedding", "--bootstrap", "50")
+    more = ("--fix", "E=1.6", "--bound", "alpha=0.1:0.5", "--out", "o", "--json")
+    status, out, err = jaxkv(*args, *more)
+    assert status == 0, err
+    document = json.loads(out)
+    assert (document["coefficients"]["E"], document["intervals"]["E"]) == (
+        1.6,
+        [1.6] * 2,
+    )
+    assert document["fixed"] == {"E": 1.6}
+    assert document["bounds"] == {"alpha": [0.1, 0.5]}
+    assert "| E | 1.6 | given |" in Path("o/report.md").read_text()
+    status, out, err = jaxkv("plan", "--flops", "1e18", "--law", "o", "--json")
+    assert status == 0, err
+    assert json.loads(out)["fixed"] == {"E": 1.6}
+
+
+def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
+    d = np.geomspace(1e9, 1e11, 30).tolist()
+    rows = "".join(f"a,1e8,{x!r},{loss(1e8, x)!r}\n" for x in d)
+    (tmp_path / "log.csv").write_text(f"run,N,D,loss\n{rows}")
+    config = fitting_logs.Config(
+        log=str(tmp_path / "log.csv"), law="kaplan-d", bootstrap=0
+    )
+    document = json.loads(fitting_logs.run(config).document)
+    assert document["frontiers"] == []
+    assert (
+        "no envelope: curves of 1 size: below 3, the best one has no neighbour on "
+        "either side" in document["notes"]
+    )
+
+
 class Impatient(Quiet):
     """Presses Ctrl-C while the first law is resampled."""
 
@@ -228,6 +334,20 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
         ("log.csv --bootstrap -1", "jaxkv: bootstrap=-1 must be at least 0"),
         ("bad.csv", "row 2 (line 3): loss is 'x', not a number"),
         ("log.csv --loss-kindd mse", "did you mean --loss-kind?"),
+        ("/dev/zero", "/dev/zero: cannot be read: it is a device, not a file"),
+        ("log.csv --level 2", "jaxkv: level=2.0 must be in (0, 1)"),
+        ("log.csv --law power-floor --ignore row==1", "2 points are too few for the 3"),
+        ("log.csv --by data", "log.csv: no column 'data'; there is N, D, loss"),
+        ("log.csv --by ,", "--by ,: must name a column"),
+        ("log.csv --best-of M", "--best-of M: no such column; there is N, D, loss"),
+        ("log.csv --last-of run", "--last-of run: no such column; there is N, D, los"),
+        ("log.csv --fix E", "--fix E: must be NAME=VALUE, and '' is no finite number"),
+        ("log.csv --fix E=1 E=2", "--fix and --bound: each coefficient once"),
+        ("log.csv --fix F=1", "F=1: chinchilla has no such coefficient; it has A, B"),
+        ("log.csv --fix alpha=9", "alpha=9: must be in [0.001, 2]"),
+        ("log.csv --bound E=3", "--bound E=3: must be NAME=LOW:HIGH"),
+        ("log.csv --bound E=3:1", "E in [3, 1]: the first must be below the second"),
+        ("log.csv --loss-unit -1", "loss_unit=-1.0 must be above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) -> None:
