@@ -134,13 +134,13 @@ def _fit(args: list[str]) -> Answer:
     if (file := _value_of(flags, "--config")) is not None:
         base = documents.config_loads(fitting_logs.Config, _read_text(file), file)
         base = dataclasses.replace(base, log=log or base.log)
-    description = "LOG is a CSV, JSON lines, or the folder of a sweep."
+    description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
     where = "LOG/fit for a sweep, or a new one under runs/"
     config, out, max_seconds = _parse_config(
         base, flags, "jaxkv fit LOG", description, where
     )
     if not config.log:
-        raise ValueError("which log? A CSV, JSON lines, or the folder of a sweep")
+        raise ValueError("which log? A CSV, JSON, or the folder of a sweep")
     compiling.keep_programs()
     is_sweep = out is None and Path(config.log).is_dir()
     out = Path(config.log) / "fit" if is_sweep else out

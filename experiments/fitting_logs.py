@@ -241,6 +241,10 @@ def _read(config: Config, chosen: list[Any]) -> Any:
     from scaling import logs
 
     needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
+    for name in _columns(config).others:
+        if name not in needs:
+            line = documents.unknown("input", name, needs)
+            raise ValueError(f"--columns {name}: no law here reads it: {line}")
     return logs.read(
         Path(config.log),
         _columns(config),
@@ -281,11 +285,12 @@ def _document(
             about = {"formula": law.formula, "source": law.source}
             about |= {"group": part.label} if config.by else {}
             said.append(fitting.to_json(fit) | about)
+    axis = "compute" if "flops" in log.columns else "input"
     scored = (
         f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
         if not is_fitted.all()
         else f"Held-out errors are of fits to the runs up to {ROLLOUT:g} of the "
-        "largest compute, on the others."
+        f"largest {axis}, on the others."
     )
     return said[0] | {
         "others": said[1:],
@@ -304,7 +309,7 @@ def _document(
             *(
                 part.say(
                     f"{fit.law}: not scored: too few runs, or too alike, up to "
-                    f"{ROLLOUT:g} of the largest compute"
+                    f"{ROLLOUT:g} of the largest {axis}"
                 )
                 for part in parts
                 for fit in part.fits

@@ -78,8 +78,8 @@ def find(name: str) -> Law:
     """
     if name not in LAWS:
         near = difflib.get_close_matches(name, LAWS)
-        meant = f"did you mean {' or '.join(near)}? T" if near else "t"
-        raise ValueError(f"no law {name!r}; {meant}here are {', '.join(LAWS)}")
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"no law {name!r}; there are {', '.join(LAWS)}{meant}")
     return LAWS[name]
 
 

@@ -230,6 +230,13 @@ def find(table: RawTable, columns: Columns) -> Roles:
         "loss": columns.loss,
         "run": columns.run,
     }
+    for meaning in LETTERS:
+        if name := columns.others.get(meaning):
+            flag = FLAGS[meaning]
+            if said[meaning]:
+                line = f"{flag} {said[meaning]} and --columns {meaning}={name}; which?"
+                raise ValueError(f"{table.path}: {line}")
+            said[meaning] = name
     ours = _COLUMN_OF_COUNT[columns.count]
     known = dict(_KNOWN_AS)
     if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep of ours has them all

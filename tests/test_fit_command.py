@@ -341,6 +341,11 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
         ("log.csv --by ,", "--by ,: must name a column"),
         ("log.csv --best-of M", "--best-of M: no such column; there is N, D, loss"),
         ("log.csv --last-of run", "--last-of run: no such column; there is N, D, los"),
+        ("log.csv --columns U=N", "--columns U: no law here reads it: unknown input"),
+        (
+            "log.csv --n N --columns num_params=D",
+            "--n N and --columns num_params=D; wh",
+        ),
         ("log.csv --fix E", "--fix E: must be NAME=VALUE, and '' is no finite number"),
         ("log.csv --fix E=1 E=2", "--fix and --bound: each coefficient once"),
         ("log.csv --fix F=1", "F=1: chinchilla has no such coefficient; it has A, B"),
