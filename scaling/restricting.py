@@ -119,6 +119,8 @@ def restrict(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> 
       The law, or one of the same coefficients whose restricted sizes are coordinates in
       natural units; `Law.shift` of it leads from its coordinates to natural ones.
     """
+    if not limits:
+        return law
     names = law.coefficients
     places = tuple(place for place in _moved(law, centre) if names[place] in {*limits})
     return _with_natural(law, places, tuple(map(float, centre))) if places else law
