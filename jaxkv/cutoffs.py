@@ -6,7 +6,7 @@ decided by the row itself.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,13 +100,46 @@ def settle(
     return kept, (kept <= limit) & (inside | (nucleus & ~counted))
 
 
-def exact_cut(
+def everything(logits: Float[Array, "rows vocab"]) -> Cut:
+    """The cut that keeps every token of every row."""
+    rows, vocab = logits.shape
+    none = jnp.full((rows,), -jnp.inf, logits.dtype)
+    return Cut(none, jnp.full((rows,), vocab, jnp.int32))
+
+
+def exact_cuts(
+    logits: Float[Array, "rows vocab"],
+    top: Float[Array, " rows"],
+    params: Params,
+    wanted: Bool[Array, " rows"],
+    others: Cut,
+) -> Cut:
+    """Settles top-k and top-p of the wanted rows by bisection, whatever they look like.
+
+    One row at a time: what it costs, and to the last bit what it gives, is then the
+    row's own affair. The rest keep what `others` says.
+    """
+
+    def step(state: tuple[Array, Cut]) -> tuple[Array, Cut]:
+        pending, cut = state
+        row = jnp.argmax(pending)
+        one = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, row, 1), (logits, top, params)
+        )
+        cut = jax.tree.map(
+            lambda rows, new: lax.dynamic_update_slice_in_dim(rows, new, row, axis=0),
+            cut,
+            _exact_cut(*one),
+        )
+        return pending.at[row].set(False), cut
+
+    return lax.while_loop(lambda state: jnp.any(state[0]), step, (wanted, others))[1]
+
+
+def _exact_cut(
     logits: Float[Array, "1 vocab"], top: Float[Array, " 1"], params: Params
 ) -> Cut:
-    """Settles top-k and top-p of one row by bisection, whatever it looks like.
-
-    The row must be cut, and hold neither NaN nor -inf alone.
-    """
+    """One row's cut. The row must be cut, and hold neither NaN nor -inf alone."""
     vocab, dtype = logits.shape[1], logits.dtype
     bits, order = masses.digit_bits(vocab), ranking.order_of(logits)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
@@ -127,8 +160,8 @@ def exact_cut(
     counted = (params.top_k > 0) & (params.top_k < vocab)
     first_stage = jnp.where(counted, 0, 1)[0]
     end_stage = jnp.where(params.top_p < 1, 2, 1)[0]
-    everything = jnp.zeros_like(order[:, 0]), jnp.full((1,), vocab, jnp.int32)
-    key, token = lax.fori_loop(first_stage, end_stage, narrow, everything)
+    start = jnp.zeros_like(order[:, 0]), jnp.full((1,), vocab, jnp.int32)
+    key, token = lax.fori_loop(first_stage, end_stage, narrow, start)
     return Cut(ranking.value_of(key, dtype), token)
 
 
@@ -175,32 +208,3 @@ def _last(
         last_id - first_id + 1,
     )
     return value, last_id - left_out
-
-
-def for_each(
-    pending: Bool[Array, " rows"], one: Callable[[Array], Any], start: Any
-) -> Any:
-    """Replaces the pending rows of `start` by what `one` makes of each row number.
-
-    One row at a time: what it costs, and to the last bit what it gives, is then the
-    row's own affair.
-    """
-
-    def step(state: tuple[Array, Any]) -> tuple[Array, Any]:
-        pending, result = state
-        row = jnp.argmax(pending)
-        result = jax.tree.map(
-            lambda all_rows, new: lax.dynamic_update_slice_in_dim(
-                all_rows, new, row, axis=0
-            ),
-            result,
-            one(row),
-        )
-        return pending.at[row].set(False), result
-
-    return lax.while_loop(lambda state: jnp.any(state[0]), step, (pending, start))[1]
-
-
-def one_row(tree: Any, row: Array) -> Any:
-    """Takes one row of every array, as a batch of one."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), tree)

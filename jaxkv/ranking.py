@@ -39,12 +39,12 @@ def argmax(
     peaks = jnp.max(scores, axis=2)
     top = jnp.max(peaks, axis=1)
     best = first(peaks == top[:, None], every)[:, None]
-    inside = jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(rows, -1)
+    inside = jnp.take_along_axis(scores, best[:, :, None], axis=1).reshape(rows, -1)
     ids = _ids_of(best, size)
-    scores = score(inside, ids)
-    # Computed twice, a score may differ in its last bit: compare like with like.
-    peak = jnp.max(scores, axis=1, keepdims=True)
-    return top, first((scores == peak) & (ids < vocab), ids)
+    # If computed twice after all, a score may differ in its last bit: compare like with
+    # like.
+    peak = jnp.max(inside, axis=1, keepdims=True)
+    return top, first((inside == peak) & (ids < vocab), ids)
 
 
 def candidates(

@@ -157,15 +157,11 @@ def keep(
             jnp.take_along_axis(values, last, axis=1)[:, 0],
             jnp.take_along_axis(ids, last, axis=1)[:, 0],
         )
-        return cutoffs.for_each(
-            wanted & ~settled,
-            lambda row: cutoffs.exact_cut(*cutoffs.one_row((logits, top, params), row)),
-            cut,
-        )
+        return cutoffs.exact_cuts(logits, top, params, wanted & ~settled, cut)
 
-    nothing = cutoffs.Cut(jnp.full_like(top, -jnp.inf), jnp.full_like(greedy, vocab))
-    cut = lax.cond(jnp.any(wanted), search, lambda: nothing)
-    cut = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), cut, nothing)
+    everything = cutoffs.everything(logits)
+    cut = lax.cond(jnp.any(wanted), search, lambda: everything)
+    cut = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), cut, everything)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
     mask = ranking.upto(logits, ids, cut) & cutoffs.above_min_p(
         cutoffs.scaled(logits, top, params), params
@@ -217,18 +213,20 @@ def sample(
         keys = randomness.draw_key(
             params.key, params.sample, positions, randomness.SAMPLE
         )
-        token = lax.cond(
-            jnp.any(drawn & ~cut),
-            lambda: ranking.argmax(logits, _score(top, params, keys))[1],
-            lambda: greedy,
-        )
-        token = lax.cond(
+        token, settled = lax.cond(
             jnp.any(cut),
-            lambda: jnp.where(
-                cut, _draw_cut(logits, top, params, keys, cut, max_candidates), token
-            ),
-            lambda: token,
+            lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
+            lambda: (greedy, jnp.zeros_like(cut)),
         )
+        rest = drawn & ~settled
+
+        def search() -> Array:
+            everything = cutoffs.everything(logits)
+            last = cutoffs.exact_cuts(logits, top, params, rest & cut, everything)
+            found = ranking.argmax(logits, _score(top, params, keys, last))[1]
+            return jnp.where(rest, found, token)
+
+        token = lax.cond(jnp.any(rest), search, lambda: token)
         return jnp.where(drawn, token, greedy)
 
     token = lax.cond(jnp.any(drawn), draw, lambda: greedy)
@@ -258,17 +256,18 @@ def _score(
     return score
 
 
-def _draw_cut(
+def _draw_settled(
     logits: Float[Array, "rows vocab"],
     top: Float[Array, " rows"],
     params: Params,
     keys: UInt32[Array, "rows 2"],
     wanted: Bool[Array, " rows"],
     max_candidates: int,
-) -> Int32[Array, " rows"]:
-    """Draws for rows under top-k or top-p.
+) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
+    """Draws for the wanted rows whose top-k and top-p the best tokens settle.
 
-    The best tokens do where they settle the cut-offs, else the whole row is searched.
+    Returns:
+      Tokens, and the rows that were settled; the others have still to be drawn.
     """
     values, ids = ranking.candidates(logits, max_candidates)
     kept, settled = cutoffs.settle(logits, top, values, params, wanted)
@@ -276,13 +275,7 @@ def _draw_cut(
     place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
     scores = jnp.where(place < kept[:, None], scores, -jnp.inf)
     token = ranking.first(scores == jnp.max(scores, axis=1, keepdims=True), ids)
-
-    def one(row: Array) -> Array:
-        row_logits, *rest = cutoffs.one_row((logits, top, params, keys), row)
-        cut = cutoffs.exact_cut(row_logits, *rest[:2])
-        return ranking.argmax(row_logits, _score(*rest, cut))[1]
-
-    return cutoffs.for_each(wanted & ~settled, one, token)
+    return token, wanted & settled
 
 
 def token_logprobs(
