@@ -81,7 +81,7 @@ def assert_idle(engine: jaxkv.Engine) -> None:
     engines.assert_empty(engine._state)
     assert not np.asarray(engine._state.sequences.status).any()
     assert engine._ledger.is_empty()
-    assert not engine._ledger.has_work()
+    assert not engine._ledger.has_work(1e9)
     assert engine._ledger._requests == 0
 
 
