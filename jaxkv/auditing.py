@@ -35,14 +35,14 @@ class InvariantError(RuntimeError):
     """A state that breaks an invariant: no bad input, but a fault of its maker."""
 
 
-_SAID = {
-    "i1": "I1, {} pages whose count is not their uses in tables plus their pins",
-    "i2": "I2, {} breaches of the conservation of pages",
-    "i3": "I3, {} pages to be written while others held them",
-    "i4": "I4, {} places or lengths of slots that do not fit their tables",
-    "i5": "I5, {} slots that hold something and are not live",
-    "i7": "I7, {} faults of the prefix cache",
-    "swap": "the swap space's, {} faults of what is swapped out",
+_MEANING = {
+    "i1": "I1 (pages whose count is not their uses in tables plus their pins: {})",
+    "i2": "I2 (breaches of the conservation of pages: {})",
+    "i3": "I3 (pages to be written while others held them: {})",
+    "i4": "I4 (places and lengths that do not fit their tables: {})",
+    "i5": "I5 (slots that are not live and hold something: {})",
+    "i7": "I7 (faults of the prefix cache: {})",
+    "swap": "those of the swap space (faults: {})",
 }
 
 
@@ -61,8 +61,8 @@ def refuse(found: Violations, *, first_step: int = 0) -> None:
     if not broken.size:
         return
     nums = zip(found._fields, counts[broken[0]].tolist(), strict=True)
-    said = "; ".join(_SAID[name].format(num) for name, num in nums if num)
-    raise InvariantError(f"step {first_step + broken[0]} broke an invariant: {said}")
+    said = ", ".join(_MEANING[name].format(num) for name, num in nums if num)
+    raise InvariantError(f"step {first_step + broken[0]} broke invariants: {said}")
 
 
 def violations(

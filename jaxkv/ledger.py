@@ -29,7 +29,8 @@ class Ledger:
         # Told nobody yet: whoever leaves a stream half-way must lose none.
         self.events: collections.deque[Event] = collections.deque()
         self._pending: collections.deque[Record] = collections.deque()  # by arrival
-        self._withdrawn: list[Record] = []
+        self.withdrawn: list[Record] = []
+        """Requests that were cancelled before the device saw them."""
         self._cancels: list[tuple[int, int]] = []
         # Rows of `Sequences` by fate: handed over and not known to have ended; known to
         # have ended and not drained. Requests handed over and not drained, and those of
@@ -71,16 +72,16 @@ class Ledger:
         if record in self._pending:
             self._pending.remove(record)
             record.finish_s = now
-            self._withdrawn.append(record)
+            self.withdrawn.append(record)
         elif any(part.reason is None for part in record.parts):
             self._cancels.append((request_id, -1))
 
     def tell_withdrawn(self) -> None:
-        """Closes the requests that were cancelled before the device saw them."""
-        for record in self._withdrawn:
+        """Closes the withdrawn requests."""
+        for record in self.withdrawn:
             for sample in range(len(record.parts)):
                 self._close(record, sample, None, 0)
-        self._withdrawn.clear()
+        self.withdrawn.clear()
 
     def next_batch(self, now: float) -> list[Record]:
         """The next requests to hand over, as many as the device surely has room for."""

@@ -323,8 +323,9 @@ class Engine:
         ledger, call = self._ledger, None
         with self._lock:
             self._refuse_if_lost()
-            with deferring.signals():
-                ledger.tell_withdrawn()
+            if ledger.withdrawn:
+                with deferring.signals():
+                    ledger.tell_withdrawn()
             if ledger.has_work(self.now()) and len(self._unread) < 2:
                 self._dispatch()
             # One call is always under way while the one before is read.
@@ -401,7 +402,8 @@ class Engine:
         """Notes what a call emitted, then which requests are complete."""
         try:  # here the host waits; Ctrl-C ends it with nothing noted
             info = jax.tree.map(np.asarray, call.info)
-            jax.block_until_ready(call.drained)
+            if call.drained is not None:
+                call.drained.status.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             self._lost = error
             raise
