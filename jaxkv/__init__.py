@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxkv.answers import Completion, Event, make_requests
+    from jaxkv.auditing import InvariantError
     from jaxkv.baselines import static
     from jaxkv.emission import Answer
     from jaxkv.engine import StepInfo, run_steps, step
@@ -43,6 +44,7 @@ _HOMES = {
     "Event": "answers",
     "Forward": "forwarding",
     "ForwardResult": "forwarding",
+    "InvariantError": "auditing",
     "Plan": "scheduling",
     "Policy": "scheduling",
     "Requests": "queueing",
@@ -73,6 +75,7 @@ __all__ = [
     "Event",
     "Forward",
     "ForwardResult",
+    "InvariantError",
     "Plan",
     "Policy",
     "Requests",

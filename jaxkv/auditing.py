@@ -4,6 +4,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import paging, tables
@@ -28,6 +29,40 @@ class Violations(NamedTuple):
     """Faults of the prefix cache, see `prefixes.unsound`."""
     swap: Int32[Array, ""]
     """Faults of what is swapped out, see `swap_space.unsound`."""
+
+
+class InvariantError(RuntimeError):
+    """A state that breaks an invariant: no bad input, but a fault of its maker."""
+
+
+_MEANING = {
+    "i1": "I1 (pages whose count is not their uses in tables plus their pins: {})",
+    "i2": "I2 (breaches of the conservation of pages: {})",
+    "i3": "I3 (pages to be written while others held them: {})",
+    "i4": "I4 (places and lengths that do not fit their tables: {})",
+    "i5": "I5 (slots that are not live and hold something: {})",
+    "i7": "I7 (faults of the prefix cache: {})",
+    "swap": "those of the swap space (faults: {})",
+}
+
+
+def refuse(found: Violations, *, first_step: int = 0) -> None:
+    """Raises if one of several steps broke an invariant.
+
+    Args:
+      found: what each step broke, stacked along the first axis or of one step.
+      first_step: the number of the first of them.
+
+    Raises:
+      InvariantError: in one line, the first step that broke any, and which.
+    """
+    counts = np.stack([np.atleast_1d(x) for x in found], axis=1)
+    broken = np.flatnonzero(counts.any(axis=1))
+    if not broken.size:
+        return
+    nums = zip(found._fields, counts[broken[0]].tolist(), strict=True)
+    said = ", ".join(_MEANING[name].format(num) for name, num in nums if num)
+    raise InvariantError(f"step {first_step + broken[0]} broke invariants: {said}")
 
 
 def violations(

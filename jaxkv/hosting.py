@@ -78,11 +78,19 @@ class HostSpace:
         """Makes an empty space for at most `num_pages` pages."""
         self.num_pages = num_pages
         self._kept: dict[int, tuple[np.ndarray, Pages]] = {}
+        self._is_compiled = False
 
     @property
     def num_used(self) -> int:
         """Pages that are here."""
         return sum(len(places) for places, _ in self._kept.values())
+
+    def compile(self, state: EngineState) -> None:
+        """Makes the program that `exchange` runs, once; moves nothing."""
+        s = state.staging
+        if s is not None and not self._is_compiled:
+            _move.lower(s, state.sequences.group, no_moves(s)).compile()
+            self._is_compiled = True
 
     def exchange(self, state: EngineState) -> EngineState:
         """Moves pages so that the request that comes back next is in the buffer.

@@ -5,7 +5,10 @@ be told. It counts rather than asks: a row of `Sequences` is taken from the call
 hands a request over until the call that drained it is read.
 """
 
+import bisect
 import collections
+import itertools
+import math
 
 import numpy as np
 
@@ -25,8 +28,9 @@ class Ledger:
         """Requests that are not complete, by id."""
         # Told nobody yet: whoever leaves a stream half-way must lose none.
         self.events: collections.deque[Event] = collections.deque()
-        self._pending: collections.deque[Record] = collections.deque()
-        self._withdrawn: list[Record] = []
+        self._pending: collections.deque[Record] = collections.deque()  # by arrival
+        self.withdrawn: list[Record] = []
+        """Requests that were cancelled before the device saw them."""
         self._cancels: list[tuple[int, int]] = []
         # Rows of `Sequences` by fate: handed over and not known to have ended; known to
         # have ended and not drained. Requests handed over and not drained, and those of
@@ -38,22 +42,27 @@ class Ledger:
         """Whether nobody is owed anything."""
         return not (self.records or self.events or self._unfinished or self._finished)
 
-    def has_work(self) -> bool:
+    def has_work(self, now: float) -> bool:
         """Whether there is a reason to run the device."""
-        return bool(
-            self._pending or self._unfinished or self._finished or self._cancels
-        )
+        on_device = self._unfinished or self._finished or self._cancels
+        return bool(on_device) or self.next_arrival_s() <= now
 
-    def idle_until(self) -> float | None:
-        """When the next request arrives, if nothing is to be done before."""
-        if self._unfinished or self._finished or not self._pending:
-            return None
-        return self._pending[0].arrival_s
+    def next_arrival_s(self) -> float:
+        """When the next request arrives that waits here; infinity without one."""
+        return self._pending[0].arrival_s if self._pending else math.inf
 
     def add(self, record: Record) -> None:
-        """Takes a request; it waits here until the device has room."""
-        self._pending.append(record)
-        self.records[record.request_id] = record
+        """Takes a request; it waits here until it arrives and the device has room.
+
+        Raises:
+          ValueError: another request of its name is still running.
+        """
+        request_id = record.request_id
+        if request_id in self.records:
+            raise ValueError(f"{request_id=} is the name of a request still running")
+        # In order of arrival, so that nobody waits behind one who is not there yet.
+        bisect.insort(self._pending, record, key=lambda each: each.arrival_s)
+        self.records[request_id] = record
 
     def cancel(self, request_id: int, now: float) -> None:
         """Ends a request with what it has; names of nobody are ignored."""
@@ -63,18 +72,18 @@ class Ledger:
         if record in self._pending:
             self._pending.remove(record)
             record.finish_s = now
-            self._withdrawn.append(record)
+            self.withdrawn.append(record)
         elif any(part.reason is None for part in record.parts):
             self._cancels.append((request_id, -1))
 
     def tell_withdrawn(self) -> None:
-        """Closes the requests that were cancelled before the device saw them."""
-        for record in self._withdrawn:
+        """Closes the withdrawn requests."""
+        for record in self.withdrawn:
             for sample in range(len(record.parts)):
                 self._close(record, sample, None, 0)
-        self._withdrawn.clear()
+        self.withdrawn.clear()
 
-    def next_batch(self) -> list[Record]:
+    def next_batch(self, now: float) -> list[Record]:
         """The next requests to hand over, as many as the device surely has room for."""
         config = self.config
         requests = config.queue_capacity + config.max_slots - self._requests
@@ -82,14 +91,19 @@ class Ledger:
         rows = max(config.submit_width, config.max_slots)
         rows = min(rows, config.max_sequences - known)
         batch: list[Record] = []
-        while self._pending and requests > len(batch):
-            rows -= len(self._pending[0].parts)
-            if rows < 0:
+        for record in itertools.islice(self._pending, max(0, requests)):
+            rows -= len(record.parts)
+            if rows < 0 or record.arrival_s > now:
                 break
-            batch.append(self._pending.popleft())
-        self._unfinished += sum(len(record.parts) for record in batch)
-        self._requests += len(batch)
+            batch.append(record)
         return batch
+
+    def hand_over(self, batch: list[Record]) -> None:
+        """Notes that the device has the next requests, those of `next_batch`."""
+        for record in batch:
+            self._pending.remove(record)
+            self._unfinished += len(record.parts)
+        self._requests += len(batch)
 
     def next_cancels(self) -> np.ndarray | None:
         """Pairs of request and sample to end before a drain; None needs no drain."""
@@ -123,8 +137,7 @@ class Ledger:
                     self._ready += all(part.gone for part in record.parts)
             if record is None or record.parts[sample].reason is not None:
                 continue  # ended by a stop string; what the device added is void
-            event = record.extend(sample, tokens, logprobs, reason, now)
-            self.events.append(event)
+            self._tell(record, record.extend(sample, tokens, logprobs, reason, now))
             if record.parts[sample].reason is not None and reason is None:
                 self._cancels.append((name, sample))
 
@@ -156,9 +169,13 @@ class Ledger:
         if record.is_complete():
             del self.records[record.request_id]
             self._requests -= drained is not None
-            completion = record.complete()
+            record.completion = completion = record.complete()
         tokens = part.tokens if record.sampling.beam_width is not None else []
         if tokens or text or completion or cancelled:
             reason = part.reason if cancelled else None
             event = Event(record.request_id, tokens, text, completion, sample, reason)
+            self._tell(record, event)
+
+    def _tell(self, record: Record, event: Event) -> None:
+        if not record.is_quiet:
             self.events.append(event)

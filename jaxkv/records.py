@@ -39,6 +39,10 @@ class Record:
     end_tokens: tuple[int, ...]
     """Tokens that end an answer and are not part of its text."""
     parts: list[Part]
+    is_quiet: bool = False
+    """Whether no events tell of it: its caller waits for the completion."""
+    completion: Completion | None = None
+    """What became of it, once all its sequences have been closed."""
     first_token_s: float | None = None
     finish_s: float = 0.0
     num_cached: int = 0

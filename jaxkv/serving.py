@@ -7,10 +7,14 @@ its ledger counts.
 """
 
 import collections
+import contextlib
+import dataclasses
 import itertools
+import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +22,8 @@ from jaxtyping import Array, Int32
 
 from jaxkv import (
     answers,
+    auditing,
+    deferring,
     engine,
     forwarding,
     hosting,
@@ -48,17 +54,31 @@ _run_steps = jax.jit(
 )
 _submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
 _drain = jax.jit(_cancel_and_drain, donate_argnames="state")
+_IDLE_S = 0.01
+"""Longest sleep at a time: another thread may bring a request."""
 
 
-class _Call(NamedTuple):
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Call:
     """A dispatched call whose results have not been read."""
 
     info: engine.StepInfo
-    drained: states.Sequences | None
+    drained: states.Sequences | None = None
 
 
 class Engine:
-    """Serves a model. See the module's first lines for how."""
+    """Serves a model. See the module's first lines for how.
+
+    Ctrl-C, or whatever else the handler of a signal raises, leaves it as it was between
+    two calls to the device: what was submitted goes on with the next `stream` or
+    `generate`, and what an interrupted `generate` had asked is withdrawn.
+
+    Threads may share it. Whoever waits for something runs the device for all, one call
+    at a time; in `stream` of several threads each event goes to one of them.
+
+    Where something fails inside such a call, on the device say, or an invariant in
+    debug mode, the engine is lost: every later use says so in a `RuntimeError`.
+    """
 
     def __init__(
         self,
@@ -120,6 +140,11 @@ class Engine:
         self._ids = itertools.count()
         self._ledger = Ledger(config)
         self._unread: collections.deque[_Call] = collections.deque()
+        self._num_steps = 0  # read so far
+        # Never held while the device is waited for, nor by a stream that was left.
+        self._lock = threading.RLock()
+        self._compiled: set[Any] = set()  # kinds of policies
+        self._lost: BaseException | None = None
 
     @classmethod
     def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> "Engine":
@@ -185,37 +210,26 @@ class Engine:
         ask = Sampling() if sampling is None else sampling
         tokens = self._checked(prompt, ask)
         if request_id is None:
-            request_id = next(
-                name for name in self._ids if name not in self._ledger.records
-            )
+            request_id = self._next_id()
         if not 0 <= request_id < 2**31:
             raise ValueError(f"{request_id=} must be in [0, 2**31)")
-        if request_id in self._ledger.records:
-            raise ValueError(f"{request_id=} is the name of a request still running")
-        record = Record(
-            request_id=request_id,
-            prompt=tokens,
-            sampling=ask,
-            arrival_s=self.now() if arrival_s is None else arrival_s,
-            end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
-            parts=[
-                Part(stream=None if self.tokenizer is None else self.tokenizer.stream())
-                for _ in range(ask.num_sequences)
-            ],
-        )
-        self._ledger.add(record)
+        self._add([self._record(request_id, tokens, ask, arrival_s)])
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored."""
-        self._ledger.cancel(request_id, self.now())
+        with self._lock, deferring.signals():
+            self._ledger.cancel(request_id, self.now())
 
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],
         sampling: Sampling | Sequence[Sampling] | None = None,
     ) -> list[Completion]:
-        """Answers prompts, together with whatever else waits.
+        """Answers prompts, together with whatever else runs.
+
+        Returns when these are done: other requests may still wait or run, and go on
+        with the next call. If it is interrupted, its own requests are withdrawn.
 
         Args:
           prompts: texts, or lists of token ids.
@@ -235,17 +249,20 @@ class Engine:
             raise ValueError(f"{len(asks)=} samplings must be {len(prompts)=}")
         pairs = list(zip(prompts, asks, strict=True))
         encoded = [self._checked(prompt, ask) for prompt, ask in pairs]
-        names = [self.submit(*pair) for pair in zip(encoded, asks, strict=True)]
-        done: dict[int, Completion] = {}
-        others: list[Event] = []
-        wanted = set(names)
-        for event in self.stream():
-            if event.request_id not in wanted:
-                others.append(event)
-            elif event.completion is not None:
-                done[event.request_id] = event.completion
-        self._ledger.events.extend(others)
-        return [done[name] for name in names]
+        records = [
+            self._record(self._next_id(), *pair, is_quiet=True)
+            for pair in zip(encoded, asks, strict=True)
+        ]
+        try:
+            self._add(records)
+            while not all(record.completion for record in records):
+                self._turn()
+            while self._unread and not self._ledger.has_work(self.now()):
+                self._turn()  # nobody needs what is under way: leave nothing
+        except BaseException:
+            self._withdraw(records)
+            raise
+        return [record.completion for record in records if record.completion]
 
     def stream(self) -> Iterator[Event]:
         """Runs until no request is left, telling what happens as it does.
@@ -254,59 +271,171 @@ class Engine:
         """
         ledger = self._ledger
         while ledger.events or ledger.records or self._unread:
-            while ledger.events:
-                yield ledger.events.popleft()
-            ledger.tell_withdrawn()
-            if ledger.has_work():
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                # One step of the interpreter takes an event and hands it out: no signal
+                # comes between the two.
+                while True:
+                    yield from map(collections.deque.popleft, [ledger.events])
+            self._turn()
+
+    def _next_id(self) -> int:
+        return next(name for name in self._ids if name not in self._ledger.records)
+
+    def _record(
+        self,
+        request_id: int,
+        tokens: list[int],
+        ask: Sampling,
+        arrival_s: float | None = None,
+        *,
+        is_quiet: bool = False,
+    ) -> Record:
+        """Makes what the host will keep of a request."""
+        return Record(
+            request_id=request_id,
+            prompt=tokens,
+            sampling=ask,
+            arrival_s=self.now() if arrival_s is None else arrival_s,
+            end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
+            parts=[
+                Part(stream=None if self.tokenizer is None else self.tokenizer.stream())
+                for _ in range(ask.num_sequences)
+            ],
+            is_quiet=is_quiet,
+        )
+
+    def _add(self, records: Sequence[Record]) -> None:
+        """Takes requests."""
+        with self._lock, deferring.signals():
+            self._refuse_if_lost()
+            for record in records:
+                self._ledger.add(record)
+
+    def _withdraw(self, records: Sequence[Record]) -> None:
+        """Cancels those of the requests that were taken and are not complete."""
+        with self._lock, deferring.signals():
+            for record in records:
+                if self._ledger.records.get(record.request_id) is record:
+                    self._ledger.cancel(record.request_id, self.now())
+
+    def _turn(self) -> None:
+        """Starts the next steps if there is work, and reads those before."""
+        ledger, call = self._ledger, None
+        with self._lock:
+            self._refuse_if_lost()
+            if ledger.withdrawn:
+                with deferring.signals():
+                    ledger.tell_withdrawn()
+            if ledger.has_work(self.now()) and len(self._unread) < 2:
                 self._dispatch()
             # One call is always under way while the one before is read.
-            if len(self._unread) > 1 or (self._unread and not ledger.has_work()):
-                self._read(self._unread.popleft())
+            if len(self._unread) > ledger.has_work(self.now()):
+                call = self._unread[0]
+            wait_s = 0.0 if self._unread else ledger.next_arrival_s() - self.now()
+        if call is not None:
+            self._read(call)
+        elif 0 < wait_s < math.inf:
+            time.sleep(min(wait_s, _IDLE_S))
 
     def _dispatch(self) -> None:
         """Hands over what there is room for, then starts the next steps."""
-        arrival_s = self._ledger.idle_until()
-        if arrival_s is not None:
-            # Nothing runs: wait for the next arrival, or what is unread comes first.
-            wait_s = arrival_s - self.now()
-            if wait_s > 0 and self._unread:
-                return
-            time.sleep(max(0.0, wait_s))
+        self._compile()
         if self._asked:
             # Rare, so it is done with nothing under way, where all is known.
             while self._unread:
-                self._read(self._unread.popleft())
-            self._state, self._asked = self._host.exchange(self._state), False
-        batch = self._ledger.next_batch()
-        if batch:
-            requests = answers.make_requests(
-                [record.prompt for record in batch],
-                [record.sampling for record in batch],
-                config=self.config,
-                request_ids=[record.request_id for record in batch],
-                arrivals_s=[record.arrival_s for record in batch],
-                eos_ids=self._eos_ids,
-                width=max(self.config.submit_width, self.config.max_slots),
-            )
-            self._state, _ = _submit(self._state, requests, config=self.config)
-        clock = answers.clock(self.now())
-        self._state, info = _run_steps(
-            self.params, self._state, clock, policy=self.policy, **self._static
+                self._read(self._unread[0])
+            self._host.compile(self._state)
+            with deferring.signals(), self._all_or_lost():
+                self._state, self._asked = self._host.exchange(self._state), False
+        ledger, config = self._ledger, self.config
+        with deferring.signals():
+            batch = ledger.next_batch(self.now())
+            requests = self._requests(batch) if batch else None
+            with self._all_or_lost():
+                if requests is not None:
+                    self._state, _ = _submit(self._state, requests, config=config)
+                    ledger.hand_over(batch)
+                clock = answers.clock(self.now())
+                self._state, info = _run_steps(
+                    self.params, self._state, clock, policy=self.policy, **self._static
+                )
+                self._unread.append(call := _Call(info=info))
+                if (named := ledger.next_cancels()) is not None:
+                    names, samples = named[:, 0], named[:, 1]
+                    self._state, call.drained = _drain(self._state, names, samples)
+
+    def _compile(self) -> None:
+        """Makes the programs, all before one of them consumes the state.
+
+        So whatever ends this, Ctrl-C or a model that cannot be traced, costs nothing.
+        """
+        kind = jax.tree.structure(self.policy)
+        if kind in self._compiled:
+            return
+        state, config, clock = self._state, self.config, answers.clock(0.0)
+        blank = self._record(0, [0], Sampling.greedy())
+        names = np.full(config.max_sequences, -1, np.int32)
+        programs = (
+            _submit.lower(state, self._requests([blank]), config=config),
+            _run_steps.lower(
+                self.params, state, clock, policy=self.policy, **self._static
+            ),
+            _drain.lower(state, names, names),
         )
-        drained, named = None, self._ledger.next_cancels()
-        if named is not None:
-            self._state, drained = _drain(self._state, named[:, 0], named[:, 1])
-        self._unread.append(_Call(info, drained))
+        for program in programs:
+            program.compile()
+        self._compiled.add(kind)
+
+    def _requests(self, batch: list[Record]) -> queueing.Requests:
+        """Lines up what is to be handed over."""
+        return answers.make_requests(
+            [record.prompt for record in batch],
+            [record.sampling for record in batch],
+            config=self.config,
+            request_ids=[record.request_id for record in batch],
+            arrivals_s=[record.arrival_s for record in batch],
+            eos_ids=self._eos_ids,
+            width=max(self.config.submit_width, self.config.max_slots),
+        )
 
     def _read(self, call: _Call) -> None:
         """Notes what a call emitted, then which requests are complete."""
-        info, now = jax.tree.map(np.asarray, call.info), self.now()
-        self._asked |= bool(info.asks_host[-1])
-        if self._keep_trace:
-            self.trace.append(info)
-        self._ledger.read(info, now)
-        if call.drained is not None:
-            self._ledger.collect(call.drained, self.now())
+        try:  # here the host waits; Ctrl-C ends it with nothing noted
+            info = jax.tree.map(np.asarray, call.info)
+            if call.drained is not None:
+                call.drained.status.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            self._lost = error
+            raise
+        with self._lock, deferring.signals(), self._all_or_lost():
+            if not self._unread or self._unread[0] is not call:
+                return  # another thread was quicker
+            if info.violations is not None:
+                auditing.refuse(info.violations, first_step=self._num_steps)
+            self._num_steps += len(info.enough)
+            self._asked |= bool(info.asks_host[-1])
+            if self._keep_trace:
+                self.trace.append(info)
+            self._ledger.read(info, self.now())
+            if call.drained is not None:
+                self._ledger.collect(call.drained, self.now())
+            self._unread.popleft()
+
+    @contextlib.contextmanager
+    def _all_or_lost(self) -> Generator[None]:
+        """Notes that the engine cannot go on if what it holds fails half-way."""
+        try:
+            yield
+        except BaseException as error:
+            self._lost = error
+            raise
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost is not None:
+            kind, said = type(self._lost).__name__, str(self._lost).partition("\n")[0]
+            raise RuntimeError(
+                f"this engine is lost, make a new one; {kind}: {said}"
+            ) from self._lost
 
     def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:
         if not isinstance(prompt, str):

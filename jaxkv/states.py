@@ -75,7 +75,8 @@ class EngineConfig:
     seed: int = 0
     """Draws of requests that bring no seed of their own."""
     debug: bool = False
-    """Whether each step also counts violated invariants."""
+    """Whether each step also counts violated invariants; `Engine` raises an
+    `InvariantError` at the first."""
 
     def __post_init__(self) -> None:
         """Refuses bounds that leave no room for a single sequence."""

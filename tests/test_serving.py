@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ def assert_idle(engine: jaxkv.Engine) -> None:
     engines.assert_empty(engine._state)
     assert not np.asarray(engine._state.sequences.status).any()
     assert engine._ledger.is_empty()
-    assert not engine._ledger.has_work()
+    assert not engine._ledger.has_work(1e9)
     assert engine._ledger._requests == 0
 
 
@@ -168,6 +170,93 @@ def test_an_arrival_to_come_is_waited_for(engine: jaxkv.Engine) -> None:
     assert first_token_s is not None
     assert first_token_s >= late
     assert done[first].finish_s < late
+
+
+def test_nobody_waits_behind_one_who_is_not_there_yet(engine: jaxkv.Engine) -> None:
+    late, ask = engine.now() + 60, Sampling.greedy(max_tokens=2)
+    names = [engine.submit("x", ask, arrival_s=late + i) for i in (1, 0)]
+    first = engine.submit("x", ask)
+    [done] = engine.generate(["x"], ask)
+    assert done.tokens == list(greedy_answer("x"))[:2]
+    told = next(event for event in engine.stream() if event.completion is not None)
+    assert told.request_id == first
+    for name in names:
+        engine.cancel(name)
+    assert sorted(completions(engine)) == names
+    assert engine.now() < late
+
+
+def test_who_arrives_first_is_served_first(engine: jaxkv.Engine) -> None:
+    # More than one call hands over, and whoever comes last was submitted first.
+    ask, now = Sampling.greedy(max_tokens=6), engine.now()
+    late = [now + 0.4 - 0.02 * i for i in range(12)]
+    names = [engine.submit("x", ask, arrival_s=arrival_s) for arrival_s in late]
+    done = completions(engine)
+    first = [done[name].first_token_s or 0.0 for name in names]
+    assert first == sorted(first, reverse=True)
+    assert [done[name].arrival_s for name in names] == late
+    assert all(a > b for a, b in zip(first, late, strict=True))
+
+
+def test_generate_does_not_wait_for_what_others_asked(engine: jaxkv.Engine) -> None:
+    long = Sampling.greedy(max_tokens=60, ignore_eos=True)
+    names = [engine.submit("x", long) for _ in range(2)]
+    engine.generate(["x"], Sampling.greedy(max_tokens=1))
+    assert sorted(engine._ledger.records) == names
+    done = completions(engine)
+    assert sorted(done) == names
+    for each in done.values():
+        assert each.tokens == list(greedy_answer("x", 60))
+
+
+THREADS = 4
+
+
+def test_threads_share_an_engine(engine: jaxkv.Engine) -> None:
+    left = engine.submit("class Heap:", GREEDY)
+    stream = engine.stream()
+    text = next(stream).text  # and nobody asks for more, for now
+    found: dict[int, list[list[str | None]]] = {i: [] for i in range(THREADS)}
+
+    def ask(index: int) -> None:
+        for _ in range(3):
+            done = engine.generate(PROMPTS[:3], GREEDY)
+            found[index].append([each.text for each in done])
+            engine.cancel(engine.submit("x", GREEDY))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for event in stream:
+        text += event.text if event.request_id == left else ""
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    whole = [answer_text(prompt) for prompt in PROMPTS[:3]]
+    assert found == dict.fromkeys(range(THREADS), [whole] * 3)
+    assert text == answer_text("class Heap:")
+    completions(engine)  # of the last who were cancelled
+
+
+def test_a_name_is_given_once_to_whoever_comes_first(engine: jaxkv.Engine) -> None:
+    taken, refused = [], []
+    start = threading.Barrier(THREADS)
+
+    def ask() -> None:
+        start.wait()
+        try:
+            taken.append(engine.submit("x", GREEDY, request_id=7))
+        except ValueError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken == [7]
+    assert set(refused) == {"request_id=7 is the name of a request still running"}
+    assert list(completions(engine)) == [7]
 
 
 def completions(engine: jaxkv.Engine) -> dict[int, jaxkv.Completion]:
@@ -673,6 +762,78 @@ def test_one_engine_serves_many_calls(engine: jaxkv.Engine) -> None:
         prompt = PROMPTS[index % len(PROMPTS)]
         [done] = engine.generate([prompt], GREEDY)
         assert done.text == answer_text(prompt)
+
+
+def test_a_broken_invariant_is_raised_with_its_step() -> None:
+    engine = make_engine()
+    engine.generate(["x"], Sampling.greedy(max_tokens=5))
+    num_steps = sum(len(info.enough) for info in engine.trace)
+    pool = engine._state.pool
+    engine._state = engine._state._replace(
+        pool=pool._replace(ref=pool.ref.at[3].add(1))
+    )
+    name = engine.submit("x")
+    with pytest.raises(jaxkv.InvariantError) as caught:
+        engine.generate(["x"])
+    assert str(caught.value) == (
+        f"step {num_steps} broke invariants: I1 (pages whose count is not their uses "
+        "in tables plus their pins: 1), I2 (breaches of the conservation of pages: 1)"
+    )
+    is_lost(engine, f"InvariantError: step {num_steps} broke invariants: I1 ")
+    engine.cancel(name)
+
+
+def is_lost(engine: jaxkv.Engine, why: str) -> None:
+    """Every way to use it says so in one line."""
+    message = f"this engine is lost, make a new one; {why}"
+    uses = (
+        lambda: engine.generate(["x"]),
+        lambda: engine.submit("x"),
+        lambda: list(engine.stream()),
+    )
+    for use in uses:
+        with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    engine.submit("x")
+
+    def fail(state: Any) -> None:
+        jax.tree.map(lambda x: x.delete(), state.pool)
+        raise jax.errors.JaxRuntimeError("INTERNAL: no device\nmore of it")
+
+    monkeypatch.setattr(engine._host, "compile", lambda state: None)
+    monkeypatch.setattr(engine._host, "exchange", fail)
+    engine._asked = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no device"):
+        next(engine.stream())
+    is_lost(engine, "JaxRuntimeError: INTERNAL: no device")
+
+
+@pytest.mark.thorough
+def test_a_function_that_cannot_be_traced_costs_nothing() -> None:
+    # Its first try is interrupted by Ctrl-C, its second fails.
+    errors = [KeyboardInterrupt(), ValueError("not yet")]
+
+    def logits_fn(answer: Any, logits: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return logits
+
+    engine = make_engine(logits_fn=logits_fn)
+    name = engine.submit("x", GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:1], GREEDY)
+    with pytest.raises(ValueError, match="not yet"):
+        engine.generate(PROMPTS[:1], GREEDY)
+    [done] = engine.generate(PROMPTS[:1], GREEDY)
+    assert done.text == answer_text(PROMPTS[0])
+    assert [each.text for each in completions(engine).values()] == [answer_text("x")]
+    assert name not in engine._ledger.records
+    assert_idle(engine)
 
 
 LONG = [5] * 60
