@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
 
-from jaxkv import hf_tensors, models
+from jaxkv import hf_tensors, models, validation
 from jaxkv.hf_files import blaming, read_json
 from jaxkv.models import ModelConfig, Params
 
@@ -208,11 +208,14 @@ def checked_dtype(dtype: DTypeLike) -> np.dtype:
     Raises:
       ValueError: if it is not floating, or float64 where JAX has that switched off.
     """
-    result = jnp.dtype(dtype)
-    if not jnp.issubdtype(result, jnp.floating) or (
-        jax.dtypes.canonicalize_dtype(result) != result
-    ):
-        raise ValueError(f"{dtype=} must be float32, bfloat16 or float16")
+    try:
+        result = validation.floating("dtype", dtype)
+    except ValueError:
+        result = None
+    if result is None or jax.dtypes.canonicalize_dtype(result) != result:
+        raise ValueError(
+            f"dtype={validation.shown(dtype)} must be float32, bfloat16 or float16"
+        )
     return result
 
 

@@ -727,7 +727,7 @@ def test_names_of_requests(engine: jaxkv.Engine) -> None:
     engine.submit("x", Sampling(max_tokens=1), request_id=3)
     with pytest.raises(ValueError, match="request_id=3 is the name of a request"):
         engine.submit("x", request_id=3)
-    with pytest.raises(ValueError, match=r"request_id=-1 must be in \[0, 2\*\*31\)"):
+    with pytest.raises(ValueError, match=r"request_id=-1 must be a whole number in \[0, 2\*\*31\)"):
         engine.submit("x", request_id=-1)
     with pytest.raises(ValueError, match="samplings must be"):
         engine.generate(["x"], [GREEDY, GREEDY])
