@@ -192,7 +192,10 @@ def save_params(
                 leaf.names, hf_tensors.split(leaf, np.asarray(array)), strict=True
             )
         }
-        safetensors.numpy.save_file(tensors, folder / name, metadata={"format": "pt"})
+        try:
+            safetensors.numpy.save_file(tensors, folder / name, {"format": "pt"})
+        except safetensors.SafetensorError as error:  # no room, for one
+            raise OSError(str(error)) from None
         (folder / name).chmod(0o644)
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
