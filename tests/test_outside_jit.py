@@ -70,14 +70,16 @@ def cost(work: simulation.Work) -> jax.Array:
     return jnp.float32(0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("as_users_have_it")
 def test_requests_can_be_submitted_without_jit() -> None:
     state = engines.start(CONFIG)
     found = jaxkv.submit(state, requests(), config=CONFIG)
     expected = engines.submit(engines.start(CONFIG), requests(), config=CONFIG)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    name = on_host(jnp.zeros(1, jnp.int32))
     assert found[1].tolist() == [True, True, True, False]
-    left = jaxkv.cancel(found[0], np.array([0]), np.array([-1]))
+    left = jaxkv.cancel(found[0], name, name - 1)
     assert int(left.queue.length) == 1
 
 
@@ -90,7 +92,7 @@ def calls() -> dict[str, Any]:
         "forward": FORWARD,
         "policy": on_host(policies.fcfs()),
     }
-    three = np.arange(3, dtype=np.int32)
+    three = on_host(jnp.arange(3))
     bounds: Any = {"capacity": on_host(BOUNDS), "policy": policies.fcfs(), "cost": cost}
     machine, load, empty = on_host((simulated(), LOAD, cache()))
     return {
@@ -98,9 +100,7 @@ def calls() -> dict[str, Any]:
         "cancel": lambda: jaxkv.cancel(state, three, three),
         "drain": lambda: jaxkv.drain(state),
         "step": lambda: jaxkv.step(params, state, **served),
-        "run_steps": lambda: jaxkv.run_steps(
-            *(params, state, np.zeros(2, np.int32)), **served
-        ),
+        "run_steps": lambda: jaxkv.run_steps(*(params, state, three[:2]), **served),
         "prefill": lambda: decoding.prefill(
             *(params, empty, three[:, None], three), forward=FORWARD
         ),
