@@ -26,7 +26,8 @@ class Answer(NamedTuple):
     text: str | None
     """The text without stop strings and end tokens; None without a tokenizer."""
     reason: str
-    """"stop", "length", "cancelled", or "nan" where the model broke down."""
+    """"stop", "length", "cancelled", or "nan" where the model broke down: its logits
+    were not all finite."""
     sample: int
     """Which of the request's sequences it is."""
     score: float | None

@@ -35,7 +35,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
 
     Raises:
       ValueError: names the file or folder and the tensor: missing, unexpected, of
-        another shape, not floating, or with values too large for `dtype`.
+        another shape, not floating, not finite, or with values too large for `dtype`.
     """
     tensors = _open_tensors(folder)
     if config.num_layers > len(tensors):  # before a tree of a million layers is built
@@ -79,7 +79,10 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
     def read(name: str) -> np.ndarray:
         path, file = tensors[found[name]]
         with blaming(path, safetensors.SafetensorError):
-            return _cast(file.get_tensor(found[name]), dtype, found[name])
+            array = _cast(file.get_tensor(found[name]), dtype, found[name])
+            if not _is_finite(array):
+                raise ValueError(f"{found[name]} holds NaN or infinite values")
+            return array
 
     arrays = [
         jnp.asarray(hf_tensors.join(leaf, [read(name) for name in leaf.names]))
@@ -228,6 +231,23 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
         return array
     with np.errstate(over="ignore"):
         result = array.astype(dtype)
-    if dtype == np.float16 and np.isinf(result).sum() > np.isinf(array).sum():
+    # Every number is looked at only where one of them is not finite.
+    if not _is_finite(result) and np.isinf(result).sum() > np.isinf(array).sum():
         raise ValueError(f"{name} has values too large for {dtype.name}")
     return result
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether a floating array holds no NaN and no infinity.
+
+    Looks at bits as integers, by which infinities and NaN are the largest of each sign:
+    several times faster than `np.isfinite`, above all for bfloat16, and without a copy.
+    """
+    if not array.size:
+        return True
+    size = array.dtype.itemsize
+    plus, minus = np.array([np.inf, -np.inf], array.dtype).view(f"u{size}").tolist()
+    bits = np.ascontiguousarray(array).reshape(-1)
+    return bool(
+        bits.view(f"i{size}").max() < plus and bits.view(f"u{size}").max() < minus
+    )
