@@ -5,7 +5,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv import beams, engine, queueing, randomness, sampling, states
+from jaxkv import (
+    beams,
+    engine,
+    queueing,
+    randomness,
+    sampling,
+    states,
+    validation,
+)
 from jaxkv.sampling import Sampling
 from jaxkv.states import EngineConfig
 
@@ -18,7 +26,8 @@ class Answer(NamedTuple):
     text: str | None
     """The text without stop strings and end tokens; None without a tokenizer."""
     reason: str
-    """"stop", "length", "cancelled", or "nan" where the model broke down."""
+    """"stop", "length", "cancelled", or "nan" where the model broke down: its logits
+    were not all finite."""
     sample: int
     """Which of the request's sequences it is."""
     score: float | None
@@ -97,29 +106,36 @@ class Event(NamedTuple):
 
 
 def check(
-    tokens: Sequence[int],
-    ask: Sampling,
+    tokens: object,
+    ask: object,
     *,
     config: EngineConfig,
     num_eos: int,
     vocab_size: int | None,
     has_text: bool,
     has_logits_fn: bool = False,
-) -> None:
+) -> list[int]:
     """Refuses a request that an engine could never serve.
 
     Args:
-      tokens: the prompt.
-      ask: how to draw.
+      tokens: the prompt, should it be a sequence of token ids.
+      ask: how to draw, should it be a `Sampling`.
       config: the engine's bounds.
       num_eos: end tokens of the model.
       vocab_size: token ids must lie below it; None does not check.
       has_text: whether there is a tokenizer.
       has_logits_fn: whether the engine changes logits by a function of the user's.
 
+    Returns:
+      The prompt as a list.
+
     Raises:
       ValueError: in one line, what does not fit and what would.
     """
+    if not isinstance(ask, Sampling):
+        raise ValueError(f"sampling={validation.shown(ask)} must be a Sampling or None")
+    ids = validation.tokens("prompt", tokens)
+    tokens = ids.tolist()
     if not tokens:
         raise ValueError("the prompt is empty; give at least one token")
     if len(tokens) >= config.max_length:
@@ -127,6 +143,7 @@ def check(
             f"the prompt has {len(tokens)} tokens, and {config.max_length=} "
             f"leaves room for at most {config.max_length - 1}"
         )
+    limit = min(len(tokens) + ask.max_tokens, config.max_length)
     if ask.num_sequences > config.max_slots:
         raise ValueError(
             f"{ask.num_sequences} answers of one request must be at most "
@@ -139,12 +156,16 @@ def check(
             f"{ask.beam_width=} must be None in an engine with a logits_fn, which "
             "beams would not pass through"
         )
+    if ask.beam_width is not None and not _has_scores(ask, limit):
+        raise ValueError(
+            f"{ask.length_penalty=} takes the scores of up to {limit} tokens out of "
+            "float32"
+        )
     if ask.num_sequences > config.max_sequences:
         raise ValueError(
             f"{ask.num_sequences} answers of one request must be at most "
             f"{config.max_sequences=}"
         )
-    limit = min(len(tokens) + ask.max_tokens, config.max_length)
     shared = len(tokens) // config.page_size
     pages = -(-(limit - 1) // config.page_size)
     pages = shared + ask.num_sequences * (pages - shared)
@@ -152,10 +173,13 @@ def check(
         raise ValueError(
             f"the request may need {pages} pages, more than {config.num_pages=}"
         )
-    top = 2**31 if vocab_size is None else vocab_size
-    for token in (*tokens, *ask.stop_tokens):
-        if not 0 <= token < top:
-            raise ValueError(f"token id {token} must be in [0, {top})")
+    top = validation.INT32 if vocab_size is None else vocab_size
+    outside = [
+        *ids[(ids < 0) | (ids >= top)],
+        *(x for x in ask.stop_tokens if x >= top),
+    ]
+    if outside:
+        raise ValueError(f"token id {outside[0]} must be in [0, {top})")
     if len(ask.stop_tokens) + num_eos > config.max_stop_tokens:
         raise ValueError(
             f"{len(ask.stop_tokens)} stop tokens and {num_eos} end tokens of the model "
@@ -169,6 +193,12 @@ def check(
         raise ValueError(
             f"prompt_logprobs need max_logit_rows above {config.max_slots=}"
         )
+    return tokens
+
+
+def _has_scores(ask: Sampling, limit: int) -> bool:
+    """Whether no length that an answer can have makes its score overflow."""
+    return limit ** abs(ask.length_penalty) <= float(np.finfo(np.float32).max)
 
 
 def make_requests(
@@ -195,22 +225,39 @@ def make_requests(
 
     Returns:
       The requests. `submit` refuses those that do not fit the engine.
+
+    Raises:
+      ValueError: something is of another type or out of its range, or there is not one
+        of everything for each prompt.
     """
+    known, asks = _checked_pairs(prompts, asks)
     request_ids = range(len(prompts)) if request_ids is None else request_ids
     arrivals_s = [0.0] * len(prompts) if arrivals_s is None else arrivals_s
+    for name, values in (("request_ids", request_ids), ("arrivals_s", arrivals_s)):
+        if len(values) != len(prompts):
+            raise ValueError(f"len({name})={len(values)} must be {len(prompts)=}")
+    request_ids = [request_name("request_ids", x) for x in request_ids]
+    arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
     # Which request each row belongs to, and which of its sequences it is.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
     num = len(owner)
-    width = num if width is None else width
+    width = num if width is None else validation.integer("width", width)
+    if width < num:
+        raise ValueError(f"{width=} must be at least {num}, one row for each sequence")
     tokens: Any = np.zeros((width, config.max_length), np.int32)
     stops: Any = np.full((width, config.max_stop_tokens), -1, np.int32)
     for row, i in enumerate(owner):
-        known = prompts[i][: config.max_length]
-        tokens[row, : len(known)] = known
+        first = known[i][: config.max_length]
+        tokens[row, : len(first)] = first
         ends = asks[i].stop_tokens + (() if asks[i].ignore_eos else eos_ids)
+        if len(ends) > config.max_stop_tokens:
+            raise ValueError(
+                f"{len(ends)} tokens that end a request must be at most "
+                f"{config.max_stop_tokens=}"
+            )
         stops[row, : len(ends)] = ends
-    lengths = [len(prompt) for prompt in prompts]
+    lengths = [len(ids) for ids in known]
     limits = [
         min(length + ask.max_tokens, config.max_length)
         for length, ask in zip(lengths, asks, strict=True)
@@ -248,6 +295,34 @@ def make_requests(
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
         arrival=column([clock(time_s) for time_s in arrivals_s]).reshape(width, 2),
     )
+
+
+def _checked_pairs(
+    prompts: Sequence[object], asks: Sequence[object]
+) -> tuple[list[np.ndarray], list[Sampling]]:
+    """Checks that there are token ids and a `Sampling` for each request."""
+    if len(asks) != len(prompts):
+        raise ValueError(f"{len(asks)=} must be {len(prompts)=}")
+    found = []
+    for i, ask in enumerate(asks):
+        if not isinstance(ask, Sampling):
+            raise ValueError(f"asks[{i}]={validation.shown(ask)} must be a Sampling")
+        found.append(ask)
+    known = [validation.tokens(f"prompts[{i}]", x) for i, x in enumerate(prompts)]
+    for i, ids in enumerate(known):
+        outside = ids[(ids < 0) | (ids >= validation.INT32)]
+        if outside.size:
+            raise ValueError(f"prompts[{i}]: token id {outside[0]} is out of int32")
+    return known, found
+
+
+def request_name(name: str, value: object) -> int:
+    """Checks a caller's name for a request.
+
+    Raises:
+      ValueError: it is no whole number in [0, 2**31).
+    """
+    return validation.integer(name, value, hint="a whole number in [0, 2**31)")
 
 
 _STOPPING: dict[bool | str, int] = {

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import paging, sampling
+from jaxkv import paging, sampling, validation
 
 NOBODY = -1
 """Stands in an unrolled history where no beam holds a token."""
@@ -86,14 +86,19 @@ def make_beams(max_beams: int) -> Beams:
     Raises:
       ValueError: `max_beams` is below 1.
     """
-    if max_beams < 1:
-        raise ValueError(f"{max_beams=} must be at least 1")
-    never = jnp.full(max_beams, -jnp.inf, jnp.float32)
-    zeros = jnp.zeros(max_beams, jnp.int32)
+    max_beams = validation.integer("max_beams", max_beams, low=1)
+
+    # A fresh buffer each: no buffer can be donated twice.
+    def never() -> Array:
+        return jnp.full(max_beams, -jnp.inf, jnp.float32)
+
+    def zeros() -> Array:
+        return jnp.zeros(max_beams, jnp.int32)
+
     return Beams(
-        score=never.at[0].set(0.0),
+        score=never().at[0].set(0.0),
         length=jnp.zeros((), jnp.int32),
-        finished=Finished(never, never, zeros, zeros, zeros),
+        finished=Finished(never(), never(), zeros(), zeros(), zeros()),
         done=jnp.zeros((), bool),
     )
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import paging
+from jaxkv import paging, validation
 from jaxkv.paging import NO_PAGE
 from pallas_kernels import copying, quantizing, writing
 from pallas_kernels.quantizing import Quantized
@@ -111,23 +111,30 @@ def make_pages(
       elements in all, and a scale for every head_dim of them if of 8 bits.
 
     Raises:
-      ValueError: a size is below 1, or the type is not a floating one.
+      ValueError: a size is below 1, the type is not a floating one, or there is no
+        memory for them.
     """
-    if num_layers < 1:
-        raise ValueError(f"{num_layers=} must be at least 1")
-    if num_pages < 1:
-        raise ValueError(f"{num_pages=} must be at least 1")
-    if num_kv_heads < 1:
-        raise ValueError(f"{num_kv_heads=} must be at least 1")
-    if page_size < 1:
-        raise ValueError(f"{page_size=} must be at least 1")
-    if head_dim < 1:
-        raise ValueError(f"{head_dim=} must be at least 1")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{dtype=} must be a floating type")
-    if kv_dtype not in ("model", *quantizing.NUMBERS):
-        raise ValueError(f"{kv_dtype=} must be 'model', 'int8' or 'fp8'")
-    shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+    sizes = dict(
+        num_layers=num_layers,
+        num_pages=num_pages,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+    )
+    shape = tuple(validation.integer(name, x, low=1) for name, x in sizes.items())
+    if shape[0] * shape[1] >= validation.INT32:  # kernels see the layers as one pool
+        raise ValueError(f"{num_layers=} times {num_pages=} must be below 2**31")
+    dtype = validation.floating("dtype", dtype)
+    validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
+    try:
+        return _empty(shape, dtype, kv_dtype)
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no room for {num_pages=}: {reason}") from None
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype, kv_dtype: str) -> Pages:
+    """K and V arrays of zeros."""
     # Every array anew, not one twice: a buffer can be donated only once.
     if kv_dtype == "model":
         return Pages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))

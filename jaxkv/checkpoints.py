@@ -62,11 +62,11 @@ def load_model(
         has it switched on. The file's may be another.
 
     Returns:
-      The model. Its numbers are those of the file: a NaN stays one.
+      The model. Its numbers are those of the file.
 
     Raises:
       ValueError: names the file and what is wrong with it: missing, truncated, not
-        supported, a tensor missing, unexpected or of another shape.
+        supported, a tensor missing, unexpected, of another shape or not finite.
     """
     folder, dtype = Path(folder), hf_weights.checked_dtype(dtype)
     if not folder.is_dir():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import caching, forwarding, paging, tables
+from jaxkv import caching, forwarding, paging, tables, validation
 
 
 class Cache(NamedTuple):
@@ -34,8 +34,7 @@ def init_cache(pages: caching.Pages, *, max_slots: int, max_length: int) -> Cach
     Raises:
       ValueError: a size is below 1.
     """
-    if max_length < 1:
-        raise ValueError(f"{max_length=} must be at least 1")
+    max_length = validation.integer("max_length", max_length, low=1)
     return Cache(
         pages,
         paging.make_pool(pages.num_pages),
@@ -65,6 +64,7 @@ def prefill(
       whether pages and slots had room. If not, no slot was fed and the cache is as
       before, up to what is written beyond its lengths.
     """
+    params, cache, tokens, lengths = paging.on_device((params, cache, tokens, lengths))
     slots, width = tokens.shape
     cache, fed, enough = _reserve(cache, lengths)
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -102,6 +102,7 @@ def decode_step(
     Returns:
       As `prefill` does.
     """
+    params, cache, tokens, active = paging.on_device((params, cache, tokens, active))
     slots = tokens.shape[0]
     want = jnp.ones((slots,), jnp.int32) if active is None else active.astype(jnp.int32)
     cache, fed, enough = _reserve(cache, want)

@@ -57,10 +57,9 @@ def emit(
     logits = result.logits[: config.max_slots]
 
     def choose(logits: Array) -> tuple[Array, Array]:
-        sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
         if config.numerics == "fast":
-            return beams.choices(logits, **sizes)
-        return _in_tiles(lambda x: beams.choices(x, **sizes), (logits,))
+            return _choices(logits, config)
+        return _in_tiles(lambda x: _choices(x, config), (logits,))
 
     emits = ready & ~forking.is_beam(state)
     answer = Answer(
@@ -131,6 +130,13 @@ def emit(
     return state, draw, num_emitted, jnp.where(found != NOT_ENDED, found, reason)
 
 
+def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
+    """`beams.choices`; no beam goes on from logits that are not all finite."""
+    sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
+    ids, logprobs = beams.choices(logits, **sizes)
+    return ids, jnp.where(sampling.is_finite(logits)[:, None], logprobs, jnp.nan)
+
+
 def _in_tiles(function: Callable, rows: Any) -> Any:
     """Maps `function` over tiles of exactly `TILE` rows."""
     num = jax.tree.leaves(rows)[0].shape[0]
@@ -154,7 +160,9 @@ def _score_prompts(logprobs, s, result: feeding.Fed, config: EngineConfig) -> Ar
     wanted = result.spare_sequence >= 0
     values = lax.cond(
         jnp.any(wanted),
-        lambda: sampling.token_logprobs(logits, token).astype(jnp.float32),
+        lambda: jnp.where(
+            sampling.is_finite(logits), sampling.token_logprobs(logits, token), jnp.nan
+        ).astype(jnp.float32),
         lambda: jnp.zeros(logits.shape[0], jnp.float32),
     )
     return paging.put(logprobs, (result.spare_sequence, next_place), values, "set")

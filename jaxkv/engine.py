@@ -97,6 +97,7 @@ def step(
     Returns:
       The new state, and what happened.
     """
+    params, state = paging.on_device((params, state))
     counts, found = admission.counts(state, config)
     plan = scheduling.schedule(counts, policy)
     state, done = admission.carry_out(state, plan, found, config)
@@ -166,6 +167,7 @@ def run_steps(
     Returns:
       The new state, and the stacked infos of all steps.
     """
+    params, state, clock = paging.on_device((params, state, clock))
 
     def body(state: EngineState, _: None) -> tuple[EngineState, StepInfo]:
         return step(

@@ -19,7 +19,9 @@ class ForwardResult(NamedTuple):
     """What a forward pass returns."""
 
     logits: Float[Array, "logit_rows vocab"]
-    """Next-token logits of `rows.logit_rows`; any numbers on unused ones."""
+    """Next-token logits of `rows.logit_rows`, any numbers on unused ones. An infinity
+    or NaN ends the request with the reason "nan", so masks belong into a `logits_fn`.
+    """
     pages: caching.Pages
     """The pages with K and V of every row written."""
     hidden: Float[Array, "logit_rows hidden"] | None = None

@@ -6,7 +6,9 @@ that is written appears whole or not at all.
 
 import contextlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -47,10 +49,50 @@ def blaming(path: Path, *others: type[Exception]) -> Generator[None]:
         raise ValueError(line) from None
 
 
+def system_reason(error: Exception) -> str:
+    """What the system said, if that can be found in what a library says."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = re.search(r": ([^:]*) \[os_error_code|: ([^:]*) \(os error", str(error))
+    if said is not None:
+        return said[1] or said[2]
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 @contextlib.contextmanager
-def aside(folder: Path) -> Generator[Path]:
-    """Gives a new folder to fill, which then takes the place of `folder`."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def silencing_orbax() -> Generator[None]:
+    """Keeps Orbax from telling at length, thread by thread, what it raises as well."""
+    logger = logging.getLogger("absl")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def aside(folder: Path, *errors: type[Exception]) -> Generator[Path]:
+    """Gives a new folder to fill, which then takes the place of `folder`.
+
+    Args:
+      folder: where the files will be.
+      *errors: what a library raises where there is no room, beside `OSError`.
+
+    Raises:
+      ValueError: it cannot be written, in one line; what was there before is kept.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(folder) as new:
+            yield new
+    except (OSError, *errors) as error:
+        reason = system_reason(error)
+        raise ValueError(f"{folder}: cannot be written: {reason}") from None
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Generator[Path]:
+    """Renames a new folder into the place of `folder`, or drops it."""
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     shutil.rmtree(new, ignore_errors=True)

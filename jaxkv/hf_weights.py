@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
 
-from jaxkv import hf_tensors, models
+from jaxkv import hf_tensors, models, validation
 from jaxkv.hf_files import blaming, read_json
 from jaxkv.models import ModelConfig, Params
 
@@ -35,7 +35,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
 
     Raises:
       ValueError: names the file or folder and the tensor: missing, unexpected, of
-        another shape, not floating, or with values too large for `dtype`.
+        another shape, not floating, not finite, or with values too large for `dtype`.
     """
     tensors = _open_tensors(folder)
     if config.num_layers > len(tensors):  # before a tree of a million layers is built
@@ -79,7 +79,10 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
     def read(name: str) -> np.ndarray:
         path, file = tensors[found[name]]
         with blaming(path, safetensors.SafetensorError):
-            return _cast(file.get_tensor(found[name]), dtype, found[name])
+            array = _cast(file.get_tensor(found[name]), dtype, found[name])
+            if not _is_finite(array):
+                raise ValueError(f"{found[name]} holds NaN or infinite values")
+            return array
 
     arrays = [
         jnp.asarray(hf_tensors.join(leaf, [read(name) for name in leaf.names]))
@@ -192,7 +195,10 @@ def save_params(
                 leaf.names, hf_tensors.split(leaf, np.asarray(array)), strict=True
             )
         }
-        safetensors.numpy.save_file(tensors, folder / name, metadata={"format": "pt"})
+        try:
+            safetensors.numpy.save_file(tensors, folder / name, {"format": "pt"})
+        except safetensors.SafetensorError as error:  # no room, for one
+            raise OSError(str(error)) from None
         (folder / name).chmod(0o644)
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -208,11 +214,14 @@ def checked_dtype(dtype: DTypeLike) -> np.dtype:
     Raises:
       ValueError: if it is not floating, or float64 where JAX has that switched off.
     """
-    result = jnp.dtype(dtype)
-    if not jnp.issubdtype(result, jnp.floating) or (
-        jax.dtypes.canonicalize_dtype(result) != result
-    ):
-        raise ValueError(f"{dtype=} must be float32, bfloat16 or float16")
+    try:
+        result = validation.floating("dtype", dtype)
+    except ValueError:
+        result = None
+    if result is None or jax.dtypes.canonicalize_dtype(result) != result:
+        raise ValueError(
+            f"dtype={validation.shown(dtype)} must be float32, bfloat16 or float16"
+        )
     return result
 
 
@@ -222,6 +231,23 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
         return array
     with np.errstate(over="ignore"):
         result = array.astype(dtype)
-    if dtype == np.float16 and np.isinf(result).sum() > np.isinf(array).sum():
+    # Every number is looked at only where one of them is not finite.
+    if not _is_finite(result) and np.isinf(result).sum() > np.isinf(array).sum():
         raise ValueError(f"{name} has values too large for {dtype.name}")
     return result
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether a floating array holds no NaN and no infinity.
+
+    Looks at bits as integers, by which infinities and NaN are the largest of each sign:
+    several times faster than `np.isfinite`, above all for bfloat16, and without a copy.
+    """
+    if not array.size:
+        return True
+    size = array.dtype.itemsize
+    plus, minus = np.array([np.inf, -np.inf], array.dtype).view(f"u{size}").tolist()
+    bits = np.ascontiguousarray(array).reshape(-1)
+    return bool(
+        bits.view(f"i{size}").max() < plus and bits.view(f"u{size}").max() < minus
+    )

@@ -163,7 +163,8 @@ class Ledger:
         """Closes a sequence, and with the last one of a request the request."""
         part = record.parts[sample]
         cancelled = part.reason is None
-        part.reason = part.reason or "cancelled"
+        if cancelled:
+            record.cut_off(sample)
         record.close(sample, drained, row)
         text, completion = part.text[part.shown :], None
         if record.is_complete():

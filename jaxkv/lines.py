@@ -80,17 +80,24 @@ def empty(
       holds: whether the policy holds finished sequences.
       has_blocks: whether places are contiguous.
     """
-    zeros, flags = jnp.zeros((num_slots,), jnp.int32), jnp.zeros((num_slots,), bool)
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zeros() -> Array:
+        return jnp.zeros((num_slots,), jnp.int32)
+
+    def flags() -> Array:
+        return jnp.zeros((num_slots,), bool)
+
     return Line(
-        sequence=zeros + NOBODY,
-        length=zeros,
-        places=zeros,
-        known=zeros,
-        fed=zeros,
-        returned=flags,
-        held=flags if holds else None,
-        siblings=Siblings(zeros, flags, flags, flags) if has_groups else None,
-        block=zeros if has_blocks else None,
+        sequence=jnp.full((num_slots,), NOBODY, jnp.int32),
+        length=zeros(),
+        places=zeros(),
+        known=zeros(),
+        fed=zeros(),
+        returned=flags(),
+        held=flags() if holds else None,
+        siblings=Siblings(zeros(), flags(), flags(), flags()) if has_groups else None,
+        block=zeros() if has_blocks else None,
     )
 
 

@@ -10,10 +10,14 @@ the pool. `put` and `take` switch the wrapping off; all indexing by page id, or 
 anything else that may be a sentinel, goes through them.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32, Shaped
+
+from jaxkv import validation
 
 NO_PAGE = -1
 """Stands in a table, or in a list of ids, where no page is mapped."""
@@ -45,8 +49,7 @@ def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Po
     Raises:
       ValueError: `num_pages` is below 1, or `order` has another length.
     """
-    if num_pages < 1:
-        raise ValueError(f"{num_pages=} must be at least 1")
+    num_pages = validation.integer("num_pages", num_pages, low=1)
     if order is None:
         order = jnp.arange(num_pages, dtype=jnp.int32)
     if order.shape != (num_pages,):
@@ -215,3 +218,15 @@ def take(
     return values.at[index].get(
         mode="fill", fill_value=fill, wrap_negative_indices=False
     )
+
+
+def on_device[T](tree: T) -> T:
+    """Makes JAX's arrays of NumPy's, which lack `at`; public functions begin with it.
+
+    Under `jit`, where they are JAX's already, it does nothing.
+    """
+
+    def one(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+    return jax.tree.map(one, tree)

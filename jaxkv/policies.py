@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import scheduling, tables, victims
+from jaxkv import scheduling, tables, validation, victims
 from jaxkv.scheduling import NO_LIMIT, Counts, Plan
 
 
@@ -147,16 +147,19 @@ def fcfs(
     Raises:
       ValueError: a parameter is out of its range.
     """
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{chunk_size=} must be at least 1, or None")
-    if watermark < 0:
-        raise ValueError(f"{watermark=} must be at least 0")
-    if victim not in victims.NAMES:
-        raise ValueError(f"{victim=} must be one of {', '.join(victims.NAMES)}")
-    if preemption not in ("recompute", "swap"):
-        raise ValueError(f"{preemption=} must be 'recompute' or 'swap'")
-    chunk = NO_LIMIT if chunk_size is None else chunk_size
+    if chunk_size is None:
+        chunk_size = NO_LIMIT
+    chunk = validation.integer("chunk_size", chunk_size, low=1)
+    watermark = validation.integer("watermark", watermark)
+    validation.choice("victim", victim, victims.NAMES)
+    validation.choice("preemption", preemption, ("recompute", "swap"))
     hold = preemption == "swap" if hold_new is None else hold_new
+    for name, value in (
+        ("hold_new", hold),
+        ("cached_first", cached_first),
+        ("stackable", stackable),
+    ):
+        validation.boolean(name, value)
 
     def rule(value: bool) -> Bool[Array, ""] | None:
         return jnp.asarray(value) if value or stackable else None

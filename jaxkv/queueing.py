@@ -68,7 +68,7 @@ def submit(
 
     Args:
       state: the engine.
-      requests: in order of arrival.
+      requests: in order of arrival; NumPy's arrays will do, outside of `jit`, too.
       config: the engine's bounds, static.
 
     Returns:
@@ -78,6 +78,7 @@ def submit(
       finds queue or sequences full. Those behind a request that found no room are
       refused with it, so that nobody is overtaken.
     """
+    state, requests = paging.on_device((state, requests))
     s, queue, r = state.sequences, state.queue, requests
     num, num_rows = s.status.shape[0], r.params.sample.shape[0]
     # What holds for a request holds for all of its rows, from the first one on.
@@ -219,6 +220,7 @@ def cancel(
       The new state. The sequences are FINISHED with what they had; those of a beam
       search, which end together, without an answer.
     """
+    state, request_ids, samples = paging.on_device((state, request_ids, samples))
     s, queue = state.sequences, state.queue
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
     if samples is not None:
@@ -275,6 +277,7 @@ def drain(state: EngineState) -> tuple[EngineState, states.Sequences]:
       from the new state. The sequences of a request that others still run for are
       handed out with the last of them, and stand as RUNNING here.
     """
+    state = paging.on_device(state)
     s = state.sequences
     alive = (s.status == states.WAITING) | (s.status == states.RUNNING)
     ended = s.status == states.FINISHED

@@ -91,6 +91,20 @@ def invalid(
     return nan | (top == -jnp.inf)
 
 
+def is_finite(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
+    """Rows without NaN and without infinities.
+
+    A sum is not finite if one of its terms is not; every logit is looked at only where
+    a sum is not.
+    """
+    suspect = ~jnp.all(jnp.isfinite(jnp.sum(logits, axis=1)))
+    return lax.cond(
+        suspect,
+        lambda: jnp.all(jnp.isfinite(logits), axis=1),
+        lambda: jnp.ones(logits.shape[0], bool),
+    )
+
+
 def upto(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:
     """Marks the ranks up to the last one, (value, id)."""
     value, token = last[0][:, None], last[1][:, None]

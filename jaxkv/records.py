@@ -77,16 +77,30 @@ class Record:
                 if self._stops(part):
                     reason = "stop"
                     break
+        else:
+            # Behind a stop string there is nothing, not half a character either.
+            if reason and self._finishes(part) and reason == "length":
+                reason = "stop"
         part.reason = reason
-        if reason and part.stream is not None and not self._stops(part):
-            part.text += part.stream.finish()
-            self._stops(part)
         # Text that may be the beginning of a stop string is held back.
         stops = self.sampling.stop
         hold = 0 if reason else max(map(len, stops), default=1) - 1
         end = max(part.shown, len(part.text) - hold)
         text, part.shown = part.text[part.shown : end], end
         return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
+
+    def cut_off(self, sample: int) -> None:
+        """Ends a sequence that was cancelled, with what it has."""
+        part = self.parts[sample]
+        part.reason = "cancelled"
+        self._finishes(part)
+
+    def _finishes(self, part: Part) -> bool:
+        """Adds what the decoder held back; tells whether that made a stop string."""
+        if part.stream is None:
+            return False
+        part.text += part.stream.finish()
+        return self._stops(part)
 
     def _stops(self, part: Part) -> bool:
         """Cuts the text at the first stop string, if there is one."""

@@ -42,6 +42,9 @@ from jaxkv.randomness import (
 from jaxkv.randomness import (
     request_key as request_key,
 )
+from jaxkv.ranking import (
+    is_finite as is_finite,
+)
 from jaxkv.sampling_params import (
     Params as Params,
 )
@@ -67,8 +70,8 @@ class Draw(NamedTuple):
     logprob: Float[Array, " rows"]
     """Its log-probability under the raw logits; 0 where it was not asked for."""
     invalid: Bool[Array, " rows"]
-    """Rows from which nothing can be drawn: NaN among the logits, or all of them
-    -inf."""
+    """Rows from which nothing can be drawn: NaN among the logits, all of them -inf, or
+    anything but numbers among the model's own."""
 
 
 def penalise(
@@ -190,7 +193,9 @@ def sample(
       params: everything but the penalties is read.
       positions: where the drawn tokens will stand in their sequences.
       raw: the model's own logits, from which log-probabilities are taken, before
-        penalties, temperature and cut-offs; None means `logits`.
+        penalties, temperature and cut-offs; an infinity or NaN among them, with which
+        a model breaks down, makes the row invalid. None means `logits`, in which
+        somebody may have set some to -inf.
       scored: rows that want a log-probability; None means all.
       max_candidates: as in `keep`.
 
@@ -201,11 +206,12 @@ def sample(
     arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
     al. 2025, arXiv:2407.01082 (min-p).
     """
+    broken = jnp.zeros(logits.shape[0], bool) if raw is None else ~is_finite(raw)
     raw = logits if raw is None else raw
     logits = ranking.wide(logits)
     vocab = logits.shape[1]
     top, greedy = ranking.argmax(logits)
-    invalid = ranking.invalid(logits, top)
+    invalid = ranking.invalid(logits, top) | broken
     drawn = (params.temperature > 0) & ~invalid
     cut = drawn & cutoffs.is_cut(params, vocab)
 

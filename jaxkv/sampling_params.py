@@ -1,6 +1,7 @@
 """What a request may ask of its draws: checked on the host, arrays on the device."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
+from jaxkv import validation
+
 _LARGEST = float(np.finfo(np.float32).max)
-
-
 _SMALLEST = float(np.finfo(np.float32).tiny)
+
+type _Check = Callable[[str, object], Any]
+"""Takes a field's name and value; returns the value, or says what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,70 +82,22 @@ class Sampling:
         Raises:
           ValueError: a field is out of its range; the message shows it.
         """
-        penalties = (self.presence_penalty, self.frequency_penalty)
-        for right, wrong in (
-            (0 <= self.temperature <= _LARGEST, f"{self.temperature=} must be >= 0"),
-            (_is_count(self.top_k), f"{self.top_k=} must be a count, or 0 for off"),
-            (0 < self.top_p <= 1, f"{self.top_p=} must be in (0, 1]"),
-            (0 <= self.min_p <= 1, f"{self.min_p=} must be in [0, 1]"),
-            (
-                _SMALLEST <= self.repetition_penalty <= _LARGEST,
-                f"{self.repetition_penalty=} must be above 0 and finite",
-            ),
-            (
-                all(abs(penalty) <= _LARGEST for penalty in penalties),
-                f"{self.presence_penalty=}, {self.frequency_penalty=} must be finite",
-            ),
-            (
-                self.seed is None or _is_count(self.seed, below=2**64),
-                f"{self.seed=} must be None or an integer in [0, 2**64)",
-            ),
-            (
-                _is_count(self.salt, below=2**32),
-                f"{self.salt=} must be in [0, 2**32)",
-            ),
-            (_is_count(self.n) and self.n > 0, f"{self.n=} must be at least 1"),
-            (
-                self.best_of is None
-                or (_is_count(self.best_of) and self.best_of >= self.n),
-                f"{self.best_of=} must be None or at least {self.n=}",
-            ),
-            (
-                self.beam_width is None
-                or (_is_count(self.beam_width) and self.beam_width >= self.n),
-                f"{self.beam_width=} must be None or at least {self.n=}",
-            ),
-            (
-                self.beam_width is None or self._only_searches(),
-                "beam search takes no best_of, penalties, logprobs or stop strings",
-            ),
-            (
-                -10 <= self.length_penalty <= 10,
-                f"{self.length_penalty=} must be in [-10, 10]",
-            ),
-            (
-                self.early_stopping in (True, False, "never"),
-                f"{self.early_stopping=} must be True, False or 'never'",
-            ),
-            (
-                _is_count(self.max_tokens) and self.max_tokens > 0,
-                f"{self.max_tokens=} must be at least 1",
-            ),
-            (
-                _is_tuple(self.stop, lambda text: isinstance(text, str) and text),
-                f"{self.stop=} must be a tuple of strings, none of them empty",
-            ),
-            (
-                _is_tuple(self.stop_tokens, _is_count),
-                f"{self.stop_tokens=} must be a tuple of token ids",
-            ),
-            (
-                self.logprobs is None or _is_count(self.logprobs),
-                f"{self.logprobs=} must be None or at least 0",
-            ),
-        ):
-            if not right:
-                raise ValueError(wrong)
+        for name, check in _CHECKS.items():
+            # What passes is Python's own number, also where it was NumPy's.
+            value = getattr(self, name)
+            plain = check(f"self.{name}", value)
+            if plain is not value:
+                object.__setattr__(self, name, plain)
+        for name in ("best_of", "beam_width"):
+            num = getattr(self, name)
+            if num is not None and num < self.n:
+                raise ValueError(
+                    f"self.{name}={num} must be None or at least {self.n=}"
+                )
+        if self.beam_width is not None and not self._only_searches():
+            raise ValueError(
+                "beam search takes no best_of, penalties, logprobs or stop strings"
+            )
 
     def _only_searches(self) -> bool:
         """Whether nothing is asked that a beam search has no part in."""
@@ -168,12 +124,68 @@ class Sampling:
         return cls(temperature=0.0, **fields)
 
 
-def _is_count(value: Any, below: int = 2**31) -> bool:
-    return isinstance(value, int | np.integer) and 0 <= value < below
+def _count(low: int = 0, hint: str = "", below: int = validation.INT32) -> _Check:
+    return lambda name, value: validation.integer(
+        name, value, low=low, below=below, hint=hint
+    )
 
 
-def _is_tuple(value: Any, fits: Callable[[Any], object]) -> bool:
-    return isinstance(value, tuple) and all(fits(entry) for entry in value)
+def _number(low: float, high: float, hint: str) -> _Check:
+    return lambda name, value: validation.number(
+        name, value, low=low, high=high, hint=hint
+    )
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, tuple) and all(isinstance(x, str) and x for x in value):
+        return value
+    raise ValueError(
+        f"{name}={validation.shown(value)} must be a tuple of strings, none of them "
+        "empty"
+    )
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    refused = f"{name}={validation.shown(value)} must be a tuple of token ids"
+    if not isinstance(value, tuple):
+        raise ValueError(refused)
+    try:
+        return tuple(validation.integer(name, token) for token in value)
+    except ValueError:
+        raise ValueError(refused) from None
+
+
+_ANY = _number(-_LARGEST, _LARGEST, "finite")
+_CHECKS: dict[str, _Check] = {
+    "temperature": _number(0.0, _LARGEST, ">= 0 and finite"),
+    "top_k": _count(hint="a count, or 0 for off"),
+    "top_p": _number(math.ulp(0.0), 1.0, "in (0, 1]"),
+    "min_p": _number(0.0, 1.0, "in [0, 1]"),
+    "repetition_penalty": _number(_SMALLEST, _LARGEST, "above 0 and finite"),
+    "presence_penalty": _ANY,
+    "frequency_penalty": _ANY,
+    "seed": _or_none(_count(below=2**64, hint="None or an integer in [0, 2**64)")),
+    "n": _count(1),
+    "best_of": _or_none(_count(hint="None or at least self.n")),
+    "beam_width": _or_none(_count(hint="None or at least self.n")),
+    "length_penalty": _number(-10.0, 10.0, "in [-10, 10]"),
+    "early_stopping": lambda name, value: validation.choice(
+        name, value, (True, False, "never")
+    ),
+    "max_tokens": _count(1),
+    "stop": _texts,
+    "stop_tokens": _token_ids,
+    "ignore_eos": validation.boolean,
+    "logprobs": _or_none(_count(hint="None or at least 0")),
+    "prompt_logprobs": validation.boolean,
+    "prefix_cache": validation.boolean,
+    "salt": _count(below=2**32),
+}
+"""What each field of `Sampling` is checked by."""
 
 
 class Params(NamedTuple):
@@ -225,5 +237,8 @@ def params_of(
 
 def greedy_params(rows: int) -> Params:
     """Parameters of rows that nobody uses: greedy, everything else off."""
-    blank = params_of([Sampling.greedy()] * rows, [(0, 0)] * rows, [0] * rows)
-    return jax.tree.map(jnp.asarray, blank)
+    blank = params_of([Sampling.greedy()], [(0, 0)], [0])
+    # Not lined up on the host: shapes alone are asked for, too, of any number of rows.
+    return jax.tree.map(
+        lambda x: jnp.full((rows, *x.shape[1:]), x.flat[0], x.dtype), blank
+    )

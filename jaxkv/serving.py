@@ -9,11 +9,12 @@ its ledger counts.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxkv import (
     answers,
     auditing,
     deferring,
+    device_memory,
     engine,
     forwarding,
     hosting,
@@ -31,6 +33,7 @@ from jaxkv import (
     queueing,
     scheduling,
     states,
+    validation,
 )
 from jaxkv.answers import Completion, Event
 from jaxkv.caching import Pages
@@ -113,15 +116,18 @@ class Engine:
             `max_swap_pages`; None means as many as the pool has.
 
         Raises:
-          ValueError: the pages do not fit the configuration, the end tokens do not fit
-            `max_stop_tokens`, or `host_pages` is below 0.
+          ValueError: an argument is of another type than it should be, the pages do not
+            fit the configuration, the end tokens do not fit `max_stop_tokens`, or
+            `host_pages` is below 0.
         """
         if host_pages is None:
             host_pages = config.num_pages
-        if host_pages < 0:
-            raise ValueError(f"{host_pages=} must be at least 0")
+        host_pages = validation.integer("host_pages", host_pages)
+        keep_trace = validation.boolean("keep_trace", keep_trace)
+        _check_parts(config, pages, forward, policy, logits_fn)
         if eos_ids is None:
             eos_ids = () if tokenizer is None else tokenizer.eos_ids
+        eos_ids = validation.tokens("eos_ids", eos_ids).tolist()
         if len(eos_ids) > config.max_stop_tokens:
             raise ValueError(
                 f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}"
@@ -165,6 +171,7 @@ class Engine:
         rest = {name: fields.pop(name) for name in own if name in fields}
         config = EngineConfig(**fields)
         loaded = checkpoints.load_model(folder, dtype=dtype)
+        _check_room(loaded.config, config, dtype)
         return cls(
             loaded.params,
             models.Forward(loaded.config, config.numerics),
@@ -207,19 +214,27 @@ class Engine:
         Raises:
           ValueError: the request cannot be served; the message says why.
         """
+        # All is checked before anything is taken, be it the next unused number.
         ask = Sampling() if sampling is None else sampling
         tokens = self._checked(prompt, ask)
-        if request_id is None:
+        if arrival_s is not None:
+            arrival_s = validation.seconds("arrival_s", arrival_s)
+        if request_id is not None:
+            request_id = answers.request_name("request_id", request_id)
+        else:
             request_id = self._next_id()
-        if not 0 <= request_id < 2**31:
-            raise ValueError(f"{request_id=} must be in [0, 2**31)")
         self._add([self._record(request_id, tokens, ask, arrival_s)])
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request with what it has; names of nobody are ignored."""
+        """Ends a request with what it has; names of nobody are ignored.
+
+        Raises:
+          ValueError: it is no name, which is a whole number in [0, 2**31).
+        """
+        name = answers.request_name("request_id", request_id)
         with self._lock, deferring.signals():
-            self._ledger.cancel(request_id, self.now())
+            self._ledger.cancel(name, self.now())
 
     def generate(
         self,
@@ -241,14 +256,12 @@ class Engine:
         Raises:
           ValueError: a request cannot be served; none is then submitted.
         """
-        if isinstance(sampling, Sampling) or sampling is None:
-            asks = [sampling or Sampling()] * len(prompts)
-        else:
-            asks = list(sampling)
-        if len(asks) != len(prompts):
-            raise ValueError(f"{len(asks)=} samplings must be {len(prompts)=}")
-        pairs = list(zip(prompts, asks, strict=True))
-        encoded = [self._checked(prompt, ask) for prompt, ask in pairs]
+        asks, encoded = _one_each(prompts, sampling), []
+        for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
+            try:
+                encoded.append(self._checked(prompt, ask))
+            except ValueError as error:
+                raise ValueError(f"prompts[{i}]: {error}") from None
         records = [
             self._record(self._next_id(), *pair, is_quiet=True)
             for pair in zip(encoded, asks, strict=True)
@@ -437,19 +450,74 @@ class Engine:
                 f"this engine is lost, make a new one; {kind}: {said}"
             ) from self._lost
 
-    def _checked(self, prompt: str | Sequence[int], ask: Sampling) -> list[int]:
-        if not isinstance(prompt, str):
-            tokens = [int(token) for token in prompt]
-        elif self.tokenizer is None:
-            raise ValueError("there is no tokenizer; give token ids, not text")
-        else:
+    def _checked(self, prompt: object, ask: object) -> list[int]:
+        """The tokens of a prompt, after all of the request was checked."""
+        tokens = prompt
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("there is no tokenizer; give token ids, not text")
             tokens = self.tokenizer.encode(prompt)
-        answers.check(
+        ignores = isinstance(ask, Sampling) and ask.ignore_eos
+        return answers.check(
             *(tokens, ask),
             config=self.config,
-            num_eos=0 if ask.ignore_eos else len(self._eos_ids),
+            num_eos=0 if ignores else len(self._eos_ids),
             vocab_size=self._vocab_size,
             has_text=self.tokenizer is not None,
             has_logits_fn=self._static["logits_fn"] is not None,
         )
-        return tokens
+
+
+def _check_parts(
+    config: object, pages: object, forward: object, policy: object, logits_fn: object
+) -> None:
+    """Refuses parts of an engine that are something else."""
+    for name, value, kinds in (
+        ("config", config, (EngineConfig,)),
+        ("pages", pages, (Pages,)),
+        ("forward", forward, (forwarding.Forward,)),
+        ("policy", policy, (scheduling.Policy, type(None))),
+        ("logits_fn", logits_fn, (Callable, type(None))),
+    ):
+        # A class has the methods of its objects, and is none of them.
+        if not isinstance(value, kinds) or isinstance(value, type):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            wanted = wanted.replace("NoneType", "None")
+            raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
+
+
+def _check_room(model: Any, config: EngineConfig, dtype: str) -> None:
+    """Refuses bounds whose state, pool and all, is larger than the memory."""
+    from jaxkv import models
+
+    pages = jax.eval_shape(lambda: models.make_pages(model, config, dtype=dtype))
+    device_memory.check_room(
+        jax.eval_shape(functools.partial(states.init, config), pages),
+        f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
+    )
+
+
+def _one_each(prompts: object, sampling: object) -> list[Any]:
+    """A sampling for each prompt, after it was checked that there are several of both.
+
+    Raises:
+      ValueError: one prompt, or something else, stands where a list is meant.
+    """
+    if isinstance(prompts, str | bytes):
+        raise ValueError(
+            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
+            "single one, [prompt]"
+        )
+    is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
+    if not is_table and not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * len(prompts)
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
+        raise ValueError(
+            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
+            "one for each prompt"
+        )
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(sampling)=} samplings must be {len(prompts)=}")
+    return list(sampling)

@@ -22,9 +22,11 @@ from jaxkv import (
     lines,
     machines,
     observing,
+    paging,
     scheduling,
     tables,
     turnover,
+    validation,
 )
 from jaxkv.contiguous import Reservation
 from jaxkv.lines import Line
@@ -117,13 +119,17 @@ def init(
       reservation: contiguous places for each request, in place of pages.
 
     Returns:
-      The state.
+      The state; donate it to the programs that step it.
 
     Raises:
-      ValueError: several sequences of a request, which share nothing in contiguous
-        places: let them be requests.
+      ValueError: a size is below 1; or several sequences of a request, which share
+        nothing in contiguous places: let them be requests.
     """
-    w, c = workload, capacity
+    w, c = paging.on_device((workload, capacity))
+    max_slots = validation.integer("max_slots", max_slots, low=1)
+    max_samples = validation.integer("max_samples", max_samples, low=1)
+    if head is not None:
+        head = validation.integer("head", head, low=1)
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
     size = c.page_size
@@ -136,25 +142,31 @@ def init(
         r = reservation
         asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
         fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
-    zero = jnp.zeros((), jnp.int32)
     num = w.prompt.shape[0] * max_samples
-    holds, none = policy.holds_finished, jnp.zeros((max_slots,), bool)
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zero() -> Array:
+        return jnp.zeros((), jnp.int32)
+
+    def nobody() -> Array:
+        return jnp.zeros((max_slots,), bool)
+
     return Simulation(
         clock=jnp.zeros((2,), jnp.int32),
         line=lines.empty(
             max_slots,
             has_groups=max_samples > 1,
-            holds=holds,
+            holds=policy.holds_finished,
             has_blocks=reservation is not None,
         ),
-        began=none,
-        ended=none,
+        began=nobody(),
+        ended=nobody(),
         left=jnp.full((max_slots,), NOBODY, jnp.int32),
         left_with=jnp.zeros((max_slots, len(machines.Progress._fields)), jnp.int32),
         queue=jnp.full((max_slots + (head or max_slots),), NOBODY, jnp.int32),
-        num_taken=zero,
-        num_swapped=zero,
-        num_done=zero,
+        num_taken=zero(),
+        num_swapped=zero(),
+        num_done=zero(),
         progress=jnp.zeros((num, len(machines.Progress._fields)), jnp.int32),
         events=jnp.zeros((num, len(machines.Events._fields)), jnp.int32),
         order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
@@ -189,7 +201,8 @@ def step(
     Returns:
       The new state, and what happened.
     """
-    w, size = workload, capacity.page_size
+    state, w, capacity = paging.on_device((state, workload, capacity))
+    size = capacity.page_size
     state, whose = turnover.retire(state, max_samples)
     state = turnover.arrive(state, w, head or whose.shape[0])
     queued = observing.look(state, w, head or whose.shape[0], max_samples)

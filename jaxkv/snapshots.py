@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 from jaxkv import states
 from jaxkv.caching import Pages
-from jaxkv.hf_files import aside, blaming, read_json
+from jaxkv.hf_files import aside, blaming, read_json, silencing_orbax
 from jaxkv.states import EngineConfig, EngineState
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
@@ -60,7 +60,8 @@ def save_state(
 
     Raises:
       ValueError: if something else is in the folder's place, if the state is not one
-        of the configuration, or if pages of it are in the memory of the host.
+        of the configuration, if pages of it are in the memory of the host, or if there
+        is no room for it.
     """
     folder = Path(folder).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -76,8 +77,8 @@ def save_state(
             "pages of swapped requests are in the memory of the host, which a snapshot "
             "does not hold; save a state without a host, or with them back"
         )
-    with aside(folder) as new:
-        with ocp.StandardCheckpointer() as writer:
+    with aside(folder, ValueError) as new:
+        with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             # Orbax refuses arrays that hold nothing; their shapes say all of them.
             full = {name: x for name, x in _by_name(state).items() if x.size}
             writer.save(new / ARRAYS, jax.tree.map(np.asarray, full))
@@ -122,9 +123,10 @@ def load_state(
         raise ValueError(f"{folder}: holds other arrays: {different}")
     # Orbax finds a file gone or cut off, but believes a changed byte of a large array.
     files = _digests(folder / ARRAYS)
-    for name, digest in saved["files"].items():
-        if files.get(name) != digest:
+    for name in [*saved["files"], *files]:
+        if files.get(name, ABSENT) != saved["files"].get(name):
             what = "is damaged" if name in files else "is missing"
+            what = what if name in saved["files"] else f"is not listed in {HEADER}"
             raise ValueError(f"{folder / ARRAYS / name}: {what}")
     shapes = {
         # Orbax reads into NumPy if it is shown NumPy; this takes no memory.
@@ -132,7 +134,11 @@ def load_state(
         for name, x in _by_name(like).items()
     }
     full = {name: x for name, x in shapes.items() if x.size}
-    with blaming(folder, KeyError, TypeError), ocp.StandardCheckpointer() as reader:
+    with (
+        blaming(folder, KeyError, TypeError),
+        silencing_orbax(),
+        ocp.StandardCheckpointer() as reader,
+    ):
         arrays = shapes | reader.restore(folder / ARRAYS, full)
     # From NumPy, as `states.init` would: bound to no device, so that programs that are
     # compiled for the one serve the other. Popped, so that no array is twice in memory.

@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import beams, caching, paging, prefixes, sampling, swap_space, tables
+from jaxkv import (
+    beams,
+    caching,
+    paging,
+    prefixes,
+    sampling,
+    swap_space,
+    tables,
+    validation,
+)
 
 NOBODY = -1
 """Stands where a slot, a line or a queue could name a sequence and does not."""
@@ -26,6 +35,18 @@ EMPTY, WAITING, RUNNING, FINISHED = range(4)
 REASONS = (None, "stop", "length", "cancelled", "nan")
 """Why a sequence ended, by the code that stands in `Sequences.reason`."""
 NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
+
+
+_CHOICES = {
+    "kv_dtype": ("model", "int8", "fp8"),
+    "numerics": ("fast", "reproducible"),
+}
+_LOWEST = {
+    "max_length": 2,
+    **dict.fromkeys(("max_logit_rows", "max_logprobs", "max_beams"), 0),
+    "max_swap_pages": 0,
+}
+"""Of the counts that are not at least 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,16 +100,12 @@ class EngineConfig:
     `InvariantError` at the first."""
 
     def __post_init__(self) -> None:
-        """Refuses bounds that leave no room for a single sequence."""
-        at_least_one = (
-            *("num_pages", "page_size", "max_slots", "max_sequences"),
-            *("queue_capacity", "max_stop_tokens", "submit_width", "steps_per_call"),
-        )
-        for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.max_length < 2:
-            raise ValueError(f"{self.max_length=} must be at least 2")
+        """Refuses bounds of another type, and those without room for one sequence.
+
+        Raises:
+          ValueError: a field is not usable; the message shows it.
+        """
+        self._set_plain()
         if self.token_budget < self.max_slots:
             raise ValueError(
                 f"{self.token_budget=} must be at least {self.max_slots=}, "
@@ -98,19 +115,32 @@ class EngineConfig:
             raise ValueError(
                 f"{self.max_logit_rows=} must be 0 or at least {self.max_slots=}"
             )
-        for name in ("max_logprobs", "max_swap_pages"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        if not 0 <= self.max_beams <= self.max_slots:
+        if self.queue_capacity + self.max_slots >= validation.INT32:
+            raise ValueError(
+                f"{self.queue_capacity=} and {self.max_slots=} must stay below 2**31"
+            )
+        if self.max_beams > self.max_slots:
             raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
         if self.emit_width != 1:
             raise ValueError(f"{self.emit_width=} must be 1 without speculation")
-        if self.kv_dtype not in ("model", "int8", "fp8"):
-            raise ValueError(f"{self.kv_dtype=} must be 'model', 'int8' or 'fp8'")
-        if self.numerics not in ("fast", "reproducible"):
-            raise ValueError(f"{self.numerics=} must be 'fast' or 'reproducible'")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"{self.seed=} must be in [0, 2**64)")
+
+    def _set_plain(self) -> None:
+        """Checks every field by itself; NumPy's numbers become Python's.
+
+        A configuration is written to files and hashed, so its types matter.
+        """
+        for field in dataclasses.fields(self):
+            name, value = f"self.{field.name}", getattr(self, field.name)
+            if field.name in _CHOICES:
+                value = validation.choice(name, value, _CHOICES[field.name])
+            elif isinstance(field.default, bool):
+                value = validation.boolean(name, value)
+            elif field.name == "seed":
+                value = validation.integer(name, value, below=2**64)
+            else:
+                low = _LOWEST.get(field.name, 1)
+                value = validation.integer(name, value, low=low)
+            object.__setattr__(self, field.name, value)
 
     @property
     def max_pages_per_slot(self) -> int:

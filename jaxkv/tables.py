@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import paging
+from jaxkv import paging, validation
 from jaxkv.paging import NO_PAGE, Pool
 
 
@@ -47,12 +47,10 @@ def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
     Raises:
       ValueError: a size is below 1.
     """
-    if max_slots < 1:
-        raise ValueError(f"{max_slots=} must be at least 1")
-    if max_pages_per_slot < 1:
-        raise ValueError(f"{max_pages_per_slot=} must be at least 1")
+    max_slots = validation.integer("max_slots", max_slots, low=1)
+    num_columns = validation.integer("max_pages_per_slot", max_pages_per_slot, low=1)
     return Table(
-        page_ids=jnp.full((max_slots, max_pages_per_slot), NO_PAGE, jnp.int32),
+        page_ids=jnp.full((max_slots, num_columns), NO_PAGE, jnp.int32),
         length=jnp.zeros(max_slots, jnp.int32),
         ahead=jnp.zeros(max_slots, jnp.int32),
     )

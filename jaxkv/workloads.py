@@ -4,13 +4,15 @@ Workloads are made on the host, by NumPy, from an explicit generator of random n
 and are arrays from then on.
 """
 
+import math
+import sys
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Num
 
-from jaxkv import clocks, lengths, scheduling
+from jaxkv import clocks, lengths, scheduling, validation
 
 
 class Workload(NamedTuple):
@@ -53,6 +55,9 @@ def make(
     num = arrival_s.size
     columns = {"prompt": prompt, "output": output}
     columns["samples"] = np.broadcast_to(samples, arrival_s.shape)
+    for name, column in columns.items():
+        if np.asarray(column).dtype.kind not in "iu":
+            raise ValueError(f"{name} has {np.asarray(column).dtype}, not integers")
     if not num or any(np.shape(x) != (num,) for x in columns.values()):
         shapes = [np.shape(x) for x in (arrival_s, *columns.values())]
         raise ValueError(f"a workload needs columns of one length, not {shapes}")
@@ -63,8 +68,9 @@ def make(
     for name, column in columns.items():
         wrong = (column < 1) | (column > lengths.LONGEST)
         _refuse(wrong, column, f"has {name}={{}}, not in [1, {lengths.LONGEST}]")
-    if clients is not None and not 1 <= clients < 2**31:
-        raise ValueError(f"{clients=} must be at least 1, or None for an open loop")
+    if clients is not None:
+        hint = "at least 1, or None for an open loop"
+        clients = validation.integer("clients", clients, low=1, hint=hint)
     return Workload(
         arrival=jnp.asarray(clocks.from_seconds(arrival_s)),
         **{name: jnp.asarray(x, jnp.int32) for name, x in columns.items()},
@@ -111,12 +117,15 @@ def bursty(
 
     Source: Li et al. 2023 (AlpaServe), arXiv:2302.11665, who vary rate and cv so.
     """
-    if not 0 < rate < np.inf:
-        raise ValueError(f"{rate=} must be above 0 requests per second")
-    if num < 1:
-        raise ValueError(f"{num=} must be at least 1")
-    if not 0 <= cv < np.inf:
-        raise ValueError(f"{cv=} must be at least 0")
+    largest, above_0 = sys.float_info.max, math.ulp(0.0)
+    rate = validation.number(
+        *("rate", rate),
+        low=above_0,
+        high=largest,
+        hint="above 0 requests per second",
+    )
+    num = validation.integer("num", num, low=1)
+    cv = validation.number("cv", cv, low=0.0, high=largest, hint="at least 0")
     if cv == 0:
         return np.arange(1, num + 1) / rate
     return np.cumsum(rng.gamma(cv**-2, cv**2 / rate, num))

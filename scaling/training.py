@@ -5,14 +5,11 @@ that was killed is taken up by calling `train` again with the same folder, and e
 for bit where the unbroken run would have.
 """
 
-import contextlib
 import dataclasses
-import logging
 import math
-import re
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -21,6 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxkv import models
+from jaxkv.hf_files import silencing_orbax, system_reason
 from scaling import corpora, runs, stepping
 from scaling.recipes import Schedule, TrainConfig
 from scaling.stepping import TrainState, init, steps
@@ -280,34 +278,15 @@ def save(checkpoint: Path, state: TrainState) -> None:
     """
     checkpoint = Path(checkpoint).absolute()
     try:
-        with _silent(), ocp.StandardCheckpointer() as writer:
+        with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             writer.save(checkpoint, state)
     except (OSError, ValueError) as error:
         for half in checkpoint.parent.glob(f"{checkpoint.name}.orbax-*"):
             shutil.rmtree(half, ignore_errors=True)
         raise ValueError(
-            f"{checkpoint}: cannot be written: {_reason(error)}; what was saved before "
-            "is kept, and the same command goes on"
+            f"{checkpoint}: cannot be written: {system_reason(error)}; what was saved "
+            "before is kept, and the same command goes on"
         ) from error
-
-
-@contextlib.contextmanager
-def _silent() -> Generator[None]:
-    """Keeps Orbax from telling at length, thread by thread, what it raises as well."""
-    logger = logging.getLogger("absl")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _reason(error: Exception) -> str:
-    """What the system said, if that can be found in what Orbax says."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    said = re.search(r": ([^:]*) \[os_error_code", str(error))
-    return said[1] if said else str(error).strip().partition("\n")[0]
 
 
 def _save(folder: runs.RunFolder, state: TrainState) -> Path:

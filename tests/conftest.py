@@ -19,6 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.append(str(Path(sys.prefix, "deviceless")))
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -80,6 +81,17 @@ def fast_compile() -> Iterator[None]:
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
+
+
+@pytest.fixture
+def as_users_have_it() -> Iterator[None]:
+    """Takes the check of annotations away, which tests have and users do not.
+
+    For tests of what is said to those who pass something of another type.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.hookimpl(optionalhook=True)

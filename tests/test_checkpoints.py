@@ -139,13 +139,32 @@ def test_weights_take_the_type_that_is_asked(dtype: str, tmp_path: Path) -> None
         np.testing.assert_array_equal(other, narrow.astype("float32"), strict=True)
 
 
-def test_a_nan_stays_a_nan(llama: Path) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    value: float, dtype: str, llama: Path
+) -> None:
     def spoil(tensors: dict[str, np.ndarray]) -> None:
-        tensors["model.norm.weight"][3] = np.nan
+        tensors["model.norm.weight"][3] = value
 
     change_tensors(llama, spoil)
-    loaded = checkpoints.load_model(llama, dtype="float16")
-    assert np.isnan(loaded.params["final_norm"]["scale"]).sum() == 1
+    line = r"model\.safetensors: model\.norm\.weight holds NaN or infinite values"
+    with pytest.raises(ValueError, match=line) as caught:
+        checkpoints.load_model(llama, dtype=dtype)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_that_only_a_wider_type_holds_are_refused(
+    dtype: str, llama: Path
+) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"][3] = np.finfo(np.float32).max
+
+    change_tensors(llama, spoil)
+    assert checkpoints.load_model(llama).params["final_norm"]["scale"].max() > 1e38
+    with pytest.raises(ValueError, match=f"has values too large for {dtype}"):
+        checkpoints.load_model(llama, dtype=dtype)
 
 
 # Names that differ, or that are no weights

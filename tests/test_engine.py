@@ -451,6 +451,16 @@ def test_not_a_number_ends_a_request_and_nobody_else() -> None:
     assert all(got[name] == healthy[name] for name in sound)
 
 
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
+def test_an_infinity_in_the_head_ends_everybody(value: float) -> None:
+    weights = dict(engines.params())
+    # One token's logits: of this alone the others would not have told.
+    weights["head"] = {"weight": weights["head"]["weight"].at[60, 3].set(value)}
+    run = engines.serve(workload(), TIGHT, weights=weights)
+    assert {each.reason for each in run.outcomes.values()} == {"nan"}
+    assert not any(run.tokens.values())
+
+
 def test_weights_of_nothing_but_nan_end_everybody() -> None:
     weights = jax.tree.map(lambda x: x * jnp.nan, engines.params())
     asks = list(workload())

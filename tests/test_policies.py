@@ -150,7 +150,7 @@ def test_static_batching_takes_back_what_was_swapped_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(victim="oldest"), "victim='oldest' must be one of latest, least_comp"),
+        (dict(victim="oldest"), "victim='oldest' must be 'latest', 'least_comp"),
         (dict(preemption="drop"), "preemption='drop' must be 'recompute' or 'swap'"),
     ],
 )

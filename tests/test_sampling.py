@@ -402,6 +402,20 @@ def sample(
     return draw(logits, params, positions, raw=raw, scored=scored)
 
 
+def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
+    logits, params, positions, _ = company()
+    raw = np.array(logits)
+    raw[1, 13], raw[2, 388], raw[5, 7] = INF, -INF, np.nan
+    raw[6], raw[7] = np.finfo(np.float32).max, np.finfo(np.float32).max / 2
+    # What somebody set in the logits, and not the model, is fine.
+    masked = logits.at[:, 3].set(INF).at[:, 4:50].set(-INF)
+    for params_of_all in (params, sampling.greedy_params(8)):
+        drawn = sample(masked, params_of_all, positions, raw=jnp.asarray(raw))
+        broken = [row in (1, 2, 5) for row in range(8)]
+        assert drawn.invalid.tolist() == broken
+        assert drawn.token.tolist() == [0 if row else 3 for row in broken]
+
+
 @pytest.mark.thorough
 def test_a_row_does_not_depend_on_its_company() -> None:
     together = sample(*company())
@@ -465,11 +479,15 @@ def test_rows_without_an_answer_are_flagged() -> None:
     rows[2] = -INF
     rows[3, [5, 9]] = INF, -INF
     rows[4, :-1] = -INF
-    drawn = sample(jnp.asarray(rows), params, positions)
+    rows = jnp.asarray(rows)
+    drawn = sample(rows, params, positions, raw=logits)
     assert drawn.invalid.tolist() == [True] * 3 + [False] * 5
     assert drawn.token[:5].tolist() == [0, 0, 0, 5, 388]
-    assert np.isnan(drawn.logprob).tolist() == [True] * 3 + [False] * 5
-    assert drawn.logprob[3:5].tolist() == [0, 0]
+    logprob = sampling.token_logprobs(rows, drawn.token)
+    assert np.isnan(logprob).tolist() == [True] * 3 + [False] * 5
+    assert logprob[3:5].tolist() == [0, 0]
+    # Were they the model's own, it had broken down in the rows of infinities, too.
+    assert sample(rows, params, positions).invalid.tolist() == [True] * 5 + [False] * 3
 
 
 @pytest.mark.thorough

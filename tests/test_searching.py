@@ -154,6 +154,20 @@ def test_a_cancelled_search_leaves_nothing() -> None:
     assert all(each.tokens == [] for each in outcomes.values())
 
 
+@pytest.mark.thorough
+def test_a_search_ends_where_logits_are_not_finite() -> None:
+    loaded = checkpoints.load_model(GOLDEN / "llama")
+    head = "embed" if loaded.config.tie_embeddings else "head"
+    table = loaded.params[head]["weight"]
+    # A token that no prompt holds: only its own logits tell.
+    table = table.at[loaded.config.vocab_size - 1, 0].set(jnp.inf)
+    weights = loaded.params | {head: {"weight": table}}
+    searches = [ask for ask in asks("llama") if ask.sampling.beam_width][:3]
+    run = engines.serve(searches, ROOMY, model=loaded.config, weights=weights)
+    assert {each.reason for each in run.outcomes.values()} == {"nan"}
+    assert not any(run.tokens.values())
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

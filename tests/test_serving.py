@@ -13,7 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling, checkpoints, models, records
-from jaxkv.tokenizing import ByteTokenizer, Tokenizer
+from jaxkv.tokenizing import ByteTokenizer, TextStream, Tokenizer
 from tests import engines
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -613,6 +613,54 @@ def test_what_broke_off_is_never_the_best() -> None:
     assert record.complete().answers[0].score == -6.0
 
 
+HALVES = {1: b"Hi", 2: b"!\xe2\x82", 3: b"\xac"}
+"""Tokens that end within a character."""
+
+
+def record_of(**fields: Any) -> records.Record:
+    """A request whose only answer is made of `HALVES`."""
+
+    def decode(ids: Any) -> str:
+        return b"".join(HALVES[i] for i in ids).decode("utf-8", errors="replace")
+
+    return records.Record(
+        request_id=0,
+        prompt=[1],
+        sampling=Sampling(**fields),
+        arrival_s=0.0,
+        end_tokens=(),
+        parts=[records.Part(stream=TextStream(decode))],
+    )
+
+
+@pytest.mark.parametrize("ends", [None, "length", "stop"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nothing_stands_behind_a_stop_string(ends: str | None, at_once: bool) -> None:
+    record, told = record_of(stop=("!",)), ""
+    for tokens in [[1, 2]] if at_once else [[1], [2]]:
+        reason = ends if tokens[-1] == 2 else None
+        event = record.extend(0, tokens, [0.0] * len(tokens), reason, 1.0)
+        told += event.text
+    record.close(0, None, 0)
+    [answer] = record.complete().answers
+    assert (answer.text, told, answer.reason) == ("Hi", "Hi", "stop")
+
+
+def test_half_a_character_at_the_end_is_told_as_such() -> None:
+    record = record_of()
+    assert record.extend(0, [1, 2], [0.0] * 2, "length", 1.0).text == "Hi!\ufffd"
+    record = record_of(stop=("\ufffd",))
+    event = record.extend(0, [1, 2], [0.0] * 2, "length", 1.0)
+    assert (event.text, event.reason) == ("Hi!", "stop")
+    record = record_of()
+    assert record.extend(0, [1, 2], [0.0] * 2, None, 1.0).text == "Hi!"
+    record.cut_off(0)
+    record.close(0, None, 0)
+    [answer] = record.complete().answers
+    assert (answer.text, answer.reason) == ("Hi!\ufffd", "cancelled")
+    assert answer.text == record.parts[0].stream._decode(answer.tokens)
+
+
 def test_scores_of_several_answers(engine: jaxkv.Engine) -> None:
     ask = dataclasses.replace(SEVERAL, logprobs=2, prompt_logprobs=True)
     prompt = the_tokenizer().encode("def f(x):")
@@ -888,7 +936,9 @@ def test_names_of_requests(engine: jaxkv.Engine) -> None:
     engine.submit("x", Sampling(max_tokens=1), request_id=3)
     with pytest.raises(ValueError, match="request_id=3 is the name of a request"):
         engine.submit("x", request_id=3)
-    with pytest.raises(ValueError, match=r"request_id=-1 must be in \[0, 2\*\*31\)"):
+    with pytest.raises(
+        ValueError, match=r"request_id=-1 must be a whole number in \[0, 2\*\*31\)"
+    ):
         engine.submit("x", request_id=-1)
     with pytest.raises(ValueError, match="samplings must be"):
         engine.generate(["x"], [GREEDY, GREEDY])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -336,6 +337,47 @@ def test_every_damaged_file_is_found(saved: Path, tmp_path: Path) -> None:
     )
 
 
+def test_files_that_the_header_does_not_list_are_refused(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = copied(saved, tmp_path)
+    extra = folder / snapshots.ARRAYS / "more"
+    extra.write_bytes(b"x")
+    assert f"{extra}: is not listed in snapshot.json" in refusal(folder)
+    extra.unlink()
+    path = folder / snapshots.HEADER
+    header = json.loads(path.read_text())
+    name = next(iter(header["files"]))
+    path.write_text(json.dumps(header | {"files": {}}))
+    assert "is not listed in snapshot.json" in refusal(folder)
+    path.write_text(json.dumps(header | {"files": header["files"] | {"gone": None}}))
+    assert "gone: is missing" in refusal(folder)
+    path.write_text(json.dumps(header | {"files": header["files"] | {name: None}}))
+    assert f"{name}: is damaged" in refusal(folder)
+
+
+def test_a_full_disk_is_told_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    state, folder = engines.start(CONFIG), tmp_path / "state"
+    jaxkv.save_state(folder, state, CONFIG)
+    rng = np.random.default_rng(0)
+    k = jnp.asarray(rng.normal(size=state.pages.k.shape).astype("float32"))
+    later = state._replace(pages=state.pages._replace(k=k))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # a file that outgrows the limit is refused as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+        with pytest.raises(ValueError, match="cannot be written") as caught:
+            jaxkv.save_state(folder, later, CONFIG, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == f"{folder}: cannot be written: File too large"
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(state)
+
+
 def test_what_is_there_is_replaced_only_when_told(tmp_path: Path) -> None:
     state, later = engines.start(CONFIG), waiting(CONFIG)
     folder = tmp_path / "state"
@@ -361,9 +403,12 @@ def test_a_state_of_another_configuration_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError("disk full"), ValueError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
 def test_an_interrupted_call_leaves_what_was_there(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, raised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, folder = engines.start(CONFIG), tmp_path / "state"
 
@@ -372,13 +417,15 @@ def test_an_interrupted_call_leaves_what_was_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.StandardCheckpointer, "save", fail)
-        with pytest.raises(type(error)):
+        with pytest.raises(raised) as caught:
             jaxkv.save_state(folder, state, CONFIG)
+    if raised is ValueError:
+        assert str(caught.value) == f"{folder}: cannot be written: disk full"
     assert not list(tmp_path.iterdir())
     jaxkv.save_state(folder, state, CONFIG)
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "_digests", fail)
-        with pytest.raises(type(error)):
+        with pytest.raises(raised):
             jaxkv.save_state(folder, waiting(CONFIG), CONFIG, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(state)

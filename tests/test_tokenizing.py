@@ -1,6 +1,7 @@
 """Tokenizers against what transformers made of the same folder; streams, chats."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +168,48 @@ USER = [{"role": "user", "content": "hi"}]
         ("{{ raise_exception('no such role') }}", USER, "no such role"),
         ("{{ ''.__class__.__mro__ }}", USER, "unsafe"),
         ("{{ messages.append(1) }}", USER, "unsafe|not safely callable"),
+        ({"a": "x"}, USER, "no text but of type dict"),
+        (7, USER, "no text but of type int"),
+        ([7, {"name": "default", "template": 7}], USER, "no text but of type int"),
+        ("{{ 'a' * 10 ** 12 }}", USER, r"\* makes too large a value"),
+        ("{{ 2 ** 99999999 }}", USER, r"\*\* makes too large a value"),
+        ("{{ [1] * 10 ** 12 }}", USER, r"\* makes too large a value"),
         ("x", [{"role": "user"}], "message 0 must have a role and a content"),
+        ("x", [3], "message 0 must have a role and a content"),
+        ("x", "hi", "messages must be a list"),
+        ("x", None, "messages must be a list"),
         ("x", [{"role": "user", "content": b"bytes"}], "template failed"),
     ],
 )
+@pytest.mark.usefixtures("as_users_have_it")
 def test_bad_templates_and_messages(template: Any, messages: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as info:
         chatting.render(template, messages)
     assert "\n" not in str(info.value)
+
+
+MANY = "{% for i in range(100000) %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        MANY + MANY + "{% endfor %}{% endfor %}",
+        MANY + MANY.replace(" %}", " if false %}") + "{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+        "{% endmacro %}{{ f(90) }}",
+    ],
+    ids=["nested", "filtered", "recursive"],
+)
+def test_templates_that_never_end_are_ended(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chatting, "MAX_STEPS", 20_000)
+    before = sys.gettrace()
+    with pytest.raises(ValueError, match="it takes more than 20,000 steps"):
+        chatting.render(template, USER)
+    assert sys.gettrace() is before
+    assert chatting.render("{{ 3 * 4 + 2 ** 8 }}{{ 'ab' * 2 }}", USER) == "268abab"
 
 
 def test_templates_have_what_they_count_on() -> None:
