@@ -19,8 +19,15 @@ type FamilyName = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's stretching of low rotary frequencies (its report, section 3.4.2)."""
+    """How rotary frequencies are stretched to reach further than a model was trained.
 
+    Source: Llama-3's report, section 3.4.2; "linear": Chen et al. 2023,
+    arXiv:2306.15595, section 3.2.
+    """
+
+    kind: Literal["llama3", "linear"] = "llama3"
+    """Whether low frequencies are divided by `factor`, or all of them, in which case
+    the other fields mean nothing."""
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
