@@ -32,6 +32,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "they are of training: first weights, dropout, what is added to the loss": (
         *("initializer_range", "initializer_factor", "init_std"),
         *("attention_dropout", "activation_dropout", "hidden_dropout", "dropout"),
+        *("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
         *("attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop"),
         *("gradient_checkpointing", "neftune_noise_alpha"),
         *("router_jitter_noise", "router_aux_loss_coef"),
@@ -55,7 +56,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         *("target_lookbehind", "task_specific_params"),
     ),
     "they are of classifiers, and of models with an encoder": (
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
+        *("id2label", "label2id", "num_labels", "_num_labels", "problem_type"),
+        "finetuning_task",
         *("is_decoder", "tie_encoder_decoder", "tf_legacy_loss"),
     ),
 }
@@ -65,6 +67,7 @@ ONLY: Mapping[str, Any] = {
     "add_cross_attention": False,
     "is_encoder_decoder": False,
     "rope_interleaved": False,
+    "use_mrope": False,
 }
 """Keys of every family that change nothing with this value, and much with another."""
 
