@@ -139,7 +139,7 @@ def _refuse_unsupported(name: str, given: Mapping[str, Any], is_rotary: bool) ->
         value = given.get(key, supported)
         if value != supported or type(value) is not type(supported):
             raise ValueError(
-                f"{key}={shown(value)} is not supported, only {supported!r}"
+                f"{key}={shown(value)} is not supported, only {shown(supported)}"
             )
 
 

@@ -291,3 +291,28 @@ def test_original_positions_beside_the_rotary_object() -> None:
     original = rope.pop("original_max_position_embeddings")
     moved = raw | {"rope_parameters": rope, hf_positions.ORIGINAL: original}
     assert hf_configs.from_hf(moved) == hf_configs.from_hf(raw)
+
+
+STRANGE = (
+    *(None, True, False, 0, 1, -1, 3, 10**400, -(10**400), 2**31, 1.5, -0.0, 1e-300),
+    *(float("nan"), float("inf"), 1e308, "", "a\nb", "é" * 999, [], [1], [None]),
+    *([[]], {}, {"a": 1}, {"rope_type": []}, {"rope_type": "llama3", "factor": "x"}),
+    *({"rope_theta": {}}, ["sliding_attention"] * 2, [2**70, -1]),
+)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_whatever_a_file_holds_is_a_model_or_one_line(name: str) -> None:
+    raw = config_of(name)
+    keys = {*KEYS[name], *hf_positions.KEYS, *hf_positions.WINDOW_KEYS, "unknown"}
+    num_refused = 0
+    for key in keys:
+        for value in STRANGE:
+            try:
+                hf_configs.from_hf(raw | {key: value})
+            except ValueError as error:
+                num_refused += 1
+                line = str(error)
+                assert line.isprintable(), (key, value)
+                assert len(line) < 500, (key, value)
+    assert num_refused > len(keys)

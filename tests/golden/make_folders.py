@@ -275,6 +275,26 @@ HARMFUL: tuple[tuple[str, Any], ...] = (
     ("n_inner", 48),
     ("intermediate_size", 48),
     ("vocab_size", 200),
+    ("tie_word_embeddings", None),
+    ("tie_word_embeddings", 1),
+    ("attention_bias", 1),
+    ("hidden_act", "quick_gelu"),
+    ("hidden_act", "gelu_new"),
+    ("hidden_act", "swish"),
+    ("activation_function", "gelu_fast"),
+    ("num_experts_per_tok", 9),
+    ("rms_norm_eps", 1),
+    ("rms_norm_eps", "1e-5"),
+    ("rms_norm_eps", None),
+    ("rope_theta", None),
+    ("rope_parameters", {"full_attention": {"rope_theta": 50.0}}),
+    ("rope_parameters", None),
+    ("text_config", {"hidden_size": 16}),
+    ("use_qk_norm", False),
+    ("use_bias", False),
+    ("shared_expert_intermediate_size", 16),
+    ("hidden_size", 32.0),
+    ("head_dim", 5),
 )
 """Keys that contradict others, belong to other families, or make no sense."""
 
@@ -355,6 +375,7 @@ def disturb_weights(draw: Draw, folder: pathlib.Path, family: str) -> None:
         tensors = {name.split(".", 1)[-1]: each for name, each in tensors.items()}
     elif kind == "extra":
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["transformer.h.0.attn.bias"] = torch.ones((1, 1, 64, 64))
     save_file(tensors, path, metadata={"format": "pt"})
 
 
