@@ -99,7 +99,9 @@ def shape(draw: Draw, family: str) -> dict[str, Any]:
         "rms_norm_eps": draw.one(1e-6, 1e-5, 1e-3),
         "rope_parameters": rope(draw),
     }
-    if family.startswith("qwen3") or draw.chance(0.4):
+    stretched = raw["rope_parameters"]["rope_type"] in ("yarn", "dynamic")
+    # transformers builds no such model without being told the size.
+    if family.startswith("qwen3") or stretched or draw.chance(0.4):
         raw["head_dim"] = draw.one(4, 8, 16)
     if family in ("llama", "qwen3", "qwen3_moe") and draw.chance(0.5):
         raw["attention_bias"] = draw.chance(0.5)
