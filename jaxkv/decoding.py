@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import caching, forwarding, paging, tables, validation
+from jaxkv.model_configs import ModelConfig
 
 
 class Cache(NamedTuple):
@@ -63,7 +64,12 @@ def prefill(
       Logits of each slot's last token, meaningless for slots left alone; the cache; and
       whether pages and slots had room. If not, no slot was fed and the cache is as
       before, up to what is written beyond its lengths.
+
+    Raises:
+      ValueError: the cache is made for sequences past the model's learned positions.
+        Past rotary ones it warns, when it is compiled.
     """
+    _check_length(cache, forward)
     params, cache, tokens, lengths = paging.on_device((params, cache, tokens, lengths))
     slots, width = tokens.shape
     cache, fed, enough = _reserve(cache, lengths)
@@ -101,7 +107,11 @@ def decode_step(
 
     Returns:
       As `prefill` does.
+
+    Raises:
+      ValueError: as `prefill` does.
     """
+    _check_length(cache, forward)
     params, cache, tokens, active = paging.on_device((params, cache, tokens, active))
     slots = tokens.shape[0]
     want = jnp.ones((slots,), jnp.int32) if active is None else active.astype(jnp.int32)
@@ -115,6 +125,14 @@ def decode_step(
     )
     logits, cache = _feed(params, cache, rows, fed, forward)
     return logits, cache, enough
+
+
+def _check_length(cache: Cache, forward: forwarding.Forward) -> None:
+    """Checks the least `max_length` that the cache can have been made with."""
+    config = getattr(forward, "config", None)
+    if isinstance(config, ModelConfig):
+        full_pages = cache.table.page_ids.shape[1] - 1
+        config.check_length(full_pages * cache.pages.page_size + 1, "cache_length")
 
 
 def _reserve(

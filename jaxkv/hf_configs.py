@@ -7,9 +7,10 @@ is a model that computes the same.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv import hf_mixtures
-from jaxkv.hf_families import FAMILIES
-from jaxkv.model_configs import ModelConfig, RopeScaling
+from jaxkv import hf_harmless, hf_mixtures, hf_positions, hf_values
+from jaxkv.hf_families import FAMILIES, Family
+from jaxkv.hf_values import shown
+from jaxkv.model_configs import ModelConfig
 
 # Our activation -> Hugging Face's names of it, the one we write first.
 ACTIVATIONS = {
@@ -34,29 +35,23 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     name = _family_of(raw)
     family = FAMILIES[name]
+    raw = _without_aliases(family, raw)
     given = {key: value for key, value in raw.items() if value is not None}
-    for key in ("quantization_config", "compression_config"):
-        if key in given:
-            raise ValueError(f"{key} is not supported, only f32, bf16 and f16 weights")
-    only = dict(family.only)
-    if name == "opt":
-        only["word_embed_proj_dim"] = given.get("hidden_size")
-    for key, supported in only.items():
-        if given.get(key, supported) != supported:
-            raise ValueError(
-                f"{key}={given[key]!r} is not supported, only {supported!r}"
-            )
+    is_rotary = family.implied.get("positions") != "learned"
+    _refuse_unsupported(name, given, is_rotary)
     ours: dict[str, Any] = {**family.implied, "family": name}
     for key, fields in family.keys.items():
-        if (value := given.get(key, family.defaults.get(key))) is not None:
+        # A null is no default where something else tells.
+        is_null = key in raw and raw[key] is None and fields[0] in family.derived
+        default = None if is_null else family.defaults.get(key)
+        if (value := given.get(key, default)) is not None:
             ours |= dict.fromkeys(fields, _checked(key, fields[0], value))
     for key, fields in family.keys.items():
         if fields[0] not in ours and fields[0] not in family.derived:
             raise ValueError(f"{key} is missing")
     _derive(ours)
-    if ours.get("positions") != "learned":
-        ours |= _read_rope(given, family.rope_theta)
-        ours["window"] = _read_window(name, raw, ours["num_layers"])
+    if is_rotary:
+        ours |= hf_positions.read(family, raw, ours["num_layers"])
     experts = hf_mixtures.read(family, given, ours["num_layers"])
     return ModelConfig(**ours, experts=experts)
 
@@ -81,7 +76,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.family == "opt":
         raw["word_embed_proj_dim"] = config.hidden_size
     elif config.family != "gpt2":
-        raw |= _write_rope(config) | _write_window(config)
+        raw |= hf_positions.write(family, config)
     # Reading it back is the proof that the family has a place for every field.
     back = from_hf(raw)
     for name, value in vars(config).items():
@@ -94,41 +89,73 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _family_of(raw: Mapping[str, Any]) -> str:
-    """Finds the family by architecture; by model type only where there is none."""
+    """Finds the family by architecture and model type, which must agree."""
     names = {family.architecture: name for name, family in FAMILIES.items()}
-    supported = ", ".join(names)
     found = raw.get("architectures") or None
-    if isinstance(found, list):
+    if isinstance(found, list) and len(found) == 1:
         found = found[0]
-    elif found is None:
-        found = raw.get("model_type")
-        names = {name: name for name in FAMILIES}
+    kind = raw.get("model_type")
+    if found is None:
+        found, names = kind, {name: name for name in FAMILIES}
     if not isinstance(found, str) or found not in names:
-        raise ValueError(f"architecture {found!r} is not supported, only {supported}")
+        raise ValueError(
+            f"architecture {shown(found)} is not supported, only "
+            + ", ".join(family.architecture for family in FAMILIES.values())
+        )
+    if kind not in (None, names[found]):
+        raise ValueError(f"model_type={shown(kind)} contradicts architecture {found!r}")
     return names[found]
+
+
+def _without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes every key by one name; two names must not say different things."""
+    raw = dict(raw)
+    for alias, key in family.aliases.items():
+        if (value := raw.pop(alias, None)) is None:
+            continue
+        if raw.get(key) not in (None, value):
+            raise ValueError(
+                f"{alias}={shown(value)} contradicts {key}={shown(raw[key])}"
+            )
+        raw[key] = value
+    return raw
+
+
+def _refuse_unsupported(name: str, given: Mapping[str, Any], is_rotary: bool) -> None:
+    """Refuses keys, and values of keys, that ask for other arithmetic than ours."""
+    family, read = FAMILIES[name], frozenset()
+    if is_rotary:
+        read = hf_positions.KEYS
+        if family.windows in ("flagged", "off") or (
+            given.get("use_sliding_window") is False
+        ):
+            read |= hf_positions.WINDOW_KEYS
+    only = {**hf_harmless.ONLY, **family.only}
+    if name == "opt":
+        read |= {"word_embed_proj_dim"}
+        only["word_embed_proj_dim"] = given.get("hidden_size")
+    hf_harmless.refuse_unknown(family, given, read)
+    for key, supported in only.items():
+        value = given.get(key, supported)
+        if value != supported or type(value) is not type(supported):
+            raise ValueError(
+                f"{key}={shown(value)} is not supported, only {shown(supported)}"
+            )
 
 
 def _checked(key: str, field: str, value: Any) -> Any:
     """Returns a value that has the type its field needs."""
     if field in ("tie_embeddings", "qkv_bias", "mlp_bias"):
-        if type(value) is not bool:
-            raise ValueError(f"{key}={value!r} must be true or false")
-        return value
+        return hf_values.flag(key, value)
     if field == "activation":
         for ours, theirs in ACTIVATIONS.items():
             if value in theirs:
                 return ours
         names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-        raise ValueError(f"{key}={value!r} is not supported, only {names}")
+        raise ValueError(f"{key}={shown(value)} is not supported, only {names}")
     if field == "norm_eps":
-        return _number(key, value)
-    return hf_mixtures.checked_size(key, value)
-
-
-def _number(key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise ValueError(f"{key}={value!r} must be a number above 0")
-    return float(value)
+        return hf_values.number(key, value)
+    return hf_values.size(key, value)
 
 
 def _derive(ours: dict[str, Any]) -> None:
@@ -140,90 +167,3 @@ def _derive(ours: dict[str, Any]) -> None:
         if hidden % heads:
             raise ValueError(f"hidden size {hidden} must be a multiple of {heads=}")
         ours["head_dim"] = hidden // heads
-
-
-def _read_rope(given: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Rotary positions: `rope_scaling` (old) or `rope_parameters` (transformers 5)."""
-    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters={rope!r} must be an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        kind = "one for each layer type"
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type={kind!r} is not supported, only default, llama3")
-    part = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
-    if part != 1.0:
-        raise ValueError(f"partial_rotary_factor={part!r} is not supported, only 1.0")
-    theta = rope.get("rope_theta", given.get("rope_theta", base))
-    if kind == "default":
-        return {"rope_theta": _number("rope_theta", theta)}
-    original = "original_max_position_embeddings"
-    scaling = RopeScaling(
-        factor=_number("factor", rope.get("factor")),
-        low_frequency_factor=_number("low_freq_factor", rope.get("low_freq_factor")),
-        high_frequency_factor=_number("high_freq_factor", rope.get("high_freq_factor")),
-        original_max_positions=hf_mixtures.checked_size(
-            original, rope.get(original, given.get("max_position_embeddings"))
-        ),
-    )
-    if scaling.low_frequency_factor >= scaling.high_frequency_factor:
-        raise ValueError(
-            f"low_freq_factor={scaling.low_frequency_factor} must be below "
-            f"high_freq_factor={scaling.high_frequency_factor}"
-        )
-    return {"rope_theta": _number("rope_theta", theta), "rope_scaling": scaling}
-
-
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
-    """The older of the two forms, which both versions read."""
-    scaling = config.rope_scaling
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        },
-    }
-
-
-def _read_window(name: str, raw: Mapping[str, Any], num_layers: int) -> int | None:
-    """The sliding window, if all layers have it; some but not all are refused."""
-    window, first = raw.get("sliding_window"), 0
-    if name == "mistral":
-        window = raw.get("sliding_window", 4096)  # a null is no window
-    elif name != "mixtral" and not raw.get("use_sliding_window"):
-        window = None
-    elif name != "mixtral":
-        first = raw.get("max_window_layers", 28)
-    if window is None:
-        return None
-    if type(first) is not int or first < 0:
-        raise ValueError(f"max_window_layers={first!r} must be a whole number")
-    num_sliding = max(num_layers - first, 0)
-    if isinstance(kinds := raw.get("layer_types"), list):
-        num_sliding = kinds.count("sliding_attention")
-    if num_sliding == 0:
-        return None
-    if num_sliding != num_layers:
-        raise ValueError(
-            f"a sliding window in {num_sliding} of {num_layers} layers is not "
-            "supported, only in all of them or in none"
-        )
-    return hf_mixtures.checked_size("sliding_window", window)
-
-
-def _write_window(config: ModelConfig) -> dict[str, Any]:
-    if config.family in ("mistral", "mixtral"):
-        return {"sliding_window": config.window}
-    if config.family == "llama" or config.window is None:
-        return {}
-    return {
-        "use_sliding_window": True,
-        "sliding_window": config.window,
-        "max_window_layers": 0,
-    }

@@ -5,7 +5,7 @@ family with the same arithmetic is another entry here. Defaults are transformers
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Family(NamedTuple):
@@ -20,7 +20,8 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any]
     """Values of keys that may be left out."""
     only: Mapping[str, Any]
-    """Keys of which one value is supported: the default."""
+    """Keys of which one value is supported: the default, or the only one that agrees
+    with what the family computes whatever the key says."""
     derived: tuple[str, ...]
     """Fields of ours that follow from others where their key is left out."""
     base: str
@@ -33,6 +34,17 @@ class Family(NamedTuple):
     Several are joined in the order of `qkv` (query, key, value) or of `up` (gate, up).
     Modules of an expert have a place for its number.
     """
+    aliases: Mapping[str, str] = {}
+    """Another name of a key -> the key, `attribute_map` in transformers."""
+    harmless: tuple[str, ...] = ()
+    """Keys that change no logit of this family, beside `hf_harmless.KEYS`."""
+    windows: Literal["never", "always", "flagged", "off"] = "never"
+    """Where a sliding window comes from: `never` from anywhere; `always` from
+    `sliding_window`, of all layers; `flagged`: from there if `use_sliding_window`, of
+    the layers from `max_window_layers` on or those that `layer_types` names; `off`:
+    so, but in an order of layers of its own, so that only false is supported."""
+    default_window: int | None = None
+    """`sliding_window` of a file that does not tell."""
     is_conv1d: bool = False
     """Whether a layer's matrices are stored `[in, out]` (and q, k, v as one)."""
     rope_theta: float = 10_000.0
@@ -89,8 +101,16 @@ _LLAMA = Family(
 )
 
 
+# Families that read no such key. Their tensors tell: a bias too few or too many is
+# refused when they are loaded.
+_BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
+
 _MIXTRAL = _LLAMA._replace(
     architecture="MixtralForCausalLM",
+    only={"norm_topk_prob": True},
+    aliases={"num_experts": "num_local_experts"},
+    harmless=_BIASES,
+    windows="always",
     defaults={**_LLAMA.defaults, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     modules={
         **_LLAMA.modules,
@@ -117,7 +137,8 @@ _MIXTRAL = _LLAMA._replace(
 )
 
 _QWEN_MOE = _LLAMA._replace(
-    only={"use_sliding_window": False, "decoder_sparse_step": 1},
+    only={"decoder_sparse_step": 1},
+    windows="off",
     modules={
         **_LLAMA.modules,
         ".mixture.router": (".mlp.gate",),
@@ -156,27 +177,36 @@ FAMILIES: Mapping[str, Family] = {
         architecture="MistralForCausalLM",
         keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
         defaults={**_LLAMA.defaults, "num_key_value_heads": 8},
+        harmless=_BIASES,
+        windows="always",
+        default_window=4096,
     ),
     "qwen2": _LLAMA._replace(
         architecture="Qwen2ForCausalLM",
         keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
         implied={**_LLAMA.implied, "qkv_bias": True},
+        harmless=_BIASES,
+        windows="flagged",
+        default_window=4096,
     ),
     "qwen3": _LLAMA._replace(
         architecture="Qwen3ForCausalLM",
         keys=_without(_LLAMA.keys, "mlp_bias"),
         implied={**_LLAMA.implied, "qk_norm": True},
         defaults={**_LLAMA.defaults, "head_dim": 128},
+        harmless=("mlp_bias", "qkv_bias"),
+        windows="flagged",
+        default_window=4096,
     ),
     "mixtral": _MIXTRAL._replace(
         keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
     ),
     "qwen2_moe": _QWEN_MOE._replace(
         architecture="Qwen2MoeForCausalLM",
-        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
-        implied={**_LLAMA.implied, "qkv_bias": True},
-        defaults={**_LLAMA.defaults, "num_key_value_heads": 16},
-        only={**_QWEN_MOE.only, "qkv_bias": True},
+        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias")
+        | {"qkv_bias": ("qkv_bias",)},
+        defaults={**_LLAMA.defaults, "num_key_value_heads": 16, "qkv_bias": True},
+        harmless=("attention_bias", "mlp_bias"),
         expert_keys={
             **_QWEN_MOE.expert_keys,
             "shared_expert_intermediate_size": "shared_size",
@@ -195,6 +225,8 @@ FAMILIES: Mapping[str, Family] = {
         keys=_without(_LLAMA.keys, "mlp_bias"),
         implied={**_LLAMA.implied, "qk_norm": True},
         defaults={**_LLAMA.defaults, "num_key_value_heads": 4},
+        aliases={"num_local_experts": "num_experts"},
+        harmless=("mlp_bias", "qkv_bias"),
         expert_defaults={
             **_QWEN_MOE.expert_defaults,
             "num_experts": 128,
@@ -229,7 +261,6 @@ FAMILIES: Mapping[str, Family] = {
         only={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
         },
         derived=("mlp_size",),
         base="transformer.",
@@ -246,6 +277,21 @@ FAMILIES: Mapping[str, Family] = {
             ".up": (".mlp.c_fc",),
             ".down": (".mlp.c_proj",),
         },
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        harmless=(
+            # Of the first release; only `n_positions` is read.
+            *("n_ctx", "n_special", "predict_special_tokens", "output_past"),
+            # An order of the same products, for half precision.
+            "reorder_and_upcast_attn",
+            # Of a head for multiple choice.
+            *("summary_type", "summary_use_proj", "summary_activation"),
+            *("summary_proj_to_labels", "summary_first_dropout"),
+        ),
         is_conv1d=True,
     ),
     "opt": Family(

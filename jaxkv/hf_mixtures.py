@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv import hf_values
 from jaxkv.hf_families import Family
 from jaxkv.model_configs import Experts, ModelConfig
-
-# Other names of a key: transformers 5 writes Qwen3's number of experts as Mixtral's.
-_OTHER_NAMES = {"num_experts": "num_local_experts"}
 
 
 def read(family: Family, given: Mapping[str, Any], num_layers: int) -> Experts | None:
@@ -24,8 +22,7 @@ def read(family: Family, given: Mapping[str, Any], num_layers: int) -> Experts |
         if field not in family.expert_keys
     }
     for key, field in family.expert_keys.items():
-        value = given.get(key, given.get(_OTHER_NAMES.get(key, key)))
-        value = family.expert_defaults.get(key) if value is None else value
+        value = given.get(key, family.expert_defaults.get(key))
         ours[field] = _checked(key, field, value, num_layers)
     return Experts(**ours)
 
@@ -40,32 +37,25 @@ def write(family: Family, config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def checked_size(key: str, value: Any) -> int:
-    """Returns a whole number that is at least 1.
-
-    Raises:
-      ValueError: it is none.
-    """
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key}={value!r} must be a whole number, at least 1")
-    return value
-
-
 def _checked(key: str, field: str, value: Any, num_layers: int) -> Any:
     """Returns a value that has the type its field needs."""
     if field == "renormalise":
-        if type(value) is not bool:
-            raise ValueError(f"{key}={value!r} must be true or false")
-        return value
+        return hf_values.flag(key, value)
     if field == "balance_weight":
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{key}={value!r} must be a number, at least 0")
-        return float(value)
+        is_zero = type(value) in (int, float) and value == 0
+        return 0.0 if is_zero else hf_values.number(key, value)
     if field == "num_dense_layers":
-        first = list(range(len(value))) if isinstance(value, list) else None
-        if value != first or len(value) >= num_layers:
-            raise ValueError(
-                f"{key}={value!r} is not supported, only the first layers and not all"
-            )
-        return len(value)
-    return checked_size(key, value)
+        return _num_dense_layers(key, value, num_layers)
+    return hf_values.size(key, value)
+
+
+def _num_dense_layers(key: str, value: Any, num_layers: int) -> int:
+    """Counts the layers without experts, which must be the first, in any order."""
+    if isinstance(value, list) and all(type(layer) is int for layer in value):
+        layers = set(value)
+        if layers == set(range(len(layers))) and len(layers) < num_layers:
+            return len(layers)
+    raise ValueError(
+        f"{key}={hf_values.shown(value)} is not supported, only the first layers and "
+        "not all"
+    )

@@ -133,8 +133,9 @@ def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
 def canonical(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
     """Maps the names that a full model has to the names found.
 
-    A folder saved from the bare transformer leaves the first part of every name out.
-    Buffers that are no weights are dropped, and so is the head where it is tied.
+    A folder saved from the bare transformer leaves the first part of every name out,
+    and one of a model whose head is tied may call the embeddings by the head's name.
+    Buffers that are no weights are dropped.
 
     Args:
       config: the model.
@@ -144,10 +145,19 @@ def canonical(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
       Full name -> name found.
     """
     family, names = FAMILIES[config.family], list(names)
-    head = f"{family.modules['head'][0]}.weight"
+    embed, head = embed_and_head(config)
     bare = not any(name.startswith(family.base) for name in names)
-    return {
+    found = {
         family.base + name if bare and name != head else name: name
         for name in names
-        if not _BUFFERS.search(name) and not (config.tie_embeddings and name == head)
+        if not _BUFFERS.search(name)
     }
+    if config.tie_embeddings and head in found and embed not in found:
+        found[embed] = found.pop(head)
+    return found
+
+
+def embed_and_head(config: ModelConfig) -> tuple[str, str]:
+    """Names of the two tensors that are one where the head is tied."""
+    modules = FAMILIES[config.family].modules
+    return f"{modules['embed'][0]}.weight", f"{modules['head'][0]}.weight"

@@ -4,7 +4,7 @@ Every tensor's name, type and shape is checked before any is used. Nothing is un
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
         another shape, not floating, not finite, or with values too large for `dtype`.
     """
     tensors = _open_tensors(folder)
-    if config.num_layers > len(tensors):  # before a tree of a million layers is built
-        raise ValueError(
-            f"{folder}: {config.num_layers} layers in config.json, but only "
-            f"{len(tensors)} tensors"
-        )
-    if config.experts and config.experts.num_experts > len(tensors):  # likewise
-        raise ValueError(
-            f"{folder}: {config.experts.num_experts} experts in config.json, but only "
-            f"{len(tensors)} tensors"
-        )
+    _refuse_counts(folder, config, len(tensors))
     leaves = hf_tensors.leaves(config)
     found = hf_tensors.canonical(config, tensors)
     expected = {
@@ -55,26 +46,14 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
         for leaf in leaves
         for name, shape in zip(leaf.names, leaf.shapes, strict=True)
     }
-    for problem, names in (
-        ("missing", expected.keys() - found.keys()),
-        ("unexpected", found.keys() - expected.keys()),
-    ):
-        if names:
-            first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            raise ValueError(f"{folder}: {len(names)} tensors {problem}: {first}")
+    embed, head = hf_tensors.embed_and_head(config)
+    says_twice = config.tie_embeddings and head in found
+    if says_twice:
+        expected[head] = expected[embed]
+    _check_names(folder, expected.keys(), found.keys())
     for name, shape in expected.items():
         path, file = tensors[found[name]]
-        view = file.get_slice(found[name])
-        if tuple(view.get_shape()) != shape:
-            raise ValueError(
-                f"{path}: {found[name]} has shape {tuple(view.get_shape())}, "
-                f"config.json asks for {shape}"
-            )
-        if view.get_dtype() not in STORED_TYPES:
-            raise ValueError(
-                f"{path}: {found[name]} is of type {view.get_dtype()}, "
-                f"supported are {', '.join(STORED_TYPES)}"
-            )
+        _check_tensor(path, found[name], file.get_slice(found[name]), shape)
 
     def read(name: str) -> np.ndarray:
         path, file = tensors[found[name]]
@@ -84,11 +63,57 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
                 raise ValueError(f"{found[name]} holds NaN or infinite values")
             return array
 
+    if says_twice and not _same_bits(read(embed), read(head)):
+        raise ValueError(
+            f"{folder}: {found[head]} differs from {found[embed]}, but config.json has "
+            "tie_word_embeddings=true; with false the first is used"
+        )
     arrays = [
         jnp.asarray(hf_tensors.join(leaf, [read(name) for name in leaf.names]))
         for leaf in leaves
     ]
     return jax.tree.unflatten(jax.tree.structure(models.param_shapes(config)), arrays)
+
+
+def _refuse_counts(folder: Path, config: ModelConfig, num_tensors: int) -> None:
+    """Refuses what would make a tree of millions of parameters, before it is made."""
+    num_experts = config.experts.num_experts if config.experts else 0
+    for what, num in (("layers", config.num_layers), ("experts", num_experts)):
+        if num > num_tensors:
+            raise ValueError(
+                f"{folder}: {num} {what} in config.json, but only {num_tensors} tensors"
+            )
+
+
+def _check_names(folder: Path, expected: Set[str], found: Set[str]) -> None:
+    """Checks that the tensors that should be there are, and no other."""
+    for problem, names in (
+        ("missing", expected - found),
+        ("unexpected", found - expected),
+    ):
+        if names:
+            first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            raise ValueError(f"{folder}: {len(names)} tensors {problem}: {first}")
+
+
+def _check_tensor(path: Path, name: str, view: Any, shape: tuple[int, ...]) -> None:
+    """Checks the shape and the type of a tensor that was not read yet."""
+    if tuple(view.get_shape()) != shape:
+        raise ValueError(
+            f"{path}: {name} has shape {tuple(view.get_shape())}, "
+            f"config.json asks for {shape}"
+        )
+    if view.get_dtype() not in STORED_TYPES:
+        raise ValueError(
+            f"{path}: {name} is of type {view.get_dtype()}, "
+            f"supported are {', '.join(STORED_TYPES)}"
+        )
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one type and shape are equal, a NaN to itself."""
+    a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (a, b))
+    return np.array_equal(a, b)
 
 
 def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:

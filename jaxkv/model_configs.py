@@ -1,6 +1,7 @@
 """The shape of a model: plain values, frozen and hashable, checked when made."""
 
 import dataclasses
+import warnings
 from typing import Literal
 
 type FamilyName = Literal[
@@ -19,8 +20,15 @@ type FamilyName = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's stretching of low rotary frequencies (its report, section 3.4.2)."""
+    """How rotary frequencies are stretched to reach further than a model was trained.
 
+    Source: Llama-3's report, section 3.4.2; "linear": Chen et al. 2023,
+    arXiv:2306.15595, section 3.2.
+    """
+
+    kind: Literal["llama3", "linear"] = "llama3"
+    """Whether low frequencies are divided by `factor`, or all of them, in which case
+    the other fields mean nothing."""
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
@@ -130,6 +138,29 @@ class ModelConfig:
             )
         if self.mlp_bias:
             raise ValueError(f"{self.mlp_bias=}: experts have no biases")
+
+    def check_length(self, length: int, name: str) -> None:
+        """Refuses sequences longer than a table of positions; warns of others too long.
+
+        Args:
+          length: tokens of the longest sequence.
+          name: what the caller calls it.
+
+        Raises:
+          ValueError: positions are learned, and there are none for the last tokens.
+        """
+        if length <= self.max_positions:
+            return
+        if self.positions == "learned":
+            raise ValueError(
+                f"{name}={length} must be at most {self.max_positions}, the model's "
+                "learned positions"
+            )
+        warnings.warn(
+            f"{name}={length} is past {self.max_positions}, the positions that the "
+            "model is meant for; it may answer badly there",
+            stacklevel=3,
+        )
 
     @property
     def group_size(self) -> int:

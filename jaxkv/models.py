@@ -93,7 +93,9 @@ class Transformer(nnx.Module):
         x = self.embed.weight[...][tokens].T
         rope = None
         if c.positions == "learned":
-            x = x + self.embed_positions.weight[...][positions + c.position_offset].T
+            # Not a number past the table: what is clamped to it would look like one.
+            found = self.embed_positions.weight[...].at[positions + c.position_offset]
+            x = x + found.get(mode="fill", fill_value=jnp.nan).T
         else:
             wide = np.promote_types(x.dtype, np.float32)
             angles = (
@@ -148,7 +150,14 @@ def param_axes(config: ModelConfig) -> Params:
 def make_pages(
     config: ModelConfig, engine: states.EngineConfig, *, dtype: DTypeLike = "float32"
 ) -> caching.Pages:
-    """K and V arrays of a model for an engine."""
+    """K and V arrays of a model for an engine.
+
+    Warns where the engine's `max_length` is past a model's rotary positions.
+
+    Raises:
+      ValueError: it is past a model's learned positions.
+    """
+    config.check_length(engine.max_length, "max_length")
     return caching.make_pages(
         num_layers=config.num_layers,
         num_pages=engine.num_pages,
@@ -163,7 +172,10 @@ def make_pages(
 def logits(
     params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
 ) -> Float[Array, "batch seq vocab"]:
-    """Plain causal forward pass over whole sequences: training, and the paged twin."""
+    """Plain causal forward pass over whole sequences: training, and the paged twin.
+
+    As `outputs`, without what mixtures report.
+    """
     return outputs(params, tokens, config=config).logits
 
 
@@ -183,8 +195,15 @@ class Outputs(NamedTuple):
 def outputs(
     params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
 ) -> Outputs:
-    """Plain causal forward pass over whole sequences, with what mixtures report."""
+    """Plain causal forward pass over whole sequences, with what mixtures report.
+
+    Warns, when it is compiled, where they are past a model's rotary positions.
+
+    Raises:
+      ValueError: they are past a model's learned positions.
+    """
     batch, seq = tokens.shape
+    config.check_length(seq, "seq")
     model = _merge(config, params)
     position = jnp.arange(seq, dtype=jnp.int32)
 

@@ -13,6 +13,8 @@ def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[Array, " half"]:
     plain = 1.0 / (config.rope_theta**exponents)
     if (s := config.rope_scaling) is None:
         return plain
+    if s.kind == "linear":
+        return plain / s.factor
     turns = s.original_max_positions * plain / (2 * jnp.pi)
     span = s.high_frequency_factor - s.low_frequency_factor
     keep = jnp.clip((turns - s.low_frequency_factor) / span, 0.0, 1.0)

@@ -6,7 +6,7 @@ and are arrays from then on.
 
 import math
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,17 +49,20 @@ def make(
       clients: requests in the system at most, from 1; None for an open loop.
 
     Raises:
-      ValueError: something is out of its range; the line names the first such request.
+      ValueError: something is out of its range, or no whole number where it should
+        be; the line names the first such request, or the column.
     """
-    arrival_s = np.asarray(arrival_s, np.float64)
+    columns = {
+        "prompt": _numbers("prompt", prompt, "iu"),
+        "output": _numbers("output", output, "iu"),
+        "samples": _numbers("samples", samples, "iu"),
+    }
+    arrival_s = _numbers("arrival_s", arrival_s, "iuf").astype(np.float64)
     num = arrival_s.size
-    columns = {"prompt": prompt, "output": output}
-    columns["samples"] = np.broadcast_to(samples, arrival_s.shape)
-    for name, column in columns.items():
-        if np.asarray(column).dtype.kind not in "iu":
-            raise ValueError(f"{name} has {np.asarray(column).dtype}, not integers")
-    if not num or any(np.shape(x) != (num,) for x in columns.values()):
-        shapes = [np.shape(x) for x in (arrival_s, *columns.values())]
+    if not columns["samples"].shape:
+        columns["samples"] = np.full(num, samples)
+    if not num or any(x.shape != (num,) for x in columns.values()):
+        shapes = [x.shape for x in (arrival_s, *columns.values())]
         raise ValueError(f"a workload needs columns of one length, not {shapes}")
     in_range = (arrival_s >= 0) & (arrival_s < 2**31 - 1)
     _refuse(~in_range, arrival_s, "arrives at {} s, not in [0, 2^31 - 1)")
@@ -187,6 +190,15 @@ def closed_loop(
         samples=samples,
         clients=clients,
     )
+
+
+def _numbers(name: str, column: Any, kinds: str) -> np.ndarray:
+    """Refuses a column of another kind of numbers, or of none."""
+    column = np.asarray(column)
+    if column.dtype.kind not in kinds:
+        whole = "" if "f" in kinds else "whole "
+        raise ValueError(f"{name} must be {whole}numbers, not {column.dtype}")
+    return column
 
 
 def _refuse(wrong: np.ndarray, column: np.ndarray, what: str) -> None:

@@ -8,7 +8,7 @@ it to mean.
 import json
 from pathlib import Path
 
-from scaling import hf_shapes
+from scaling import hf_keys, hf_shapes
 from scaling.descriptions import Description
 from scaling.hf_keys import Raw
 
@@ -49,6 +49,7 @@ def describe(raw: Raw, *, name: str = "") -> Description:
       ValueError: names the key, its value and what it should be.
     """
     family = family_of(raw)
+    raw = hf_keys.without_aliases(raw, _ALIASES.get(family, {}))
     return Description(name=name or family, **hf_shapes.READERS[family](raw))
 
 
@@ -56,15 +57,20 @@ def family_of(raw: Raw) -> str:
     """Finds the family by `model_type`, or by `architectures` if that does not tell.
 
     Raises:
-      ValueError: it is none of those that are counted.
+      ValueError: it is none of those that are counted, or one by each.
     """
     kind, classes = raw.get("model_type"), raw.get("architectures")
-    if isinstance(kind, str) and kind in hf_shapes.READERS:
-        return kind
     first = classes[0] if isinstance(classes, list) and classes else classes
+    built = None
     for family, architecture in _ARCHITECTURES.items():
         if isinstance(first, str) and first.lower() == architecture.lower():
-            return family
+            built = family
+    if isinstance(kind, str) and kind in hf_shapes.READERS:
+        if built not in (None, kind):
+            raise ValueError(f"model_type={kind!r} contradicts architecture {first!r}")
+        return kind
+    if built is not None:
+        return built
     said = f"model_type={kind!r}" if kind is not None or not first else f"{first!r}"
     known = ", ".join(hf_shapes.READERS)
     raise ValueError(f"{said} is not counted, only {known}")
@@ -85,4 +91,16 @@ _ARCHITECTURES = {
     "opt": "OPTForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+# Other names of keys, as transformers has them.
+_ALIASES = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
 }

@@ -62,3 +62,20 @@ def quotient(name: str, value: int, by: str, divisor: int) -> int:
     if value % divisor:
         raise ValueError(f"{name}={value} must be a multiple of {by}={divisor}")
     return value // divisor
+
+
+def without_aliases(raw: Raw, aliases: Mapping[str, str]) -> Raw:
+    """Writes every key by one name; two names must not say different things.
+
+    Args:
+      raw: the file.
+      aliases: another name of a key -> the key.
+    """
+    found = {key: value for key, value in raw.items() if key not in aliases}
+    for alias, key in aliases.items():
+        if (value := raw.get(alias)) is None:
+            continue
+        if found.get(key) not in (None, value):
+            raise ValueError(f"{alias}={value!r} contradicts {key}={found[key]!r}")
+        found[key] = value
+    return found

@@ -115,10 +115,8 @@ def _qwen3_moe(raw: Raw) -> dict[str, Any]:
 
 
 def _qwen_experts(raw: Raw, sizes: tuple[int, int, int], **more: Any) -> dict[str, Any]:
-    # transformers 5 writes Qwen3's number of experts under Mixtral's name.
-    num_experts = hf_keys.size(raw, "num_local_experts", sizes[0])
     experts = Experts(
-        num_experts=hf_keys.size(raw, "num_experts", num_experts),
+        num_experts=hf_keys.size(raw, "num_experts", sizes[0]),
         top_k=hf_keys.size(raw, "num_experts_per_tok", sizes[1]),
         size=hf_keys.size(raw, "moe_intermediate_size", sizes[2]),
         **more,

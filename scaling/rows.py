@@ -31,11 +31,12 @@ def logits(
       Next-token logits, at least float32.
 
     Raises:
-      ValueError: the model has experts.
+      ValueError: the model has experts, or fewer learned positions than `seq`.
     """
     if config.experts is not None:
         raise ValueError(f"{config.experts=} must be None")
     c, (batch, seq) = config, tokens.shape
+    c.check_length(seq, "seq")
     x = params["embed"]["weight"][tokens]
     position = jnp.arange(seq, dtype=jnp.int32)
     turn = None

@@ -156,6 +156,11 @@ def test_the_figure_and_the_document_are_kept(cost: Cost) -> None:
         ("bad.json", "bad.json: not JSON"),
         ("mamba.json", "mamba.json: model_type='mamba' is not counted, only llama"),
         ("part.json", "part.json: hidden_size is missing"),
+        (
+            "two.json",
+            "model_type='llama' contradicts architecture 'MistralForCausalLM'",
+        ),
+        ("layers.json", "layers.json: num_hidden_layers=3 contradicts n_layer=2"),
         ("llama-2-7b --batch 0", "batch=0 must be in [1, 1099511627776]"),
         ("llama-2-7b --sequence -5", "sequence=-5 must be in"),
         ("gpt2 --sequence 2048", "sequence=2048 must be at most 1024"),
@@ -176,6 +181,10 @@ def test_bad_input_is_one_line_and_status_2(
     Path("bad.json").write_text("{")
     Path("mamba.json").write_text('{"model_type": "mamba"}')
     Path("part.json").write_text('{"model_type": "llama", "num_attention_heads": 4}')
+    two = {"model_type": "llama", "architectures": ["MistralForCausalLM"]}
+    Path("two.json").write_text(json.dumps(two))
+    layers = {"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3}
+    Path("layers.json").write_text(json.dumps(layers))
     status, out, err = cost(*args.split(), "--json")
     assert (status, out) == (2, "")
     assert line in err

@@ -1,5 +1,6 @@
 """Decoding without a scheduler, inside a program of the caller's own."""
 
+import dataclasses
 import functools
 
 import jax
@@ -160,3 +161,19 @@ def test_sizes_out_of_range_are_refused() -> None:
         decoding.init_cache(pages, max_slots=1, max_length=0)
     with pytest.raises(ValueError, match="max_slots=0 must be at least 1"):
         decoding.init_cache(pages, max_slots=0, max_length=1)
+
+
+def test_a_cache_past_the_models_positions() -> None:
+    learned = dataclasses.replace(MODEL, positions="learned", max_positions=36)
+    cache, tokens = jax.eval_shape(make_cache), jnp.zeros(SLOTS, jnp.int32)
+
+    def step(config: models.ModelConfig) -> None:
+        call = functools.partial(decoding.decode_step, forward=models.Forward(config))
+        jax.eval_shape(call, models.param_shapes(config), cache, tokens)
+
+    with pytest.raises(ValueError, match="cache_length=37 must be at most 36, the mod"):
+        step(learned)
+    step(dataclasses.replace(learned, max_positions=37))
+    with pytest.warns(UserWarning, match="cache_length=37 is past 36") as said:
+        step(dataclasses.replace(MODEL, max_positions=36))
+    assert len(said) == 1

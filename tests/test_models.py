@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import jaxkv
 from jaxkv import caching, checkpoints, models
 from jaxkv.models import Forward, ModelConfig
+from scaling import rows as dense
 from tests import engines
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -215,3 +218,58 @@ def test_keys_outside_the_window_change_nothing() -> None:
     # One layer, so place 4 reaches places 4, 5 and 6.
     differs = np.asarray(jnp.any(a != b, axis=2))[0]
     assert np.flatnonzero(differs).tolist() == [4, 5, 6]
+
+
+# Longer than the model's positions
+
+
+def golden(name: str) -> ModelConfig:
+    return checkpoints.read_config(GOLDEN / name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_past_learned_positions_is_refused(name: str) -> None:
+    config = golden(name)
+    assert config.max_positions == 96
+    line = "=97 must be at most 96, the model's learned positions"
+    shapes = models.param_shapes(config)
+    longest = jax.ShapeDtypeStruct((1, 96), jnp.int32)
+    logits = functools.partial(models.logits, config=config)
+    assert jax.eval_shape(logits, shapes, longest).shape == (1, 96, 128)
+    too_long = jax.ShapeDtypeStruct((1, 97), jnp.int32)
+    for forward in (logits, functools.partial(dense.logits, config=config)):
+        with pytest.raises(ValueError, match=f"seq{line}"):
+            jax.eval_shape(forward, shapes, too_long)
+    with pytest.raises(ValueError, match=f"max_length{line}"):
+        jaxkv.Engine.load(GOLDEN / name, num_pages=8, max_length=97)
+    assert jaxkv.Engine.load(GOLDEN / name, num_pages=8, max_length=96)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
+    config, params, _, _ = checkpoints.load_model(GOLDEN / name)
+    model = models.Transformer(config, rngs=nnx.Rngs(0))
+    nnx.update(model, nnx.State(params))
+    positions = jnp.array([0, 95, 96, 1000], jnp.int32)
+
+    def attend(layer: int, q: Any, k: Any, v: Any, carry: Any) -> tuple[Any, Any]:
+        return q, carry
+
+    hidden, _, _ = model.hidden(jnp.zeros_like(positions), positions, attend, ())
+    is_nan = np.isnan(np.asarray(hidden))
+    np.testing.assert_array_equal(is_nan.all(0), [False, False, True, True])
+    np.testing.assert_array_equal(is_nan.any(0), [False, False, True, True])
+
+
+def test_past_rotary_positions_is_said_once() -> None:
+    config = golden("llama")
+    shapes = models.param_shapes(config)
+    tokens = jax.ShapeDtypeStruct((1, 129), jnp.int32)
+    line = "=129 is past 128, the positions that the model is meant for; it may answer"
+    with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
+        jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
+    assert len(said) == 1
+    for forward in (models.logits, dense.logits):
+        with pytest.warns(UserWarning, match=f"^seq{line}") as said:
+            jax.eval_shape(functools.partial(forward, config=config), shapes, tokens)
+        assert len(said) == 1

@@ -1,5 +1,6 @@
 """Workloads: laws keep what they promise, files are read whole or refused by line."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,9 @@ from jaxkv.lengths import ALPACA, SHAREGPT, Fixed, Gamma, LogNormal, Pair, Unifo
 from jaxkv.scheduling import NO_LIMIT
 from jaxkv.tokenizing import ByteTokenizer
 from tests import traces
+
+# Not its annotations, which the tests check, but what it checks itself.
+make: Any = inspect.unwrap(workloads.make)
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -114,6 +118,13 @@ TWO = np.array([1, 2])
         (lambda: workloads.make(TWO, TWO * 2**29, TWO), "request 1: has prompt=107"),
         (lambda: workloads.make(TWO[:0], TWO[:0], TWO[:0]), "columns of one length"),
         (lambda: workloads.make(TWO, TWO, TWO, clients=0), "clients=0 must be"),
+        (lambda: make(TWO, TWO * 1.7, TWO), "prompt must be whole numbers, not float6"),
+        (lambda: make(TWO, TWO, TWO * np.nan), "output must be whole numbers, not flo"),
+        (lambda: make(TWO, TWO, TWO, samples=1.5), "samples must be whole numbers"),
+        (lambda: make(TWO, TWO, TWO, clients=1.5), "clients=1.5 must be at least 1"),
+        (lambda: make(TWO.astype(str), TWO, TWO), "arrival_s must be numbers, not <U"),
+        (lambda: make(TWO, [1, "2"], TWO), "prompt must be whole numbers, not <U"),
+        (lambda: make(TWO, TWO, TWO[:1]), "columns of one length"),
         (lambda: SHAREGPT.draw(rng(), 0), "num=0 must be at least 1"),
         (lambda: Gamma(mean=0.0, shape=1.0), "mean=0.0 must be in"),
         (lambda: Gamma(mean=9.0, shape=0.0), "self.shape=0.0 must be above 0"),

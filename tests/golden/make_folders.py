@@ -1,0 +1,473 @@
+"""Writes random Hugging Face folders, and what transformers computes with each.
+
+Needs torch and transformers, which the project does not; `tests/foreign_folders.py`
+runs it and holds our reading of each folder against transformers':
+
+    python tests/golden/make_folders.py OUT --seed 1 --num 300
+
+Every folder holds random weights of a small model of one family, and a `config.json`
+as transformers 4 or 5 writes it, as people write it by hand, or with keys that other
+software adds, that contradict each other, or that make no sense. Beside them lies
+`expected.npz` with `ids`, their `logits` and `greedy`, the tokens that follow a prompt,
+or `refused.txt` where transformers does not load the folder, or not all of its weights.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import shutil
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+LENGTH, NUM_PROMPT = 20, 8
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "opt": "OPTForCausalLM",
+}
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+class Draw:
+    """Random choices, all from one seed."""
+
+    def __init__(self, seed: list[int]):
+        self.rng = np.random.default_rng(seed)
+
+    def one(self, *values: Any) -> Any:
+        """Any of the values."""
+        return values[self.rng.integers(len(values))]
+
+    def chance(self, probability: float) -> bool:
+        """True that often."""
+        return bool(self.rng.random() < probability)
+
+
+def shape(draw: Draw, family: str) -> dict[str, Any]:
+    """Draws a sane configuration."""
+    heads = draw.one(2, 4)
+    raw: dict[str, Any] = {
+        "model_type": family,
+        "architectures": [FAMILIES[family]],
+        "vocab_size": draw.one(64, 100),
+        "tie_word_embeddings": draw.chance(0.4),
+    }
+    if family == "gpt2":
+        raw |= {
+            "n_embd": draw.one(16, 32),
+            "n_layer": draw.one(1, 2, 3),
+            "n_head": heads,
+            "n_positions": draw.one(24, 64),
+            "activation_function": draw.one("gelu_new", "relu", "gelu", "silu"),
+            "layer_norm_epsilon": draw.one(1e-5, 1e-3),
+        }
+        raw |= {"n_inner": draw.one(None, 40)} if draw.chance(0.5) else {}
+        return raw
+    raw |= {
+        "hidden_size": draw.one(16, 32),
+        "num_hidden_layers": draw.one(1, 2, 3),
+        "num_attention_heads": heads,
+        "max_position_embeddings": draw.one(24, 64),
+    }
+    if family == "opt":
+        raw |= {
+            "ffn_dim": draw.one(24, 40),
+            "word_embed_proj_dim": raw["hidden_size"],
+            "activation_function": draw.one("relu", "gelu"),
+            "enable_bias": draw.chance(0.8),
+        }
+        raw["word_embed_proj_dim"] //= 1 + draw.chance(0.1)
+        raw |= {"do_layer_norm_before": draw.one(True, True, True, False)}
+        return raw
+    raw |= {
+        "intermediate_size": draw.one(24, 40),
+        "num_key_value_heads": draw.one(1, 2, heads),
+        "hidden_act": draw.one("silu", "silu", "gelu", "gelu_pytorch_tanh"),
+        "rms_norm_eps": draw.one(1e-6, 1e-5, 1e-3),
+        "rope_parameters": rope(draw),
+    }
+    stretched = raw["rope_parameters"]["rope_type"] in ("yarn", "dynamic")
+    # transformers builds no such model without being told the size.
+    if family.startswith("qwen3") or stretched or draw.chance(0.4):
+        raw["head_dim"] = draw.one(4, 8, 16)
+    if family in ("llama", "qwen3", "qwen3_moe") and draw.chance(0.5):
+        raw["attention_bias"] = draw.chance(0.5)
+    if family == "llama" and draw.chance(0.5):
+        raw["mlp_bias"] = draw.chance(0.5)
+    return raw | windows(draw, family, raw) | experts(draw, family, raw)
+
+
+def rope(draw: Draw) -> dict[str, Any]:
+    """Draws rotary positions."""
+    found = {"rope_type": "default", "rope_theta": draw.one(1e4, 5e5, 10000, 1e6)}
+    rare = draw.one("linear", "dynamic", "yarn")
+    kind = draw.one(*["default"] * 6, *["llama3"] * 3, "linear", rare)
+    if kind == "llama3":
+        found |= {
+            "factor": draw.one(8.0, 4, 32.0),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": draw.one(4.0, 8.0),
+            "original_max_position_embeddings": draw.one(8, 16),
+        }
+    elif kind != "default":
+        found |= {"factor": draw.one(2.0, 4.0, 1.0)}
+    return found | {"rope_type": kind}
+
+
+def windows(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Draws sliding windows, of all layers or of some."""
+    num = raw["num_hidden_layers"]
+    if family in ("mistral", "mixtral"):
+        return {"sliding_window": draw.one(None, 6, 4096)}
+    if family == "llama" or draw.chance(0.5):
+        return {}
+    found = {
+        "use_sliding_window": draw.chance(0.6),
+        "sliding_window": draw.one(6, 8, 4096),
+        "max_window_layers": draw.one(0, 0, 1, num),
+    }
+    if draw.chance(0.3) and family != "qwen3_moe":
+        kinds = ["full_attention", "sliding_attention"]
+        same = draw.chance(0.7) and [draw.one(*kinds)] * num
+        found["layer_types"] = same or [draw.one(*kinds) for _ in range(num)]
+    return found
+
+
+def experts(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Draws the mixtures of a family that has them."""
+    if family not in MIXTURES:
+        return {}
+    num = draw.one(4, 6)
+    found = {"num_experts_per_tok": draw.one(1, 2, 3)}
+    if family == "mixtral":
+        return found | {"num_local_experts": num}
+    found |= {
+        draw.one("num_experts", "num_experts", "num_local_experts"): num,
+        "moe_intermediate_size": draw.one(8, 16),
+        "norm_topk_prob": draw.chance(0.5),
+    }
+    if family == "qwen2_moe":
+        found["num_experts"] = found.pop("num_local_experts", num)
+        found["shared_expert_intermediate_size"] = draw.one(8, 16)
+        found |= {"qkv_bias": draw.chance(0.5)} if draw.chance(0.3) else {}
+    if draw.chance(0.3):
+        found["mlp_only_layers"] = draw.one([], [0], [0], [1], [1, 0])
+    if draw.chance(0.2):
+        found["decoder_sparse_step"] = draw.one(1, 2)
+    return found
+
+
+HARMLESS: tuple[tuple[str, Any], ...] = (
+    ("torch_dtype", "bfloat16"),
+    ("transformers_version", "4.41.2"),
+    ("use_cache", False),
+    ("_name_or_path", "somewhere/model"),
+    ("attention_dropout", 0.1),
+    ("initializer_range", 0.01),
+    ("bos_token_id", 1),
+    ("eos_token_id", [2, 3]),
+    ("pad_token_id", 0),
+    ("pretraining_tp", 1),
+    ("unsloth_version", "2024.9"),
+    ("output_hidden_states", True),
+    ("router_aux_loss_coef", 0.02),
+    ("task_specific_params", {"text-generation": {"do_sample": True}}),
+    ("prefix", "</s>"),
+    ("temperature", 0.6),
+    ("rope_scaling", None),
+    ("head_dim", None),
+    ("num_key_value_heads", None),
+    ("sliding_window", None),
+    ("quantization_config", None),
+    ("is_decoder", True),
+    ("rope_interleaved", False),
+)
+"""Keys of real files, which change nothing."""
+
+OF_FAMILY: dict[str, tuple[tuple[str, Any], ...]] = {
+    "gpt2": (("n_ctx", 512), ("reorder_and_upcast_attn", True), ("resid_pdrop", 0.0)),
+    "opt": (("layerdrop", 0.1), ("dropout", 0.0), ("init_std", 0.01)),
+    "llama": (("use_sliding_window", False), ("mlp_bias", False)),
+    "mistral": (("attention_bias", False), ("layer_types", None)),
+    "mixtral": (("output_router_logits", False), ("router_jitter_noise", 0.1)),
+    "qwen2": (("max_window_layers", 1), ("attention_bias", True)),
+    "qwen2_moe": (("max_window_layers", 1), ("output_router_logits", True)),
+    "qwen3": (("max_window_layers", 1), ("sliding_window", None)),
+    "qwen3_moe": (("max_window_layers", 1), ("router_aux_loss_coef", 0.0)),
+}
+"""Such keys of one family."""
+
+HARMFUL: tuple[tuple[str, Any], ...] = (
+    ("use_sliding_window", True),
+    ("use_sliding_window", False),
+    ("sliding_window", 5),
+    ("max_window_layers", 0),
+    ("attention_bias", True),
+    ("mlp_bias", True),
+    ("qkv_bias", False),
+    ("n_layer", 1),
+    ("num_hidden_layers", 1),
+    ("num_hidden_layers", 2),
+    ("n_embd", 16),
+    ("hidden_size", 16),
+    ("n_head", 2),
+    ("num_attention_heads", 2),
+    ("num_key_value_heads", 2),
+    ("head_dim", 4),
+    ("num_experts", 4),
+    ("num_local_experts", 4),
+    ("num_experts_per_tok", 1),
+    ("norm_topk_prob", True),
+    ("norm_topk_prob", False),
+    ("moe_intermediate_size", 8),
+    ("rope_theta", 100.0),
+    ("rope_theta", 10**400),
+    ("rope_theta", float("inf")),
+    ("rope_theta", "10000"),
+    ("rope_theta", True),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("rope_scaling", {"rope_type": "default", "rope_theta": 50.0}),
+    ("rope_scaling", {"rope_type": "default", "type": "linear", "factor": 2.0}),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 50, "factor": 3.0}),
+    ("original_max_position_embeddings", 12),
+    ("max_position_embeddings", 32),
+    ("partial_rotary_factor", 0.5),
+    ("model_type", "llama"),
+    ("model_type", "mistral"),
+    ("model_type", "qwen2"),
+    ("architectures", ["LlamaForCausalLM"]),
+    ("architectures", ["MistralForCausalLM", "LlamaForCausalLM"]),
+    ("hidden_act", "relu"),
+    ("activation_function", "silu"),
+    ("rms_norm_eps", 0.1),
+    ("layer_norm_eps", 0.1),
+    ("layer_norm_epsilon", 0.1),
+    ("tie_word_embeddings", True),
+    ("tie_word_embeddings", False),
+    ("scale_attn_by_inverse_layer_idx", True),
+    ("scale_attn_weights", False),
+    ("do_layer_norm_before", False),
+    ("_remove_final_layer_norm", True),
+    ("layer_norm_elementwise_affine", False),
+    ("enable_bias", False),
+    ("logit_scale", 0.5),
+    ("attn_logit_softcapping", 50.0),
+    ("attention_multiplier", 0.1),
+    ("residual_multiplier", 2.0),
+    ("attention_chunk_size", 4),
+    ("no_rope_layers", [0]),
+    ("per_layer_config", {"0": {"sliding_window": 3}}),
+    ("is_encoder_decoder", True),
+    ("add_cross_attention", True),
+    ("mlp_only_layers", [0]),
+    ("decoder_sparse_step", 2),
+    ("n_inner", 48),
+    ("intermediate_size", 48),
+    ("vocab_size", 200),
+    ("tie_word_embeddings", None),
+    ("tie_word_embeddings", 1),
+    ("attention_bias", 1),
+    ("hidden_act", "quick_gelu"),
+    ("hidden_act", "gelu_new"),
+    ("hidden_act", "swish"),
+    ("activation_function", "gelu_fast"),
+    ("num_experts_per_tok", 9),
+    ("rms_norm_eps", 1),
+    ("rms_norm_eps", "1e-5"),
+    ("rms_norm_eps", None),
+    ("rope_theta", None),
+    ("rope_parameters", {"full_attention": {"rope_theta": 50.0}}),
+    ("rope_parameters", None),
+    ("text_config", {"hidden_size": 16}),
+    ("use_qk_norm", False),
+    ("use_bias", False),
+    ("shared_expert_intermediate_size", 16),
+    ("hidden_size", 32.0),
+    ("head_dim", 5),
+)
+"""Keys that contradict others, belong to other families, or make no sense."""
+
+
+def old_style(raw: dict[str, Any]) -> dict[str, Any]:
+    """Writes rotary positions as transformers 4 did."""
+    raw = dict(raw)
+    found = dict(raw.pop("rope_parameters", {}))
+    if found:
+        raw["rope_theta"] = found.pop("rope_theta")
+        plain = found["rope_type"] == "default"
+        raw["rope_scaling"] = None if plain else found
+    return raw
+
+
+def disturbed(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, Any]:
+    """Writes the file in another style, and adds what may or may not matter."""
+    if draw.chance(0.5):
+        raw = old_style(raw)
+        scaling = raw.get("rope_scaling")
+        if scaling and draw.chance(0.3):
+            scaling["type"] = scaling.pop("rope_type")
+        if scaling and "original_max_position_embeddings" in scaling:
+            if draw.chance(0.3):
+                raw["original_max_position_embeddings"] = draw.one(6, 16)
+            if draw.chance(0.2):
+                scaling.pop("original_max_position_embeddings")
+    if draw.chance(0.2):
+        raw.pop(draw.one("architectures", "model_type", "rope_theta"), None)
+    if "n_embd" in raw:
+        aliases = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers"}
+        aliases |= {"n_head": "num_attention_heads"}
+        if draw.chance(0.3):
+            old = draw.one(*aliases)
+            raw[aliases[old]] = raw[old] if draw.chance(0.3) else raw.pop(old)
+    kinds = (*HARMLESS, *OF_FAMILY[family], *OF_FAMILY[family])
+    for _ in range(draw.one(0, 1, 2, 4)):
+        key, value = draw.one(*kinds)
+        raw.setdefault(key, value)
+    if draw.chance(0.4):
+        for _ in range(draw.one(1, 1, 2)):
+            key, value = draw.one(*HARMFUL)
+            raw[key] = value
+    if draw.chance(0.1):
+        layers = raw.get("num_hidden_layers", raw.get("n_layer", 1))
+        kind = draw.one("full_attention", "sliding_attention", "chunked_attention")
+        raw["layer_types"] = [kind] * (layers + draw.chance(0.2))
+    return raw
+
+
+def draw_weights(model: torch.nn.Module, seed: list[int]) -> None:
+    """Overwrites every parameter; wide enough that whatever is wrong shows."""
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            wide = rng.standard_normal(tuple(parameter.shape))
+            is_scale = parameter.ndim == 1 and not name.endswith("bias")
+            parameter.copy_(torch.tensor(is_scale + 0.3 * wide, dtype=torch.float32))
+
+
+def disturb_weights(draw: Draw, folder: pathlib.Path, family: str) -> None:
+    """Renames, adds or takes away a tensor, in a folder of one file."""
+    path = folder / "model.safetensors"
+    if not path.exists():
+        return
+    tensors = load_file(path)
+    embed = {"gpt2": "transformer.wte", "opt": "model.decoder.embed_tokens"}
+    embed = embed.get(family, "model.embed_tokens") + ".weight"
+    head = "lm_head.weight"
+    kind = draw.one(*["none"] * 6, "equal", "equal", "other", "head", "bare", "extra")
+    if kind == "equal":
+        tensors[head] = tensors[embed].clone()
+    elif kind == "other":
+        tensors[head] = tensors[embed].flip(0).contiguous()
+    elif kind == "head":
+        tensors[head] = tensors.pop(embed)
+    elif kind == "bare":
+        tensors = {name.split(".", 1)[-1]: each for name, each in tensors.items()}
+    elif kind == "extra":
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["transformer.h.0.attn.bias"] = torch.ones((1, 1, 64, 64))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def written(draw: Draw, folder: pathlib.Path, seed: list[int]) -> str:
+    """Writes a folder without what is expected of it; returns its family."""
+    family = draw.one(*FAMILIES)
+    raw = shape(draw, family)
+    clean = {key: value for key, value in raw.items() if key != "architectures"}
+    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(clean)))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    draw_weights(model, seed)
+    dtype = draw.one("float32", "float32", "bfloat16", "float16")
+    shard = draw.one("1GB", "1GB", "1GB", "8KB")
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    disturb_weights(draw, folder, family)
+    if not draw.chance(0.15):  # else as transformers 5 wrote it
+        text = json.dumps(disturbed(draw, raw, family), indent=1)
+        (folder / "config.json").write_text(text + "\n")
+    return family
+
+
+def expected(folder: pathlib.Path, seed: list[int]) -> dict[str, np.ndarray]:
+    """Loads a folder as users do, and computes with it in float32."""
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    model.eval()
+    for kind in ("missing_keys", "mismatched_keys"):
+        if loading[kind]:
+            raise ValueError(f"{kind}: {sorted(map(str, loading[kind]))[:3]}")
+    ids = np.random.default_rng(seed).integers(0, 64, (1, LENGTH))
+    logits = logits_of(model, ids)
+    tokens = ids[:, :NUM_PROMPT]
+    margins = []
+    while tokens.shape[1] < LENGTH:
+        last = logits_of(model, tokens)[0, -1]
+        margins.append(np.diff(np.sort(last)[-2:])[0])
+        tokens = np.append(tokens, [[last.argmax()]], axis=1)
+    return {
+        "ids": ids.astype(np.int32),
+        "logits": logits,
+        "greedy": tokens[0].astype(np.int32),
+        "margins": np.asarray(margins, np.float32),
+        "unexpected": np.asarray(sorted(loading["unexpected_keys"]), str),
+    }
+
+
+def logits_of(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
+    """Returns the logits [batch, length, vocab] of a full forward pass."""
+    with torch.no_grad():
+        return model(torch.tensor(ids), use_cache=False).logits.float().numpy()
+
+
+def make(folder: pathlib.Path, seed: list[int]) -> bool:
+    """Writes one folder; tells whether transformers computes with it."""
+    written(Draw(seed), folder, seed)
+    try:
+        arrays = expected(folder, seed)
+        np.savez_compressed(folder / "expected.npz", allow_pickle=False, **arrays)
+    except Exception as error:
+        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        (folder / "refused.txt").write_text(line[:500] + "\n")
+        return False
+    return True
+
+
+def main() -> None:
+    """Writes as many folders as the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num", type=int, default=100)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    num_computed = 0
+    for index in range(args.num):
+        folder = args.out / f"{args.seed}-{index:04}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with contextlib.redirect_stderr(None):
+            num_computed += make(folder, [args.seed, index])
+    print(f"{args.num} folders, {num_computed} of which transformers computes with")
+
+
+if __name__ == "__main__":
+    main()
