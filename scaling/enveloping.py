@@ -68,9 +68,8 @@ def read_off(
     log_c = np.log(flops)
     grid = np.linspace(log_c.min(), log_c.max(), num_budgets)
     sizes, tokens, losses = [], [], []
-    for each in np.unique(run):
-        places = np.flatnonzero(run == each)
-        places = places[np.argsort(log_c[places], kind="stable")]
+    order = np.lexsort((log_c, run))
+    for places in np.split(order, np.flatnonzero(np.diff(run[order])) + 1):
         x = log_c[places]
         if x[0] == x[-1]:
             continue

@@ -127,7 +127,7 @@ def by_size(
     Returns:
       The mean loss of each size, 0 where no run counts, and the weight of its runs.
     """
-    member = (group.size_id[:, None] == np.arange(group.sizes.size)[None, :]) * 1.0
-    weight = weights @ member
-    total = (weights * group.loss) @ member
+    first = np.searchsorted(group.size_id, np.arange(group.sizes.size))
+    weight = np.add.reduceat(weights, first, axis=1)
+    total = np.add.reduceat(weights * group.loss, first, axis=1)
     return np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), 0.0), weight

@@ -33,6 +33,19 @@ class Observations(NamedTuple):
         """Number of runs."""
         return len(self.target)
 
+    def thinned(self, most: int) -> "Observations":
+        """Keeps at most so many rows, drawn at random, always the same ones."""
+        n = self.num_points
+        if n <= most:
+            return self
+        rows = np.sort(np.random.default_rng(0).choice(n, most, replace=False))
+        return self._replace(
+            logs=self.logs[:, rows],
+            target=self.target[rows],
+            weights=self.weights[rows],
+            cluster=self.cluster[rows],
+        )
+
 
 def observe(
     law: Law, data: Mapping[str, Any], weights: Any = None, cluster: Any = None
