@@ -109,6 +109,12 @@ def find(
             ("akima", isoflop.by_akima(groups)),
             ("projection", isoflop.by_projection(groups, surface)),
         ]
+        if num := groups.num_merged:
+            sizes = "size is" if num == 1 else "sizes are"
+            notes.append(
+                f"{num} {sizes} within {grouping.SAME_SIZE:.0%} of another in an "
+                "isoFLOP group, and merged with it"
+            )
         if groups.num_left:
             notes.append(f"{groups.num_left} runs are in no isoFLOP group")
         flops, strata = groups.flops, groups.strata

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from scaling.frontiers import EDGE, FEW, FINE, Find, Minima
+from scaling.grouping import merge_sizes
 
 NUM_BUDGETS = 1500
 """Budgets of the published envelope, evenly spaced in their logarithm."""
@@ -88,10 +89,10 @@ def envelope(curves: Curves) -> Find:
 
     Returns:
       A finder. It refuses a budget at which no smaller or no larger run has a curve
-      than the best one: whether such a run would be better still is not known.
+      than the best one (`grouping.merge_sizes`): whether such a run would be better
+      still is not known.
     """
-    _, size_id = np.unique(curves.num_params, return_inverse=True)
-    size_id = size_id.reshape(-1)
+    size_id = merge_sizes(curves.num_params)[1]
     loss = np.where(np.isnan(curves.log_loss), np.inf, curves.log_loss)
     order = np.argsort(loss, axis=0, kind="stable")  # best first, at each budget
     ranked_size = size_id[order]

@@ -293,6 +293,10 @@ def negative() -> np.ndarray:
         (spoilt(loss=negative()), "row 7: loss=-1.0 must be positive and finite"),
         (spoilt(num_tokens=np.full(30, np.nan)), "row 0: num_tokens=nan must be"),
         (spoilt(num_params=np.full(30, 1e9)), "num_params is the same in all 30 rows"),
+        (
+            spoilt(num_params=1e9 * (1 + 1e-7 * np.arange(30))),
+            "num_params is the same in all 30 rows, to within 0.1%: nothing to fit",
+        ),
         ({x: np.tile(y, 2) for x, y in spoilt().items()}, "rows 0 and 30 are the same"),
         (spoilt(loss=np.ones(29)), "columns of different lengths: .* loss 29"),
         (spoilt(loss=["a"] * 30), "loss is not numeric"),
