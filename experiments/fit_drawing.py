@@ -9,15 +9,29 @@ from experiments.style import colors, plain_log, shades
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
 """Of the objective, over its least value."""
+MAX_DOTS = 4096
+"""Rows drawn as dots; of more, some drawn at random, always the same ones."""
 _GREY = "0.6"
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws a result on two rows of two axes."""
+    result = _thinned(result)
     _draw_losses(axes[0, 0], result)
     _draw_residuals(axes[0, 1], result)
     _draw_groups(axes[1, 0], result)
     _draw_contour(axes[1, 1], result.contour, str(result.laws[0]))
+
+
+def _thinned(result: Result) -> Result:
+    """Keeps as many rows as can be told apart."""
+    num = len(result.row)
+    if num <= MAX_DOTS:
+        return result
+    rows = np.sort(np.random.default_rng(0).choice(num, MAX_DOTS, replace=False))
+    columns = ("row", "num_params", "num_tokens", "flops", "loss", "is_fitted", "group")
+    kept = {name: getattr(result, name)[rows] for name in columns}
+    return result._replace(**kept, predicted=result.predicted[:, rows])
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
@@ -95,7 +109,8 @@ def _draw_groups(ax: Any, result: Result) -> None:
         ax.legend(loc="upper right")
     ax.set_ylabel(_label(result))
     ax.margins(x=0.12)  # for the budgets at the lines' ends
-    low, high = result.loss[result.group >= 0].min(), result.loss.max()
+    high = result.loss.max()
+    low = result.loss[result.group >= 0].min(initial=high)
     margin = 0.05 * (high - low)
     # A parabola that misses its runs must not shrink the others.
     ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
@@ -105,6 +120,8 @@ def draw_groups(ax: Any, result: Result) -> None:
     """Draws the runs of every budget and the parabola through them."""
     for i, color in enumerate(shades(np.arange(len(result.parabolas.x)))):
         mine = result.group == i
+        if not mine.any():  # none of its runs is drawn
+            continue
         flops = float(np.exp(np.log(result.flops[mine]).mean()))
         dots = {"s": 7, "color": color, "linewidths": 0}
         ax.scatter(result.num_params[mine], result.loss[mine], **dots)
@@ -122,6 +139,8 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
         return
     log_levels = np.log10(LEVELS)
     height = np.log10(contour.objective)
+    if not height.size:
+        ax.set_title(f"{law}: where resamples ended")
     ax.scatter(
         *(contour.x_samples, contour.y_samples),
         s=1,
@@ -130,7 +149,7 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
         linewidths=0,
         rasterized=True,
     )
-    if height.max() > log_levels[0]:
+    if height.max(initial=0.0) > log_levels[0]:
         lines = ax.contour(
             *(contour.x, contour.y, height),
             levels=log_levels,

@@ -21,6 +21,8 @@ PARABOLA = "parabola"
 CORRECTED = "parabola, corrected"
 NUM_BUDGETS = 500
 """Of the envelope; more do not change its exponent in the third digit."""
+MAX_GROUPED = 2048
+"""Runs in isoFLOP groups; of more, so many drawn at random, from every group alike."""
 
 
 class Found(NamedTuple):
@@ -97,8 +99,8 @@ def find(
         said = " and ".join(LETTERS[x] for x in missing)
         line = f"no isoFLOP groups, no envelope: the log has no {said}"
         return Found(nothing, [], [], None, [line])
-    groups = _groups(log, tolerance)
     notes: list[str] = []
+    groups = _groups(log, tolerance, notes)
     results: list[Frontier] = []
     windows: list[Frontier] = []
     exponents = None
@@ -115,6 +117,12 @@ def find(
             ("akima", isoflop.by_akima(groups)),
             ("projection", isoflop.by_projection(groups, surface)),
         ]
+        if num := groups.num_merged:
+            sizes = "size is" if num == 1 else "sizes are"
+            notes.append(
+                f"{num} {sizes} within {grouping.SAME_SIZE:.0%} of another in an "
+                "isoFLOP group, and merged with it"
+            )
         if groups.num_left:
             notes.append(f"{groups.num_left} runs are in no isoFLOP group")
         flops, strata = groups.flops, groups.strata
@@ -137,15 +145,34 @@ def find(
     return Found(groups, results, windows, exponents, notes)
 
 
-def _groups(log: Log, tolerance: float) -> Groups:
+def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
     """Groups what runs ended at: of several rows of a run, the last."""
-    flops = log.columns["flops"]
-    order = np.argsort(flops, kind="stable")
+    order = np.argsort(log.columns["flops"], kind="stable")
     last = {log.runs[i]: int(i) for i in order}
     rows = np.array(sorted(last.values()), int)
-    n, d, loss = (log.columns[x][rows] for x in ("num_params", "num_tokens", "loss"))
-    groups = grouping.find_groups(n, d, flops[rows], loss, tolerance=tolerance)
-    return groups._replace(rows=rows[groups.rows])
+    names = ("num_params", "num_tokens", "flops", "loss")
+
+    def group(rows: np.ndarray) -> Groups:
+        columns = (log.columns[name][rows] for name in names)
+        found = grouping.find_groups(*columns, tolerance=tolerance)
+        return found._replace(rows=rows[found.rows])
+
+    groups = group(rows)
+    num = groups.rows.size
+    if num <= MAX_GROUPED:
+        return groups
+    notes.append(
+        f"isoFLOP minima are found from {MAX_GROUPED:,} of {num:,} grouped runs"
+    )
+    places = np.random.default_rng(0).permutation(num)
+    # The n-th run of each group before the n + 1-th of any, up to the groups' shares.
+    strata = groups.strata[places]
+    order = np.argsort(strata, kind="stable")
+    first = np.searchsorted(strata[order], strata[order])
+    share = np.empty(num)
+    share[order] = (np.arange(num) - first) / np.bincount(strata)[strata[order]]
+    chosen = places[np.argsort(share, kind="stable")[:MAX_GROUPED]]
+    return group(np.sort(groups.rows[chosen]))._replace(num_left=groups.num_left)
 
 
 def _envelope(

@@ -20,6 +20,9 @@ NUM_CELLS = (41, 61)
 """Of a contour, along each axis: for many runs, and for fewer than `FEW_RUNS`, whose
 valleys are narrow beside how far their resamples lie apart."""
 FEW_RUNS = 60
+MAX_ROWS = 1024
+"""Rows of which the objective is drawn over a plane: it takes time and memory by the
+row, and of more it hardly rises over the plane that resamples reach."""
 
 Columns = Mapping[str, np.ndarray]
 
@@ -151,7 +154,7 @@ def _parabolas(found: Found, num_runs: int) -> Grouped:
 
 
 def contour(fit: FitResult, columns: Columns) -> Contour:
-    """The objective over the plane of two coefficients."""
+    """The objective over the plane of two coefficients; not of very many rows."""
     names = contouring.pair(fit)
     if names is None:
         none = np.empty(0)
@@ -159,6 +162,9 @@ def contour(fit: FitResult, columns: Columns) -> Contour:
     places = [[*fit.coefficients].index(name) for name in names]
     samples = fit.sampled()[:, places]
     x, y = (_range(fit, place, samples[:, i]) for i, place in enumerate(places))
+    if fit.num_points > MAX_ROWS:
+        none = np.empty((0, 0))
+        return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
     objective = contouring.profile(fit, columns, names, x, y)
     # Where a law is exact the least objective is rounding.
     over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)

@@ -48,11 +48,10 @@ def fit_all(
 
 
 def _fit(config: Config, law: Law, log: Log, progress: Progress) -> FitResult:
-    """Fits a law, at first from the curvature, and then with resamples."""
+    """Fits a law with resamples, or, interrupted, without."""
     fit = _fitter(config, law, log)
-    first = fit(bootstrap=0)
     if not config.bootstrap:
-        return first
+        return fit(bootstrap=0)
     update = progress.bar(law.name, config.bootstrap, "resamples")
 
     def report(done: float) -> None:
@@ -66,6 +65,7 @@ def _fit(config: Config, law: Law, log: Log, progress: Progress) -> FitResult:
         except _Stopped:
             pass
     said = "interrupted before its resamples: the intervals are from the curvature"
+    first = fit(bootstrap=0)
     return first._replace(warnings=[*first.warnings, said])
 
 

@@ -20,7 +20,8 @@ class Contour(NamedTuple):
       y_name: the second.
       x: values of the first.
       y: values of the second.
-      objective: over its least value, at each of them.
+      objective: over its least value, at each of them; empty where there were too many
+        rows to compute it.
       x_samples: where the resamples have it.
       y_samples: the second.
     """

@@ -341,7 +341,17 @@ def _named(config: Config) -> list[str]:
 
 
 def _choices(config: Config, log: Any, is_fitted: np.ndarray) -> Iterator[str]:
-    """Says what follows from the options and may surprise."""
+    """Says what follows from the options and sizes, and may surprise."""
+    from experiments import fit_drawing, fit_grids
+    from scaling import fitting
+
+    num_fitted, num_rows = int(is_fitted.sum()), is_fitted.size
+    if line := fitting.abridged(num_fitted):
+        yield line
+    if num_fitted > (most := fit_grids.MAX_ROWS):
+        yield f"the objective over the plane is not drawn: above {most:,} rows"
+    if num_rows > (most := fit_drawing.MAX_DOTS):
+        yield f"the figure's dots are {most:,} of {num_rows:,} rows"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"
     num_raw = sum(row.cells.get("decayed") is False for row in log.raw)

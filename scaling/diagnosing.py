@@ -192,13 +192,15 @@ def _num_outliers(residuals: np.ndarray) -> int:
     """Counts residuals that even Student's t with 3 degrees hardly ever has.
 
     Beyond 40 times the spread of the middle half that is one in 42,000, beyond 8 times
-    one in 340: several of those, in more than 3 % of the points, are no chance.
+    one in 340: several of those, in more than 3 % of the points, are no chance; nor are
+    three times as many of the former as there should be.
     """
     size = np.abs(residuals) / max(1.4826 * float(np.median(np.abs(residuals))), 1e-9)
     num_far = int(np.sum(size > 8))
     if num_far >= max(2, 0.03 * len(size)):
         return num_far
-    return int(np.sum(size > 40))
+    num_far = int(np.sum(size > 40))
+    return num_far if num_far > 3 * len(size) / 42_000 else 0
 
 
 def _at_walls(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:

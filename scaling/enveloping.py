@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from scaling.frontiers import EDGE, FEW, FINE, Find, Minima
-from scaling.grouping import MIN_SIZES
+from scaling.grouping import MIN_SIZES, merge_sizes
 
 NUM_BUDGETS = 1500
 """Budgets of the published envelope, evenly spaced in their logarithm."""
@@ -69,9 +69,8 @@ def read_off(
     log_c = np.log(flops)
     grid = np.linspace(log_c.min(), log_c.max(), num_budgets)
     sizes, tokens, losses = [], [], []
-    for each in np.unique(run):
-        places = np.flatnonzero(run == each)
-        places = places[np.argsort(log_c[places], kind="stable")]
+    order = np.lexsort((log_c, run))
+    for places in np.split(order, np.flatnonzero(np.diff(run[order])) + 1):
         x = log_c[places]
         if x[0] == x[-1]:
             continue
@@ -95,10 +94,10 @@ def envelope(curves: Curves) -> Find:
 
     Returns:
       A finder. It refuses a budget at which no smaller or no larger run has a curve
-      than the best one: whether such a run would be better still is not known.
+      than the best one (`grouping.merge_sizes`): whether such a run would be better
+      still is not known.
     """
-    _, size_id = np.unique(curves.num_params, return_inverse=True)
-    size_id = size_id.reshape(-1)
+    size_id = merge_sizes(curves.num_params)[1]
     loss = np.where(np.isnan(curves.log_loss), np.inf, curves.log_loss)
     order = np.argsort(loss, axis=0, kind="stable")  # best first, at each budget
     ranked_size = size_id[order]

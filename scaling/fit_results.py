@@ -14,7 +14,7 @@ from scaling.laws_base import Law
 from scaling.solving import Loss, Space
 
 SCHEMA = 1
-_MAX_SAMPLES = 1000
+_MAX_SAMPLES, _MAX_RESIDUALS = 1_000, 10_000
 
 
 class HeldOut(NamedTuple):
@@ -128,14 +128,14 @@ class FitResult(NamedTuple):
 def to_json(result: FitResult) -> dict[str, Any]:
     """Turns a result into what `fit.json` holds: plain numbers, lists and dicts.
 
-    Of more than 1,000 resamples an even selection is kept. Numbers that JSON has not
-    become null.
+    Of more than 1,000 resamples, or 10,000 residuals, an even selection is kept.
+    Numbers that JSON has not become null.
     """
-    samples = result.samples
-    if samples is not None and len(samples) > _MAX_SAMPLES:
-        place = np.linspace(0, len(samples) - 1, _MAX_SAMPLES).round().astype(int)
-        samples = samples[place]
-    fields = result._replace(samples=samples)._asdict()
+    fields = result._replace(
+        samples=None if result.samples is None else _some(result.samples, _MAX_SAMPLES),
+        residuals=_some(result.residuals, _MAX_RESIDUALS),
+        noise=_some(result.noise, _MAX_RESIDUALS),
+    )._asdict()
     if result.held_out is not None:
         fields["held_out"] = result.held_out._asdict()
     return {"schema": SCHEMA} | _plain(fields)
@@ -182,6 +182,13 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"not a fit.json: {what}") from None
+
+
+def _some(rows: np.ndarray, most: int) -> np.ndarray:
+    """Selects at most so many rows, evenly by their place."""
+    if len(rows) <= most:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, most).round().astype(int)]
 
 
 def _array(values: Any) -> np.ndarray:

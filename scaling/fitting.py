@@ -14,6 +14,7 @@ from scaling import (
     evaluating,
     fit_reports,
     forecasting,
+    intervals,
     restricting,
     solving,
 )
@@ -74,7 +75,8 @@ def fit(
         degrees of freedom.
       bounds: the least and the largest value of coefficients, by name.
       bootstrap: number of resamples for the intervals, fitted from the optimum; with
-        none they come from the curvature.
+        none they come from the curvature. With more than `solving.MANY_ROWS` rows they
+        are drawn from a normal law (`intervals.draw_normal`).
       cluster: labels; rows with equal labels are resampled together.
       level: probability of the intervals, in (0, 1).
       seed: of the resamples.
@@ -100,19 +102,14 @@ def fit(
     if starts:
         first = np.concatenate([first, _coordinates(law, starts, seen)])
     first = restricting.inward(law, form, first, seen.centre)
-    ends = solving.solve(problem, np.tile(seen.weights, (len(first), 1)), first)
-    found = diagnosing.compare_starts(problem, ends)
+    few = problem._replace(seen=seen.thinned(solving.MANY_ROWS))
+    weights = np.tile(few.seen.weights, (len(first), 1))
+    ends = solving.solve(few, weights, first)
+    found = diagnosing.compare_starts(few, ends)
     best, objective = _polish(problem, ends.coordinates[found.best])
     samples = None
     if bootstrap:
-        rng = np.random.default_rng(seed)
-        resampled = solving.solve(
-            problem,
-            lambda count: solving.draw_weights(seen, count, rng),
-            np.tile(best, (bootstrap, 1)),
-            report=progress or (lambda done: None),
-        )
-        samples = resampled.coordinates
+        samples = _resample(problem, best, bootstrap, seed, progress)
     result = fit_reports.report(problem, data, found, best, objective, samples, level)
     return _as_given(result, law, form, fixed, bounds)
 
@@ -188,10 +185,48 @@ def rollout(
     return result._replace(held_out=forecasting.score(result, larger))
 
 
+def abridged(num_rows: int) -> str:
+    """Says what is done on a part of so many rows; nothing where all is on all."""
+    most = solving.MANY_ROWS
+    if num_rows <= most:
+        return ""
+    return (
+        f"{num_rows:,} rows: laws are fitted to all of them, from starts compared on "
+        f"{most:,}; intervals are of a normal law from the slopes of all runs, not "
+        "from resamples"
+    )
+
+
+def _resample(
+    problem: Problem,
+    best: np.ndarray,
+    num_resamples: int,
+    seed: int,
+    progress: Report | None,
+) -> np.ndarray:
+    """Fits resamples from the optimum; of very many rows, draws what they would be."""
+    rng, seen = np.random.default_rng(seed), problem.seen
+    report = progress or (lambda done: None)
+    if seen.num_points > solving.MANY_ROWS:
+        samples = intervals.draw_normal(problem, best, num_resamples, rng)
+        report(num_resamples)
+        return samples
+    resampled = solving.solve(
+        problem,
+        lambda count: solving.draw_weights(seen, count, rng),
+        np.tile(best, (num_resamples, 1)),
+        report=report,
+    )
+    return resampled.coordinates
+
+
 def _polish(problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float]:
-    """Steps on until the objective falls no more."""
+    """Steps on until the objective falls no more, or hardly, where a step is long."""
     weights = problem.seen.weights[None]
-    end = solving.solve(problem, weights, start[None], tolerance=1e-30)
+    is_long = problem.seen.num_points > solving.MANY_ROWS
+    end = solving.solve(
+        problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
+    )
     best, objective = end.coordinates[0], float(end.objective[0])
     if problem.loss == "lad":  # which was rounded off at its corner
         objective = float(weights[0] @ np.abs(problem.residuals(best)))

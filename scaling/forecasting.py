@@ -11,6 +11,10 @@ from scaling.fit_results import FitResult, HeldOut
 from scaling.laws_base import Law
 
 Kind = Literal["confidence", "prediction"]
+_MAX_NUMBERS = 2**24
+"""Of resamples and points at a time."""
+MAX_SCORED = 4096
+"""Held-out runs whose intervals are looked at; of more, an even selection by place."""
 
 
 class Prediction(NamedTuple):
@@ -73,14 +77,23 @@ def _by_samples(
     level: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     assert result.samples is not None
-    samples = evaluating.values(law, result.samples, logs)
-    if with_noise:
-        # A residual for every resample and point; drawn with a seed, so that asking
-        # twice gives one answer.
-        rng = np.random.default_rng(0)
-        samples = samples - rng.choice(result.noise, samples.shape)
+    # A residual for every resample and point; drawn with a seed, so that asking twice
+    # gives one answer.
+    rng = np.random.default_rng(0)
     size = {"num_points": result.num_points, "k": result.num_free}
-    return intervals.from_samples(value, samples, level, loss=result.loss, **size)
+    step, ends = max(1, _MAX_NUMBERS // len(result.samples)), []
+    for first in range(0, len(value), step):
+        some = slice(first, first + step)
+        samples = evaluating.values(law, result.samples, logs[:, some])
+        if with_noise:
+            samples = samples - rng.choice(result.noise, samples.shape)
+        ends.append(
+            intervals.from_samples(
+                value[some], samples, level, loss=result.loss, **size
+            )
+        )
+    low, high = zip(*ends, strict=True)
+    return np.concatenate(low), np.concatenate(high)
 
 
 def _by_curvature(
@@ -111,11 +124,15 @@ def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
     """
     law = result.find_law()
     seen = np.asarray(data[law.target], float)
-    found = predict(result, data, "prediction")
-    error = np.log(found.loss / seen)
+    error = np.log(predict(result, data).loss / seen)
     covered = None
     if result.samples is not None:
-        covered = float(np.mean((found.low <= seen) & (seen <= found.high)))
+        rows = np.arange(len(seen))
+        if len(rows) > MAX_SCORED:
+            rows = np.linspace(0, len(rows) - 1, MAX_SCORED).round().astype(int)
+        some = {name: np.asarray(data[name])[rows] for name in law.inputs}
+        found, there = predict(result, some, "prediction"), seen[rows]
+        covered = float(np.mean((found.low <= there) & (there <= found.high)))
     last = int(np.argmax(compute(law, data)))
     size = np.abs(error)
     worst = float(size.max())

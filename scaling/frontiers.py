@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-FINE, FEW, EDGE, DOWNWARD, OUTSIDE = range(5)
+FINE, FEW, EDGE, DOWNWARD, OUTSIDE, DEEP = range(6)
 """What became of the search for a minimum."""
 
 REASONS = {
@@ -23,6 +23,7 @@ REASONS = {
     EDGE: "the lowest loss is at the edge of the sizes that were run",
     DOWNWARD: "the parabola opens downward",
     OUTSIDE: "the minimum lies outside of the sizes that were run",
+    DEEP: "the minimum lies well below the lowest run",
 }
 
 CHUNK = 128
@@ -161,7 +162,9 @@ def frontier(
                     f"{method}: the exponent of {name} lies outside of its own "
                     "interval: single runs decide it"
                 )
-        fits[name] = PowerLaw(float(np.exp(intercept[0])), float(slope[0]), interval)
+        with np.errstate(over="ignore"):  # a slope beyond reason has no coefficient
+            coefficient = float(np.exp(intercept[0]))
+        fits[name] = PowerLaw(coefficient, float(slope[0]), interval)
     num_drawn = drawn["num_params"].size if drawn else 0
     num_failed = int(np.isnan(drawn["num_params"]).sum()) if drawn else 0
     if num_drawn and num_failed > (1 - MIN_SHARE) * num_drawn:

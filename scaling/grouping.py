@@ -7,6 +7,8 @@ from jaxtyping import Float, Int
 
 MIN_SIZES = 3
 """Different sizes that a group needs."""
+SAME_SIZE = 0.01
+"""Sizes that differ by less are one: a curve through both would follow their noise."""
 
 
 class Group(NamedTuple):
@@ -18,7 +20,7 @@ class Group(NamedTuple):
       num_params: of each run.
       num_tokens: of each run.
       loss: of each run.
-      sizes: the different sizes, rising.
+      sizes: the different sizes, rising; those that `merge_sizes` takes for one, once.
       tokens: the tokens that go with each, geometric means.
       size_id: which of them each run has.
     """
@@ -40,11 +42,13 @@ class Groups(NamedTuple):
       groups: by rising budget.
       rows: the log's row of each grouped run, in the order of `Group.places`.
       num_left: runs in no group: their budget has fewer than `MIN_SIZES` sizes.
+      num_merged: sizes that were taken for another one.
     """
 
     groups: tuple[Group, ...]
     rows: Int[np.ndarray, " grouped"]
     num_left: int
+    num_merged: int = 0
 
     @property
     def flops(self) -> Float[np.ndarray, " budgets"]:
@@ -90,14 +94,14 @@ def find_groups(
             members[-1].append(int(i))
         else:
             members.append([int(i)])
-    groups, rows = [], []
+    groups, rows, num_merged = [], [], 0
     for each in members:
         runs = np.array(each)
         runs = runs[np.argsort(num_params[runs], kind="stable")]
-        sizes, size_id = np.unique(num_params[runs], return_inverse=True)
+        sizes, size_id = merge_sizes(num_params[runs])
         if sizes.size < MIN_SIZES:
             continue
-        size_id = size_id.reshape(-1)
+        num_merged += np.unique(num_params[runs]).size - sizes.size
         log_d = np.bincount(size_id, np.log(num_tokens[runs])) / np.bincount(size_id)
         groups.append(
             Group(
@@ -112,7 +116,40 @@ def find_groups(
             )
         )
         rows += [int(i) for i in runs]
-    return Groups(tuple(groups), np.array(rows, int), flops.size - len(rows))
+    rows = np.array(rows, int)
+    return Groups(tuple(groups), rows, flops.size - rows.size, num_merged)
+
+
+def merge_sizes(
+    num_params: Float[np.ndarray, " runs"],
+) -> tuple[Float[np.ndarray, " sizes"], Int[np.ndarray, " runs"]]:
+    """Finds the different sizes: neighbours closer than `SAME_SIZE` become one.
+
+    Args:
+      num_params: of each run, in any order.
+
+    Returns:
+      The sizes, rising, each at least that far from the next, a merged one being the
+      geometric mean of those in it; and which of them each run has.
+    """
+    exact, size_id, count = np.unique(
+        num_params, return_inverse=True, return_counts=True
+    )
+    size_id, x, weight = size_id.reshape(-1), np.log(exact), count.astype(float)
+    places = np.arange(exact.size)  # the merged size that each exact one is in
+    while (np.diff(x) < np.log1p(SAME_SIZE)).any():
+        # Into the first one within reach; their means may be close again.
+        into, first = np.zeros(x.size, int), 0
+        for i in range(1, x.size):
+            is_new = x[i] - x[first] >= np.log1p(SAME_SIZE)
+            into[i] = into[i - 1] + is_new
+            first = i if is_new else first
+        x, weight = np.bincount(into, x * weight), np.bincount(into, weight)
+        x, places = x / weight, into[places]
+    sizes = np.exp(x)
+    alone = np.bincount(places, minlength=x.size) == 1
+    sizes[alone] = exact[alone[places]]
+    return sizes, places[size_id]
 
 
 def by_size(
@@ -127,7 +164,7 @@ def by_size(
     Returns:
       The mean loss of each size, 0 where no run counts, and the weight of its runs.
     """
-    member = (group.size_id[:, None] == np.arange(group.sizes.size)[None, :]) * 1.0
-    weight = weights @ member
-    total = (weights * group.loss) @ member
+    first = np.searchsorted(group.size_id, np.arange(group.sizes.size))
+    weight = np.add.reduceat(weights, first, axis=1)
+    total = np.add.reduceat(weights * group.loss, first, axis=1)
     return np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), 0.0), weight

@@ -12,9 +12,10 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2 and figure 3.
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Bool
 
 from scaling import akima, parabolas, projecting
-from scaling.frontiers import DOWNWARD, EDGE, FEW, FINE, OUTSIDE, Find, Minima
+from scaling.frontiers import DEEP, DOWNWARD, EDGE, FEW, FINE, OUTSIDE, Find, Minima
 from scaling.grouping import MIN_SIZES, Group, Groups, by_size
 
 WINDOWS = (3, 5, 7)
@@ -37,7 +38,8 @@ def by_parabola(
 
     Returns:
       A finder. It refuses a group whose lowest loss is at an edge, whose parabola opens
-      downward, and whose vertex lies outside of the sizes in its window.
+      downward, and whose vertex lies outside of the sizes in its window or well below
+      all runs.
 
     Raises:
       ValueError: `window` is even or below 3.
@@ -107,7 +109,7 @@ def by_projection(groups: Groups, whole: projecting.Surface) -> Find:
 
     Returns:
       A finder. It refuses a budget whose minimum lies outside of the sizes that were
-      run there, and every one if a term of the surface vanishes.
+      run there or well below all runs, and every one if a term of the surface vanishes.
     """
     points = _points(groups)
     start = float(whole.alpha[0]), float(whole.beta[0])
@@ -123,14 +125,26 @@ def by_projection(groups: Groups, whole: projecting.Surface) -> Find:
         for i, group in enumerate(groups.groups):
             product = float(np.log(group.num_params * group.num_tokens).mean())
             n = (ratio + fits.beta * product) / (fits.alpha + fits.beta)
+            sizes = np.log(group.sizes[[0, -1]])
+            inside = both & (n >= sizes[0]) & (n <= sizes[1])
+            n = np.clip(n, *sizes)
             d = product - n
             value = fits.floor + np.exp(log_a - fits.alpha * n)
             value += np.exp(log_b - fits.beta * d)
-            inside = (n >= np.log(group.sizes[0])) & (n <= np.log(group.sizes[-1]))
-            _put(minima, both & inside, i, np.exp(n), np.exp(d), value)
+            deep = inside & _is_deep(value, *_seen(group, weights))
+            minima.reason[deep, i] = DEEP
+            _put(minima, inside & ~deep, i, n, d, value)
         return minima
 
     return find
+
+
+def _seen(
+    group: Group, weights: np.ndarray
+) -> tuple[np.ndarray, Bool[np.ndarray, "resamples sizes"]]:
+    """The mean loss of every size of a group, and which of them were drawn."""
+    loss, weight = by_size(group, weights[:, group.places])
+    return loss, weight > 0
 
 
 def _points(groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -164,18 +178,33 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
             rows = np.flatnonzero(enough & inner)
             if not rows.size:
                 continue
-            place, low, minima.reason[rows, i] = minimum(
-                group, loss[rows], weight[rows]
-            )
+            place, low, reason = minimum(group, loss[rows], weight[rows])
+            deep = _is_deep(low, loss[rows], weight[rows] > 0)
+            minima.reason[rows, i] = np.where((reason == FINE) & deep, DEEP, reason)
             good = minima.reason[:, i] == FINE
             n, value = np.full((2, len(weights)), np.nan)
             n[rows], value[rows] = place * np.log(10), low
             # Along the group log D is a line in log N, or close to one.
             d = np.interp(n, np.log(group.sizes), np.log(group.tokens))
-            _put(minima, good, i, np.exp(n), np.exp(d), value)
+            _put(minima, good, i, n, d, value)
         return minima
 
     return find
+
+
+def _is_deep(
+    low: np.ndarray, loss: np.ndarray, present: np.ndarray
+) -> Bool[np.ndarray, " resamples"]:
+    """Tells minima so far below all runs that the curve invents them.
+
+    Between runs a minimum may lie an eighth of their spread below the lowest where
+    sizes are even. Half of the spread, or a tenth of the loss, is no interpolation;
+    half a percent of the loss is noise.
+    """
+    least = np.where(present, loss, np.inf).min(1)
+    spread = np.where(present, loss, -np.inf).max(1) - least
+    room = np.maximum(0.005 * least, np.minimum(0.5 * spread, 0.1 * least))
+    return least - low > room
 
 
 def _nowhere(num_resamples: int, groups: Groups, reason: int) -> Minima:
@@ -189,12 +218,12 @@ def _put(
     minima: Minima,
     good: np.ndarray,
     column: int,
-    num_params: np.ndarray,
-    num_tokens: np.ndarray,
+    log_n: np.ndarray,
+    log_d: np.ndarray,
     loss: np.ndarray,
 ) -> None:
     """Notes the minima of one budget in the resamples that have one."""
-    minima.num_params[good, column] = num_params[good]
-    minima.num_tokens[good, column] = num_tokens[good]
+    minima.num_params[good, column] = np.exp(log_n[good])
+    minima.num_tokens[good, column] = np.exp(log_d[good])
     minima.loss[good, column] = loss[good]
     minima.reason[good, column] = FINE

@@ -9,7 +9,14 @@ later, or a rule leaves it out, and then `notes` counts it.
 
 import collections
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -268,24 +275,47 @@ def _leave_out(table: RawTable, ignore: str) -> tuple[list[RawRow], list[str]]:
 
 def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:
     """Refuses a run that stands there twice; tells of rows that may be chance."""
-    cells, points, runs, alike = {}, {}, {}, []
-    for i, row in enumerate(log.raw):
-        whole = tuple(sorted((name, repr(cell)) for name, cell in row.cells.items()))
-        before = cells.setdefault(whole, row)
-        if is_sweep and before is row:
-            before = runs.setdefault(log.runs[i], row)
-        if before is not row:
+
+    def cells(i: int) -> Hashable:
+        items = log.raw[i].cells.items()
+        return tuple(sorted((name, repr(cell)) for name, cell in items))
+
+    keys = [cells, lambda i: log.runs[i]] if is_sweep else [cells]
+    for key in keys:
+        for before, after in _repeated(len(log.raw), key):
+            first, again = log.raw[before].number, log.raw[after].number
             raise ValueError(
-                f"{log.source}: rows {before.number} and {row.number} are the same "
-                f"run; --ignore 'row == {row.number}' leaves one out"
+                f"{log.source}: rows {first} and {again} are the same run; --ignore "
+                f"'row == {again}' leaves one out"
             )
-        point = tuple(float(column[i]) for column in log.columns.values())
-        if (before := points.setdefault(point, row)) is not row:
-            alike.append(f"{before.number} and {row.number}")
+    points = np.stack([*log.columns.values()], 1)
+    alike = [
+        f"{log.raw[before].number} and {log.raw[after].number}"
+        for before, after in _repeated(len(points), lambda i: points[i].tobytes())
+    ]
     if not alike:
         return ()
     more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
     return (f"equal numbers in rows {'; '.join(alike[:3])}{more}: one run twice?",)
+
+
+def _repeated(
+    num_rows: int, key: Callable[[int], Hashable]
+) -> Iterator[tuple[int, int]]:
+    """Finds rows of a key that was there before: the first such row, and this one.
+
+    Keys are kept as their hashes, so that very many rows fit, and made again where
+    those agree.
+    """
+    hashes = np.fromiter((hash(key(i)) for i in range(num_rows)), np.int64, num_rows)
+    order = np.argsort(hashes, kind="stable")
+    again = np.flatnonzero(np.diff(hashes[order]) == 0)
+    shared = np.unique(order[np.concatenate([again, again + 1])])
+    first: dict[Hashable, int] = {}
+    for row in map(int, shared):
+        before = first.setdefault(key(row), row)
+        if before != row:
+            yield before, row
 
 
 def _curves(log: Log, table: RawTable) -> Log:

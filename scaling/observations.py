@@ -8,6 +8,9 @@ from jaxtyping import Float, Int
 
 from scaling.laws_base import Law
 
+SAME = 1e-3
+"""An input that varies by less, of its size, does not vary."""
+
 
 class Observations(NamedTuple):
     """Runs, ready to be fitted.
@@ -32,6 +35,19 @@ class Observations(NamedTuple):
     def num_points(self) -> int:
         """Number of runs."""
         return len(self.target)
+
+    def thinned(self, most: int) -> "Observations":
+        """Keeps at most so many rows, drawn at random, always the same ones."""
+        n = self.num_points
+        if n <= most:
+            return self
+        rows = np.sort(np.random.default_rng(0).choice(n, most, replace=False))
+        return self._replace(
+            logs=self.logs[:, rows],
+            target=self.target[rows],
+            weights=self.weights[rows],
+            cluster=self.cluster[rows],
+        )
 
 
 def observe(
@@ -70,8 +86,11 @@ def observe(
             f"{n} points are too few for the {k} coefficients of {law.name}"
         )
     for name, column in zip(law.inputs, columns, strict=False):
-        if np.ptp(column) == 0:
-            raise ValueError(f"{name} is the same in all {n} rows: nothing to fit")
+        if np.ptp(column) < SAME * column.min():
+            near = f", to within {SAME:.1%}" if np.ptp(column) else ""
+            raise ValueError(
+                f"{name} is the same in all {n} rows{near}: nothing to fit"
+            )
     if cluster is None:
         _refuse_duplicates(np.stack(columns, 1))
         labels = np.arange(n)

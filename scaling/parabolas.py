@@ -148,8 +148,9 @@ def correct(
     minimum = place
     ones = np.ones((1, x.size))
     for _ in range(_NUM_ROUNDS):
-        curve = _along(x - minimum, alpha, beta)
-        vertex = float(fit(x, curve[None], ones).place[0])
+        with np.errstate(over="ignore", invalid="ignore"):  # where it runs away
+            curve = _along(x - minimum, alpha, beta)
+            vertex = float(fit(x, curve[None], ones).place[0])
         step = place - vertex
         minimum += step
         if not abs(step) > 1e-14:

@@ -24,6 +24,10 @@ _PIECE, _LEAST_PIECE = 1024, 64
 """Problems in one call: one compiled program, and pauses in which to report."""
 _MAX_WEIGHTS = 2**24
 """Weights in one call: with more points, a call has fewer problems."""
+MANY_ROWS = 4096
+"""With more rows problems are solved one after the other: the memory of a row is then
+that of one problem. Starts are compared on so many rows, and intervals are not drawn
+from resamples (`intervals.draw_normal`)."""
 _POINTS = 16
 """Points are padded to a multiple of it, so that similar sizes share a program;
 few ones to twice that."""
@@ -119,6 +123,8 @@ def solve(
     size = _PIECE
     while size > _LEAST_PIECE and size * problem.seen.num_points > _MAX_WEIGHTS:
         size //= 2
+    if problem.seen.num_points > MANY_ROWS:
+        size = 1
     parts, done = [], 0
     while done < len(starts):
         some = starts[done : done + size]
@@ -146,7 +152,8 @@ def _solve_piece(
     target = np.pad(seen.target, (0, room), constant_values=seen.level)
     low, high = problem.box
     with jax.enable_x64(True):
-        call = optimising.compiled(problem.law, problem.space)
+        lanes = min(size, _LEAST_PIECE)
+        call = optimising.compiled(problem.law, problem.space, lanes)
         full = np.zeros((size, seen.num_points + room))
         full[:count, : seen.num_points] = weights
         x = np.zeros((size, starts.shape[1]))

@@ -1,16 +1,28 @@
 """`jaxkv fit`: from a log to coefficients, doubts, frontiers, and a folder."""
 
 import json
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import pyplot as plt
 
-from experiments import cli, fit_telling, fitting_logs
+from experiments import (
+    cli,
+    fit_drawing,
+    fit_frontiers,
+    fit_grids,
+    fit_surfaces,
+    fit_telling,
+    fitting_logs,
+)
 from experiments.progress import Quiet
-from scaling import contouring, fitting, laws, logs
+from scaling import contouring, fitting, laws, logs, solving
 from tests import traces
 
 ALPHA, BETA = 0.36, 0.38
@@ -313,6 +325,55 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
     left = seen - design @ np.linalg.lstsq(design, seen)[0]
     found = contouring.profile(squares, log.columns, names, x[:1], y[1:])
     np.testing.assert_allclose(found, [[(left**2).sum() / 2]], rtol=1e-6)
+
+
+def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(solving, "MANY_ROWS", 30)
+    monkeypatch.setattr(fit_grids, "MAX_ROWS", 20)
+    monkeypatch.setattr(fit_drawing, "MAX_DOTS", 25)
+    monkeypatch.setattr(fit_frontiers, "MAX_GROUPED", 28)
+    monkeypatch.setattr(contouring, "profile", None)  # it is not called
+    config = fitting_logs.Config(log=str(sweep), bootstrap=50)
+    result = fitting_logs.run(config)
+    document = json.loads(result.document)
+    assert document["notes"][2:] == [
+        fitting.abridged(34),
+        "the objective over the plane is not drawn: above 20 rows",
+        "the figure's dots are 25 of 34 rows",
+        "isoFLOP minima are found from 28 of 34 grouped runs",
+    ]
+    assert document["num_points"] == 34
+    assert set(np.bincount(result.group[result.group >= 0])) == {5, 6}
+    assert result.contour.objective.size == 0
+    assert result.contour.x_samples.size == 50
+    figure, axes = plt.subplots(2, 2)
+    fit_drawing.plot(axes, result)
+    assert axes[1, 1].get_title() == "chinchilla: where resamples ended"
+    assert len(axes[0, 0].collections[0].get_offsets()) == 25
+    plt.close(figure)
+
+
+@pytest.mark.thorough
+def test_a_hundred_thousand_rows_take_a_minute_and_little_memory(
+    tmp_path: Path,
+) -> None:
+    runs = fit_surfaces.runs(100_000)
+    rows = np.stack([*runs.values()], 1)
+    log = tmp_path / "log.csv"
+    np.savetxt(log, rows, "%.8g", ",", header=",".join(runs), comments="")
+    command = [sys.executable, "-m", "experiments.cli", "fit", str(log), "--json"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out"), "--bootstrap", "400"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    low, high = json.loads(out)["exponent_intervals"]["a"]
+    assert low < 0.36 / 0.7 < high
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_maxrss < 1.5e6, "kilobytes"
+    assert used.ru_utime < 60, "seconds"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Fits reach optima that are known, say where they doubt, and refuse what is wrong."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,16 @@ import pytest
 
 from experiments import fit_surfaces
 from jaxkv import policies
-from scaling import contouring, fitting, laws, solving
+from scaling import (
+    contouring,
+    evaluating,
+    fitting,
+    forecasting,
+    intervals,
+    laws,
+    observations,
+    solving,
+)
 from tests import engines, test_engine
 
 CHINCHILLA = laws.CHINCHILLA
@@ -133,6 +143,70 @@ def test_many_points_are_fitted_in_smaller_pieces(
     assert parts.samples is not None
     # The same draws, in other company.
     np.testing.assert_allclose(parts.samples, whole.samples, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss", ["huber", "lad", "mse"])
+def test_very_many_rows_are_fitted_whole_without_resamples(
+    runs: dict, result: fitting.FitResult, loss: solving.Loss, monkeypatch: Any
+) -> None:
+    drawn = result
+    if loss != "huber":
+        drawn = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    monkeypatch.setattr(solving, "MANY_ROWS", 200)
+    found = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    assert fitting.abridged(200) == ""
+    assert "240 rows: laws are fitted to all of them," in fitting.abridged(240)
+    assert found.objective == pytest.approx(drawn.objective, abs=1e-10)
+    assert found.num_points == 240
+    for name, value in found.coefficients.items():
+        assert value == pytest.approx(drawn.coefficients[name], rel=1e-4)
+        low, high = found.intervals[name]
+        # Of 240 rows the two differ by more than of thousands.
+        assert 0.5 < (high - low) / np.diff(drawn.intervals[name])[0] < 2
+    assert found.warnings == []
+
+
+def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
+    copies = {name: np.tile(column, 9) for name, column in runs.items()}
+    labels = np.tile(np.arange(240), 9)
+    for cluster, share in ((labels, 1.0), (np.arange(len(labels)), 1 / 3)):
+        spread = [
+            _drawn(runs, np.arange(240)),
+            _drawn(copies, cluster),
+        ]
+        np.testing.assert_allclose(spread[1] / spread[0], share, rtol=0.05)
+
+
+def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
+    seen = observations.observe(CHINCHILLA, rows, cluster=cluster)
+    problem = solving.Problem(CHINCHILLA, seen, "mse")
+    truth = np.array([[fit_surfaces.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
+    at = evaluating.coordinates(CHINCHILLA, truth, seen.centre)[0]
+    return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
+
+
+def test_predictions_of_many_points_come_in_pieces(
+    result: fitting.FitResult, runs: dict, monkeypatch: Any
+) -> None:
+    whole = fitting.predict(result, runs, "confidence")
+    monkeypatch.setattr(forecasting, "_MAX_NUMBERS", 7 * 4000)
+    parts = fitting.predict(result, runs, "confidence")
+    np.testing.assert_array_equal(parts, whole)
+    monkeypatch.setattr(forecasting, "MAX_SCORED", 100)
+    few = fitting.score(result, runs)
+    assert few.num_points == 240
+    assert few.covered is not None
+    assert few.covered == round(few.covered, 2) > 0.8  # of 100
+
+
+def test_a_file_keeps_some_of_very_many_residuals(result: fitting.FitResult) -> None:
+    many = result._replace(residuals=np.arange(30_001.0), noise=np.arange(30_001.0))
+    kept = fitting.from_json(fitting.to_json(many))
+    for column in (kept.residuals, kept.noise):
+        assert len(column) == 10_000
+        np.testing.assert_array_equal(column[[0, -1]], [0, 30_000])
+    assert kept.num_points == result.num_points
 
 
 def test_weights_are_repetitions(runs: dict) -> None:
@@ -284,6 +358,10 @@ def negative() -> np.ndarray:
         (spoilt(loss=negative()), "row 7: loss=-1.0 must be positive and finite"),
         (spoilt(num_tokens=np.full(30, np.nan)), "row 0: num_tokens=nan must be"),
         (spoilt(num_params=np.full(30, 1e9)), "num_params is the same in all 30 rows"),
+        (
+            spoilt(num_params=1e9 * (1 + 1e-7 * np.arange(30))),
+            "num_params is the same in all 30 rows, to within 0.1%: nothing to fit",
+        ),
         ({x: np.tile(y, 2) for x, y in spoilt().items()}, "rows 0 and 30 are the same"),
         (spoilt(loss=np.ones(29)), "columns of different lengths: .* loss 29"),
         (spoilt(loss=["a"] * 30), "loss is not numeric"),

@@ -124,6 +124,75 @@ def test_what_has_no_minimum_is_refused() -> None:
         isoflop.by_parabola(bent, 4)
 
 
+def noisy_groups(shares: list[float]) -> Groups:
+    """Runs at four budgets, of sizes that are `shares` of a tenth of the root of C."""
+    flops = np.repeat(BUDGETS[:4], len(shares))
+    num_params = 0.1 * flops**0.5 * np.tile(shares, 4)
+    num_tokens = flops / 6 / num_params
+    loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
+    loss *= np.exp(0.005 * np.random.default_rng(0).normal(size=loss.size))
+    return grouping.find_groups(num_params, num_tokens, flops, loss)
+
+
+def test_sizes_that_are_nearly_equal_are_one() -> None:
+    near = noisy_groups([0.3, 0.6, 1, 1 + 3e-7, 2, 4])
+    same = noisy_groups([0.3, 0.6, 1, 1, 2, 4])
+    assert (near.num_merged, same.num_merged) == (4, 0)
+    for find in (isoflop.by_akima, isoflop.by_parabola):
+        found, wanted = (frontier(x, find(x), 100) for x in (near, same))
+        np.testing.assert_allclose(found.minima.loss, wanted.minima.loss, rtol=1e-6)
+        np.testing.assert_allclose(exponents(found), exponents(wanted), rtol=1e-5)
+        assert found.warnings == wanted.warnings
+    sizes, place = grouping.merge_sizes(np.array([2.0, 1.0, 1.012, 1.006, 1.0, 3.0]))
+    np.testing.assert_allclose(sizes, [(1.006 * 1.012) ** 0.25, 2, 3])
+    assert place.tolist() == [1, 0, 0, 0, 0, 2]
+    chain = np.geomspace(1, 2, 300)
+    sizes, place = grouping.merge_sizes(chain)
+    assert (np.diff(sizes) > grouping.SAME_SIZE).all()
+    assert 20 < sizes.size < 70
+    np.testing.assert_allclose(sizes[place], chain, rtol=0.03)
+
+
+def test_a_minimum_well_below_all_runs_is_refused() -> None:
+    # Two sizes 2 % apart: a parabola of three points follows their noise.
+    flops = np.repeat(BUDGETS[:2], 5)
+    num_params = 0.1 * flops**0.5 * np.tile([0.3, 0.98, 1, 10, 30], 2)
+    loss = np.repeat([1.0, 0.9], 5) * np.tile([2.6, 2.505, 2.5, 2.52, 2.7], 2)
+    groups = grouping.find_groups(num_params, flops / 6 / num_params, flops, loss)
+    found = frontier(groups, isoflop.by_parabola(groups, 3))
+    assert found.minima.reason.tolist() == [[frontiers.DEEP] * 2]
+    assert found.num_params is None
+    assert found.warnings == (
+        "x: no minimum at 1e+18 FLOP: the minimum lies well below the lowest run",
+        "x: no minimum at 5.62e+18 FLOP: the minimum lies well below the lowest run",
+        "x: fewer than two budgets have a minimum; no law",
+    )
+    whole = frontier(groups, isoflop.by_parabola(groups))
+    assert whole.warnings == ()
+    np.testing.assert_allclose(whole.minima.loss[0], [2.45, 2.205], rtol=0.01)
+
+
+def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        flops = np.repeat(10 ** rng.uniform(13, 22, 3), 6)
+        num_params = flops**0.5 * 10 ** rng.uniform(-1, 1, 18) ** (1 + seed % 2)
+        loss = 10 ** rng.uniform(-8, 8, 18) if seed % 3 else np.full(18, 2.5)
+        groups = grouping.find_groups(num_params, flops / num_params, flops, loss)
+        surface = isoflop.surface(groups)
+        both = float(surface.alpha[0]), float(surface.beta[0])
+        for find in (
+            isoflop.by_parabola(groups),
+            isoflop.by_parabola(groups, 3, both),
+            isoflop.by_akima(groups),
+            isoflop.by_projection(groups, surface),
+        ):
+            found = frontier(groups, find, 30)
+            fine = found.minima.reason[0] == frontiers.FINE
+            lowest = np.array([group.loss.min() for group in groups.groups])
+            assert (found.minima.loss[0] > 0.9 * lowest)[fine].all()
+
+
 def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     groups = make_groups(0.34, 0.28, noise=0.003)
     a = 0.28 / 0.62
