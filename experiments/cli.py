@@ -51,10 +51,9 @@ def main(args: list[str] | None = None) -> int:
         return answer.status
     except SystemExit as done:  # help was asked for, and has been printed
         return int(done.code or 0)
-    except interrupting.TimeIsUp as error:
-        return _complain(error, interrupting.AGAIN)
     except KeyboardInterrupt as error:
-        return _complain(str(error) or "interrupted", 130)
+        status = getattr(error, "status", interrupting.STATUS)
+        return _complain(str(error) or "interrupted", status)
     except BrokenPipeError:  # who read has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

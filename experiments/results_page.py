@@ -143,9 +143,9 @@ def claims(folder: Path | None, write: Path | None) -> Answer:
     records = find(RECORDS if folder is None else folder)
     lines = []
     if write is not None:
-        aside = write.with_name(write.name + ".part")
-        aside.write_text(page(records), "utf-8")
-        aside.replace(write)
+        from experiments import store
+
+        store.write(write, page(records))
         lines.append(f"page: {write}")
     document = {
         "records": [

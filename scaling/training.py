@@ -107,8 +107,8 @@ def train(
       What was reached.
 
     Raises:
-      ValueError: the folder holds another run, the text is missing or too short, or
-        there is nothing to start from.
+      ValueError: the folder holds another run, another process is writing there, the
+        text is missing or too short, or there is nothing to start from.
     """
     corpus = corpora.open(config.corpus)
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
@@ -117,6 +117,18 @@ def train(
         state = restore(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
     folder = runs.RunFolder(out, described, int(state.step))
+    with contextlib.closing(folder):
+        return _train(config, corpus, folder, state, progress)
+
+
+def _train(
+    config: TrainConfig,
+    corpus: corpora.Corpus,
+    folder: runs.RunFolder,
+    state: TrainState,
+    progress: Progress | None,
+) -> Result:
+    """Trains from a state, or from the last checkpoint if there is one."""
     if (last := folder.last_step()) is not None:
         state = restore(folder.checkpoint(last), state)
     run = _Run(config, corpus, state, folder.first_step, progress)
