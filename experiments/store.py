@@ -297,6 +297,8 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def _write(path: Path, fill: typing.Callable[[typing.BinaryIO], Any]) -> None:
+    if path.exists() and not path.is_file():  # a device would be gone
+        raise ValueError(f"{path}: cannot be written: it is no regular file")
     aside = None
     try:
         handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
