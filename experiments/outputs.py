@@ -2,13 +2,17 @@
 
 What goes wrong on standard error costs no work: a run of hours does not end because the
 disk of its log is full. On standard output it ends the command, in a line with a name.
+Warnings are a line each.
 """
 
 import io
 import os
 import sys
+import warnings
 from collections.abc import Buffer, Callable
-from typing import TextIO
+from typing import Any, TextIO
+
+from experiments import compiling
 
 
 class Unwritable(Exception):
@@ -39,6 +43,26 @@ def prepare() -> None:
     if is_closed:
         raise ValueError("standard output is closed; send it to a file or /dev/null")
     sys.stdout = _guarded(sys.stdout, 1, _refuse)
+    hook: Any = _warn  # its type would be that of one function
+    warnings.showwarning = hook
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Prints a warning, in one line and once."""
+    said = compiling.explain(" ".join(str(message).split()))
+    if said not in _warned:
+        _warned.add(said)
+        print("jaxkv: warning:", said, file=sys.stderr)
+
+
+_warned: set[str] = set()
 
 
 def _refuse(error: OSError) -> None:
