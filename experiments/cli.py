@@ -68,7 +68,7 @@ def main(args: list[str] | None = None) -> int:
         return _complain(str(error) or "interrupted", status)
     except Exception as error:
         if refusing.is_refusal(error):
-            return _complain(error, 2)
+            return _complain(refusing.line(error), 2)
         traceback.print_exc()
         return 1
 
@@ -143,7 +143,9 @@ def _fit(args: list[str]) -> Answer:
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
     base = fitting_logs.Config(log=log)
     if (file := _value_of(flags, "--config")) is not None:
-        base = documents.config_loads(fitting_logs.Config, _read_text(file), file)
+        base = documents.config_loads(
+            fitting_logs.Config, documents.read_text(file), file
+        )
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV, JSON lines, or the folder of a sweep."
     where = "LOG/fit for a sweep, or a new one under runs/"
@@ -160,7 +162,9 @@ def _fit(args: list[str]) -> Answer:
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         from experiments import store
 
-        store.write(Path(config.log) / "fit.json", _read_text(str(out / "fit.json")))
+        store.write(
+            Path(config.log) / "fit.json", documents.read_text(out / "fit.json")
+        )
     return answer
 
 
@@ -279,7 +283,7 @@ def _read_config(
     if file is not None:
         if config_name is not None:
             raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
-        base = documents.config_loads(config_type, _read_text(file), file)
+        base = documents.config_loads(config_type, documents.read_text(file), file)
     description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
     return _parse_config(base, flags, f"{prog} [CONFIG]", description)
 
@@ -433,13 +437,6 @@ def _plain(base: Any, args: list[str]) -> _Asked | None:
 
 
 _PLAIN = ("--out", "--config", "--max-seconds")
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def _print(answer: Answer, as_json: bool) -> None:

@@ -252,14 +252,16 @@ def read(folder: Path, experiment: Experiment) -> Run:
     """
     config_type = type(next(iter(experiment.configs.values())))
     path = folder / "config.json"
-    config = documents.config_loads(config_type, _text(path), str(path))
-    env = _object(folder / "env.json", _text(folder / "env.json"))
+    config = documents.config_loads(config_type, documents.read_text(path), str(path))
+    env = _object(folder / "env.json", documents.read_text(folder / "env.json"))
     if (
         experiment.result_type is list
         or typing.get_origin(experiment.result_type) is list
     ):
         path = folder / "runs.jsonl"
-        result: Any = [_object(path, line) for line in _text(path).splitlines()]
+        result: Any = [
+            _object(path, line) for line in documents.read_text(path).splitlines()
+        ]
     else:
         result = _load_arrays(folder / "result.npz", experiment.result_type)
     claims, parts = list(experiment.claims(result)), experiment.summary(result)
@@ -336,23 +338,16 @@ def _move(source: Path, target: Path) -> None:
             os.replace(source / name, target / name)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-
-
 def _env(folder: Path) -> dict[str, Any]:
     path = folder / "env.json"
     # The run has started the devices by now; before it, asking would have.
-    return _object(path, _text(path)) | {"devices": environment.devices()}
+    return _object(path, documents.read_text(path)) | {"devices": environment.devices()}
 
 
 def _object(path: Path, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {type(value).__name__}, not an object")
