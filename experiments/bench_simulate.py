@@ -121,12 +121,11 @@ class Rate(NamedTuple):
 
 def members(config: Config) -> list[Members]:
     """One machine for each rate, with requests for all of its steps."""
-    capacity = machines.Capacity(
-        num_pages=jnp.int32(PLACES // PAGE_SIZE),
-        page_size=jnp.int32(PAGE_SIZE),
-        max_length=jnp.int32(MAX_LENGTH),
-        token_budget=jnp.int32(TOKEN_BUDGET),
-        max_swap_pages=jnp.int32(0),
+    capacity = machines.Capacity.of(
+        num_pages=PLACES // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        max_length=MAX_LENGTH,
+        token_budget=TOKEN_BUDGET,
     )
     # A step takes less than 0.1 s; who has no requests left would do nothing.
     num = int(config.max_rate * config.num_steps * 0.1) + 64

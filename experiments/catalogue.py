@@ -107,11 +107,14 @@ def find(name: str) -> Entry:
     Raises:
       ValueError: there is no such experiment; the line gives the nearest names.
     """
-    known = {entry.name: entry for entry in entries()}
-    entry = known.get(name.replace("-", "_"))
-    if entry is None:
-        raise ValueError(documents.unknown("experiment", name, known))
-    return entry
+    stem = name.replace("-", "_")
+    path = Path(__file__).with_name(f"{stem}.py")
+    if stem.isidentifier() and path.exists():
+        entry = _entry(stem, ast.parse(path.read_text("utf-8")))
+        if entry is not None:
+            return entry
+    known = [entry.name for entry in entries()]
+    raise ValueError(documents.unknown("experiment", name, known))
 
 
 def load(name: str) -> Experiment:

@@ -14,7 +14,6 @@ import dataclasses
 import importlib
 import io
 import math
-import os
 import re
 import sys
 import traceback
@@ -22,7 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from experiments import catalogue, compiling, documents, interrupting, refusing, running
+from experiments import (
+    catalogue,
+    compiling,
+    documents,
+    interrupting,
+    outputs,
+    refusing,
+    running,
+)
 from experiments.running import Answer
 
 
@@ -37,6 +44,10 @@ def main(args: list[str] | None = None) -> int:
       given was up and the same command goes on.
     """
     if args is None:  # the process is ours
+        try:
+            outputs.prepare()
+        except ValueError as error:
+            return _complain(error, 1)
         with interrupting.leaving_at_once():
             return main(sys.argv[1:])
     as_json = "--json" in args
@@ -46,18 +57,15 @@ def main(args: list[str] | None = None) -> int:
         # Whatever else a library prints must not stand beside the document.
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             answer = _dispatch(args)
-        _print(answer, as_json)
+        if answer is not None:
+            _print(answer, as_json)
         sys.stdout.flush()
-        return answer.status
-    except SystemExit as done:  # help was asked for, and has been printed
-        return int(done.code or 0)
-    except interrupting.TimeIsUp as error:
-        return _complain(error, interrupting.AGAIN)
+        return 0 if answer is None else answer.status
+    except outputs.Unwritable as error:  # who reads no more is not told so
+        return 1 if error.is_left else _complain(error, 1)
     except KeyboardInterrupt as error:
-        return _complain(str(error) or "interrupted", 130)
-    except BrokenPipeError:  # who read has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = getattr(error, "status", interrupting.STATUS)
+        return _complain(str(error) or "interrupted", status)
     except Exception as error:
         if refusing.is_refusal(error):
             return _complain(error, 2)
@@ -74,10 +82,13 @@ def _prepare_streams(as_json: bool) -> None:
         sys.stdout.reconfigure(encoding="utf-8")
 
 
-def _dispatch(args: list[str]) -> Answer:
+def _dispatch(args: list[str]) -> Answer | None:
     """Finds the command that the first word names, and calls it with the others."""
-    name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
-    return _COMMANDS[name].call(args[1:])
+    try:
+        name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
+        return _COMMANDS[name].call(args[1:])
+    except SystemExit:  # help was asked for, and has been printed
+        return None
 
 
 def _demo(args: list[str]) -> Answer:
@@ -132,7 +143,9 @@ def _fit(args: list[str]) -> Answer:
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
     base = fitting_logs.Config(log=log)
     if (file := _value_of(flags, "--config")) is not None:
-        base = documents.config_loads(fitting_logs.Config, _read_text(file), file)
+        base = documents.config_loads(
+            fitting_logs.Config, documents.read_text(file), file
+        )
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
     where = "LOG/fit for a sweep, or a new one under runs/"
@@ -149,7 +162,9 @@ def _fit(args: list[str]) -> Answer:
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         from experiments import store
 
-        store.write(Path(config.log) / "fit.json", _read_text(str(out / "fit.json")))
+        store.write(
+            Path(config.log) / "fit.json", documents.read_text(out / "fit.json")
+        )
     return answer
 
 
@@ -268,7 +283,7 @@ def _read_config(
     if file is not None:
         if config_name is not None:
             raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
-        base = documents.config_loads(config_type, _read_text(file), file)
+        base = documents.config_loads(config_type, documents.read_text(file), file)
     description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
     return _parse_config(base, flags, f"{prog} [CONFIG]", description)
 
@@ -422,13 +437,6 @@ def _plain(base: Any, args: list[str]) -> _Asked | None:
 
 
 _PLAIN = ("--out", "--config", "--max-seconds")
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def _print(answer: Answer, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """Compiled programs, kept from one command to the next."""
 
 import os
+import re
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -24,4 +25,25 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(base) / "jaxkv")
     environ.setdefault(
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", str(MIN_COMPILE_TIME_S)
+    )
+
+
+def explain(warning: str, environ: MutableMapping[str, str] = os.environ) -> str:
+    """Says what is to be done where JAX cannot keep programs, or read those kept.
+
+    Args:
+      warning: any warning; another one is given back.
+      environ: the environment that names the folder.
+
+    Returns:
+      A line that is the same for all programs.
+    """
+    if not re.match("Error (reading|writing) persistent compilation cache", warning):
+        return warning
+    folder = environ.get("JAX_COMPILATION_CACHE_DIR", "the cache of compiled programs")
+    system = re.search(r"\[Errno \d+\] ([^:]*)", warning)
+    reason = system[1] if system else "what is there is broken"
+    return (
+        f"{folder}: no place for compiled programs: {reason}; every start compiles "
+        "anew, until it is deleted or JAX_COMPILATION_CACHE_DIR names another folder"
     )

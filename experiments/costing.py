@@ -351,17 +351,9 @@ def _keep(case: Case, document: dict[str, Any]) -> Path:
     """Writes the document, and the figure if it is wanted."""
     from experiments import store
 
-    folder = case.options.out
-    if folder is None:
-        folder = store.new_folder(None, f"cost-{case.model.name}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        store.write(folder / "cost.json", documents.dumps(document))
-        if case.options.plot:
-            from experiments import cost_drawing
+    contents: dict[str, str | bytes] = {"cost.json": documents.dumps(document)}
+    if case.options.plot:
+        from experiments import cost_drawing
 
-            for name, content in cost_drawing.render(case).items():
-                store.write(folder / name, content)
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
-    return folder
+        contents |= cost_drawing.render(case)
+    return store.keep(case.options.out, f"cost-{case.model.name}", contents)

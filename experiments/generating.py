@@ -5,7 +5,6 @@ Only the standard library is imported up here: `--help` needs the options alone.
 
 import contextlib
 import dataclasses
-import signal
 import sys
 import time
 from typing import Annotated, Any, Literal
@@ -70,7 +69,7 @@ def generate(model: str, options: Options) -> Answer:
       options: what to answer.
 
     Returns:
-      The completions, with status 130 if they were ended early.
+      The completions, with status 130 if they were ended early, 143 if by SIGTERM.
 
     Raises:
       ValueError: the model, a prompt or an option cannot be used.
@@ -104,7 +103,7 @@ def generate(model: str, options: Options) -> Answer:
         try:
             for event in engine.stream():
                 if not keeps:  # all is compiled; from here on there is something
-                    keeps = interrupting.handling(signal.default_int_handler, _pass)
+                    keeps = interrupting.handling(interrupting.stop, _pass)
                     stack.enter_context(keeps)
                 i, sample = event.request_id, event.sample
                 if options.beam_width is None:  # beams are no answers yet
@@ -123,8 +122,8 @@ def generate(model: str, options: Options) -> Answer:
                     complete.add(i)
                     if is_ranked:
                         write_all(i)
-        except KeyboardInterrupt:
-            status = 130
+        except KeyboardInterrupt as error:
+            status = getattr(error, "status", interrupting.STATUS)
             if is_ranked:  # of those under way none is known to be the best
                 for i in range(len(asks)):
                     if i not in complete:
@@ -187,7 +186,7 @@ _ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
 _ONLY_SEARCHES = (("length_penalty", 1), ("early_stopping", "false"))
 
 
-def _pass() -> None:
+def _pass(number: int) -> None:
     """Hears Ctrl-C, which the handler has seen to."""
 
 

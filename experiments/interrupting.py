@@ -3,7 +3,8 @@
 Python runs a signal's handler between two steps of the main thread's program. Compiling
 is one step of many seconds; and the `KeyboardInterrupt` that a handler raises can be
 lost or told at length, if it meets a library that imports or cleans up. So a thread of
-its own listens.
+its own listens. What a cluster sends before it takes a machine away, and what a
+terminal sends when it is closed, are heard like Ctrl-C.
 """
 
 import contextlib
@@ -14,32 +15,52 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Those that ask for an end."""
+STATUS = 130
+"""Exit status after Ctrl-C, see `status_of`."""
 AGAIN = 75
 """Exit status where the time was up and the same command goes on: the system's word
 for a failure that passes, EX_TEMPFAIL."""
 
 
-class TimeIsUp(KeyboardInterrupt):
-    """Work was stopped by the clock before it had a result, and can go on."""
+class Stopped(KeyboardInterrupt):
+    """Work was stopped before it had a result.
+
+    Args:
+      line: what there is now.
+      status: the exit status, as `status_of` has it for a signal, or `AGAIN`.
+    """
+
+    def __init__(self, line: str = "", status: int = STATUS):
+        super().__init__(line)
+        self.status = status
+
+
+def status_of(number: int) -> int:
+    """The exit status after a signal, as shells have it."""
+    return 128 + number
 
 
 @contextlib.contextmanager
 def handling(
-    handle: Callable[[int, FrameType | None], Any], hear: Callable[[], Any]
+    handle: Callable[[int, FrameType | None], Any], hear: Callable[[int], Any]
 ) -> Generator[None]:
-    """Takes over Ctrl-C, inside another such context too.
+    """Takes over Ctrl-C and its like, inside another such context too.
 
-    Where signals do not arrive, in other threads than the main one, and in a process
-    that was started to ignore Ctrl-C, nothing changes.
+    Where signals do not arrive, in other threads than the main one, nothing changes;
+    nor for a signal that the process was started to ignore.
 
     Args:
-      handle: the signal's handler; runs in the main thread when Python has its turn.
-      hear: runs for every Ctrl-C, in the moment, in a thread of its own.
+      handle: the signals' handler; runs in the main thread when Python has its turn.
+      hear: runs for every one, in the moment, in a thread of its own; is given the
+        signal's number.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    taken = [x for x in SIGNALS if signal.getsignal(x) is not signal.SIG_IGN]
+    if not is_main or not taken:
         yield
         return
     ours, signals = socket.socketpair()
@@ -47,18 +68,19 @@ def handling(
 
     def listen() -> None:
         while number := ours.recv(1):
-            if number[0] == signal.SIGINT:
-                hear()
+            if number[0] in taken:
+                hear(number[0])
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     # The system writes to it when the signal comes, before Python has its turn.
     wakeup_before = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
-    handler_before = signal.signal(signal.SIGINT, handle)
+    handlers_before = [(number, signal.signal(number, handle)) for number in taken]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler_before)
+        for number, handler in handlers_before:
+            signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup_before)
         signals.close()
         thread.join()
@@ -70,10 +92,18 @@ def leaving_at_once() -> contextlib.AbstractContextManager[None]:
 
     For work of which there is nothing to keep.
     """
-    return handling(lambda number, frame: None, leave)
+    return handling(
+        lambda number, frame: None, lambda number: leave(status=status_of(number))
+    )
 
 
-def leave(line: str = "interrupted") -> None:
+def stop(number: int, frame: FrameType | None) -> NoReturn:
+    """Raises `Stopped`: a handler for work that keeps what it has."""
+    raise Stopped(status=status_of(number))
+
+
+def leave(line: str = "interrupted", status: int = STATUS) -> NoReturn:
     """Ends the process from any thread."""
-    print("jaxkv:", line, file=sys.stderr, flush=True)
-    os._exit(130)
+    with contextlib.suppress(OSError, AttributeError):  # nobody is there to read it
+        print("jaxkv:", line, file=sys.stderr, flush=True)
+    os._exit(status)

@@ -193,7 +193,7 @@ def read_law(name: str, group: str | None = None) -> Belief:
         found = believe(str(path), fit.find_law(), fit.coefficients)
         if not {"num_params", "num_tokens"} <= {*fit.inputs}:
             raise ValueError(f"a fit to {', '.join(fit.inputs)}")
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--law {path}: {error}") from None
     count, shape = document.get("count"), document.get("shape", {})
     known = get_args(designs.Count.__value__)

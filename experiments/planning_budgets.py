@@ -128,22 +128,15 @@ def _keep(case: "Case", found: "Found", document: dict[str, Any]) -> Path:
     """Writes the document, the architecture, and the figure if it is wanted."""
     from experiments import plan_document, store
 
-    folder = case.options.out
-    if folder is None:
-        folder = store.new_folder(None, "plan")
-    config = documents.dumps(plan_document.config(found.design.model))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        store.write(folder / "plan.json", documents.dumps(document))
-        store.write(folder / "architecture.json", config)
-        if case.options.plot:
-            from experiments import plan_drawing
+    contents: dict[str, str | bytes] = {
+        "plan.json": documents.dumps(document),
+        "architecture.json": documents.dumps(plan_document.config(found.design.model)),
+    }
+    if case.options.plot:
+        from experiments import plan_drawing
 
-            for name, content in plan_drawing.render(case, found).items():
-                store.write(folder / name, content)
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
-    return folder
+        contents |= plan_drawing.render(case, found)
+    return store.keep(case.options.out, "plan", contents)
 
 
 def _flag(name: str) -> str:

@@ -8,7 +8,6 @@ _PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-
 _OWN = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
 """What `f"{self.level=}"` puts before a field's name; a path may hold `self.`, too."""
 
@@ -22,22 +21,24 @@ def line(what: object) -> str:
     Args:
       what: the error, or a text.
     """
+    if isinstance(what, OSError) and what.filename is not None:
+        what = f"{what.filename}: cannot be used: {what.strerror}"
     return " ".join(_OWN.sub("", str(what)).split())
 
 
 def is_refusal(error: BaseException) -> bool:
     """Tells whether an error says what is wrong with the input, in a line.
 
-    A refusal is a missing file, a full disk, or a ValueError that one of our own
-    `raise` statements made. One that Python or a library made is a mistake of ours, and
-    deserves its traceback.
+    A refusal is a file that cannot be used, a full disk, or a ValueError that one of
+    our own `raise` statements made. One that Python or a library made is a mistake of
+    ours, and deserves its traceback.
 
     Args:
       error: as it was caught, with its traceback.
     """
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return True
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+    if isinstance(error, OSError):
+        return error.filename is not None or error.errno in _NO_ROOM
+    if str(error) == "embedded null byte":  # a path's, from JSON
         return True
     end = error.__traceback__
     if not isinstance(error, ValueError) or end is None:

@@ -57,16 +57,18 @@ def find(folder: Path) -> list[Record]:
 def read(run: Path, root: Path) -> Record:
     """Reads one run folder."""
     try:
-        env = json.loads((run / "env.json").read_text("utf-8"))
-        claims = [Claim(**x) for x in json.loads((run / "claims.json").read_text())]
-        config_text = (run / "config.json").read_text("utf-8")
-        experiment = catalogue.load(env["experiment"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        env, claimed, ours = (
+            json.loads(documents.read_text(run / f"{name}.json"))
+            for name in ("env", "claims", "config")
+        )
+        claims = [Claim(**x) for x in claimed]
+        experiment = catalogue.load(str(env["experiment"]))
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None
     names = (
         name
         for name, config in experiment.configs.items()
-        if json.loads(documents.config_dumps(config)) == json.loads(config_text)
+        if json.loads(documents.config_dumps(config)) == ours
     )
     return Record(
         experiment=experiment.name,
@@ -143,9 +145,9 @@ def claims(folder: Path | None, write: Path | None) -> Answer:
     records = find(RECORDS if folder is None else folder)
     lines = []
     if write is not None:
-        aside = write.with_name(write.name + ".part")
-        aside.write_text(page(records), "utf-8")
-        aside.replace(write)
+        from experiments import store
+
+        store.write(write, page(records))
         lines.append(f"page: {write}")
     document = {
         "records": [

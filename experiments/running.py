@@ -4,10 +4,14 @@ import contextlib
 import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments import interrupting, refusing
 from experiments.catalogue import Experiment
+
+if TYPE_CHECKING:
+    from experiments.store import Run
+    from experiments.terminal import Terminal
 
 
 class Answer(NamedTuple):
@@ -46,61 +50,73 @@ def run(
       max_seconds: after which it is asked.
 
     Returns:
-      The folder, claims and metrics, with status 130 if it was ended early, or
-      `interrupting.AGAIN` if by the clock and another call goes on from there.
+      The folder, claims and metrics, with status 130 if it was ended early, 143 if by
+      SIGTERM, or `interrupting.AGAIN` if by the clock and another call goes on from
+      there.
 
     Raises:
-      KeyboardInterrupt: a second Ctrl-C; a new folder holds the config only. Or the
+      interrupting.Stopped: a second Ctrl-C; a new folder holds the config only. Or the
         experiment had nothing to show when it was stopped; nothing is left in it.
       ValueError: the folder or something the config names cannot be used; nothing is
-        left in it.
+        left in it. Or another process is writing there.
     """
     from experiments import store, terminal
 
-    folder = store.new_folder(out, experiment.name)
+    with store.claimed(out, experiment.name) as folder:
 
-    def leave() -> None:
-        interrupting.leave(_give_up(folder, KeyboardInterrupt()))
+        def last_words() -> str:
+            return _give_up(folder, KeyboardInterrupt())
 
-    goes_on = bool(getattr(config, "folder", ""))  # where it keeps what it has
-    with terminal.Terminal(leave, max_seconds=max_seconds) as bars:
-        try:
-            store.begin(folder, experiment, config)
-            started = time.monotonic()
-            result = experiment.run(config, bars)
-            duration_s = time.monotonic() - started
-            bars.show("drawing")
-            was_stopped = bars.has_stopped  # from here on all is done
+        with terminal.Terminal(last_words, max_seconds=max_seconds) as bars:
+            goes_on = bool(getattr(config, "folder", ""))  # where it keeps what it has
             try:
-                kept = store.finish(
-                    folder,
-                    experiment,
-                    result,
-                    duration_s=duration_s,
-                    interrupted=was_stopped,
-                )
-            except OSError as error:
-                line = f"{folder}: cannot be written: {error.strerror or error}"
-                raise ValueError(line) from error
-        except BaseException as error:
-            line = _give_up(folder, error)
-            if isinstance(error, KeyboardInterrupt):
-                is_late = goes_on and bars.status == interrupting.AGAIN
-                kind = interrupting.TimeIsUp if is_late else KeyboardInterrupt
-                raise kind(line) from None
-            raise
+                kept = _carry_out(experiment, config, folder, bars)
+            except BaseException as error:
+                line = _give_up(folder, error)
+                if isinstance(error, KeyboardInterrupt):
+                    status = _status(bars, goes_on) or interrupting.STATUS
+                    raise interrupting.Stopped(line, status) from None
+                raise
+    was_stopped = kept.env["status"] == "interrupted"
     document = {
         "out": folder,
         "interrupted": was_stopped,
         "claims": kept.claims,
         "metrics": kept.metrics,
     }
-    status = bars.status if goes_on else min(bars.status, 1) * 130
+    status = _status(bars, goes_on)
     lines = ["interrupted; this is what it had"] if was_stopped else []
     if status == interrupting.AGAIN:
         lines = ["time is up; this is what it had, and the same command goes on"]
     lines.append(f"report: {folder / 'report.md'}")
     return Answer(document, kept.parts, lines, status)
+
+
+def _carry_out(
+    experiment: Experiment, config: Any, folder: Path, bars: "Terminal"
+) -> "Run":
+    """Runs it and writes what came of it."""
+    from experiments import store
+
+    store.begin(folder, experiment, config)
+    started = time.monotonic()
+    result = experiment.run(config, bars)
+    duration_s = time.monotonic() - started
+    bars.show("drawing")
+    was_stopped = bars.has_stopped  # from here on all is done
+    try:
+        return store.finish(
+            folder, experiment, result, duration_s=duration_s, interrupted=was_stopped
+        )
+    except OSError as error:
+        line = f"{folder}: cannot be written: {error.strerror or error}"
+        raise ValueError(line) from error
+
+
+def _status(bars: "Terminal", goes_on: bool) -> int:
+    """The exit status: to be told that a command goes on, it must."""
+    is_over = bars.status == interrupting.AGAIN and not goes_on
+    return interrupting.STATUS if is_over else bars.status
 
 
 def _give_up(folder: Path, error: BaseException) -> str:
@@ -117,7 +133,7 @@ def _give_up(folder: Path, error: BaseException) -> str:
         return said or f"interrupted at once; {folder} is as it was"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
-        with contextlib.suppress(OSError):  # where the disk is full
+        with contextlib.suppress(OSError, ValueError):  # where the disk is full
             store.mark(folder, "interrupted" if was_interrupted else "failed")
     store.discard_earlier(folder)
     what = "result" if has_result else "config"

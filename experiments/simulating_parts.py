@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from experiments.simulated import Means, Served, Totals, Trace
-from jaxkv import clocks, scheduling, simulation
+from jaxkv import clocks, outcomes, scheduling, simulation
 from jaxkv.contiguous import Reservation
-from jaxkv.machines import Capacity, Events, Simulation
+from jaxkv.machines import Capacity, Simulation
 from jaxkv.simulation import Cost
 from jaxkv.workloads import Workload
 
@@ -163,26 +163,9 @@ class Part:
 
     def served(self) -> Served:
         """What became of the requests so far."""
-        w: Any = jax.tree.map(np.asarray, self._members.workload)
-        state, until_s = self._state, self._until_s
-        shape = (*w.prompt.shape, self._bounds.max_samples)
-        table = np.asarray(state.events).reshape(*shape, -1)
-        noted: Any = Events(*np.moveaxis(table, -1, 0))
-        is_sequence = np.arange(shape[-1]) < w.samples[..., None]
-        first = _time(noted.first_s, noted.first_us, until_s)
-        first_s = np.min(np.nan_to_num(first, nan=np.inf), axis=2)
-        finish = _time(noted.finish_s, noted.finish_us, until_s)
-        finish_s = np.max(np.where(is_sequence, finish, -np.inf), axis=2)
-        finish_s = np.where(np.isfinite(finish_s), finish_s, np.nan)
-        served = np.zeros(w.prompt.shape, bool)
-        arrival_s = np.where(w.samples > 0, clocks.to_seconds(w.arrival), np.nan)
-        for i, num in enumerate(self.num_served):
-            order = np.asarray(state.order[i])[:num]
-            served[i, order] = True
-            if w.clients[i] < num:
-                arrival_s[i, order] = _asked(
-                    arrival_s[i, order], finish_s[i, order], int(w.clients[i])
-                )
+        found = outcomes.read(
+            self._state, self._members.workload, until_s=self._until_s, warns=False
+        )
         busy_s = np.maximum(self._sums["busy_s"], np.finfo(float).tiny)
         means = {name: x / busy_s for name, x in self._weighted.items()}
         capacity = self._members.capacity
@@ -192,14 +175,8 @@ class Part:
             self._sums["busy_s"] > 0, 1.0 - sum(shares.values()), np.nan
         )
         return Served(
-            arrival_s=arrival_s,
-            first_s=np.where(np.isfinite(first_s), first_s, np.nan),
-            finish_s=finish_s,
-            preempted=noted.num_preempted.sum(axis=2),
-            swapped=noted.num_swapped.sum(axis=2),
-            recomputed=noted.num_recomputed.sum(axis=2),
-            rejected=~served & (w.samples > 0),
-            end_s=np.minimum(self.clock_s, until_s),
+            **found._asdict(),
+            end_s=np.minimum(self.clock_s, self._until_s),
             means=Means(**means | shares, external=external),
             totals=Totals(**self._sums),
             trace=self._trace(),
@@ -215,23 +192,3 @@ class Part:
 
 def _add(sums: dict[str, np.ndarray], name: str, values: np.ndarray) -> None:
     sums[name] = sums.get(name, np.zeros_like(values)) + values
-
-
-def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray:
-    """Times as `Events` has them, in seconds; NaN for never, and for later."""
-    time = seconds - 1 + micros / clocks.SECOND
-    return np.where((seconds > 0) & (time <= until_s), time, np.nan)
-
-
-def _asked(
-    arrival_s: Float[np.ndarray, " requests"],
-    finish_s: Float[np.ndarray, " requests"],
-    clients: int,
-) -> Float[np.ndarray, " requests"]:
-    """When requests came in a closed loop: as soon as a client was answered.
-
-    The k-th can come when k - clients others have been answered.
-    """
-    answered = np.concatenate([np.full(clients, -np.inf), np.sort(finish_s)])
-    asked = np.maximum(arrival_s, answered[: len(arrival_s)])
-    return np.where(np.isnan(answered[: len(arrival_s)]), np.nan, asked)

@@ -11,6 +11,7 @@
 
 Every file is written aside and renamed, so a reader never meets half of one. The status
 in `env.json` is "running" until the run is "done", was "interrupted", or has "failed".
+One process writes there at a time.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import os
 import shutil
 import tempfile
 import typing
+from collections.abc import Generator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,6 +30,7 @@ import numpy as np
 from experiments import documents, environment, reporting, style
 from experiments.catalogue import Experiment
 from experiments.claims import Claim
+from scaling import locking
 
 FILES = (
     *("config.json", "env.json", "result.npz", "runs.jsonl", "claims.json"),
@@ -65,29 +68,83 @@ class Run(NamedTuple):
     parts: list[reporting.Part]
 
 
+@contextlib.contextmanager
+def claimed(out: Path | None, name: str) -> Generator[Path]:
+    """Has the folder of a run to itself, and makes it where it is missing.
+
+    Args:
+      out: where it should be, as `new_folder` takes it.
+      name: the experiment's name.
+
+    Yields:
+      The folder. If there is nothing in it in the end, it is gone.
+
+    Raises:
+      ValueError: another process writes there, or it cannot be used.
+    """
+    folder = new_folder(out, name)
+    lock = locking.WriterLock(folder)
+    try:
+        yield folder
+    finally:
+        lock.close()
+        _drop_empty(folder)
+
+
+def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) -> Path:
+    """Writes what a command without a run found into a folder.
+
+    Args:
+      folder: where; `None` picks a new one, `runs/NAME-DATE-TIME`.
+      name: of the command.
+      contents: text or bytes of each file, by its name.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: another process writes there, or it cannot be written.
+    """
+    folder = folder or new_folder(None, name)
+    with contextlib.closing(locking.WriterLock(folder)):
+        for file, content in contents.items():
+            write(folder / file, content)
+    return folder
+
+
 def new_folder(out: Path | None, name: str) -> Path:
-    """Chooses the folder of a run; `begin` makes it.
+    """Chooses the folder of a run; `claimed` has it to itself.
 
     Args:
       out: where it should be: a new or empty folder, or an earlier run's, which is
-        then replaced. `None` picks a new one, `runs/NAME-DATE-TIME`.
+        then replaced. `None` makes a new one, `runs/NAME-DATE-TIME`.
       name: the experiment's name.
 
     Raises:
       ValueError: `out` is a file, or holds something that is not a run.
     """
     if out is None:
-        stamp = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-        number = 1
-        while (
-            out := DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
-        ).exists():
-            number += 1
-    elif out.exists() and not out.is_dir():
+        return _stamped(name)
+    if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: is a file, not a folder")
-    elif out.exists() and any(out.iterdir()) and not _is_run(out):
+    if out.exists() and not _is_run(out) and _entries(out) - {locking.NAME}:
         raise ValueError(f"{out}: holds something else than a run; name a new folder")
     return out
+
+
+def _stamped(name: str) -> Path:
+    """Makes a folder that nobody else has, though they start in the same second."""
+    stamp, number = f"{name}-{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        out = DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            out.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ValueError(f"{out}: cannot be written: {error.strerror}") from None
+        else:
+            return out
 
 
 def begin(folder: Path, experiment: Experiment, config: Any) -> None:
@@ -120,10 +177,7 @@ def abandon(folder: Path) -> None:
     if (folder / EARLIER).is_dir():
         _move(folder / EARLIER, folder)
         (folder / EARLIER).rmdir()
-    with contextlib.suppress(OSError):  # one that holds something else stays
-        folder.rmdir()
-        if folder.parent == DEFAULT:
-            DEFAULT.rmdir()
+    _drop_empty(folder)
 
 
 def has_result(folder: Path) -> bool:
@@ -198,14 +252,16 @@ def read(folder: Path, experiment: Experiment) -> Run:
     """
     config_type = type(next(iter(experiment.configs.values())))
     path = folder / "config.json"
-    config = documents.config_loads(config_type, _text(path), str(path))
-    env = _object(folder / "env.json", _text(folder / "env.json"))
+    config = documents.config_loads(config_type, documents.read_text(path), str(path))
+    env = _object(folder / "env.json", documents.read_text(folder / "env.json"))
     if (
         experiment.result_type is list
         or typing.get_origin(experiment.result_type) is list
     ):
         path = folder / "runs.jsonl"
-        result: Any = [_object(path, line) for line in _text(path).splitlines()]
+        result: Any = [
+            _object(path, line) for line in documents.read_text(path).splitlines()
+        ]
     else:
         result = _load_arrays(folder / "result.npz", experiment.result_type)
     claims, parts = list(experiment.claims(result)), experiment.summary(result)
@@ -233,21 +289,43 @@ def draw(run: Run, experiment: Experiment) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes a file aside and renames it into place."""
+    """Writes a file aside and renames it into place.
+
+    Raises:
+      ValueError: it cannot be written; the file is as it was.
+    """
     data = content.encode() if isinstance(content, str) else content
     _write(path, lambda file: file.write(data))
 
 
 def _write(path: Path, fill: typing.Callable[[typing.BinaryIO], Any]) -> None:
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if path.exists() and not path.is_file():  # a device would be gone
+        raise ValueError(f"{path}: cannot be written: it is no regular file")
+    aside = None
     try:
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
             fill(file)
         os.chmod(aside, 0o644)
         os.replace(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        if aside is not None:
+            Path(aside).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _drop_empty(folder: Path) -> None:
+    """Deletes a folder that holds nothing, and the one of all runs with the last."""
+    with contextlib.suppress(OSError):  # one that holds something else stays
+        folder.rmdir()
+        if folder.parent == DEFAULT:
+            DEFAULT.rmdir()
+
+
+def _entries(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
 
 
 def _is_run(folder: Path) -> bool:
@@ -260,23 +338,16 @@ def _move(source: Path, target: Path) -> None:
             os.replace(source / name, target / name)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-
-
 def _env(folder: Path) -> dict[str, Any]:
     path = folder / "env.json"
     # The run has started the devices by now; before it, asking would have.
-    return _object(path, _text(path)) | {"devices": environment.devices()}
+    return _object(path, documents.read_text(path)) | {"devices": environment.devices()}
 
 
 def _object(path: Path, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {type(value).__name__}, not an object")

@@ -86,8 +86,4 @@ def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
     if path.suffix != ".json" and not path.exists():
         line = documents.unknown("config", name, shipped)
         raise ValueError(f"{line}, or the path of a JSON file")
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    return documents.config_loads(config_type, text, str(path))
+    return documents.config_loads(config_type, documents.read_text(path), name)

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from experiments import (
     documents,
     flags,
-    interrupting,
     sweep_configs,
     sweep_tables,
     terminal,
@@ -49,8 +48,8 @@ def sweep(name: str, options: Options) -> Answer:
       options: the rest of the command line.
 
     Returns:
-      The folder and what is in it; status 130 if it was ended early, 75 if by the
-      clock.
+      The folder and what is in it; status 130 if it was ended early, 143 if by
+      SIGTERM, 75 if by the clock.
 
     Raises:
       ValueError: there is no such config, or `sweeps.sweep` refuses it.
@@ -67,10 +66,10 @@ def sweep(name: str, options: Options) -> Answer:
         return Answer(json.loads(text), [], [text])
     out = options.out or Path("runs") / f"sweep-{Path(name).stem}"
 
-    def leave() -> None:
-        interrupting.leave(f"interrupted at once; the runs that ended are in {out}")
+    def last_words() -> str:
+        return f"interrupted at once; the runs that ended are in {out}"
 
-    with terminal.Terminal(leave, max_seconds=options.max_seconds) as bars:
+    with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
         outcome = sweep_tables.run(config, out, bars)
     document = {
         "log": outcome.log,

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -22,15 +23,16 @@ PATIENCE_S = 1.0
 class Terminal:
     """Progress on standard error, as a context.
 
-    Inside it the first Ctrl-C sets `stopped`; the second interrupts at once. A process
-    that was started to ignore Ctrl-C goes on doing so. `stopped` is also set when it is
-    looked at after `max_seconds`. On a terminal bars move and a
-    text stands below them, which is gone at the end; elsewhere a bar is a line now and
-    then.
+    Inside it the first Ctrl-C sets `stopped`; the second interrupts at once; so do the
+    other `interrupting.SIGNALS`. A process that was started to ignore them goes on
+    doing so. `stopped` is also set when it is looked at after `max_seconds`. On a
+    terminal bars move and a text stands below them, which is gone at the end; elsewhere
+    a bar is a line now and then.
 
     Args:
-      leave: ends the process; is called after the second Ctrl-C, from another thread,
-        if the main thread hears of nothing because a compiler has it.
+      last_words: what there is after the second Ctrl-C, if the main thread hears of
+        nothing because a compiler has it; called from another thread, before the
+        process ends.
       console: where to draw; standard error by default.
       max_seconds: from now on; above 0.
 
@@ -43,7 +45,7 @@ class Terminal:
 
     def __init__(
         self,
-        leave: Callable[[], None] = lambda: None,
+        last_words: Callable[[], str] = lambda: "interrupted at once",
         console: rich_console.Console | None = None,
         max_seconds: float = math.inf,
     ) -> None:
@@ -51,8 +53,8 @@ class Terminal:
             raise ValueError(f"--max-seconds {max_seconds:g}: must be above 0")
         self.has_stopped = False
         self._end_s = time.monotonic() + max_seconds
-        self._leave = leave
-        self._num_heard = self._num_handled = 0
+        self._last_words = last_words
+        self._num_heard = self._num_handled = self._signal = 0
         self._is_left = threading.Event()
         self._console = console or printing.make_console(stderr=True)
         self._bars = progress.Progress(
@@ -77,8 +79,9 @@ class Terminal:
     @property
     def status(self) -> int:
         """The exit status of work that was stopped, if it was: by whom."""
-        by_hand = self._num_heard or self._num_handled
-        return 130 if by_hand else interrupting.AGAIN if self.has_stopped else 0
+        if self._signal:
+            return interrupting.status_of(self._signal)
+        return interrupting.AGAIN if self.has_stopped else 0
 
     @property
     def reason(self) -> str:
@@ -142,20 +145,24 @@ class Terminal:
         shown = [self._bars, below] if content else [self._bars]
         self._live.update(rich_console.Group(*shown))
 
-    def _hear(self) -> None:
+    def _hear(self, number: int) -> None:
         """Runs at once when Ctrl-C is pressed, in a thread of its own."""
+        self._signal = number
         self._num_heard += 1
         self.has_stopped = True
         if self._num_heard == 1:
-            self._console.print("stopping after this piece; Ctrl-C again stops at once")
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            again = f"stopping after this piece; {name} again stops at once"
+            self._console.print(again)
         elif not self._is_left.wait(PATIENCE_S):
             self._live.stop()
-            self._leave()
+            interrupting.leave(self._last_words(), self.status)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs when Python has its turn; several presses may have become one."""
+        self._signal = number
         self._num_handled += 1
         self.has_stopped = True
         if max(self._num_heard, self._num_handled) > 1:
             self._is_left.set()
-            raise KeyboardInterrupt
+            raise interrupting.Stopped(status=self.status)

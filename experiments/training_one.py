@@ -1,16 +1,24 @@
 """`jaxkv train CONFIG`: one run in a folder, and a model that can be served."""
 
+import contextlib
 import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Annotated
 
-from experiments import documents, flags, interrupting, sweep_configs, terminal, units
+from experiments import documents, flags, sweep_configs, terminal, units
 from experiments.reporting import Sheet
 from experiments.running import Answer
 from jaxkv import checkpoints, models, tokenizing
-from scaling import architectures, corpora, objectives, streams, training
+from scaling import (
+    architectures,
+    corpora,
+    locking,
+    objectives,
+    streams,
+    training,
+)
 from scaling.recipes import TrainConfig
 
 NUM_EVAL_WINDOWS = 1024
@@ -38,8 +46,8 @@ def train(name: str, options: Options) -> Answer:
       options: the rest of the command line.
 
     Returns:
-      The folder, the losses and the model; status 130 if it was ended early, 75 if by
-      the clock, 1 if it diverged.
+      The folder, the losses and the model; status 130 if it was ended early, 143 if
+      by SIGTERM, 75 if by the clock, 1 if it diverged.
 
     Raises:
       ValueError: there is no such config, or `training.train` refuses it.
@@ -52,10 +60,10 @@ def train(name: str, options: Options) -> Answer:
     streams.check_lengths(corpus, config.seq_len)
     out = options.out or Path("runs") / f"train-{Path(name).stem}"
 
-    def leave() -> None:
-        interrupting.leave(f"interrupted at once; the last checkpoint is in {out}")
+    def last_words() -> str:
+        return f"interrupted at once; the last checkpoint is in {out}"
 
-    with terminal.Terminal(leave, max_seconds=options.max_seconds) as bars:
+    with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
         result = training.train(config, out, progress=bars)
         bars.show("scoring")
         tokens = config.batch_size * config.seq_len * config.num_steps
@@ -76,7 +84,8 @@ def train(name: str, options: Options) -> Answer:
         if result.status == "done":
             assert tokens == document["num_tokens"]
             document |= _score(config, corpus, result.params)
-            document["model"] = _save(config, out / MODEL, result.params)
+            with contextlib.closing(locking.WriterLock(out)):
+                document["model"] = _save(config, out / MODEL, result.params)
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
     if result.status == "stopped":

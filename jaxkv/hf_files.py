@@ -14,17 +14,23 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+MAX_CHARACTERS = 2**28
+"""Of a text: far more than any tokenizer takes."""
+
 
 def read_text(path: Path) -> str:
-    """Reads a text file."""
-    with blaming(path):
-        return path.read_text(encoding="utf-8")
+    """Reads a text file of `MAX_CHARACTERS` at most."""
+    with blaming(path), path.open(encoding="utf-8") as file:
+        text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"holds over {MAX_CHARACTERS:,} characters")
+        return text
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
     """Reads a file that holds one JSON object."""
     with blaming(path):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
         if not isinstance(value, dict):
             raise ValueError("must hold a JSON object")
         return value

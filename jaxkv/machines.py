@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv.lines import Line
+from jaxkv.scheduling import NO_LIMIT
+
+type Bound = int | Int32[Array, "*mapped"]
 
 
 class Capacity(NamedTuple):
@@ -20,6 +23,42 @@ class Capacity(NamedTuple):
     max_length: Int32[Array, ""]
     token_budget: Int32[Array, ""]
     max_swap_pages: Int32[Array, ""]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_pages: Bound,
+        page_size: Bound = 16,
+        max_length: Bound = 2048,
+        token_budget: Bound = 2048,
+        max_swap_pages: Bound = 0,
+    ) -> "Capacity":
+        """Makes bounds of numbers, or of arrays that are mapped.
+
+        Args:
+          num_pages: pages in the pool, at least 1.
+          page_size: token places in a page, at least 1.
+          max_length: longest sequence, prompt and answer, at least 2 tokens.
+          token_budget: rows that a step feeds, at least 1.
+          max_swap_pages: pages that can be swapped out, at least 0.
+
+        Raises:
+          ValueError: a number is out of its range; arrays are not looked at.
+        """
+        bounds = {
+            "num_pages": (num_pages, 1),
+            "page_size": (page_size, 1),
+            "max_length": (max_length, 2),
+            "token_budget": (token_budget, 1),
+            "max_swap_pages": (max_swap_pages, 0),
+        }
+        for name, (value, least) in bounds.items():
+            if isinstance(value, bool | float | str):
+                raise ValueError(f"{name}={value} must be a whole number")
+            if isinstance(value, int) and not least <= value < NO_LIMIT:
+                raise ValueError(f"{name}={value} must be in [{least}, {NO_LIMIT})")
+        return cls(*(jnp.asarray(value, jnp.int32) for value, _ in bounds.values()))
 
 
 class Progress(NamedTuple):

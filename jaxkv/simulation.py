@@ -319,6 +319,83 @@ def run_steps(
     return lax.scan(body, state, None, length=num_steps)
 
 
+def run(
+    workload: Workload,
+    capacity: Capacity,
+    policy: scheduling.Policy,
+    cost: Cost,
+    *,
+    max_slots: int,
+    max_samples: int = 1,
+    head: int | None = None,
+    reservation: Reservation | None = None,
+    max_steps: int = scheduling.NO_LIMIT,
+) -> Simulation:
+    """Serves a workload to its end, in the caller's `jit` and `vmap` if there is one.
+
+    It also ends where nothing moves any more, since the policy admits nobody. Then
+    `num_done` is below `num_served`, and `outcomes.read` says whom it concerns, as it
+    does for requests that could never be served.
+
+    Args:
+      workload: the requests, in order of arrival.
+      capacity: bounds.
+      policy: who runs; the same that the engine takes.
+      cost: how long a step takes.
+      max_slots: sequences that can run at once, static.
+      max_samples: sequences that a request may have, static.
+      head: as for `step`.
+      reservation: as for `init`.
+      max_steps: ends it soon after so many steps, for policies that never come to an
+        end, static.
+
+    Returns:
+      The state in the end.
+
+    Raises:
+      ValueError: as for `init`.
+    """
+    state = init(
+        *(workload, capacity, policy),
+        max_slots=max_slots,
+        max_samples=max_samples,
+        head=head,
+        reservation=reservation,
+    )
+
+    def one(state: Simulation, _: None) -> tuple[Simulation, Array]:
+        after, info = step(
+            *(state, workload),
+            capacity=capacity,
+            policy=policy,
+            cost=cost,
+            max_samples=max_samples,
+            head=head,
+            reservation=reservation,
+        )
+        work = info.work
+        did = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
+        jumped = jnp.any(after.clock != state.clock)
+        return after, did | jumped | (after.num_done > state.num_done)
+
+    def some(carry: tuple[Simulation, Array, Array]) -> tuple[Simulation, Array, Array]:
+        state, _, num_steps = carry
+        state, moves = lax.scan(one, state, None, length=_STEPS_TOGETHER)
+        return state, jnp.any(moves), num_steps + _STEPS_TOGETHER
+
+    def goes_on(carry: tuple[Simulation, Array, Array]) -> Array:
+        state, moves, num_steps = carry
+        return moves & (state.num_done < state.num_served) & (num_steps < max_steps)
+
+    start = (state, jnp.ones((), bool), jnp.zeros((), jnp.int32))
+    return lax.while_loop(goes_on, some, start)[0]
+
+
+_STEPS_TOGETHER = 128
+"""Steps between two looks at whether all is done: mapped, each look copies the states
+of those that are."""
+
+
 def _work(line: Line, num_rows: Array, prompt: Array) -> Work:
     """Adds up what the rows ask for."""
     decodes = (num_rows == 1) & (line.length == line.known - 1) & (line.known > prompt)

@@ -8,6 +8,7 @@ it to mean.
 import json
 from pathlib import Path
 
+from jaxkv import hf_files
 from scaling import hf_keys, hf_shapes
 from scaling.descriptions import Description
 from scaling.hf_keys import Raw
@@ -21,11 +22,10 @@ def load(path: Path) -> Description:
         the line names the file, and the key with what it should be.
     """
     file = path / "config.json" if path.is_dir() else path
+    text = hf_files.read_text(file)
     try:
-        raw = json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
-    except ValueError as error:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: holds {type(raw).__name__}, not an object")

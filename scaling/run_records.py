@@ -11,14 +11,13 @@ sweep leaves behind a curve without a record or half a line, and opening the fol
 takes both away. Lines are never changed.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from scaling import log_tables
+from scaling import locking, log_tables
 
 HEADER = "sweep.json"
 
@@ -95,11 +94,13 @@ class SweepFolder:
         self.known: dict[str, dict[str, Any]] = {}
         self._runs = self.path / log_tables.RUNS
         self._curves = self.path / log_tables.CURVES
+        self._lock = locking.WriterLock(out)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
             self._mend()
-        except OSError as error:
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError):
+                raise
             raise ValueError(f"{out}: cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
@@ -132,15 +133,6 @@ class SweepFolder:
         self._append(self._curves, curve)
         self._append(self._runs, [record])
         self.known[record["run_id"]] = record
-
-    def _take_lock(self) -> IO[str]:
-        file = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise ValueError(f"{self.path}: another sweep is writing here") from None
-        return file
 
     def _mend(self) -> None:
         """Reads what there is, and takes away what a killed sweep left half done."""

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt16
 
+from scaling import locking
+
 _NUM_KEPT = 2
 
 
 class RunFolder:
-    """Opens the folder of a run, making it where it is missing.
+    """Opens the folder of a run until `close`, making it where it is missing.
 
     Args:
       out: the folder.
@@ -31,30 +33,22 @@ class RunFolder:
 
     Raises:
       ValueError: the folder holds a run that was described otherwise, or something
-        else, or cannot be written.
+        else, or cannot be written, or another process is writing there.
     """
 
     def __init__(self, out: Path, described: dict[str, Any], first_step: int):
-        self._out = Path(out).absolute()
-        self._checkpoints = self._out / "checkpoints"
-        self._curve = self._out / "curve.jsonl"
-        described = json.loads(json.dumps(described))
-        file = self._out / "config.json"
-        if file.exists():
-            before = _read(file, file.read_text("utf-8"))
-            first_step = before.pop("first_step", 0)
-            if differs := _differences(before, described):
-                raise ValueError(f"{out}: holds another run; differs in {differs}")
-        else:
-            described |= {"first_step": first_step}
-            with _writing(file):
-                self._checkpoints.mkdir(parents=True, exist_ok=True)
-                _write(file, json.dumps(described, indent=2) + "\n")
-        self.first_step = first_step
-        # What a killed run was writing when it ended.
-        for entry in self._checkpoints.iterdir():
-            if not entry.name.isdigit():
-                shutil.rmtree(entry, ignore_errors=True)
+        self._checkpoints = Path(out).absolute() / "checkpoints"
+        self._curve = self._checkpoints.with_name("curve.jsonl")
+        self._lock = locking.WriterLock(out)
+        try:
+            self.first_step = self._open(out, described, first_step)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def close(self) -> None:
+        """Lets another process in."""
+        self._lock.close()
 
     def checkpoint(self, step: int) -> Path:
         """The place of the checkpoint after so many steps."""
@@ -94,6 +88,26 @@ class RunFolder:
             self._curve.open("a", encoding="utf-8") as file,
         ):
             file.write(text)
+
+    def _open(self, out: Path, described: dict[str, Any], first_step: int) -> int:
+        """Compares the run with the folder's, or begins it; the step it starts from."""
+        described = json.loads(json.dumps(described))
+        file = self._curve.with_name("config.json")
+        if file.exists():
+            before = _read(file, file.read_text("utf-8"))
+            first_step = before.pop("first_step", 0)
+            if differs := _differences(before, described):
+                raise ValueError(f"{out}: holds another run; differs in {differs}")
+        else:
+            described |= {"first_step": first_step}
+            with _writing(file):
+                self._checkpoints.mkdir(parents=True, exist_ok=True)
+                _write(file, json.dumps(described, indent=2) + "\n")
+        # What a killed run was writing when it ended.
+        for entry in self._checkpoints.iterdir():
+            if not entry.name.isdigit():
+                shutil.rmtree(entry, ignore_errors=True)
+        return first_step
 
     def _steps(self) -> list[int]:
         names = (entry.name for entry in self._checkpoints.iterdir())

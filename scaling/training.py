@@ -5,9 +5,13 @@ that was killed is taken up by calling `train` again with the same folder, and e
 for bit where the unbroken run would have.
 """
 
+import contextlib
 import dataclasses
+import errno
 import math
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,8 +109,8 @@ def train(
       What was reached.
 
     Raises:
-      ValueError: the folder holds another run, the text is missing or too short, or
-        there is nothing to start from.
+      ValueError: the folder holds another run, another process is writing there, the
+        text is missing or too short, or there is nothing to start from.
     """
     corpus = corpora.open(config.corpus)
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
@@ -115,6 +119,18 @@ def train(
         state = restore(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
     folder = runs.RunFolder(out, described, int(state.step))
+    with contextlib.closing(folder):
+        return _train(config, corpus, folder, state, progress)
+
+
+def _train(
+    config: TrainConfig,
+    corpus: corpora.Corpus,
+    folder: runs.RunFolder,
+    state: TrainState,
+    progress: Progress | None,
+) -> Result:
+    """Trains from a state, or from the last checkpoint if there is one."""
     if (last := folder.last_step()) is not None:
         state = restore(folder.checkpoint(last), state)
     run = _Run(config, corpus, state, folder.first_step, progress)
@@ -278,6 +294,7 @@ def save(checkpoint: Path, state: TrainState) -> None:
     """
     checkpoint = Path(checkpoint).absolute()
     try:
+        _make_sure_of_room(checkpoint.parent, state)
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             writer.save(checkpoint, state)
     except (OSError, ValueError) as error:
@@ -287,6 +304,25 @@ def save(checkpoint: Path, state: TrainState) -> None:
             f"{checkpoint}: cannot be written: {system_reason(error)}; what was saved "
             "before is kept, and the same command goes on"
         ) from error
+
+
+_BESIDE_BYTES = 2**20
+"""Room that a checkpoint takes beside its arrays, with some to spare."""
+
+
+def _make_sure_of_room(folder: Path, state: TrainState) -> None:
+    """Fails as writing the state would, before threads of Orbax's do, and tell of it.
+
+    Raises:
+      OSError: there is no room for a file of its size, and what stands beside it.
+    """
+    num_bytes = _BESIDE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
 
 
 def _save(folder: runs.RunFolder, state: TrainState) -> Path:

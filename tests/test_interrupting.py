@@ -60,10 +60,12 @@ def wait_for(is_so: Callable[[], object], process: subprocess.Popen[str]) -> Non
         time.sleep(0.01)
 
 
-def press(process: subprocess.Popen[str]) -> tuple[str, str]:
-    process.send_signal(signal.SIGINT)
+def press(
+    process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT
+) -> tuple[str, str]:
+    process.send_signal(number)
     out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     return out, err
 
@@ -71,11 +73,14 @@ def press(process: subprocess.Popen[str]) -> tuple[str, str]:
 STOPPING = "stopping after this piece; Ctrl-C again stops at once\n"
 
 
-def test_before_there_is_anything_to_keep_it_ends_at_once(start: Start) -> None:
+@pytest.mark.parametrize("number", interrupting.SIGNALS)
+def test_before_there_is_anything_to_keep_it_ends_at_once(
+    start: Start, number: signal.Signals
+) -> None:
     process = start("run", "demo", code=STUBBORN)
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
-    assert press(process) == ("", "jaxkv: interrupted\n")
+    assert press(process, number) == ("", "jaxkv: interrupted\n")
 
 
 # A library that lets no KeyboardInterrupt through, as a garbage collector's callback.
@@ -181,13 +186,16 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_ends_with_what_it_has(start: Start, model: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_answer_ends_with_what_it_has(
+    start: Start, model: str, number: signal.Signals
+) -> None:
     words = ("--prompt", "import ", "--max-tokens", "1000")
     process = start("generate", model, *words, "--json", code=SLOW)
     assert process.stderr is not None
     while "under way" not in (line := process.stderr.readline()):
         assert line
-    out, err = press(process)
+    out, err = press(process, number)
     (completion,) = json.loads(out)["completions"]
     assert completion["reason"] == "cancelled"
     assert completion["tokens"]
@@ -207,11 +215,48 @@ SLOW = """if True:
 """
 
 
-def test_a_process_that_ignores_it_goes_on_doing_so() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
+    start: Start, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = start("run", "lecture_numbers", "--out", str(out), code=PATIENT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    said, err = press(process, signal.SIGTERM)
+    assert err == "stopping after this piece; SIGTERM again stops at once\n"
+    assert said.splitlines()[-2:] == [
+        "interrupted; this is what it had",
+        f"report: {out / 'report.md'}",
+    ]
+    kept = store.read(out, catalogue.load("lecture_numbers"))
+    assert kept.env["status"] == "interrupted"
+    assert not (out / ".lock").exists()
+
+
+# Waits to be stopped before it begins.
+PATIENT = """if True:
+    import time
+    from experiments import catalogue
+    load = catalogue.load
+    def waiting(experiment):
+        def run(config, progress):
+            print("here", flush=True)
+            while not progress.has_stopped:
+                time.sleep(0.01)
+            return experiment.run(config)
+        return experiment._replace(run=run)
+    catalogue.load = lambda name: waiting(load(name))
+"""
+
+
+@pytest.mark.parametrize("number", interrupting.SIGNALS)
+def test_a_process_that_ignores_it_goes_on_doing_so(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with interrupting.leaving_at_once():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(number) is signal.SIG_IGN
+            os.kill(os.getpid(), number)
+            others = {*interrupting.SIGNALS} - {number}
+            assert signal.SIG_DFL not in map(signal.getsignal, others)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from experiments import catalogue
 from tests import engines
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -35,7 +37,25 @@ def test_every_block_runs(model, blocks, tmp_path, monkeypatch, capsys):
     emitted = space["trace"].num_emitted
     assert emitted.sum() == 24
     assert emitted.sum(axis=1).max() == 1
+    # The policy simulated: by what it admits, by the load.
+    assert space["latency"].shape == (3, 3)
+    assert (np.diff(space["latency"], axis=0) < 1e-3).all()
+    assert (np.diff(space["latency"], axis=1) > 0).all()
 
 
 def test_the_first_example_is_twelve_lines(blocks):
     assert len(blocks[0].splitlines()) <= 12
+
+
+def test_what_is_to_be_run_is_there() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    known = {x.name: x.configs for x in catalogue.entries()}
+    configs = "|".join({config for each in known.values() for config in each})
+    named = re.findall(rf"(?:jaxkv run |\| |, |^)`?([a-z_0-9]+) ({configs})\b`?", text)
+    assert {name for name, _ in named} >= {"kv_cache", "prefix_caching", "sharing"}
+    for name, config in named:
+        assert config in known[name], f"{name} {config}"
+    for name in re.findall(r"jaxkv run ([a-z_0-9]+)", text):
+        assert name in known
+    for path in re.findall(r"experiments/[A-Za-z_0-9/.-]*[A-Za-z_0-9]", text):
+        assert (ROOT / path).exists(), path

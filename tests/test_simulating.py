@@ -1,8 +1,9 @@
 """Simulations run to their end: what is added up on the host, and who is told of it."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,16 @@ from experiments import cost_models, simulating
 from experiments.progress import Quiet
 from experiments.simulated import Served
 from experiments.simulating import Members
-from jaxkv import clocks, machines, metrics, policies, scheduling, workloads
+from jaxkv import (
+    clocks,
+    machines,
+    metrics,
+    outcomes,
+    policies,
+    scheduling,
+    simulation,
+    workloads,
+)
 
 BOUNDS = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
@@ -159,3 +169,75 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
     waits = (found.finish_s - arrival - service_s).mean(axis=1).reshape(3, -1)
     expected = [metrics.waiting_s(float(rate), service_s) for rate in rates[::8]]
     np.testing.assert_allclose(waits.mean(axis=1), expected, rtol=0.08)
+
+
+@pytest.mark.thorough
+def test_a_run_to_the_end_is_that_of_the_driver() -> None:
+    members = simulating.stack(
+        [Members(load, BOUNDS, policies.fcfs(), COST) for load in LOADS]
+    )
+
+    @jax.jit
+    def run(loads: workloads.Workload) -> machines.Simulation:
+        def one(load: workloads.Workload) -> machines.Simulation:
+            return simulation.run(load, BOUNDS, policies.fcfs(), COST, max_slots=6)
+
+        return jax.vmap(one)(loads)
+
+    state, expected = run(members.workload), served()
+    line = (
+        r"3 of 95 requests can never be served: they do not fit the machine even alone;"
+        r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"
+    )
+    with pytest.warns(UserWarning, match=line):
+        found = outcomes.read(state, members.workload)
+    for name, values in found._asdict().items():
+        np.testing.assert_array_equal(values, getattr(expected, name), name)
+    one: Any = jax.tree.map(lambda x: x[2], (state, members.workload))
+    np.testing.assert_array_equal(
+        outcomes.read(*one, warns=False).arrival_s, expected.arrival_s[2]
+    )
+
+
+class Nobody(NamedTuple):
+    """Lets the first requests in, and then nobody."""
+
+    most: jax.Array
+    holds_finished = False
+
+    def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
+        room = self.most - jnp.sum(counts.running, dtype=jnp.int32)
+        rank = jnp.arange(counts.waiting.shape[0], dtype=jnp.int32)
+        return policies.fcfs().plan(
+            counts._replace(waiting=counts.waiting & (rank < room))
+        )
+
+
+@pytest.mark.thorough
+def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
+    load = workloads.make(np.zeros(3), np.full(3, 5), np.full(3, 2))
+
+    @jax.jit
+    def run(most: jax.Array) -> machines.Simulation:
+        def one(most: jax.Array) -> machines.Simulation:
+            return simulation.run(load, BOUNDS, Nobody(most), COST, max_slots=6)
+
+        return jax.vmap(one)(most)
+
+    state = run(jnp.arange(2, dtype=jnp.int32))
+    line = r"3 of 6 requests were not served to their end; the first is request 0 of"
+    with pytest.warns(UserWarning, match=line):
+        found = outcomes.read(state, load)
+    np.testing.assert_array_equal(np.isfinite(found.finish_s).sum(1), [0, 3])
+    assert not found.rejected.any()
+
+
+def test_bounds_are_checked_and_have_defaults() -> None:
+    made = machines.Capacity.of(num_pages=22)
+    assert [int(x) for x in made] == [22, 16, 2048, 2048, 0]
+    for name, least in (("num_pages", 1), ("max_length", 2), ("max_swap_pages", 0)):
+        line = rf"{name}={least - 1} must be in \[{least}, 1073741824\)"
+        with pytest.raises(ValueError, match=line):
+            machines.Capacity.of(**{"num_pages": 22, name: least - 1})
+    with pytest.raises(ValueError, match="page_size=True must be a whole number"):
+        machines.Capacity.of(num_pages=22, page_size=True)

@@ -181,7 +181,6 @@ def test_default_folders_do_not_collide(
     monkeypatch.chdir(tmp_path)
     folders = [store.new_folder(None, "made_up")]
     for _ in range(2):
-        folders[-1].mkdir(parents=True)
         folders.append(store.new_folder(None, "made_up"))
     assert len({*folders}) == 3
 

@@ -263,7 +263,7 @@ def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
     with pytest.raises(ValueError, match=r"another sweep; differs in \['batch_size'\]"):
         sweeps.sweep(other, whole.log)
     folder = run_records.SweepFolder(whole.log)
-    with pytest.raises(ValueError, match="another sweep is writing"):
+    with pytest.raises(ValueError, match=f"process {os.getpid()} is writing here"):
         sweeps.sweep(config, whole.log)
     folder.close()
 

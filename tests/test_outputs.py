@@ -1,0 +1,109 @@
+"""Outputs that are closed, full or unread: one line with a name, and no work lost."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import compiling, store
+
+ROOT = Path(__file__).parents[1]
+FULL = "jaxkv: standard output: cannot be written: No space left on device\n"
+CLOSED = "jaxkv: standard output is closed; send it to a file or /dev/null\n"
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """Runs a line in which JAXKV is the command, and PIPESTATUS is told."""
+    jaxkv = f"{sys.executable} -m experiments.cli"
+    return subprocess.run(
+        ["bash", "-c", line.replace("JAXKV", jaxkv)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "err"),
+    [
+        ("JAXKV list > /dev/full", 1, FULL),
+        ("JAXKV list --json > /dev/full", 1, FULL),
+        ("JAXKV run --help > /dev/full", 1, FULL),
+        ("JAXKV list >&-", 1, CLOSED),
+        ("JAXKV list <&- >&- 2>&-", 1, ""),
+        ("JAXKV list --bogus 2>&-", 2, ""),
+        ("JAXKV list --bogus 2> /dev/full", 2, ""),
+        ("JAXKV list 2> /dev/full > /dev/null", 0, ""),
+    ],
+)
+def test_a_stream_that_fails_has_a_name(line: str, status: int, err: str) -> None:
+    done = shell(line)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", err)
+
+
+@pytest.mark.parametrize("words", ["list", "list --json", "run --help"])
+def test_who_reads_no_more_is_told_nothing(words: str) -> None:
+    done = shell(f"JAXKV {words} | true; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_what_cannot_be_written_is_named_and_left(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"{pipe}: cannot be written: it is no"):
+        store.write(pipe, "x")
+    assert pipe.is_fifo()
+    with pytest.raises(ValueError, match=f"{tmp_path}/no/a.txt: cannot be written: No"):
+        store.write(tmp_path / "no" / "a.txt", "x")
+
+
+COMPILE = """if True:
+    from experiments import compiling, outputs
+    outputs.prepare()
+    compiling.keep_programs()
+    import jax
+    jax.jit(lambda x: x + 1)(1)
+    jax.jit(lambda x: x * 2)(1)
+"""
+
+
+def test_a_broken_cache_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def errors() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", COMPILE],
+            cwd=ROOT,
+            env=os.environ | variables,
+            text=True,
+            capture_output=True,
+            check=True,
+        ).stderr
+
+    assert errors() == ""
+    kept = [*tmp_path.iterdir()]
+    assert len(kept) >= 2
+    for path in kept:
+        path.write_bytes(b"garbage")
+    line = f"{tmp_path}: no place for compiled programs: what is there is broken; every"
+    remedy = "until it is deleted or JAX_COMPILATION_CACHE_DIR names another folder\n"
+    said = errors()
+    assert said.startswith(f"jaxkv: warning: {line}")
+    assert said.endswith(remedy)
+    assert said.count("\n") == 1
+
+
+def test_a_cache_that_cannot_be_written_says_why() -> None:
+    warning = (
+        "Error writing persistent compilation cache entry for 'jit_f': OSError: "
+        "[Errno 30] Read-only file system: '/there/jit_f-cache'"
+    )
+    said = compiling.explain(warning, {"JAX_COMPILATION_CACHE_DIR": "/there"})
+    start = "/there: no place for compiled programs: Read-only file system; every start"
+    assert said.startswith(start)
+    assert compiling.explain("another one") == "another one"
