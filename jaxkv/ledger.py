@@ -50,6 +50,10 @@ class Ledger:
             return None
         return self._pending[0].arrival_s
 
+    def num_pending(self, now: float) -> int:
+        """Requests that have arrived and that the device has had no room for."""
+        return sum(record.arrival_s <= now for record in self._pending)
+
     def add(self, record: Record) -> None:
         """Takes a request; it waits here until the device has room."""
         self._pending.append(record)

@@ -58,6 +58,8 @@ class _Call(NamedTuple):
 
     info: engine.StepInfo
     drained: states.Sequences | None
+    num_pending: int
+    """Requests that waited on the host meanwhile, if a trace is kept."""
 
 
 class Engine:
@@ -309,14 +311,16 @@ class Engine:
         drained, named = None, self._ledger.next_cancels()
         if named is not None:
             self._state, drained = _drain(self._state, named[:, 0], named[:, 1])
-        self._unread.append(_Call(info, drained))
+        num_pending = self._ledger.num_pending(self.now()) if self._keep_trace else 0
+        self._unread.append(_Call(info, drained, num_pending))
 
     def _read(self, call: _Call) -> None:
         """Notes what a call emitted, then which requests are complete."""
         info, now = jax.tree.map(np.asarray, call.info), self.now()
         self._asked |= bool(info.asks_host[-1])
         if self._keep_trace:
-            self.trace.append(info)
+            waiting = info.num_waiting + call.num_pending
+            self.trace.append(info._replace(num_waiting=waiting))
         self._ledger.read(info, now)
         if call.drained is not None:
             self._ledger.collect(call.drained, self.now())
