@@ -16,7 +16,7 @@ class Means(NamedTuple):
     batch: Float[np.ndarray, " members"]
     """Sequences that run."""
     waiting: Float[np.ndarray, " members"]
-    """Requests that wait, of those that the policy sees."""
+    """Requests that have come and wait."""
     used_pages: Float[np.ndarray, " members"]
     saved_pages: Float[np.ndarray, " members"]
     """Pages that would be in use more, did nobody share."""

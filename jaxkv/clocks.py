@@ -33,11 +33,12 @@ def advance(
 
 
 def is_past(
-    time: Int32[Array, "*shape 2"], clock: Int32[Array, " 2"]
+    time: Int32[Array, "*shape 2"], clock: Int32[Array, "*#shape 2"]
 ) -> Bool[Array, "*shape"]:
-    """Says which times the clock has reached."""
+    """Says which times the clock has reached: one clock, or one for each time."""
     seconds, micros = time[..., 0], time[..., 1]
-    return (seconds < clock[0]) | ((seconds == clock[0]) & (micros <= clock[1]))
+    now_s, now_us = clock[..., 0], clock[..., 1]
+    return (seconds < now_s) | ((seconds == now_s) & (micros <= now_us))
 
 
 def later(first: Int32[Array, " 2"], second: Int32[Array, " 2"]) -> Int32[Array, " 2"]:

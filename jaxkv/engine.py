@@ -51,7 +51,8 @@ class StepInfo(NamedTuple):
     held: Bool[Array, " slots"]
     """Slots kept by a finished sequence."""
     num_waiting: Int32[Array, ""]
-    """Requests left in the queue."""
+    """Requests left in the queue, those that have not arrived yet included; in the
+    trace of an `Engine`, also those that have and wait on the host."""
     num_preempted: Int32[Array, ""]
     """Sequences that gave way."""
     num_swapped_out: Int32[Array, ""]

@@ -51,6 +51,10 @@ class Ledger:
         """When the next request arrives that waits here; infinity without one."""
         return self._pending[0].arrival_s if self._pending else math.inf
 
+    def num_pending(self, now: float) -> int:
+        """Requests that have arrived and that the device has had no room for."""
+        return sum(record.arrival_s <= now for record in self._pending)
+
     def add(self, record: Record) -> None:
         """Takes a request; it waits here until it arrives and the device has room.
 

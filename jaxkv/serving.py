@@ -67,6 +67,8 @@ class _Call:
 
     info: engine.StepInfo
     drained: states.Sequences | None = None
+    num_pending: int = 0
+    """Requests that waited on the host meanwhile, if a trace is kept."""
 
 
 class Engine:
@@ -373,6 +375,8 @@ class Engine:
                     self.params, self._state, clock, policy=self.policy, **self._static
                 )
                 self._unread.append(call := _Call(info=info))
+                if self._keep_trace:
+                    call.num_pending = ledger.num_pending(self.now())
                 if (named := ledger.next_cancels()) is not None:
                     names, samples = named[:, 0], named[:, 1]
                     self._state, call.drained = _drain(self._state, names, samples)
@@ -428,7 +432,8 @@ class Engine:
             self._num_steps += len(info.enough)
             self._asked |= bool(info.asks_host[-1])
             if self._keep_trace:
-                self.trace.append(info)
+                waiting = info.num_waiting + call.num_pending
+                self.trace.append(info._replace(num_waiting=waiting))
             self._ledger.read(info, self.now())
             if call.drained is not None:
                 self._ledger.collect(call.drained, self.now())

@@ -58,6 +58,20 @@ def arrive(state: Simulation, workload: Workload, head: int) -> Simulation:
     )
 
 
+def num_arrived(
+    state: Simulation, workload: Workload, clock: Int32[Array, "*steps 2"]
+) -> Int32[Array, "*steps"]:
+    """Counts the requests that can be served and have come by each time."""
+    come = jnp.zeros(clock.shape[:-1], jnp.int32)
+    # Arrivals are in order: a binary search for the last that is past.
+    for bit in reversed(range(state.order.size.bit_length())):
+        more = come + (1 << bit)
+        last = state.order[jnp.minimum(more, state.order.size) - 1]
+        past = clocks.is_past(workload.arrival[last], clock)
+        come = jnp.where((more <= state.num_served) & past, more, come)
+    return come
+
+
 class Wish(NamedTuple):
     """What the plan asks for each place in line."""
 

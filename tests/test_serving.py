@@ -278,6 +278,11 @@ def test_more_requests_than_the_device_holds(engine: jaxkv.Engine) -> None:
     assert sorted(done) == sorted(names)
     assert {each.reason for each in done.values()} <= {"length", "stop"}
     assert sum(each.num_recomputed for each in done.values()) > 0
+    # All who have no slot wait, with the device, whose queue has 7 places, or here.
+    first = engine.trace[0]
+    assert first.num_waiting[0] == 60 - first.num_admitted[0] > 50
+    waiting = np.concatenate([info.num_waiting for info in engine.trace])
+    assert waiting[-1] == 0
     # First come, first served: nobody starts before somebody who came earlier.
     first = [done[name].first_token_s or 0.0 for name in names]
     assert first == sorted(first)

@@ -330,6 +330,27 @@ def test_a_closed_loop_holds_as_many_requests_as_it_has_clients() -> None:
     assert (in_system[1:][done[:-1] <= 12 - 3] == 3).all()
 
 
+@pytest.mark.parametrize("clients", [None, 9])
+def test_everybody_who_has_come_is_counted_as_waiting(clients: int | None) -> None:
+    # The policy sees the first six; all come at once, or most of them.
+    for arrival_s in (np.zeros(12), np.repeat([0.0, 0.05, 0.3, 9.0], [2, 8, 1, 1])):
+        w = workload(4, 12)._replace(
+            arrival=jnp.asarray(clocks.from_seconds(arrival_s)),
+            prompt=jnp.asarray([5] * 11 + [70], jnp.int32),  # the last can never fit
+            clients=jnp.int32(clients or scheduling.NO_LIMIT),
+        )
+        _, infos = run(w, BOUNDS, RULE)
+        done = np.cumsum(infos.num_finished) - infos.num_finished
+        start_s = clocks.to_seconds(np.asarray(infos.start))
+        come = np.sum(arrival_s[None, :11] <= start_s[:, None] + 1e-9, axis=1)
+        come = np.minimum(come, done + (clients or 12))
+        np.testing.assert_array_equal(
+            infos.num_waiting, come - infos.num_running - done
+        )
+        if not arrival_s.any():
+            assert infos.num_waiting[0] + infos.num_running[0] == (clients or 11)
+
+
 def test_who_can_never_fit_is_rejected_and_the_others_are_served() -> None:
     w = workload(2, 12)._replace(
         prompt=jnp.asarray([5, 70, 5, 40] * 3, jnp.int32),
