@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import paging
+from jaxkv import paging, validation
 from jaxkv.states import NOBODY
 from jaxkv.tables import pages_for
 
@@ -52,8 +52,8 @@ def reservation(rule: Rule, *, num_leaves: int, leaves_per_region: int) -> Reser
     """
     if rule not in RULES:
         raise ValueError(f"{rule=} must be one of {', '.join(RULES)}")
-    if num_leaves < 1:
-        raise ValueError(f"{num_leaves=} must be at least 1")
+    num_leaves = validation.integer("num_leaves", num_leaves, low=1)
+    leaves_per_region = validation.integer("leaves_per_region", leaves_per_region)
     if leaves_per_region < 1 or leaves_per_region & (leaves_per_region - 1):
         raise ValueError(f"{leaves_per_region=} must be a power of two")
     num_regions = -(-num_leaves // leaves_per_region)

@@ -7,11 +7,14 @@ state gives the same lengths.
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+
+from jaxkv import validation
 
 LONGEST = 2**29
 """Tokens of a prompt or an output at most, so that their sum is an int32."""
@@ -30,8 +33,8 @@ class Lengths(NamedTuple):
 
 
 def _check_mean(mean: float) -> None:
-    if not 1 <= mean <= LONGEST:
-        raise ValueError(f"{mean=} must be in [1, {LONGEST}]")
+    hint = f"in [1, {LONGEST}]"
+    validation.number("mean", mean, low=1.0, high=LONGEST, hint=hint)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,9 @@ class Fixed:
 
     def __post_init__(self) -> None:
         """Refuses what no request has."""
-        if not 1 <= self.tokens <= LONGEST:
-            raise ValueError(f"{self.tokens=} must be in [1, {LONGEST}]")
+        hint = f"in [1, {LONGEST}], whole"
+        tokens, below = self.tokens, LONGEST + 1
+        validation.integer("self.tokens", tokens, low=1, below=below, hint=hint)
 
     @property
     def mean(self) -> float:
@@ -67,6 +71,8 @@ class Uniform:
 
     def __post_init__(self) -> None:
         """Refuses an empty range."""
+        for name in ("low", "high"):
+            validation.integer(f"self.{name}", getattr(self, name))
         if not 1 <= self.low <= self.high <= LONGEST:
             raise ValueError(f"{self.low, self.high=} must be in order, from 1")
 
@@ -92,8 +98,9 @@ class LogNormal:
     def __post_init__(self) -> None:
         """Refuses what is no law."""
         _check_mean(self.mean)
-        if not 0 <= self.sigma < math.inf:
-            raise ValueError(f"{self.sigma=} must be at least 0")
+        largest = sys.float_info.max
+        sigma, hint = self.sigma, "at least 0"
+        validation.number("self.sigma", sigma, low=0.0, high=largest, hint=hint)
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
         """Draws lengths that are not yet rounded."""
@@ -113,8 +120,8 @@ class Gamma:
     def __post_init__(self) -> None:
         """Refuses what is no law."""
         _check_mean(self.mean)
-        if not 0 < self.shape < math.inf:
-            raise ValueError(f"{self.shape=} must be above 0")
+        low, high = math.ulp(0.0), sys.float_info.max
+        validation.number("self.shape", self.shape, low=low, high=high, hint="above 0")
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
         """Draws lengths that are not yet rounded."""
@@ -161,8 +168,7 @@ class Pair:
           ValueError: `num` is below 1; or the bounds leave less than a hundredth, or,
             under `keeps_means`, no law with these means.
         """
-        if num < 1:
-            raise ValueError(f"{num=} must be at least 1")
+        num = validation.integer("num", num, low=1)
         stretch = _stretch(self)
         prompt, output = np.empty(0, np.int64), np.empty(0, np.int64)
         drawn = 0

@@ -122,11 +122,11 @@ class Engine:
             fit the configuration, the end tokens do not fit `max_stop_tokens`, or
             `host_pages` is below 0.
         """
+        _check_parts(config, pages, forward, policy, logits_fn)
         if host_pages is None:
             host_pages = config.num_pages
         host_pages = validation.integer("host_pages", host_pages)
         keep_trace = validation.boolean("keep_trace", keep_trace)
-        _check_parts(config, pages, forward, policy, logits_fn)
         if eos_ids is None:
             eos_ids = () if tokenizer is None else tokenizer.eos_ids
         eos_ids = validation.tokens("eos_ids", eos_ids).tolist()

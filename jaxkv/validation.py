@@ -58,7 +58,9 @@ def integer(
     raise ValueError(f"{name}={shown(value)} must be {allowed}")
 
 
-def number(name: str, value: object, *, low: float, high: float, hint: str) -> float:
+def number(
+    name: str, value: object, *, low: int | float, high: int | float, hint: str
+) -> float:
     """Checks a number, whole or not.
 
     Args:
@@ -115,7 +117,7 @@ def tokens(name: str, value: object) -> np.ndarray:
       value: what was passed: a sequence or an array of integers of one axis.
 
     Returns:
-      The ids, in the integer type that NumPy takes for them.
+      The ids, as integers of some width, or as objects where no width holds them.
 
     Raises:
       ValueError: it is no such sequence.
@@ -123,19 +125,20 @@ def tokens(name: str, value: object) -> np.ndarray:
     refused = ValueError(f"{name}={shown(value)} must be a sequence of token ids")
     if isinstance(value, np.ndarray | jax.Array):
         ids = np.asarray(value)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        # NumPy would make a 1 of a True among integers.
-        if bool in set(map(type, value)):
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise refused
-        try:
-            ids = np.asarray(value)
-        except (ValueError, TypeError, OverflowError):
-            raise refused from None
-    else:
+        return ids
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
         raise refused
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    # NumPy would make a 1 of a True among integers, and floats of mixed widths.
+    if set(map(type, value)) - {int}:
+        value = [_plain(entry) for entry in value]
+    if set(map(type, value)) - {int}:
         raise refused
-    return ids if ids.size else ids.astype(np.int32)
+    try:
+        return np.array(value, np.int64)
+    except OverflowError:
+        return np.array(value, object)
 
 
 def floating(name: str, value: Any) -> np.dtype:
