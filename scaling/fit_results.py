@@ -151,6 +151,9 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
             raise ValueError(f"its coefficients are not those of {law.name}")
         arrays = ("coordinates", "centre", "noise", "residuals")
         fields |= {name: _array(fields[name]) for name in arrays}
+        for name in arrays:
+            if fields[name].ndim != 1 or not fields[name].size:
+                raise ValueError(f"its {name} must be a list of numbers")
         fields["covariance"] = _array(fields["covariance"]).reshape(k, k)
         if fields["samples"] is not None:
             fields["samples"] = _array(fields["samples"]).reshape(-1, k)
