@@ -159,12 +159,12 @@ def read_law(name: str) -> Belief:
         raise ValueError(f"{line}, or the path of a fit.json")
     path = path / "fit.json" if path.is_dir() else path
     try:
-        text = path.read_text("utf-8")
+        text = documents.read_text(path)
         fit = fitting.from_json(text)
         found = believe(str(path), fit.find_law(), fit.coefficients)
         if not {"num_params", "num_tokens"} <= {*fit.inputs}:
             raise ValueError(f"a fit to {', '.join(fit.inputs)}")
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--law {path}: {error}") from None
     document = json.loads(text)
     count, shape = document.get("count"), document.get("shape", {})

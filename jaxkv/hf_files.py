@@ -5,11 +5,9 @@ that is written appears whole or not at all.
 """
 
 import contextlib
-import errno
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,27 +75,3 @@ def aside(folder: Path) -> Generator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
-
-
-_BESIDE_BYTES = 2**20
-"""Room that a checkpoint takes beside its arrays, with some to spare."""
-
-
-def make_sure_of_room(folder: Path, num_bytes: int) -> None:
-    """Fails as writing arrays would, before threads of Orbax's do, and tell of it.
-
-    Args:
-      folder: where they will be written.
-      num_bytes: of them.
-
-    Raises:
-      OSError: there is no room for a file of that size, and what stands beside it.
-    """
-    if not hasattr(os, "posix_fallocate"):
-        return
-    with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes + _BESIDE_BYTES)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise

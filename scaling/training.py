@@ -7,10 +7,13 @@ for bit where the unbroken run would have.
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import math
+import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -21,7 +24,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxkv import models
-from jaxkv.hf_files import make_sure_of_room
 from scaling import corpora, runs, stepping
 from scaling.recipes import Schedule, TrainConfig
 from scaling.stepping import TrainState, init, steps
@@ -118,10 +120,8 @@ def train(
         state = restore(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
     folder = runs.RunFolder(out, described, int(state.step))
-    try:
+    with contextlib.closing(folder):
         return _train(config, corpus, folder, state, progress)
-    finally:
-        folder.close()
 
 
 def _train(
@@ -295,8 +295,7 @@ def save(checkpoint: Path, state: TrainState) -> None:
     """
     checkpoint = Path(checkpoint).absolute()
     try:
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        make_sure_of_room(checkpoint.parent, num_bytes)
+        _make_sure_of_room(checkpoint.parent, state)
         with _silent(), ocp.StandardCheckpointer() as writer:
             writer.save(checkpoint, state)
     except (OSError, ValueError) as error:
@@ -317,6 +316,25 @@ def _silent() -> Generator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+_BESIDE_BYTES = 2**20
+"""Room that a checkpoint takes beside its arrays, with some to spare."""
+
+
+def _make_sure_of_room(folder: Path, state: TrainState) -> None:
+    """Fails as writing the state would, before threads of Orbax's do, and tell of it.
+
+    Raises:
+      OSError: there is no room for a file of its size, and what stands beside it.
+    """
+    num_bytes = _BESIDE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
 
 
 def _reason(error: Exception) -> str:
