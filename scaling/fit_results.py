@@ -145,6 +145,9 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
         if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema must be {SCHEMA}")
         fields = {name: fields[name] for name in FitResult._fields}
+        for name, (is_so, what) in _KINDS.items():
+            if not is_so(fields[name]):
+                raise ValueError(f"its {name} must be {what}")
         law = laws.find(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
@@ -168,6 +171,42 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"not a fit.json: {what}") from None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or null for one that is not finite."""
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+_TEXTS = ("inputs", "statuses", "bounds_hit", "warnings")
+_NUMBERS = (
+    *("objective", "condition_number", "delta", "level"),
+    *("distinct_minima", "num_points"),
+)
+_KINDS = {
+    **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),
+    **dict.fromkeys(
+        ("inputs", "statuses", "bounds_hit", "warnings"),
+        (_are_texts, "a list of texts"),
+    ),
+    **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
+    **dict.fromkeys(("coefficients", "exponents"), (_are_numbers, "numbers by name")),
+}
+"""What a field of a fit.json must be."""
 
 
 def _array(values: Any) -> np.ndarray:
