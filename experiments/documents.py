@@ -107,7 +107,7 @@ def config_loads[T](config_type: type[T], text: str, where: str) -> T:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
-    return _restore(config_type, data, where)
+    return restore(config_type, data, where)
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> str:
@@ -131,19 +131,23 @@ def _list(names: list[str]) -> str:
     return ", ".join(names) if names else "(there are none)"
 
 
-def _restore(hint: Any, value: Any, where: str) -> Any:
-    """Turns parsed JSON into a value of the hinted type."""
+def restore(hint: Any, value: Any, where: str) -> Any:
+    """Turns parsed JSON into a value of the hinted type.
+
+    Raises:
+      ValueError: it is of another; the line begins with `where`.
+    """
     if dataclasses.is_dataclass(hint):
         return _restore_dataclass(hint, value, where)
     if isinstance(hint, typing.TypeAliasType):
-        return _restore(hint.__value__, value, where)
+        return restore(hint.__value__, value, where)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return _restore(args[0], value, where)
+        return restore(args[0], value, where)
     if origin in (typing.Union, types.UnionType):
         for choice in args:
             try:
-                return _restore(choice, value, where)
+                return restore(choice, value, where)
             except ValueError:
                 continue
     elif origin is typing.Literal:
@@ -154,9 +158,9 @@ def _restore(hint: Any, value: Any, where: str) -> Any:
             args = (args[0],) * len(value)
         if len(args) == len(value):
             pairs = enumerate(zip(args, value, strict=True))
-            return tuple(_restore(arg, x, f"{where}[{i}]") for i, (arg, x) in pairs)
+            return tuple(restore(arg, x, f"{where}[{i}]") for i, (arg, x) in pairs)
     elif origin is dict and isinstance(value, dict):
-        return {key: _restore(args[1], x, f"{where}.{key}") for key, x in value.items()}
+        return {key: restore(args[1], x, f"{where}.{key}") for key, x in value.items()}
     elif hint is float:
         spelled = isinstance(value, str) and value in ("inf", "-inf", "nan")
         if spelled or (isinstance(value, int | float) and not isinstance(value, bool)):
@@ -184,7 +188,7 @@ def _restore_dataclass(hint: Any, value: Any, where: str) -> Any:
         if name not in fields:
             raise ValueError(f"{where}: {unknown('field', name, fields)}")
     restored = {
-        name: _restore(fields[name], item, f"{where}: {name}")
+        name: restore(fields[name], item, f"{where}: {name}")
         for name, item in value.items()
     }
     try:

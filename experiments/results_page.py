@@ -7,7 +7,7 @@ from their `claims.json` alone, so that it cannot say what no run found.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from experiments import catalogue, documents, flags, reporting
 from experiments.claims import Claim
@@ -54,6 +54,14 @@ def find(folder: Path) -> list[Record]:
     return found
 
 
+def _claim(row: dict[str, Any]) -> Claim:
+    """Reads a claim, each field of its type; a number that was none is null."""
+    for name, hint in get_type_hints(Claim).items():
+        if row[name] is not None or hint is not float:
+            documents.restore(hint, row[name], name)
+    return Claim(**row)
+
+
 def read(run: Path, root: Path) -> Record:
     """Reads one run folder."""
     try:
@@ -61,7 +69,7 @@ def read(run: Path, root: Path) -> Record:
             json.loads(documents.read_text(run / f"{name}.json"))
             for name in ("env", "claims", "config")
         )
-        claims = [Claim(**x) for x in claimed]
+        claims = [_claim(x) for x in claimed]
         experiment = catalogue.load(str(env["experiment"]))
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None

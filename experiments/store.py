@@ -294,7 +294,10 @@ def write(path: Path, content: str | bytes) -> None:
     Raises:
       ValueError: it cannot be written; the file is as it was.
     """
-    data = content.encode() if isinstance(content, str) else content
+    try:
+        data = content.encode() if isinstance(content, str) else content
+    except UnicodeEncodeError as error:  # what was asked for was no text
+        raise ValueError(f"{path}: cannot be written: {error}") from None
     _write(path, lambda file: file.write(data))
 
 

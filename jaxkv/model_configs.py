@@ -54,6 +54,7 @@ class RopeScaling:
 
     def __post_init__(self):
         """Refuses what stretches nothing."""
+        validation.choice("self.kind", self.kind, ("llama3", "linear"))
         for name in ("factor", "low_frequency_factor", "high_frequency_factor"):
             _check_positive(f"self.{name}", getattr(self, name))
         validation.integer(

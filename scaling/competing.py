@@ -11,6 +11,15 @@ from typing import Any
 CELL, RATE, SEED, LOSS = "cell", "learning_rate", "seed", "loss"
 
 
+def _read(row: Mapping[str, Any], name: str, kind: type, place: int) -> Any:
+    """Reads a cell of a row that competes."""
+    try:
+        return kind(row[name])
+    except (LookupError, TypeError, ValueError, OverflowError):
+        said = f"{name}={row.get(name)!r} must be of type {kind.__name__}"
+        raise ValueError(f"run {place + 1} of the sweep: {said}") from None
+
+
 def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Finds the runs that have the best learning rate of their cell.
 
@@ -23,11 +32,15 @@ def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
     Returns:
       Their places, rising: every seed of a winning rate.
+
+    Raises:
+      ValueError: a row lacks one of them, or it is of another kind.
     """
     cells: dict[Any, dict[float, list[int]]] = {}
     for place, row in enumerate(rows):
-        rates = cells.setdefault(row[CELL], {})
-        rates.setdefault(float(row[RATE]), []).append(place)
+        rates = cells.setdefault(_read(row, CELL, str, place), {})
+        _read(row, SEED, int, place)
+        rates.setdefault(_read(row, RATE, float, place), []).append(place)
     kept = []
     for rates in cells.values():
         common = set.intersection(

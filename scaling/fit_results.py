@@ -156,12 +156,18 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
             raise ValueError(f"its schema must be {SCHEMA}")
         fields = FitResult._field_defaults | fields
         fields = {name: fields[name] for name in FitResult._fields}
+        for name, (is_so, what) in _KINDS.items():
+            if not is_so(fields[name]):
+                raise ValueError(f"its {name} must be {what}")
         law = laws.find(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
             raise ValueError(f"its coefficients are not those of {law.name}")
         arrays = ("coordinates", "centre", "noise", "residuals")
         fields |= {name: _array(fields[name]) for name in arrays}
+        for name in arrays:
+            if fields[name].ndim != 1 or not fields[name].size:
+                raise ValueError(f"its {name} must be a list of numbers")
         fields["covariance"] = _array(fields["covariance"]).reshape(k, k)
         if fields["samples"] is not None:
             fields["samples"] = _array(fields["samples"]).reshape(-1, k)
@@ -189,6 +195,43 @@ def _some(rows: np.ndarray, most: int) -> np.ndarray:
     if len(rows) <= most:
         return rows
     return rows[np.linspace(0, len(rows) - 1, most).round().astype(int)]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or null for one that is not finite."""
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+_NUMBERS = (
+    *("objective", "condition_number", "delta", "level"),
+    *("distinct_minima", "num_points"),
+)
+_KINDS = {
+    **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),
+    **dict.fromkeys(
+        ("inputs", "statuses", "bounds_hit", "warnings"),
+        (_are_texts, "a list of texts"),
+    ),
+    **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
+    **dict.fromkeys(
+        ("coefficients", "exponents", "fixed"), (_are_numbers, "numbers by name")
+    ),
+}
+"""What a field of a fit.json must be."""
 
 
 def _array(values: Any) -> np.ndarray:

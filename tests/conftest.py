@@ -128,6 +128,10 @@ class Config:
     name: str | None = None
     greedy: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_points <= 1000:
+            raise ValueError(f"{self.num_points=} must be in [0, 1000]")
+
 
 class Tail(NamedTuple):
     p95_s: float
