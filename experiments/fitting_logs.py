@@ -189,13 +189,15 @@ def _document(
     """What `fit.json` holds: the first fit, the others, and what they rest on."""
     from experiments import fit_frontiers
     from experiments.fit_laws import ROLLOUT
-    from scaling import fitting, run_records
+    from scaling import fitting, goodness, run_records
 
     said = []
     for fit in fits:
         law = fit.find_law()
+        measured = goodness.measure(fit.residuals)._asdict()
         said.append(
-            fitting.to_json(fit) | {"formula": law.formula, "source": law.source}
+            fitting.to_json(fit)
+            | {"formula": law.formula, "source": law.source, "residual_sizes": measured}
         )
     scored = (
         f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
@@ -223,7 +225,10 @@ def _document(
         "frontiers": [
             fit_frontiers.to_json(each) for each in [*found.frontiers, *found.windows]
         ],
-        "frontier_warnings": found.warnings,
+        "frontier_warnings": [
+            *found.warnings,
+            *(line for fit in fits for line in fit_frontiers.against(fit, found)),
+        ],
         "shift": fit_frontiers.expected_shift(found),
     }
 
