@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments.progress import Progress
 from scaling import enveloping, frontiers, grouping, isoflop, parabolas
+from scaling.fit_results import FitResult
 from scaling.frontiers import Frontier
 from scaling.grouping import Groups
 from scaling.log_columns import LETTERS
@@ -19,6 +20,9 @@ from scaling.logs import Log
 ENVELOPE = "envelope"
 PARABOLA = "parabola"
 CORRECTED = "parabola, corrected"
+PROJECTION, ROBUST = "projection", "projection, robust"
+ROBUST_RESAMPLES = 4 * frontiers.CHUNK
+"""At most, since each takes several fits; the first ones of every method's."""
 NUM_BUDGETS = 500
 """Of the envelope; more do not change its exponent in the third digit."""
 MAX_GROUPED = 2048
@@ -32,9 +36,10 @@ class Found(NamedTuple):
       groups: its isoFLOP groups; there may be none.
       frontiers: by method.
       windows: of parabolas through 3, 5 and 7 sizes, without intervals.
-      exponents: alpha and beta of the surface by projection; None if there is none, or
-        a term of it vanishes.
+      exponents: alpha and beta of the surface by projection; None if there is none, a
+        term of it vanishes, or it is in doubt.
       notes: why something is not there, in sentences.
+      doubts: about the surface and between methods, in sentences.
     """
 
     groups: Groups
@@ -42,6 +47,7 @@ class Found(NamedTuple):
     windows: list[Frontier]
     exponents: tuple[float, float] | None
     notes: list[str]
+    doubts: list[str]
 
     @property
     def warnings(self) -> list[str]:
@@ -53,6 +59,7 @@ class Found(NamedTuple):
             # An envelope always ends in its smallest and its largest size.
             if each.method != ENVELOPE or "edge of the sizes" not in line
         ]
+        said += self.doubts
         return said + frontiers.compare(self.windows, what="window of the parabola")
 
 
@@ -81,12 +88,13 @@ def find(
     def frontier(
         method: str, found: frontiers.Find, flops: np.ndarray, strata: np.ndarray
     ) -> Frontier:
+        most = min(resamples, ROBUST_RESAMPLES) if method == ROBUST else resamples
         return frontiers.frontier(
             method,
             found,
             flops,
             strata,
-            resamples=0 if progress.stopped else resamples,
+            resamples=0 if progress.stopped else most,
             level=level,
             seed=seed,
             track=lambda sizes: _track(sizes, method, progress),
@@ -98,11 +106,12 @@ def find(
         nothing = Groups((), np.empty(0, int), len(log.runs))
         said = " and ".join(LETTERS[x] for x in missing)
         line = f"no isoFLOP groups, no envelope: the log has no {said}"
-        return Found(nothing, [], [], None, [line])
+        return Found(nothing, [], [], None, [line], [])
     notes: list[str] = []
     groups = _groups(log, tolerance, notes)
     results: list[Frontier] = []
     windows: list[Frontier] = []
+    doubts: list[str] = []
     exponents = None
     if len(groups.groups) < 2:
         notes.append(
@@ -112,10 +121,12 @@ def find(
         groups = Groups((), np.empty(0, int), len(log.runs))
     else:
         surface = isoflop.surface(groups)
+        robust = isoflop.surface(groups, robust=True)
         methods: list[tuple[str, frontiers.Find]] = [
             (PARABOLA, isoflop.by_parabola(groups)),
             ("akima", isoflop.by_akima(groups)),
-            ("projection", isoflop.by_projection(groups, surface)),
+            (PROJECTION, isoflop.by_projection(groups, surface)),
+            (ROBUST, isoflop.by_projection(groups, robust)),
         ]
         if num := groups.num_merged:
             sizes = "size is" if num == 1 else "sizes are"
@@ -133,7 +144,16 @@ def find(
             if max(group.sizes.size for group in groups.groups) >= window
         ]
         windows = [frontiers.frontier(*each, flops, strata) for each in bare]
-        if np.isfinite(surface.log_a[0] + surface.log_b[0]):
+        doubts = [
+            f"projection: {line}" for line in isoflop.doubts(groups, surface, robust)
+        ]
+        doubts += frontiers.disagreement(results)
+        if doubts:
+            notes.append(
+                "the bias of parabolas is not told or taken out: the surface that it "
+                "is computed from is in doubt"
+            )
+        elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
             exponents = float(surface.alpha[0]), float(surface.beta[0])
             corrected = isoflop.by_parabola(groups, None, exponents)
             results.append(frontiers.frontier(CORRECTED, corrected, flops, strata))
@@ -142,7 +162,7 @@ def find(
         curves = log
     if curves is not None:
         results += _envelope(curves, smoothing, frontier, notes)
-    return Found(groups, results, windows, exponents, notes)
+    return Found(groups, results, windows, exponents, notes, doubts)
 
 
 def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
@@ -230,6 +250,29 @@ def expected_shift(found: Found) -> str:
         f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
         "through 9 centred ones over two decades); `parabola, corrected` takes it out."
     )
+
+
+def against(fit: FitResult, found: Found) -> list[str]:
+    """Warns where a law's optimum and a frontier's grow differently.
+
+    Args:
+      fit: of a law; one without an optimum is not compared.
+      found: the frontiers with intervals; an envelope, whose runs are not decayed, is
+        left out.
+    """
+    said = []
+    for each in found.frontiers:
+        ours, theirs = fit.exponent_intervals.get("a"), each.num_params
+        if ours is None or not (theirs and theirs.interval) or each.method == ENVELOPE:
+            continue
+        low, high = theirs.interval
+        apart = abs(fit.exponents["a"] - theirs.exponent)
+        if apart > frontiers.NEAR and (low > ours[1] or high < ours[0]):
+            said.append(
+                f"{fit.law} has N* grow as C^{fit.exponents['a']:.3f}, {each.method} "
+                f"as C^{theirs.exponent:.3f}, outside of each other's intervals"
+            )
+    return said
 
 
 def to_json(each: Frontier) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.fitting_logs import Config
 from experiments.progress import Progress
-from scaling import fitting, forecasting
+from scaling import diagnosing, fitting, forecasting
 from scaling.fit_results import FitResult, HeldOut
 from scaling.laws import Law
 from scaling.logs import Log
@@ -40,11 +40,12 @@ def fit_all(
         small = flops <= ROLLOUT * flops.max()
         fit = _fit(config, law, seen, progress)
         if others.runs:
-            yield fit._replace(held_out=forecasting.score(fit, others.columns))
+            yield fitting.scored(fit, others.columns)
             continue
         most = 0 if progress.stopped else ROLLOUT_RESAMPLES
         held_out = _roll_out(config, law, seen, small, min(config.bootstrap, most))
-        yield fit._replace(held_out=held_out)
+        doubts = diagnosing.held_out(held_out) if held_out else []
+        yield fit._replace(held_out=held_out, warnings=[*fit.warnings, *doubts])
 
 
 def _fit(config: Config, law: Law, log: Log, progress: Progress) -> FitResult:

@@ -9,6 +9,7 @@ import numpy as np
 from experiments import units
 from experiments.fit_outcomes import Result
 from experiments.reporting import Part, Sheet
+from scaling import goodness
 
 MAX_ROWS = 25
 """Held-out runs in a table; the largest by compute where there are more."""
@@ -16,7 +17,7 @@ MAX_ROWS = 25
 KEYS = (
     *("law", "coefficients", "intervals", "exponents", "exponent_intervals"),
     *("objective", "num_points", "status", "distinct_minima", "condition_number"),
-    *("bounds_hit", "warnings", "held_out"),
+    *("bounds_hit", "warnings", "held_out", "residual_sizes"),
 )
 """Of each fit in the document; `fit.json` has the others too."""
 
@@ -96,6 +97,7 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
                 _name(fit),
                 units.cell(fit["num_points"]),
                 units.cell(fit["objective"]),
+                goodness.percentages([*fit["residual_sizes"].values()]),
                 fit["status"],
                 units.cell(fit["distinct_minima"]),
                 units.cell(fit["condition_number"]),
@@ -107,10 +109,15 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
             )
         )
     heads = (
-        *("law", "runs", "objective", "status", "minima", "condition"),
+        *("law", "runs", "objective", "off by: half, 90 %, all", "status", "minima"),
+        "condition",
         *("held-out runs", "mean error", "worst", "largest run", "inside 90 %"),
     )
-    note = f"{scored} Errors are of ln(fitted / seen); the sign is the largest run's."
+    note = (
+        f"{scored} Errors are of ln(fitted / seen); the sign is the largest run's. "
+        "Half of the fitted runs are off by less than the first number, nine tenths by "
+        "less than the second."
+    )
     return Sheet("laws", heads, rows, note)
 
 

@@ -276,13 +276,14 @@ def _document(
     """What `fit.json` holds: the first fit, the others, and what they rest on."""
     from experiments import fit_frontiers
     from experiments.fit_laws import ROLLOUT
-    from scaling import fitting, log_doubts, run_records
+    from scaling import fitting, goodness, log_doubts, run_records
 
     said = []
     for part in parts:
         for fit in part.fits:
             law = fit.find_law()
             about = {"formula": law.formula, "source": law.source}
+            about["residual_sizes"] = goodness.measure(fit.residuals)._asdict()
             about |= {"group": part.label} if config.by else {}
             said.append(fitting.to_json(fit) | about)
     axis = "compute" if "flops" in log.columns else "input"
@@ -323,7 +324,16 @@ def _document(
             for each in [*part.found.frontiers, *part.found.windows]
         ],
         "frontier_warnings": [
-            part.say(line) for part in parts for line in part.found.warnings
+            part.say(line)
+            for part in parts
+            for line in (
+                *part.found.warnings,
+                *(
+                    x
+                    for fit in part.fits
+                    for x in fit_frontiers.against(fit, part.found)
+                ),
+            )
         ],
         "shift": " ".join(
             part.say(line)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling import evaluating
-from scaling.fit_results import FitResult
+from scaling import evaluating, goodness
+from scaling.fit_results import FitResult, HeldOut
 from scaling.solving import Ends, Problem
 
 # Where doubt begins. Simulated surfaces set these: of sound ones, with 32 or 240 runs
@@ -147,12 +147,43 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
                 f"{floor} may be next to nothing beside the smallest {least:.4g} seen: "
                 "the data hardly tells a floor from none"
             )
+    said += _misfit(problem, result)
     if num_far := _num_outliers(result.residuals):
         points = "point is" if num_far == 1 else "points are"
         said.append(
             f"{num_far} of {n} {points} far off the law: outliers, or another law"
         )
     return said
+
+
+def _misfit(problem: Problem, result: FitResult) -> list[str]:
+    """Says where the law does not follow the runs that it was fitted to."""
+    law, seen, said = problem.law, problem.seen, []
+    if law.target == "loss" and goodness.is_far(result.residuals, seen.target):
+        _, most, worst = goodness.measure(result.residuals)
+        said.append(
+            f"the law misses one run in ten by more than {most:.1%}, the worst by "
+            f"{worst:.0%}: kinds of runs that do not belong together, or another law"
+        )
+    slopes = evaluating.slopes(law, result.coordinates, seen.logs)
+    num_runs = int(seen.cluster.max()) + 1
+    if share := goodness.arch(result.residuals, slopes, seen.logs, num_runs):
+        said.append(
+            f"residuals follow a curve that the law has not, with {share:.0%} of their "
+            "squares: beyond the runs it will be farther off than its intervals say"
+        )
+    return said
+
+
+def held_out(score: HeldOut) -> list[str]:
+    """Says where runs that were held out contradict the intervals."""
+    covered = score.covered
+    if covered is None or not goodness.coverage_in_doubt(covered, score.num_points):
+        return []
+    return [
+        f"of {score.num_points} held-out runs {covered:.0%} lie inside of their 90 % "
+        "intervals: those are too narrow beyond the runs fitted"
+    ]
 
 
 def _shares_at_walls(problem: Problem, result: FitResult) -> dict[str, float]:

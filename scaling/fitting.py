@@ -36,6 +36,7 @@ __all__ = [
     "predict",
     "rollout",
     "score",
+    "scored",
     "to_json",
 ]
 
@@ -182,7 +183,19 @@ def rollout(
         **options,
     )
     larger = {name: column[held_out] for name, column in columns.items()}
-    return result._replace(held_out=forecasting.score(result, larger))
+    return scored(result, larger)
+
+
+def scored(result: FitResult, data: Mapping[str, Any]) -> FitResult:
+    """Scores a fit on runs that it has not seen, and doubts it where they contradict.
+
+    Args:
+      result: the fit.
+      data: columns of at least one run.
+    """
+    held_out = forecasting.score(result, data)
+    warnings = [*result.warnings, *diagnosing.held_out(held_out)]
+    return result._replace(held_out=held_out, warnings=warnings)
 
 
 def abridged(num_rows: int) -> str:

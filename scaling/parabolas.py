@@ -73,6 +73,14 @@ def fit(
     )
 
 
+def value(
+    x: Float[np.ndarray, " points"], y: Float[np.ndarray, " points"]
+) -> Float[np.ndarray, " points"]:
+    """Evaluates the parabola through some samples at their own places."""
+    vertex = fit(x, y[None], np.ones((1, x.size)))
+    return vertex.height[0] + vertex.curvature[0] * (x - vertex.place[0]) ** 2
+
+
 def nearest(
     y: Float[np.ndarray, "curves points"],
     present: Bool[np.ndarray, "curves points"],

@@ -2,14 +2,15 @@
 
 With the exponents held, the loss is linear in E, A and B, which are then found exactly
 and not below 0; the search is over the plane of the two exponents alone, where it is
-well conditioned. Least squares on the loss itself.
+well conditioned. Least squares on the loss itself; or, robust, Huber's loss of the
+residual over the loss, by least squares that are reweighted until they rest.
 
 Source: Golub & Pereyra 1973, SIAM J. Numer. Anal. 10(2), with Kaufman's 1975 Jacobian.
 Used for scaling laws by the Open-Athena study of Chinchilla's approaches.
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -18,6 +19,11 @@ BOUNDS = (0.01, 3.0)
 """Of both exponents."""
 _STARTS = tuple(itertools.product((0.1, 0.2, 0.35, 0.6, 1.0), repeat=2))
 _NUM_STEPS = 60
+_NUM_ROUNDS = 30
+"""Of reweighting; each shrinks what is left of the way several times."""
+_CUTOFF = 1.345
+"""Spreads beyond which a residual counts linearly: 95 % of the efficiency of least
+squares where noise is normal. Huber 1964, Ann. Math. Statist. 35(1)."""
 
 
 class Surface(NamedTuple):
@@ -29,7 +35,10 @@ class Surface(NamedTuple):
       log_a: logarithm of A; minus infinity where the term vanishes.
       log_b: logarithm of B.
       floor: E, at least 0.
-      objective: half of the weighted sum of squares.
+      objective: half of the weighted sum of squares; of a robust fit, of the reweighted
+        one of residuals over the loss.
+      delta: residual over the loss beyond which it counts linearly; infinite for least
+        squares of the loss itself.
     """
 
     alpha: Float[np.ndarray, " fits"]
@@ -38,6 +47,20 @@ class Surface(NamedTuple):
     log_b: Float[np.ndarray, " fits"]
     floor: Float[np.ndarray, " fits"]
     objective: Float[np.ndarray, " fits"]
+    delta: float = np.inf
+
+    def log_residuals(
+        self, log_n: Float[np.ndarray, " n"], log_d: Float[np.ndarray, " n"], loss: Any
+    ) -> Float[np.ndarray, "fits n"]:
+        """Computes ln(fitted / seen) of some runs."""
+        terms = (
+            np.exp(size[:, None] - exponent[:, None] * x)
+            for size, exponent, x in (
+                (self.log_a, self.alpha, log_n),
+                (self.log_b, self.beta, log_d),
+            )
+        )
+        return np.log((self.floor[:, None] + sum(terms)) / loss)
 
 
 def fit(
@@ -45,7 +68,8 @@ def fit(
     log_d: Float[np.ndarray, " points"],
     loss: Float[np.ndarray, " points"],
     weights: Float[np.ndarray, "fits points"],
-    start: tuple[float, float] | None = None,
+    start: tuple[float, float] | Float[np.ndarray, "fits 2"] | None = None,
+    num_steps: int = _NUM_STEPS,
 ) -> Surface:
     """Fits the surface by weighted least squares.
 
@@ -54,7 +78,9 @@ def fit(
       log_d: natural logarithms of the tokens.
       loss: nats per token.
       weights: at least 0, as a bootstrap draws them.
-      start: alpha and beta to begin at; by default 25 places, for each set of weights.
+      start: alpha and beta to begin at, for all or for each set of weights; by default
+        25 places.
+      num_steps: at most, in the plane of the exponents.
 
     Returns:
       The best surface found for each set of weights.
@@ -62,7 +88,9 @@ def fit(
     n0, d0 = float(log_n.mean()), float(log_d.mean())
     x, y = log_n - n0, log_d - d0  # A and B are then of the size of their terms
     starts = _STARTS if start is None else (start,)
-    found = [_descend(x, y, loss, weights, np.array(each)) for each in starts]
+    found = [
+        _descend(x, y, loss, weights, np.array(each), num_steps) for each in starts
+    ]
     best = np.argmin([each[2] for each in found], 0)
     pick = np.arange(len(weights))
     theta, linear, objective = (
@@ -74,12 +102,74 @@ def fit(
     return Surface(theta[:, 0], theta[:, 1], log_a, log_b, linear[:, 0], objective)
 
 
+def fit_robustly(
+    log_n: Float[np.ndarray, " points"],
+    log_d: Float[np.ndarray, " points"],
+    loss: Float[np.ndarray, " points"],
+    weights: Float[np.ndarray, "fits points"],
+    whole: Surface,
+) -> Surface:
+    """Fits the surface by Huber's loss of residuals over the loss.
+
+    Args:
+      log_n: as `fit` has it, and those that follow.
+      log_d: natural logarithms of the tokens.
+      loss: nats per token.
+      weights: at least 0.
+      whole: one surface of all points, where to begin. If it is not robust, the spread
+        of the residuals is measured, once more at its own optimum; else its `delta`
+        stays.
+
+    Returns:
+      The surface found for each set of weights, with the `delta`.
+    """
+    points = (log_n, log_d, loss)
+    if not np.isfinite(whole.delta):
+        for _ in range(2):
+            size = np.abs(whole.log_residuals(*points)[0])
+            spread = 1.4826 * float(np.median(size))
+            ones = np.ones((1, loss.size))
+            delta = max(_CUTOFF * spread, 1e-9)
+            whole = fit_robustly(*points, ones, whole._replace(delta=delta))
+        return whole if len(weights) == 1 else fit_robustly(*points, weights, whole)
+    # Squares of outliers may have led far away; resamples begin where all points ended.
+    near = (float(whole.alpha[0]), float(whole.beta[0]))
+    starts = (near, (0.35, 0.35)) if len(weights) == 1 else (near,)
+    found = [_reweight(points, weights, start, whole.delta) for start in starts]
+    best = np.argmin([cost for _, cost in found], 0)
+    pick = np.arange(len(weights))
+    fields = zip(*(surface[:6] for surface, _ in found), strict=True)
+    return Surface(*(np.stack(x)[best, pick] for x in fields), delta=whole.delta)
+
+
+def _reweight(
+    points: tuple[np.ndarray, np.ndarray, np.ndarray],
+    weights: Float[np.ndarray, "fits points"],
+    start: tuple[float, float],
+    delta: float,
+) -> tuple[Surface, Float[np.ndarray, " fits"]]:
+    """Repeats least squares with lower weights for large residuals; and their costs."""
+    log_n, log_d, loss = points
+    shrink = np.ones_like(weights)
+    theta = np.tile(np.array(start, float), (len(weights), 1))
+    for _ in range(_NUM_ROUNDS):  # a step or two is as good as weights that will change
+        found = fit(log_n, log_d, loss, weights * shrink / loss**2, theta, 2)
+        size = np.abs(np.expm1(found.log_residuals(log_n, log_d, loss)))
+        shrink = np.minimum(1.0, delta / np.maximum(size, 1e-300))
+        before, theta = theta, np.stack([found.alpha, found.beta], 1)
+        if np.all(np.abs(theta - before) < 1e-4 * theta):
+            break
+    costs = np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
+    return found, (weights * costs).sum(1)
+
+
 def _descend(
     x: Float[np.ndarray, " points"],
     y: Float[np.ndarray, " points"],
     loss: Float[np.ndarray, " points"],
     weights: Float[np.ndarray, "fits points"],
-    start: Float[np.ndarray, " 2"],
+    start: Float[np.ndarray, "*fits 2"],
+    num_steps: int,
 ) -> tuple[
     Float[np.ndarray, "fits 2"],
     Float[np.ndarray, "fits 3"],
@@ -87,10 +177,10 @@ def _descend(
 ]:
     """Gauss-Newton on the projected problem, damped (Levenberg-Marquardt)."""
     root = np.sqrt(weights)
-    theta = np.tile(start, (len(weights), 1))
+    theta = np.broadcast_to(start, (len(weights), 2))
     damping = np.full(len(weights), 1e-3)
     state = _project(theta, x, y, loss, root)
-    for _ in range(_NUM_STEPS):
+    for _ in range(num_steps):
         basis, residual, linear, objective = state
         # d(X c)/d(alpha), d(X c)/d(beta), less what X itself can follow.
         slopes = np.stack(

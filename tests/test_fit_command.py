@@ -376,6 +376,39 @@ def test_a_hundred_thousand_rows_take_a_minute_and_little_memory(
     assert used.ru_utime < 60, "seconds"
 
 
+@pytest.mark.thorough
+def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
+    flops = np.repeat(np.geomspace(6e18, 3e21, 4), 7)
+    n = 0.1 * flops**0.5 * 10 ** np.tile(np.linspace(-0.5, 0.5, 7), 4)
+    seen = 1.8 + 420 * n**-0.34 + 1500 * (flops / 6 / n) ** -0.36
+    seen *= np.exp(0.005 * np.random.default_rng(0).normal(size=28))
+    for scale in (1.0, 1.4):
+        seen[27] *= scale
+        rows = np.stack([n, flops, seen], 1)
+        log = tmp_path / f"log{scale}.csv"
+        np.savetxt(log, rows, "%.10g", ",", header="N,C,loss", comments="")
+        config = fitting_logs.Config(log=str(log), bootstrap=100)
+        document = json.loads(fitting_logs.run(config).document)
+        found = {each["method"]: each["a"] for each in document["frontiers"]}
+        is_sound = scale == 1
+        assert ("parabola, corrected" in found) == is_sound
+        assert document["shift"].startswith("The surface by projection" * is_sound)
+        assert found["projection, robust"] == pytest.approx(0.514, abs=0.02)
+        told = [line for line in document["notes"] if "bias of parabolas" in line]
+        assert len(told) == (not is_sound)
+        sizes = document["residual_sizes"]
+        assert sizes["half"] < sizes["most"] < sizes["worst"]
+        if is_sound:
+            assert document["warnings"] == document["frontier_warnings"] == []
+            assert sizes["worst"] < 0.02
+            continue
+        assert document["shift"] == ""
+        assert sizes["worst"] == pytest.approx(np.log(1.4), abs=0.02)
+        said = document["frontier_warnings"]
+        assert any("projection: a few runs decide the surface" in x for x in said)
+        assert any("the methods contradict each other" in x for x in said)
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [

@@ -2,13 +2,14 @@
 
 import csv
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import fit_surfaces
-from scaling import fitting, laws
+from scaling import diagnosing, fitting, goodness, laws
 from tests.test_laws import COLUMNS, EXAMPLES, plainly
 
 # The others compile as long and add little; they run with the slow tests.
@@ -134,3 +135,55 @@ def test_compute_to_equal_loss_of_curves() -> None:
     neither = a._replace(law="kaplan-steps", inputs=("num_params", "steps"))
     with pytest.raises(ValueError, match="neither a compute optimum nor a single"):
         fitting.compare(a, neither)
+
+
+@pytest.mark.parametrize(
+    ("change", "doubt"),
+    [
+        (lambda x, y: 0 * x, ""),
+        (lambda x, y: 0.01 * (x**2 + x**3), "residuals follow a curve that the law"),
+        (lambda x, y: 0.005 * (y - x) ** 2, "residuals follow a curve that the law"),
+        (lambda x, y: 0.8 * (np.arange(len(x)) % 2), "the law misses one run in ten"),
+    ],
+)
+def test_runs_that_a_law_does_not_follow_are_told(
+    change: Callable[..., np.ndarray], doubt: str
+) -> None:
+    runs = fit_surfaces.runs(60, noise="normal")
+    x, y = (np.log10(runs[name]) for name in ("num_params", "num_tokens"))
+    off = change((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
+    result = fitting.fit(laws.CHINCHILLA, runs | {"loss": runs["loss"] * np.exp(off)})
+    said = [line for line in result.warnings if "the law" in line]
+    assert [line[: len(doubt)] for line in said[:1]] == ([doubt] if doubt else [])
+
+
+def test_residuals_are_measured() -> None:
+    sizes = goodness.measure(np.linspace(-0.1, 0.1, 2001))
+    assert sizes == pytest.approx((0.05, 0.09, 0.1), rel=1e-3)
+    assert goodness.percentages(sizes) == "5, 9 and 10 %"
+    assert goodness.chance(2.71, 4, 23) == pytest.approx(0.0552, abs=1e-4)
+    few = np.random.default_rng(0).normal(size=9)
+    assert goodness.arch(few, np.ones((9, 1)), few[None], 9) == 0
+    # Copies of runs are no more runs.
+    line = np.linspace(-1, 1, 12)
+    noisy = line**3 + np.random.default_rng(0).normal(0, 0.5, 12)
+    copies, again = np.repeat(noisy, 20), np.repeat(line, 20)
+    columns = np.stack([np.ones(240), again], 1)
+    assert goodness.arch(copies, columns, again[None], 240) > 0.1
+    assert goodness.arch(copies, columns, again[None], 12) == 0
+
+
+@pytest.mark.parametrize(
+    ("covered", "num_points", "doubted"),
+    [(0.58, 30, True), (0.79, 30, False), (0.79, 200, True), (0.81, 10**5, False)],
+)
+def test_intervals_that_held_out_runs_leave_are_doubted(
+    covered: float, num_points: int, doubted: bool
+) -> None:
+    score = fitting.HeldOut(num_points, 0.01, 0.02, 0.01, covered)
+    said = diagnosing.held_out(score)
+    assert said == doubted * [
+        f"of {num_points} held-out runs {covered:.0%} lie inside of their 90 % "
+        "intervals: those are too narrow beyond the runs fitted"
+    ]
+    assert diagnosing.held_out(score._replace(covered=None)) == []
