@@ -173,6 +173,26 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
         raise ValueError(f"not a fit.json: {what}") from None
 
 
+def _array(values: Any) -> np.ndarray:
+    """Reads numbers; null is not a number."""
+    return np.asarray(values, np.float64)
+
+
+def _pair(values: Any) -> tuple[float, float]:
+    low, high = (math.nan if x is None else float(x) for x in values)
+    return low, high
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _is_number(value: Any) -> bool:
     """Whether it is a number, or null for one that is not finite."""
     return value is None or (
@@ -199,31 +219,8 @@ _NUMBERS = (
 )
 _KINDS = {
     **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),
-    **dict.fromkeys(
-        ("inputs", "statuses", "bounds_hit", "warnings"),
-        (_are_texts, "a list of texts"),
-    ),
+    **dict.fromkeys(_TEXTS, (_are_texts, "a list of texts")),
     **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
     **dict.fromkeys(("coefficients", "exponents"), (_are_numbers, "numbers by name")),
 }
 """What a field of a fit.json must be."""
-
-
-def _array(values: Any) -> np.ndarray:
-    """Reads numbers; null is not a number."""
-    return np.asarray(values, np.float64)
-
-
-def _pair(values: Any) -> tuple[float, float]:
-    low, high = (math.nan if x is None else float(x) for x in values)
-    return low, high
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(item) for item in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if math.isfinite(value) else None
-    return value.item() if isinstance(value, np.generic) else value
