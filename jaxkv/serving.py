@@ -14,6 +14,7 @@ import itertools
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -173,11 +174,14 @@ class Engine:
         rest = {name: fields.pop(name) for name in own if name in fields}
         config = EngineConfig(**fields)
         loaded = checkpoints.load_model(folder, dtype=dtype)
-        _check_room(loaded.config, config, dtype)
+        make = functools.partial(models.make_pages, loaded.config, config, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said once, when they are made
+            _check_room(jax.eval_shape(make), config)
         return cls(
             loaded.params,
             models.Forward(loaded.config, config.numerics),
-            models.make_pages(loaded.config, config, dtype=dtype),
+            make(),
             config,
             tokenizer=loaded.tokenizer,
             eos_ids=loaded.eos_ids,
@@ -491,38 +495,9 @@ def _check_parts(
             raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
 
 
-def _check_room(model: Any, config: EngineConfig, dtype: str) -> None:
+def _check_room(pages: Pages, config: EngineConfig) -> None:
     """Refuses bounds whose state, pool and all, is larger than the memory."""
-    from jaxkv import models
-
-    pages = jax.eval_shape(lambda: models.make_pages(model, config, dtype=dtype))
     device_memory.check_room(
         jax.eval_shape(functools.partial(states.init, config), pages),
         f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
     )
-
-
-def _one_each(prompts: object, sampling: object) -> list[Any]:
-    """A sampling for each prompt, after it was checked that there are several of both.
-
-    Raises:
-      ValueError: one prompt, or something else, stands where a list is meant.
-    """
-    if isinstance(prompts, str | bytes):
-        raise ValueError(
-            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
-            "single one, [prompt]"
-        )
-    is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
-    if not is_table and not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
-    if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * len(prompts)
-    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
-        raise ValueError(
-            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
-            "one for each prompt"
-        )
-    if len(sampling) != len(prompts):
-        raise ValueError(f"{len(sampling)=} samplings must be {len(prompts)=}")
-    return list(sampling)

@@ -37,8 +37,8 @@ OPTIONS = {
     "sweep": sweeping.Options,
     "claims": results_page.Options,
 }
-OF_RUNS = ("out", "config", "max_seconds", "num_points", "load.rate", "limit", "name")
-"""Flags of runs; there is no number that has `made_up` run for long."""
+OF_RUNS = ("out", "config", "max_seconds", "load.rate", "limit", "name")
+"""Flags of runs of `made_up`."""
 
 VALUES = [
     *"0 -1 1 2 1.5 nan inf -inf 1e400 1e309 -0 0x10 true None x {} [] 1,2".split(),
