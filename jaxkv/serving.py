@@ -501,3 +501,29 @@ def _check_room(pages: Pages, config: EngineConfig) -> None:
         jax.eval_shape(functools.partial(states.init, config), pages),
         f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
     )
+
+
+def _one_each(prompts: object, sampling: object) -> list[Any]:
+    """A sampling for each prompt, after it was checked that there are several of both.
+
+    Raises:
+      ValueError: one prompt, or something else, stands where a list is meant.
+    """
+    if isinstance(prompts, str | bytes):
+        raise ValueError(
+            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
+            "single one, [prompt]"
+        )
+    is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
+    if not is_table and not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * len(prompts)
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
+        raise ValueError(
+            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
+            "one for each prompt"
+        )
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(sampling)=} samplings must be {len(prompts)=}")
+    return list(sampling)

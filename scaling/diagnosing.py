@@ -28,6 +28,8 @@ _SMALL_FLOOR = 0.15
 """Floor over the smallest target seen, below which it may be none."""
 _WIDE_RATIO = 5.0
 """Ratio of the ends of an exponent's interval."""
+_ENOUGH = 2**16
+"""Rows that tell a curve in the residuals."""
 _WIDE_SHARE = 0.4
 """Width of the interval of an exponent of the optimum, which is in (0, 1)."""
 
@@ -165,9 +167,11 @@ def _misfit(problem: Problem, result: FitResult) -> list[str]:
             f"the law misses one run in ten by more than {most:.1%}, the worst by "
             f"{worst:.0%}: kinds of runs that do not belong together, or another law"
         )
-    slopes = evaluating.slopes(law, result.coordinates, seen.logs)
-    num_runs = int(seen.cluster.max()) + 1
-    if share := goodness.arch(result.residuals, slopes, seen.logs, num_runs):
+    few = seen.thinned(_ENOUGH)
+    slopes = evaluating.slopes(law, result.coordinates, few.logs)
+    value = evaluating.values(law, result.coordinates[None], few.logs)[0]
+    num_runs = np.unique(few.cluster).size
+    if share := goodness.arch(value - few.target, slopes, few.logs, num_runs):
         said.append(
             f"residuals follow a curve that the law has not, with {share:.0%} of their "
             "squares: beyond the runs it will be farther off than its intervals say"

@@ -37,7 +37,8 @@ def report(
     n, k = seen.num_points, int(problem.free.sum())
     matrix, covariance = intervals.curvature(problem, best)
     slopes = evaluating.coefficient_slopes(law, best, centre)
-    covariance = slopes @ covariance @ slopes.T
+    with np.errstate(over="ignore", invalid="ignore"):  # what is free has no variance
+        covariance = slopes @ covariance @ slopes.T
     natural = evaluating.coefficients(law, best[None], centre)[0]
     residuals = evaluating.values(law, best[None], seen.logs)[0] - seen.target
     shape = diagnosing.shape(problem, matrix)

@@ -18,6 +18,8 @@ _LARGE_SHARE = 0.1
 """The same, of how far the runs' losses lie apart: of noisy ones it may be larger."""
 _ARCH_SHARE = 0.1
 """Share of the residuals' squares that smooth curves may take."""
+_EXACT = 1e-5
+"""Residual below which runs lie on the law, whatever is left."""
 CHANCE = 1e-3
 """Probability below which a finding is not taken for chance."""
 
@@ -91,8 +93,7 @@ def arch(
     plain = _left(seen, slopes / scale)
     curved = _left(seen, np.concatenate([slopes / scale, np.stack(powers, 1)], 1))
     share = 1 - curved / max(plain, 1e-300)
-    # Rounding of runs that lie on the law is no curve.
-    if share < _ARCH_SHARE or spread < 1e-9:
+    if share < _ARCH_SHARE or spread < _EXACT:
         return 0.0
     ratio = (plain - curved) / len(powers) / max(curved / freedom, 1e-300)
     return share if chance(ratio, len(powers), freedom) < CHANCE else 0.0

@@ -12,7 +12,6 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2 and figure 3.
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Bool
 
 from scaling import akima, goodness, parabolas, projecting
 from scaling.frontiers import DEEP, DOWNWARD, EDGE, FEW, FINE, OUTSIDE, Find, Minima
@@ -197,20 +196,12 @@ def by_projection(groups: Groups, whole: projecting.Surface) -> Find:
             d = product - n
             value = fits.floor + np.exp(log_a - fits.alpha * n)
             value += np.exp(log_b - fits.beta * d)
-            deep = inside & _is_deep(value, *_seen(group, weights))
+            deep = inside & (value < _depth(group))
             minima.reason[deep, i] = DEEP
             _put(minima, inside & ~deep, i, n, d, value)
         return minima
 
     return find
-
-
-def _seen(
-    group: Group, weights: np.ndarray
-) -> tuple[np.ndarray, Bool[np.ndarray, "resamples sizes"]]:
-    """The mean loss of every size of a group, and which of them were drawn."""
-    loss, weight = by_size(group, weights[:, group.places])
-    return loss, weight > 0
 
 
 def _points(groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -245,8 +236,8 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
             if not rows.size:
                 continue
             place, low, reason = minimum(group, loss[rows], weight[rows])
-            deep = _is_deep(low, loss[rows], weight[rows] > 0)
-            minima.reason[rows, i] = np.where((reason == FINE) & deep, DEEP, reason)
+            deep = (reason == FINE) & (low < _depth(group))
+            minima.reason[rows, i] = np.where(deep, DEEP, reason)
             good = minima.reason[:, i] == FINE
             n, value = np.full((2, len(weights)), np.nan)
             n[rows], value[rows] = place * np.log(10), low
@@ -258,19 +249,16 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
     return find
 
 
-def _is_deep(
-    low: np.ndarray, loss: np.ndarray, present: np.ndarray
-) -> Bool[np.ndarray, " resamples"]:
-    """Tells minima so far below all runs that the curve invents them.
+def _depth(group: Group) -> float:
+    """Gives the loss below which a minimum is no interpolation of a group's runs.
 
-    Between runs a minimum may lie an eighth of their spread below the lowest where
-    sizes are even. Half of the spread, or a tenth of the loss, is no interpolation;
-    half a percent of the loss is noise.
+    Between sizes a minimum may lie an eighth of the runs' spread below the lowest where
+    sizes are even. Half of the spread, or a tenth of the loss, is invented by the
+    curve; half a percent of the loss may be noise.
     """
-    least = np.where(present, loss, np.inf).min(1)
-    spread = np.where(present, loss, -np.inf).max(1) - least
-    room = np.maximum(0.005 * least, np.minimum(0.5 * spread, 0.1 * least))
-    return least - low > room
+    loss = by_size(group, np.ones((1, group.loss.size)))[0]
+    least, spread = float(loss.min()), float(np.ptp(loss))
+    return least - max(0.005 * least, min(0.5 * spread, 0.1 * least))
 
 
 def _nowhere(num_resamples: int, groups: Groups, reason: int) -> Minima:
