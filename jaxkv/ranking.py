@@ -74,35 +74,31 @@ def candidates(
 
 
 def invalid(
-    logits: Float[Array, "rows vocab"], top: Float[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    top: Float[Array, " rows"],
+    raw: Float[Array, "rows vocab"] | None = None,
 ) -> Bool[Array, " rows"]:
-    """Rows with a NaN, or with nothing but -inf.
+    """Rows with a NaN, or with nothing but -inf; with `raw`, those without finite ones.
 
     XLA's CPU maximum loses NaN in some shapes, so `top` does not tell. A sum keeps it
     and costs a third of looking at every logit; that is done only where a sum is NaN,
-    as it also is where +inf meets -inf.
+    as it also is where +inf meets -inf. The sum of `raw` is not finite if one is not.
     """
     suspect = jnp.any(jnp.isnan(jnp.sum(logits, axis=1)))
-    nan = lax.cond(
-        suspect,
-        lambda: jnp.any(jnp.isnan(logits), axis=1),
-        lambda: jnp.zeros(top.shape, bool),
-    )
-    return nan | (top == -jnp.inf)
+    if raw is not None:
+        suspect |= ~jnp.all(jnp.isfinite(jnp.sum(raw, axis=1)))
+
+    def look() -> Array:
+        found = jnp.any(jnp.isnan(logits), axis=1)
+        return found if raw is None else found | ~jnp.all(jnp.isfinite(raw), axis=1)
+
+    found = lax.cond(suspect, look, lambda: jnp.zeros(top.shape, bool))
+    return found | (top == -jnp.inf)
 
 
 def is_finite(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
-    """Rows without NaN and without infinities.
-
-    A sum is not finite if one of its terms is not; every logit is looked at only where
-    a sum is not.
-    """
-    suspect = ~jnp.all(jnp.isfinite(jnp.sum(logits, axis=1)))
-    return lax.cond(
-        suspect,
-        lambda: jnp.all(jnp.isfinite(logits), axis=1),
-        lambda: jnp.ones(logits.shape[0], bool),
-    )
+    """Rows without NaN and without infinities."""
+    return jnp.all(jnp.isfinite(logits), axis=1)
 
 
 def upto(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:

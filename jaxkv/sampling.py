@@ -206,12 +206,12 @@ def sample(
     arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
     al. 2025, arXiv:2407.01082 (min-p).
     """
-    broken = jnp.zeros(logits.shape[0], bool) if raw is None else ~is_finite(raw)
+    own = raw
     raw = logits if raw is None else raw
     logits = ranking.wide(logits)
     vocab = logits.shape[1]
     top, greedy = ranking.argmax(logits)
-    invalid = ranking.invalid(logits, top) | broken
+    invalid = ranking.invalid(logits, top, own)
     drawn = (params.temperature > 0) & ~invalid
     cut = drawn & cutoffs.is_cut(params, vocab)
 
