@@ -7,6 +7,7 @@ batch as if nothing had been tried.
 import dataclasses
 import math
 import random
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +128,12 @@ NO_PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=validation.shown)
+def _named(value: Any) -> str:
+    """A name that is the same in every process."""
+    return re.sub(r" at 0x\w+", "", validation.shown(value))
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=_named)
 def test_what_is_no_prompt_is_refused(engine: jaxkv.Engine, prompt: Any) -> None:
     if isinstance(prompt, np.ndarray) and not prompt.size:
         wanted = "the prompt is empty"
@@ -158,7 +164,7 @@ def test_tokens_out_of_the_vocabulary_are_refused(
         jnp.array([5, 6, 7]),
         [np.int64(5), 6, np.uint64(7)],
     ],
-    ids=validation.shown,
+    ids=_named,
 )
 def test_every_sequence_of_token_ids_is_a_prompt(
     engine: jaxkv.Engine, known: list[list[int]], prompt: Any
