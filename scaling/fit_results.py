@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -131,11 +131,11 @@ def to_json(result: FitResult) -> dict[str, Any]:
     return {"schema": SCHEMA} | _plain(fields)
 
 
-def from_json(document: str | Mapping[str, Any]) -> FitResult:
+def from_json(document: Any) -> FitResult:
     """Reads what `to_json` wrote.
 
     Args:
-      document: the text of a `fit.json`, or the object in it.
+      document: the text of a `fit.json`, or what is in it.
 
     Raises:
       ValueError: it is no such object, or has another schema.
@@ -195,9 +195,15 @@ def _plain(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     """Whether it is a number, or null for one that is not finite."""
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool)
-    )
+    return value is None or type(value) in (int, float)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) is float and 0 < value < 1
 
 
 def _is_text(value: Any) -> bool:
@@ -209,18 +215,21 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return isinstance(value, Mapping) and all(map(_is_number, value.values()))
 
 
 _TEXTS = ("inputs", "statuses", "bounds_hit", "warnings")
-_NUMBERS = (
-    *("objective", "condition_number", "delta", "level"),
-    *("distinct_minima", "num_points"),
-)
+_NUMBERS = ("objective", "condition_number", "delta")
 _KINDS = {
-    **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),
+    **dict.fromkeys(("law", "status"), (_is_text, "text")),
     **dict.fromkeys(_TEXTS, (_are_texts, "a list of texts")),
-    **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
+    **dict.fromkeys(("distinct_minima", "num_points"), (_is_count, "a count")),
+    **dict.fromkeys(
+        ("objective", "condition_number", "delta"), (_is_number, "a number")
+    ),
     **dict.fromkeys(("coefficients", "exponents"), (_are_numbers, "numbers by name")),
+    "level": (_is_share, "in (0, 1)"),
+    "loss": (get_args(Loss).__contains__, f"one of {', '.join(get_args(Loss))}"),
+    "space": (get_args(Space).__contains__, f"one of {', '.join(get_args(Space))}"),
 }
 """What a field of a fit.json must be."""
