@@ -2,8 +2,9 @@
 
 import json
 import math
+import typing
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -229,7 +230,13 @@ _KINDS = {
     ),
     **dict.fromkeys(("coefficients", "exponents"), (_are_numbers, "numbers by name")),
     "level": (_is_share, "in (0, 1)"),
-    "loss": (get_args(Loss).__contains__, f"one of {', '.join(get_args(Loss))}"),
-    "space": (get_args(Space).__contains__, f"one of {', '.join(get_args(Space))}"),
+    "loss": (
+        typing.get_args(Loss).__contains__,
+        f"one of {', '.join(typing.get_args(Loss))}",
+    ),
+    "space": (
+        typing.get_args(Space).__contains__,
+        f"one of {', '.join(typing.get_args(Space))}",
+    ),
 }
 """What a field of a fit.json must be."""
