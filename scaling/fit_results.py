@@ -2,14 +2,13 @@
 
 import json
 import math
-import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from scaling import evaluating, laws
+from scaling import evaluating, fit_checks, laws
 from scaling.laws_base import Law
 from scaling.solving import Loss, Space
 
@@ -132,7 +131,9 @@ def to_json(result: FitResult) -> dict[str, Any]:
     return {"schema": SCHEMA} | _plain(fields)
 
 
-def from_json(document: Any) -> FitResult:
+def from_json(
+    document: str | Mapping[str, Any] | list[Any] | int | float | None,
+) -> FitResult:
     """Reads what `to_json` wrote.
 
     Args:
@@ -146,9 +147,7 @@ def from_json(document: Any) -> FitResult:
         if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema must be {SCHEMA}")
         fields = {name: fields[name] for name in FitResult._fields}
-        for name, (is_so, what) in _KINDS.items():
-            if not is_so(fields[name]):
-                raise ValueError(f"its {name} must be {what}")
+        fit_checks.check(fields)
         law = laws.find(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
@@ -156,8 +155,7 @@ def from_json(document: Any) -> FitResult:
         arrays = ("coordinates", "centre", "noise", "residuals")
         fields |= {name: _array(fields[name]) for name in arrays}
         for name in arrays:
-            if fields[name].ndim != 1 or not fields[name].size:
-                raise ValueError(f"its {name} must be a list of numbers")
+            fit_checks.check_array(name, fields[name])
         fields["covariance"] = _array(fields["covariance"]).reshape(k, k)
         if fields["samples"] is not None:
             fields["samples"] = _array(fields["samples"]).reshape(-1, k)
@@ -192,51 +190,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float | np.floating):
         return float(value) if math.isfinite(value) else None
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number, or null for one that is not finite."""
-    return value is None or type(value) in (int, float)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_share(value: Any) -> bool:
-    return type(value) is float and 0 < value < 1
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_text, value))
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_number, value.values()))
-
-
-_TEXTS = ("inputs", "statuses", "bounds_hit", "warnings")
-_NUMBERS = ("objective", "condition_number", "delta")
-_KINDS = {
-    **dict.fromkeys(("law", "status"), (_is_text, "text")),
-    **dict.fromkeys(_TEXTS, (_are_texts, "a list of texts")),
-    **dict.fromkeys(("distinct_minima", "num_points"), (_is_count, "a count")),
-    **dict.fromkeys(
-        ("objective", "condition_number", "delta"), (_is_number, "a number")
-    ),
-    **dict.fromkeys(("coefficients", "exponents"), (_are_numbers, "numbers by name")),
-    "level": (_is_share, "in (0, 1)"),
-    "loss": (
-        typing.get_args(Loss).__contains__,
-        f"one of {', '.join(typing.get_args(Loss))}",
-    ),
-    "space": (
-        typing.get_args(Space).__contains__,
-        f"one of {', '.join(typing.get_args(Space))}",
-    ),
-}
-"""What a field of a fit.json must be."""
