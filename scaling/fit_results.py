@@ -2,13 +2,14 @@
 
 import json
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from scaling import evaluating, fit_checks, laws
+from scaling import evaluating, laws
 from scaling.laws_base import Law
 from scaling.solving import Loss, Space
 
@@ -131,13 +132,11 @@ def to_json(result: FitResult) -> dict[str, Any]:
     return {"schema": SCHEMA} | _plain(fields)
 
 
-def from_json(
-    document: str | Mapping[str, Any] | list[Any] | int | float | None,
-) -> FitResult:
+def from_json(document: str | Mapping[str, Any]) -> FitResult:
     """Reads what `to_json` wrote.
 
     Args:
-      document: the text of a `fit.json`, or what is in it.
+      document: the text of a `fit.json`, or the object in it.
 
     Raises:
       ValueError: it is no such object, or has another schema.
@@ -147,7 +146,10 @@ def from_json(
         if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema must be {SCHEMA}")
         fields = {name: fields[name] for name in FitResult._fields}
-        fit_checks.check(fields)
+        for name, (is_so, what) in _KINDS.items():
+            if not is_so(fields[name]):
+                raise ValueError(f"its {name} must be {what}")
+        _check_settings(fields)
         law = laws.find(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
@@ -155,7 +157,8 @@ def from_json(
         arrays = ("coordinates", "centre", "noise", "residuals")
         fields |= {name: _array(fields[name]) for name in arrays}
         for name in arrays:
-            fit_checks.check_array(name, fields[name])
+            if fields[name].ndim != 1 or not fields[name].size:
+                raise ValueError(f"its {name} must be a list of numbers")
         fields["covariance"] = _array(fields["covariance"]).reshape(k, k)
         if fields["samples"] is not None:
             fields["samples"] = _array(fields["samples"]).reshape(-1, k)
@@ -190,3 +193,51 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float | np.floating):
         return float(value) if math.isfinite(value) else None
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or null for one that is not finite."""
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+_TEXTS = ("inputs", "statuses", "bounds_hit", "warnings")
+_NUMBERS = (
+    *("objective", "condition_number", "delta", "level"),
+    *("distinct_minima", "num_points"),
+)
+_KINDS = {
+    **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),
+    **dict.fromkeys(_TEXTS, (_are_texts, "a list of texts")),
+    **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
+    **dict.fromkeys(("coefficients", "exponents"), (_are_numbers, "numbers by name")),
+}
+"""What a field of a fit.json must be."""
+
+
+def _check_settings(fields: Mapping[str, Any]) -> None:
+    """Refuses a fit that was not fitted by anything there is."""
+    for name, choices in (("loss", typing.get_args(Loss)), ("space", _SPACES)):
+        if fields[name] not in choices:
+            raise ValueError(f"its {name} must be one of {', '.join(choices)}")
+    for name in ("distinct_minima", "num_points"):
+        if type(fields[name]) is not int or fields[name] < 1:
+            raise ValueError(f"its {name} must be a count")
+    if not 0 < (fields["level"] or 0) < 1:
+        raise ValueError("its level must be in (0, 1)")
+
+
+_SPACES = typing.get_args(Space)
