@@ -54,6 +54,10 @@ def find(folder: Path) -> list[Record]:
     return found
 
 
+_OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
+"""What the page says of where a record was made."""
+
+
 def _claim(row: dict[str, Any]) -> Claim:
     """Reads a claim, each field of its type; a number that was none is null."""
     for name, hint in get_type_hints(Claim).items():
@@ -69,6 +73,8 @@ def read(run: Path, root: Path) -> Record:
             json.loads(documents.read_text(run / f"{name}.json"))
             for name in ("env", "claims", "config")
         )
+        for name, kind in _OF_ENV.items():
+            documents.restore(kind, env[name], name)
         claims = [_claim(x) for x in claimed]
         experiment = catalogue.load(str(env["experiment"]))
     except (LookupError, TypeError, ValueError, RecursionError) as error:

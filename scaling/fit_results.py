@@ -2,6 +2,7 @@
 
 import json
 import math
+import typing
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -159,6 +160,7 @@ def from_json(document: str | Mapping[str, Any]) -> FitResult:
         for name, (is_so, what) in _KINDS.items():
             if not is_so(fields[name]):
                 raise ValueError(f"its {name} must be {what}")
+        _check_settings(fields)
         law = laws.find(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
@@ -232,6 +234,21 @@ _KINDS = {
     ),
 }
 """What a field of a fit.json must be."""
+
+
+def _check_settings(fields: Mapping[str, Any]) -> None:
+    """Refuses a fit that was not fitted by anything there is."""
+    for name, choices in (("loss", typing.get_args(Loss)), ("space", _SPACES)):
+        if fields[name] not in choices:
+            raise ValueError(f"its {name} must be one of {', '.join(choices)}")
+    for name in ("distinct_minima", "num_points"):
+        if type(fields[name]) is not int or fields[name] < 1:
+            raise ValueError(f"its {name} must be a count")
+    if not 0 < (fields["level"] or 0) < 1:
+        raise ValueError("its level must be in (0, 1)")
+
+
+_SPACES = typing.get_args(Space)
 
 
 def _array(values: Any) -> np.ndarray:
