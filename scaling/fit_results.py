@@ -142,11 +142,11 @@ def to_json(result: FitResult) -> dict[str, Any]:
     return {"schema": SCHEMA} | _plain(fields)
 
 
-def from_json(document: str | Mapping[str, Any]) -> FitResult:
+def from_json(document: Any) -> FitResult:
     """Reads what `to_json` wrote.
 
     Args:
-      document: the text of a `fit.json`, or the object in it.
+      document: the text of a `fit.json`, or what is in it.
 
     Raises:
       ValueError: it is no such object, or has another schema.
