@@ -71,8 +71,9 @@ def make(
     for name, column in columns.items():
         wrong = (column < 1) | (column > lengths.LONGEST)
         _refuse(wrong, column, f"has {name}={{}}, not in [1, {lengths.LONGEST}]")
-    if clients is not None and not 1 <= clients < 2**31:
-        raise ValueError(f"{clients=} must be at least 1, or None for an open loop")
+    if clients is not None:
+        hint = "at least 1, or None for an open loop"
+        clients = validation.integer("clients", clients, low=1, hint=hint)
     return Workload(
         arrival=jnp.asarray(clocks.from_seconds(arrival_s)),
         **{name: jnp.asarray(x, jnp.int32) for name, x in columns.items()},
