@@ -215,7 +215,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return isinstance(value, Mapping) and all(map(_is_number, value.values()))
 
 
 _NUMBERS = (

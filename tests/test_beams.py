@@ -314,7 +314,9 @@ def search_with_pages(weights, prompt, params: Params, config: models.ModelConfi
     Every slot reads the prompt; the first reordering leaves one copy of it.
     """
     num = prompt.shape[0]
-    engine = engines.EngineConfig(num_pages=NUM_BEAMS * (num + LIMIT), page_size=1)
+    engine = engines.EngineConfig(
+        num_pages=NUM_BEAMS * (num + LIMIT), page_size=1, max_length=num + LIMIT
+    )
     cache = decoding.init_cache(
         models.make_pages(config, engine), max_slots=NUM_BEAMS, max_length=num + LIMIT
     )
