@@ -5,6 +5,7 @@ XLA's scatter is in place where the pages are donated or carried, on CPUs and GP
 
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import quantizing
@@ -59,6 +60,13 @@ def write_kv(
     """
     if implementation not in (None, "reference"):
         raise ValueError(f"{implementation=} must be None or 'reference'")
+    if page_ids.shape[0] == 1:
+        # XLA makes an update of one row a select between the row and what stands there,
+        # reads the pages once more for it, and copies all of them on a CPU.
+        page_ids, offsets, k, v = (
+            jnp.concatenate([x, jnp.full_like(x, -1)])
+            for x in (page_ids, offsets, k, v)
+        )
 
     def one(
         name: str, pages: Array, scales: Array | None, new: Array

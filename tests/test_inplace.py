@@ -114,6 +114,15 @@ def test_the_pages_stay_where_they_are(numerics: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("page_size", [16, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_pages_of_a_single_slot_stay_where_they_are(page_size: int) -> None:
+    config = dataclasses.replace(CONFIG, max_slots=1, page_size=page_size)
+    program, pages = compile_steps(LARGE, config=config)
+    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
+    assert not copies(program, pages)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )
