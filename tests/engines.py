@@ -38,6 +38,23 @@ MODEL = models.ModelConfig(
     tie_embeddings=False,
 )
 
+SERVED = EngineConfig(
+    num_pages=24,
+    page_size=4,
+    max_slots=3,
+    max_length=64,
+    max_sequences=8,
+    queue_capacity=4,
+    token_budget=16,
+    max_logit_rows=8,
+    max_logprobs=2,
+    max_stop_tokens=3,
+    submit_width=4,
+    steps_per_call=4,
+    debug=True,
+)
+"""Bounds of a small engine behind the facade, shared so that its programs are."""
+
 FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,

@@ -1,5 +1,6 @@
 """Ctrl-C at any moment of an engine: what is asked ends, and the engine goes on."""
 
+import dataclasses
 import functools
 import signal
 import sys
@@ -18,23 +19,8 @@ from tests import engines
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 FOLDER = Path(__file__).parent / "golden" / "tokenized"
-BOUNDS = jaxkv.EngineConfig(  # as in `test_serving`, so that programs are found again
-    num_pages=24,
-    page_size=4,
-    max_slots=3,
-    max_length=64,
-    max_sequences=8,
-    queue_capacity=4,
-    token_budget=16,
-    max_logit_rows=8,
-    max_logprobs=2,
-    max_stop_tokens=3,
-    submit_width=4,
-    steps_per_call=4,
-    debug=True,
-    prefix_cache=True,
-    max_beams=3,
-    max_swap_pages=20,
+BOUNDS = dataclasses.replace(
+    engines.SERVED, prefix_cache=True, max_beams=3, max_swap_pages=20
 )
 KNOWN, ASK = ([5, 6, 7], [8, 9]), Sampling.greedy(max_tokens=9)
 ASKED = ([10, 11, 12, 13], [14])

@@ -52,21 +52,7 @@ api: Any = types.SimpleNamespace(
 )
 pytestmark = pytest.mark.usefixtures("fast_compile", "as_users_have_it")
 FOLDER = Path(__file__).parent / "golden" / "tokenized"
-BOUNDS = EngineConfig(
-    num_pages=24,
-    page_size=4,
-    max_slots=3,
-    max_length=64,
-    max_sequences=8,
-    queue_capacity=4,
-    token_budget=16,
-    max_logit_rows=8,
-    max_logprobs=2,
-    max_stop_tokens=3,
-    submit_width=4,
-    steps_per_call=4,
-    debug=True,
-)
+BOUNDS = engines.SERVED
 PROMPTS: list[Any] = ["def bisect_left(a", "import os\n", [5, 6, 7]]
 GREEDY = Sampling.greedy(max_tokens=9)
 
