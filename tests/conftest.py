@@ -183,3 +183,19 @@ def experiment() -> catalogue.Experiment:
         PANELS=(1, 1),
     )
     return catalogue.of_module(module)
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: catalogue.Experiment
+) -> Path:
+    """An empty folder to be in, with that experiment in the catalogue as made_up."""
+    entry = catalogue.Entry("made_up", experiment.question, tuple(experiment.configs))
+    known = [*catalogue.entries(), entry]
+    load = catalogue.load
+    monkeypatch.setattr(catalogue, "entries", lambda folder=None: known)
+    monkeypatch.setattr(
+        catalogue, "load", lambda name: experiment if name == "made_up" else load(name)
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -19,21 +19,8 @@ Jaxkv = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def jaxkv(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    experiment: Experiment,
-) -> Jaxkv:
+def jaxkv(here: Path, capsys: pytest.CaptureFixture[str]) -> Jaxkv:
     """Runs a command in an empty folder, with one experiment more in the catalogue."""
-    entry = catalogue.Entry("made_up", experiment.question, tuple(experiment.configs))
-    known = [*catalogue.entries(), entry]
-    load = catalogue.load
-    monkeypatch.setattr(catalogue, "entries", lambda folder=None: known)
-    monkeypatch.setattr(
-        catalogue, "load", lambda name: experiment if name == "made_up" else load(name)
-    )
-    monkeypatch.chdir(tmp_path)
 
     def call(*args: str) -> tuple[int, str, str]:
         status = cli.main(list(args))

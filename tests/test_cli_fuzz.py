@@ -24,7 +24,6 @@ from experiments import (
     sweeping,
     training_one,
 )
-from experiments.catalogue import Experiment
 
 RECORDS = Path(catalogue.__file__).parent / "records"
 
@@ -202,22 +201,6 @@ class Fuzz:
 
     def _list(self) -> list[str]:
         return []
-
-
-@pytest.fixture
-def here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: Experiment
-) -> Path:
-    """An empty folder, and one small experiment more."""
-    entry = catalogue.Entry("made_up", experiment.question, tuple(experiment.configs))
-    known = [*catalogue.entries(), entry]
-    load = catalogue.load
-    monkeypatch.setattr(catalogue, "entries", lambda folder=None: known)
-    monkeypatch.setattr(
-        catalogue, "load", lambda name: experiment if name == "made_up" else load(name)
-    )
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def hold(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
