@@ -5,17 +5,22 @@ that is written appears whole or not at all.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 MAX_CHARACTERS = 2**28
 """Of a text: far more than any tokenizer takes."""
+
+BESIDE_BYTES = 2**20
+"""Room that arrays on disk take beside their numbers, with some to spare."""
 
 
 def read_text(path: Path) -> str:
@@ -74,6 +79,26 @@ def silencing_orbax() -> Generator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def make_sure_of_room(folder: Path, num_bytes: int) -> None:
+    """Fails as writing arrays would, before threads of Orbax's do, and tell of it.
+
+    Once one of them fails the others write on, in a folder that is being removed.
+
+    Args:
+      folder: where they will be.
+      num_bytes: of all arrays together.
+
+    Raises:
+      OSError: there is no room for a file of their size, and what stands beside it.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes + BESIDE_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
 
 
 @contextlib.contextmanager

@@ -27,7 +27,13 @@ import orbax.checkpoint as ocp
 
 from jaxkv import states
 from jaxkv.caching import Pages
-from jaxkv.hf_files import aside, blaming, read_json, silencing_orbax
+from jaxkv.hf_files import (
+    aside,
+    blaming,
+    make_sure_of_room,
+    read_json,
+    silencing_orbax,
+)
 from jaxkv.states import EngineConfig, EngineState
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
@@ -81,6 +87,7 @@ def save_state(
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             # Orbax refuses arrays that hold nothing; their shapes say all of them.
             full = {name: x for name, x in _by_name(state).items() if x.size}
+            make_sure_of_room(new, sum(x.nbytes for x in full.values()))
             writer.save(new / ARRAYS, jax.tree.map(np.asarray, full))
         header = {
             "config": dataclasses.asdict(config),

@@ -7,11 +7,8 @@ for bit where the unbroken run would have.
 
 import contextlib
 import dataclasses
-import errno
 import math
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +19,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxkv import models
-from jaxkv.hf_files import silencing_orbax, system_reason
+from jaxkv.hf_files import make_sure_of_room, silencing_orbax, system_reason
 from scaling import corpora, runs, stepping
 from scaling.recipes import Schedule, TrainConfig
 from scaling.stepping import TrainState, init, steps
@@ -294,7 +291,8 @@ def save(checkpoint: Path, state: TrainState) -> None:
     """
     checkpoint = Path(checkpoint).absolute()
     try:
-        _make_sure_of_room(checkpoint.parent, state)
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        make_sure_of_room(checkpoint.parent, num_bytes)
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             writer.save(checkpoint, state)
     except (OSError, ValueError) as error:
@@ -304,25 +302,6 @@ def save(checkpoint: Path, state: TrainState) -> None:
             f"{checkpoint}: cannot be written: {system_reason(error)}; what was saved "
             "before is kept, and the same command goes on"
         ) from error
-
-
-_BESIDE_BYTES = 2**20
-"""Room that a checkpoint takes beside its arrays, with some to spare."""
-
-
-def _make_sure_of_room(folder: Path, state: TrainState) -> None:
-    """Fails as writing the state would, before threads of Orbax's do, and tell of it.
-
-    Raises:
-      OSError: there is no room for a file of its size, and what stands beside it.
-    """
-    num_bytes = _BESIDE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
 
 
 def _save(folder: runs.RunFolder, state: TrainState) -> Path:
