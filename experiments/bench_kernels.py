@@ -30,10 +30,22 @@ from experiments.kernel_budget import Budget
 from experiments.kernel_calls import MAX_ERROR, Implementation, Run
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part
-from pallas_kernels import benchmarking, grouped_specs, problems, specs, targets
-from pallas_kernels.benchmarking import Ceilings
-from pallas_kernels.grouped_specs import GroupedSpec
-from pallas_kernels.specs import Spec
+from pallas_kernels import devices
+from pallas_kernels.bench import (
+    Ceilings,
+    GroupedSpec,
+    Spec,
+    grouped_specs,
+    problems,
+    specs,
+)
+from pallas_kernels.bench import timing as bench_timing
+from pallas_kernels.bench.timing import (
+    Timing,
+    measure_ceilings,
+    measure_empty,
+    num_turns,
+)
 
 PANELS = (1, 2)
 NUM_LAYERS = 32
@@ -83,7 +95,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """
     budget = Budget(0.4 * config.max_s if config.quick else config.max_s)
     _leave_room()
-    target = targets.current()
+    target = devices.current()
     chosen = _choose(config, target.platform)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -175,7 +187,7 @@ def _measure_ceilings(config: Config, platform: str) -> Ceilings:
         sizes = {"num_elements": 2**29, "width": 8192, "dtype": "bfloat16"}
     else:
         sizes = {"num_elements": 2**25, "width": 2048, "dtype": "float32"}
-    return benchmarking.measure_ceilings(**sizes, num_calls=min(10, config.num_calls))
+    return measure_ceilings(**sizes, num_calls=min(10, config.num_calls))
 
 
 class _Measurement:
@@ -221,7 +233,7 @@ class _Measurement:
         return rows
 
     def _make(self, spec: Spec | GroupedSpec) -> Any:
-        turns = benchmarking.num_turns(spec.bytes, self._kind)
+        turns = num_turns(spec.bytes, self._kind)
         if isinstance(spec, GroupedSpec):
             return grouped_specs.make(spec, num_turns=turns)
         if spec.kind == "copy":
@@ -256,13 +268,13 @@ class _Measurement:
             "how": run.how,
         }
 
-    def _clock(self, call: Callable[[int], Any]) -> benchmarking.Timing:
-        return benchmarking.measure(call, num_calls=self._num_calls)
+    def _clock(self, call: Callable[[int], Any]) -> Timing:
+        return bench_timing.measure(call, num_calls=self._num_calls)
 
     def _measure_empty(self, num_kernels: int) -> float:
         if num_kernels == 1:
             return self._ceilings.empty_call_s
-        empty = benchmarking.measure_empty(num_kernels=num_kernels)
+        empty = measure_empty(num_kernels=num_kernels)
         return empty.seconds
 
 

@@ -25,7 +25,8 @@ import numpy as np
 from experiments import style
 from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
-from pallas_kernels import attention, flash
+from pallas_kernels.flash_attention.tiled import TILE, flash_attention
+from pallas_kernels.paged_attention import api
 
 PANELS = (1, 3)
 NUM_CORES = 132
@@ -140,7 +141,7 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def tiled_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """The same in tiles."""
-    return flash.flash_attention(q, k, v)[0]
+    return flash_attention(q, k, v)[0]
 
 
 def _draw(queries: int, keys: int, config: Config) -> list[np.ndarray]:
@@ -208,7 +209,7 @@ def _one_query(context: int, config: Config) -> list[float]:
 
     @jax.jit
     def by_pages(q: Any, k_pages: Any, v_pages: Any, ids: Any, last: Any) -> Any:
-        return attention.paged_attention(q, k_pages, v_pages, ids, last).out
+        return api.paged_attention(q, k_pages, v_pages, ids, last).out
 
     ids = table.astype(np.int32)[None]
     last = np.array([context - 1], np.int32)
@@ -272,7 +273,7 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
 def metrics(result: Result) -> dict[str, Any]:
     """Ratios at every length, and how much work there is to share out."""
     length, heads = result.length, result.num_q_heads
-    tiles = -(-length // flash.TILE)
+    tiles = -(-length // TILE)
     rows = [
         {
             "tokens": int(length[i]),

@@ -5,9 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels import problems
-from pallas_kernels.benchmarking import Timing
-from pallas_kernels.problems import Problem
+from pallas_kernels.bench import Problem, Timing, problems
 
 MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest error, by type, with which an answer counts as one."""

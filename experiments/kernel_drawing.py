@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.ticker import NullFormatter
 
 from experiments import units
-from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels.bench import Ceilings
 
 OURS = {
     "reference": {"marker": "s", "color": "C1"},

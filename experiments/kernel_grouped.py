@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from experiments.kernel_calls import Implementation, Run
-from pallas_kernels import grouped, grouped_specs, targets
-from pallas_kernels.grouped_specs import GroupedProblem
+from pallas_kernels import devices
+from pallas_kernels.bench import GroupedProblem, grouped_specs
+from pallas_kernels.grouped_matmul import api
 
 MAX_PRODUCT_BYTES = 12_000_000_000
 """Products of all rows with all experts that a peer would have to hold."""
@@ -19,7 +20,7 @@ MAX_PRODUCT_BYTES = 12_000_000_000
 
 def of_products() -> list[Implementation]:
     """All that multiply rows by the weights of their group, ours first."""
-    names = typing.get_args(grouped.GroupedImplementation.__value__)
+    names = typing.get_args(api.GroupedImplementation.__value__)
     ours = [
         Implementation(name, False, lambda problem, name=name: _ours(problem, name))
         for name in names
@@ -44,9 +45,9 @@ def _run(problem: GroupedProblem, function: Callable[..., Any]) -> Run:
 
 def _ours(problem: GroupedProblem, name: Any) -> Run:
     """Goes through the door; cutting rows into blocks is part of the call."""
-    grouped.choose(problem.x, problem.w, implementation=name)
+    api.choose(problem.x, problem.w, implementation=name)
     return _run(
-        problem, lambda *arrays: grouped.grouped_matmul(*arrays, implementation=name)
+        problem, lambda *arrays: api.grouped_matmul(*arrays, implementation=name)
     )
 
 
@@ -69,7 +70,7 @@ def _all_experts(problem: GroupedProblem) -> Run:
 def _pallas(problem: GroupedProblem) -> Run:
     """The example of jax itself, in Mosaic too, with sizes of its own list."""
     spec = problem.spec
-    if targets.current().platform != "gpu":
+    if devices.current().platform != "gpu":
         raise ValueError("its kernel needs a GPU")
     # Not imported by name: it is a peer here, as another framework would be.
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")

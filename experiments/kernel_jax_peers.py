@@ -12,8 +12,8 @@ import numpy as np
 
 from experiments import kernel_calls
 from experiments.kernel_calls import Run
-from pallas_kernels import targets
-from pallas_kernels.problems import Problem
+from pallas_kernels import devices
+from pallas_kernels.bench import Problem
 
 MAX_SCORE_BYTES = 12_000_000_000
 """Scores that a peer without blocks would have to hold."""
@@ -48,7 +48,7 @@ def contiguous(problem: Problem, implementation: Any) -> Run:
     """`jax.nn.dot_product_attention` on keys and values without pages."""
     spec, heads = problem.spec, problem.spec.heads
     if implementation == "cudnn":
-        if targets.current().platform != "gpu":
+        if devices.current().platform != "gpu":
             raise ValueError("cuDNN needs a GPU")
         if spec.dtype == "float32":
             raise ValueError("cuDNN takes bfloat16 and float16")
@@ -122,7 +122,7 @@ def head_major(problem: Problem) -> Run:
 def triton(problem: Problem) -> Run:
     """The paged attention of jax itself, deprecated: pages lie head after head."""
     spec = problem.spec
-    if targets.current().platform != "gpu":
+    if devices.current().platform != "gpu":
         raise ValueError("Triton needs a GPU")
     if spec.rows > 1:
         raise ValueError("one row a sequence is all it takes")

@@ -9,8 +9,7 @@ from typing import Any
 from experiments import kernel_peer_script, peers
 from experiments.kernel_budget import Budget
 from experiments.kernel_calls import MAX_ERROR, Implementation, Run
-from pallas_kernels.benchmarking import Timing
-from pallas_kernels.problems import Problem
+from pallas_kernels.bench import Problem, Timing
 
 SCRIPT = Path(__file__).with_name("kernel_peer_script.py")
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from experiments import kernel_calls, kernel_jax_peers
 from experiments.kernel_calls import Implementation, Run
-from pallas_kernels import attention, copying, merging, packing, planning
-from pallas_kernels.problems import CopyProblem, Problem
-from pallas_kernels.specs import Spec
+from pallas_kernels.bench import CopyProblem, Problem, Spec
+from pallas_kernels.page_ops import copy
+from pallas_kernels.paged_attention import api, decode_plan, merging, row_packing
 
 
 def of(spec: Spec) -> list[Implementation]:
@@ -24,7 +24,7 @@ def of(spec: Spec) -> list[Implementation]:
 
 def of_attention() -> list[Implementation]:
     """All that attend to pages, ours first."""
-    names = typing.get_args(attention.AttentionImplementation.__value__)
+    names = typing.get_args(api.AttentionImplementation.__value__)
     ours = [
         Implementation(name, False, lambda problem, name=name: _ours(problem, name))
         for name in names
@@ -43,7 +43,7 @@ def of_attention() -> list[Implementation]:
 
 def of_copies() -> list[Implementation]:
     """All that copy pages, ours first; XLA's own way is our reference."""
-    names = typing.get_args(copying.CopyImplementation.__value__)
+    names = typing.get_args(copy.CopyImplementation.__value__)
     return [
         Implementation(name, False, lambda problem, name=name: _copy(problem, name))
         for name in names
@@ -58,7 +58,7 @@ def _ours(problem: Problem, name: Any) -> Run:
 
     @jax.jit
     def make_plan(page_ids, positions, slots, context, ancestors):
-        return attention.make_plan(
+        return api.make_plan(
             *(q, k_pages, page_ids, positions, slots),
             context=context,
             ancestors=ancestors,
@@ -68,7 +68,7 @@ def _ours(problem: Problem, name: Any) -> Run:
     def attend(
         q, k_pages, v_pages, page_ids, positions, slots, context, ancestors, plan
     ):
-        return attention.paged_attention(
+        return api.paged_attention(
             *(q, k_pages, v_pages, page_ids, positions, slots),
             context=context,
             ancestors=ancestors,
@@ -93,7 +93,7 @@ def _ours(problem: Problem, name: Any) -> Run:
     return run
 
 
-def merge_alone(problem: Problem, plan: planning.Plan) -> Callable[[int], Any]:
+def merge_alone(problem: Problem, plan: decode_plan.Plan) -> Callable[[int], Any]:
     """Makes a call that merges states of the shapes that the decode kernel leaves.
 
     Args:
@@ -102,7 +102,7 @@ def merge_alone(problem: Problem, plan: planning.Plan) -> Callable[[int], Any]:
     """
     heads, schedule = problem.spec.heads, plan.schedule
     blocks = jax.eval_shape(
-        lambda q: packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
+        lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
         problem.q,
     ).shape
     parts = (*schedule.cut_of.shape, *blocks[2:])
@@ -119,7 +119,7 @@ def merge_alone(problem: Problem, plan: planning.Plan) -> Callable[[int], Any]:
 def _copy(problem: CopyProblem, name: Any) -> Run:
     """Copies in place: every call takes the pages that the last one left."""
     jitted = jax.jit(
-        lambda pages, source, target: copying.copy_pages(
+        lambda pages, source, target: copy.copy_pages(
             pages, source, target, disjoint=True, implementation=name
         ),
         donate_argnums=0,

@@ -4,7 +4,7 @@ from typing import Any
 
 from experiments import units
 from experiments.reporting import Part, Sheet
-from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels.bench import Ceilings
 
 CLOCKS = {
     "cupti": "Times are those of the kernels alone (CUPTI), caches cold.",

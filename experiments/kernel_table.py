@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import catalogue, kernel_sheets, store, units
-from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels.bench import Ceilings
 
 _HEADS = (
     *("shape", "bytes", "jaxkv", "best peer", "best / jaxkv"),

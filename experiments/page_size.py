@@ -20,9 +20,8 @@ from experiments.claims import Claim, judge
 from experiments.kernel_calls import MAX_ERROR, Run
 from experiments.page_size_serving import Serving
 from experiments.progress import QUIET, Progress
-from pallas_kernels import benchmarking, problems, targets
-from pallas_kernels.problems import Problem
-from pallas_kernels.specs import Heads, Spec
+from pallas_kernels import devices
+from pallas_kernels.bench import Heads, Problem, Spec, problems, timing
 
 PANELS = (1, 2)
 PAPER = "Kwon et al. 2023, arXiv:2309.06180, figure 18a"
@@ -134,7 +133,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         latency = Latency(np.empty(0, int), np.empty(0, int), *[none] * 4)
         sizes = np.asarray(config.page_sizes)
         return Result(sizes, latency, "simulated", "simulated", "", serving)
-    target = targets.current()
+    target = devices.current()
     on_gpu = target.platform == "gpu"
     paged = "mosaic_gpu" if on_gpu else "reference"
     rows: list[list[Cell]] = []
@@ -151,7 +150,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 page_size=page_size,
                 dtype="bfloat16" if on_gpu else "float32",
             )
-            turns = benchmarking.num_turns(spec.bytes, target.kind)
+            turns = timing.num_turns(spec.bytes, target.kind)
             problem = problems.make(spec, num_turns=turns)
             contiguous = contiguous or _fastest(problem)
             row.append(_measure(problem, (paged, contiguous), config))
@@ -163,7 +162,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         np.asarray(config.page_sizes),
         latency,
         target.kind,
-        benchmarking.measure_empty(num_calls=2).clock,
+        timing.measure_empty(num_calls=2).clock,
         paged,
         page_size_serving.empty(),
     )
@@ -180,7 +179,7 @@ def _fastest(problem: Problem) -> str:
       RuntimeError: none is.
     """
     seconds = {
-        name: benchmarking.measure(run.call, num_calls=2).seconds
+        name: timing.measure(run.call, num_calls=2).seconds
         for name in CONTIGUOUS
         if (run := _prepare(problem, name)) and _is_right(problem, run)
     }
@@ -203,7 +202,7 @@ def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
     rounds = np.asarray(
         [
             [
-                benchmarking.measure(run.call, num_calls=config.num_calls).seconds
+                timing.measure(run.call, num_calls=config.num_calls).seconds
                 for run in (paged, contiguous)
             ]
             for _ in range(config.repeats)

@@ -28,7 +28,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import paging, validation
 from jaxkv.paging import NO_PAGE
-from pallas_kernels import copying, quantizing, writing
+from pallas_kernels import quantizing
+from pallas_kernels.page_ops.copy import copy_pages
+from pallas_kernels.page_ops.write import write_kv
 from pallas_kernels.quantizing import Quantized
 
 _COPIES_AT_ONCE = 16
@@ -204,7 +206,7 @@ def write(
     sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
     view = flat(pages)
     (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, view)
-    written = writing.write_kv(
+    written = write_kv(
         *(k_pages, v_pages, flat_ids(page, layer, **sizes), offset, k, v),
         k_scales=k_scales,
         v_scales=v_scales,
@@ -254,7 +256,7 @@ def copy(
 
         view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
         places = every(read, ids[0]), every(leaf, ids[1])
-        copied = copying.copy_pages(
+        copied = copy_pages(
             *(view, *places), origin=None if read is leaf else other, disjoint=True
         )
         return copied.reshape(leaf.shape)

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv import caching
-from pallas_kernels import attention, quantizing, routing
+from pallas_kernels import quantizing
+from pallas_kernels.paged_attention import api, dispatch
 
 
 class ForwardResult(NamedTuple):
@@ -60,7 +61,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
-    plan: routing.StepPlan | None = None,
+    plan: dispatch.StepPlan | None = None,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], caching.Pages]:
     """Writes one layer's K and V of the rows, then attends over the pages.
 
@@ -86,7 +87,7 @@ def attend(
         rows.page_ids, layer, num_layers=pages.num_layers, num_pages=pages.num_pages
     )
     (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, flat)
-    state = attention.paged_attention(
+    state = api.paged_attention(
         q,
         k_pages,
         v_pages,
@@ -111,7 +112,7 @@ def make_plan(
     dtype: DTypeLike,
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
-) -> routing.StepPlan | None:
+) -> dispatch.StepPlan | None:
     """Prepares attention over the rows, for all layers; None where there is no need.
 
     Args:
@@ -123,7 +124,7 @@ def make_plan(
       numerics: likewise.
     """
     head_dim, num_rows = pages.k.shape[-1], rows.position.shape[0]
-    return attention.make_plan(
+    return api.make_plan(
         jax.ShapeDtypeStruct((num_rows, num_q_heads, head_dim), dtype),
         jax.ShapeDtypeStruct(pages.k.shape[1:], pages.k.dtype),
         rows.page_ids,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import mixtures, rotary
 from jaxkv.model_configs import ModelConfig
-from pallas_kernels import grouped
+from pallas_kernels.grouped_matmul import api
 
 type Numerics = Literal["fast", "reproducible"]
 
@@ -54,7 +54,7 @@ class ExpertLinear(nnx.Module):
     ) -> Float[Array, "rows outputs"]:
         """Multiplies rows, sorted by expert."""
         weight = self.weight[...]
-        return grouped.grouped_matmul(
+        return api.grouped_matmul(
             x.astype(weight.dtype), weight, sizes, numerics=numerics
         )
 

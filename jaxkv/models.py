@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import caching, forwarding, mixtures, rotary, states
 from jaxkv.layers import Layer, Linear, Norm, Numerics
 from jaxkv.model_configs import Experts, ModelConfig, RopeScaling
-from pallas_kernels import flash
+from pallas_kernels.flash_attention import tiled
 
 __all__ = [
     "Attend",
@@ -213,7 +213,7 @@ def outputs(
             x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
             for x in (q, k, v)
         )
-        y, _ = flash.flash_attention(q, k, v, window=config.window)
+        y, _ = tiled.flash_attention(q, k, v, window=config.window)
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(config.num_kv_heads, -1, config.head_dim, batch * seq), carry
 

@@ -11,17 +11,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pallas_kernels.attention import (
+    from pallas_kernels.flash_attention import flash_attention
+    from pallas_kernels.grouped_matmul import grouped_matmul
+    from pallas_kernels.page_ops import copy_pages, write_kv
+    from pallas_kernels.paged_attention import (
         AttentionState,
         make_plan,
         merge_states,
         paged_attention,
     )
-    from pallas_kernels.copying import copy_pages
-    from pallas_kernels.flash import flash_attention
-    from pallas_kernels.grouped import grouped_matmul
     from pallas_kernels.quantizing import Quantized, dequantize, quantize
-    from pallas_kernels.writing import write_kv
 
 _HOMES = {
     "AttentionState": "attention",

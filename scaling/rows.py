@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import layers, rotary
 from jaxkv.models import ModelConfig, Params
-from pallas_kernels import flash
+from pallas_kernels.flash_attention import tiled
 
 
 def logits(
@@ -80,7 +80,7 @@ def _attend(
     if turn is not None:
         q, k = _rotate(q, *turn), _rotate(k, *turn)
     heads = [x.reshape(*shape, -1, c.head_dim) for x in (q, k, v)]
-    out, _ = flash.flash_attention(*heads, window=c.window)
+    out, _ = tiled.flash_attention(*heads, window=c.window)
     return out.reshape(shape[0] * shape[1], -1)
 
 

@@ -13,14 +13,9 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulat
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode_mosaic_gpu as decode
-from pallas_kernels import (
-    planning,
-    prefill_mosaic_gpu,
-    prefill_planning,
-    ring_mosaic_gpu,
-)
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.paged_attention import decode_plan, prefill_plan
+from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
+from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.kernel_cases import Case
 
 SMALL = Tiling(num_programs=3, stages=2)
@@ -52,7 +47,7 @@ def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
     _, kv_heads, _, _ = case.k_pages.shape
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = planning.make_plan(
+        plan = decode_plan.make_plan(
             *(arrays["positions"], arrays["slots"]),
             context=arrays["context"],
             ancestors=arrays["ancestors"],
@@ -82,14 +77,14 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
     """Emulates the kernel for chunks; slots of `few` rows or less are left out."""
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = prefill_planning.make_plan(
+        plan = prefill_plan.make_plan(
             *(arrays["positions"], arrays["slots"]),
             num_slots=case.page_ids.shape[0],
             few=few,
             tiling=tiling,
             window=case.window,
         )
-        return prefill_mosaic_gpu.attend(
+        return prefill.attend(
             *(arrays[name] for name in ("q", "k_pages", "v_pages", "page_ids")),
             plan,
             scale=case.scale,
@@ -121,7 +116,7 @@ def seed_bug(
     patch: pytest.MonkeyPatch, warpgroups: types.ModuleType, removed: str, added: str
 ) -> None:
     """Changes one place of a kernel's warpgroups, or of what they share with others."""
-    homes = {warpgroups: ("consume", "produce"), ring_mosaic_gpu: ("copy_tile",)}
+    homes = {warpgroups: ("consume", "produce"), kv_ring: ("copy_tile",)}
     [home] = (x for x in homes if removed in inspect.getsource(x))
     changed = mutant(home, removed, added)
     for name in homes[home]:

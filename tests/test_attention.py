@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention
-from pallas_kernels.attention import AttentionState, merge_states
+from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention.api import AttentionState, merge_states
 
 attend = jax.jit(
-    attention.paged_attention,
+    api.paged_attention,
     static_argnames=("scale", "window", "softcap", "numerics", "implementation"),
 )
 NOWHERE = (-1, -7, 10**6, 2**31 - 1)
@@ -425,14 +425,14 @@ def refused(message: str, **changes: Any) -> None:
     arrays = dict(zip(case._fields, map(jnp.asarray, case), strict=True))
     with pytest.raises(ValueError, match=message) as caught:
         # Without the type checks that tests run under, as a user would call it.
-        inspect.unwrap(attention.paged_attention)(**arrays | changes)
+        inspect.unwrap(api.paged_attention)(**arrays | changes)
     assert "\n" not in str(caught.value)
 
 
 def test_misuse_is_told_in_one_line() -> None:
     case, _ = plain()
     with pytest.raises(ValueError, match="implementation='cuda' must be None, 'refer"):
-        inspect.unwrap(attention.choose)(case.q, case.k_pages, implementation="cuda")
+        inspect.unwrap(api.choose)(case.q, case.k_pages, implementation="cuda")
     on_cpu = "'mosaic_gpu': the default backend is cpu, not a GPU; 'reference' takes"
     refused(on_cpu, implementation="mosaic_gpu")
     refused("q_heads=3 must be a multiple of kv_heads=2", q=jnp.zeros((68, 3, 8)))

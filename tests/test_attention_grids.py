@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import attention
-from pallas_kernels.attention import AttentionState, merge_states
+from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention.api import AttentionState, merge_states
 from tests import gathering
 from tests.test_attention import Case, assert_same, attend, check, make_case, oracle
 
@@ -314,7 +314,7 @@ def test_other_layers_of_a_flat_pool_do_not_matter() -> None:
 def test_numbers_for_heads_must_be_one_for_each() -> None:
     case = make_case(np.random.default_rng(19), [(3, 1)], decode=True)
     with pytest.raises(ValueError, match=r"alibi.shape=\(3,\) must be \(4,\), one for"):
-        inspect.unwrap(attention.paged_attention)(
+        inspect.unwrap(api.paged_attention)(
             *map(jnp.asarray, case[:5]), alibi=jnp.zeros(3, jnp.float32)
         )
 

@@ -29,20 +29,13 @@ from experiments.bench_kernels import Config
 from experiments.kernel_calls import Implementation, Run
 from experiments.progress import Quiet
 from experiments.reporting import Sheet
-from pallas_kernels import (
-    benchmarking,
-    cutting,
-    deviceless,
-    grouped_specs,
-    merging,
-    planning,
-    problems,
-    specs,
-    targets,
-)
-from pallas_kernels.benchmarking import Ceilings, Timing
-from pallas_kernels.specs import Spec
-from pallas_kernels.targets import Target
+from pallas_kernels import devices
+from pallas_kernels.bench import deviceless, grouped_specs, problems, specs
+from pallas_kernels.bench import timing as bench_timing
+from pallas_kernels.bench.specs import Spec
+from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
+from pallas_kernels.devices import Target
+from pallas_kernels.paged_attention import decode_plan, merging, stream_k
 
 KEYS = {
     *("spec", "implementation", "seconds", "error"),
@@ -247,7 +240,7 @@ def test_everyone_compiles_for_an_h200(
 
     monkeypatch.setattr(kernel_calls, "make_run", prepare)
     monkeypatch.setattr(
-        targets, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
+        devices, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
     )
     rows = 1 if kind == "decode" else 26
     problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
@@ -276,10 +269,10 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
         return Timing(seconds[call], None, 5, None, "cupti")
 
     ceilings = Ceilings(1.0, 1.0, 1.0, 0.125, "cupti")
-    monkeypatch.setattr(benchmarking, "measure", measure)
-    monkeypatch.setattr(benchmarking, "measure_ceilings", lambda **sizes: ceilings)
+    monkeypatch.setattr(bench_timing, "measure", measure)
+    monkeypatch.setattr(bench_timing, "measure_ceilings", lambda **sizes: ceilings)
     empty = lambda num_kernels: Timing(num_kernels * 0.1, None, None, None, "cupti")  # noqa: E731
-    monkeypatch.setattr(benchmarking, "measure_empty", empty)
+    monkeypatch.setattr(bench_timing, "measure_empty", empty)
     few(
         ours=lambda problem: Run(one, lambda: 0.0, plan=two, merge=three),
         theirs=lambda problem: Run(one, lambda: 0.0, plan_s=32.0),
@@ -303,9 +296,9 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
 ) -> None:
     spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == "chunk")
     problem = problems.make(spec)
-    tiling = cutting.default_tiling(head_dim=64, num_programs=3)
+    tiling = stream_k.default_tiling(head_dim=64, num_programs=3)
     make_plan = functools.partial(
-        planning.make_plan,
+        decode_plan.make_plan,
         num_slots=spec.batch,
         kv_heads=spec.heads.kv_heads,
         group=2,
@@ -390,7 +383,7 @@ def test_everyone_multiplies_groups_on_an_h200(monkeypatch: pytest.MonkeyPatch) 
     prepared: list[Any] = []
     monkeypatch.setattr(kernel_grouped, "_run", lambda *args: prepared.append(args))
     monkeypatch.setattr(
-        targets, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
+        devices, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
     )
     spec = grouped_specs.GroupedSpec(
         tokens=40, experts=grouped_specs.Experts(8, 2, 256, 512)
@@ -420,10 +413,10 @@ def test_the_target_worked_by_hand() -> None:
 
 def test_calls_go_round_until_the_cache_has_forgotten() -> None:
     cache = 62_914_560
-    assert benchmarking.num_turns(4_214_784, "NVIDIA H200") == 60
-    assert benchmarking.num_turns(4 * cache, "NVIDIA H200") == 1
-    assert benchmarking.num_turns(4 * cache - 1, "NVIDIA H200") == 2
-    assert benchmarking.num_turns(1000, "cpu") == 1
+    assert num_turns(4_214_784, "NVIDIA H200") == 60
+    assert num_turns(4 * cache, "NVIDIA H200") == 1
+    assert num_turns(4 * cache - 1, "NVIDIA H200") == 2
+    assert num_turns(1000, "cpu") == 1
 
 
 def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +436,7 @@ def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(profiler, "measure", measure)
-    timing = benchmarking._cupti(seen.append, 5)
+    timing = _cupti(seen.append, 5)
     assert seen == [0, 1, 2, 3, 4, 5]
     assert timing is not None
     # Milliseconds 1 to 5.
@@ -457,8 +450,8 @@ def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_cupti_the_queue_is_timed() -> None:
     add, x = jax.jit(lambda x: x + 1), jnp.zeros((3,))
-    assert benchmarking._cupti(lambda index: add(x), 2) is None
-    timing = benchmarking._queue(lambda index: add(x), 2)
+    assert _cupti(lambda index: add(x), 2) is None
+    timing = _queue(lambda index: add(x), 2)
     assert timing.clock == "queue"
     assert timing.seconds > 0
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cascade_mosaic_gpu as cascade
+from pallas_kernels.paged_attention.hopper import shared_prefix
 from tests.emulating import SMALL, emulator_of_races
 from tests.kernel_cases import assert_within_rule, make_case
 
@@ -35,7 +35,7 @@ def test_a_shared_prefix_equals_private_copies(trees: bool) -> None:
     page_ids[[0, 2, 4], :3] = -1
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = cascade.make_plan(
+        plan = shared_prefix.make_plan(
             *(arrays["positions"], arrays["slots"]),
             jnp.asarray([1, -1, 1, 0, 1], jnp.int32),
             jnp.asarray([0, 63], jnp.int32),
@@ -45,7 +45,7 @@ def test_a_shared_prefix_equals_private_copies(trees: bool) -> None:
             context=arrays["context"],
             ancestors=arrays["ancestors"],
         )
-        return cascade.attend_shared_prefix(
+        return shared_prefix.attend_shared_prefix(
             *(arrays["q"], arrays["k_pages"], arrays["v_pages"]),
             *(jnp.asarray(ids, jnp.int32) for ids in (prefix_ids, page_ids)),
             plan,

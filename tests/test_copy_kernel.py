@@ -10,8 +10,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice
 
-from pallas_kernels import copy_mosaic_gpu, copying, targets
-from pallas_kernels.targets import Target
+from pallas_kernels import devices
+from pallas_kernels.devices import Target
+from pallas_kernels.page_ops import copy_mosaic_gpu
+from pallas_kernels.page_ops.copy import copy_pages
 
 EMULATED = plgpu.InterpretGPUParams(detect_races=True)
 NUM_PAGES = 12
@@ -65,7 +67,7 @@ def test_it_equals_the_reference(
     # Unused entries name pages out of range on either side, and on both.
     source, target = ints(1, -1, 3, NUM_PAGES, 5, 2, -7), ints(4, 0, 6, 7, -1, 8, -7)
     after = copy(pages, source, target, part_bytes=part_bytes)
-    assert_same_bits(after, copying.copy_pages(pages, source, target))
+    assert_same_bits(after, copy_pages(pages, source, target))
 
 
 def test_pages_come_from_another_array() -> None:
@@ -74,7 +76,7 @@ def test_pages_come_from_another_array() -> None:
     # The same page may be read and written: they are different arrays.
     source, target = ints(0, 4, 5, 2), ints(4, 0, 3, NUM_PAGES)
     after = copy(pages, source, target, origin=origin)
-    wanted = copying.copy_pages(pages, source, target, origin=origin)
+    wanted = copy_pages(pages, source, target, origin=origin)
     assert_same_bits(after, wanted)
 
 
@@ -101,7 +103,7 @@ def test_vmap_equals_single_runs() -> None:
     both = jax.jit(jax.vmap(run))(pages, source, target)
     assert not interpreter.get_races().races_found
     for i in range(2):
-        assert_same_bits(both[i], copying.copy_pages(pages[i], source[i], target[i]))
+        assert_same_bits(both[i], copy_pages(pages[i], source[i], target[i]))
 
 
 def test_nothing_to_copy() -> None:
@@ -143,12 +145,12 @@ def test_it_lowers_for_a_gpu() -> None:
 
 def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(targets, "current", lambda: hopper)
+    monkeypatch.setattr(devices, "current", lambda: hopper)
     shapes = ((4, 32), (2,), (2,))
     arrays: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
     def takes_it(*arrays: Any, **options: Any) -> bool:
-        copy = lambda *arrays: copying.copy_pages(*arrays, **options)  # noqa: E731
+        copy = lambda *arrays: copy_pages(*arrays, **options)  # noqa: E731
         return "mpmd_map" in str(jax.make_jaxpr(copy)(*arrays))
 
     assert takes_it(*arrays, disjoint=True)
@@ -165,11 +167,11 @@ def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_which_devices_are_hoppers() -> None:
     hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
-    assert targets.why_not_hopper(hopper) is None
+    assert devices.why_not_hopper(hopper) is None
     ampere = hopper._replace(kind="NVIDIA A100-SXM4-40GB", capability="8.0")
-    assert "capability 8.0, not 9.0" in str(targets.why_not_hopper(ampere))
-    assert targets.current().platform == jax.devices()[0].platform
-    assert "is a cpu" in str(targets.why_not_hopper(targets.current()))
+    assert "capability 8.0, not 9.0" in str(devices.why_not_hopper(ampere))
+    assert devices.current().platform == jax.devices()[0].platform
+    assert "is a cpu" in str(devices.why_not_hopper(devices.current()))
 
 
 @pytest.mark.parametrize(
@@ -186,4 +188,4 @@ def test_a_mesh_names_its_devices(kind: str, capability: str) -> None:
     there = AbstractDevice(device_kind=kind, num_cores=7, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=there)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert targets.current() == Target("gpu", kind, 7, capability)
+        assert devices.current() == Target("gpu", kind, 7, capability)

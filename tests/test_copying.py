@@ -13,7 +13,7 @@ import pytest
 from jaxkv import caching
 from jaxkv.caching import Pages
 from jaxkv.paging import NO_PAGE
-from pallas_kernels import copying
+from pallas_kernels.page_ops.copy import copy_pages
 
 NUM_PAGES = 12
 
@@ -38,7 +38,7 @@ def copy_twin(pages: np.ndarray, source: Any, target: Any) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 4, 3)])
 def test_random_copies_equal_the_twin(shape: tuple[int, ...]) -> None:
     rng, pages = np.random.default_rng(0), numbered(NUM_PAGES, *shape)
-    copy = jax.jit(copying.copy_pages)
+    copy = jax.jit(copy_pages)
     for _ in range(50):
         # Targets are distinct, and often sources too; both may lie out of range.
         source = rng.integers(-3, NUM_PAGES + 3, 7).astype(np.int32)
@@ -49,24 +49,24 @@ def test_random_copies_equal_the_twin(shape: tuple[int, ...]) -> None:
 
 def test_sources_are_read_before_targets_are_written() -> None:
     pages = numbered(4, 2)
-    after = copying.copy_pages(pages, ints(0, 1, 2), ints(1, 2, 0))
+    after = copy_pages(pages, ints(0, 1, 2), ints(1, 2, 0))
     np.testing.assert_array_equal(after, pages[ints(2, 0, 1, 3)])
 
 
 def test_pages_come_from_another_array() -> None:
     pages, other = numbered(4, 2), -numbered(6, 2)
-    after = copying.copy_pages(pages, ints(5, -1, 6, 0), ints(1, 2, 3, 9), origin=other)
+    after = copy_pages(pages, ints(5, -1, 6, 0), ints(1, 2, 3, 9), origin=other)
     np.testing.assert_array_equal(after, pages.at[1].set(other[5]))
     with pytest.raises(ValueError, match="must be pages"):
-        copying.copy_pages(pages, ints(0), ints(1), origin=numbered(4, 3))
+        copy_pages(pages, ints(0), ints(1), origin=numbered(4, 3))
 
 
 def test_an_implementation_that_cannot_serve_is_refused() -> None:
     arrays: Any = (numbered(4, 2), ints(0), ints(1))
     with pytest.raises(ValueError, match="the device is a cpu, not a GPU"):
-        copying.copy_pages(*arrays, implementation="mosaic_gpu")
+        copy_pages(*arrays, implementation="mosaic_gpu")
     # Without the type checks that tests run under, as a user would call it.
-    copy = inspect.unwrap(copying.copy_pages)
+    copy = inspect.unwrap(copy_pages)
     with pytest.raises(ValueError, match="implementation='triton' must be None, 'ref"):
         copy(*arrays, implementation="triton")
 

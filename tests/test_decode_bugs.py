@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pallas_kernels import decode_warpgroups_mosaic_gpu as warpgroups
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.paged_attention.hopper import decode_body
+from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.emulating import NOTICED, run, seed_bug
 from tests.kernel_cases import assert_within_rule, make_case
 
@@ -48,7 +48,7 @@ MORE_BUGS = {
 def test_seeded_bugs_are_caught(
     monkeypatch: pytest.MonkeyPatch, removed: str, added: str, stages: int
 ) -> None:
-    seed_bug(monkeypatch, warpgroups, removed, added)
+    seed_bug(monkeypatch, decode_body, removed, added)
     with pytest.raises(RuntimeError, match=NOTICED):
         run(TINY, Tiling(num_programs=1, stages=stages))
 
@@ -56,7 +56,7 @@ def test_seeded_bugs_are_caught(
 def test_values_that_nobody_sees_must_be_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(warpgroups, "_clear", lambda *_: None)
+    monkeypatch.setattr(decode_body, "_clear", lambda *_: None)
     out, _ = run(TINY, Tiling(num_programs=1, stages=2))
     assert np.isnan(out).any()
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxkv import caching, models, states
-from pallas_kernels import attention, decode_mosaic_gpu, planning, routing
+from pallas_kernels.paged_attention import api, decode_plan, dispatch
+from pallas_kernels.paged_attention.hopper import decode
 from tests import emulating
 from tests.test_attention import make_case
 
@@ -31,7 +32,7 @@ CONFIG = states.EngineConfig(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the door believe that programs are made for an H200."""
-    monkeypatch.setattr(attention, "device", lambda: ("gpu", "9.0"))
+    monkeypatch.setattr(api, "device", lambda: ("gpu", "9.0"))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -53,18 +54,18 @@ def test_what_is_out_of_its_range_goes_to_the_reference(change, reason: str) -> 
     q = jax.ShapeDtypeStruct(shape, sizes["dtype"])
     pages = (5, 2, sizes["page_size"], sizes["head_dim"])
     k = jax.ShapeDtypeStruct(pages, sizes["dtype"])
-    assert attention.choose(q, k, numerics=numerics) == "reference"
+    assert api.choose(q, k, numerics=numerics) == "reference"
     with pytest.raises(ValueError, match=reason):
-        attention.choose(q, k, numerics=numerics, implementation="mosaic_gpu")
+        api.choose(q, k, numerics=numerics, implementation="mosaic_gpu")
 
 
 def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "device", lambda: ("gpu", "8.0"))
+    monkeypatch.setattr(api, "device", lambda: ("gpu", "8.0"))
     q = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((5, 2, 16, 64), jnp.bfloat16)
-    assert attention.choose(q, k) == "reference"
+    assert api.choose(q, k) == "reference"
     with pytest.raises(ValueError, match=r"compute capability 8.0, not 9.0; 'refer"):
-        attention.choose(q, k, implementation="mosaic_gpu")
+        api.choose(q, k, implementation="mosaic_gpu")
 
 
 @pytest.mark.thorough
@@ -82,15 +83,15 @@ def test_the_door_opens_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in case[:3]]
     rest = [jnp.asarray(x) for x in case[3:]]
     features: Any = dict(softcap=2.0, sinks=jnp.asarray([0.5, -1.0], jnp.float32))
-    expected = attention.paged_attention(
+    expected = api.paged_attention(
         *narrow, *rest, implementation="reference", **features
     )
-    attend = decode_mosaic_gpu.attend
-    monkeypatch.setattr(routing, "decode_tiling", lambda head_dim: emulating.SMALL)
+    attend = decode.attend
+    monkeypatch.setattr(dispatch, "decode_tiling", lambda head_dim: emulating.SMALL)
     with emulating.emulator_of_races() as interpret:
         emulated = functools.partial(attend, interpret=interpret)
-        monkeypatch.setattr(decode_mosaic_gpu, "attend", emulated)
-        found = attention.paged_attention(*narrow, *rest, **features)
+        monkeypatch.setattr(decode, "attend", emulated)
+        found = api.paged_attention(*narrow, *rest, **features)
         found = jax.block_until_ready(found)
     assert found.out.dtype == jnp.bfloat16
     np.testing.assert_allclose(
@@ -106,13 +107,13 @@ def test_a_forward_pass_plans_once_for_all_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans = []
-    make = planning.make_plan
+    make = decode_plan.make_plan
 
     def counted(*arguments: Any, **fields: Any) -> Any:
         plans.append(fields["group"])
         return make(*arguments, **fields)
 
-    monkeypatch.setattr(planning, "make_plan", counted)
+    monkeypatch.setattr(decode_plan, "make_plan", counted)
     params = models.param_shapes(MODEL, dtype="bfloat16")
     pages = jax.eval_shape(lambda: models.make_pages(MODEL, CONFIG, dtype="bfloat16"))
     row = jax.ShapeDtypeStruct((16,), jnp.int32)

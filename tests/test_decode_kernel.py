@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.emulating import SMALL, TWO, run
 from tests.kernel_cases import assert_within_rule, make_case
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import cutting, planning
-from pallas_kernels import decode_mosaic_gpu as decode
+from pallas_kernels.paged_attention import decode_plan, stream_k
+from pallas_kernels.paged_attention.hopper import decode
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def lower(
     alibi: bool = False,
     block_rows: int = 64,
 ) -> None:
-    tiling = cutting.default_tiling(head_dim=head_dim, block_rows=block_rows)
+    tiling = stream_k.default_tiling(head_dim=head_dim, block_rows=block_rows)
 
     def attend(q, k_pages, v_pages, page_ids, rows, context, ancestors, slopes):
-        plan = planning.make_plan(
+        plan = decode_plan.make_plan(
             *rows,
             num_slots=4,
             kv_heads=2,

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import caching
-from pallas_kernels import copy_mosaic_gpu, copying, deviceless, targets
+from pallas_kernels import devices
+from pallas_kernels.bench import deviceless
+from pallas_kernels.page_ops import copy_mosaic_gpu
+from pallas_kernels.page_ops.copy import copy_pages
 from tests import test_inplace
 
 WHY_NOT = deviceless.available()
@@ -74,16 +77,16 @@ def test_the_door_knows_what_it_is_traced_for() -> None:
     seen = []
 
     def copy(pages: Any, source: Any, target: Any) -> Any:
-        seen.append(targets.current())
-        return copying.copy_pages(
+        seen.append(devices.current())
+        return copy_pages(
             pages, source, target, disjoint=True, implementation="mosaic_gpu"
         )
 
     arguments = (shape(99, 2, 16, 64), ids(3), ids(3))
     report = deviceless.compile(copy, *arguments, donate_argnums=0)
     assert [kernel.name[:9] for kernel in report.kernels] == ["copy_part"]
-    assert seen[0] == targets.Target("gpu", "NVIDIA H200", 132, "9.0")
-    assert targets.current().platform == "cpu"
+    assert seen[0] == devices.Target("gpu", "NVIDIA H200", 132, "9.0")
+    assert devices.current().platform == "cpu"
 
 
 @needs_compiler
@@ -101,7 +104,7 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
     """The twin of the kernel: what is measured above could have been otherwise."""
     pool = shape(32 * 1000, 8, 16, 128)
     report = deviceless.compile(
-        lambda *args: copying.copy_pages(*args, implementation="reference"),
+        lambda *args: copy_pages(*args, implementation="reference"),
         *(pool, ids(64 * 32), ids(64 * 32)),
         donate_argnums=0,
     )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import flash
-from pallas_kernels.flash import flash_attention
+from pallas_kernels.flash_attention import tiled
+from pallas_kernels.flash_attention.tiled import flash_attention
 
 
 def plain(q: Any, k: Any, v: Any, *, causal: bool, window: int | None) -> Any:
@@ -153,4 +153,4 @@ def test_shapes_that_do_not_fit() -> None:
         flash_attention(*draw(4, 4, 3, 2, 8, "float32"))
     with pytest.raises(ValueError, match=r"must be at most k.shape\[1\]=4 if causal"):
         flash_attention(*draw(5, 4, 2, 1, 8, "float32"))
-    assert flash.TILE == 128
+    assert tiled.TILE == 128

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from pallas_kernels import flash, targets
-from pallas_kernels.flash import flash_attention
+from pallas_kernels import devices
+from pallas_kernels.flash_attention import tiled
+from pallas_kernels.flash_attention.tiled import flash_attention
 from tests.test_flash import draw, plain, total
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = targets.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(targets, "current", lambda: there)
+    there = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
+    monkeypatch.setattr(devices, "current", lambda: there)
 
 
 def calls(
@@ -65,8 +66,8 @@ def test_by_name_it_says_why_not(sizes: Any, reason: str) -> None:
 
 
 def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = targets.Target("gpu", "Tesla T4", 40, "7.5")
-    monkeypatch.setattr(targets, "current", lambda: there)
+    there = devices.Target("gpu", "Tesla T4", 40, "7.5")
+    monkeypatch.setattr(devices, "current", lambda: there)
     assert calls() == []
     with pytest.raises(ValueError, match=r"compute capability 7.5, not 8.0"):
         calls(implementation="cudnn")
@@ -86,8 +87,8 @@ def test_gradients_of_both_results(
         out, lse = plain(q, k, v, causal=sizes.causal, window=sizes.window)
         return out, jax.lax.stop_gradient(lse)
 
-    monkeypatch.setattr(flash, "_cudnn", stand_in)
-    monkeypatch.setattr(flash, "_not_cudnn", lambda *_: "")
+    monkeypatch.setattr(tiled, "_cudnn", stand_in)
+    monkeypatch.setattr(tiled, "_not_cudnn", lambda *_: "")
     arrays = draw(24, 24, 4, 2, 16, "float32")
 
     def loss(attend: Any, *arrays: Any) -> Any:

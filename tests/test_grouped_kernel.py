@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import deviceless, grouped, grouped_mosaic_gpu, targets, tuning
-from pallas_kernels.targets import Target
-from pallas_kernels.tuning import GroupedSizes
+from pallas_kernels import devices
+from pallas_kernels.bench import deviceless
+from pallas_kernels.devices import Target
+from pallas_kernels.grouped_matmul import api, mosaic_gpu
+from pallas_kernels.paged_attention import tiling
+from pallas_kernels.paged_attention.tiling import GroupedSizes
 from tests.emulating import emulator_of_races, watched_product
 from tests.grouped_cases import Case, assert_within_rule, exact, make_case, plain
 
@@ -29,7 +32,7 @@ def emulate(case: Case, sizes: GroupedSizes, **options: Any) -> Any:
     with emulator_of_races() as interpret, pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "wgmma", watched_product)
         run = jax.jit(
-            lambda *arrays: grouped_mosaic_gpu.multiply(
+            lambda *arrays: mosaic_gpu.multiply(
                 *arrays, sizes=sizes, interpret=interpret, **options
             )
         )
@@ -84,7 +87,7 @@ def test_more_groups(sizes: list[int], num_rows: int, tiles: GroupedSizes) -> No
 
 def mutant(changes: dict[str, str]) -> types.ModuleType:
     """The module of the kernel with some places of its source changed."""
-    source = inspect.getsource(grouped_mosaic_gpu)
+    source = inspect.getsource(mosaic_gpu)
     for removed, added in changes.items():
         assert source.count(removed) == 1
         source = source.replace(removed, added)
@@ -136,8 +139,8 @@ def test_seeded_bugs_are_caught(
     changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = mutant(changes)
-    monkeypatch.setattr(grouped_mosaic_gpu, "_consume", module._consume)
-    monkeypatch.setattr(grouped_mosaic_gpu, "_produce", module._produce)
+    monkeypatch.setattr(mosaic_gpu, "_consume", module._consume)
+    monkeypatch.setattr(mosaic_gpu, "_produce", module._produce)
     with pytest.raises(RuntimeError, match=NOTICED):
         emulate(TINY, ONE)
 
@@ -154,11 +157,11 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 
 def test_the_door_lowers_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards and for the gradient of the rows; that of the weights is XLA's."""
-    monkeypatch.setattr(targets, "current", lambda: HOPPER)
+    monkeypatch.setattr(devices, "current", lambda: HOPPER)
     arrays: Any = shapes(40, 3, 128, 192)
 
     def both(x: Any, w: Any, sizes: Any) -> Any:
-        out, back = jax.vjp(lambda x, w: grouped.grouped_matmul(x, w, sizes), x, w)
+        out, back = jax.vjp(lambda x, w: api.grouped_matmul(x, w, sizes), x, w)
         return back(out)
 
     traced = jax.jit(both).trace(*arrays)
@@ -177,7 +180,7 @@ def shapes(rows: int, groups: int, width: int, columns: int, dtype: Any = None) 
 
 def test_sizes_suit_what_there_is_to_do() -> None:
     def choose(rows: int, groups: int, columns: int) -> GroupedSizes:
-        return tuning.grouped_sizes(
+        return tiling.grouped_sizes(
             num_rows=rows, num_groups=groups, num_columns=columns, num_cores=132
         )
 
@@ -190,7 +193,7 @@ def test_sizes_suit_what_there_is_to_do() -> None:
         for columns in (64, 192, 4096):
             sizes = choose(rows, 16, columns)
             assert columns % sizes.columns == 0
-            assert sizes.smem_bytes() <= tuning.MAX_SMEM_BYTES
+            assert sizes.smem_bytes() <= tiling.MAX_SMEM_BYTES
 
 
 @pytest.mark.thorough
@@ -199,7 +202,7 @@ def test_sizes_suit_what_there_is_to_do() -> None:
 def test_nothing_spills_on_an_h200(rows: int) -> None:
     arrays = shapes(rows, 8, 4096, 14336)
     report = deviceless.compile(
-        lambda *arrays: grouped.grouped_matmul(*arrays, implementation="mosaic_gpu"),
+        lambda *arrays: api.grouped_matmul(*arrays, implementation="mosaic_gpu"),
         *arrays,
     )
     assert_fits(report)
@@ -217,13 +220,13 @@ def test_nothing_spills_at_any_size(
     columns: int, block_rows: int, transposed: bool, dtype: str
 ) -> None:
     operands = jnp.float16 if dtype == "float16" else jnp.bfloat16
-    sizes = tuning.grouped_sizes(
+    sizes = tiling.grouped_sizes(
         num_rows=block_rows * 1000, num_groups=1000, num_columns=columns, num_cores=1
     )
     assert sizes[:2] == (block_rows, columns)
     x, w, group_sizes = shapes(500, 8, 512, 512, operands)
     report = deviceless.compile(
-        lambda *arrays: grouped_mosaic_gpu.multiply(
+        lambda *arrays: mosaic_gpu.multiply(
             *arrays,
             transposed=transposed,
             dtype=jnp.dtype(dtype),

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped, grouped_specs
-from pallas_kernels.grouped_specs import Experts, GroupedSpec
+from pallas_kernels.bench import grouped_specs
+from pallas_kernels.bench.grouped_specs import Experts, GroupedSpec
+from pallas_kernels.grouped_matmul import api
 
 TINY = grouped_specs.SETS["tiny"][0]
 
@@ -48,7 +49,7 @@ def test_the_reference_solves_the_problem(direction: Any) -> None:
     spec = dataclasses.replace(TINY, direction=direction)
     problem = grouped_specs.make(spec, num_turns=2)
     for turn in range(2):
-        out = grouped.grouped_matmul(problem.x, problem.w, problem.group_sizes[turn])
+        out = api.grouped_matmul(problem.x, problem.w, problem.group_sizes[turn])
         # Its samples are of the first turn.
         assert (grouped_specs.error(problem, out) < 1e-5) == (turn == 0)
     out = jnp.full_like(out, jnp.nan)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from experiments import bench_kernels, catalogue, kernel_table, store, style
-from pallas_kernels import specs
-from pallas_kernels.benchmarking import Ceilings
+from pallas_kernels.bench import specs
+from pallas_kernels.bench.timing import Ceilings
 
 ONE, TWO, COPY = (specs.SETS["quick"][i] for i in (0, 2, -1))
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import merging
+from pallas_kernels.paged_attention import merging
 
 ROWS, HEAD_DIM = 8, 4
 

@@ -11,8 +11,8 @@ from experiments import kernel_runs, page_size, page_size_serving, style
 from experiments.kernel_calls import Implementation, Run
 from experiments.page_size import CONFIGS, Config
 from experiments.page_size_serving import Serving
-from pallas_kernels import benchmarking
-from pallas_kernels.benchmarking import Timing
+from pallas_kernels.bench import timing
+from pallas_kernels.bench.timing import Timing
 
 
 @pytest.mark.thorough
@@ -62,7 +62,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = call(0)
         return Timing(seconds if isinstance(seconds, float) else 0, 0, 1, 0, "cupti")
 
-    monkeypatch.setattr(benchmarking, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
 
 
 @pytest.mark.usefixtures("made_up")

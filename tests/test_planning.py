@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cutting, packing, planning
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.paged_attention import decode_plan, row_packing, stream_k
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 MAKE_PLAN = jax.jit(
-    planning.make_plan,
+    decode_plan.make_plan,
     static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),
 )
-CUT = jax.jit(cutting.cut, static_argnames=("kv_heads", "tiling"))
+CUT = jax.jit(stream_k.cut, static_argnames=("kv_heads", "tiling"))
 
 
 def ints(values: Any) -> jax.Array:
@@ -35,7 +35,7 @@ def line_of(low: list[int], high: list[int], kv_heads: int, tile: int) -> list[t
 def check_schedule(
     low: list[int], high: list[int], kv_heads: int, tiling: Tiling
 ) -> None:
-    cut = jax.jit(cutting.cut, static_argnames=("kv_heads", "tiling"))
+    cut = jax.jit(stream_k.cut, static_argnames=("kv_heads", "tiling"))
     got = jax.tree.map(
         np.asarray, cut(ints(low), ints(high), kv_heads=kv_heads, tiling=tiling)
     )
@@ -115,9 +115,9 @@ def test_random_rows_are_packed_in_order_and_come_back(sort: bool) -> None:
     rng, num_rows, num_slots, tokens = np.random.default_rng(1), 24, 6, 3
     group, kv_heads, head_dim = 2, 3, 4
     sizes = {"num_slots": num_slots, "tokens": tokens, "sort": sort}
-    pack = jax.jit(functools.partial(packing.pack_rows, **sizes))
-    lay_out = jax.jit(functools.partial(packing.pack_queries, kv_heads=kv_heads))
-    unpack = jax.jit(functools.partial(packing.unpack, group=group, fill=-1.0))
+    pack = jax.jit(functools.partial(row_packing.pack_rows, **sizes))
+    lay_out = jax.jit(functools.partial(row_packing.pack_queries, kv_heads=kv_heads))
+    unpack = jax.jit(functools.partial(row_packing.unpack, group=group, fill=-1.0))
     for _ in range(40):
         slots = rng.integers(0, num_slots, num_rows)
         if not sort:
@@ -155,7 +155,7 @@ def test_random_rows_are_packed_in_order_and_come_back(sort: bool) -> None:
 
 
 def test_one_row_a_slot() -> None:
-    got = packing.one_row_a_slot(jnp.asarray([True, False, True]))
+    got = row_packing.one_row_a_slot(jnp.asarray([True, False, True]))
     assert got.row.tolist() == [[0], [3], [2]]
     assert got.block.tolist() == [0, 3, 2]
 
@@ -163,16 +163,16 @@ def test_one_row_a_slot() -> None:
 def test_rows_of_a_block() -> None:
     sizes = [(1, 1), (1, 8), (3, 5), (16, 4), (1, 64), (17, 4), (2, 64)]
     wanted = [8, 8, 16, 64, 64, 128, 128]
-    got = [packing.num_block_rows(tokens=t, group=g) for t, g in sizes]
+    got = [row_packing.num_block_rows(tokens=t, group=g) for t, g in sizes]
     assert got == wanted
 
 
 def test_blocks_are_never_more_than_the_bound() -> None:
-    assert packing.max_blocks(num_rows=10, num_slots=3, tokens=4) == 4
+    assert row_packing.max_blocks(num_rows=10, num_slots=3, tokens=4) == 4
     for tokens in range(1, 6):
         for split in np.ndindex(5, 5, 5):
             used = sum(-(-n // tokens) for n in split)
-            bound = packing.max_blocks(
+            bound = row_packing.max_blocks(
                 num_rows=max(sum(split), 1), num_slots=3, tokens=tokens
             )
             assert used <= bound
@@ -214,8 +214,8 @@ def test_spans_of_a_tree() -> None:
     )
     assert (plan.low.item(), plan.high.item()) == (0, 13)
     assert (plan.inner_low.item(), plan.inner_high.item()) == (0, 10)
-    assert plan.rows[0, planning.LIMIT, ::8].tolist() == [10, 10, 10] + [0] * 5
-    assert plan.rows[0, planning.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
+    assert plan.rows[0, decode_plan.LIMIT, ::8].tolist() == [10, 10, 10] + [0] * 5
+    assert plan.rows[0, decode_plan.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
 
 
 @pytest.mark.thorough
@@ -223,7 +223,7 @@ def test_spans_of_a_tree() -> None:
 def test_blocks_are_no_longer_than_the_rows_of_a_slot(
     rows_per_slot: int | None, tokens: int
 ) -> None:
-    plan = planning.make_plan(
+    plan = decode_plan.make_plan(
         ints([4, 5, 4, 5, 6, -1]),
         ints([0, 0, 1, 1, 1, -1]),
         num_slots=2,
@@ -240,7 +240,7 @@ def test_blocks_are_no_longer_than_the_rows_of_a_slot(
 def test_words_of_ancestors() -> None:
     rng = np.random.default_rng(2)
     flags = rng.random((5, 70)) < 0.5
-    words = np.asarray(planning.ancestor_words(jnp.asarray(flags)))
+    words = np.asarray(decode_plan.ancestor_words(jnp.asarray(flags)))
     assert words.shape == (5, 3)
     for row, column in np.ndindex(*flags.shape):
         assert (words[row, column // 32] >> (column % 32)) & 1 == flags[row, column]
@@ -257,7 +257,7 @@ def test_sizes_out_of_range_are_refused(field: str, value: int) -> None:
 
 def test_a_group_that_no_block_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="group=65 must be in"):
-        planning.make_plan(
+        decode_plan.make_plan(
             ints([0]), None, num_slots=1, kv_heads=1, group=65, tiling=Tiling()
         )
 
@@ -276,5 +276,5 @@ def test_a_group_that_no_block_holds_is_refused() -> None:
 def test_default_tilings_fill_the_shared_memory(
     head_dim: int, block_rows: int, stages: int, q_stages: int
 ) -> None:
-    tiling = cutting.default_tiling(head_dim=head_dim, block_rows=block_rows)
+    tiling = stream_k.default_tiling(head_dim=head_dim, block_rows=block_rows)
     assert (tiling.stages, tiling.q_stages) == (stages, q_stages)

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from pallas_kernels import prefill_warpgroups_mosaic_gpu as warpgroups
-from pallas_kernels import softmax_mosaic_gpu as softmax
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.paged_attention.hopper import prefill_body, softmax
+from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.emulating import NOTICED, run_prefill, seed_bug
 from tests.kernel_cases import assert_within_rule, make_case
 
@@ -53,7 +52,7 @@ MORE_BUGS = {
 def test_seeded_bugs_are_caught(
     monkeypatch: pytest.MonkeyPatch, removed: str, added: str
 ) -> None:
-    seed_bug(monkeypatch, warpgroups, removed, added)
+    seed_bug(monkeypatch, prefill_body, removed, added)
     with pytest.raises(RuntimeError, match=NOTICED):
         run_prefill(TINY, ONE)
 

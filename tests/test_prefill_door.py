@@ -8,12 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    attention,
-    decode_mosaic_gpu,
-    prefill_mosaic_gpu,
-    routing,
-)
+from pallas_kernels.paged_attention import api, dispatch
+from pallas_kernels.paged_attention.hopper import decode, prefill
 from tests import emulating
 from tests.kernel_cases import assert_within_rule, make_case
 
@@ -22,11 +18,11 @@ from tests.kernel_cases import assert_within_rule, make_case
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The door believes in an H200; its kernels are emulated, and say who ran."""
     ran: list[str] = []
-    monkeypatch.setattr(attention, "device", lambda: ("gpu", "9.0"))
-    monkeypatch.setattr(routing, "decode_tiling", lambda head_dim: emulating.SMALL)
-    monkeypatch.setattr(routing, "prefill_tiling", lambda head_dim: emulating.TILES)
+    monkeypatch.setattr(api, "device", lambda: ("gpu", "9.0"))
+    monkeypatch.setattr(dispatch, "decode_tiling", lambda head_dim: emulating.SMALL)
+    monkeypatch.setattr(dispatch, "prefill_tiling", lambda head_dim: emulating.TILES)
     with emulating.emulator_of_races() as interpret:
-        for module in (decode_mosaic_gpu, prefill_mosaic_gpu):
+        for module in (decode, prefill):
             attend = functools.partial(module.attend, interpret=interpret)
 
             def told(*arguments, _attend=attend, _name=module.__name__, **fields):
@@ -53,8 +49,8 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
     names = ("q", "k_pages", "v_pages", "page_ids", "positions", "slots")
 
     @jax.jit
-    def attend(arrays: dict[str, Any]) -> attention.AttentionState:
-        return attention.paged_attention(
+    def attend(arrays: dict[str, Any]) -> api.AttentionState:
+        return api.paged_attention(
             *(arrays[name] for name in names),
             window=case.window,
             sinks=arrays["sinks"],
@@ -67,12 +63,12 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
     assert_within_rule(case, found.out.astype(jnp.float32), found.lse)
 
 
-def plan_of(num_rows: int, num_slots: int, **others: Any) -> routing.StepPlan:
+def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
     row = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
 
-    def plan(positions: jax.Array, slots: jax.Array) -> routing.StepPlan:
+    def plan(positions: jax.Array, slots: jax.Array) -> dispatch.StepPlan:
         fields: dict[str, Any] = {"slots": slots} | others
-        return routing.make_plan(
+        return dispatch.make_plan(
             positions,
             **fields,
             num_slots=num_slots,
@@ -108,7 +104,7 @@ def test_few_rows_fill_no_more_blocks_than_planned() -> None:
     """Every slot with as many rows as are few: the blocks are just enough."""
     slots = np.repeat(np.arange(5), 32)
     positions = np.tile(np.arange(32), 5)
-    made = routing.make_plan(
+    made = dispatch.make_plan(
         *(jnp.asarray(x, jnp.int32) for x in (positions, slots)),
         num_slots=5,
         kv_heads=1,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.emulating import TILES, run_prefill
 from tests.kernel_cases import assert_within_rule, exact, make_case
 

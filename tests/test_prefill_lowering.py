@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import deviceless, prefill_planning
-from pallas_kernels import prefill_mosaic_gpu as prefill
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.bench import deviceless
+from pallas_kernels.paged_attention import prefill_plan
+from pallas_kernels.paged_attention.hopper import prefill
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 WHY_NOT = deviceless.available()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -32,10 +33,10 @@ def case(
     tiling: Tiling | None = None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A call of the kernel, and the shapes of its arguments."""
-    tiling = tiling or prefill_planning.default_tiling(head_dim=head_dim)
+    tiling = tiling or prefill_plan.default_tiling(head_dim=head_dim)
 
     def attend(q, k_pages, v_pages, page_ids, positions, slots, by_head):
-        plan = prefill_planning.make_plan(
+        plan = prefill_plan.make_plan(
             *(positions, slots), num_slots=4, few=32, tiling=tiling, window=window
         )
         return prefill.attend(
@@ -105,7 +106,7 @@ def check_compiled(*, spills: int = 0, **options: Any) -> None:
     assert kernel.registers <= 65_536 // 384
     # Both loops of both warpgroups' code: head_dim / 16 for the scores of a tile, and
     # for the values one for each 16 keys.
-    tiling = prefill_planning.default_tiling(head_dim=options.get("head_dim", 128))
+    tiling = prefill_plan.default_tiling(head_dim=options.get("head_dim", 128))
     per_tile = options.get("head_dim", 128) // 16 + tiling.tile // 16
     assert kernel.instructions["wgmma"] == 2 * per_tile
     assert kernel.instructions["tma_load"] >= 4

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import prefill_planning as planning
-from pallas_kernels.cutting import Tiling
+from pallas_kernels.paged_attention import prefill_plan
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 TILING = Tiling(num_programs=3, tile=64, block_rows=128)
 FIELDS = ("slot", "row", "low", "high", "first", "inner", "num_inner", "num_kv")
@@ -29,10 +29,10 @@ def lay_out(
     return positions, slots
 
 
-def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> planning.Plan:
-    def plan(positions: jax.Array, slots: jax.Array) -> planning.Plan:
+def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> prefill_plan.Plan:
+    def plan(positions: jax.Array, slots: jax.Array) -> prefill_plan.Plan:
         sizes: dict[str, Any] = {"num_slots": 4, "few": 32, "tiling": TILING} | options
-        return planning.make_plan(positions, slots, **sizes)
+        return prefill_plan.make_plan(positions, slots, **sizes)
 
     made = jax.jit(plan)(*(jnp.asarray(x, jnp.int32) for x in (positions, slots)))
     return jax.tree.map(np.asarray, made)
@@ -92,7 +92,7 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
     for tile in range(int(plan.num_used[0])):
         slot, row = int(plan.slot[tile]), int(plan.row[tile])
         assert row % 8 == 0
-        assert row + 128 <= planning.num_padded(num_rows)
+        assert row + 128 <= prefill_plan.num_padded(num_rows)
         mine = np.arange(int(plan.begin[tile]), int(plan.end[tile]))
         mine = mine[positions[mine] >= 0]
         assert set(slots[mine]) == {slot}
@@ -116,7 +116,7 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
 
 
 def check_keys(
-    plan: planning.Plan, tile: int, positions: np.ndarray, window: int | None
+    plan: prefill_plan.Plan, tile: int, positions: np.ndarray, window: int | None
 ) -> None:
     """The tiles of keys: those that any row sees, and those that all see whole."""
     place = np.arange(64 * 20)
@@ -136,5 +136,5 @@ def check_keys(
 
 
 def test_the_bound_on_tiles() -> None:
-    assert planning.max_tiles(num_rows=512, num_slots=4, few=32) == 8
-    assert planning.max_tiles(num_rows=20, num_slots=4, few=32) == 1
+    assert prefill_plan.max_tiles(num_rows=512, num_slots=4, few=32) == 8
+    assert prefill_plan.max_tiles(num_rows=20, num_slots=4, few=32) == 1

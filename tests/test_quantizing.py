@@ -11,13 +11,15 @@ import pytest
 
 from jaxkv import caching, forwarding, models, states
 from jaxkv.caching import Rows
-from pallas_kernels import attention, quantizing, writing
+from pallas_kernels import quantizing
+from pallas_kernels.page_ops import write
+from pallas_kernels.paged_attention import api
 from tests import engines, gathering
 from tests.test_attention import Case, check, make_case, oracle
 
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
 attend = jax.jit(
-    attention.paged_attention, static_argnames=("window", "numerics", "implementation")
+    api.paged_attention, static_argnames=("window", "numerics", "implementation")
 )
 quantize = jax.jit(quantizing.quantize, static_argnames=("kind", "per"))
 
@@ -166,9 +168,7 @@ def test_scales_must_fit_the_pages() -> None:
     wrong = {name: jnp.asarray(x) for name, x in wrong.items()}
     with pytest.raises(ValueError, match=r"v_scales.shape=\(\d+, 2, 3\) must be"):
         # Without the type checks that tests run under, as a user would call it.
-        inspect.unwrap(attention.paged_attention)(
-            *map(jnp.asarray, narrow[:5]), **wrong
-        )
+        inspect.unwrap(api.paged_attention)(*map(jnp.asarray, narrow[:5]), **wrong)
     with pytest.raises(ValueError, match="implementation='mosaic_gpu': "):
         attend(*narrow, **scales, implementation="mosaic_gpu")
 
@@ -185,7 +185,7 @@ def test_a_write_reaches_its_place_and_no_other(kind: Any) -> None:
     if kind is not None:
         (k, k_scales), (v, v_scales) = (quantize(x, kind) for x in old)
         pages, scales = [k, v], {"k_scales": k_scales, "v_scales": v_scales}
-    after = jax.jit(writing.write_kv)(*pages, page_ids, offsets, *new, **scales)
+    after = jax.jit(write.write_kv)(*pages, page_ids, offsets, *new, **scales)
     for index, name in enumerate(("k", "v")):
         numbers = np.array(pages[index])
         rows = new[index]
@@ -206,7 +206,7 @@ def test_writes_say_which_scales_they_need() -> None:
     pages, row = jnp.zeros((3, 2, 4, 8), jnp.int8), jnp.ones((1, 2, 8), jnp.float32)
     where = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="k_scales must be given for 8-bit pages"):
-        writing.write_kv(pages, pages, *where, row, row)
+        write.write_kv(pages, pages, *where, row, row)
 
 
 def make_pages(kind: Any, num_pages: int = 6) -> caching.Pages:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention, problems, specs, tuning
-from pallas_kernels.specs import Spec
+from pallas_kernels.bench import problems, specs
+from pallas_kernels.bench.specs import Spec
+from pallas_kernels.paged_attention import api, tiling
 
 TINY = [spec for spec in specs.SETS["tiny"] if spec.kind != "copy"]
 OTHERS = [
@@ -83,7 +84,7 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
 
     @jax.jit
     def attend(page_ids: jax.Array) -> jax.Array:
-        return attention.paged_attention(
+        return api.paged_attention(
             *(problem.q, problem.k_pages, problem.v_pages, page_ids),
             *(problem.positions, problem.slots),
             context=problem.context,
@@ -148,12 +149,12 @@ def test_shapes_without_sense_are_refused() -> None:
 
 
 def test_tuned_sizes_fit_an_h200() -> None:
-    for (_, head_dim), sizes in tuning.DECODE.items():
-        assert sizes.smem_bytes(head_dim) <= tuning.MAX_SMEM_BYTES
-    assert tuning.DECODE["NVIDIA H200", 128] in tuning.DECODE_CANDIDATES
-    assert tuning.decode_sizes("NVIDIA H100 80GB HBM3", 128).tile == 64
+    for (_, head_dim), sizes in tiling.DECODE.items():
+        assert sizes.smem_bytes(head_dim) <= tiling.MAX_SMEM_BYTES
+    assert tiling.DECODE["NVIDIA H200", 128] in tiling.DECODE_CANDIDATES
+    assert tiling.decode_sizes("NVIDIA H100 80GB HBM3", 128).tile == 64
     with pytest.raises(ValueError, match="head_dim=96"):
-        tuning.decode_sizes("NVIDIA H200", 96)
-    assert {sizes.source for sizes in tuning.DECODE.values()} <= {
+        tiling.decode_sizes("NVIDIA H200", 96)
+    assert {sizes.source for sizes in tiling.DECODE.values()} <= {
         *("measured", "reasoned")
     }

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels import tuning
-from pallas_kernels.copying import LINE_BYTES
+from pallas_kernels.page_ops.copy import LINE_BYTES
+from pallas_kernels.paged_attention import tiling
 
 MAX_LINES = 256
 """Lines that one transfer can move."""
@@ -26,7 +26,7 @@ def copy_pages(
     target: Int[Array, " n"],
     *,
     origin: Shaped[Array, "origin_pages ..."] | None = None,
-    part_bytes: int = tuning.COPY_PART_BYTES,
+    part_bytes: int = tiling.COPY_PART_BYTES,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> Shaped[Array, "pages ..."]:
     """Makes some pages equal to others, in place where the pages are donated.

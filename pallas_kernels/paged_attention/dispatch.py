@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from pallas_kernels import cutting, planning, prefill_planning, targets
-from pallas_kernels.cutting import Tiling
+from pallas_kernels import devices
+from pallas_kernels.paged_attention import decode_plan, prefill_plan, stream_k
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 PACKED_ROWS = 128
 """Rows times query heads of a KV head up to which a slot has few rows: two products of
@@ -22,9 +23,9 @@ the tensor cores, or one tile of queries that would be shared by as many heads."
 class StepPlan(NamedTuple):
     """What the kernels need of a step, whatever the layer."""
 
-    few: planning.Plan | None
+    few: decode_plan.Plan | None
     """Rows of slots with few of them, and of trees; None where there can be none."""
-    many: prefill_planning.Plan | None
+    many: prefill_plan.Plan | None
     """Rows of the other slots, likewise."""
 
 
@@ -61,7 +62,7 @@ def make_plan(
     is_all_few = slots is None or context is not None or positions.shape[0] <= few
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
     if is_all_few or slots is None:
-        plan = planning.make_plan(
+        plan = decode_plan.make_plan(
             *(positions, slots),
             kv_heads=kv_heads,
             group=group,
@@ -73,13 +74,13 @@ def make_plan(
         return StepPlan(plan, None)
     if num_slots == 1:
         few = 0
-    many = prefill_planning.make_plan(
+    many = prefill_plan.make_plan(
         *(positions, slots), few=few, tiling=prefill_tiling(head_dim), **options
     )
     if few == 0:
         return StepPlan(None, many)
-    left = prefill_planning.left_out(positions, slots, num_slots=num_slots, few=few)
-    plan = planning.make_plan(
+    left = prefill_plan.left_out(positions, slots, num_slots=num_slots, few=few)
+    plan = decode_plan.make_plan(
         *(left, slots),
         kv_heads=kv_heads,
         group=group,
@@ -118,16 +119,16 @@ def attend(
       ValueError: types or sizes that the kernels do not take.
     """
     # Pallas loads only where it runs.
-    from pallas_kernels import decode_mosaic_gpu, prefill_mosaic_gpu
+    from pallas_kernels.paged_attention.hopper import decode, prefill
 
     arrays, head_dim, others = (q, k_pages, v_pages, page_ids), q.shape[2], None
     if plan.few is not None:
-        out, lse = decode_mosaic_gpu.attend(
+        out, lse = decode.attend(
             *arrays, plan.few, tiling=decode_tiling(head_dim), **features
         )
         others = out.astype(q.dtype), lse
     if plan.many is not None:
-        others = prefill_mosaic_gpu.attend(
+        others = prefill.attend(
             *(*arrays, plan.many),
             window=window,
             others=others,
@@ -140,14 +141,14 @@ def attend(
 
 def decode_tiling(head_dim: int) -> Tiling:
     """Sizes of the decode kernel on the target; the same for plan and kernel."""
-    return cutting.default_tiling(head_dim=head_dim, num_programs=_num_cores())
+    return stream_k.default_tiling(head_dim=head_dim, num_programs=_num_cores())
 
 
 def prefill_tiling(head_dim: int) -> Tiling:
     """Sizes of the prefill kernel on the target; the same for plan and kernel."""
-    return prefill_planning.default_tiling(head_dim=head_dim, num_programs=_num_cores())
+    return prefill_plan.default_tiling(head_dim=head_dim, num_programs=_num_cores())
 
 
 def _num_cores() -> int:
-    target = targets.current()
+    target = devices.current()
     return target.num_cores if target.platform == "gpu" else 132

@@ -20,11 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import ring_mosaic_gpu as ring
-from pallas_kernels import softmax_mosaic_gpu as softmax
-from pallas_kernels.cutting import Tiling
-from pallas_kernels.packing import WGMMA_ROWS
-from pallas_kernels.softmax_mosaic_gpu import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention.hopper import kv_ring, softmax
+from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 def out_columns(head_dim: int) -> int:
@@ -321,7 +320,7 @@ def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
 
         @pl.loop(0, item.num_kv)
         def _(i):
-            ring.copy_tile(
+            kv_ring.copy_tile(
                 *(inputs, shared),
                 slot=slot,
                 head=kv_head,
@@ -334,5 +333,5 @@ def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
 
     num_items, num_tiles = _walk(inputs, tiling.num_programs, visit)
 
-    ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
-    ring.drain(num_items, q_stages, shared.q_free)
+    kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    kv_ring.drain(num_items, q_stages, shared.q_free)

@@ -19,8 +19,9 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
-from pallas_kernels import flash_whole, scoring, targets
-from pallas_kernels.scoring import Softmax
+from pallas_kernels import devices, online_softmax
+from pallas_kernels.flash_attention import single_tile
+from pallas_kernels.online_softmax import Softmax
 
 type FlashImplementation = Literal["reference", "cudnn"]
 """Implementations by name; `None` takes the best one for platform and type."""
@@ -120,7 +121,7 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
     if max(sizes.num_queries, sizes.num_keys) <= sizes.tile:
         query = jnp.arange(sizes.num_queries, dtype=jnp.int32)[:, None]
         key = jnp.arange(sizes.num_keys, dtype=jnp.int32)[None, :]
-        out, lse = flash_whole.attend(q, k, v, _seen(query, key, sizes), sizes.scale)
+        out, lse = single_tile.attend(q, k, v, _seen(query, key, sizes), sizes.scale)
     else:
         out, lse = _attend(q, k, v, sizes)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, q_heads, head_dim)
@@ -173,7 +174,7 @@ _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn, symbolic_zeros=True)
 
 def _not_cudnn(q: Array, sizes: _Sizes) -> str:
     """Why cuDNN cannot serve a call; empty if it can."""
-    target = targets.current()
+    target = devices.current()
     if target.platform != "gpu":
         return f"the device is a {target.platform}, not a GPU"
     if target.capability and float(target.capability) < 8:
@@ -205,7 +206,7 @@ def _forward(
 
         def column(other: Array, state: Softmax) -> Softmax:
             scores, seen = _scores(queries, padded[1], index, other, sizes)
-            weights, state = scoring.reweigh(state, scores, seen)
+            weights, state = online_softmax.reweigh(state, scores, seen)
             values = _cut(padded[2], other, 2, sizes.tile)
             part = jnp.einsum(
                 "bhgqk,bhkd->bhgqd",
@@ -215,9 +216,9 @@ def _forward(
             )
             return state._replace(out=state.out + part)
 
-        state = scoring.start((*lead, sizes.rows), head_dim, q.dtype)
+        state = online_softmax.start((*lead, sizes.rows), head_dim, q.dtype)
         state = lax.fori_loop(*_columns(index, sizes), column, state)
-        return scoring.finish(state, None, q.dtype)
+        return online_softmax.finish(state, None, q.dtype)
 
     num = padded[0].shape[3] // sizes.rows
     out, lse = lax.map(row, jnp.arange(num, dtype=jnp.int32))

@@ -23,9 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import grouping
-from pallas_kernels.packing import WGMMA_ROWS
-from pallas_kernels.tuning import GROUPED_DEPTH, GroupedSizes
+from pallas_kernels.grouped_matmul.blocks import cut
+from pallas_kernels.paged_attention import GROUPED_DEPTH, WGMMA_ROWS, GroupedSizes
 
 type Ref = Any
 """A reference to memory, or a barrier, inside a kernel."""
@@ -111,7 +110,7 @@ def multiply(
         return jnp.zeros((0, num_columns), dtype)
     padded = -(-num_rows // ALIGN) * ALIGN
     x = jnp.pad(x, [(0, padded - num_rows), (0, 0)])
-    blocks = grouping.cut(
+    blocks = cut(
         group_sizes, num_rows=num_rows, block_rows=sizes.block_rows, align=ALIGN
     )
     num_warpgroups = sizes.block_rows // WGMMA_ROWS

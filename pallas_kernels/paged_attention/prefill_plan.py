@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from pallas_kernels.cutting import Tiling
-from pallas_kernels.packing import WGMMA_ROWS
+from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 TILE_ROWS = 2 * WGMMA_ROWS
 """Rows of a tile of queries: a warpgroup has half of them."""

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.cutting import Tiling
-from pallas_kernels.softmax_mosaic_gpu import Ref
+from pallas_kernels.paged_attention.hopper.softmax import Ref
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 def copy_tile(

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import planning, prefill_planning
-from pallas_kernels import prefill_warpgroups_mosaic_gpu as warpgroups
-from pallas_kernels.cutting import Tiling
-from pallas_kernels.packing import WGMMA_ROWS
-from pallas_kernels.prefill_planning import TILE_ROWS, Plan
-from pallas_kernels.softmax_mosaic_gpu import LOG2E, Scoring
+from pallas_kernels.paged_attention import decode_plan, prefill_plan
+from pallas_kernels.paged_attention.hopper import prefill_body
+from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
+from pallas_kernels.paged_attention.prefill_plan import TILE_ROWS, Plan
+from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 def attend(
@@ -74,7 +74,7 @@ def attend(
     arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2.
     """
     (num_rows, q_heads, head_dim), (_, kv_heads, page_size, _) = q.shape, k_pages.shape
-    reason = planning.why_not(
+    reason = decode_plan.why_not(
         q_dtype=str(q.dtype),
         page_dtype=str(k_pages.dtype),
         group=q_heads // kv_heads,
@@ -90,11 +90,11 @@ def attend(
     if others is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
         others = jnp.zeros_like(q), blank
-    padding = prefill_planning.num_padded(num_rows) - num_rows
+    padding = prefill_plan.num_padded(num_rows) - num_rows
     base_2 = [
         None if x is None else x.astype(jnp.float32) * LOG2E for x in (alibi, sinks)
     ]
-    given = warpgroups.Inputs(
+    given = prefill_body.Inputs(
         q=jnp.pad(q, [(0, padding), (0, 0), (0, 0)]) if padding else q,
         k=k_pages,
         v=v_pages,
@@ -131,7 +131,7 @@ def attend(
 
 
 def _launch(
-    given: warpgroups.Inputs,
+    given: prefill_body.Inputs,
     out: Float[Array, "rows q_heads head_dim"],
     *,
     scoring: Scoring,
@@ -148,8 +148,8 @@ def _launch(
 
     def prefill_attention(*references):
         *reads, written, lse, shared = references
-        inputs = warpgroups.Inputs(**dict(zip(names, reads, strict=True)))
-        outputs = warpgroups.Outputs(lse=lse, out=written)
+        inputs = prefill_body.Inputs(**dict(zip(names, reads, strict=True)))
+        outputs = prefill_body.Outputs(lse=lse, out=written)
         warpgroup = lax.axis_index("warpgroup")
 
         # Registers of a thread that multiplies, and of one that copies: all three
@@ -159,7 +159,7 @@ def _launch(
         @pl.when(warpgroup < 2)
         def _():
             plgpu.set_max_registers(many, action="increase")
-            warpgroups.consume(
+            prefill_body.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,
                 window=window,
@@ -170,7 +170,7 @@ def _launch(
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(few, action="decrease")
-            warpgroups.produce(inputs, shared, tiling=tiling)
+            prefill_body.produce(inputs, shared, tiling=tiling)
 
     # The layout in which the tensor cores read.
     tiled: Any = [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
@@ -180,12 +180,12 @@ def _launch(
     def barriers(count: int, arrivals: int):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    shared = warpgroups.Shared(
+    shared = prefill_body.Shared(
         q=plgpu.SMEM((q_stages, *halves, head_dim), dtype, transforms=tiled),
         position=plgpu.SMEM((q_stages, *halves), jnp.int32),
         k=plgpu.SMEM(ring, dtype, transforms=tiled),
         v=plgpu.SMEM(ring, dtype, transforms=tiled),
-        out=plgpu.SMEM((*halves, warpgroups.out_columns(head_dim)), dtype),
+        out=plgpu.SMEM((*halves, prefill_body.out_columns(head_dim)), dtype),
         lse=plgpu.SMEM(halves, jnp.float32),
         q_full=barriers(q_stages, 4),
         q_free=barriers(q_stages, 2),

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import targets, tuning
+from pallas_kernels import devices
+from pallas_kernels.paged_attention import tiling
 
 COLD = 4
 """Calls pass over so many times the last cache before they come back to a page."""
@@ -83,7 +84,7 @@ def num_turns(num_bytes: int, kind: str) -> int:
       num_bytes: that one call moves.
       kind: of device; one whose cache is not known is measured warm.
     """
-    return max(1, -(-COLD * tuning.L2_BYTES.get(kind, 0) // num_bytes))
+    return max(1, -(-COLD * tiling.L2_BYTES.get(kind, 0) // num_bytes))
 
 
 def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:
@@ -102,7 +103,7 @@ def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:
     jax.block_until_ready(call(1))
     once_s = time.perf_counter() - start_s
     num_calls = max(2, min(num_calls, int(1 / once_s)))
-    if targets.current().platform != "gpu":
+    if devices.current().platform != "gpu":
         return _wall(call, num_calls)
     return _cupti(call, num_calls) or _queue(call, num_calls)
 

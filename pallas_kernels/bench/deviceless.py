@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 MAX_SMEM_BYTES = 232_448
 """Shared memory that a kernel may ask for on an H200."""
 
-_TARGET = Path(__file__).with_name("h200.txtpb")
+_TARGET = Path(__file__).parents[1] / "h200.txtpb"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
 _TOOLKITS = ("/usr/local/cuda",)
 _LIBDEVICE = Path("nvvm", "libdevice", "libdevice.10.bc")

@@ -13,7 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import grouped_reference, targets, tuning
+from pallas_kernels import devices
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.paged_attention import tiling
 
 type GroupedImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""
@@ -134,7 +136,7 @@ def _why_not_mosaic(
 ) -> str | None:
     """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
     dtype = jnp.dtype(preferred_element_type)
-    if (reason := targets.why_not_hopper(targets.current())) is not None:
+    if (reason := devices.why_not_hopper(devices.current())) is not None:
         return reason
     if numerics != "fast":
         return f"{numerics=} needs blocks that do not depend on the other rows"
@@ -159,22 +161,24 @@ def _multiply(
     x: Array, w: Array, group_sizes: Array, way: _Way, transposed: bool = False
 ) -> Array:
     if way.implementation == "reference":
-        return grouped_reference.multiply(
+        return reference.multiply(
             *(x, w, group_sizes),
             transposed=transposed,
             dtype=way.dtype,
             block_rows=way.block_rows,
         )
-    from pallas_kernels import grouped_mosaic_gpu  # Pallas loads only where it runs
+    from pallas_kernels.grouped_matmul import (
+        mosaic_gpu,  # Pallas loads only where it runs
+    )
 
-    num_cores = targets.current().num_cores
-    sizes = tuning.grouped_sizes(
+    num_cores = devices.current().num_cores
+    sizes = tiling.grouped_sizes(
         num_rows=x.shape[0],
         num_groups=w.shape[0],
         num_columns=w.shape[1 if transposed else 2],
         num_cores=num_cores,
     )
-    return grouped_mosaic_gpu.multiply(
+    return mosaic_gpu.multiply(
         *(x, w, group_sizes),
         transposed=transposed,
         dtype=way.dtype,
@@ -192,7 +196,7 @@ def _backward(way: _Way, kept: Any, gradient: Array) -> tuple[Array, Array, Any]
     gradient = gradient.astype(x.dtype)
     back = way._replace(dtype=x.dtype)
     of_x = _multiply(gradient, w, group_sizes, back, transposed=True)
-    of_w = grouped_reference.multiply_rows(x, gradient, group_sizes, dtype=w.dtype)
+    of_w = reference.multiply_rows(x, gradient, group_sizes, dtype=w.dtype)
     return of_x, of_w, np.zeros(group_sizes.shape, jax.dtypes.float0)
 
 

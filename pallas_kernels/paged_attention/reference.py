@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import reading, scoring
-from pallas_kernels.reading import Memory
-from pallas_kernels.scoring import Scoring, Softmax
+from pallas_kernels import online_softmax
+from pallas_kernels.online_softmax import Scoring, Softmax
+from pallas_kernels.paged_attention import page_blocks
+from pallas_kernels.paged_attention.page_blocks import Memory
 
 BLOCK = 64
 """Positions that are gathered and summed together."""
@@ -58,12 +59,12 @@ def attend_per_row(
     last, first = _last_seen(view), _first_seen(view)
     slopes = None if terms.slopes is None else terms.slopes[None, :, :, None]
     sinks = None if terms.sinks is None else terms.sinks[None]
-    dtype = reading.type_of_products(q.dtype, memory)
+    dtype = page_blocks.type_of_products(q.dtype, memory)
 
     def block(index: Array, state: Softmax) -> Softmax:
         places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
         seen = _visible(places, view)
-        read = reading.read(memory, view.page_ids, index, seen, dtype)
+        read = page_blocks.read(memory, view.page_ids, index, seen, dtype)
         scales = [_expand(x, (2,)) for x in (read.k_scales, read.v_scales)]
         products = jnp.einsum(
             "rhgd,rhtd->rhgt",
@@ -71,13 +72,13 @@ def attend_per_row(
             preferred_element_type=state.top.dtype,
         )
         distance = (places[None, :] - view.positions[:, None])[:, None, None, :]
-        scores = scoring.score(
+        scores = online_softmax.score(
             products, terms, slopes=slopes, distance=distance, k_scales=scales[0]
         )
-        weights, state = scoring.reweigh(state, scores, seen[:, None, None, :])
+        weights, state = online_softmax.reweigh(state, scores, seen[:, None, None, :])
         out = jnp.einsum(
             "rhgt,rhtd->rhgd",
-            *(scoring.scaled(weights, scales[1]).astype(dtype), read.v),
+            *(online_softmax.scaled(weights, scales[1]).astype(dtype), read.v),
             preferred_element_type=state.out.dtype,
         )
         return state._replace(out=state.out + out)
@@ -86,9 +87,9 @@ def attend_per_row(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
         jnp.max(last) // block_size + 1,
         block,
-        scoring.start((rows, kv_heads, group), head_dim, q.dtype),
+        online_softmax.start((rows, kv_heads, group), head_dim, q.dtype),
     )
-    return scoring.finish(state, sinks, q.dtype)
+    return online_softmax.finish(state, sinks, q.dtype)
 
 
 def attend_per_tile(
@@ -116,7 +117,7 @@ def attend_per_tile(
     ancestors = None if view.ancestors is None else pad(view.ancestors, False)
     slopes = None if terms.slopes is None else terms.slopes[:, :, None, None]
     sinks = None if terms.sinks is None else terms.sinks[:, :, None]
-    dtype = reading.type_of_products(q.dtype, memory)
+    dtype = page_blocks.type_of_products(q.dtype, memory)
 
     def tile(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         cut = lambda x: lax.dynamic_slice_in_dim(x, starts[index], TILE)  # noqa: E731
@@ -138,23 +139,23 @@ def attend_per_tile(
             places = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             seen = _visible(places, here)
             used = jnp.any(seen, axis=0, keepdims=True)
-            read = reading.read(memory, here.page_ids, index, used, dtype)
+            read = page_blocks.read(memory, here.page_ids, index, used, dtype)
             scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
             products = jnp.einsum(
                 "hqd,htd->hqt",
                 *(queries, read.k[0]),
                 preferred_element_type=state.top.dtype,
             ).reshape(kv_heads, group, TILE, BLOCK)
-            scores = scoring.score(
+            scores = online_softmax.score(
                 products,
                 terms,
                 slopes=slopes,
                 distance=(places[None, :] - here.positions[:, None])[None, None],
                 k_scales=None if scales[0] is None else scales[0][0],
             )
-            weights, state = scoring.reweigh(state, scores, seen[None, None])
+            weights, state = online_softmax.reweigh(state, scores, seen[None, None])
             v_scales = None if scales[1] is None else scales[1][0]
-            weights = scoring.scaled(weights, v_scales).astype(dtype)
+            weights = online_softmax.scaled(weights, v_scales).astype(dtype)
             out = jnp.einsum(
                 "hqt,htd->hqd",
                 *(weights.reshape(kv_heads, group * TILE, BLOCK), read.v[0]),
@@ -166,9 +167,9 @@ def attend_per_tile(
             first // BLOCK,
             last // BLOCK + 1,
             block,
-            scoring.start((kv_heads, group, TILE), head_dim, q.dtype),
+            online_softmax.start((kv_heads, group, TILE), head_dim, q.dtype),
         )
-        out, lse = scoring.finish(state, sinks, q.dtype)
+        out, lse = online_softmax.finish(state, sinks, q.dtype)
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
         def put(whole: Array, part: Array) -> Array:

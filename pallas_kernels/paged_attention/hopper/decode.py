@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import decode_warpgroups_mosaic_gpu as warpgroups
-from pallas_kernels import merging, packing, planning
-from pallas_kernels.cutting import Tiling
-from pallas_kernels.packing import WGMMA_ROWS
-from pallas_kernels.planning import Plan
-from pallas_kernels.softmax_mosaic_gpu import LOG2E, Scoring
+from pallas_kernels.paged_attention import decode_plan, merging, row_packing
+from pallas_kernels.paged_attention.decode_plan import Plan
+from pallas_kernels.paged_attention.hopper import decode_body
+from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
+from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 def attend(
@@ -71,7 +71,7 @@ def attend(
     """
     _, kv_heads, page_size, head_dim = k_pages.shape
     group = q.shape[1] // kv_heads
-    reason = planning.why_not(
+    reason = decode_plan.why_not(
         q_dtype=str(q.dtype),
         page_dtype=str(k_pages.dtype),
         group=group,
@@ -94,7 +94,7 @@ def attend(
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
-    blocks = packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
+    blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
     states = _launch(
         *(blocks, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
         scoring=scoring,
@@ -103,8 +103,8 @@ def attend(
     )
     schedule = plan.schedule
     out, lse = merging.merge_parts(*states, schedule.cut_of, schedule.cut_items)
-    out = packing.unpack(out, plan.packing, group=group, fill=0.0)
-    lse = packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
+    out = row_packing.unpack(out, plan.packing, group=group, fill=0.0)
+    lse = row_packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
     if sinks is not None:
         out, lse = merging.add_sinks(out, lse, sinks)
     return out, lse
@@ -127,7 +127,7 @@ def _launch(
     schedule, tile, stages = plan.schedule, tiling.tile, tiling.stages
     programs, num_lines = schedule.begin.shape[0], plan.rows.shape[1]
     num_warpgroups = plan.rows.shape[2] // WGMMA_ROWS
-    given = warpgroups.Inputs(
+    given = decode_body.Inputs(
         q=q,
         k=k_pages,
         v=v_pages,
@@ -148,8 +148,8 @@ def _launch(
     operands = [x for x in given if x is not None]
 
     def decode_attention(*references):
-        inputs = warpgroups.Inputs(*references[: len(operands)])
-        outputs = warpgroups.Outputs(*references[len(operands) : -1])
+        inputs = decode_body.Inputs(*references[: len(operands)])
+        outputs = decode_body.Outputs(*references[len(operands) : -1])
         shared = references[-1]
         warpgroup = lax.axis_index("warpgroup")
 
@@ -160,7 +160,7 @@ def _launch(
         @pl.when(warpgroup < num_warpgroups)
         def _():
             plgpu.set_max_registers(many, action="increase")
-            warpgroups.consume(
+            decode_body.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,
                 tiling=tiling,
@@ -170,7 +170,7 @@ def _launch(
         @pl.when(warpgroup == num_warpgroups)
         def _():
             plgpu.set_max_registers(few, action="decrease")
-            warpgroups.produce(inputs, shared, tiling=tiling)
+            decode_body.produce(inputs, shared, tiling=tiling)
 
     # The layout in which the tensor cores read.
     tiled: Any = [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
@@ -182,7 +182,7 @@ def _launch(
     def barriers(count: int, arrivals: int):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    shared = warpgroups.Shared(
+    shared = decode_body.Shared(
         q=plgpu.SMEM((*q_ring, head_dim), q.dtype, transforms=tiled),
         rows=plgpu.SMEM(
             (tiling.q_stages, num_warpgroups, num_lines, WGMMA_ROWS), jnp.int32
@@ -190,7 +190,7 @@ def _launch(
         slopes=None if slopes is None else plgpu.SMEM(q_ring, wide),
         k=plgpu.SMEM(ring, k_pages.dtype, transforms=tiled),
         v=plgpu.SMEM(ring, v_pages.dtype, transforms=tiled),
-        out=plgpu.SMEM((*lanes, min(head_dim, warpgroups.OUT_COLUMNS)), wide),
+        out=plgpu.SMEM((*lanes, min(head_dim, decode_body.OUT_COLUMNS)), wide),
         lse=plgpu.SMEM(lanes, wide),
         q_full=barriers(tiling.q_stages, copies),
         q_free=barriers(tiling.q_stages, num_warpgroups),

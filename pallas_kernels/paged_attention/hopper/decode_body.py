@@ -20,12 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import planning
-from pallas_kernels import ring_mosaic_gpu as ring
-from pallas_kernels import softmax_mosaic_gpu as softmax
-from pallas_kernels.cutting import Tiling
-from pallas_kernels.packing import WGMMA_ROWS
-from pallas_kernels.softmax_mosaic_gpu import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention import decode_plan
+from pallas_kernels.paged_attention.hopper import kv_ring, softmax
+from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 OUT_COLUMNS = 128
 """Columns of the output that are on their way to global memory at a time."""
@@ -208,7 +207,7 @@ def _shape_scores(products, begin, rows: Ref, slopes: Ref, scoring: Scoring):
     """Turns products of queries and keys into scores in base 2: `[64, tile]`."""
     scores, shape = softmax.scale_and_cap(products, scoring), products.shape
     if slopes is not None:
-        position = softmax.load(rows.at[planning.POSITION], shape)
+        position = softmax.load(rows.at[decode_plan.POSITION], shape)
         distance = (softmax.places(shape, begin) - position).astype(jnp.float32)
         scores += softmax.load(slopes, shape) * distance
     return scores
@@ -217,14 +216,14 @@ def _shape_scores(products, begin, rows: Ref, slopes: Ref, scoring: Scoring):
 def _seen(shape, begin, rows: Ref):
     """Whether each row sees each place: `[64, tile]`."""
     place = softmax.places(shape, begin)
-    column = place - softmax.load(rows.at[planning.LIMIT], shape)
+    column = place - softmax.load(rows.at[decode_plan.LIMIT], shape)
     seen = column < 0
-    for line in range(planning.WORDS, rows.shape[0]):
+    for line in range(decode_plan.WORDS, rows.shape[0]):
         word = softmax.load(rows.at[line], shape)
         bit = lax.shift_right_logical(word, column & 31) & 1
-        nth = line - planning.WORDS
+        nth = line - decode_plan.WORDS
         seen |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == nth)
-    return seen & (place >= softmax.load(rows.at[planning.FIRST], shape))
+    return seen & (place >= softmax.load(rows.at[decode_plan.FIRST], shape))
 
 
 def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
@@ -297,7 +296,7 @@ def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
 
         @pl.loop(0, piece.take)
         def _(i):
-            ring.copy_tile(
+            kv_ring.copy_tile(
                 *(inputs, shared),
                 slot=slot,
                 head=piece.head,
@@ -310,5 +309,5 @@ def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
 
     num_tiles, num_pieces = _walk(inputs, kv_heads, visit)
 
-    ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
-    ring.drain(num_pieces, q_stages, shared.q_free)
+    kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    kv_ring.drain(num_pieces, q_stages, shared.q_free)

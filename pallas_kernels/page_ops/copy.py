@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels import targets
+from pallas_kernels import devices
 
 type CopyImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape.
@@ -68,7 +68,7 @@ def copy_pages(
     if implementation != "reference":
         reason = _why_not_mosaic(pages, disjoint or origin is not None)
         if reason is None:
-            from pallas_kernels import copy_mosaic_gpu
+            from pallas_kernels.page_ops import copy_mosaic_gpu
 
             return copy_mosaic_gpu.copy_pages(pages, source, target, origin=origin)
         if implementation is not None:
@@ -98,7 +98,7 @@ def _copy(
 def _why_not_mosaic(pages: Shaped[Array, "pages ..."], disjoint: bool) -> str | None:
     """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
     page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
-    if (reason := targets.why_not_hopper(targets.current())) is not None:
+    if (reason := devices.why_not_hopper(devices.current())) is not None:
         return reason
     if page_bytes == 0 or page_bytes % LINE_BYTES:
         return f"{page_bytes=} must be a positive multiple of {LINE_BYTES}"

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels import checking, planning, reference, routing, targets
-from pallas_kernels.reading import Memory
-from pallas_kernels.scoring import Scoring
+from pallas_kernels import devices
+from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.paged_attention import checks, decode_plan, dispatch, reference
+from pallas_kernels.paged_attention.page_blocks import Memory
 
 type AttentionImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""
@@ -52,7 +53,7 @@ def paged_attention(
     v_scales: Float[Array, "pages kv_heads *v_places"] | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
-    plan: routing.StepPlan | None = None,
+    plan: dispatch.StepPlan | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
 
@@ -104,8 +105,8 @@ def paged_attention(
     Press et al. 2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925,
     section 2.
     """
-    checking.check_arrays(q, k_pages, v_pages, k_scales, v_scales)
-    checking.check_heads(q, sinks=sinks, alibi=alibi)
+    checks.check_arrays(q, k_pages, v_pages, k_scales, v_scales)
+    checks.check_heads(q, sinks=sinks, alibi=alibi)
     if slots is None and q.shape[0] != page_ids.shape[0]:
         raise ValueError(
             f"{q.shape[0]=} must be {page_ids.shape[0]=} when slots is None"
@@ -128,7 +129,7 @@ def paged_attention(
                 implementation=implementation,
             )
         assert plan is not None
-        out, lse = routing.attend(
+        out, lse = dispatch.attend(
             *(q, k_pages, v_pages, page_ids, plan),
             scale=scale,
             window=window,
@@ -172,7 +173,7 @@ def make_plan(
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
-) -> routing.StepPlan | None:
+) -> dispatch.StepPlan | None:
     """Prepares what a kernel needs once a step, whatever the layer.
 
     Args:
@@ -198,7 +199,7 @@ def make_plan(
     if chosen != "mosaic_gpu":
         return None
     kv_heads = k_pages.shape[1]
-    return routing.make_plan(
+    return dispatch.make_plan(
         *(positions, slots),
         num_slots=page_ids.shape[0],
         kv_heads=kv_heads,
@@ -234,7 +235,7 @@ def choose(
     elif numerics != "fast":
         reason = f"{numerics=} needs sums that do not depend on the other rows"
     else:
-        reason = planning.why_not(
+        reason = decode_plan.why_not(
             q_dtype=str(q.dtype),
             page_dtype=str(k_pages.dtype),
             group=q.shape[1] // k_pages.shape[1],
@@ -250,7 +251,7 @@ def choose(
 
 def device() -> tuple[str, str]:
     """Platform and compute capability of the device that programs are made for."""
-    target = targets.current()
+    target = devices.current()
     return target.platform, target.capability
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import grouping, targets
+from pallas_kernels import devices
+from pallas_kernels.grouped_matmul.blocks import cut
 
 MAX_BLOCK = 64
 """Rows that a CPU multiplies at a time, where groups have as many on average. Fewer
@@ -52,7 +53,7 @@ def multiply(
     if num_rows == 0 or num_groups == 0:
         return jnp.zeros((num_rows, w.shape[1 if transposed else 2]), dtype)
     wide = _wide(dtype)
-    if block_rows is None and targets.current().platform != "cpu":
+    if block_rows is None and devices.current().platform != "cpu":
         right = w.swapaxes(1, 2) if transposed else w
         out = lax.ragged_dot(
             x, right, group_sizes.astype(jnp.int32), preferred_element_type=wide
@@ -61,7 +62,7 @@ def multiply(
     padding = max(0, (block_rows or 1) - num_rows)
     x = jnp.pad(x, [(0, padding), (0, 0)])
     size = block_rows or block_size(num_rows, num_groups)
-    blocks = grouping.cut(group_sizes, num_rows=num_rows, block_rows=size)
+    blocks = cut(group_sizes, num_rows=num_rows, block_rows=size)
     over = ((1,), (1 if transposed else 0,)), ((), ())
 
     def one_block(i: Array, out: Array) -> Array:
@@ -101,7 +102,7 @@ def multiply_rows(
     num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     wide = _wide(dtype)
     x, y = (_grouped_alone(rows, group_sizes) for rows in (x, y))
-    if targets.current().platform != "cpu":
+    if devices.current().platform != "cpu":
         sums = lax.ragged_dot_general(
             *(x, y, group_sizes.astype(jnp.int32), _ROWS_APART),
             preferred_element_type=wide,
@@ -111,7 +112,7 @@ def multiply_rows(
     if num_rows == 0 or num_groups == 0:
         return out.astype(dtype)
     size = block_size(num_rows, num_groups)
-    blocks = grouping.cut(group_sizes, num_rows=num_rows, block_rows=size)
+    blocks = cut(group_sizes, num_rows=num_rows, block_rows=size)
 
     def one_block(i: Array, out: Array) -> Array:
         first = jnp.minimum(blocks.first[i], num_rows - size)

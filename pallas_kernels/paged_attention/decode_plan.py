@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from pallas_kernels import cutting, packing
-from pallas_kernels.cutting import Schedule, Tiling
-from pallas_kernels.packing import Packing
+from pallas_kernels.paged_attention import row_packing, stream_k
+from pallas_kernels.paged_attention.row_packing import Packing
+from pallas_kernels.paged_attention.stream_k import Schedule, Tiling
 
 FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
 """Lines of `Plan.rows`; the words of ancestors fill the lines from `WORDS` on."""
@@ -117,11 +117,11 @@ def make_plan(
         raise ValueError(f"{group=} must be in [1, {tiling.block_rows=}]")
     live = positions >= 0
     if slots is None:
-        packed = packing.one_row_a_slot(live)
+        packed = row_packing.one_row_a_slot(live)
     else:
         live &= slots >= 0
         tokens = min(tiling.block_rows // group, rows_per_slot or positions.shape[0])
-        packed = packing.pack_rows(
+        packed = row_packing.pack_rows(
             *(slots, live),
             num_slots=num_slots,
             tokens=tokens,
@@ -142,7 +142,7 @@ def make_plan(
         lines = [words[:, i] for i in range(words.shape[1])]
 
     def spread(values, fill):
-        return packing.pack_values(
+        return row_packing.pack_values(
             values.astype(jnp.int32), packed, group=group, fill=fill
         )
 
@@ -166,7 +166,7 @@ def make_plan(
         high=high,
         inner_low=inner_low,
         inner_high=inner_high,
-        schedule=cutting.cut(low, high, kv_heads=kv_heads, tiling=tiling),
+        schedule=stream_k.cut(low, high, kv_heads=kv_heads, tiling=tiling),
     )
 
 

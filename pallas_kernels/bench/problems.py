@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.specs import Spec
+from pallas_kernels.bench.specs import Spec
 
 NUM_SPARE = 3
 """Pages that belong to nobody."""

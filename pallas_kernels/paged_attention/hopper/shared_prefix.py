@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from pallas_kernels import decode_mosaic_gpu, merging, planning
-from pallas_kernels.attention import AttentionState, merge_states
-from pallas_kernels.cutting import Tiling
-from pallas_kernels.planning import Plan
+from pallas_kernels.paged_attention import decode_plan, merging
+from pallas_kernels.paged_attention.api import AttentionState, merge_states
+from pallas_kernels.paged_attention.decode_plan import Plan
+from pallas_kernels.paged_attention.hopper import decode
+from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 class SharedPrefixPlan(NamedTuple):
@@ -70,7 +71,7 @@ def make_plan(
     shared = prefix_lengths[jnp.maximum(owner, 0)]
     shared = jnp.where(owner >= 0, shared, 0)
     plan = functools.partial(
-        planning.make_plan,
+        decode_plan.make_plan,
         kv_heads=kv_heads,
         group=group,
         tiling=tiling,
@@ -126,7 +127,7 @@ def attend_shared_prefix(
     """
     states = []
     for ids, part in ((prefix_ids, plan.prefix), (page_ids, plan.own)):
-        state = decode_mosaic_gpu.attend(
+        state = decode.attend(
             *(q, k_pages, v_pages, ids, part),
             scale=scale,
             softcap=softcap,

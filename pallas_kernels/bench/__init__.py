@@ -1,0 +1,25 @@
+"""What kernels are measured on, with which clock, and compiled for without a device."""
+
+from pallas_kernels.bench.grouped_specs import GroupedProblem as GroupedProblem
+from pallas_kernels.bench.grouped_specs import GroupedSpec as GroupedSpec
+from pallas_kernels.bench.problems import CopyProblem as CopyProblem
+from pallas_kernels.bench.problems import Problem as Problem
+from pallas_kernels.bench.specs import Heads as Heads
+from pallas_kernels.bench.specs import Spec as Spec
+from pallas_kernels.bench.timing import Ceilings as Ceilings
+from pallas_kernels.bench.timing import Timing as Timing
+
+__all__ = [
+    "Ceilings",
+    "CopyProblem",
+    "GroupedProblem",
+    "GroupedSpec",
+    "Heads",
+    "Problem",
+    "Spec",
+    "Timing",
+    "grouped_specs",
+    "problems",
+    "specs",
+    "timing",
+]

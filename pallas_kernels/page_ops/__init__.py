@@ -1,0 +1,11 @@
+"""Writing rows of K and V into pages, and copying pages."""
+
+from pallas_kernels.page_ops.copy import copy_pages as copy_pages
+from pallas_kernels.page_ops.write import write_kv as write_kv
+
+__all__ = [
+    "copy",
+    "copy_pages",
+    "write",
+    "write_kv",
+]
