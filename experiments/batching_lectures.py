@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv import workloads
+from jaxkv.workloads import arrivals
 
 NUM_SLOTS, LIMIT, PLACES = 4, 3, 8
 IDLE, PROMPT, TOKEN, END = range(4)
@@ -70,15 +70,15 @@ class Times(NamedTuple):
     last: Int[np.ndarray, " requests"]
 
 
-def sequences() -> workloads.Workload:
+def sequences() -> arrivals.Workload:
     """S1 to S7, all there from the start."""
-    return workloads.make(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
+    return arrivals.make(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
 
 
-def requests() -> workloads.Workload:
+def requests() -> arrivals.Workload:
     """R1 to R5."""
     arrival_s, prompt, output = zip(*_TURNS, strict=True)
-    return workloads.make(np.array(arrival_s), np.array(prompt), np.array(output))
+    return arrivals.make(np.array(arrival_s), np.array(prompt), np.array(output))
 
 
 def times(

@@ -9,16 +9,11 @@ import numpy as np
 from experiments import batching_sweeps, bundled, prompting
 from experiments.batching_sweeps import PAGE_SIZE, SYSTEMS, Latencies, Result, Speeds
 from experiments.progress import Progress
-from jaxkv import (
-    baselines,
-    checkpoints,
-    models,
-    policies,
-    scheduling,
-    serving,
-    states,
-)
+from jaxkv.engine import state
+from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.serving.engine import Engine
 from jaxkv.workloads import Workload
 
 if TYPE_CHECKING:
@@ -60,7 +55,7 @@ def _uneven(
     rates, steps = np.full(shape, np.nan), np.full(shape, np.nan)
     engines = [
         _engine(config, model, slots, policy)
-        for policy in (baselines.static(), policies.fcfs())
+        for policy in (static_batching.static(), fcfs.fcfs())
     ]
     for engine, name in zip(engines, SYSTEMS, strict=False):
         progress.show(f"{name}: compiling")
@@ -89,7 +84,7 @@ def _side_by_side(
     rates, latencies = [], []
     for clients in progress.track(config.clients, "side by side", "sizes"):
         progress.show(f"{clients} side by side: compiling")
-        engine = _engine(config, model, clients, policies.fcfs())
+        engine = _engine(config, model, clients, fcfs.fcfs())
         load = batching_sweeps.equal(config.prompt_tokens, num, clients, rounds=1)
         seconds = [_serve(engine, model, load, 0)[0] for _ in range(ROUNDS + 1)]
         rates.append(clients * num / min(seconds[1:]))
@@ -102,12 +97,12 @@ def _engine(
     config: "Config",
     model: checkpoints.Loaded,
     slots: int,
-    policy: scheduling.Policy,
-) -> serving.Engine:
+    policy: interface.Policy,
+) -> Engine:
     """An engine whose pool holds the longest sequence in every slot."""
     pages_per_slot = -(-config.longest // PAGE_SIZE)
     num = max(config.num_requests, slots)
-    bounds = states.EngineConfig(
+    bounds = state.EngineConfig(
         num_pages=slots * pages_per_slot,
         page_size=PAGE_SIZE,
         max_slots=slots,
@@ -117,10 +112,10 @@ def _engine(
         submit_width=num,
         token_budget=max(TOKEN_BUDGET, slots),
     )
-    return serving.Engine(
+    return Engine(
         model.params,
-        models.Forward(model.config, bounds.numerics),
-        models.make_pages(model.config, bounds),
+        transformer.Forward(model.config, bounds.numerics),
+        transformer.make_pages(model.config, bounds),
         bounds,
         policy=policy,
         keep_trace=True,
@@ -128,7 +123,7 @@ def _engine(
 
 
 def _serve(
-    engine: serving.Engine, model: checkpoints.Loaded, load: Workload, seed: int
+    engine: Engine, model: checkpoints.Loaded, load: Workload, seed: int
 ) -> tuple[float, int]:
     """Serves a load whose requests are all there: seconds, and steps that fed rows."""
     sizes: Any = np.asarray(load.prompt).tolist()

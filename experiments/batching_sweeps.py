@@ -11,10 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from experiments import batching_lectures, cost_models, simulating
 from experiments.progress import Progress
 from experiments.simulated import Served
-from jaxkv import baselines, lengths, policies, scheduling, simulation, workloads
-from jaxkv.machines import Capacity
-from jaxkv.simulation import Cost
-from jaxkv.workloads import Workload
+from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.simulation import Capacity, Cost, step
+from jaxkv.workloads import Workload, arrivals, lengths
 
 if TYPE_CHECKING:
     from experiments.batching import Config
@@ -79,7 +78,7 @@ class Priced(NamedTuple):
     cost: Cost
     counts_steps: Bool[Array, ""]
 
-    def __call__(self, work: simulation.Work) -> Array:
+    def __call__(self, work: step.Work) -> Array:
         """Prices a step."""
         return jnp.where(self.counts_steps, 1.0, self.cost(work))
 
@@ -96,7 +95,7 @@ def run(config: "Config", progress: Progress) -> Result:
     """Simulates everything, the two policies one after the other."""
     cost = cost_models.find(config.cost).cost
     results = []
-    for name, policy in (("static", baselines.static()), ("paged", policies.fcfs())):
+    for name, policy in (("static", static_batching.static()), ("paged", fcfs.fcfs())):
         members = [*_pictures()]
         for load in (*_limited(config), *_spread(config)):
             members.append(_reserved(config, *load))
@@ -117,7 +116,7 @@ def pictures(config: "Config", progress: Progress) -> list[batching_lectures.Tim
     members, cost = [*_pictures()], cost_models.find(config.cost).cost
     both = [
         _simulate(config, members, policy, cost, progress)
-        for policy in (baselines.static(), policies.fcfs())
+        for policy in (static_batching.static(), fcfs.fcfs())
     ]
     return [_times(*found, index) for index in (0, 1) for found in both]
 
@@ -134,7 +133,7 @@ def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workloa
         prompt=lengths.Fixed(tokens=prompt), output=lengths.Fixed(tokens=output)
     )
     rng, num = np.random.default_rng(0), rounds * clients
-    return workloads.closed_loop(rng, law, clients=clients, num=num)
+    return arrivals.closed_loop(rng, law, clients=clients, num=num)
 
 
 def outputs(config: "Config") -> list[np.ndarray]:
@@ -194,7 +193,7 @@ def _seeds(config: "Config") -> range:
 
 def _burst(config: "Config", law: lengths.Pair, seed: int) -> Workload:
     tokens = law.draw(np.random.default_rng(seed), config.num_requests)
-    return workloads.make(np.zeros(config.num_requests), *tokens)
+    return arrivals.make(np.zeros(config.num_requests), *tokens)
 
 
 def _reserved(config: "Config", load: Workload, longest: int) -> _Member:
@@ -216,7 +215,7 @@ def _capacity(num_pages: int, page_size: int, max_length: int) -> Capacity:
 def _simulate(
     config: "Config",
     members: Sequence[_Member],
-    policy: scheduling.Policy,
+    policy: interface.Policy,
     cost: Cost,
     progress: Progress,
 ) -> tuple[Sequence[_Member], Served]:

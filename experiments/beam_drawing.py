@@ -6,7 +6,7 @@ from typing import Any
 from experiments import boxes
 from experiments.boxes import Box
 from experiments.page_frames import Frames
-from jaxkv.paging import NO_PAGE
+from jaxkv.memory import NO_PAGE
 
 _LABEL, _THIN = 0.55, 0.06
 """Widths: of what stands before the pages, of a page in the pool that is never used."""

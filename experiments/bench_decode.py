@@ -22,7 +22,8 @@ from experiments.ours import Ours
 from experiments.peers import Timing
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from jaxkv import checkpoints, states
+from jaxkv.engine import state
+from jaxkv.models import checkpoints
 
 PANELS = (1, 2)
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
@@ -217,10 +218,10 @@ def _load(config: Config) -> checkpoints.Loaded:
     return model
 
 
-def _bounds(config: Config, batch: int) -> states.EngineConfig:
+def _bounds(config: Config, batch: int) -> state.EngineConfig:
     """Just enough slots and pages for a batch."""
     length = config.prompt_tokens + config.output_tokens
-    return states.EngineConfig(
+    return state.EngineConfig(
         num_pages=batch * -(-length // config.page_size),
         page_size=config.page_size,
         max_slots=batch,

@@ -23,7 +23,9 @@ from experiments.reporting import Part, Sheet
 from experiments.simulating import Members, part_size, stack
 from experiments.simulating_parts import Bounds
 from experiments.simulating_parts import Part as Runner
-from jaxkv import clocks, machines, policies, scheduling
+from jaxkv import clock
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.simulation import state
 from jaxkv.workloads import Workload
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
@@ -121,7 +123,7 @@ class Rate(NamedTuple):
 
 def members(config: Config) -> list[Members]:
     """One machine for each rate, with requests for all of its steps."""
-    capacity = machines.Capacity.of(
+    capacity = state.Capacity.of(
         num_pages=PLACES // PAGE_SIZE,
         page_size=PAGE_SIZE,
         max_length=MAX_LENGTH,
@@ -130,7 +132,7 @@ def members(config: Config) -> list[Members]:
     # A step takes less than 0.1 s; who has no requests left would do nothing.
     num = int(config.max_rate * config.num_steps * 0.1) + 64
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
-    policy, cost = policies.fcfs(), cost_models.figure_12().cost
+    policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
     loads = [load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
     return [Members(x, capacity, policy, cost) for x in loads]
 
@@ -142,12 +144,12 @@ def load(rate: float, num: int, seed: int) -> Workload:
     mixed = rng.permutation(num)
     return Workload(
         arrival=jnp.asarray(
-            clocks.from_seconds(np.cumsum(rng.exponential(1 / rate, num)))
+            clock.from_seconds(np.cumsum(rng.exponential(1 / rate, num)))
         ),
         prompt=jnp.asarray(lengths.prompt[mixed], jnp.int32),
         output=jnp.asarray(lengths.answer[mixed], jnp.int32),
         samples=jnp.ones(num, jnp.int32),
-        clients=jnp.int32(scheduling.NO_LIMIT),
+        clients=jnp.int32(interface.NO_LIMIT),
     )
 
 
@@ -178,7 +180,7 @@ def _rate(runners: list[Runner]) -> Rate:
 def requests(workload: Workload) -> list[Request]:
     """The same for plain Python."""
     arrival = np.asarray(workload.arrival, np.int64)
-    times = arrival[:, 0] * clocks.SECOND + arrival[:, 1]
+    times = arrival[:, 0] * clock.SECOND + arrival[:, 1]
     columns = (times, np.asarray(workload.prompt), np.asarray(workload.output))
     return [Request(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
 

@@ -16,7 +16,9 @@ import numpy as np
 
 from experiments import model_card
 from experiments.progress import QUIET, Progress
-from jaxkv import checkpoints, models, tokenizing
+from jaxkv.models import checkpoints
+from jaxkv.models.config import ModelConfig
+from jaxkv.text import tokenizer
 from scaling import architectures, corpora, objectives, training
 from scaling.recipes import TrainConfig
 
@@ -69,7 +71,7 @@ class Config:
 CONFIGS = {
     "smoke": Config(
         trunk=TrainConfig(
-            model=models.ModelConfig(
+            model=ModelConfig(
                 vocab_size=corpora.VOCAB_SIZE,
                 hidden_size=16,
                 num_layers=1,
@@ -94,7 +96,7 @@ CONFIGS = {
     ),
     "shipped": Config(
         trunk=TrainConfig(
-            model=models.ModelConfig(
+            model=ModelConfig(
                 vocab_size=corpora.VOCAB_SIZE,
                 hidden_size=160,
                 num_layers=4,
@@ -228,7 +230,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
             config.export,
             model,
             params,
-            tokenizer=tokenizing.ByteTokenizer(model.vocab_size),
+            tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
             model_card=model_card.text(config, split, result),
             dtype="bfloat16",
             overwrite=True,

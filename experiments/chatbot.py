@@ -17,7 +17,7 @@ from experiments import style, units
 from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from jaxkv import lengths, workloads
+from jaxkv.workloads import arrivals, lengths
 
 PANELS = (1, 2)
 PAPER = "Kwon et al. 2023, arXiv:2309.06180, section 6.5 and figure 17"
@@ -84,7 +84,7 @@ def load(config: Config) -> runs.Load:
         np.minimum(history + said.prompt[:num], HISTORY).astype(np.int32),
         np.minimum(said.output[:num], HISTORY),
     )
-    gaps_s = workloads.poisson(rng, rate=1.0, num=num)
+    gaps_s = arrivals.poisson(rng, rate=1.0, num=num)
     return runs.Load(gaps_s, tokens, seconds)
 
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import policies, scheduling
-from jaxkv.scheduling import Counts, Plan
+from jaxkv.scheduling import Counts, Plan, fcfs, interface
 from jaxkv.simulation import Cost, Work
 
 
@@ -29,7 +28,7 @@ class Reading(NamedTuple):
     algorithms 1 to 3.
     """
 
-    inner: policies.FCFS
+    inner: fcfs.FCFS
     whole: Bool[Array, ""]
     """Whether nobody is let in of whose prompt the budget leaves only a part."""
     first: Bool[Array, ""]
@@ -77,10 +76,10 @@ def reading(
     if max_running is not None and max_running < 1:
         raise ValueError(f"{max_running=} must be at least 1, or None")
     return Reading(
-        inner=policies.fcfs(),
+        inner=fcfs.fcfs(),
         whole=jnp.asarray(whole),
         first=jnp.asarray(first),
-        max_running=jnp.asarray(max_running or scheduling.NO_LIMIT, jnp.int32),
+        max_running=jnp.asarray(max_running or interface.NO_LIMIT, jnp.int32),
     )
 
 

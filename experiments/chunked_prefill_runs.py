@@ -12,7 +12,8 @@ from experiments import simulating
 from experiments.chunked_prefill_settings import Data, Model, System
 from experiments.progress import QUIET, Progress
 from experiments.simulated import Served
-from jaxkv import clocks, metrics, workloads
+from jaxkv import clock
+from jaxkv.workloads import arrivals, metrics
 
 HEAD = 16
 """Requests at the head of the queue that the policy sees."""
@@ -99,7 +100,7 @@ def serve(
     members = []
     for system, share in asked:
         rng = np.random.default_rng(seed)
-        load = workloads.open_loop(rng, data.law, rate=share * full, num=num)
+        load = arrivals.open_loop(rng, data.law, rate=share * full, num=num)
         members.append(system.member(model, data, load))
     served = simulating.simulate(
         simulating.stack(members),
@@ -147,7 +148,7 @@ def gaps(served: Served, member: int, until_s: float) -> metrics.Gaps:
     assert served.trace is not None
     trace = served.trace.member(member)
     keep = (trace.start_s < until_s) & (trace.info.micros > 0)
-    end_s = trace.start_s[keep] + trace.info.micros[keep] / clocks.SECOND
+    end_s = trace.start_s[keep] + trace.info.micros[keep] / clock.SECOND
     return metrics.gaps_between_tokens(np.asarray(trace.info.drew)[keep], end_s)
 
 
@@ -159,7 +160,7 @@ _SHORT, _LONG, _ANSWER, _LAST = 256, 5000, 90, 30
 
 def timeline(model: Model, data: Data, ways: Sequence[System]) -> Timeline:
     """Lets two long prompts come while three sequences decode."""
-    load = workloads.make(
+    load = arrivals.make(
         np.array([0.0] * PATIENTS + [*_LATE_S]),
         np.array([_SHORT] * PATIENTS + [_LONG] * 2),
         np.array([_ANSWER] * PATIENTS + [_LAST] * 2),
@@ -173,7 +174,7 @@ def timeline(model: Model, data: Data, ways: Sequence[System]) -> Timeline:
     rows = []
     for i, way in enumerate(ways):
         trace = served.trace.member(i)
-        end_s = trace.start_s + trace.info.micros / clocks.SECOND
+        end_s = trace.start_s + trace.info.micros / clock.SECOND
         step, slot = np.nonzero(np.asarray(trace.info.drew) >= 0)
         drew = np.asarray(trace.info.drew)[step, slot]
         rows += [(way.name, *x) for x in zip(drew, end_s[step], strict=True)]

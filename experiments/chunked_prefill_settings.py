@@ -15,9 +15,8 @@ import numpy as np
 from experiments import cost_models
 from experiments.chunked_prefill_policies import Apart, Reading, reading
 from experiments.simulating_parts import Members
-from jaxkv import lengths, workloads
-from jaxkv.machines import Capacity
-from jaxkv.simulation import Work
+from jaxkv.simulation import Capacity, Work
+from jaxkv.workloads import arrivals, lengths
 from scaling import costs, costs_serving, devices, hf_descriptions, named_models
 
 PAGE_SIZE = 16
@@ -172,7 +171,7 @@ class System(NamedTuple):
             return self.budget
         return (MAX_SLOTS if self.many else 1) * data.max_length + MAX_SLOTS
 
-    def member(self, model: Model, data: Data, workload: workloads.Workload) -> Members:
+    def member(self, model: Model, data: Data, workload: arrivals.Workload) -> Members:
         """The machine that serves a workload this way."""
         most = None
         if self.reserves:

@@ -80,7 +80,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 def _row(config: Config, family: str) -> dict[str, Any]:
     import jax
 
-    from jaxkv import models
+    from jaxkv.models import transformer
     from scaling import costs, costs_flops, costs_residuals, describing
 
     model = _model(config, family)
@@ -88,7 +88,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
     step = costs_flops.training(shape, batch=config.batch, sequence=config.sequence)
     listed = costs_residuals.residuals(model, number_bytes=4)
     forward, gradient = (_compiled(model, config, what) for what in ("forward", "grad"))
-    held = jax.tree.leaves(models.param_shapes(model))
+    held = jax.tree.leaves(transformer.param_shapes(model))
     more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
     return {
         "family": family,
@@ -106,9 +106,9 @@ def _row(config: Config, family: str) -> dict[str, Any]:
 
 
 def _model(config: Config, family: str) -> Any:
-    from jaxkv import models
+    from jaxkv.models.config import ModelConfig
 
-    plain = models.ModelConfig(
+    plain = ModelConfig(
         vocab_size=256,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
@@ -126,7 +126,7 @@ def _compiled(model: Any, config: Config, what: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxkv import models
+    from jaxkv.models import transformer
     from scaling import objectives
 
     def loss(params: Any, windows: Any) -> Any:
@@ -134,9 +134,9 @@ def _compiled(model: Any, config: Config, what: str) -> Any:
 
     width = config.sequence + (what == "grad")  # the last token is predicted only
     tokens = jax.ShapeDtypeStruct((config.batch, width), jnp.int32)
-    forward = functools.partial(models.logits, config=model)
+    forward = functools.partial(transformer.logits, config=model)
     step = jax.value_and_grad(loss) if what == "grad" else forward
-    return jax.jit(step).lower(models.param_shapes(model), tokens).compile()
+    return jax.jit(step).lower(transformer.param_shapes(model), tokens).compile()
 
 
 def _kept(model: Any, sequence: int, batch: int) -> int:
@@ -144,14 +144,14 @@ def _kept(model: Any, sequence: int, batch: int) -> int:
     import jax
     import jax.numpy as jnp
 
-    from jaxkv import models
+    from jaxkv.models import transformer
 
     def pull(params: Any, tokens: Any) -> Any:
-        forward = functools.partial(models.logits, tokens=tokens, config=model)
+        forward = functools.partial(transformer.logits, tokens=tokens, config=model)
         return jax.vjp(forward, params)[1]
 
     tokens = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
-    held = jax.eval_shape(pull, models.param_shapes(model), tokens)
+    held = jax.eval_shape(pull, transformer.param_shapes(model), tokens)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 

@@ -33,8 +33,11 @@ from experiments.progress import QUIET, Progress
 from experiments.prompting import Request
 from experiments.reporting import Excerpts, Part, Sheet
 from experiments.servings import Served
-from jaxkv import baselines, checkpoints, models, policies, serving, states
+from jaxkv.engine import state
+from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.serving.engine import Engine
 
 PANELS = (3, 1)
 PANEL_SIZE_INCHES = (7.2, 1.6)
@@ -132,8 +135,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
     progress.show("cutting prompts from files that the model has not seen")
     requests = _requests(config, model)
-    static = _serve(config, model, STATIC, baselines.static(), requests, progress)
-    continuous = _serve(config, model, CONTINUOUS, policies.fcfs(), requests, progress)
+    static = _serve(config, model, STATIC, static_batching.static(), requests, progress)
+    continuous = _serve(config, model, CONTINUOUS, fcfs.fcfs(), requests, progress)
     prompts = np.array([request.text for request in requests])
     return Result(prompts, static, continuous)
 
@@ -309,7 +312,7 @@ def _serve(
     """Serves the requests under one policy, before the person's eyes."""
     pages_per_slot = -(-config.max_length // config.page_size)
     num = len(requests)
-    bounds = states.EngineConfig(
+    bounds = state.EngineConfig(
         num_pages=config.max_slots * pages_per_slot,
         page_size=config.page_size,
         max_slots=config.max_slots,
@@ -320,10 +323,10 @@ def _serve(
         token_budget=config.token_budget,
         steps_per_call=config.steps_per_call,
     )
-    engine = serving.Engine(
+    engine = Engine(
         model.params,
-        models.Forward(model.config, bounds.numerics),
-        models.make_pages(model.config, bounds),
+        transformer.Forward(model.config, bounds.numerics),
+        transformer.make_pages(model.config, bounds),
         bounds,
         tokenizer=model.tokenizer,
         eos_ids=model.eos_ids,

@@ -18,9 +18,9 @@ from experiments import disaggregation_settings as settings
 from experiments.disaggregation_settings import Instance
 from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
-from jaxkv import lengths, scheduling, workloads
-from jaxkv.machines import Capacity
-from jaxkv.simulation import Cost, Work
+from jaxkv.scheduling import interface
+from jaxkv.simulation import Capacity, Cost, Work
+from jaxkv.workloads import arrivals, lengths
 
 HEAD = 16
 """Requests at the head of the queue that a policy sees."""
@@ -113,7 +113,7 @@ def ask(law: lengths.Pair, rate: float, seconds: float, seed: int) -> Requests:
     rng = np.random.default_rng(seed)
     num = max(2, round(rate * seconds))
     times, sizes = rng.spawn(2)
-    return Requests(workloads.poisson(times, rate=rate, num=num), law.draw(sizes, num))
+    return Requests(arrivals.poisson(times, rate=rate, num=num), law.draw(sizes, num))
 
 
 type Role = Literal["both", "prefill", "decode"]
@@ -275,9 +275,9 @@ def _member(job: Job) -> Members:
         columns = x.arrival_s, x.tokens.prompt, np.ones_like(x.tokens.output)
     if not x.arrival_s.size:  # a workload has a request; this one never comes
         columns = np.array([2e9]), np.array([1]), np.array([1])
-    budget = scheduling.NO_LIMIT if receives else settings.TOKEN_BUDGET
+    budget = interface.NO_LIMIT if receives else settings.TOKEN_BUDGET
     return Members(
-        workload=workloads.make(*columns),
+        workload=arrivals.make(*columns),
         capacity=Capacity(
             num_pages=jnp.int32(job.instance.num_pages),
             page_size=jnp.int32(settings.PAGE_SIZE),

@@ -14,8 +14,10 @@ import numpy as np
 from experiments import cost_models, simulating
 from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
-from jaxkv import metrics, policies, workloads
-from jaxkv.machines import Capacity
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Capacity
+from jaxkv.workloads import metrics
+from jaxkv.workloads.arrivals import make, poisson
 
 PROMPT = 512
 SERVICE_S = 0.1
@@ -80,7 +82,7 @@ def measure(
       progress: hears of it.
     """
     arrivals = {
-        (load, i): workloads.poisson(
+        (load, i): poisson(
             np.random.default_rng((seed, i, round(1e6 * load))),
             rate=load / SERVICE_S,
             num=num,
@@ -121,7 +123,7 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
     one = np.ones(came.shape[1], np.int32)
     members = [
         Members(
-            workload=workloads.make(arrival_s, PROMPT * one, one),
+            workload=make(arrival_s, PROMPT * one, one),
             capacity=Capacity(
                 num_pages=jnp.int32(PROMPT),
                 page_size=jnp.int32(16),
@@ -129,7 +131,7 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
                 token_budget=jnp.int32(PROMPT),
                 max_swap_pages=jnp.int32(0),
             ),
-            policy=policies.fcfs(),
+            policy=fcfs.fcfs(),
             cost=cost_models.linear((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),
         )
         for arrival_s in came

@@ -11,7 +11,7 @@ from experiments import disaggregation_settings as settings
 from experiments.disaggregation_instances import Answers, Job, Requests, Split
 from experiments.disaggregation_settings import Application, Instance
 from experiments.progress import QUIET, Progress
-from jaxkv import lengths, metrics
+from jaxkv.workloads import lengths, metrics
 
 SHARE = 0.9
 """Of the requests that must keep the objectives."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from experiments import cost_models
-from jaxkv import lengths
-from jaxkv.metrics import Objectives
+from jaxkv.workloads import Objectives, lengths
 from scaling import costs, costs_serving, devices, named_models
 
 DEVICE = "a100-80gb"

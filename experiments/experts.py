@@ -15,15 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments import (
-    experts_drawing,
-    experts_fitting,
-    experts_runs,
-    experts_telling,
-)
+from experiments import experts_drawing, experts_fitting, experts_runs, experts_telling
 from experiments.experts_runs import PAIR, Job, Kind, Run, Shapes
 from experiments.progress import QUIET, Progress
-from jaxkv import models
+from jaxkv.models import transformer
 from scaling import corpora
 
 PANELS = (1, 2)
@@ -135,7 +130,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     plan = _Plan(config, found)
     shared = experts_runs.Shared(progress, plan.num_tokens())
 
-    def train(job: Job) -> tuple[Run, models.Params] | None:
+    def train(job: Job) -> tuple[Run, transformer.Params] | None:
         if progress.stopped:
             return None
         return experts_runs.train(

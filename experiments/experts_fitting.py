@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import mixtures
+from jaxkv.models import moe
 from scaling import fitting, laws
 
 
@@ -63,7 +63,7 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     """
     x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
     scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
-    routing = mixtures.route(jnp.asarray(scores), top_k=top_k, renormalise=True)
+    routing = moe.route(jnp.asarray(scores), top_k=top_k, renormalise=True)
     p = np.exp(scores.astype("f8"))
     p /= p.sum(axis=1, keepdims=True)
     chosen = np.argsort(-p, axis=1, kind="stable")[:, :top_k]

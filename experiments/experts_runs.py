@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.progress import Progress
-from jaxkv import models
-from jaxkv.models import Experts, ModelConfig
+from jaxkv.models import Experts, ModelConfig, transformer
 from scaling import architectures, corpora, objectives, training
 from scaling.recipes import OptimizerConfig, TrainConfig
 
@@ -147,7 +146,7 @@ def train(
     corpus: corpora.CorpusConfig,
     num_windows: int,
     progress: training.Progress,
-) -> tuple[Run, models.Params] | None:
+) -> tuple[Run, transformer.Params] | None:
     """Trains and scores one model; nothing if it was stopped before its end.
 
     Raises:
@@ -210,4 +209,4 @@ def _corpus(config: corpora.CorpusConfig) -> corpora.Corpus:
 
 @functools.cache
 def _outputs(model: ModelConfig):
-    return jax.jit(functools.partial(models.outputs, config=model))
+    return jax.jit(functools.partial(transformer.outputs, config=model))

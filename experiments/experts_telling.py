@@ -9,7 +9,7 @@ from experiments import units
 from experiments.claims import Claim, judge
 from experiments.experts_runs import Run
 from experiments.reporting import Part, Sheet
-from jaxkv import mixtures
+from jaxkv.models import moe
 
 if TYPE_CHECKING:
     from experiments.experts import Result
@@ -82,7 +82,7 @@ def metrics(result: "Result") -> dict[str, Any]:
     for name, loads in zip(_BALANCING, result.loads, strict=True):
         if not loads.size:
             continue  # ended before both were trained
-        one = mixtures.imbalance(jnp.asarray(loads, jnp.float32))
+        one = moe.imbalance(jnp.asarray(loads, jnp.float32))
         for layer, row in enumerate(zip(*one, strict=True), 1):
             values = dict(zip(one._fields, map(float, row), strict=True))
             imbalance.append({"balancing": name, "layer": layer} | values)

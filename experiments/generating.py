@@ -202,7 +202,9 @@ def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
 
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
-    from jaxkv import checkpoints, models, serving, states
+    from jaxkv.engine import state
+    from jaxkv.models import checkpoints, transformer
+    from jaxkv.serving.engine import Engine
 
     folder = bundled.folder_of(model)
     loaded = checkpoints.load_model(folder, dtype=options.dtype)
@@ -221,7 +223,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     num_sequences = max(options.n, options.best_of or 0, num_beams)
     max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
     max_slots = max(max_slots, _power_of_two(num_sequences))
-    bounds = states.EngineConfig(
+    bounds = state.EngineConfig(
         num_pages=max_slots * -(-max_length // PAGE_SIZE),
         page_size=PAGE_SIZE,
         max_slots=max_slots,
@@ -230,10 +232,10 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
     )
-    engine = serving.Engine(
+    engine = Engine(
         loaded.params,
-        models.Forward(shape, bounds.numerics),
-        models.make_pages(shape, bounds, dtype=options.dtype),
+        transformer.Forward(shape, bounds.numerics),
+        transformer.make_pages(shape, bounds, dtype=options.dtype),
         bounds,
         tokenizer=tokenizer,
         eos_ids=loaded.eos_ids,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv import models
+from jaxkv.models.config import ModelConfig
 from scaling import corpora, sweep_grids
 from scaling.sweep_grids import SweepConfig
 
@@ -89,10 +89,10 @@ class Settings:
 BASE_WIDTH = 32
 
 
-def shape(width: int, num_layers: int, seq_len: int) -> models.ModelConfig:
+def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     """A Llama of some width: heads of 16 or so, an MLP of 8/3 of the width."""
     heads = max(1, width // 16)
-    return models.ModelConfig(
+    return ModelConfig(
         vocab_size=corpora.VOCAB_SIZE,
         hidden_size=width,
         num_layers=num_layers,
@@ -104,14 +104,14 @@ def shape(width: int, num_layers: int, seq_len: int) -> models.ModelConfig:
     )
 
 
-def nearest(config: Settings, num_params: float) -> models.ModelConfig:
+def nearest(config: Settings, num_params: float) -> ModelConfig:
     """The model of the family with a number of parameters nearest to one."""
     found = [
         shape(width, config.num_layers, config.seq_len)
         for width in (*range(4, 16, 2), *range(16, 2049, 16))
     ]
 
-    def off(model: models.ModelConfig) -> float:
+    def off(model: ModelConfig) -> float:
         params = sweep_grids.count(model, config.seq_len).params
         return max(params.total / num_params, num_params / params.total)
 

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from experiments import documents, environment, store
 from experiments.isoflop_settings import Settings, shape
 from experiments.progress import Progress
-from jaxkv import checkpoints, models, tokenizing
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.text import tokenizer
 from scaling import branching, executing, objectives, sweep_grids, sweeps, training
 from scaling.recipes import TrainConfig
 from scaling.streams import Corpus
@@ -106,12 +108,12 @@ def _record(
     return record | {"commit": environment.describe()["commit"]}
 
 
-def _save(folder: Path, model: models.ModelConfig, params: models.Params) -> None:
+def _save(folder: Path, model: ModelConfig, params: transformer.Params) -> None:
     checkpoints.save_model(
         folder,
         model,
         params,
-        tokenizer=tokenizing.ByteTokenizer(model.vocab_size),
+        tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
         overwrite=True,
     )
 

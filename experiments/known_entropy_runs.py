@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.progress import Progress
-from jaxkv import models
+from jaxkv.models import config
 from scaling import architectures, corpora, languages, objectives, training
 from scaling.recipes import OptimizerConfig, Schedule
 
@@ -67,7 +67,7 @@ class Runs(NamedTuple):
 
 def model(width: int, num_layers: int, vocab_size: int, seq_len: int):
     """A small transformer with two heads, and an MLP of three times its width."""
-    return models.ModelConfig(
+    return config.ModelConfig(
         vocab_size=vocab_size,
         hidden_size=width,
         num_layers=num_layers,
@@ -81,7 +81,7 @@ def model(width: int, num_layers: int, vocab_size: int, seq_len: int):
 
 def train(
     language: languages.LanguageConfig,
-    shapes: Sequence[models.ModelConfig],
+    shapes: Sequence[config.ModelConfig],
     lengths: Sequence[int],
     recipe: Recipe,
     progress: Progress,
@@ -146,7 +146,7 @@ def _spent(ends: Sequence[int], num: int) -> float:
 
 
 def _schedule(
-    shape: models.ModelConfig, recipe: Recipe, first: int, cooldown: int, end: int
+    shape: config.ModelConfig, recipe: Recipe, first: int, cooldown: int, end: int
 ) -> Schedule:
     """The schedule of a trunk, or of a branch that ends at a step.
 

@@ -22,7 +22,7 @@ from experiments.kv_cache_counting import Counted
 from experiments.kv_cache_timing import Timed, time_both
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from jaxkv import checkpoints
+from jaxkv.models import checkpoints
 from scaling import hf_descriptions, named_models
 
 PANELS = (2, 2)

@@ -10,7 +10,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from experiments.progress import Progress
-from jaxkv import checkpoints, decoding, models, states
+from jaxkv import decoding
+from jaxkv.engine import state
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
 
 PAGE_SIZE = 16
 
@@ -77,7 +80,7 @@ def _draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws `num` tokens behind the first: all tokens, and the least time of each."""
     pages = -(-num // PAGE_SIZE)
-    bounds = states.EngineConfig(
+    bounds = state.EngineConfig(
         num_pages=pages,
         page_size=PAGE_SIZE,
         max_slots=1,
@@ -86,11 +89,11 @@ def _draw(
         queue_capacity=1,
         token_budget=1,
     )
-    forward = models.Forward(model.config)
+    forward = transformer.Forward(model.config)
     taken = []
     for _ in range(repeats + 1):  # the first one compiles
         cache: Any = decoding.init_cache(
-            models.make_pages(model.config, bounds), max_slots=1, max_length=num
+            transformer.make_pages(model.config, bounds), max_slots=1, max_length=num
         )
         token, drawn, seconds = jnp.asarray([start], jnp.int32), [], []
         for _ in range(num):
@@ -106,15 +109,19 @@ def _draw(
 
 @functools.partial(jax.jit, static_argnames="forward", donate_argnames="cache")
 def _next(
-    params: Any, cache: decoding.Cache, token: jax.Array, *, forward: models.Forward
+    params: Any,
+    cache: decoding.Cache,
+    token: jax.Array,
+    *,
+    forward: transformer.Forward,
 ) -> tuple[jax.Array, decoding.Cache]:
     logits, cache, _ = decoding.decode_step(params, cache, token, forward=forward)
     return jnp.argmax(logits, axis=1).astype(jnp.int32), cache
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _whole(params: Any, tokens: jax.Array, *, config: models.ModelConfig) -> jax.Array:
-    logits = models.logits(params, tokens, config=config)
+def _whole(params: Any, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
+    logits = transformer.logits(params, tokens, config=config)
     return jnp.argmax(logits[0, -1]).astype(jnp.int32)
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from experiments import cost_models, simulated, simulating, units
 from experiments.progress import Progress
 from experiments.reporting import Part, Sheet
-from jaxkv import policies, recordings
-from jaxkv.machines import Capacity
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Capacity
+from jaxkv.workloads import recordings
 from scaling import costs, costs_serving, devices, named_models
 from scaling.descriptions import Description
 from scaling.devices import Device
@@ -99,7 +100,7 @@ def replay(
             max_swap_pages=jnp.int32(0),
         )
         cost = cost_models.roofline(model, card, num_devices=num).cost
-        members.append(simulating.Members(workload, bounds, policies.fcfs(), cost))
+        members.append(simulating.Members(workload, bounds, fcfs.fcfs(), cost))
     served = simulating.simulate(
         simulating.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
     )

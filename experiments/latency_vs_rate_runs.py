@@ -12,9 +12,9 @@ from experiments import latency_vs_rate_settings as settings
 from experiments import simulated, simulating
 from experiments.latency_vs_rate_settings import Server, System
 from experiments.progress import QUIET, Progress
-from jaxkv import baselines, contiguous, lengths, policies, scheduling, workloads
-from jaxkv.machines import Capacity
-from jaxkv.simulation import Cost
+from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.simulation import Capacity, Cost, contiguous
+from jaxkv.workloads import arrivals, lengths
 
 PATIENCE = 0.25
 PATIENCE_S = 300.0
@@ -42,20 +42,20 @@ class Load(NamedTuple):
     tokens: lengths.Lengths
     seconds: float
 
-    def at(self, rate: float, samples: int = 1) -> workloads.Workload:
+    def at(self, rate: float, samples: int = 1) -> arrivals.Workload:
         """Those that come within the time, of some sequences each."""
         arrival_s = self.gaps_s / rate
         num = max(1, int(np.searchsorted(arrival_s, self.seconds)))
-        return workloads.make(
+        return arrivals.make(
             *(arrival_s[:num], self.tokens.prompt[:num], self.tokens.output[:num]),
             samples=samples,
         )
 
-    def repeated(self, rate: float, samples: int) -> workloads.Workload:
+    def repeated(self, rate: float, samples: int) -> arrivals.Workload:
         """The same with every sequence a request of its own, which shares nothing."""
         w = self.at(rate)
         columns = (w.arrival, w.prompt, w.output, w.samples)
-        return workloads.Workload(
+        return arrivals.Workload(
             *(jnp.repeat(x, samples, axis=0) for x in columns), clients=w.clients
         )
 
@@ -172,14 +172,14 @@ def member(
     plain = simulating.Members(
         workload=requests.at(rate, groups),
         capacity=capacity(pages),
-        policy=policies.fcfs(),
+        policy=fcfs.fcfs(),
         cost=cost,
     )
     if system == "paged":
         return plain._replace(capacity=capacity(int(pages * setting.spared)))
     alone = plain._replace(workload=requests.repeated(rate, setting.samples))
     if system == "FasterTransformer":
-        return alone._replace(policy=baselines.static())
+        return alone._replace(policy=static_batching.static())
     reservation = contiguous.reservation(
         _RULES[system],
         num_leaves=pages,
@@ -201,7 +201,7 @@ def capacity(num_pages: int) -> Capacity:
         num_pages=jnp.int32(num_pages),
         page_size=jnp.int32(settings.PAGE_SIZE),
         max_length=jnp.int32(settings.MAX_LENGTH),
-        token_budget=jnp.int32(scheduling.NO_LIMIT),
+        token_budget=jnp.int32(interface.NO_LIMIT),
         max_swap_pages=jnp.int32(0),
     )
 

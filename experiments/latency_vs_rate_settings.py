@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 from experiments import cost_models
-from jaxkv import lengths
+from jaxkv.workloads import lengths
 from scaling import costs, costs_serving, devices, named_models
 from scaling.descriptions import Description
 

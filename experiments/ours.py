@@ -4,7 +4,8 @@ import jax
 
 from experiments import watching
 from experiments.peers import Timing
-from jaxkv import checkpoints, models, states
+from jaxkv.engine import state
+from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Sampling
 
 
@@ -21,12 +22,12 @@ class Ours:
     version = f"jax {jax.__version__}"
 
     def __init__(
-        self, model: checkpoints.Loaded, bounds: states.EngineConfig, dtype: str
+        self, model: checkpoints.Loaded, bounds: state.EngineConfig, dtype: str
     ):
         self._engine = watching.WatchedEngine(
             model.params,
-            models.Forward(model.config, bounds.numerics),
-            models.make_pages(model.config, bounds, dtype=dtype),
+            transformer.Forward(model.config, bounds.numerics),
+            transformer.make_pages(model.config, bounds, dtype=dtype),
             bounds,
             eos_ids=(),
             vocab_size=model.config.vocab_size,

@@ -6,7 +6,7 @@ from typing import Any
 from experiments import beam_drawing, boxes
 from experiments.boxes import Box
 from experiments.page_frames import Frames
-from jaxkv.paging import NO_PAGE
+from jaxkv.memory import NO_PAGE
 
 SIZE_INCHES = (7.4, 15.35)
 

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.sentences import Language, Scribe
-from jaxkv import answers, auditing, caching, engine, paging, policies, queueing, states
-from jaxkv.paging import NO_PAGE
+from jaxkv.engine import EngineConfig, EngineState
+from jaxkv.engine.requests import submit
+from jaxkv.engine.state import init
+from jaxkv.engine.step import run_steps
+from jaxkv.memory import NO_PAGE, invariants, kv_pages, page_pool
 from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig, EngineState
+from jaxkv.scheduling import fcfs
+from jaxkv.serving import outputs
 
 MAX_LENGTH = 24
 
@@ -106,9 +110,9 @@ class Stage:
             steps_per_call=1,
             debug=True,
         )
-        self._submit = jax.jit(queueing.submit, static_argnames="config")
+        self._submit = jax.jit(submit, static_argnames="config")
         self._run = jax.jit(
-            engine.run_steps,
+            run_steps,
             static_argnames=("config", "forward"),
             # It runs for milliseconds: to optimise it would take longer.
             compiler_options={"xla_backend_optimization_level": 0},
@@ -131,9 +135,9 @@ class Stage:
         """
         config = self.config
         num, size = config.num_pages, config.page_size
-        state = states.init(config, _blank_pages(num, size))
+        state = init(config, _blank_pages(num, size))
         state = state._replace(pool=_make_pool(num, order))
-        requests = answers.make_requests(
+        requests = outputs.make_requests(
             [self.language.encode(ask.prompt) for ask in asks],
             [ask.sampling for ask in asks],
             config=config,
@@ -147,12 +151,12 @@ class Stage:
         for step, caption in enumerate(captions):
             before = state
             state, info = self._run(
-                *(None, state, answers.clock(float(step))),
+                *(None, state, outputs.clock(float(step))),
                 config=config,
                 forward=Scribe(language=self.language),
-                policy=policies.fcfs(),
+                policy=fcfs.fcfs(),
             )
-            auditing.refuse(info.violations, first_step=step)
+            invariants.refuse(info.violations, first_step=step)
             shot = _look(state, before)
             num_copied = (shot["copied"] != NO_PAGE).sum()
             if state.search is None and num_copied != info.num_copied.sum():
@@ -162,17 +166,17 @@ class Stage:
         return _gather(shots, [text for text in captions if text], self.language)
 
 
-def _make_pool(num_pages: int, order: Sequence[int]) -> paging.Pool:
+def _make_pool(num_pages: int, order: Sequence[int]) -> page_pool.Pool:
     """Makes a pool that hands out the pages of `order` first, then the others."""
     rest = [page for page in range(num_pages) if page not in order]
-    return paging.make_pool(num_pages, jnp.asarray([*order, *rest], jnp.int32))
+    return page_pool.make_pool(num_pages, jnp.asarray([*order, *rest], jnp.int32))
 
 
-def _blank_pages(num_pages: int, page_size: int) -> caching.Pages:
+def _blank_pages(num_pages: int, page_size: int) -> kv_pages.Pages:
     """Pages of not-a-numbers: what is none was written."""
     shape = (1, num_pages, 1, page_size, 1)
     # Two arrays: no buffer can be donated twice.
-    return caching.Pages(*(jnp.full(shape, jnp.nan, "float32") for _ in range(2)))
+    return kv_pages.Pages(*(jnp.full(shape, jnp.nan, "float32") for _ in range(2)))
 
 
 def _look(state: EngineState, before: EngineState) -> dict[str, np.ndarray]:

@@ -16,8 +16,8 @@ from experiments import simulating, style
 from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
-from jaxkv import policies
-from jaxkv.machines import Capacity
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Capacity
 
 PAPER = "Kwon et al. 2023, arXiv:2309.06180, figure 18b"
 OURS = "an earlier simulation of ours, of the paper's mean lengths"
@@ -87,7 +87,7 @@ def measure(
                     Members(
                         load.at(rate),
                         _capacity(server.num_places, size),
-                        policies.fcfs(),
+                        fcfs.fcfs(),
                         settings.cost(server),
                     )
                     for rate, size in asked

@@ -34,8 +34,10 @@ from experiments.preemption_serving import Server, Way
 from experiments.progress import QUIET, Progress
 from experiments.prompting import Request
 from experiments.reporting import Part
-from jaxkv import checkpoints, states, victims
+from jaxkv.engine import state
+from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import victims
 
 PANELS = (2, 2)
 PANEL_SIZE_INCHES = (3.6, 2.5)
@@ -253,10 +255,10 @@ def summary(result: Result) -> list[Part]:
     return preemption_numbers.summary(result)
 
 
-def bounds(config: Config) -> states.EngineConfig:
+def bounds(config: Config) -> state.EngineConfig:
     """The engine, whatever its memory."""
     num = config.num_requests
-    return states.EngineConfig(
+    return state.EngineConfig(
         page_size=config.page_size,
         max_slots=config.max_slots,
         max_length=config.max_length,

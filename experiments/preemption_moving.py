@@ -17,22 +17,13 @@ import numpy as np
 
 from experiments.progress import Progress
 from experiments.prompting import Request
-from jaxkv import (
-    answers,
-    caching,
-    checkpoints,
-    engine,
-    hosting,
-    models,
-    paging,
-    policies,
-    queueing,
-    states,
-    swap_space,
-    tables,
-)
+from jaxkv.engine import EngineConfig, EngineState, requests, step
+from jaxkv.engine.state import NOBODY, Queue, init
+from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
+from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig, EngineState
+from jaxkv.scheduling import fcfs
+from jaxkv.serving import host_swap, outputs
 
 POOL_TOKENS = 4096
 """Token places in the pool, over which a request's pages are scattered."""
@@ -110,7 +101,7 @@ def measure(
             max_swap_pages=num_pages + 1,
             numerics=numerics,
         )
-        pages = models.make_pages(model.config, config)
+        pages = transformer.make_pages(model.config, config)
         num_bytes = num_tokens * sum(
             leaf[:, 0].nbytes // page_size for leaf in jax.tree.leaves(pages)
         )
@@ -125,24 +116,24 @@ def measure(
 
 
 _step = jax.jit(
-    functools.partial(engine.run_steps, num_steps=1),
+    functools.partial(step.run_steps, num_steps=1),
     static_argnames=("config", "forward"),
     donate_argnames="state",
 )
-_submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
-_drain = jax.jit(queueing.drain, donate_argnames="state")
+_submit = jax.jit(requests.submit, static_argnames="config", donate_argnames="state")
+_drain = jax.jit(requests.drain, donate_argnames="state")
 
 
 def _time_reading(
     model: checkpoints.Loaded, request: Request, config: EngineConfig, repeats: int
 ) -> list[float]:
     """Times the one step that feeds all tokens of the request, which then ends."""
-    state = states.init(config, models.make_pages(model.config, config))
-    forward, policy = models.Forward(model.config, config.numerics), policies.fcfs()
-    ask, clock = Sampling.greedy(max_tokens=1), answers.clock(0.0)
+    state = init(config, transformer.make_pages(model.config, config))
+    forward, policy = transformer.Forward(model.config, config.numerics), fcfs.fcfs()
+    ask, clock = Sampling.greedy(max_tokens=1), outputs.clock(0.0)
     found = []
     for _ in range(repeats + 1):
-        asked = answers.make_requests(
+        asked = outputs.make_requests(
             *([request.tokens], [ask]),
             config=config,
             request_ids=[0],
@@ -151,7 +142,7 @@ def _time_reading(
         )
         state, _ = _submit(state, asked, config=config)
 
-        def read(state: EngineState) -> tuple[EngineState, engine.StepInfo]:
+        def read(state: EngineState) -> tuple[EngineState, step.StepInfo]:
             return _step(
                 *(model.params, state, clock),
                 config=config,
@@ -168,29 +159,29 @@ def _time_reading(
 
 
 def _leave(
-    pages: caching.Pages,
-    staging: swap_space.Staging,
-    pool: paging.Pool,
-    table: tables.Table,
-) -> tuple[swap_space.Staging, paging.Pool, tables.Table]:
+    pages: kv_pages.Pages,
+    staging: swap_buffer.Staging,
+    pool: page_pool.Pool,
+    table: page_table.Table,
+) -> tuple[swap_buffer.Staging, page_pool.Pool, page_table.Table]:
     """The first slot's request leaves the pool for the buffer, as in a step."""
     row = jnp.zeros((1,), jnp.int32)
-    staging, left = swap_space.move_out(
+    staging, left = swap_buffer.move_out(
         *(staging, pages, table, jnp.zeros_like(table.page_ids), row, row),
         page_size=pages.page_size,
     )
-    return staging, *tables.drop(pool, table, left)
+    return staging, *page_table.drop(pool, table, left)
 
 
 def _return(
-    pages: caching.Pages,
-    staging: swap_space.Staging,
-    pool: paging.Pool,
-    table: tables.Table,
-) -> tuple[caching.Pages, swap_space.Staging, paging.Pool, tables.Table]:
+    pages: kv_pages.Pages,
+    staging: swap_buffer.Staging,
+    pool: page_pool.Pool,
+    table: page_table.Table,
+) -> tuple[kv_pages.Pages, swap_buffer.Staging, page_pool.Pool, page_table.Table]:
     """It comes back to the slot."""
     group = jnp.arange(2, dtype=jnp.int32)
-    pages, pool, table, staging = swap_space.move_in(
+    pages, pool, table, staging = swap_buffer.move_in(
         *(staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1]))
     )
     return pages, staging, pool, table
@@ -201,7 +192,7 @@ _return_jit = jax.jit(_return, donate_argnames=("pages", "staging", "pool", "tab
 
 
 def _time_moves(
-    pages: caching.Pages, num_tokens: int, config: EngineConfig, repeats: int
+    pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Times the way into the buffer, and back, of pages scattered over the pool."""
     rng = np.random.default_rng(0)
@@ -209,17 +200,17 @@ def _time_moves(
         lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), pages
     )
     order = jnp.asarray(rng.permutation(config.num_pages), jnp.int32)
-    pool = paging.make_pool(config.num_pages, order)
-    table = tables.make_table(1, config.max_pages_per_slot)
+    pool = page_pool.make_pool(config.num_pages, order)
+    table = page_table.make_table(1, config.max_pages_per_slot)
     places = jnp.asarray([num_tokens], jnp.int32)
-    pool, table, _, enough = tables.reserve(
+    pool, table, _, enough = page_table.reserve(
         *(pool, table, places, places),
         page_size=config.page_size,
         max_new_pages=config.max_pages_per_slot,
     )
     if not enough:
         raise RuntimeError("the request does not fit the pool")
-    table = tables.advance(table, places)
+    table = page_table.advance(table, places)
     staging = _staging(pages, config)
     before = _first_layer(pages, table)
     out_s, in_s = [], []
@@ -235,7 +226,7 @@ def _time_moves(
 
 
 def _time_host(
-    pages: caching.Pages, num_tokens: int, config: EngineConfig, repeats: int
+    pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Times the way from the buffer into host memory, and back.
 
@@ -245,9 +236,9 @@ def _time_host(
     num_pages = config.max_swap_pages - 1
     staging = _staging(pages, config)
     owner = np.array([0] + [1] * num_pages, np.int32)
-    ids = np.full(staging.page_ids.shape, paging.NO_PAGE, np.int32)
+    ids = np.full(staging.page_ids.shape, page_pool.NO_PAGE, np.int32)
     ids[0, 0], ids[1, :num_pages] = 0, np.arange(1, num_pages + 1)
-    state = states.init(config, pages)
+    state = init(config, pages)
     sequences = state.sequences._replace(group=jnp.arange(2, dtype=jnp.int32))
     state = state._replace(
         sequences=sequences,
@@ -257,7 +248,7 @@ def _time_host(
             length=jnp.asarray([1, num_tokens], jnp.int32),
         ),
     )
-    space = hosting.HostSpace(num_pages)
+    space = host_swap.HostSpace(num_pages)
     out_s, in_s = [], []
     for _ in range(repeats + 1):
         state = state._replace(queue=_queue(state, 0, 1))
@@ -273,14 +264,14 @@ def _time_host(
     return out_s[1:], in_s[1:]
 
 
-def _queue(state: EngineState, *rows: int) -> states.Queue:
-    sequence = np.full(state.queue.sequence.shape, states.NOBODY, np.int32)
+def _queue(state: EngineState, *rows: int) -> Queue:
+    sequence = np.full(state.queue.sequence.shape, NOBODY, np.int32)
     sequence[: len(rows)] = rows
-    return states.Queue(jnp.asarray(sequence), jnp.asarray(len(rows), jnp.int32))
+    return Queue(jnp.asarray(sequence), jnp.asarray(len(rows), jnp.int32))
 
 
-def _staging(pages: caching.Pages, config: EngineConfig) -> swap_space.Staging:
-    return swap_space.make_staging(
+def _staging(pages: kv_pages.Pages, config: EngineConfig) -> swap_buffer.Staging:
+    return swap_buffer.make_staging(
         pages,
         num_places=config.max_swap_pages,
         num_sequences=config.max_sequences,
@@ -288,8 +279,8 @@ def _staging(pages: caching.Pages, config: EngineConfig) -> swap_space.Staging:
     )
 
 
-def _first_layer(pages: caching.Pages, table: tables.Table) -> np.ndarray:
-    found = caching.gather(pages, 0, table.page_ids)
+def _first_layer(pages: kv_pages.Pages, table: page_table.Table) -> np.ndarray:
+    found = kv_pages.gather(pages, 0, table.page_ids)
     return np.stack([np.asarray(x) for x in found])
 
 

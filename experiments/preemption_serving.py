@@ -12,9 +12,11 @@ from experiments import preemption_replay, streaming
 from experiments.preemption_replay import Story
 from experiments.progress import Progress
 from experiments.prompting import Request
-from jaxkv import checkpoints, models, policies, scheduling, serving, victims
+from jaxkv.engine import EngineConfig
+from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig
+from jaxkv.scheduling import fcfs, interface, victims
+from jaxkv.serving.engine import Engine
 
 
 class Way(NamedTuple):
@@ -47,13 +49,13 @@ class Narrowed(NamedTuple):
     What it hides is never used, so that one compiled program serves every size.
     """
 
-    policy: policies.FCFS
+    policy: fcfs.FCFS
     hidden_pages: Int32[Array, ""]
     hidden_swap_pages: Int32[Array, ""]
 
     holds_finished = False
 
-    def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
+    def plan(self, counts: interface.Counts) -> interface.Plan:
         """Plans with what is not hidden."""
         return self.policy.plan(
             counts._replace(
@@ -198,10 +200,10 @@ class Server:
             tokens={answer.request_id: answer.tokens for answer in answers},
         )
 
-    def _engine(self, way: Way, config: EngineConfig) -> serving.Engine:
+    def _engine(self, way: Way, config: EngineConfig) -> Engine:
         # Every rule in the program: one for all ways in the same memory, which none of
         # them waits for while it is timed.
-        policy = policies.fcfs(
+        policy = fcfs.fcfs(
             watermark=way.watermark,
             victim=way.victim,
             preemption=way.preemption,
@@ -214,10 +216,10 @@ class Server:
         )
         if min(hidden) < 0:
             raise ValueError(f"{way.name}: needs more pages than {config=} has")
-        return serving.Engine(
+        return Engine(
             self.model.params,
-            models.Forward(self.model.config, config.numerics),
-            models.make_pages(self.model.config, config),
+            transformer.Forward(self.model.config, config.numerics),
+            transformer.make_pages(self.model.config, config),
             config,
             tokenizer=self.model.tokenizer,
             eos_ids=self.model.eos_ids,

@@ -16,7 +16,8 @@ from experiments import latency_vs_rate_settings as settings
 from experiments import simulating
 from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
-from jaxkv import policies, victims, workloads
+from jaxkv.scheduling import fcfs, victims
+from jaxkv.workloads import arrivals
 from scaling import costs_serving
 
 RATE = 1.9
@@ -137,9 +138,7 @@ def measure(num: int, seed: int, progress: Progress = QUIET) -> Simulated:
     """
     law, asked = settings.DATA["ShareGPT"], ways(seed)
     loads = [
-        workloads.open_loop(
-            np.random.default_rng(way.seed), law, rate=way.rate, num=num
-        )
+        arrivals.open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
         for way in asked
     ]
     members = [_member(load, way) for load, way in zip(loads, asked, strict=True)]
@@ -166,11 +165,11 @@ def measure(num: int, seed: int, progress: Progress = QUIET) -> Simulated:
     return Simulated(*map(np.asarray, zip(*rows, strict=True)))
 
 
-def _member(load: workloads.Workload, way: Way) -> Members:
+def _member(load: arrivals.Workload, way: Way) -> Members:
     server = settings.SERVERS["13B"]
     pages = server.num_places // way.page_size
     swaps = way.preemption != "recompute"
-    policy = policies.fcfs(
+    policy = fcfs.fcfs(
         watermark=way.watermark,
         victim=way.victim,
         preemption="swap" if swaps else "recompute",

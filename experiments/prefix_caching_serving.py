@@ -16,20 +16,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
 from experiments.progress import QUIET, Progress
-from jaxkv import (
-    answers,
-    caching,
-    engine,
-    paging,
-    policies,
-    queueing,
-    scheduling,
-    states,
-)
-from jaxkv.forwarding import ForwardResult
-from jaxkv.prefixes import Prefixes
+from jaxkv.engine import EngineConfig, EngineState, step
+from jaxkv.engine.requests import Requests, drain, submit
+from jaxkv.engine.state import FINISHED, init
+from jaxkv.memory import Prefixes, kv_pages, page_pool
+from jaxkv.models import ForwardResult
 from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig, EngineState
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.serving import outputs
 
 PAGE_SIZE = 2
 """Tokens of a page: the fewest of which an engine keeps its pages in place."""
@@ -122,9 +116,9 @@ class Server:
             )
         state = _with_pool_of(_idle(config), num_pages)
         # While one runs, no number of free pages lets another one in.
-        alone = scheduling.NO_LIMIT
+        alone = interface.NO_LIMIT
         # The rule is in the program either way, so that one serves both.
-        policy = policies.fcfs(watermark=alone, cached_first=True)
+        policy = fcfs.fcfs(watermark=alone, cached_first=True)
         policy = policy._replace(cached_first=jnp.asarray(cached_first))
         rule = jnp.asarray(EVICTIONS.index(eviction), jnp.int32)
         num_cached = np.zeros(len(prompts), int)
@@ -142,21 +136,19 @@ class Server:
                 raise ValueError("a prompt does not fit the engine")
             served += np.asarray(info.request_id)[ended].tolist()
             state, drained = _drain(state)
-            done = np.asarray(drained.status) == states.FINISHED
+            done = np.asarray(drained.status) == FINISHED
             names = np.asarray(drained.request_id)[done]
             num_cached[names] = np.asarray(drained.num_cached)[done] // PAGE_SIZE
         return Hits(num_cached, np.argsort(served))
 
-    def _requests(
-        self, prompts: Sequence[Sequence[int]], first: int
-    ) -> queueing.Requests:
+    def _requests(self, prompts: Sequence[Sequence[int]], first: int) -> Requests:
         """As many of the next requests as a call of `submit` takes."""
         names = range(first, min(first + self.config.submit_width, len(prompts)))
         ask = Sampling.greedy(max_tokens=1)
         # The last token is always computed: one more than the pages have, so that all
         # of them can be found. It stands on a page of its own, which is never full.
         tokens = [[*np.repeat(prompts[i], PAGE_SIZE).tolist(), 0] for i in names]
-        return answers.make_requests(
+        return outputs.make_requests(
             tokens,
             [ask] * len(names),
             config=self.config,
@@ -166,7 +158,7 @@ class Server:
 
 
 def _idle(config: EngineConfig) -> EngineState:
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
         num_kv_heads=1,
@@ -174,7 +166,7 @@ def _idle(config: EngineConfig) -> EngineState:
         head_dim=1,
         dtype="float32",
     )
-    return states.init(config, pages)
+    return init(config, pages)
 
 
 def _with_pool_of(state: EngineState, num_pages: int) -> EngineState:
@@ -183,11 +175,13 @@ def _with_pool_of(state: EngineState, num_pages: int) -> EngineState:
     if not surplus:
         return state
     want = jnp.asarray([surplus], jnp.int32)
-    pool, _, _ = paging.allocate(state.pool, want, max_pages=surplus)
+    pool, _, _ = page_pool.allocate(state.pool, want, max_pages=surplus)
     return state._replace(pool=pool)
 
 
-def _no_model(params: None, pages: caching.Pages, rows: caching.Rows) -> ForwardResult:
+def _no_model(
+    params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
+) -> ForwardResult:
     """Reads and writes nothing; the next token is 0."""
     del params
     return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], 2), jnp.float32), pages)
@@ -202,7 +196,7 @@ class _Info(NamedTuple):
 
 def _run_steps(
     state: EngineState,
-    policy: policies.FCFS,
+    policy: fcfs.FCFS,
     rule: Int32[Array, ""],
     *,
     config: EngineConfig,
@@ -211,7 +205,7 @@ def _run_steps(
 
     def body(state: EngineState, _: None) -> tuple[EngineState, _Info]:
         before: Any = state.prefixes
-        state, info = engine.step(
+        state, info = step.step(
             None, state, config=config, forward=_no_model, policy=policy
         )
         after: Any = state.prefixes
@@ -244,5 +238,5 @@ def _at_random(before: Prefixes, after: Prefixes) -> Int32[Array, " pages"]:
 
 
 _run = jax.jit(_run_steps, static_argnames="config", donate_argnames="state")
-_submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
-_drain = jax.jit(queueing.drain, donate_argnames="state")
+_submit = jax.jit(submit, static_argnames="config", donate_argnames="state")
+_drain = jax.jit(drain, donate_argnames="state")

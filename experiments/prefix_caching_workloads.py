@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv import recordings
+from jaxkv.workloads import recordings
 
 DATA = "JAXKV_DATA"
 """Environment variable: a folder of recordings."""

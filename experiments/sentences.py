@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxkv import caching, paging
-from jaxkv.forwarding import ForwardResult
+from jaxkv.memory import kv_pages, page_pool
+from jaxkv.models import ForwardResult
 
 _NEVER = -30.0
 """Logit of a word that does not follow."""
@@ -76,20 +76,20 @@ class Scribe:
     language: Language
 
     def __call__(
-        self, params: None, pages: caching.Pages, rows: caching.Rows
+        self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
         """Writes the rows, reads in the pages what came before, and goes on from it."""
         word, place = (
             x.astype(pages.k.dtype)[:, None, None] for x in (rows.token, rows.position)
         )
-        pages = caching.write(pages, 0, word, place, rows)
-        last = paging.take(rows.position, rows.logit_rows, fill=-1)
+        pages = kv_pages.write(pages, 0, word, place, rows)
+        last = page_pool.take(rows.position, rows.logit_rows, fill=-1)
         slot = rows.logit_rows
         if rows.slot is not None:
-            slot = paging.take(rows.slot, slot, fill=-1)
-        held = paging.take(
+            slot = page_pool.take(rows.slot, slot, fill=-1)
+        held = page_pool.take(
             pages.k[0, :, 0, :, 0],
-            paging.take(rows.page_ids, slot, fill=paging.NO_PAGE),
+            page_pool.take(rows.page_ids, slot, fill=page_pool.NO_PAGE),
             fill=-1,
         ).reshape(slot.shape[0], -1)[:, : self.language.max_length]
         past = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :] <= last[:, None]

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv.answers import Completion
 from jaxkv.engine import StepInfo
+from jaxkv.serving import Completion
 
 
 class Served(NamedTuple):

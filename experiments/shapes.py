@@ -5,10 +5,10 @@ from typing import Literal
 import jax
 
 from experiments import bundled, documents
-from jaxkv import checkpoints, models
+from jaxkv.models import checkpoints, config, transformer
 
 RANDOM = {
-    "random-135m": models.ModelConfig(
+    "random-135m": config.ModelConfig(
         vocab_size=49152,
         hidden_size=576,
         num_layers=30,
@@ -19,7 +19,7 @@ RANDOM = {
         max_positions=8192,
         rope_theta=100_000.0,
     ),
-    "random-tiny": models.ModelConfig(
+    "random-tiny": config.ModelConfig(
         vocab_size=257,
         hidden_size=32,
         num_layers=2,
@@ -45,7 +45,7 @@ def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loade
     """
     if model in RANDOM:
         shape = RANDOM[model]
-        params = models.init_params(shape, jax.random.key(0), dtype=dtype)
+        params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
         return checkpoints.Loaded(shape, params, None, ())
     try:
         folder = bundled.folder_of(model)

@@ -39,7 +39,8 @@ from experiments.sharing_picture import Picture
 from experiments.sharing_prefixes import Prefixes
 from experiments.sharing_serving import Server
 from experiments.sharing_translated import Translated
-from jaxkv import checkpoints, states
+from jaxkv.engine import state
+from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
 
 PANEL_SIZE_INCHES = sharing_drawing.SIZE_INCHES
@@ -275,10 +276,10 @@ def _scaled(law: Law, config: Config) -> Law:
     )
 
 
-def bounds(config: Config) -> states.EngineConfig:
+def bounds(config: Config) -> state.EngineConfig:
     """An engine that never runs short of pages, whatever it is given here."""
     pages_per_slot = -(-config.max_length // config.page_size)
-    return states.EngineConfig(
+    return state.EngineConfig(
         num_pages=2 * config.max_slots * pages_per_slot,
         page_size=config.page_size,
         max_slots=config.max_slots,

@@ -10,19 +10,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import (
-    cost_models,
-    sharing_groups,
-    sharing_lengths,
-    simulating,
-    units,
-)
+from experiments import cost_models, sharing_groups, sharing_lengths, simulating, units
 from experiments.claims import Claim, judge
 from experiments.progress import Progress
 from experiments.reporting import Part, Sheet
 from experiments.sharing_published import DATA, PAPER, POINT, SAMPLES, share
-from jaxkv import metrics, policies, workloads
-from jaxkv.machines import Capacity
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Capacity
+from jaxkv.workloads import arrivals, metrics
 
 PAGE_SIZE = 16
 NUM_PLACES = 15_728
@@ -129,8 +124,8 @@ def _member(
     # The same requests in an order of chance, whatever their number of samples.
     rng = np.random.default_rng(seed)
     order, rate = rng.permutation(len(tokens.prompt)), SEQUENCES_PER_S[name] / samples
-    load = workloads.make(
-        workloads.poisson(rng, rate=rate, num=len(order)),
+    load = arrivals.make(
+        arrivals.poisson(rng, rate=rate, num=len(order)),
         tokens.prompt[order],
         tokens.answer[order],
         samples=samples,
@@ -138,7 +133,7 @@ def _member(
     return simulating.Members(
         workload=load,
         capacity=capacity(NUM_PLACES),
-        policy=policies.fcfs(),
+        policy=fcfs.fcfs(),
         cost=cost_models.figure_12().cost,
     )
 

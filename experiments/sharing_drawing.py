@@ -10,7 +10,7 @@ from experiments.sharing_groups import Readings, Savings
 from experiments.sharing_picture import Picture
 from experiments.sharing_prefixes import Prefixes
 from experiments.sharing_published import BEAMS, SAMPLES
-from jaxkv.paging import NO_PAGE
+from jaxkv.memory import NO_PAGE
 
 SIZE_INCHES = (7.2, 6.5)
 GREY, INK = "0.55", "0.15"

@@ -11,8 +11,8 @@ from experiments.progress import Progress
 from experiments.prompting import Request
 from experiments.sharing_lengths import Lengths
 from experiments.sharing_serving import Served, Server
-from jaxkv import policies
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs
 
 
 class Savings(NamedTuple):
@@ -168,7 +168,7 @@ def read_in_chunks(
     asks = [ask] * len(prompts)
     requests = prompting.held_out(server.tokenizer, prompts, asks, rng)
     for size in progress.track(chunk_sizes, "prompts in chunks", "chunk sizes"):
-        policy = policies.fcfs(chunk_size=size)
+        policy = fcfs.fcfs(chunk_size=size)
         served = server.serve(requests, policy=policy, progress=progress)
         if served is None:
             break

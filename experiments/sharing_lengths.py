@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv import lengths
+from jaxkv.workloads import lengths as workloads_lengths
+from jaxkv.workloads.lengths import Gamma, Pair, stretch
 
 NUM_DRAWN = 8192
 """Pairs that stand for a law."""
@@ -28,14 +29,14 @@ class Law(NamedTuple):
     answer_shape: float
 
 
-def _of(pair: lengths.Pair) -> Law:
+def _of(pair: Pair) -> Law:
     prompt, output = pair.prompt, pair.output
-    assert isinstance(prompt, lengths.Gamma)
-    assert isinstance(output, lengths.Gamma)
+    assert isinstance(prompt, Gamma)
+    assert isinstance(output, Gamma)
     return Law(prompt.mean, output.mean, prompt.shape, output.shape)
 
 
-ALPACA, SHAREGPT = _of(lengths.ALPACA), _of(lengths.SHAREGPT)
+ALPACA, SHAREGPT = _of(workloads_lengths.ALPACA), _of(workloads_lengths.SHAREGPT)
 
 
 class Lengths(NamedTuple):
@@ -74,7 +75,7 @@ def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengt
     def fits(tokens: np.ndarray) -> np.ndarray:
         return tokens.sum(1) <= max_length - 3
 
-    scale = lengths.stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
+    scale = stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
     if scale is None:
         raise ValueError(too_long)
     mask = fits(unit * scale)

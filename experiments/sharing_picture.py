@@ -11,10 +11,9 @@ from experiments import sharing_serving
 from experiments.progress import Progress
 from experiments.prompting import Request
 from experiments.sharing_serving import Server
-from jaxkv import beams
-from jaxkv.paging import NO_PAGE
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineState
+from jaxkv.engine import EngineState
+from jaxkv.memory import NO_PAGE
+from jaxkv.sampling import Sampling, beam_search
 
 PROMPT = '''def read_lines(path):
     """Reads a text file."""
@@ -114,7 +113,7 @@ def _tokens(state: EngineState, slots: np.ndarray) -> np.ndarray:
         return tokens
     sample = np.asarray(s.params.sample)[row]
     rows = row[np.argsort(sample)]
-    holder = beams.unroll(
+    holder = beam_search.unroll(
         state.search.parents[rows],
         jnp.asarray(sample, jnp.int32),
         # From the newest token back, which is not written yet.

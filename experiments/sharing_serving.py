@@ -16,19 +16,17 @@ from jaxtyping import Array, Int
 
 from experiments.progress import QUIET, Progress
 from experiments.prompting import Request
-from jaxkv import (
-    admission,
-    answers,
-    checkpoints,
-    engine,
-    models,
-    policies,
-    queueing,
-    scheduling,
-    states,
-    tables,
-)
-from jaxkv.states import EngineConfig, EngineState
+from jaxkv.engine import EngineConfig, EngineState
+from jaxkv.engine import counts as engine_counts
+from jaxkv.engine import step as engine_step
+from jaxkv.engine.counts import carry_out
+from jaxkv.engine.requests import drain, submit
+from jaxkv.engine.state import FINISHED, Sequences, init
+from jaxkv.engine.step import StepInfo
+from jaxkv.memory import page_table
+from jaxkv.models import checkpoints, transformer
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.serving import outputs
 
 
 class Served(NamedTuple):
@@ -67,10 +65,10 @@ class Seen(NamedTuple):
       drained: all sequences; those with status FINISHED have just left.
     """
 
-    info: engine.StepInfo
-    table: tables.Table
+    info: StepInfo
+    table: page_table.Table
     state: EngineState
-    drained: states.Sequences
+    drained: Sequences
 
 
 class Server:
@@ -90,29 +88,29 @@ class Server:
             )
         self.model, self.config = model, config
         self.tokenizer: Any = model.tokenizer
-        self._forward = models.Forward(model.config, config.numerics)
+        self._forward = transformer.Forward(model.config, config.numerics)
         self.clear()
 
     def clear(self) -> None:
         """Empties it, the prefix cache included."""
-        pages = models.make_pages(self.model.config, self.config)
-        self._state = states.init(self.config, pages)
+        pages = transformer.make_pages(self.model.config, self.config)
+        self._state = init(self.config, pages)
 
     def calls(
-        self, requests: Sequence[Request], policy: scheduling.Policy | None = None
+        self, requests: Sequence[Request], policy: interface.Policy | None = None
     ) -> Iterator[Seen]:
         """Hands requests over as there is room, and runs until all are answered.
 
         A run that is left half-way must be followed by `clear`.
         """
         config, waiting = self.config, list(enumerate(requests))
-        policy = policies.fcfs() if policy is None else policy
-        clock = answers.clock(0.0)
+        policy = fcfs.fcfs() if policy is None else policy
+        clock = outputs.clock(0.0)
         unfinished = 0
         while waiting or unfinished:
             batch = waiting[: _num_that_fit([r for _, r in waiting], config)]
             if batch:
-                rows = answers.make_requests(
+                rows = outputs.make_requests(
                     [request.tokens for _, request in batch],
                     [request.sampling for _, request in batch],
                     config=config,
@@ -138,7 +136,7 @@ class Server:
         self,
         requests: Sequence[Request],
         *,
-        policy: scheduling.Policy | None = None,
+        policy: interface.Policy | None = None,
         progress: Progress = QUIET,
         update: Callable[[float], None] = lambda done: None,
     ) -> Served | None:
@@ -162,7 +160,7 @@ class Server:
         tokens: dict[tuple[int, int], list[int]] = {}
         columns: list[tuple[int, int, int]] = []
         copied = preempted = 0
-        seen: list[tuple[engine.StepInfo, Any]] = []
+        seen: list[tuple[StepInfo, Any]] = []
         started = time.perf_counter()
         for call in self.calls(requests, policy):
             tokens |= _finished(call.drained, num_cached)
@@ -206,21 +204,21 @@ def _run_and_look(
     params: Any,
     state: EngineState,
     clock: Int[Array, " 2"],
-    policy: scheduling.Policy,
+    policy: interface.Policy,
     *,
     config: EngineConfig,
     forward: Any,
-) -> tuple[EngineState, tuple[engine.StepInfo, tables.Table]]:
+) -> tuple[EngineState, tuple[StepInfo, page_table.Table]]:
     """As `engine.run_steps`, with the tables in the middle of every step."""
 
     def body(
         state: EngineState, _: None
-    ) -> tuple[EngineState, tuple[engine.StepInfo, tables.Table]]:
+    ) -> tuple[EngineState, tuple[StepInfo, page_table.Table]]:
         # What the step itself does first; the compiler finds that it is the same.
-        counts, found = admission.counts(state, config)
-        plan = scheduling.schedule(counts, policy)
-        middle = admission.carry_out(state, plan, found, config)[0]
-        state, info = engine.step(
+        counts, found = engine_counts.counts(state, config)
+        plan = interface.schedule(counts, policy)
+        middle = carry_out(state, plan, found, config)[0]
+        state, info = engine_step.step(
             params, state, config=config, forward=forward, policy=policy
         )
         return state, (info, middle.table)
@@ -232,8 +230,8 @@ def _run_and_look(
 _run = jax.jit(
     _run_and_look, static_argnames=("config", "forward"), donate_argnames="state"
 )
-_submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
-_drain = jax.jit(queueing.drain, donate_argnames="state")
+_submit = jax.jit(submit, static_argnames="config", donate_argnames="state")
+_drain = jax.jit(drain, donate_argnames="state")
 
 
 def _num_that_fit(requests: Sequence[Request], config: EngineConfig) -> int:
@@ -243,12 +241,12 @@ def _num_that_fit(requests: Sequence[Request], config: EngineConfig) -> int:
 
 
 def _finished(
-    drained: states.Sequences, num_cached: np.ndarray
+    drained: Sequences, num_cached: np.ndarray
 ) -> dict[tuple[int, int], list[int]]:
     """Answers that are complete; notes what each request found in the cache."""
     s: Any = jax.tree.map(np.asarray, drained)
     found = {}
-    for row in np.flatnonzero(s.status == states.FINISHED):
+    for row in np.flatnonzero(s.status == FINISHED):
         name, sample = int(s.request_id[row]), int(s.params.sample[row])
         answer = s.tokens[row, s.prompt_length[row] : s.num_tokens[row]]
         found[name, sample] = answer.tolist()

@@ -24,8 +24,9 @@ from experiments.sharing_counted import (
     capacity,
 )
 from experiments.sharing_published import PAPER, SPEED_UPS
-from jaxkv import contiguous, lengths, metrics, policies, workloads
-from jaxkv.simulation import Cost, Work
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Cost, Work, contiguous
+from jaxkv.workloads import arrivals, lengths, metrics
 
 LAW = lengths.Pair(
     prompt=lengths.LogNormal(mean=28.0, sigma=0.5),
@@ -134,7 +135,7 @@ def _member(
 ) -> simulating.Members:
     shared = prefix // PAGE_SIZE * PAGE_SIZE if system == "paged" else 0
     num = max(1, round(rate * seconds))
-    load = workloads.open_loop(np.random.default_rng(seed), LAW, rate=rate, num=num)
+    load = arrivals.open_loop(np.random.default_rng(seed), LAW, rate=rate, num=num)
     load = load._replace(prompt=load.prompt + prefix - shared)
     cost = cost_models.figure_12().cost
     reservation = None
@@ -147,7 +148,7 @@ def _member(
     return simulating.Members(
         workload=load,
         capacity=capacity(NUM_PLACES - shared),
-        policy=policies.fcfs(),
+        policy=fcfs.fcfs(),
         cost=Behind(cost, jnp.asarray(shared, jnp.int32)),
         reservation=reservation,
     )

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxkv import simulation
-from jaxkv.states import NOBODY
+from jaxkv.engine import NOBODY
+from jaxkv.simulation import step
 
 
 class Means(NamedTuple):
@@ -53,7 +53,7 @@ class Trace(NamedTuple):
     """What every step did, with an axis of steps behind that of members."""
 
     start_s: Float[np.ndarray, "members steps"]
-    info: simulation.StepInfo
+    info: step.StepInfo
 
     def member(self, index: int) -> "Trace":
         """That of one member alone."""

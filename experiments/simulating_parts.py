@@ -9,10 +9,9 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.simulated import Means, Served, Totals, Trace
-from jaxkv import clocks, outcomes, scheduling, simulation
-from jaxkv.contiguous import Reservation
-from jaxkv.machines import Capacity, Simulation
-from jaxkv.simulation import Cost
+from jaxkv import clock
+from jaxkv.scheduling import interface
+from jaxkv.simulation import Capacity, Cost, Reservation, Simulation, outcomes, step
 from jaxkv.workloads import Workload
 
 
@@ -21,7 +20,7 @@ class Members(NamedTuple):
 
     workload: Workload
     capacity: Capacity
-    policy: scheduling.Policy
+    policy: interface.Policy
     cost: Cost
     reservation: Reservation | None = None
 
@@ -39,7 +38,7 @@ class Bounds(NamedTuple):
 @functools.partial(jax.jit, static_argnames="bounds")
 def _init(members: Members, bounds: Bounds) -> Simulation:
     def one(member: Members) -> Simulation:
-        return simulation.init(
+        return step.init(
             *(member.workload, member.capacity, member.policy),
             max_slots=bounds.max_slots,
             max_samples=bounds.max_samples,
@@ -53,11 +52,9 @@ def _init(members: Members, bounds: Bounds) -> Simulation:
 @functools.partial(jax.jit, static_argnames="bounds", donate_argnames="state")
 def _advance(
     state: Simulation, members: Members, bounds: Bounds
-) -> tuple[Simulation, simulation.StepInfo]:
-    def one(
-        state: Simulation, member: Members
-    ) -> tuple[Simulation, simulation.StepInfo]:
-        state, info = simulation.run_steps(
+) -> tuple[Simulation, step.StepInfo]:
+    def one(state: Simulation, member: Members) -> tuple[Simulation, step.StepInfo]:
+        state, info = step.run_steps(
             *(state, member.workload),
             capacity=member.capacity,
             policy=member.policy,
@@ -108,7 +105,7 @@ class Part:
             self._state: Any = _init(self._members, self._bounds)
         self._weighted: dict[str, np.ndarray] = {}
         self._sums: dict[str, np.ndarray] = {}
-        self._infos: list[tuple[np.ndarray, simulation.StepInfo]] = []
+        self._infos: list[tuple[np.ndarray, step.StepInfo]] = []
         self.num_served = np.asarray(self._state.num_served)
         self.num_done = np.zeros_like(self.num_served)
         self.clock_s = np.zeros(self.num_served.shape)
@@ -121,7 +118,7 @@ class Part:
         self._fold(jax.tree.map(np.asarray, info))
         before = self.num_done, self.clock_s
         self.num_done = np.asarray(self._state.num_done)
-        self.clock_s = clocks.to_seconds(np.asarray(self._state.clock))
+        self.clock_s = clock.to_seconds(np.asarray(self._state.clock))
         stuck = (before[0] == self.num_done) & (before[1] == self.clock_s)
         self.done = self.num_done == self.num_served
         self.done |= self.clock_s >= self._until_s
@@ -132,8 +129,8 @@ class Part:
             )
 
     def _fold(self, info: Any) -> None:
-        start_s = clocks.to_seconds(info.start)
-        seconds = info.micros / clocks.SECOND
+        start_s = clock.to_seconds(info.start)
+        seconds = info.micros / clock.SECOND
         counts = (start_s >= self._since_s) & (start_s < self._until_s)
         weight, work = np.where(counts, seconds, 0.0), info.work
         sizes = {

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from experiments import showing
 from experiments.progress import Progress
 from experiments.prompting import Request
-from jaxkv import serving
-from jaxkv.answers import Completion
+from jaxkv.serving import Completion
+from jaxkv.serving.engine import Engine
 
 NUM_SHOWN = 3
 """Answers that stream over the terminal at a time."""
@@ -16,7 +16,7 @@ SHOW_EVERY_S = 0.1
 
 
 def stream(
-    engine: serving.Engine,
+    engine: Engine,
     requests: list[Request],
     progress: Progress,
     update: Callable[[float], None],

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.peers import Answerer
-from jaxkv import models
+from jaxkv.models.config import ModelConfig
 from scaling import architectures, corpora, devices, stepping
 from scaling.recipes import OptimizerConfig, Schedule, StepConfig
 
@@ -31,14 +31,14 @@ _PROBE = 2048
 class Case(NamedTuple):
     """A model and the batches that it is trained on."""
 
-    model: models.ModelConfig
+    model: ModelConfig
     batch_size: int
     seq_len: int
 
     @classmethod
     def of(cls, config: "Config", width: int) -> "Case":
         """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
-        model = models.ModelConfig(
+        model = ModelConfig(
             vocab_size=corpora.VOCAB_SIZE,
             hidden_size=width,
             num_layers=config.num_layers,

@@ -10,15 +10,10 @@ from typing import Annotated
 from experiments import documents, flags, sweep_configs, terminal, units
 from experiments.reporting import Sheet
 from experiments.running import Answer
-from jaxkv import checkpoints, models, tokenizing
-from scaling import (
-    architectures,
-    corpora,
-    locking,
-    objectives,
-    streams,
-    training,
-)
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.text.tokenizer import ByteTokenizer
+from scaling import architectures, corpora, locking, objectives, streams, training
 from scaling.recipes import TrainConfig
 
 NUM_EVAL_WINDOWS = 1024
@@ -98,7 +93,7 @@ def train(name: str, options: Options) -> Answer:
 
 
 def _score(
-    config: TrainConfig, corpus: streams.Corpus, params: models.Params
+    config: TrainConfig, corpus: streams.Corpus, params: transformer.Params
 ) -> dict[str, float]:
     score = objectives.score_stream(
         params,
@@ -114,13 +109,13 @@ def _score(
     }
 
 
-def _save(config: TrainConfig, folder: Path, params: models.Params) -> Path | None:
+def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path | None:
     """Writes a folder that the engine serves; None for a rival, which it does not."""
-    if not isinstance(config.model, models.ModelConfig):
+    if not isinstance(config.model, ModelConfig):
         return None
     tokenizer = None
     if isinstance(config.corpus, corpora.CorpusConfig):
-        tokenizer = tokenizing.ByteTokenizer(config.model.vocab_size)
+        tokenizer = ByteTokenizer(config.model.vocab_size)
     try:
         checkpoints.save_model(
             folder, config.model, params, tokenizer=tokenizer, overwrite=True

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv import serving
+from jaxkv.serving import engine
 
 
 class CallTimes(NamedTuple):
@@ -35,7 +35,7 @@ class CallTimes(NamedTuple):
     fed: bool
 
 
-class WatchedEngine(serving.Engine):
+class WatchedEngine(engine.Engine):
     """An `Engine` that can note when each call is dispatched, and when it is ready."""
 
     _dispatched: queue.SimpleQueue[Any] | None = None

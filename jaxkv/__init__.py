@@ -19,19 +19,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkv.answers import Completion, Event, make_requests
-    from jaxkv.auditing import InvariantError
-    from jaxkv.baselines import static
-    from jaxkv.emission import Answer
-    from jaxkv.engine import StepInfo, run_steps, step
-    from jaxkv.forwarding import Forward, ForwardResult, attend
-    from jaxkv.policies import fcfs
-    from jaxkv.queueing import Requests, cancel, drain, submit
+    from jaxkv.engine import (
+        Answer,
+        EngineConfig,
+        EngineState,
+        Requests,
+        StepInfo,
+        cancel,
+        drain,
+        init,
+        load_state,
+        run_steps,
+        save_state,
+        submit,
+    )
+    from jaxkv.engine.step import step
+    from jaxkv.memory import InvariantError
+    from jaxkv.models import Forward, ForwardResult, attend
     from jaxkv.sampling import Sampling
-    from jaxkv.scheduling import Counts, Plan, Policy, schedule
-    from jaxkv.serving import Engine
-    from jaxkv.snapshots import load_state, save_state
-    from jaxkv.states import EngineConfig, EngineState, init
+    from jaxkv.scheduling import Counts, Plan, Policy, schedule, static
+    from jaxkv.scheduling.fcfs import fcfs
+    from jaxkv.serving import Completion, Engine, Event, make_requests
 
 # Names load on first use: importing the package costs little more than JAX does.
 _HOMES = {

@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import caching, forwarding, paging, tables, validation
-from jaxkv.model_configs import ModelConfig
+from jaxkv import validation
+from jaxkv.memory import kv_pages, page_pool, page_table
+from jaxkv.models import ModelConfig, interface
 
 
 class Cache(NamedTuple):
     """K and V of a few sequences, one a slot, in pages of a common pool."""
 
-    pages: caching.Pages
-    pool: paging.Pool
-    table: tables.Table
+    pages: kv_pages.Pages
+    pool: page_pool.Pool
+    table: page_table.Table
 
 
-def init_cache(pages: caching.Pages, *, max_slots: int, max_length: int) -> Cache:
+def init_cache(pages: kv_pages.Pages, *, max_slots: int, max_length: int) -> Cache:
     """Makes an empty cache.
 
     Args:
@@ -38,8 +39,8 @@ def init_cache(pages: caching.Pages, *, max_slots: int, max_length: int) -> Cach
     max_length = validation.integer("max_length", max_length, low=1)
     return Cache(
         pages,
-        paging.make_pool(pages.num_pages),
-        tables.make_table(max_slots, -(-max_length // pages.page_size)),
+        page_pool.make_pool(pages.num_pages),
+        page_table.make_table(max_slots, -(-max_length // pages.page_size)),
     )
 
 
@@ -49,7 +50,7 @@ def prefill(
     tokens: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
     *,
-    forward: forwarding.Forward,
+    forward: interface.Forward,
 ) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
     """Feeds several tokens of every slot, behind those it has.
 
@@ -70,14 +71,16 @@ def prefill(
         Past rotary ones it warns, when it is compiled.
     """
     _check_length(cache, forward)
-    params, cache, tokens, lengths = paging.on_device((params, cache, tokens, lengths))
+    params, cache, tokens, lengths = page_pool.on_device(
+        (params, cache, tokens, lengths)
+    )
     slots, width = tokens.shape
     cache, fed, enough = _reserve(cache, lengths)
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
     used = place < fed[:, None]
     # Rows of a slot must stand side by side; padding may stand between slots.
     slot = jnp.arange(slots, dtype=jnp.int32)[:, None]
-    rows = caching.Rows(
+    rows = kv_pages.Rows(
         token=tokens.reshape(-1),
         position=jnp.where(used, cache.table.length[:, None] + place, -1).reshape(-1),
         slot=jnp.where(used, slot, -1).reshape(-1),
@@ -93,7 +96,7 @@ def decode_step(
     cache: Cache,
     tokens: Int32[Array, " slots"],
     *,
-    forward: forwarding.Forward,
+    forward: interface.Forward,
     active: Bool[Array, " slots"] | None = None,
 ) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
     """Feeds one token of every slot.
@@ -112,11 +115,11 @@ def decode_step(
       ValueError: as `prefill` does.
     """
     _check_length(cache, forward)
-    params, cache, tokens, active = paging.on_device((params, cache, tokens, active))
+    params, cache, tokens, active = page_pool.on_device((params, cache, tokens, active))
     slots = tokens.shape[0]
     want = jnp.ones((slots,), jnp.int32) if active is None else active.astype(jnp.int32)
     cache, fed, enough = _reserve(cache, want)
-    rows = caching.Rows(
+    rows = kv_pages.Rows(
         token=tokens,
         position=jnp.where(fed > 0, cache.table.length, -1),
         slot=None,
@@ -127,7 +130,7 @@ def decode_step(
     return logits, cache, enough
 
 
-def _check_length(cache: Cache, forward: forwarding.Forward) -> None:
+def _check_length(cache: Cache, forward: interface.Forward) -> None:
     """Checks the least `max_length` that the cache can have been made with."""
     config = getattr(forward, "config", None)
     if isinstance(config, ModelConfig):
@@ -138,7 +141,7 @@ def _check_length(cache: Cache, forward: forwarding.Forward) -> None:
 def _reserve(
     cache: Cache, want: Int32[Array, " slots"]
 ) -> tuple[Cache, Int32[Array, " slots"], Bool[Array, ""]]:
-    pool, table, copies, enough = tables.reserve(
+    pool, table, copies, enough = page_table.reserve(
         *(cache.pool, cache.table),
         jnp.where(want > 0, cache.table.length + want, 0),
         want,
@@ -146,17 +149,17 @@ def _reserve(
         max_new_pages=cache.table.page_ids.shape[1],
     )
     # The caller may have forked slots.
-    pages = caching.copy(cache.pages, copies.source, copies.target)
+    pages = kv_pages.copy(cache.pages, copies.source, copies.target)
     return Cache(pages, pool, table), jnp.where(enough, want, 0), enough
 
 
 def _feed(
     params: Any,
     cache: Cache,
-    rows: caching.Rows,
+    rows: kv_pages.Rows,
     fed: Int32[Array, " slots"],
-    forward: forwarding.Forward,
+    forward: interface.Forward,
 ) -> tuple[Array, Cache]:
     result = forward(params, cache.pages, rows)
-    table = tables.advance(cache.table, fed)
+    table = page_table.advance(cache.table, fed)
     return result.logits, cache._replace(pages=result.pages, table=table)

@@ -12,17 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv import models
-from scaling import (
-    costs,
-    costs_flops,
-    describing,
-    recurrent,
-    recurrent_costs,
-    rows,
-)
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
+from scaling import costs, costs_flops, describing, recurrent, recurrent_costs, rows
 
-type Architecture = models.ModelConfig | recurrent.RecurrentConfig
+type Architecture = ModelConfig | recurrent.RecurrentConfig
 """Hashable, a static argument; each has `vocab_size`, `hidden_size`, `num_layers` and
 `max_positions`."""
 
@@ -40,31 +34,31 @@ class Output(NamedTuple):
     auxiliary: Float[Array, ""]
 
 
-def servable(config: Architecture) -> models.ModelConfig:
+def servable(config: Architecture) -> ModelConfig:
     """Returns the config of a model that can be saved and served.
 
     Raises:
       ValueError: it is one of the rivals, which can only be trained.
     """
-    if not isinstance(config, models.ModelConfig):
+    if not isinstance(config, ModelConfig):
         raise ValueError(f"{type(config).__name__} can be trained, not saved or served")
     return config
 
 
-def init_params(config: Architecture, key: Array) -> models.Params:
+def init_params(config: Architecture, key: Array) -> transformer.Params:
     """Random parameters, float32, as nested dicts."""
     if isinstance(config, recurrent.RecurrentConfig):
         return recurrent.init_params(config, key)
-    return models.init_params(config, key)
+    return transformer.init_params(config, key)
 
 
-def param_shapes(config: Architecture) -> models.Params:
+def param_shapes(config: Architecture) -> transformer.Params:
     """The same tree holding `jax.ShapeDtypeStruct`s; allocates nothing."""
     return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
 
 def forward(
-    params: models.Params, tokens: Int[Array, "batch seq"], *, config: Architecture
+    params: transformer.Params, tokens: Int[Array, "batch seq"], *, config: Architecture
 ) -> Output:
     """Runs a model over whole sequences, each from its beginning."""
     if isinstance(config, recurrent.RecurrentConfig):
@@ -73,7 +67,7 @@ def forward(
     if config.experts is None:
         logits = rows.logits(params, tokens, config=config)
         return Output(logits, jnp.zeros((), logits.dtype))
-    found = models.outputs(params, tokens, config=config)
+    found = transformer.outputs(params, tokens, config=config)
     return Output(found.logits, found.auxiliary)
 
 
@@ -129,7 +123,7 @@ def sized[A: (models.ModelConfig, recurrent.RecurrentConfig)](
       ValueError: no shape is within 5 %, or `base` is a mixture, whose experts no one
         dial makes wider.
     """
-    if isinstance(base, models.ModelConfig):
+    if isinstance(base, ModelConfig):
         if base.experts is not None:
             raise ValueError("mixtures of experts are not sized by one dial")
         found: Any = _wide(base, num_params)
@@ -151,7 +145,7 @@ def _stack(base: recurrent.RecurrentConfig, num_params: int):
     return min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
 
 
-def _wide(base: models.ModelConfig, num_params: int):
+def _wide(base: ModelConfig, num_params: int):
     """The shape whose MLP keeps nearest to the proportions of `base`."""
     ratio, step = base.mlp_size / base.hidden_size, base.group_size * base.head_dim
     best, least = dataclasses.replace(base, mlp_size=1), math.inf

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
+from jaxkv.models import transformer
 from scaling import objectives, training
 from scaling.recipes import Schedule, TrainConfig
 from scaling.streams import Corpus
@@ -46,7 +46,7 @@ class Finished(NamedTuple):
     score: objectives.StreamScore | None
     curve: list[tuple[float, float]]
     seconds: float
-    params: models.Params | None
+    params: transformer.Params | None
     error: str | None = None
 
 

@@ -1,6 +1,6 @@
 """Our own models as the cost formulas see them."""
 
-from jaxkv.model_configs import ModelConfig
+from jaxkv.models import ModelConfig
 from scaling.descriptions import Description, Experts, HeadAttention
 
 

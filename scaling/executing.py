@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv import models
+from jaxkv.models import transformer
 from scaling import branching, corpora, pausing, sweep_grids
 from scaling.branching import Finished
 from scaling.streams import Corpus
@@ -39,7 +39,7 @@ class Made(NamedTuple):
     record: dict[str, Any]
     curve: list[dict[str, Any]]
     model: Any
-    params: models.Params | None
+    params: transformer.Params | None
 
 
 class Choice(NamedTuple):

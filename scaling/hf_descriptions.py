@@ -8,7 +8,7 @@ it to mean.
 import json
 from pathlib import Path
 
-from jaxkv import hf_files
+from jaxkv import files
 from scaling import hf_keys, hf_shapes
 from scaling.descriptions import Description
 from scaling.hf_keys import Raw
@@ -22,7 +22,7 @@ def load(path: Path) -> Description:
         the line names the file, and the key with what it should be.
     """
     file = path / "config.json" if path.is_dir() else path
-    text = hf_files.read_text(file)
+    text = files.read_text(file)
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:

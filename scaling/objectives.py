@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv import models
+from jaxkv.models import transformer
 from scaling import architectures, corpora
 
 
@@ -53,7 +53,7 @@ class StreamScore(NamedTuple):
 
 
 def token_losses(
-    params: models.Params,
+    params: transformer.Params,
     windows: Int[Array, "batch window"],
     *,
     model: architectures.Architecture,
@@ -64,7 +64,7 @@ def token_losses(
 
 
 def mean_loss(
-    params: models.Params,
+    params: transformer.Params,
     windows: Int[Array, "batch window"],
     *,
     model: architectures.Architecture,
@@ -112,7 +112,7 @@ def cut(
 
 
 def score(
-    params: models.Params,
+    params: transformer.Params,
     documents: Iterable[corpora.Document],
     *,
     model: architectures.Architecture,
@@ -180,7 +180,7 @@ def stream_windows(
 
 
 def score_stream(
-    params: models.Params,
+    params: transformer.Params,
     held_out: UInt[np.ndarray, " tokens"],
     *,
     model: architectures.Architecture,

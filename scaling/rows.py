@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv import layers, rotary
-from jaxkv.models import ModelConfig, Params
+from jaxkv.models import ModelConfig, Params, layers, rotary
 from pallas_kernels.flash_attention import tiled
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Int32, UInt
 
-from jaxkv import models
+from jaxkv.models import transformer
 from scaling import architectures, corpora, objectives, optimizers
 from scaling.recipes import PLAIN, OptimizerConfig, Schedule, StepConfig
 
@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
       step: how many steps have been taken.
     """
 
-    params: models.Params
+    params: transformer.Params
     moments: Any
     step: Int32[Array, ""]
 

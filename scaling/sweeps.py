@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv import checkpoints, tokenizing
+from jaxkv.models import checkpoints
+from jaxkv.text.tokenizer import ByteTokenizer
 from scaling import (
     architectures,
     executing,
@@ -219,7 +220,7 @@ def _save(folder: Path, made: Made, is_bytes: bool) -> None:
         return
     tokenizer = None
     if is_bytes:
-        tokenizer = tokenizing.ByteTokenizer(model.vocab_size)
+        tokenizer = ByteTokenizer(model.vocab_size)
     try:
         checkpoints.save_model(
             folder, model, made.params, tokenizer=tokenizer, overwrite=True

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
-from jaxkv.tokenizing import NUM_BYTES
+from jaxkv.text import NUM_BYTES
 
 END = NUM_BYTES
 """The byte tokens' last: it ends a document, and is the only one that is no byte."""

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt16
 
-from jaxkv import byte_pairs
-from jaxkv.tokenizing import ByteTokenizer, Tokenizer
+from jaxkv.text import ByteTokenizer, Tokenizer, byte_pairs
 from scaling import streams, texts
 from scaling.texts import END, CorpusConfig, Document, Split
 

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxkv import models
-from jaxkv.hf_files import make_sure_of_room, silencing_orbax, system_reason
+from jaxkv.files import make_sure_of_room, silencing_orbax, system_reason
+from jaxkv.models import transformer
 from scaling import corpora, runs, stepping
 from scaling.recipes import Schedule, TrainConfig
 from scaling.stepping import TrainState, init, steps
@@ -77,7 +77,7 @@ class Result(NamedTuple):
     status: Literal["done", "stopped", "diverged"]
 
     @property
-    def params(self) -> models.Params:
+    def params(self) -> transformer.Params:
         """The parameters that were reached."""
         return self.state.params
 

@@ -9,24 +9,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import (
-    answers,
-    checkpoints,
-    engine,
-    hosting,
-    models,
-    policies,
-    prefixes,
-    queueing,
-    sampling,
-    scheduling,
-    states,
+from jaxkv.engine import requests as engine_requests
+from jaxkv.engine import step as engine_step
+from jaxkv.engine.requests import Requests
+from jaxkv.engine.state import (
+    CANCELLED,
+    FINISHED,
+    FULL,
+    NOBODY,
+    NOT_A_NUMBER,
+    NOT_ENDED,
+    REASONS,
+    STOPPED,
+    EngineConfig,
+    EngineState,
+    Sequences,
+    init,
 )
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig, EngineState
-from jaxkv.tokenizing import ByteTokenizer
+from jaxkv.engine.step import StepInfo
+from jaxkv.memory import prefix_cache
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.sampling import sampler
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.serving import host_swap, outputs
+from jaxkv.text.tokenizer import ByteTokenizer
 
-MODEL = models.ModelConfig(
+MODEL = ModelConfig(
     vocab_size=61,
     hidden_size=24,
     num_layers=2,
@@ -64,16 +74,18 @@ program does, not how fast. Tests of numerics take the program that users get.""
 
 _compiled = functools.partial(
     jax.jit,
-    engine.run_steps,
+    engine_step.run_steps,
     static_argnames=("config", "forward", "logits_fn", "num_steps"),
     donate_argnames="state",
 )
 run_steps = _compiled(compiler_options=FAST_COMPILE)
 run_steps_as_served = _compiled()
-submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
-cancel = jax.jit(queueing.cancel, donate_argnames="state")
-drain = jax.jit(queueing.drain, donate_argnames="state")
-full_logits = jax.jit(models.logits, static_argnames="config")
+submit = jax.jit(
+    engine_requests.submit, static_argnames="config", donate_argnames="state"
+)
+cancel = jax.jit(engine_requests.cancel, donate_argnames="state")
+drain = jax.jit(engine_requests.drain, donate_argnames="state")
+full_logits = jax.jit(transformer.logits, static_argnames="config")
 
 
 class Ask(NamedTuple):
@@ -127,7 +139,7 @@ class Run(NamedTuple):
     """All requests of a workload served."""
 
     outcomes: dict[Any, Outcome]
-    info: engine.StepInfo
+    info: StepInfo
     """The infos of all steps, as NumPy arrays."""
     state: EngineState
     """The idle engine that is left."""
@@ -138,7 +150,7 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def params(config: models.ModelConfig = MODEL, dtype: str = "float32") -> models.Params:
+def params(config: ModelConfig = MODEL, dtype: str = "float32") -> transformer.Params:
     """Random parameters that give every logit a say: its deviation is about 3.
 
     From NumPy, since JAX would compile a small program for each shape.
@@ -148,7 +160,7 @@ def params(config: models.ModelConfig = MODEL, dtype: str = "float32") -> models
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return rng.normal(0, 0.25, shape) if len(shape) > 1 else np.ones(shape)
 
-    drawn = jax.tree.map(lambda x: draw(x.shape), models.param_shapes(config))
+    drawn = jax.tree.map(lambda x: draw(x.shape), transformer.param_shapes(config))
     if "head" in drawn:
         drawn["head"]["weight"] *= 3
     # Not in two roundings: the parameters in float64 are those in float32, widened.
@@ -157,7 +169,7 @@ def params(config: models.ModelConfig = MODEL, dtype: str = "float32") -> models
 
 def save_tiny_model(folder: Path, *, max_positions: int) -> str:
     """Saves a byte-level model with random weights that compiles in seconds."""
-    shape = models.ModelConfig(
+    shape = ModelConfig(
         vocab_size=257,
         hidden_size=16,
         num_layers=1,
@@ -167,22 +179,22 @@ def save_tiny_model(folder: Path, *, max_positions: int) -> str:
         mlp_size=16,
         max_positions=max_positions,
     )
-    weights = models.init_params(shape, jax.random.key(0))
+    weights = transformer.init_params(shape, jax.random.key(0))
     checkpoints.save_model(folder, shape, weights, tokenizer=ByteTokenizer(257))
     return str(folder)
 
 
 def start(
-    config: EngineConfig, model: models.ModelConfig = MODEL, dtype: Any = "float32"
+    config: EngineConfig, model: ModelConfig = MODEL, dtype: Any = "float32"
 ) -> EngineState:
     """An idle engine whose pages are full of NaN, which nobody may ever see."""
-    pages = models.make_pages(model, config, dtype=dtype)
-    return states.init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
+    pages = transformer.make_pages(model, config, dtype=dtype)
+    return init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
 
 
-def requests_of(asks: Sequence[Ask], config: EngineConfig) -> queueing.Requests:
+def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
     """Requests as the engine takes them, `submit_width` rows of NumPy arrays."""
-    requests = answers.make_requests(
+    requests = outputs.make_requests(
         [ask.prompt for ask in asks],
         [ask.sampling for ask in asks],
         config=config,
@@ -202,7 +214,7 @@ def clock(seconds: float) -> np.ndarray:
     return np.array(divmod(round(seconds * 1e6), 10**6), np.int32)
 
 
-def assert_sound(info: engine.StepInfo) -> None:
+def assert_sound(info: StepInfo) -> None:
     """Every step kept every invariant, and got the pages that it planned with."""
     assert info.violations is not None, "the engine must run in debug mode"
     for name, counts in info.violations._asdict().items():
@@ -214,13 +226,13 @@ def assert_empty(state: EngineState) -> None:
     """Nothing is left: no page in use but cached ones, no slot, nobody waiting."""
     cached = np.zeros(state.pool.ref.shape, int)
     if state.prefixes is not None:
-        assert int(prefixes.unsound(state.prefixes, state.pool)) == 0
+        assert int(prefix_cache.unsound(state.prefixes, state.pool)) == 0
         cached = np.asarray(state.prefixes.pinned).astype(int)
     np.testing.assert_array_equal(state.pool.ref, cached)
     assert int(state.pool.num_free) == (cached == 0).sum()
     assert not state.table.length.any()
     assert not state.table.ahead.any()
-    assert (state.slots.sequence == states.NOBODY).all()
+    assert (state.slots.sequence == NOBODY).all()
     assert not state.slots.held.any()
     assert int(state.queue.length) == 0
     if state.staging is not None:
@@ -232,15 +244,15 @@ def assert_empty(state: EngineState) -> None:
 def serve(
     asks: Iterable[Ask],
     config: EngineConfig,
-    policy: scheduling.Policy | None = None,
+    policy: interface.Policy | None = None,
     *,
     state: EngineState | None = None,
-    model: models.ModelConfig = MODEL,
-    weights: models.Params | None = None,
+    model: ModelConfig = MODEL,
+    weights: transformer.Params | None = None,
     as_served: bool = False,
     step_s: float = 0.0,
     max_calls: int = 2000,
-    host: hosting.HostSpace | None = None,
+    host: host_swap.HostSpace | None = None,
     num: int = 0,
 ) -> Run:
     """Runs requests to their end, handing them over as there is room.
@@ -264,8 +276,8 @@ def serve(
     weights = params(model) if weights is None else weights
     dtype = jax.tree.leaves(weights)[0].dtype
     state = start(config, model, dtype) if state is None else state
-    policy = policies.fcfs() if policy is None else policy
-    forward = models.Forward(model, config.numerics)
+    policy = fcfs.fcfs() if policy is None else policy
+    forward = transformer.Forward(model, config.numerics)
     for call in range(max_calls):
         if len(outcomes) == num:
             break
@@ -299,16 +311,16 @@ def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
     return asks[: max(1, int(np.searchsorted(rows, config.submit_width, "right")))]
 
 
-def outcomes_of(sequences: states.Sequences) -> dict[Name, Outcome]:
+def outcomes_of(sequences: Sequences) -> dict[Name, Outcome]:
     """What became of the finished requests among them."""
     s: Any = jax.tree.map(np.asarray, sequences)
     found = {}
-    for row in np.flatnonzero(s.status == states.FINISHED):
+    for row in np.flatnonzero(s.status == FINISHED):
         start, end = s.prompt_length[row], s.num_tokens[row]
         name = name_of(int(s.request_id[row]), int(s.params.sample[row]))
         found[name] = Outcome(
             tokens=s.tokens[row, start:end].tolist(),
-            reason=str(states.REASONS[s.reason[row]]),
+            reason=str(REASONS[s.reason[row]]),
             logprobs=s.logprobs[row, start:end],
             prompt_logprobs=s.logprobs[row, 1:start],
             top_ids=s.top_ids[row, start:end],
@@ -373,33 +385,33 @@ def random_asks(
 
 
 @functools.partial(jax.jit, static_argnames="model", compiler_options=FAST_COMPILE)
-def _plain_loop(weights, requests: queueing.Requests, model: models.ModelConfig):
+def _plain_loop(weights, requests: Requests, model: ModelConfig):
     """Answers every request by one full forward pass over it for each token."""
     rows = jnp.arange(requests.limit.shape[0], dtype=jnp.int32)
 
     def step(carry):
         tokens, num_tokens, reason = carry
-        logits = models.logits(weights, jnp.maximum(tokens, 0), config=model)
+        logits = transformer.logits(weights, jnp.maximum(tokens, 0), config=model)
         logits = logits[rows, jnp.maximum(num_tokens - 1, 0)]
-        changed = sampling.penalise(
+        changed = sampler.penalise(
             logits, tokens, requests.prompt_length, num_tokens, requests.params
         )
-        draw = sampling.sample(changed, requests.params, num_tokens, raw=logits)
-        goes_on = (reason == states.NOT_ENDED) & ~draw.invalid
+        draw = sampler.sample(changed, requests.params, num_tokens, raw=logits)
+        goes_on = (reason == NOT_ENDED) & ~draw.invalid
         place = jnp.where(goes_on, num_tokens, tokens.shape[1])
         tokens = tokens.at[rows, place].set(draw.token, mode="drop")
         num_tokens = num_tokens + goes_on.astype(jnp.int32)
-        ends = jnp.where(num_tokens == requests.limit, states.FULL, states.NOT_ENDED)
+        ends = jnp.where(num_tokens == requests.limit, FULL, NOT_ENDED)
         stops = jnp.any(draw.token[:, None] == requests.stop_tokens, axis=1)
-        ends = jnp.where(stops, states.STOPPED, ends)
-        ends = jnp.where(draw.invalid, states.NOT_A_NUMBER, ends)
-        ends = jnp.where(reason == states.NOT_ENDED, ends, reason)
+        ends = jnp.where(stops, STOPPED, ends)
+        ends = jnp.where(draw.invalid, NOT_A_NUMBER, ends)
+        ends = jnp.where(reason == NOT_ENDED, ends, reason)
         return tokens, num_tokens, ends
 
     unused = requests.prompt_length == 0
-    reason = jnp.where(unused, states.CANCELLED, states.NOT_ENDED)
+    reason = jnp.where(unused, CANCELLED, NOT_ENDED)
     return jax.lax.while_loop(
-        lambda carry: jnp.any(carry[2] == states.NOT_ENDED),
+        lambda carry: jnp.any(carry[2] == NOT_ENDED),
         step,
         (requests.tokens, requests.prompt_length, reason.astype(jnp.int32)),
     )
@@ -409,8 +421,8 @@ def plain(
     asks: Sequence[Ask],
     config: EngineConfig,
     *,
-    model: models.ModelConfig = MODEL,
-    weights: models.Params | None = None,
+    model: ModelConfig = MODEL,
+    weights: transformer.Params | None = None,
 ) -> dict[Any, tuple[list[int], str]]:
     """Tokens and reason of every answer, each found alone and without pages."""
     weights, answers = params(model) if weights is None else weights, {}
@@ -421,7 +433,7 @@ def plain(
         tokens, num, reason = map(np.asarray, _plain_loop(weights, requests, model))
         for row, name in enumerate(names_of(batch)):
             answer = tokens[row, requests.prompt_length[row] : num[row]].tolist()
-            answers[name] = answer, states.REASONS[reason[row]]
+            answers[name] = answer, REASONS[reason[row]]
     return answers
 
 
@@ -433,7 +445,7 @@ def assert_equal_plain(run: Run, asks: Sequence[Ask], config: EngineConfig) -> N
 
 
 def logprobs_of(
-    ask: Ask, answer: Sequence[int], model: models.ModelConfig = MODEL
+    ask: Ask, answer: Sequence[int], model: ModelConfig = MODEL
 ) -> np.ndarray:
     """Log-probabilities [place, vocab] that one full forward pass gives, in float64.
 

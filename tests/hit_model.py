@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.engine import StepInfo
-from jaxkv.prefixes import Prefixes
-from jaxkv.states import EngineConfig, EngineState
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine.step import StepInfo
+from jaxkv.memory.prefix_cache import Prefixes
 from tests.engines import Ask
 from tests.oracle import Oracle
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import sampling
+from jaxkv.sampling import sampler
 from tests import engines
 from tests.engines import MODEL, Ask
 
@@ -39,13 +39,13 @@ def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:
 
 def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
     """The Gumbel noise of a draw, in float64."""
-    key = sampling.request_key(ask.sampling.seed, seed, ask.request_id)
-    keys = sampling.draw_key(
+    key = sampler.request_key(ask.sampling.seed, seed, ask.request_id)
+    keys = sampler.draw_key(
         *(jnp.asarray(key)[None], jnp.zeros(1, jnp.int32)),
-        *(jnp.asarray([position], jnp.int32), sampling.SAMPLE),
+        *(jnp.asarray([position], jnp.int32), sampler.SAMPLE),
     )
     ids = jnp.arange(MODEL.vocab_size, dtype=jnp.int32)[None, :]
-    return np.asarray(sampling.gumbel(keys, ids, jnp.float64))[0]
+    return np.asarray(sampler.gumbel(keys, ids, jnp.float64))[0]
 
 
 def penalised(scores: np.ndarray, ask: Ask, answer: Sequence[int]) -> np.ndarray:

@@ -6,8 +6,8 @@ tests compare states and not just sizes.
 
 import numpy as np
 
-from jaxkv.paging import NO_PAGE, Pool
-from jaxkv.tables import Table
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.page_table import Table
 
 
 class Oracle:

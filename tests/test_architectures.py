@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import model_configs, models
+from jaxkv.models.config import Experts, ModelConfig
 from scaling import architectures, objectives, optimizers, stepping
 from scaling.recipes import OptimizerConfig
 from scaling.recurrent import NUM_GATES, RecurrentConfig
@@ -20,7 +20,7 @@ from scaling.recurrent import NUM_GATES, RecurrentConfig
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 LSTM = RecurrentConfig(vocab_size=19, hidden_size=8, num_layers=2, max_positions=12)
-TRANSFORMER = models.ModelConfig(
+TRANSFORMER = ModelConfig(
     vocab_size=19,
     hidden_size=8,
     num_layers=1,
@@ -150,7 +150,7 @@ def test_shapes_of_equal_size_are_found(num_layers: int) -> None:
     for base in bases:
         found = architectures.sized(base, 60_000)
         outside = architectures.parameters(found).non_embedding
-        if isinstance(found, models.ModelConfig):
+        if isinstance(found, ModelConfig):
             assert outside == pytest.approx(60_000, rel=0.01)
             assert 0.6 < found.mlp_size / found.hidden_size / (21 / 8) < 1.6
             assert found.hidden_size == found.num_q_heads * found.head_dim
@@ -188,7 +188,7 @@ def test_rivals_are_not_served_and_impossible_shapes_refused() -> None:
     with pytest.raises(ValueError, match="hidden_size=0 must be at least 1"):
         dataclasses.replace(LSTM, hidden_size=0)
     mixture = dataclasses.replace(
-        TRANSFORMER, experts=model_configs.Experts(num_experts=4, top_k=2, size=8)
+        TRANSFORMER, experts=Experts(num_experts=4, top_k=2, size=8)
     )
     with pytest.raises(ValueError, match="not sized"):
         architectures.sized(mixture, 60_000)

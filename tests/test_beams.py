@@ -11,8 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import auditing, beams, checkpoints, decoding, models, siblings
-from jaxkv.beams import ESTIMATE, FULL, NEVER, Beams, Params
+from jaxkv import decoding
+from jaxkv.memory import invariants, page_sharing
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.sampling import beam_search
+from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, Beams, Params
 from tests import engines
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,15 +50,15 @@ def params_of(
 
 @functools.partial(jax.jit, static_argnames="max_stops")
 def advance(group, params, logits, active, max_stops=2):
-    tokens, logprobs = beams.choices(
+    tokens, logprobs = beam_search.choices(
         logits, max_beams=logits.shape[0], max_stops=max_stops
     )
-    return beams.step(group, params, tokens, logprobs, active)
+    return beam_search.step(group, params, tokens, logprobs, active)
 
 
-choices = jax.jit(beams.choices, static_argnames=("max_beams", "max_stops"))
-finalize = jax.jit(beams.finalize)
-unroll = jax.jit(beams.unroll)
+choices = jax.jit(beam_search.choices, static_argnames=("max_beams", "max_stops"))
+finalize = jax.jit(beam_search.finalize)
+unroll = jax.jit(beam_search.unroll)
 YES, NO = jnp.asarray(True), jnp.asarray(False)
 
 
@@ -76,7 +80,7 @@ def logprobs_of(logits: np.ndarray) -> np.ndarray:
 
 def drive(model: Model, params: Params, max_beams: int) -> tuple[Beams, list[Answer]]:
     """Searches with `beams.step`, the model's beams kept as tuples."""
-    group, prefixes = beams.make_beams(max_beams), [()] * max_beams
+    group, prefixes = beam_search.make_beams(max_beams), [()] * max_beams
     history = np.zeros((2, max_beams, int(params.limit)), np.int32)
     while not group.done:
         logits = jnp.asarray(np.stack([model(prefix) for prefix in prefixes]))
@@ -143,7 +147,7 @@ def test_two_steps_by_hand() -> None:
     """Width 2 of 3 beams; token 3 stops. Logits are logarithms of probabilities."""
     params = params_of(2, length_penalty=1.0, stops=(3, -1))
     first = jnp.log(jnp.asarray([[0.1, 0.5, 0.3, 0.1]] * 3, jnp.float32))
-    group, parents, tokens = advance(beams.make_beams(3), params, first, YES)
+    group, parents, tokens = advance(beam_search.make_beams(3), params, first, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 2], [1, 2, 0])
     np.testing.assert_allclose(np.exp(group.score), [0.5, 0.3, 0.0], rtol=1e-6)
     assert group.finished.length.tolist() == [0, 0, 0]  # a stop came third
@@ -207,7 +211,7 @@ def test_one_program_serves_every_setting() -> None:
     logits = jnp.zeros((5, 9), jnp.float32)
     run: Any = jax.jit(lambda *arguments: advance(*arguments))
     for width, rule in itertools.product((1, 4), RULES):
-        run(beams.make_beams(5), params_of(width, 0.5, rule), logits, YES)
+        run(beam_search.make_beams(5), params_of(width, 0.5, rule), logits, YES)
     assert run._cache_size() == 1
 
 
@@ -218,15 +222,15 @@ def test_groups_do_not_feel_each_other() -> None:
     lines = []
     for i in range(13):
         params = params_of(1 + i % 4, i / 3 - 1, i % 3, (i, -1), limit=4 + i % 3)
-        group = beams.make_beams(4)
+        group = beam_search.make_beams(4)
         for _ in range(i % 4):
             logits = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
             group, *_ = advance(group, params, logits, YES)
         logits = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
         tokens, logprobs = choices(logits, max_beams=4, max_stops=2)
         lines.append((group, params, tokens, logprobs, jnp.asarray(i != 5)))
-    step = jax.jit(beams.step)
-    together = jax.jit(jax.vmap(beams.step))(
+    step = jax.jit(beam_search.step)
+    together = jax.jit(jax.vmap(beam_search.step))(
         *jax.tree.map(lambda *x: jnp.stack(x), *lines)
     )
     for i, line in enumerate(lines):
@@ -237,14 +241,14 @@ def test_groups_do_not_feel_each_other() -> None:
 def test_stops_do_not_crowd_out_what_runs_on() -> None:
     params = params_of(2, 2.0, NEVER, stops=(6, 1))
     logits = jnp.asarray([[0, 9, 1, 3, 2, 3, 9]] * 2, jnp.float32)
-    group, parents, tokens = advance(beams.make_beams(2), params, logits, YES)
+    group, parents, tokens = advance(beam_search.make_beams(2), params, logits, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0], [3, 5])
     assert group.finished.token.tolist() == [1, 6]
 
 
 def test_equals_rank_by_beam_and_token() -> None:
     params, logits = params_of(3), jnp.zeros((3, 6), jnp.float32)
-    group, parents, tokens = advance(beams.make_beams(3), params, logits, YES)
+    group, parents, tokens = advance(beam_search.make_beams(3), params, logits, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
     group, parents, tokens = advance(group, params, logits, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
@@ -254,7 +258,7 @@ def test_beams_without_candidates_rest() -> None:
     """A mask leaves two tokens, then NaN takes one beam, then nothing is left."""
     params, none = params_of(3, stops=(5, -1)), -jnp.inf
     logits = jnp.full((4, 6), none, jnp.float32).at[:, 2:4].set(0.0)
-    group, parents, tokens = advance(beams.make_beams(4), params, logits, YES)
+    group, parents, tokens = advance(beam_search.make_beams(4), params, logits, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 2, 3], [2, 3, 0, 0])
     assert group.score.tolist()[2:] == [none, none]
     group, parents, tokens = advance(group, params, logits.at[0].set(jnp.nan), YES)
@@ -275,7 +279,7 @@ def test_back_pointers_lead_home() -> None:
     parents = rng.integers(0, num_beams, (num_beams, places)).astype(np.int32)
     beam = np.asarray([0, 3, 3, 1, 2, 0], np.int32)
     length = np.asarray([11, 7, 1, 0, 10, 2], np.int32)
-    expected = np.full((len(beam), places), beams.NOBODY)
+    expected = np.full((len(beam), places), beam_search.NOBODY)
     for end, (here, num) in enumerate(zip(beam, length, strict=True)):
         for place in reversed(range(num)):
             expected[end, place] = here
@@ -286,7 +290,7 @@ def test_back_pointers_lead_home() -> None:
 def test_a_history_may_begin_with_the_prompt() -> None:
     params = params_of(2, stops=(3, -1), limit=2)
     first = jnp.log(jnp.asarray([[0.1, 0.2, 0.3, 0.4]] * 2, jnp.float32))
-    group, prompt = beams.make_beams(2), [7, 8, 9]
+    group, prompt = beam_search.make_beams(2), [7, 8, 9]
     tokens = jnp.full((2, 6), 99, jnp.int32).at[0, :3].set(jnp.asarray(prompt))
     parents = jnp.zeros((2, 6), jnp.int32)
     for place in (3, 4):
@@ -299,7 +303,7 @@ def test_a_history_may_begin_with_the_prompt() -> None:
 
 def test_no_beams_are_refused() -> None:
     with pytest.raises(ValueError, match="max_beams=0 must be at least 1"):
-        beams.make_beams(0)
+        beam_search.make_beams(0)
 
 
 NUM_BEAMS, LIMIT = 6, 16
@@ -308,7 +312,7 @@ NUM_BEAMS, LIMIT = 6, 16
 @functools.partial(
     jax.jit, static_argnames="config", compiler_options=engines.FAST_COMPILE
 )
-def search_with_pages(weights, prompt, params: Params, config: models.ModelConfig):
+def search_with_pages(weights, prompt, params: Params, config: ModelConfig):
     """Searches on the paged cache. Pages of one token are never written while shared.
 
     Every slot reads the prompt; the first reordering leaves one copy of it.
@@ -318,32 +322,34 @@ def search_with_pages(weights, prompt, params: Params, config: models.ModelConfi
         num_pages=NUM_BEAMS * (num + LIMIT), page_size=1, max_length=num + LIMIT
     )
     cache = decoding.init_cache(
-        models.make_pages(config, engine), max_slots=NUM_BEAMS, max_length=num + LIMIT
+        transformer.make_pages(config, engine),
+        max_slots=NUM_BEAMS,
+        max_length=num + LIMIT,
     )
     logits = jnp.zeros((NUM_BEAMS, config.vocab_size), jnp.float32)
     fed = jnp.concatenate([prompt, jnp.full(LIMIT, -1, jnp.int32)])
 
     def step(carry, prompt_token):
         group, cache, logits = carry
-        tokens, logprobs = beams.choices(logits, max_beams=NUM_BEAMS, max_stops=2)
-        group, parents, tokens = beams.step(
+        tokens, logprobs = beam_search.choices(logits, max_beams=NUM_BEAMS, max_stops=2)
+        group, parents, tokens = beam_search.step(
             group, params, tokens, logprobs, prompt_token < 0
         )
-        pool, table = siblings.reorder(cache.pool, cache.table, parents)
+        pool, table = page_sharing.reorder(cache.pool, cache.table, parents)
         logits, cache, enough = decoding.decode_step(
             weights,
             cache._replace(pool=pool, table=table),
             jnp.where(prompt_token < 0, tokens, prompt_token),
-            forward=models.Forward(config),
+            forward=transformer.Forward(config),
         )
         return (group, cache, logits), (tokens, parents, enough)
 
-    carry = (beams.make_beams(NUM_BEAMS), cache, logits)
+    carry = (beam_search.make_beams(NUM_BEAMS), cache, logits)
     (group, cache, _), (tokens, parents, enough) = jax.lax.scan(step, carry, fed)
     start = jnp.zeros((), jnp.int32)
     rows = finalize(group, tokens[num:].T, parents[num:].T, start)
     live = cache.table.length > 0
-    broken = auditing.violations(cache.pool, cache.table, live, page_size=1)
+    broken = invariants.violations(cache.pool, cache.table, live, page_size=1)
     return group, rows, jnp.all(enough), broken
 
 

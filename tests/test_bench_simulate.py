@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from experiments import bench_simulate, cost_models, plain_scheduler
-from jaxkv import clocks, machines, policies, simulation
-from jaxkv.workloads import Workload
+from jaxkv import clock
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation.state import Capacity, Events, Simulation
+from jaxkv.simulation.step import init, run_steps
+from jaxkv.workloads.arrivals import Workload
 from tests.engines import FAST_COMPILE
 
 NUM = 40
@@ -20,21 +23,21 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     """Chunks by the budget, preemptions, prompts of one token; to the microsecond."""
     rng = np.random.default_rng(3)
     w = Workload(
-        arrival=jnp.asarray(clocks.from_seconds(np.cumsum(rng.exponential(0.02, NUM)))),
+        arrival=jnp.asarray(clock.from_seconds(np.cumsum(rng.exponential(0.02, NUM)))),
         prompt=jnp.asarray(rng.integers(1, 30, NUM), jnp.int32),
         output=jnp.asarray(rng.integers(1, 30, NUM), jnp.int32),
         samples=jnp.ones(NUM, jnp.int32),
         clients=jnp.int32(2**30),
     )
-    capacity = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
-    policy = policies.fcfs()
+    capacity = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+    policy = fcfs.fcfs()
 
     @jax.jit
-    def start() -> machines.Simulation:
-        return simulation.init(w, capacity, policy, max_slots=8)
+    def start() -> Simulation:
+        return init(w, capacity, policy, max_slots=8)
 
     run = jax.jit(
-        simulation.run_steps,
+        run_steps,
         static_argnames=("num_steps", "head"),
         compiler_options=FAST_COMPILE,
     )
@@ -56,7 +59,7 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     assert int(state.num_done) == NUM
     assert served.num_preempted > 5
     busy = np.asarray(info.micros) > 0
-    start_us = np.asarray(info.start, np.int64) @ [clocks.SECOND, 1]
+    start_us = np.asarray(info.start, np.int64) @ [clock.SECOND, 1]
     ours = {
         "start_us": start_us,
         "micros": info.micros,
@@ -74,9 +77,9 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     for name, values in ours.items():
         theirs = [getattr(step, name) for step in steps]
         assert np.asarray(values)[busy].tolist() == theirs, name
-    noted = machines.Events(*np.asarray(state.events, np.int64).T)
+    noted = Events(*np.asarray(state.events, np.int64).T)
     for name in ("first", "finish"):
-        ours_us = (getattr(noted, f"{name}_s") - 1) * clocks.SECOND
+        ours_us = (getattr(noted, f"{name}_s") - 1) * clock.SECOND
         ours_us = ours_us + getattr(noted, f"{name}_us")
         assert ours_us.tolist() == getattr(served, f"{name}_us")
 

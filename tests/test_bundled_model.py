@@ -11,7 +11,7 @@ import pytest
 
 from experiments import bundled_model, catalogue
 from experiments.progress import Quiet
-from jaxkv import checkpoints
+from jaxkv.models import checkpoints
 from scaling import corpora, objectives
 
 

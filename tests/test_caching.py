@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import caching
-from jaxkv.caching import Pages, Rows
-from jaxkv.paging import NO_PAGE
+from jaxkv.memory import kv_pages
+from jaxkv.memory.kv_pages import Pages, Rows
+from jaxkv.memory.page_pool import NO_PAGE
 
 LAYERS, NUM_PAGES, KV_HEADS, HEAD_DIM, SLOTS = 3, 20, 2, 4, 5
 
 
-write, gather = jax.jit(caching.write), jax.jit(caching.gather)
+write, gather = jax.jit(kv_pages.write), jax.jit(kv_pages.gather)
 
 
 def ints(*values: int) -> jax.Array:
@@ -25,7 +25,7 @@ def ints(*values: int) -> jax.Array:
 
 def make_pages(page_size: int, dtype: str = "float32") -> Pages:
     """Pages full of numbers that no test writes, all different."""
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=LAYERS,
         num_pages=NUM_PAGES,
         num_kv_heads=KV_HEADS,
@@ -132,7 +132,7 @@ def test_one_place_of_one_page_of_one_layer_is_written() -> None:
 def test_locate_names_page_and_offset() -> None:
     page_ids = ints(7, 3, NO_PAGE, 5, NO_PAGE, NO_PAGE).reshape(2, 3)
     rows = make_rows(ints(0, 7, 8, 2, 4, -1, 12), ints(0, 0, 0, 1, 1, 1, 0), page_ids)
-    page, offset = caching.locate(rows, page_size=4)
+    page, offset = kv_pages.locate(rows, page_size=4)
     assert page.tolist() == [7, 3, NO_PAGE, 5, NO_PAGE, NO_PAGE, NO_PAGE]
     assert offset[:5].tolist() == [0, 3, 0, 2, 0]
 
@@ -141,7 +141,7 @@ def test_values_are_cast_to_the_type_of_the_pages() -> None:
     pages = make_pages(4, "bfloat16")
     rows = make_rows(ints(0), None, ints(2).reshape(1, 1))
     new = jnp.full((1, KV_HEADS, HEAD_DIM), 1 + 2**-9, jnp.float32)
-    after = caching.write(pages, 0, new, new, rows)
+    after = kv_pages.write(pages, 0, new, new, rows)
     assert after.k.dtype == jnp.bfloat16
     assert (after.k[0, 2, :, 0] == 1).all()
 
@@ -167,10 +167,10 @@ def test_gather_returns_what_was_written_in_token_order(page_size: int) -> None:
 def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
     pages = make_pages(4)
     page_ids = ints(0, 19, NO_PAGE, NUM_PAGES, 5)
-    view = caching.flat(pages)
+    view = kv_pages.flat(pages)
     assert view.k.shape == (LAYERS * NUM_PAGES, KV_HEADS, 4, HEAD_DIM)
     for layer in range(LAYERS):
-        ids = caching.flat_ids(page_ids, layer, num_layers=LAYERS, num_pages=NUM_PAGES)
+        ids = kv_pages.flat_ids(page_ids, layer, num_layers=LAYERS, num_pages=NUM_PAGES)
         base, end = layer * NUM_PAGES, LAYERS * NUM_PAGES
         assert ids.tolist() == [base, base + 19, end, end, base + 5]
         mapped = jnp.asarray([0, 1, 4])
@@ -186,7 +186,7 @@ def test_vmap_equals_single_runs() -> None:
         pages = jax.tree.map(lambda leaf, n=seed: leaf + n, make_pages(4))
         runs.append((pages, jnp.int32(seed % LAYERS), new["k"], new["v"], rows))
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *runs)
-    after = jax.jit(jax.vmap(caching.write))(*together)
+    after = jax.jit(jax.vmap(kv_pages.write))(*together)
     for i, run in enumerate(runs):
         for one, many in zip(write(*run), after, strict=True):
             np.testing.assert_array_equal(many[i], one)
@@ -200,16 +200,16 @@ def test_sizes_below_one_are_refused(name: str) -> None:
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 1
     )
     with pytest.raises(ValueError, match="dtype='int32' must be a floating type"):
-        caching.make_pages(**sizes, dtype="int32")
+        kv_pages.make_pages(**sizes, dtype="int32")
     sizes[name] = 0
     with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        caching.make_pages(**sizes, dtype="float32")
+        kv_pages.make_pages(**sizes, dtype="float32")
 
 
 def test_rows_without_slots_must_be_as_many_as_slots() -> None:
     rows = make_rows(ints(0, 1), None, jnp.zeros((3, 1), jnp.int32))
     with pytest.raises(ValueError, match="num_rows=2 must be num_slots=3"):
-        caching.locate(rows, page_size=4)
+        kv_pages.locate(rows, page_size=4)
 
 
 BIG_LAYERS, BIG_SLOTS, BIG_COLUMNS = 4, 8, 4
@@ -219,18 +219,18 @@ PAGE = (4, 16, 64)  # kv_heads, page_size, head_dim
 def one_layer(pages: Pages, layer, x: jax.Array, rows: Rows) -> tuple[Pages, jax.Array]:
     """Writes, then reads through the flat view, as attention does."""
     new = jnp.broadcast_to(x[:, None, None], (BIG_SLOTS, PAGE[0], PAGE[2]))
-    pages = caching.write(pages, layer, new, new, rows)
-    ids = caching.flat_ids(
+    pages = kv_pages.write(pages, layer, new, new, rows)
+    ids = kv_pages.flat_ids(
         rows.page_ids, layer, num_layers=BIG_LAYERS, num_pages=pages.num_pages
     )
-    view = caching.flat(pages)
+    view = kv_pages.flat(pages)
     k, v = (leaf.at[ids].get(mode="fill", fill_value=0) for leaf in view)
     return pages, jnp.sum(k * v, axis=(1, 2, 3, 4)).astype(x.dtype)
 
 
 def only_write(pages: Pages, x: jax.Array, rows: Rows) -> tuple[Pages, jax.Array]:
     new = jnp.broadcast_to(x[:, None, None], (BIG_SLOTS, PAGE[0], PAGE[2]))
-    return caching.write(pages, 1, new, new, rows), x
+    return kv_pages.write(pages, 1, new, new, rows), x
 
 
 def unrolled(pages: Pages, x: jax.Array, rows: Rows) -> tuple[Pages, jax.Array]:
@@ -253,8 +253,8 @@ def scanned_over(pages: Pages, x: jax.Array, rows: Rows) -> tuple[Pages, jax.Arr
     def body(x, leaves):
         new = jnp.broadcast_to(x[:, None, None], (BIG_SLOTS, PAGE[0], PAGE[2]))
         one = jax.tree.map(lambda leaf: leaf[None], leaves)
-        one = caching.write(one, 0, new, new, rows)
-        k, v = caching.gather(one, 0, rows.page_ids)
+        one = kv_pages.write(one, 0, new, new, rows)
+        k, v = kv_pages.gather(one, 0, rows.page_ids)
         x = jnp.sum(k * v, axis=(1, 2, 3)).astype(x.dtype)
         return x, jax.tree.map(lambda leaf: leaf[0], one)
 

@@ -16,9 +16,11 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxkv import checkpoints, hf_configs, hf_tensors, models
-from jaxkv.models import ModelConfig
-from jaxkv.tokenizing import ByteTokenizer, Tokenizer
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.huggingface import configs
+from jaxkv.models.huggingface.tensors import embed_and_head
+from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -126,7 +128,7 @@ def test_shards_and_card(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_take_the_type_that_is_asked(dtype: str, tmp_path: Path) -> None:
-    params = models.init_params(SMALL, jax.random.key(0))
+    params = transformer.init_params(SMALL, jax.random.key(0))
     folder = checkpoints.save_model(tmp_path / "m", SMALL, params, dtype=dtype)
     stored = tensors_in(folder)["model.embed_tokens.weight"]
     assert stored.dtype == jnp.dtype(dtype)
@@ -207,7 +209,7 @@ def test_buffers_and_a_tied_head_are_no_weights(tmp_path: Path) -> None:
 def test_a_tied_head_that_differs_is_refused(name: str, tmp_path: Path) -> None:
     # transformers 4 leaves such a head out, transformers 5 keeps it.
     folder = shutil.copytree(GOLDEN / name, tmp_path / name)
-    embed, head = hf_tensors.embed_and_head(checkpoints.read_config(folder))
+    embed, head = embed_and_head(checkpoints.read_config(folder))
     change_config(folder, tie_word_embeddings=True)
     change_tensors(folder, lambda tensors: tensors.update({head: tensors[embed]}))
     assert checkpoints.load_model(folder).config.tie_embeddings
@@ -247,36 +249,36 @@ def test_both_ways_to_write_rotary_positions() -> None:
     for key in ("rope_type", "type"):
         kind = rope.pop("rope_type", "llama3")
         old["rope_scaling"] = rope | {key: kind}
-        assert hf_configs.from_hf(old) == hf_configs.from_hf(new)
-    assert hf_configs.from_hf(new).rope_scaling == models.RopeScaling(
+        assert configs.from_hf(old) == configs.from_hf(new)
+    assert configs.from_hf(new).rope_scaling == transformer.RopeScaling(
         factor=8.0,
         low_frequency_factor=1.0,
         high_frequency_factor=4.0,
         original_max_positions=24,
     )
     linear = old | {"rope_scaling": {"type": "linear", "factor": 4}}
-    assert hf_configs.from_hf(linear).rope_scaling == models.RopeScaling(
+    assert configs.from_hf(linear).rope_scaling == transformer.RopeScaling(
         kind="linear", factor=4.0
     )
-    assert hf_configs.to_hf(hf_configs.from_hf(linear))["rope_scaling"] == {
+    assert configs.to_hf(configs.from_hf(linear))["rope_scaling"] == {
         "rope_type": "linear",
         "factor": 4.0,
     }
     plain = old | {"rope_scaling": None, "rope_theta": 5e5}
-    assert hf_configs.from_hf(plain).rope_theta == 5e5
-    assert hf_configs.from_hf(plain).rope_scaling is None
+    assert configs.from_hf(plain).rope_theta == 5e5
+    assert configs.from_hf(plain).rope_scaling is None
 
 
 def test_what_a_config_may_leave_out() -> None:
     raw = config_of("llama")
     for key in ("head_dim", "num_key_value_heads", "rope_parameters", "architectures"):
         raw.pop(key)
-    config = hf_configs.from_hf(raw)
+    config = configs.from_hf(raw)
     assert (config.num_kv_heads, config.head_dim) == (4, 8)
     assert config.rope_theta == 10_000.0
     gpt2 = config_of("gpt2")
-    assert hf_configs.from_hf(gpt2 | {"n_inner": None}).mlp_size == 128
-    assert hf_configs.from_hf(gpt2 | {"n_inner": 40}).mlp_size == 40
+    assert configs.from_hf(gpt2 | {"n_inner": None}).mlp_size == 128
+    assert configs.from_hf(gpt2 | {"n_inner": 40}).mlp_size == 40
 
 
 @pytest.mark.parametrize(
@@ -313,14 +315,14 @@ def test_what_a_config_may_leave_out() -> None:
     ],
 )
 def test_windows_of_qwen(changes: dict[str, Any], window: int | None) -> None:
-    assert hf_configs.from_hf(config_of("qwen2") | changes).window == window
+    assert configs.from_hf(config_of("qwen2") | changes).window == window
 
 
 def test_windows_of_mistral() -> None:
     raw = config_of("mistral")
-    assert hf_configs.from_hf(raw | {"sliding_window": None}).window is None
+    assert configs.from_hf(raw | {"sliding_window": None}).window is None
     raw.pop("sliding_window")
-    assert hf_configs.from_hf(raw).window == 4096
+    assert configs.from_hf(raw).window == 4096
 
 
 @pytest.mark.parametrize(
@@ -401,7 +403,7 @@ def test_a_shape_without_a_place_in_its_family_is_not_saved(
     changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     config = dataclasses.replace(SMALL, **changes)
-    params = models.init_params(config, jax.random.key(0))
+    params = transformer.init_params(config, jax.random.key(0))
     with pytest.raises(ValueError, match=line):
         checkpoints.save_model(tmp_path / "m", config, params)
     assert not any(tmp_path.iterdir())
@@ -553,7 +555,7 @@ def test_no_header_does_worse_than_a_value_error(
 
 
 def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
-    params = models.init_params(SMALL, jax.random.key(0))
+    params = transformer.init_params(SMALL, jax.random.key(0))
     folder = tmp_path / "model"
     folder.mkdir()
     checkpoints.save_model(folder, SMALL, params)  # an empty folder is no loss
@@ -573,14 +575,14 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
 def test_an_interrupted_save_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = models.init_params(SMALL, jax.random.key(0))
+    params = transformer.init_params(SMALL, jax.random.key(0))
     folder = checkpoints.save_model(tmp_path / "model", SMALL, params)
     before = tensors_in(folder)
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    other = models.init_params(SMALL, jax.random.key(1))
+    other = transformer.init_params(SMALL, jax.random.key(1))
     for owner, name in ((safetensors.numpy, "save_file"), (Path, "write_text")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)
@@ -603,7 +605,7 @@ def test_an_interrupted_save_leaves_what_was_there(
 
 
 def test_parameters_of_another_shape_are_not_saved(tmp_path: Path) -> None:
-    params = models.init_params(SMALL, jax.random.key(0))
+    params = transformer.init_params(SMALL, jax.random.key(0))
     wide = dataclasses.replace(SMALL, mlp_size=16)
     with pytest.raises(ValueError, match=r"\['down'\]\['weight'\] has shape \(8, 12\)"):
         checkpoints.save_model(tmp_path / "m", wide, params)
@@ -644,7 +646,7 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert checkpoints.load_model(GOLDEN / "llama").tokenizer is None
-    params = models.init_params(SMALL, jax.random.key(0))
+    params = transformer.init_params(SMALL, jax.random.key(0))
     folder = checkpoints.save_model(
         tmp_path / "m", SMALL, params, tokenizer=ByteTokenizer(257)
     )

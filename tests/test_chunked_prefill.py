@@ -17,7 +17,7 @@ from experiments import (
 )
 from experiments import chunked_prefill_settings as settings
 from experiments.chunked_prefill_policies import Apart, reading
-from jaxkv.simulation import Work
+from jaxkv.simulation.step import Work
 from tests.test_scheduling import counts, plan_of
 
 DECODES = [(6, 5, 2), (9, 8, 3)]

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import policies
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig
+from jaxkv.engine.state import EngineConfig
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs
 from tests import engines, margins
 from tests.engines import MODEL, Ask, Outcome, Run
 from tests.test_groups import pages_of
@@ -112,7 +112,7 @@ def serve(
     return engines.serve(
         arriving,
         config_of(place, numerics),
-        policies.fcfs(
+        fcfs.fcfs(
             chunk_size=place.chunk_size,
             victim=place.victim,
             preemption="swap" if place.max_swap_pages else "recompute",

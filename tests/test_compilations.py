@@ -10,7 +10,8 @@ import pytest
 from jax import monitoring
 
 import jaxkv
-from jaxkv import baselines, models, scheduling
+from jaxkv.models import transformer
+from jaxkv.scheduling import interface, static_batching
 from tests import engines
 from tests.engines import MODEL
 
@@ -68,11 +69,11 @@ def every_mode(rng: np.random.Generator, ask: jaxkv.Sampling) -> jaxkv.Sampling:
     )
 
 
-def make_engine(policy: scheduling.Policy | None = None) -> jaxkv.Engine:
+def make_engine(policy: interface.Policy | None = None) -> jaxkv.Engine:
     return jaxkv.Engine(
         engines.params(),
-        models.Forward(MODEL, BOUNDS.numerics),
-        models.make_pages(MODEL, BOUNDS),
+        transformer.Forward(MODEL, BOUNDS.numerics),
+        transformer.make_pages(MODEL, BOUNDS),
         BOUNDS,
         vocab_size=MODEL.vocab_size,
         policy=policy,
@@ -130,7 +131,7 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
 @pytest.mark.thorough
 def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:
     with compilations() as names:
-        engine = make_engine(baselines.static())
+        engine = make_engine(static_batching.static())
         names.clear()
         for _ in range(3):
             engine.generate([[1, 2, 3]] * 5)

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from jaxkv import hf_configs, hf_harmless, hf_positions
-from jaxkv.hf_families import FAMILIES
+from jaxkv.models.huggingface import configs, positions
+from jaxkv.models.huggingface import harmless as huggingface_harmless
+from jaxkv.models.huggingface.families import FAMILIES
 from scaling import costs, describing
 
 GOLDEN = Path(__file__).parent / "golden"
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
-HARMLESS = {key for keys in hf_harmless.KEYS.values() for key in keys}
+HARMLESS = {key for keys in huggingface_harmless.KEYS.values() for key in keys}
 # What transformers 4 wrote of every model, beside the keys of transformers 5.
 OLD_KEYS = """
 _name_or_path add_cross_attention bad_words_ids begin_suppress_tokens
@@ -51,7 +52,7 @@ def another(key: str, value: Any) -> Any:
 
 def refusal(raw: dict[str, Any]) -> str:
     with pytest.raises(ValueError, match=r"^[^\n]+$") as info:
-        hf_configs.from_hf(raw)
+        configs.from_hf(raw)
     return str(info.value)
 
 
@@ -62,13 +63,13 @@ def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) ->
     raw, family = config_of(name), FAMILIES[name]
     harmless = HARMLESS | {*family.harmless}
     if family.windows == "off":
-        harmless |= hf_positions.WINDOW_KEYS
+        harmless |= positions.WINDOW_KEYS
     changed = raw | {key: another(key, raw.get(key, KEYS[name][key]))}
     if key in harmless - {*family.expert_keys}:
-        assert hf_configs.from_hf(changed) == hf_configs.from_hf(raw)
+        assert configs.from_hf(changed) == configs.from_hf(raw)
         return
     try:
-        is_read = hf_configs.from_hf(changed) != hf_configs.from_hf(raw)
+        is_read = configs.from_hf(changed) != configs.from_hf(raw)
     except ValueError as error:
         is_read = "is not read here" not in str(error)
     assert is_read
@@ -78,13 +79,13 @@ def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) ->
 def test_what_transformers_4_wrote_of_every_model(name: str) -> None:
     raw = config_of(name)
     old = dict.fromkeys(OLD_KEYS, "anything") | {"add_cross_attention": False}
-    assert hf_configs.from_hf(raw | old) == hf_configs.from_hf(raw)
+    assert configs.from_hf(raw | old) == configs.from_hf(raw)
     assert {*OLD_KEYS} - HARMLESS == {"add_cross_attention"}
 
 
 @pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model["name"])
 def test_published_models_are_read(model: dict[str, Any]) -> None:
-    config = hf_configs.from_hf(model["config"])
+    config = configs.from_hf(model["config"])
     count = costs.parameters(describing.describe(config)).total
     assert count == model["parameters"]
     window = model["config"].get("sliding_window")
@@ -113,7 +114,7 @@ def test_unknown_keys_are_refused_by_name(
     raw = config_of(name)
     assert refusal(raw | changes).startswith(line.replace(r"\\", "\\"))
     empty = dict.fromkeys(changes) | dict(zip(changes, ([], {}), strict=False))
-    assert hf_configs.from_hf(raw | empty) == hf_configs.from_hf(raw)
+    assert configs.from_hf(raw | empty) == configs.from_hf(raw)
 
 
 @pytest.mark.parametrize(
@@ -259,11 +260,11 @@ def test_contradictions_and_numbers_are_refused(
 def test_either_of_two_names_will_do() -> None:
     gpt2, mixtral = config_of("gpt2"), config_of("mixtral")
     renamed = {"num_hidden_layers": gpt2["n_layer"], "hidden_size": gpt2["n_embd"]}
-    assert hf_configs.from_hf(gpt2 | renamed) == hf_configs.from_hf(gpt2)
+    assert configs.from_hf(gpt2 | renamed) == configs.from_hf(gpt2)
     kept = {key: gpt2[key] for key in gpt2 if key not in ("n_layer", "n_embd")}
-    assert hf_configs.from_hf(kept | renamed) == hf_configs.from_hf(gpt2)
+    assert configs.from_hf(kept | renamed) == configs.from_hf(gpt2)
     num = mixtral.pop("num_local_experts")
-    found = hf_configs.from_hf(mixtral | {"num_experts": num}).experts
+    found = configs.from_hf(mixtral | {"num_experts": num}).experts
     assert found is not None
     assert found.num_experts == num
 
@@ -271,16 +272,16 @@ def test_either_of_two_names_will_do() -> None:
 def test_nulls_and_defaults_mean_what_transformers_takes_them_to() -> None:
     mistral, qwen2 = config_of("mistral"), config_of("qwen2")
     heads = {"num_attention_heads": 16, "head_dim": 2, "num_key_value_heads": None}
-    assert hf_configs.from_hf(mistral | heads).num_kv_heads == 16
+    assert configs.from_hf(mistral | heads).num_kv_heads == 16
     heads.pop("num_key_value_heads")
     mistral.pop("num_key_value_heads")
-    assert hf_configs.from_hf(mistral | heads).num_kv_heads == 8
+    assert configs.from_hf(mistral | heads).num_kv_heads == 8
     qwen2.pop("sliding_window")
-    assert hf_configs.from_hf(qwen2).window == 4096
-    assert hf_configs.from_hf(qwen2 | {"sliding_window": None}).window is None
+    assert configs.from_hf(qwen2).window == 4096
+    assert configs.from_hf(qwen2 | {"sliding_window": None}).window is None
     # Layers without experts may stand in any order.
     moe = config_of("qwen3_moe") | {"num_hidden_layers": 3}
-    found = hf_configs.from_hf(moe | {"mlp_only_layers": [1, 0]}).experts
+    found = configs.from_hf(moe | {"mlp_only_layers": [1, 0]}).experts
     assert found is not None
     assert found.num_dense_layers == 2
 
@@ -289,8 +290,8 @@ def test_original_positions_beside_the_rotary_object() -> None:
     raw = json.loads((GOLDEN / "llama3" / "config.json").read_text())
     rope = dict(raw["rope_parameters"])
     original = rope.pop("original_max_position_embeddings")
-    moved = raw | {"rope_parameters": rope, hf_positions.ORIGINAL: original}
-    assert hf_configs.from_hf(moved) == hf_configs.from_hf(raw)
+    moved = raw | {"rope_parameters": rope, positions.ORIGINAL: original}
+    assert configs.from_hf(moved) == configs.from_hf(raw)
 
 
 STRANGE = (
@@ -304,12 +305,12 @@ STRANGE = (
 @pytest.mark.parametrize("name", KEYS)
 def test_whatever_a_file_holds_is_a_model_or_one_line(name: str) -> None:
     raw = config_of(name)
-    keys = {*KEYS[name], *hf_positions.KEYS, *hf_positions.WINDOW_KEYS, "unknown"}
+    keys = {*KEYS[name], *positions.KEYS, *positions.WINDOW_KEYS, "unknown"}
     num_refused = 0
     for key in keys:
         for value in STRANGE:
             try:
-                hf_configs.from_hf(raw | {key: value})
+                configs.from_hf(raw | {key: value})
             except ValueError as error:
                 num_refused += 1
                 line = str(error)

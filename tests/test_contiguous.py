@@ -7,8 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clocks, contiguous, machines, policies, scheduling, simulation
-from jaxkv.workloads import Workload
+from jaxkv import clock
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.simulation import contiguous
+from jaxkv.simulation import step as simulation_step
+from jaxkv.simulation.state import Capacity, Events, Simulation
+from jaxkv.simulation.step import init
+from jaxkv.workloads.arrivals import Workload
 from tests.buddies import Buddies
 from tests.engines import FAST_COMPILE
 from tests.test_simulation import COST
@@ -64,11 +69,11 @@ def test_what_is_reserved() -> None:
 def load(num: int) -> Workload:
     rng = np.random.default_rng(5)
     return Workload(
-        arrival=jnp.asarray(clocks.from_seconds(np.cumsum(rng.exponential(0.03, num)))),
+        arrival=jnp.asarray(clock.from_seconds(np.cumsum(rng.exponential(0.03, num)))),
         prompt=jnp.asarray(rng.integers(1, 40, num), jnp.int32),
         output=jnp.asarray(rng.integers(1, 60, num), jnp.int32),
         samples=jnp.ones(num, jnp.int32),
-        clients=jnp.int32(scheduling.NO_LIMIT),
+        clients=jnp.int32(interface.NO_LIMIT),
     )
 
 
@@ -76,20 +81,18 @@ def load(num: int) -> Workload:
 def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     """Each step of all three rules against the lists; nobody ever gives way."""
     w, num, leaf = load(60), 60, 2
-    bounds = machines.Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
-    policy = policies.fcfs()
+    bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
+    policy = fcfs.fcfs()
     rules = [
         contiguous.reservation(rule, num_leaves=203, leaves_per_region=64)
         for rule in ("max", "pow2", "oracle")
     ]
 
     def run(reservation: contiguous.Reservation) -> Any:
-        state = simulation.init(
-            *(w, bounds, policy), max_slots=12, reservation=reservation
-        )
+        state = init(*(w, bounds, policy), max_slots=12, reservation=reservation)
 
-        def step(state: machines.Simulation, _: None) -> Any:
-            state, info = simulation.step(
+        def step(state: Simulation, _: None) -> Any:
+            state, info = simulation_step.step(
                 *(state, w),
                 capacity=bounds,
                 policy=policy,
@@ -125,7 +128,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     split, used = trace[-1].split, trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
-    assert not states.events[:, :, machines.Events._fields.index("num_preempted")].any()
+    assert not states.events[:, :, Events._fields.index("num_preempted")].any()
     # 203 leaves of 2 have three blocks of 128 places; who knows more runs more.
     assert max(batches[0]) == 3
     steps = [np.count_nonzero(batch) for batch in batches]

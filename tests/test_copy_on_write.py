@@ -9,11 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import auditing, caching, hosting, paging, siblings, swap_space, tables
-from jaxkv.caching import Pages
-from jaxkv.paging import NO_PAGE, Pool
-from jaxkv.swap_space import Staging
-from jaxkv.tables import Table
+from jaxkv.memory import (
+    invariants,
+    kv_pages,
+    page_pool,
+    page_sharing,
+    page_table,
+    swap_buffer,
+)
+from jaxkv.memory.kv_pages import Pages
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.page_table import Table
+from jaxkv.memory.swap_buffer import Staging
+from jaxkv.serving import host_swap
 from tests.oracle import Oracle
 
 SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
@@ -36,8 +44,8 @@ class Plan(NamedTuple):
 
 def apply(pool: Pool, table: Table, plan: Plan, **sizes: int) -> Any:
     """Drops, then reserves, as a step of the engine does."""
-    pool, table = tables.drop(pool, table, plan.drop)
-    return tables.reserve(pool, table, plan.places, plan.num_rows, **sizes)
+    pool, table = page_table.drop(pool, table, plan.drop)
+    return page_table.reserve(pool, table, plan.places, plan.num_rows, **sizes)
 
 
 def ints(*values: int) -> jax.Array:
@@ -45,7 +53,7 @@ def ints(*values: int) -> jax.Array:
 
 
 def make_state(page_size: int = 4) -> State:
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=2,
         num_pages=NUM_PAGES,
         num_kv_heads=1,
@@ -53,27 +61,27 @@ def make_state(page_size: int = 4) -> State:
         head_dim=1,
         dtype="float32",
     )
-    staging = swap_space.make_staging(
+    staging = swap_buffer.make_staging(
         pages, num_places=PLACES, num_sequences=SLOTS, pages_per_slot=WIDTH
     )
-    table = tables.make_table(SLOTS, WIDTH)
-    return State(paging.make_pool(NUM_PAGES), table, pages, staging)
+    table = page_table.make_table(SLOTS, WIDTH)
+    return State(page_pool.make_pool(NUM_PAGES), table, pages, staging)
 
 
 def three_sharers(free: int) -> tuple[Pool, Table]:
     """Slots 0 to 2 share a full page and one with 2 of 4 tokens, and some are free."""
-    pool, table = paging.make_pool(2 + free), tables.make_table(SLOTS, WIDTH)
-    pool, table, *_ = tables.reserve(
+    pool, table = page_pool.make_pool(2 + free), page_table.make_table(SLOTS, WIDTH)
+    pool, table, *_ = page_table.reserve(
         *(pool, table, ints(6, 0, 0, 0, 0, 0)), page_size=4, max_new_pages=WIDTH
     )
-    table = tables.advance(table, ints(6, 0, 0, 0, 0, 0))
-    return siblings.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
+    table = page_table.advance(table, ints(6, 0, 0, 0, 0, 0))
+    return page_sharing.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
 
 
 def reserve(pool: Pool, table: Table, *num_rows: int) -> Any:
     rows = ints(*num_rows)
     places = jnp.where(rows > 0, table.length + rows, 0)
-    return tables.reserve(
+    return page_table.reserve(
         *(pool, table, places, rows), page_size=4, max_new_pages=WIDTH
     )
 
@@ -103,8 +111,8 @@ def test_a_page_that_someone_else_holds_is_not_written() -> None:
     assert table.page_ids[2, :3].tolist() == [0, 4, NO_PAGE]
     assert pool.ref.tolist() == [3, 1, 1, 1, 1, 0]
     pool, table = three_sharers(4)
-    pinned = paging.share(pool, ints(1))
-    assert tables.needs_copy(
+    pinned = page_pool.share(pool, ints(1))
+    assert page_table.needs_copy(
         pinned, table, ints(1, 2, 1, 1, 0, 0), page_size=4
     ).tolist() == [True, True, True, False, False, False]
 
@@ -124,7 +132,7 @@ def test_copies_and_growth_are_granted_together_or_not_at_all() -> None:
 def test_no_rows_no_copies() -> None:
     pool, table = three_sharers(3)
     places = ints(8, 8, 8, 0, 0, 0)
-    *_, copies, enough = tables.reserve(
+    *_, copies, enough = page_table.reserve(
         pool, table, places, page_size=4, max_new_pages=1
     )
     assert enough
@@ -136,7 +144,7 @@ def test_fewer_writers_never_copy_more() -> None:
     everyone = np.ndindex(2, 2, 2)
     num = {
         rows: int(
-            tables.needs_copy(pool, table, ints(*rows, 0, 0, 0), page_size=4).sum()
+            page_table.needs_copy(pool, table, ints(*rows, 0, 0, 0), page_size=4).sum()
         )
         for rows in everyone
     }
@@ -144,7 +152,7 @@ def test_fewer_writers_never_copy_more() -> None:
 
 
 def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
-    check = partial(auditing.shared_writes, page_size=4)
+    check = partial(invariants.shared_writes, page_size=4)
     pool, table = three_sharers(4)
     rows = ints(1, 1, 0, 0, 0, 0)
     assert check(pool, table, rows) == 2
@@ -154,7 +162,7 @@ def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
     assert check(pool, table, ints(0, 0, 0, 0, 0, 4 * WIDTH + 1)) == WIDTH + 1
     # Places reserved ahead that a careless reorder made common.
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
-    pool, table = siblings.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
+    pool, table = page_sharing.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
     assert check(pool, table, ints(4, 0, 0, 0, 0, 0)) == 1
 
@@ -163,17 +171,17 @@ def test_a_group_accounts_for_a_shared_page_once() -> None:
     pool, table, *_ = reserve(*three_sharers(5), 0, 3, 1, 2, 0, 0)
     # Rows: 0 1 / 0 2 3 / 0 4 / 5
     first = ints(2, 2, 2, 3, -1, -1)
-    holder = siblings.holders(table, first)
+    holder = page_sharing.holders(table, first)
     mapped = jnp.where(table.page_ids >= 0, holder, -1)[:4, :3]
     assert mapped.tolist() == [[0, 0, -1], [0, 1, 1], [0, 2, -1], [3, -1, -1]]
-    assert siblings.owned_pages(table, holder).tolist() == [2, 2, 1, 1, 0, 0]
-    alone = siblings.holders(table, jnp.arange(SLOTS, dtype=jnp.int32))
-    assert siblings.owned_pages(table, alone).tolist() == [2, 3, 2, 1, 0, 0]
+    assert page_sharing.owned_pages(table, holder).tolist() == [2, 2, 1, 1, 0, 0]
+    alone = page_sharing.holders(table, jnp.arange(SLOTS, dtype=jnp.int32))
+    assert page_sharing.owned_pages(table, alone).tolist() == [2, 3, 2, 1, 0, 0]
     pins = jnp.zeros_like(pool.ref).at[ints(0, 3)].set(1)
     for pinned in (pins, pins > 0):
-        owned = siblings.owned_pages(table, holder, pins=pinned)
+        owned = page_sharing.owned_pages(table, holder, pins=pinned)
         assert owned.tolist() == [1, 1, 1, 1, 0, 0]
-    freed, _ = tables.drop(pool, table, first == 2)
+    freed, _ = page_table.drop(pool, table, first == 2)
     assert freed.num_free - pool.num_free == 5
 
 
@@ -184,12 +192,12 @@ def write(state: State, plan: Plan, tokens: jax.Array) -> tuple[State, Any]:
         state.pool, state.table, plan, page_size=page_size, max_new_pages=WIDTH
     )
     num_rows = jnp.where(enough, plan.num_rows, 0)
-    shared = auditing.shared_writes(pool, table, num_rows, page_size=page_size)
-    pages = caching.copy(state.pages, copies.source, copies.target)
+    shared = invariants.shared_writes(pool, table, num_rows, page_size=page_size)
+    pages = kv_pages.copy(state.pages, copies.source, copies.target)
     place = jnp.arange(MOST, dtype=jnp.int32)[None, :]
     slot = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.int32)[:, None], tokens.shape)
     position = jnp.where(place < num_rows[:, None], table.length[:, None] + place, -1)
-    rows = caching.Rows(
+    rows = kv_pages.Rows(
         token=tokens.reshape(-1),
         position=position.reshape(-1),
         slot=slot.reshape(-1),
@@ -198,7 +206,7 @@ def write(state: State, plan: Plan, tokens: jax.Array) -> tuple[State, Any]:
     )
     new = tokens.reshape(-1, 1, 1).astype(jnp.float32)
     for layer in range(2):
-        pages = caching.write(pages, layer, new + layer, -new - layer, rows)
+        pages = kv_pages.write(pages, layer, new + layer, -new - layer, rows)
     state = state._replace(pool=pool, table=table, pages=pages)
     return state, (copies, enough, shared)
 
@@ -216,34 +224,34 @@ def on_table(f: Callable) -> Callable:
 def reorder(pool: Pool, table: Table, source: jax.Array, *, page_size: int) -> Any:
     """As beams do it: places reserved ahead are given back first."""
     nothing = jnp.zeros_like(source)
-    pool, table = tables.truncate(pool, table, nothing, page_size=page_size)
-    return siblings.reorder(pool, table, source)
+    pool, table = page_table.truncate(pool, table, nothing, page_size=page_size)
+    return page_sharing.reorder(pool, table, source)
 
 
 def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
     """Sequence i is what slot i held when it left."""
     pool, table, pages, staging = state
     group, size = ints(*GROUPS), pages.page_size
-    staging, left = swap_space.move_out(
-        *(staging, pages, table, siblings.holders(table, group), row, group),
+    staging, left = swap_buffer.move_out(
+        *(staging, pages, table, page_sharing.holders(table, group), row, group),
         page_size=size,
     )
-    pool, table = tables.drop(pool, table, left)
+    pool, table = page_table.drop(pool, table, left)
     return State(pool, table, pages, staging), left
 
 
 def swap_in(state: State, arguments: Any) -> tuple[State, None]:
     pool, table, pages, staging = state
     back, slot = arguments
-    pages, pool, table, staging = swap_space.move_in(
+    pages, pool, table, staging = swap_buffer.move_in(
         *(staging, pages, pool, table, ints(*GROUPS), back, slot)
     )
     return State(pool, table, pages, staging), None
 
 
-def host(state: State, moves: hosting.Moves) -> tuple[State, None]:
+def host(state: State, moves: host_swap.Moves) -> tuple[State, None]:
     return state._replace(
-        staging=hosting.move(state.staging, ints(*GROUPS), moves)
+        staging=host_swap.move(state.staging, ints(*GROUPS), moves)
     ), None
 
 
@@ -251,11 +259,13 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     """Broken invariants, owned pages, and K and V of every layer by slot and place."""
     pool, table, pages, staging = state
     live = (table.length + table.ahead) > 0
-    found = auditing.violations(pool, table, live, page_size=pages.page_size, pins=pins)
-    holder = siblings.holders(table, ints(*GROUPS))
-    owned = siblings.owned_pages(table, holder, pins=pins)
-    values = [caching.gather(pages, layer, table.page_ids) for layer in range(2)]
-    faults = swap_space.unsound(
+    found = invariants.violations(
+        pool, table, live, page_size=pages.page_size, pins=pins
+    )
+    holder = page_sharing.holders(table, ints(*GROUPS))
+    owned = page_sharing.owned_pages(table, holder, pins=pins)
+    values = [kv_pages.gather(pages, layer, table.page_ids) for layer in range(2)]
+    faults = swap_buffer.unsound(
         *(staging, ints(*GROUPS), staging.length > 0), page_size=pages.page_size
     )
     found = found._replace(swap=faults)
@@ -266,12 +276,14 @@ def programs(page_size: int) -> dict[str, Any]:
     """Compiled anew for every caller, so that a fault can be planted first."""
     run = {
         "write": lambda *x: write(*x),
-        "fork": on_table(partial(siblings.fork, page_size=page_size)),
+        "fork": on_table(partial(page_sharing.fork, page_size=page_size)),
         "reorder": on_table(partial(reorder, page_size=page_size)),
-        "drop": on_table(lambda *x: tables.drop(*x)),
-        "truncate": on_table(partial(tables.truncate, page_size=page_size)),
-        "pin": on_table(lambda pool, table, ids: (paging.share(pool, ids), table)),
-        "unpin": on_table(lambda pool, table, ids: (paging.release(pool, ids), table)),
+        "drop": on_table(lambda *x: page_table.drop(*x)),
+        "truncate": on_table(partial(page_table.truncate, page_size=page_size)),
+        "pin": on_table(lambda pool, table, ids: (page_pool.share(pool, ids), table)),
+        "unpin": on_table(
+            lambda pool, table, ids: (page_pool.release(pool, ids), table)
+        ),
         "swap_out": lambda *x: swap_out(*x),
         "swap_in": lambda *x: swap_in(*x),
         "host": host,
@@ -339,7 +351,7 @@ class Walk:
             written = [new[: rng.integers(0, len(new) + 1)] for new in written]
         oracle.accept(written)
         accepted = ints(*map(len, written))
-        table = tables.advance(self.state.table, accepted)
+        table = page_table.advance(self.state.table, accepted)
         self.state = self.state._replace(table=table)
 
     def mates(self, chance: float) -> np.ndarray:
@@ -420,7 +432,7 @@ class Walk:
     def host(self) -> None:
         """The host takes a group's pages, or brings some back."""
         oracle, staging = self.oracle, self.state.staging
-        moves, owner = hosting.no_moves(staging), np.asarray(staging.owner)
+        moves, owner = host_swap.no_moves(staging), np.asarray(staging.owner)
         staged = [group for group in oracle.out if group not in oracle.host]
         if staged and self.rng.random() < 0.5:
             group = int(self.rng.choice(staged))
@@ -492,7 +504,7 @@ def never(pool: Pool, table: Table, num_rows: jax.Array, *, page_size: int) -> A
 
 def always(pool: Pool, table: Table, num_rows: jax.Array, *, page_size: int) -> Any:
     index = (jnp.arange(SLOTS, dtype=jnp.int32), table.length // page_size)
-    return (num_rows > 0) & (paging.take(table.page_ids, index, fill=NO_PAGE) >= 0)
+    return (num_rows > 0) & (page_pool.take(table.page_ids, index, fill=NO_PAGE) >= 0)
 
 
 def uncopied(pages: Pages, source: Any, target: Any, *, origin: Any = None) -> Pages:
@@ -517,16 +529,16 @@ def unforgotten(staging: Staging, group: jax.Array, gone: jax.Array) -> Staging:
     return staging
 
 
-release = paging.release
+release = page_pool.release
 
 FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
-    "a write to a shared page": (tables, "needs_copy", never, "i3"),
-    "the last owner copies too": (tables, "needs_copy", always, "i2"),
-    "a copy that is not made": (caching, "copy", uncopied, "content"),
-    "a lost reference": (paging, "share", uncounted, "i1|i3"),
-    "a double free": (paging, "release", released_twice, "i1|i3"),
-    "a page that stays behind": (swap_space, "written", never_written, "swap|content"),
-    "places not given up": (swap_space, "forget", unforgotten, "swap|buffer"),
+    "a write to a shared page": (page_table, "needs_copy", never, "i3"),
+    "the last owner copies too": (page_table, "needs_copy", always, "i2"),
+    "a copy that is not made": (kv_pages, "copy", uncopied, "content"),
+    "a lost reference": (page_pool, "share", uncounted, "i1|i3"),
+    "a double free": (page_pool, "release", released_twice, "i1|i3"),
+    "a page that stays behind": (swap_buffer, "written", never_written, "swap|content"),
+    "places not given up": (swap_buffer, "forget", unforgotten, "swap|buffer"),
 }
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import caching
-from jaxkv.caching import Pages
-from jaxkv.paging import NO_PAGE
+from jaxkv.memory import kv_pages
+from jaxkv.memory.kv_pages import Pages
+from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.page_ops.copy import copy_pages
 
 NUM_PAGES = 12
@@ -77,7 +77,7 @@ def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:
 
 
 def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
-    pages, copy = make_pages(), jax.jit(caching.copy)
+    pages, copy = make_pages(), jax.jit(kv_pages.copy)
     # Neither sentinel may reach the last page, nor after an offset another layer's.
     source = ints(0, NO_PAGE, 5, 7, NO_PAGE, 3)
     target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 1)
@@ -90,7 +90,7 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
 
 
 def test_many_copies_go_by_in_turns() -> None:
-    rng, copy, most = np.random.default_rng(1), jax.jit(caching.copy), 5 * NUM_PAGES
+    rng, copy, most = np.random.default_rng(1), jax.jit(kv_pages.copy), 5 * NUM_PAGES
     pages = Pages(k=numbered(2, most, 1, 2, 3), v=numbered(2, most, 1, 2, 3))
     for chance in (0.0, 0.1, 0.5, 1.0):
         ids = rng.permutation(most).astype(np.int32)
@@ -106,9 +106,9 @@ def test_vmap_equals_single_runs() -> None:
     source = [ints(0, 7), ints(NO_PAGE, NO_PAGE), ints(2, NO_PAGE)]
     target = [ints(1, 0), ints(NO_PAGE, 2), ints(3, NO_PAGE)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pages)
-    after = jax.vmap(caching.copy)(stacked, jnp.stack(source), jnp.stack(target))
+    after = jax.vmap(kv_pages.copy)(stacked, jnp.stack(source), jnp.stack(target))
     for i in range(3):
-        alone = caching.copy(pages[i], source[i], target[i])
+        alone = kv_pages.copy(pages[i], source[i], target[i])
         for one, many in zip(alone, after, strict=True):
             np.testing.assert_array_equal(many[i], one)
 
@@ -122,8 +122,8 @@ def lower(steps: int, num_pages: int) -> tuple[Any, Pages]:
     @partial(jax.jit, donate_argnums=0)
     def run(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
         def step(i: jax.Array, pages: Pages) -> Pages:
-            pages = caching.copy(pages, source + i, jnp.where(i > 1, target, NO_PAGE))
-            rows = caching.Rows(
+            pages = kv_pages.copy(pages, source + i, jnp.where(i > 1, target, NO_PAGE))
+            rows = kv_pages.Rows(
                 token=source,
                 position=jnp.zeros_like(source),
                 slot=None,
@@ -131,7 +131,7 @@ def lower(steps: int, num_pages: int) -> tuple[Any, Pages]:
                 logit_rows=source,
             )
             new = jnp.ones((8, 4, 64), jnp.float32)
-            return caching.write(pages, 1, new, new, rows)
+            return kv_pages.write(pages, 1, new, new, rows)
 
         return jax.lax.fori_loop(0, steps, step, pages)
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import models
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
 from scaling import corpora, objectives, streams
 
 
@@ -276,7 +277,7 @@ def test_streams_are_scored_in_the_same_windows() -> None:
 
 @pytest.mark.usefixtures("fast_compile")
 def test_score_of_a_stream() -> None:
-    model = models.ModelConfig(
+    model = ModelConfig(
         vocab_size=7,
         hidden_size=8,
         num_layers=1,
@@ -287,7 +288,7 @@ def test_score_of_a_stream() -> None:
         max_positions=16,
     )
     held_out = np.random.default_rng(0).integers(0, 7, 500).astype(np.uint16)
-    params = models.init_params(model, jax.random.key(0))
+    params = transformer.init_params(model, jax.random.key(0))
 
     def score(params, **sizes) -> objectives.StreamScore:
         sizes = {"seq_len": 8, "num_windows": 20} | sizes

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from experiments import cost_fits, cost_models
-from jaxkv import simulation
+from jaxkv.simulation.step import Work
 from scaling import costs_steps, devices, named_models
 
 
-def work(**counts: float) -> simulation.Work:
-    zero = simulation.Work(*(jnp.int32(0) for _ in simulation.Work._fields))
+def work(**counts: float) -> Work:
+    zero = Work(*(jnp.int32(0) for _ in Work._fields))
     zero = zero._replace(prompt_squares=jnp.float32(0))
     return zero._replace(**{k: jnp.int32(v) for k, v in counts.items()})
 
 
-def price(name: str, step: simulation.Work) -> float:
+def price(name: str, step: Work) -> float:
     return float(cost_models.find(name).cost(step))
 
 

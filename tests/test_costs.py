@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxkv import models
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
 from scaling import costs, costs_serving, describing, hf_descriptions, named_models
 from scaling.descriptions import Description, Experts, HeadAttention
 
@@ -42,7 +43,7 @@ PUBLISHED = {
     "gemma-2-9b": (9_241_705_984, 344_064),
 }
 
-TINY = models.ModelConfig(
+TINY = ModelConfig(
     vocab_size=97,
     hidden_size=24,
     num_layers=3,
@@ -60,9 +61,9 @@ OURS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "window": 7},
     "qwen2": {"family": "qwen2", "qkv_bias": True, "num_layers": 1},
     "qwen3": {"family": "qwen3", "qk_norm": True, "out_bias": True},
-    "mixtral": {"experts": models.Experts(num_experts=5, top_k=2, size=40)},
+    "mixtral": {"experts": transformer.Experts(num_experts=5, top_k=2, size=40)},
     "shared": {
-        "experts": models.Experts(
+        "experts": transformer.Experts(
             num_experts=5,
             top_k=2,
             size=12,
@@ -138,9 +139,9 @@ def test_latent_attention_and_layers_that_look_ahead() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_models_hold_as_many(name: str) -> None:
     config = dataclasses.replace(TINY, **OURS[name])
-    shapes = jax.tree.leaves(models.param_shapes(config))
+    shapes = jax.tree.leaves(transformer.param_shapes(config))
     made = jax.eval_shape(
-        lambda key: models.init_params(config, key), jax.random.key(0)
+        lambda key: transformer.init_params(config, key), jax.random.key(0)
     )
     total = costs.parameters(describing.describe(config)).total
     assert total == sum(x.size for x in shapes)
@@ -204,11 +205,11 @@ def test_keys_that_are_left_out_mean_what_transformers_takes_them_to_mean() -> N
 
 def test_the_bundled_model_reads_as_both() -> None:
     from experiments import bundled
-    from jaxkv import hf_configs
+    from jaxkv.models.huggingface import configs
 
     path = bundled.folder_of("stdlib-bytes")
     raw = json.loads((path / "config.json").read_text())
-    ours = describing.describe(hf_configs.from_hf(raw), name="stdlib-bytes")
+    ours = describing.describe(configs.from_hf(raw), name="stdlib-bytes")
     assert hf_descriptions.load(path) == ours
 
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import layers, models
+from jaxkv.models import layers, transformer
+from jaxkv.models.config import ModelConfig
 from scaling import costs_activations, costs_residuals, layouts, named_models
 from scaling.costs_memory import MIXED_WIDE, SINGLE, held, training
 from scaling.layouts import Layout
@@ -110,7 +111,7 @@ def test_parameters_of_a_device_add_up() -> None:
     assert fewer == rest // 8 - rest // 16
 
 
-CONFIG = models.ModelConfig(
+CONFIG = ModelConfig(
     vocab_size=61,
     hidden_size=24,
     num_layers=2,
@@ -126,14 +127,16 @@ BIASED: dict[str, Any] = {"norm": "layer", "positions": "learned", "gated": Fals
 BIASED |= dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 
 
-def kept(config: models.ModelConfig, batch: int, seq: int, dtype: Any) -> int:
+def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
     """Bytes of everything that the vjp holds, parameters included; runs nothing."""
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
 
     def pull(params: Any, tokens: Any) -> Any:
-        return jax.vjp(lambda p: models.logits(p, tokens, config=config), params)[1]
+        return jax.vjp(lambda p: transformer.logits(p, tokens, config=config), params)[
+            1
+        ]
 
-    held = jax.eval_shape(pull, models.param_shapes(config, dtype=dtype), tokens)
+    held = jax.eval_shape(pull, transformer.param_shapes(config, dtype=dtype), tokens)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
@@ -168,7 +171,7 @@ def test_what_vjp_keeps_of_checkpointed_layers(
         _, _, carry, *_ = more
         return jax.checkpoint(run)(x), carry, None
 
-    def boundary(config: models.ModelConfig) -> int:
+    def boundary(config: ModelConfig) -> int:
         return kept(config, 3, 10, "bfloat16") - kept(config, 1, 10, "bfloat16")
 
     monkeypatch.setattr(layers.Layer, "__call__", again)

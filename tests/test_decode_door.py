@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import caching, models, states
+from jaxkv.engine import state
+from jaxkv.memory import kv_pages
+from jaxkv.models import config, transformer
 from pallas_kernels.paged_attention import api, decode_plan, dispatch
 from pallas_kernels.paged_attention.hopper import decode
 from tests import emulating
 from tests.test_attention import make_case
 
-MODEL = models.ModelConfig(
+MODEL = config.ModelConfig(
     vocab_size=64,
     hidden_size=128,
     num_layers=3,
@@ -24,7 +26,7 @@ MODEL = models.ModelConfig(
     mlp_size=64,
     max_positions=128,
 )
-CONFIG = states.EngineConfig(
+CONFIG = state.EngineConfig(
     num_pages=12, page_size=16, max_slots=2, max_length=64, token_budget=16
 )
 
@@ -114,10 +116,12 @@ def test_a_forward_pass_plans_once_for_all_layers(
         return make(*arguments, **fields)
 
     monkeypatch.setattr(decode_plan, "make_plan", counted)
-    params = models.param_shapes(MODEL, dtype="bfloat16")
-    pages = jax.eval_shape(lambda: models.make_pages(MODEL, CONFIG, dtype="bfloat16"))
+    params = transformer.param_shapes(MODEL, dtype="bfloat16")
+    pages = jax.eval_shape(
+        lambda: transformer.make_pages(MODEL, CONFIG, dtype="bfloat16")
+    )
     row = jax.ShapeDtypeStruct((16,), jnp.int32)
-    blank: Any = caching.Rows  # of shapes, not of arrays
+    blank: Any = kv_pages.Rows  # of shapes, not of arrays
     rows = blank(
         token=row,
         position=row,
@@ -125,7 +129,7 @@ def test_a_forward_pass_plans_once_for_all_layers(
         page_ids=jax.ShapeDtypeStruct((2, 4), jnp.int32),
         logit_rows=jax.ShapeDtypeStruct((2,), jnp.int32),
     )
-    forward = models.Forward(MODEL)
+    forward = transformer.Forward(MODEL)
     lowered = jax.jit(forward, donate_argnums=1).trace(params, pages, rows)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert plans == [2]

@@ -8,16 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import auditing, caching, decoding, models
+from jaxkv import decoding
+from jaxkv.memory import invariants, kv_pages
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
 from tests import engines
 from tests.engines import MODEL
 
-FORWARD = models.Forward(MODEL)
+FORWARD = transformer.Forward(MODEL)
 SLOTS, LENGTH, PAGE_SIZE = 3, 40, 4
 
 
 def make_cache(num_pages: int = 30) -> decoding.Cache:
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=MODEL.num_layers,
         num_pages=num_pages,
         num_kv_heads=MODEL.num_kv_heads,
@@ -35,7 +38,7 @@ decode_step = compiled(decoding.decode_step, static_argnames="forward")
 
 
 def assert_sound(cache: decoding.Cache) -> None:
-    counts = auditing.violations(
+    counts = invariants.violations(
         *(cache.pool, cache.table, cache.table.length > 0), page_size=PAGE_SIZE
     )
     assert not any(np.asarray(count).any() for count in counts)
@@ -167,9 +170,11 @@ def test_a_cache_past_the_models_positions() -> None:
     learned = dataclasses.replace(MODEL, positions="learned", max_positions=36)
     cache, tokens = jax.eval_shape(make_cache), jnp.zeros(SLOTS, jnp.int32)
 
-    def step(config: models.ModelConfig) -> None:
-        call = functools.partial(decoding.decode_step, forward=models.Forward(config))
-        jax.eval_shape(call, models.param_shapes(config), cache, tokens)
+    def step(config: ModelConfig) -> None:
+        call = functools.partial(
+            decoding.decode_step, forward=transformer.Forward(config)
+        )
+        jax.eval_shape(call, transformer.param_shapes(config), cache, tokens)
 
     with pytest.raises(ValueError, match="cache_length=37 must be at most 36, the mod"):
         step(learned)

@@ -20,9 +20,9 @@ from experiments import (
     timelines,
 )
 from experiments.progress import Quiet
-from jaxkv import engine
-from jaxkv.answers import Answer, Completion
-from jaxkv.tokenizing import ByteTokenizer
+from jaxkv.engine import step
+from jaxkv.serving.outputs import Answer, Completion
+from jaxkv.text.tokenizer import ByteTokenizer
 from tests import engines
 
 
@@ -221,11 +221,11 @@ def test_the_numbers_of_a_serving_worked_by_hand() -> None:
 
     rows = np.array([[3, 0], [1, 4], [0, 0], [1, 1]])
     ids = np.where(rows > 0, [[0, 1]] * 4, -1)
-    fields: dict[str, Any] = dict.fromkeys(engine.StepInfo._fields)
+    fields: dict[str, Any] = dict.fromkeys(step.StepInfo._fields)
     fields |= {"request_id": ids, "num_rows": rows, "held": rows > 9}
     fields["used_pages"] = np.array([1, 2, 2, 3])
     fields["used_places"] = np.array([3, 8, 8, 6])
-    info = engine.StepInfo(**fields)
+    info = step.StepInfo(**fields)
     served = servings.gather(
         [info],
         {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import caching
+from jaxkv.memory import kv_pages
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.page_ops import copy_mosaic_gpu
@@ -114,16 +114,16 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
 
 @needs_compiler
 def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
-    def run(pages: caching.Pages, source: Any, target: Any) -> caching.Pages:
-        def step(_: Any, pages: caching.Pages) -> caching.Pages:
-            return caching.copy(pages, source, target)
+    def run(pages: kv_pages.Pages, source: Any, target: Any) -> kv_pages.Pages:
+        def step(_: Any, pages: kv_pages.Pages) -> kv_pages.Pages:
+            return kv_pages.copy(pages, source, target)
 
         return jax.lax.fori_loop(0, 5, step, pages)
 
     # Pages of 128 bytes are for the kernel, those of 64 for the reference.
     for page_size, num_kernels in ((16, 2), (1, 0)):
         leaf = shape(4, 4096 * 16, 1, page_size, 32)
-        pages = caching.Pages(leaf, leaf)
+        pages = kv_pages.Pages(leaf, leaf)
         report = deviceless.compile(run, pages, ids(8), ids(8), donate_argnums=0)
         assert len(report.kernels) == num_kernels
         assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)

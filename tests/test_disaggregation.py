@@ -20,8 +20,8 @@ from experiments import (
 from experiments import disaggregation_settings as settings
 from experiments.disaggregation_instances import Answers, Received, Requests, Split
 from experiments.disaggregation_settings import Instance
-from jaxkv import lengths, metrics
-from jaxkv.simulation import Work
+from jaxkv.simulation.step import Work
+from jaxkv.workloads import lengths, metrics
 
 ONE = Instance("opt-13b", 1)
 

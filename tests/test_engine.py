@@ -9,9 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import baselines, engine, models, policies, scheduling, states
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig
+from jaxkv.engine.state import (
+    CANCELLED,
+    EMPTY,
+    FINISHED,
+    RUNNING,
+    WAITING,
+    EngineConfig,
+    EngineState,
+    init,
+)
+from jaxkv.engine.step import run_steps
+from jaxkv.models import transformer
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs, interface, static_batching
 from tests import engines
 from tests.engines import MODEL, Ask, Run
 
@@ -33,7 +44,7 @@ TIGHT = EngineConfig(
 )
 ROOMY = dataclasses.replace(TIGHT, num_pages=56)
 """Three sequences of full length, and a rest."""
-FCFS = policies.fcfs()
+FCFS = fcfs.fcfs()
 
 
 @functools.cache
@@ -43,7 +54,7 @@ def workload(seed: int = 0, num: int = 24) -> tuple[Ask, ...]:
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0) -> Run:
-    policy = policies.fcfs(chunk_size=chunk_size, watermark=watermark)
+    policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
     return engines.serve(workload(), TIGHT, policy)
 
 
@@ -53,7 +64,7 @@ def greedy(request_id: int, prompt: list[int], max_tokens: int, **fields: Any) -
     return Ask(request_id, prompt, ask, arrival_s)
 
 
-def submitted(*asks: Ask) -> states.EngineState:
+def submitted(*asks: Ask) -> EngineState:
     """An engine in which the requests wait."""
     requests = engines.requests_of(asks, TIGHT)
     state, taken = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
@@ -63,7 +74,7 @@ def submitted(*asks: Ask) -> states.EngineState:
 
 def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
     """Some calls more; the infos as NumPy arrays, those of the last call."""
-    forward, info = models.Forward(MODEL, TIGHT.numerics), None
+    forward, info = transformer.Forward(MODEL, TIGHT.numerics), None
     for _ in range(calls):
         state, info = engines.run_steps(
             *(engines.params(), state, engines.clock(seconds)),
@@ -241,7 +252,7 @@ def test_ends() -> None:
 def test_static_batching() -> None:
     config = ROOMY
     asks = list(workload())
-    run = engines.serve(asks, config, baselines.static())
+    run = engines.serve(asks, config, static_batching.static())
     engines.assert_equal_plain(run, asks, config)
     info = run.info
     assert info.num_preempted.sum() == 0
@@ -272,7 +283,7 @@ def test_static_batching() -> None:
 def test_static_batching_waits_for_the_next_batch_to_arrive() -> None:
     config = ROOMY
     asks = [greedy(1, [5], 3), greedy(2, [6], 9), greedy(3, [7], 3, arrival_s=0.1)]
-    run = engines.serve(asks, config, baselines.static(), step_s=0.2)
+    run = engines.serve(asks, config, static_batching.static(), step_s=0.2)
     first = np.flatnonzero((run.info.request_id == 3).any(axis=1))[0]
     assert first == 9  # the second one ends in step 8, and held the batch open
     assert not (run.info.num_rows[:9] > 0)[:, 2:].any()
@@ -289,9 +300,9 @@ def test_300_requests_through_8_slots_leave_nothing() -> None:
     assert run.info.request_id.shape[1] == 8
 
 
-def statuses(state: states.EngineState) -> dict[int, tuple[int, int]]:
+def statuses(state: EngineState) -> dict[int, tuple[int, int]]:
     s = state.sequences
-    rows = np.flatnonzero(np.asarray(s.status) != states.EMPTY)
+    rows = np.flatnonzero(np.asarray(s.status) != EMPTY)
     return {
         int(s.request_id[row]): (int(s.status[row]), int(s.reason[row])) for row in rows
     }
@@ -301,14 +312,14 @@ def test_cancel_wherever_the_request_is() -> None:
     asks = [greedy(1, [3] * 30, 30), greedy(2, [4] * 20, 30), greedy(3, [5], 1)]
     asks += [greedy(4, [6] * 50, 3), greedy(5, [7] * 9, 4), greedy(6, [8] * 9, 4)]
     state, _ = run_on(submitted(*asks), calls=2)
-    running, waiting = (states.RUNNING, 0), (states.WAITING, 0)
+    running, waiting = (RUNNING, 0), (WAITING, 0)
     assert statuses(state)[1] == statuses(state)[2] == running
     assert statuses(state)[5] == statuses(state)[6] == waiting
     free, length = int(state.pool.num_free), np.asarray(state.table.length).copy()
     slot = int(np.flatnonzero(np.asarray(state.slots.sequence) == 1)[0])
     names = jnp.asarray([2, 5, -1, 77, 2], jnp.int32)
     state = engines.cancel(state, names)
-    ended = (states.FINISHED, states.CANCELLED)
+    ended = (FINISHED, CANCELLED)
     assert statuses(state)[2] == statuses(state)[5] == ended
     assert statuses(state)[1] == running
     assert statuses(state)[6] == waiting
@@ -342,7 +353,7 @@ def test_cancel_a_preempted_request() -> None:
         state, info = run_on(state)
         if info.num_preempted.any():
             break
-    assert statuses(state)[2] == (states.WAITING, 0)
+    assert statuses(state)[2] == (WAITING, 0)
     state = engines.cancel(state, jnp.asarray([2], jnp.int32))
     state, _ = run_on(state, calls=15)
     outcomes = engines.outcomes_of(engines.drain(state)[1])
@@ -409,7 +420,7 @@ def test_a_refused_request_keeps_those_behind_it_out() -> None:
     assert taken[8:] == [True, True, False, True, True, False, False, False]
 
 
-def submit_twice(asks: list[Ask]) -> tuple[states.EngineState, list[bool]]:
+def submit_twice(asks: list[Ask]) -> tuple[EngineState, list[bool]]:
     """The same eight requests two times, to an engine whose queue holds three."""
     config = dataclasses.replace(TIGHT, queue_capacity=3)
     requests, state = engines.requests_of(asks, config), engines.start(config)
@@ -474,8 +485,8 @@ class Hoarder(NamedTuple):
 
     holds_finished = False
 
-    def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
-        plan = policies.fcfs().plan(counts)
+    def plan(self, counts: interface.Counts) -> interface.Plan:
+        plan = fcfs.fcfs().plan(counts)
         return plan._replace(head_places=jnp.where(plan.admit, counts.max_length, 0))
 
 
@@ -486,7 +497,7 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
     state, info = engines.run_steps(
         *(engines.params(), state, engines.clock(0.0)),
         config=TIGHT,
-        forward=models.Forward(MODEL, TIGHT.numerics),
+        forward=transformer.Forward(MODEL, TIGHT.numerics),
         policy=Hoarder(),
     )
     # Both got a slot, neither got a page; then nothing but growth is asked for.
@@ -505,7 +516,7 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
 @pytest.mark.thorough
 def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     fixed: dict[str, Any] = dict(
-        config=TIGHT, forward=models.Forward(MODEL, TIGHT.numerics), policy=FCFS
+        config=TIGHT, forward=transformer.Forward(MODEL, TIGHT.numerics), policy=FCFS
     )
     alone = []
     for seed in range(8):
@@ -513,7 +524,7 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
         alone.append(submitted(*asks))
     together = jax.tree.map(lambda *x: jnp.stack(x), *alone)
     run_together = jax.jit(
-        jax.vmap(functools.partial(engine.run_steps, **fixed), in_axes=(None, 0, None)),
+        jax.vmap(functools.partial(run_steps, **fixed), in_axes=(None, 0, None)),
         donate_argnums=1,
         compiler_options=engines.FAST_COMPILE,
     )
@@ -541,17 +552,15 @@ def assert_close(a: Any, b: Any) -> None:
 
 def test_sizes_without_a_run() -> None:
     config = dataclasses.replace(TIGHT, num_pages=10**6)
-    state = jax.eval_shape(
-        lambda: states.init(config, models.make_pages(MODEL, config))
-    )
+    state = jax.eval_shape(lambda: init(config, transformer.make_pages(MODEL, config)))
     after, _ = jax.eval_shape(
         functools.partial(
-            engine.run_steps,
+            run_steps,
             config=config,
-            forward=models.Forward(MODEL, TIGHT.numerics),
+            forward=transformer.Forward(MODEL, TIGHT.numerics),
             policy=FCFS,
         ),
-        *(models.param_shapes(MODEL), state, jnp.zeros(2, jnp.int32)),
+        *(transformer.param_shapes(MODEL), state, jnp.zeros(2, jnp.int32)),
     )
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
@@ -580,4 +589,4 @@ def test_bounds_out_of_range_are_refused(fields: dict, message: str) -> None:
 def test_pages_of_another_size_are_refused(field: str) -> None:
     other = dataclasses.replace(TIGHT, **{field: 5})
     with pytest.raises(ValueError, match=f"must be config.{field}=5"):
-        states.init(other, models.make_pages(MODEL, TIGHT))
+        init(other, transformer.make_pages(MODEL, TIGHT))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import caching
+from jaxkv.memory import kv_pages
 from tests import engines
 
 # Slow, because the quick suite runs the README, which shows the same.
@@ -115,8 +115,8 @@ def make_params() -> dict:
     return {"embed": draw(VOCAB, HIDDEN, std=1.0), "places": places, "layers": layers}
 
 
-def make_pages() -> caching.Pages:
-    return caching.make_pages(
+def make_pages() -> kv_pages.Pages:
+    return kv_pages.make_pages(
         num_layers=2,
         num_pages=CONFIG.num_pages,
         num_kv_heads=HEADS,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import fit_surfaces
-from jaxkv import policies
+from jaxkv.scheduling import fcfs
 from scaling import (
     contouring,
     evaluating,
@@ -243,9 +243,9 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
 @pytest.mark.slow
 def test_an_engine_in_float32_beside_a_fit(runs: dict) -> None:
     asks = engines.random_asks(np.random.default_rng(0), 4)
-    before = engines.serve(asks, test_engine.TIGHT, policies.fcfs())
+    before = engines.serve(asks, test_engine.TIGHT, fcfs.fcfs())
     fitting.fit(CHINCHILLA, runs)
-    after = engines.serve(asks, test_engine.TIGHT, policies.fcfs())
+    after = engines.serve(asks, test_engine.TIGHT, fcfs.fcfs())
     assert not jax.config.jax_enable_x64
     assert jax.tree.map(lambda x: x.dtype, after.state) == jax.tree.map(
         lambda x: x.dtype, before.state

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import checkpoints, models
+from jaxkv.models import checkpoints, transformer
 from tests import engines
 
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 """Of the largest logit, and of the margin below which a greedy token may differ."""
 
 logits = jax.jit(
-    models.logits, static_argnames="config", compiler_options=engines.FAST_COMPILE
+    transformer.logits, static_argnames="config", compiler_options=engines.FAST_COMPILE
 )
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from experiments import bundled, cli, compiling, generating, showing, writing
-from jaxkv import checkpoints, models, serving
-from jaxkv.answers import Event
+from jaxkv.models import checkpoints, transformer
+from jaxkv.serving import engine
+from jaxkv.serving.outputs import Event
 from tests import engines
 
 TOKENIZED = str(Path(__file__).parent / "golden" / "tokenized")
@@ -52,7 +53,9 @@ def test_the_bundled_model_goes_on_greedily(jaxkv: Jaxkv) -> None:
     # The same as a plain forward pass over the whole.
     model = checkpoints.load_model(bundled.folder_of("stdlib-bytes"))
     tokens = [*prompt.encode(), *completion["tokens"]]
-    logits = models.logits(model.params, jnp.asarray([tokens]), config=model.config)
+    logits = transformer.logits(
+        model.params, jnp.asarray([tokens]), config=model.config
+    )
     best = np.asarray(logits[0]).argmax(-1)[len(prompt) - 1 : -1]
     assert best.tolist() == completion["tokens"]
 
@@ -166,7 +169,9 @@ def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") ->
     """Log-probability of an answer, by a plain forward pass over the whole."""
     model = checkpoints.load_model(bundled.folder_of(model_name))
     tokens, start = [*prompt.encode(), *answer], len(prompt)
-    logits = models.logits(model.params, jnp.asarray([tokens]), config=model.config)
+    logits = transformer.logits(
+        model.params, jnp.asarray([tokens]), config=model.config
+    )
     law = np.asarray(jax.nn.log_softmax(logits[0], axis=1))
     return sum(float(law[i - 1, tokens[i]]) for i in range(start, len(tokens)))
 
@@ -258,15 +263,15 @@ def test_ctrl_c_keeps_the_words_so_far(
 def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
     jaxkv: Jaxkv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = serving.Engine.stream
+    stream = engine.Engine.stream
 
-    def interrupted(self: serving.Engine) -> Iterator[Event]:
+    def interrupted(self: engine.Engine) -> Iterator[Event]:
         for event in stream(self):
             yield event
             if event.sample == 1 and event.tokens:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(serving.Engine, "stream", interrupted)
+    monkeypatch.setattr(engine.Engine, "stream", interrupted)
     flags = ("--prompt", "import ", "--max-tokens", "12", "--n", "2", "--best-of", "3")
     status, out, _ = jaxkv("stdlib-bytes", *flags)
     document = json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])
@@ -282,15 +287,15 @@ def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
 def test_ctrl_c_keeps_the_searches_that_have_ended(
     jaxkv: Jaxkv, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = serving.Engine.stream
+    stream = engine.Engine.stream
 
-    def interrupted(self: serving.Engine) -> Iterator[Event]:
+    def interrupted(self: engine.Engine) -> Iterator[Event]:
         for event in stream(self):
             yield event
             if event.completion is not None:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(serving.Engine, "stream", interrupted)
+    monkeypatch.setattr(engine.Engine, "stream", interrupted)
     both = (*("--prompt", "import "), *("--prompt", "class A"), "--max-tokens", "12")
     search = ("--beam-width", "4", "--n", "3")
     status, out, _ = jaxkv(tiny, *both, *search, "--json")

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Int32
 
-from jaxkv import checkpoints, hf_families, models
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.huggingface.families import FAMILIES
 from tests import engines
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -19,20 +21,20 @@ FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 compiled = functools.partial(
     jax.jit, static_argnames="config", compiler_options=engines.FAST_COMPILE
 )
-full_logits = compiled(models.logits)
+full_logits = compiled(transformer.logits)
 
 
 @compiled
 def continue_greedily(
-    params: models.Params,
+    params: transformer.Params,
     tokens: Int32[Array, "1 length"],
     num_prompt: int,
-    config: models.ModelConfig,
+    config: ModelConfig,
 ) -> Int32[Array, "1 length"]:
     """Fills everything past the prompt, one full forward pass a token."""
 
     def step(index, tokens):
-        logits = models.logits(params, tokens, config=config)
+        logits = transformer.logits(params, tokens, config=config)
         token = jnp.argmax(logits[0, index - 1]).astype(jnp.int32)
         return tokens.at[0, index].set(token)
 
@@ -41,7 +43,7 @@ def continue_greedily(
 
 def test_every_family_is_here() -> None:
     families = {checkpoints.read_config(GOLDEN / name).family for name in FOLDERS}
-    assert families == set(hf_families.FAMILIES)
+    assert families == set(FAMILIES)
     assert len(list((GOLDEN / "sharded").glob("*.safetensors"))) >= 3
     odd = checkpoints.read_config(GOLDEN / "qwen3")
     assert odd.head_dim * odd.num_q_heads != odd.hidden_size

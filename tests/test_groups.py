@@ -6,8 +6,9 @@ import functools
 import numpy as np
 import pytest
 
-from jaxkv import answers, baselines, policies
-from jaxkv.sampling import Sampling
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.serving import outputs
 from tests import engines
 from tests.engines import MODEL, Ask, Run
 from tests.test_engine import ROOMY, TIGHT, run_on
@@ -32,7 +33,7 @@ def pages_of(ask: Ask, page_size: int = TIGHT.page_size) -> int:
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0, seed: int = 0) -> Run:
-    policy = policies.fcfs(chunk_size=chunk_size, watermark=watermark)
+    policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
     return engines.serve(workload(seed), TIGHT, policy)
 
 
@@ -46,7 +47,7 @@ def test_every_answer_equals_that_of_a_plain_loop(chunk_size, watermark) -> None
 
 
 def test_static_batching_forks_too() -> None:
-    run = engines.serve(workload(), ROOMY, baselines.static())
+    run = engines.serve(workload(), ROOMY, static_batching.static())
     engines.assert_equal_plain(run, workload(), ROOMY)
     assert not run.info.num_preempted.any()
 
@@ -57,7 +58,7 @@ def test_static_batching_forks_too() -> None:
 def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
     prompt = np.random.default_rng(length).integers(0, 61, length).tolist()
     ask = Ask(3, prompt, Sampling(n=8, max_tokens=5, ignore_eos=True))
-    run = engines.serve([ask], ROOMY, policies.fcfs(chunk_size=chunk_size))
+    run = engines.serve([ask], ROOMY, fcfs.fcfs(chunk_size=chunk_size))
     assert run.info.num_rows.sum() == length + 8 * 4
     # Seven of the eight copy the page that is begun, if there is one.
     assert run.info.num_copied.sum() == (7 if length % 4 else 0)
@@ -120,7 +121,7 @@ def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
     ask = Ask(7, list(range(22)), Sampling(n=3, max_tokens=9, ignore_eos=True))
     requests = engines.requests_of([ask], TIGHT)
     state, _ = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
-    slow = policies.fcfs(chunk_size=1)
+    slow = fcfs.fcfs(chunk_size=1)
     state, _ = run_on(state, calls=calls, policy=slow)
     names = np.full(len(gone), 7, np.int32)
     state = engines.cancel(state, names, np.array(gone, np.int32))
@@ -154,7 +155,7 @@ def test_numbers_of_answers_out_of_range(fields: dict, message: str) -> None:
 
 def test_more_answers_than_slots_or_pages_are_refused() -> None:
     check = functools.partial(
-        answers.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
+        outputs.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
     )
     with pytest.raises(ValueError, match=r"9 answers .* at most config.max_slots=8"):
         check([1], Sampling(n=9), config=TIGHT)

@@ -14,20 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import (
-    caching,
-    engine,
-    paging,
-    policies,
-    prefixes,
-    sharing,
-    states,
-)
-from jaxkv.forwarding import ForwardResult
-from jaxkv.paging import NO_PAGE
-from jaxkv.sampling import Sampling
-from jaxkv.serving import Engine
-from jaxkv.states import EngineConfig, EngineState
+from jaxkv.engine import prefix_caching, step
+from jaxkv.engine.state import EngineConfig, EngineState, init
+from jaxkv.memory import kv_pages, page_pool, prefix_cache
+from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.models.interface import ForwardResult
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs
+from jaxkv.serving.engine import Engine
 from tests import engines, traces
 from tests.engines import Ask, Outcome
 from tests.hit_model import HitModel
@@ -40,17 +34,17 @@ class Sum:
     """Writes tokens into pages; what comes next is a sum over all that stand there."""
 
     def __call__(
-        self, params: None, pages: caching.Pages, rows: caching.Rows
+        self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
         token = rows.token.astype(pages.k.dtype)[:, None, None]
-        pages = caching.write(pages, 0, token, token, rows)
+        pages = kv_pages.write(pages, 0, token, token, rows)
         every = jnp.arange(rows.token.shape[0], dtype=jnp.int32)
-        slot = paging.take(
+        slot = page_pool.take(
             every if rows.slot is None else rows.slot, rows.logit_rows, fill=-1
         )
-        position = paging.take(rows.position, rows.logit_rows, fill=-1)
-        ids = paging.take(rows.page_ids, slot, fill=NO_PAGE)
-        held = paging.take(pages.k[0, :, 0, :, 0], ids, fill=0)
+        position = page_pool.take(rows.position, rows.logit_rows, fill=-1)
+        ids = page_pool.take(rows.page_ids, slot, fill=NO_PAGE)
+        held = page_pool.take(pages.k[0, :, 0, :, 0], ids, fill=0)
         held = held.reshape(slot.shape[0], -1)
         place = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :]
         # Where nothing was written yet stands NaN.
@@ -68,9 +62,9 @@ def continued(prompt: Sequence[int], num: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_pages(config: EngineConfig) -> caching.Pages:
+def make_pages(config: EngineConfig) -> kv_pages.Pages:
     """Pages full of NaN, which nobody may ever see."""
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
         num_kv_heads=1,
@@ -112,8 +106,8 @@ def serve(
       cancels: chance in each call that somebody hangs up.
     """
     rng, model, waiting = np.random.default_rng(3), HitModel(config), list(first)
-    state = states.init(config, make_pages(config))
-    policy = policies.fcfs(chunk_size=chunk_size)
+    state = init(config, make_pages(config))
+    policy = fcfs.fcfs(chunk_size=chunk_size)
     asks = {ask.request_id: ask for ask in first}
     outcomes: dict[Any, Outcome] = {}
     num_preempted = 0
@@ -423,16 +417,16 @@ def one_too_few(cache, tokens, num_tokens, salt, wanted):
     return match(cache, tokens, num_tokens - 1, salt, wanted)
 
 
-match = prefixes.match
+match = prefix_cache.match
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "wrong"),
     [
-        (sharing, "let_go", never_touched),
-        (prefixes, "match", found_by_all),
-        (prefixes, "match", one_too_few),
+        (prefix_caching, "let_go", never_touched),
+        (prefix_cache, "match", found_by_all),
+        (prefix_cache, "match", one_too_few),
     ],
 )
 def test_no_other_program_passes(
@@ -441,7 +435,7 @@ def test_no_other_program_passes(
     monkeypatch.setattr(module, name, wrong)
 
     def run_steps(*arguments: Any, **keywords: Any) -> Any:
-        return engine.run_steps(*arguments, **keywords)
+        return step.run_steps(*arguments, **keywords)
 
     program = jax.jit(
         run_steps,

@@ -13,18 +13,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import (
-    baselines,
-    caching,
-    decoding,
-    engine,
-    models,
-    policies,
-    scheduling,
-    states,
-)
-from jaxkv.models import ModelConfig
-from jaxkv.states import EngineConfig
+from jaxkv import decoding
+from jaxkv.engine import step
+from jaxkv.engine.state import EngineConfig, init
+from jaxkv.memory import kv_pages
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.scheduling import fcfs, interface, static_batching
 from tests import engines
 
 MODEL = ModelConfig(
@@ -45,7 +40,7 @@ SMALL, LARGE = 1024, 16384
 
 
 def pages_of(model: ModelConfig, config: EngineConfig, dtype: Any = "float32") -> Any:
-    return jax.eval_shape(lambda: models.make_pages(model, config, dtype=dtype))
+    return jax.eval_shape(lambda: transformer.make_pages(model, config, dtype=dtype))
 
 
 def bytes_of(tree: Any) -> int:
@@ -55,7 +50,7 @@ def bytes_of(tree: Any) -> int:
 def steps(
     num_pages: int,
     numerics: Any = "fast",
-    policy: scheduling.Policy | None = None,
+    policy: interface.Policy | None = None,
     *,
     model: ModelConfig = MODEL,
     config: EngineConfig = CONFIG,
@@ -65,15 +60,15 @@ def steps(
     config = dataclasses.replace(config, num_pages=num_pages, numerics=numerics)
     pages = pages_of(model, config, dtype)
     # The pages as an argument: `init` would allocate them.
-    state = jax.eval_shape(functools.partial(states.init, config), pages)
+    state = jax.eval_shape(functools.partial(init, config), pages)
     run = functools.partial(
-        engine.run_steps,
+        step.run_steps,
         config=config,
-        forward=models.Forward(model, numerics),
-        policy=policies.fcfs() if policy is None else policy,
+        forward=transformer.Forward(model, numerics),
+        policy=fcfs.fcfs() if policy is None else policy,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return run, (models.param_shapes(model, dtype=dtype), state, clock), pages
+    return run, (transformer.param_shapes(model, dtype=dtype), state, clock), pages
 
 
 def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:
@@ -137,7 +132,7 @@ def test_they_stay_there_with_a_cache_beams_and_swapping(numerics: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [policies.fcfs(), baselines.static()])
+@pytest.mark.parametrize("policy", [fcfs.fcfs(), static_batching.static()])
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_temporary_memory_does_not_grow_with_the_pool(numerics, policy) -> None:
     (small, few), (large, many) = (
@@ -172,7 +167,7 @@ def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
 
 def test_decoding_without_a_scheduler_stays_in_place() -> None:
     config = dataclasses.replace(CONFIG, num_pages=LARGE)
-    forward, pages = models.Forward(MODEL), pages_of(MODEL, config)
+    forward, pages = transformer.Forward(MODEL), pages_of(MODEL, config)
     cache = jax.eval_shape(
         functools.partial(decoding.init_cache, max_slots=4, max_length=256), pages
     )
@@ -196,7 +191,7 @@ def test_decoding_without_a_scheduler_stays_in_place() -> None:
     prompts = jax.ShapeDtypeStruct((4, 9), jnp.int32)
     program = (
         jax.jit(answer, donate_argnums=1)
-        .lower(models.param_shapes(MODEL), cache, prompts)
+        .lower(transformer.param_shapes(MODEL), cache, prompts)
         .compile(engines.FAST_COMPILE)
     )
     assert temporary_bytes(program) < 0.05 * bytes_of(pages)
@@ -207,17 +202,17 @@ def test_a_copy_would_be_found() -> None:
     config = dataclasses.replace(CONFIG, num_pages=LARGE)
     pages = pages_of(MODEL, config)
 
-    def layer_by_layer(pages: caching.Pages, new: jax.Array) -> caching.Pages:
+    def layer_by_layer(pages: kv_pages.Pages, new: jax.Array) -> kv_pages.Pages:
         """The bad layout: a scan that takes the pages apart and stacks them again."""
 
         def body(carry, layer):
             k = layer.k.at[carry, 0, 0].set(new)
             v = layer.v.at[carry, 0, 0].set(new)
-            return carry + 1, caching.Pages(k, v)
+            return carry + 1, kv_pages.Pages(k, v)
 
         return jax.lax.scan(body, jnp.zeros((), jnp.int32), pages)[1]
 
-    def steps(pages: caching.Pages, new: jax.Array) -> caching.Pages:
+    def steps(pages: kv_pages.Pages, new: jax.Array) -> kv_pages.Pages:
         return jax.lax.fori_loop(0, 3, lambda _, p: layer_by_layer(p, new), pages)
 
     new = jax.ShapeDtypeStruct((MODEL.head_dim,), jnp.float32)

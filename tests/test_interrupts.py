@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Sampling, checkpoints, deferring, models
+from jaxkv import Sampling
+from jaxkv.models import checkpoints, transformer
+from jaxkv.serving import interrupts
 from tests import engines
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -34,9 +36,9 @@ def loaded() -> checkpoints.Loaded:
 
 def make_engine() -> jaxkv.Engine:
     config, params, tokenizer, _ = loaded()
-    pages = models.make_pages(config, BOUNDS)
+    pages = transformer.make_pages(config, BOUNDS)
     return jaxkv.Engine(
-        *(params, models.Forward(config), pages, BOUNDS),
+        *(params, transformer.Forward(config), pages, BOUNDS),
         tokenizer=tokenizer,
         policy=jaxkv.fcfs(preemption="swap"),
         keep_trace=True,
@@ -236,9 +238,9 @@ def test_other_signals_wait_too(engine: jaxkv.Engine, expected: dict) -> None:
 def test_a_signal_waits_for_the_end_of_the_outermost_context() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    with deferring.signals():
+    with interrupts.signals():
         signal.raise_signal(signal.SIGINT)
-        with deferring.signals():
+        with interrupts.signals():
             signal.raise_signal(signal.SIGINT)
         assert heard == []
     assert heard == [signal.SIGINT]
@@ -247,7 +249,7 @@ def test_a_signal_waits_for_the_end_of_the_outermost_context() -> None:
 
 def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with deferring.signals():
+    with interrupts.signals():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -258,7 +260,7 @@ def test_every_handler_hears_its_signal_though_one_raises() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
     try:
-        with pytest.raises(KeyboardInterrupt), deferring.signals():
+        with pytest.raises(KeyboardInterrupt), interrupts.signals():
             list(map(signal.raise_signal, (signal.SIGALRM, signal.SIGINT)))
         assert heard == [signal.SIGALRM]
     finally:

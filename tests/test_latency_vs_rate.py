@@ -18,7 +18,8 @@ from experiments import latency_vs_rate_settings as settings
 from experiments.latency_vs_rate import Config
 from experiments.latency_vs_rate_capacity import Curve
 from experiments.latency_vs_rate_panels import PANELS, savings
-from jaxkv import clocks, lengths
+from jaxkv import clock
+from jaxkv.workloads import lengths
 
 CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
@@ -48,9 +49,9 @@ def test_a_load_is_the_same_at_every_rate() -> None:
     num = slow.prompt.shape[0]
     assert 150 < num < 250 < fast.prompt.shape[0]
     np.testing.assert_array_equal(slow.output, fast.output[:num])
-    arrival_s = clocks.to_seconds(np.asarray(slow.arrival))
+    arrival_s = clock.to_seconds(np.asarray(slow.arrival))
     np.testing.assert_allclose(
-        arrival_s, 2 * clocks.to_seconds(np.asarray(fast.arrival[:num])), atol=3e-6
+        arrival_s, 2 * clock.to_seconds(np.asarray(fast.arrival[:num])), atol=3e-6
     )
     assert arrival_s[-1] < 100
     each = load.repeated(2.0, 3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxkv import metrics
+from jaxkv.workloads import metrics
 
 ARRIVAL = np.array([0.0, 0.0, 1.0, 5.0])
 FIRST = np.array([0.5, 1.0, 1.5, np.nan])

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import checkpoints, hf_configs, mixtures, models, policies
-from jaxkv.models import Experts, ModelConfig
+from jaxkv.models import checkpoints, moe, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.huggingface import configs
+from jaxkv.models.transformer import Experts
+from jaxkv.scheduling import fcfs
 from scaling import costs, describing, hf_descriptions
 from tests import engines, test_company, test_models
 from tests.engines import Ask
@@ -36,7 +39,7 @@ ONE_LAYER = dataclasses.replace(
 TOKENS: Any = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 20), np.int32)
 
 outputs: Any = jax.jit(
-    models.outputs, static_argnames="config", compiler_options=engines.FAST_COMPILE
+    transformer.outputs, static_argnames="config", compiler_options=engines.FAST_COMPILE
 )
 
 
@@ -48,7 +51,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_routing_is_the_formula(renormalise: bool) -> None:
     scores = np.random.default_rng(0).normal(0, 2, (40, 7))
-    routing = mixtures.route(
+    routing = moe.route(
         jnp.asarray(scores, jnp.float32), top_k=3, renormalise=renormalise
     )
     p = softmax(scores)
@@ -62,10 +65,10 @@ def test_routing_is_the_formula(renormalise: bool) -> None:
 
 def test_routing_worked_by_hand() -> None:
     scores = jnp.asarray([[0.0, 2.0, 1.0], [1.0, 1.0, 1.0]], jnp.float32)
-    routing = mixtures.route(scores, top_k=2, renormalise=True)
+    routing = moe.route(scores, top_k=2, renormalise=True)
     assert routing.expert.tolist() == [[1, 2], [0, 1]]  # of equals, the lower number
     np.testing.assert_allclose(routing.share, [[0.7311, 0.2689], [0.5, 0.5]], atol=5e-5)
-    plain = mixtures.route(scores, top_k=2, renormalise=False)
+    plain = moe.route(scores, top_k=2, renormalise=False)
     np.testing.assert_allclose(plain.share[0], [0.6652, 0.2447], atol=5e-5)
 
 
@@ -78,9 +81,7 @@ def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
     w = rng.normal(size=(6, 4, 3)).astype(np.float32)
     live = rng.random(24) < 0.7
     x[~live] = np.nan  # rows of nobody may hold anything
-    routing = mixtures.route(
-        jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True
-    )
+    routing = moe.route(jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True)
 
     def answer(rows: Any, sizes: Any) -> Any:
         sizes_seen.append(np.asarray(sizes))
@@ -91,7 +92,7 @@ def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
             out[row] = np.asarray(rows)[row] @ w[number]
         return jnp.asarray(out)
 
-    found = mixtures.mix(jnp.asarray(x), routing, answer, live=jnp.asarray(live))
+    found = moe.mix(jnp.asarray(x), routing, answer, live=jnp.asarray(live))
     p = softmax(scores)
     for row in np.flatnonzero(live):
         first, second = np.argsort(-p[row])[:2]
@@ -105,12 +106,12 @@ def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
 
 def test_balance_and_imbalance_worked_by_hand() -> None:
     probs = jnp.asarray([[0.5, 0.3, 0.2, 0.0], [0.4, 0.1, 0.3, 0.2]], jnp.float32)
-    routing = mixtures.Routing(probs, jnp.asarray([[0, 1], [0, 2]]), probs[:, :2])
-    np.testing.assert_allclose(mixtures.load(routing), [1.0, 0.5, 0.5, 0.0])
+    routing = moe.Routing(probs, jnp.asarray([[0, 1], [0, 2]]), probs[:, :2])
+    np.testing.assert_allclose(moe.load(routing), [1.0, 0.5, 0.5, 0.0])
     # 4 (1 * 0.45 + 0.5 * 0.2 + 0.5 * 0.25)
-    assert float(mixtures.balance_loss(routing)) == pytest.approx(2.7)
+    assert float(moe.balance_loss(routing)) == pytest.approx(2.7)
     even = jnp.full((4,), 0.5, jnp.float32)
-    found = mixtures.imbalance(jnp.stack([even, mixtures.load(routing)]))
+    found = moe.imbalance(jnp.stack([even, moe.load(routing)]))
     np.testing.assert_allclose(found.busiest, [1.0, 2.0])
     np.testing.assert_allclose(found.variation, [0.0, 0.5**0.5], rtol=1e-6)
     np.testing.assert_allclose(found.idle, [0.0, 0.25])
@@ -135,7 +136,7 @@ def test_it_is_counted_as_its_folder_is(name: str) -> None:
     model = describing.describe(config)
     found = costs.parameters(model)
     assert found == costs.parameters(hf_descriptions.describe(raw))
-    held = jax.tree.leaves(models.param_shapes(config))
+    held = jax.tree.leaves(transformer.param_shapes(config))
     assert found.total == sum(x.size for x in held)
     assert found.active < found.total
 
@@ -185,7 +186,7 @@ def test_gradients_equal_finite_differences() -> None:
 
         def loss(step: Any) -> Any:
             moved = jax.tree.map(lambda x, t: x + step * t, params, towards)
-            out = models.outputs(moved, jnp.asarray(TOKENS), config=config)
+            out = transformer.outputs(moved, jnp.asarray(TOKENS), config=config)
             return jnp.mean(jax.nn.logsumexp(out.logits, axis=2)) + out.auxiliary, out
 
         grad, at = compiled(jax.grad(loss, has_aux=True))(jnp.float64(0))
@@ -230,7 +231,7 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     return engines.serve(
         asks,
         test_company.config_of(test_company.PLACES[name]),
-        policies.fcfs(chunk_size=8, hold_new=False),
+        fcfs.fcfs(chunk_size=8, hold_new=False),
         model=ONE_LAYER,
         as_served=as_served,
     )
@@ -292,7 +293,7 @@ def test_sharded_folders_hold_the_same(tmp_path: Path) -> None:
 def test_mixtures_that_are_not_supported(name: str, changes: Any, line: str) -> None:
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     with pytest.raises(ValueError, match=line):
-        hf_configs.from_hf(raw | changes)
+        configs.from_hf(raw | changes)
 
 
 def test_a_folder_with_fewer_tensors_than_experts(tmp_path: Path) -> None:
@@ -319,7 +320,7 @@ def test_a_mixture_without_a_place_in_its_family(
     experts = dataclasses.replace(EXPERTS, **changes)
     config = dataclasses.replace(MODEL, family=family, experts=experts)
     with pytest.raises(ValueError, match=line):
-        hf_configs.to_hf(config)
+        configs.to_hf(config)
 
 
 @pytest.mark.parametrize(
@@ -355,9 +356,9 @@ def test_half_precision_weights_are_routed_in_float32() -> None:
 def test_configs_with_experts_are_hashable_and_have_axes() -> None:
     assert hash(MODEL) == hash(ModelConfig(**vars(MODEL)))
     axes = jax.tree.leaves(
-        models.param_axes(MODEL), is_leaf=lambda x: isinstance(x, tuple)
+        transformer.param_axes(MODEL), is_leaf=lambda x: isinstance(x, tuple)
     )
     for leaf, names in zip(
-        jax.tree.leaves(models.param_shapes(MODEL)), axes, strict=True
+        jax.tree.leaves(transformer.param_shapes(MODEL)), axes, strict=True
     ):
         assert len(names) == leaf.ndim

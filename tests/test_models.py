@@ -12,8 +12,10 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv import caching, checkpoints, models
-from jaxkv.models import Forward, ModelConfig
+from jaxkv.memory import kv_pages
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.transformer import Forward
 from scaling import rows as dense
 from tests import engines
 
@@ -23,10 +25,10 @@ PAGE_SIZES = (4, 16, 24, 64, 1, 5, 128)
 OTHERS = ("bfloat16", "sharded", "tokenized")
 ROWS = 24
 
-full_logits = jax.jit(models.logits, static_argnames="config")
+full_logits = jax.jit(transformer.logits, static_argnames="config")
 
 
-def feed(params: Any, pages: Any, rows: caching.Rows, *, forward: Forward) -> Any:
+def feed(params: Any, pages: Any, rows: kv_pages.Rows, *, forward: Forward) -> Any:
     return forward(params, pages, rows)
 
 
@@ -57,7 +59,7 @@ def check_paged_equals_contiguous(
     expected = np.asarray(full_logits(params, tokens, config=config))
 
     width = -(-length // page_size)
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=config.num_layers,
         num_pages=2 * width + 1,
         num_kv_heads=config.num_kv_heads,
@@ -85,7 +87,7 @@ def check_paged_equals_contiguous(
             row = slots[which] if one_each else row
             fields[:, row] = tokens[which, place], place, slots[which], row
         token, position, slot, logit_rows = fields
-        rows = caching.Rows(
+        rows = kv_pages.Rows(
             token=np.maximum(token, 0),
             position=position,
             slot=None if one_each else slot,
@@ -156,10 +158,10 @@ def test_equal_configs_are_the_same_static_argument() -> None:
     assert hash(same) == hash(Forward(TINY))
     assert same != Forward(TINY, "reproducible")
     zero: Any = np.zeros(1, np.int32)
-    rows = caching.Rows(zero, zero, None, zero[None], zero)
+    rows = kv_pages.Rows(zero, zero, None, zero[None], zero)
     before = feed_fast_to_compile._cache_size()
     for forward in (Forward(TINY), same):
-        pages = caching.make_pages(
+        pages = kv_pages.make_pages(
             num_layers=1,
             num_pages=1,
             num_kv_heads=1,
@@ -186,12 +188,12 @@ def test_impossible_shapes_are_refused(fields: dict, message: str) -> None:
 
 
 def test_shapes_and_axes_match_the_parameters() -> None:
-    params = models.init_params(TINY, jax.random.key(0))
-    shapes = models.param_shapes(TINY)
+    params = transformer.init_params(TINY, jax.random.key(0))
+    shapes = transformer.param_shapes(TINY)
     assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
         lambda x: x.shape, shapes
     )
-    axes = models.param_axes(TINY)
+    axes = transformer.param_axes(TINY)
     flat = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     for leaf, names in zip(jax.tree.leaves(params), flat, strict=True):
         assert len(names) == leaf.ndim
@@ -232,9 +234,9 @@ def test_past_learned_positions_is_refused(name: str) -> None:
     config = golden(name)
     assert config.max_positions == 96
     line = "=97 must be at most 96, the model's learned positions"
-    shapes = models.param_shapes(config)
+    shapes = transformer.param_shapes(config)
     longest = jax.ShapeDtypeStruct((1, 96), jnp.int32)
-    logits = functools.partial(models.logits, config=config)
+    logits = functools.partial(transformer.logits, config=config)
     assert jax.eval_shape(logits, shapes, longest).shape == (1, 96, 128)
     too_long = jax.ShapeDtypeStruct((1, 97), jnp.int32)
     for forward in (logits, functools.partial(dense.logits, config=config)):
@@ -248,7 +250,7 @@ def test_past_learned_positions_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
-    model = models.Transformer(config, rngs=nnx.Rngs(0))
+    model = transformer.Transformer(config, rngs=nnx.Rngs(0))
     nnx.update(model, nnx.State(params))
     positions = jnp.array([0, 95, 96, 1000], jnp.int32)
 
@@ -263,13 +265,13 @@ def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
 
 def test_past_rotary_positions_is_said_once() -> None:
     config = golden("llama")
-    shapes = models.param_shapes(config)
+    shapes = transformer.param_shapes(config)
     tokens = jax.ShapeDtypeStruct((1, 129), jnp.int32)
     line = "=129 is past 128, the positions that the model is meant for; it may answer"
     with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
         jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
     assert len(said) == 1
-    for forward in (models.logits, dense.logits):
+    for forward in (transformer.logits, dense.logits):
         with pytest.warns(UserWarning, match=f"^seq{line}") as said:
             jax.eval_shape(functools.partial(forward, config=config), shapes, tokens)
         assert len(said) == 1

@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import (
-    answers,
-    baselines,
-    beams,
-    contiguous,
-    decoding,
-    machines,
-    models,
-    policies,
-    queueing,
-    simulation,
-    workloads,
-)
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig
+from jaxkv import decoding
+from jaxkv.engine.requests import Requests
+from jaxkv.engine.state import EngineConfig
+from jaxkv.models import transformer
+from jaxkv.sampling import beam_search
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.serving import outputs
+from jaxkv.simulation import contiguous, step
+from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.workloads import arrivals
 from tests import engines
 from tests.engines import MODEL
 
@@ -41,9 +37,9 @@ CONFIG = EngineConfig(
     prefix_cache=True,
 )
 TWO = np.arange(2)
-LOAD = workloads.make(TWO * 0.5, TWO + 3, TWO + 2)
-BOUNDS = machines.Capacity(*(jnp.int32(x) for x in (16, 4, 32, 8, 4)))
-FORWARD = models.Forward(MODEL)
+LOAD = arrivals.make(TWO * 0.5, TWO + 3, TWO + 2)
+BOUNDS = Capacity(*(jnp.int32(x) for x in (16, 4, 32, 8, 4)))
+FORWARD = transformer.Forward(MODEL)
 
 
 def on_host(tree: Any) -> Any:
@@ -52,21 +48,21 @@ def on_host(tree: Any) -> Any:
 
 
 def cache() -> decoding.Cache:
-    pages = models.make_pages(MODEL, CONFIG)
+    pages = transformer.make_pages(MODEL, CONFIG)
     return decoding.init_cache(pages, max_slots=3, max_length=32)
 
 
-def requests() -> queueing.Requests:
+def requests() -> Requests:
     asks = [Sampling(seed=1), Sampling(n=2)]
-    return answers.make_requests([[1, 2, 3], [4]], asks, config=CONFIG, width=4)
+    return outputs.make_requests([[1, 2, 3], [4]], asks, config=CONFIG, width=4)
 
 
-def simulated(**fields: Any) -> machines.Simulation:
-    policy = fields.pop("policy", policies.fcfs())
-    return simulation.init(LOAD, BOUNDS, policy, max_slots=3, **fields)
+def simulated(**fields: Any) -> Simulation:
+    policy = fields.pop("policy", fcfs.fcfs())
+    return step.init(LOAD, BOUNDS, policy, max_slots=3, **fields)
 
 
-def cost(work: simulation.Work) -> jax.Array:
+def cost(work: step.Work) -> jax.Array:
     return jnp.float32(0.01)
 
 
@@ -90,10 +86,10 @@ def calls() -> dict[str, Any]:
     served: Any = {
         "config": CONFIG,
         "forward": FORWARD,
-        "policy": on_host(policies.fcfs()),
+        "policy": on_host(fcfs.fcfs()),
     }
     three = on_host(jnp.arange(3))
-    bounds: Any = {"capacity": on_host(BOUNDS), "policy": policies.fcfs(), "cost": cost}
+    bounds: Any = {"capacity": on_host(BOUNDS), "policy": fcfs.fcfs(), "cost": cost}
     machine, load, empty = on_host((simulated(), LOAD, cache()))
     return {
         "submit": lambda: jaxkv.submit(state, requests(), config=CONFIG),
@@ -107,12 +103,12 @@ def calls() -> dict[str, Any]:
         "decode_step": lambda: decoding.decode_step(
             *(params, empty, three), forward=FORWARD, active=three > 0
         ),
-        "logits": lambda: models.logits(params, three[None], config=MODEL),
-        "simulation.init": lambda: simulation.init(
-            *(load, on_host(BOUNDS), policies.fcfs()), max_slots=3
+        "logits": lambda: transformer.logits(params, three[None], config=MODEL),
+        "simulation.init": lambda: step.init(
+            *(load, on_host(BOUNDS), fcfs.fcfs()), max_slots=3
         ),
-        "simulation.step": lambda: simulation.step(machine, load, **bounds),
-        "simulation.run_steps": lambda: simulation.run_steps(
+        "simulation.step": lambda: step.step(machine, load, **bounds),
+        "simulation.run_steps": lambda: step.run_steps(
             *(machine, load), **bounds, num_steps=2
         ),
     }
@@ -134,15 +130,15 @@ def test_public_functions_take_numpy_arrays(name: str) -> None:
 STATES = {
     "engine": lambda: engines.start(CONFIG),
     "cache": cache,
-    "beams": lambda: beams.make_beams(2),
+    "beams": lambda: beam_search.make_beams(2),
     "simulation": simulated,
     "samples": lambda: simulated(max_samples=2),
-    "static": lambda: simulated(policy=baselines.static()),
+    "static": lambda: simulated(policy=static_batching.static()),
     "contiguous": lambda: simulated(
         reservation=contiguous.reservation("max", num_leaves=16, leaves_per_region=8)
     ),
     "workload": lambda: LOAD,
-    "policy": lambda: policies.fcfs(stackable=True),
+    "policy": lambda: fcfs.fcfs(stackable=True),
 }
 
 

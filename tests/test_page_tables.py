@@ -7,8 +7,8 @@ import pytest
 from experiments import catalogue, page_tables, style
 from experiments.page_frames import Frames
 from experiments.sentences import Language, Scribe
-from jaxkv import caching
-from jaxkv.paging import NO_PAGE
+from jaxkv.memory import kv_pages
+from jaxkv.memory.page_pool import NO_PAGE
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_language_shares_weight_among_what_follows() -> None:
 
 def test_what_a_table_maps_decides_what_is_said() -> None:
     language = Language({"a b c": 1.0, "d b e": 1.0}, 4)
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=1,
         num_pages=3,
         num_kv_heads=1,
@@ -164,7 +164,7 @@ def test_what_a_table_maps_decides_what_is_said() -> None:
     )
     a, b, d = language.encode("a b d")
     pages = pages._replace(k=pages.k.at[0, :, 0, 0, 0].set(jnp.asarray([a, d, -1.0])))
-    rows = caching.Rows(
+    rows = kv_pages.Rows(
         token=jnp.asarray([b, b], jnp.int32),
         position=jnp.asarray([1, -1], jnp.int32),
         slot=None,

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxkv import paging
-from jaxkv.paging import NO_PAGE, Pool
+from jaxkv.memory import page_pool
+from jaxkv.memory.page_pool import NO_PAGE, Pool
 from tests.oracle import Oracle
 
 NUM_PAGES, ROWS, WIDTH = 24, 4, 5
-allocate = jax.jit(paging.allocate, static_argnames="max_pages")
-share, release = jax.jit(paging.share), jax.jit(paging.release)
-unsound = jax.jit(paging.unsound)
+allocate = jax.jit(page_pool.allocate, static_argnames="max_pages")
+share, release = jax.jit(page_pool.share), jax.jit(page_pool.release)
+unsound = jax.jit(page_pool.unsound)
 
 
 def ints(*values: int) -> jax.Array:
@@ -37,7 +37,7 @@ def free(pool: Pool) -> list[int]:
 
 
 def test_rows_are_served_in_order_from_the_top_of_the_stack() -> None:
-    pool = paging.make_pool(8)
+    pool = page_pool.make_pool(8)
     pool, ids, enough = allocate(pool, ints(2, 0, 3), max_pages=3)
     assert enough
     assert ids.tolist() == [[0, 1, NO_PAGE], [NO_PAGE] * 3, [2, 3, 4]]
@@ -46,7 +46,7 @@ def test_rows_are_served_in_order_from_the_top_of_the_stack() -> None:
 
 
 def test_released_pages_are_handed_out_again_last_first() -> None:
-    pool, _, _ = allocate(paging.make_pool(6), ints(5), max_pages=5)
+    pool, _, _ = allocate(page_pool.make_pool(6), ints(5), max_pages=5)
     pool = release(pool, ints(3, NO_PAGE, 0, 2))
     assert free(pool) == [5, 3, 0, 2]
     _, ids, _ = allocate(pool, ints(3), max_pages=3)
@@ -54,13 +54,13 @@ def test_released_pages_are_handed_out_again_last_first() -> None:
 
 
 def test_order_is_the_order_of_handing_out() -> None:
-    pool = paging.make_pool(4, ints(2, 0, 3, 1))
+    pool = page_pool.make_pool(4, ints(2, 0, 3, 1))
     _, ids, _ = allocate(pool, ints(1, 3), max_pages=3)
     assert ids.tolist() == [[2, NO_PAGE, NO_PAGE], [0, 3, 1]]
 
 
 def test_a_shared_page_is_free_after_its_last_release() -> None:
-    pool, ids, _ = allocate(paging.make_pool(4), ints(2), max_pages=2)
+    pool, ids, _ = allocate(page_pool.make_pool(4), ints(2), max_pages=2)
     pool = share(pool, jnp.concatenate([ids, ids]))
     assert pool.ref.tolist() == [3, 3, 0, 0]
     pool = release(pool, ints(0, 1, 1))
@@ -72,7 +72,7 @@ def test_a_shared_page_is_free_after_its_last_release() -> None:
 
 @pytest.mark.parametrize("want", [(3, 2), (5, 0), (-1, 1), (4, 4)])
 def test_a_refused_allocation_changes_nothing(want: tuple[int, int]) -> None:
-    pool, _, _ = allocate(paging.make_pool(8), ints(4), max_pages=4)
+    pool, _, _ = allocate(page_pool.make_pool(8), ints(4), max_pages=4)
     pool = release(pool, ints(1))._replace(num_free=ints(4)[0])  # 4 left
     after, ids, enough = allocate(pool, ints(*want), max_pages=4)
     assert not enough
@@ -81,7 +81,7 @@ def test_a_refused_allocation_changes_nothing(want: tuple[int, int]) -> None:
 
 
 def test_all_pages_and_none() -> None:
-    pool = paging.make_pool(3)
+    pool = page_pool.make_pool(3)
     full, ids, enough = allocate(pool, ints(3), max_pages=3)
     assert enough
     assert full.num_free == 0
@@ -93,11 +93,11 @@ def test_all_pages_and_none() -> None:
 
 def test_sentinels_never_reach_the_last_page() -> None:
     none = ints(NO_PAGE, 7, NO_PAGE)  # 7 is past the end of 4 pages
-    pool = paging.make_pool(4)
+    pool = page_pool.make_pool(4)
     assert_same(share(pool, none), pool)
     full, _, _ = allocate(pool, ints(4), max_pages=4)
     assert_same(release(full, none), full)
-    assert paging.take(full.ref, none, fill=9).tolist() == [9, 9, 9]
+    assert page_pool.take(full.ref, none, fill=9).tolist() == [9, 9, 9]
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_sentinels_never_reach_the_last_page() -> None:
 )
 def test_misuse_of_sizes_is_an_error(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        paging.make_pool(*arguments)
+        page_pool.make_pool(*arguments)
 
 
 def test_unsound_sees_each_breach() -> None:
-    pool, ids, _ = allocate(paging.make_pool(6), ints(3), max_pages=3)
+    pool, ids, _ = allocate(page_pool.make_pool(6), ints(3), max_pages=3)
     assert unsound(pool) == 0
     twice = release(release(pool, ids), ids[0, :1])
     assert twice.ref.tolist() == [-1, 0, 0, 0, 0, 0]  # not clamped
@@ -121,10 +121,10 @@ def test_unsound_sees_each_breach() -> None:
     assert unsound(pool._replace(num_free=pool.num_free - 1)) > 0  # a page lost
     assert unsound(pool._replace(num_free=pool.num_free + 1)) > 0
     assert unsound(pool._replace(num_free=ints(7)[0])) > 0
-    assert unsound(paging.make_pool(3)._replace(num_free=ints(4)[0])) > 0
+    assert unsound(page_pool.make_pool(3)._replace(num_free=ints(4)[0])) > 0
     assert unsound(pool._replace(stack=pool.stack.at[0].set(4))) > 0  # 4 twice
     assert unsound(pool._replace(stack=pool.stack.at[0].set(6))) > 0  # no page
-    assert unsound(paging.make_pool(3, ints(0, 1, 1))) > 0
+    assert unsound(page_pool.make_pool(3, ints(0, 1, 1))) > 0
 
 
 def padded(ids: list[int], size: int) -> jax.Array:
@@ -135,7 +135,7 @@ def padded(ids: list[int], size: int) -> jax.Array:
 @given(st.data())
 def test_any_sequence_of_batches_equals_the_oracle(data: st.DataObject) -> None:
     oracle = Oracle(NUM_PAGES, 1, 1, 1)
-    pool, uses = paging.make_pool(NUM_PAGES), []  # every use, a page may stand often
+    pool, uses = page_pool.make_pool(NUM_PAGES), []  # every use, a page may stand often
     for _ in range(data.draw(st.integers(1, 12))):
         verb = data.draw(st.sampled_from(["allocate", "share", "release"]))
         if verb == "allocate":
@@ -170,7 +170,7 @@ def random_pools(count: int) -> tuple[Pool, jax.Array]:
     pools, used = [], []
     for seed in range(count):
         rng = np.random.default_rng(seed)
-        pool = paging.make_pool(NUM_PAGES, ints(*rng.permutation(NUM_PAGES)))
+        pool = page_pool.make_pool(NUM_PAGES, ints(*rng.permutation(NUM_PAGES)))
         pool, ids, _ = allocate(pool, ints(*rng.integers(0, 6, ROWS)), max_pages=WIDTH)
         pools.append(share(pool, ids[:2]))
         used.append(jnp.where(rng.random(ids.shape) < 0.8, ids, NO_PAGE))
@@ -183,10 +183,10 @@ def test_vmap_equals_single_runs(verb: str) -> None:
     pools, ids = random_pools(6)
     want = jnp.asarray(np.random.default_rng(0).integers(0, 4, (6, ROWS)), jnp.int32)
     run, extra = {
-        "allocate": (partial(paging.allocate, max_pages=WIDTH), (want,)),
-        "share": (paging.share, (ids,)),
-        "release": (paging.release, (ids,)),
-        "unsound": (paging.unsound, ()),
+        "allocate": (partial(page_pool.allocate, max_pages=WIDTH), (want,)),
+        "share": (page_pool.share, (ids,)),
+        "release": (page_pool.release, (ids,)),
+        "unsound": (page_pool.unsound, ()),
     }[verb]
     together = jax.jit(jax.vmap(run))(pools, *extra)
     for i in range(6):
@@ -208,9 +208,9 @@ def equations(jaxpr: Jaxpr):
 
 
 OPERATIONS = {
-    "allocate": (partial(paging.allocate, max_pages=WIDTH), (ROWS,)),
-    "share": (paging.share, (ROWS, WIDTH)),
-    "release": (paging.release, (ROWS, WIDTH)),
+    "allocate": (partial(page_pool.allocate, max_pages=WIDTH), (ROWS,)),
+    "share": (page_pool.share, (ROWS, WIDTH)),
+    "release": (page_pool.release, (ROWS, WIDTH)),
 }
 
 
@@ -218,7 +218,7 @@ OPERATIONS = {
 def test_cost_does_not_grow_with_the_pool(verb: str) -> None:
     """What touches an array of the pool's size is a scatter or a gather, in place."""
     run, shape = OPERATIONS[verb]
-    pool = jax.eval_shape(partial(paging.make_pool, 65_521))
+    pool = jax.eval_shape(partial(page_pool.make_pool, 65_521))
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     for equation in equations(jax.make_jaxpr(run)(pool, ids).jaxpr):
         if any(v.aval.shape == (65_521,) for v in equation.outvars):

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv import baselines, victims
-from jaxkv.policies import fcfs
+from jaxkv.scheduling import static_batching, victims
+from jaxkv.scheduling.fcfs import fcfs
 from tests.test_scheduling import check, counts, plan_of
 
 READER, SHORT, LONG = (16, 2, 4), (6, 5, 2), (12, 11, 3)
@@ -143,7 +143,7 @@ def test_the_longest_prefix_comes_first_if_asked_for() -> None:
 def test_static_batching_takes_back_what_was_swapped_out() -> None:
     back: Any = dict(waiting_swapped=[True, False, False, False])
     c = counts(waiting=[5, 2], free_pages=16, max_length=17, **back)
-    plan = plan_of(c, baselines.static())
+    plan = plan_of(c, static_batching.static())
     check(plan, admit=[1, 1], head_places=[17, 17], head_rows=[0, 2])
 
 

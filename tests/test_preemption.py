@@ -20,7 +20,7 @@ from experiments import (
 )
 from experiments.preemption_serving import Server, Servings, Way
 from experiments.progress import QUIET, Quiet
-from jaxkv import checkpoints
+from jaxkv.models import checkpoints
 from tests import engines
 from tests.impatience import Impatient
 

@@ -10,10 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import auditing, eviction, hashing, paging, prefixes, tables
-from jaxkv.paging import NO_PAGE, Pool
-from jaxkv.prefixes import Prefixes
-from jaxkv.tables import Table
+from jaxkv.memory import (
+    hashing,
+    invariants,
+    page_pool,
+    page_table,
+    prefix_cache,
+    prefix_eviction,
+)
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.page_table import Table
+from jaxkv.memory.prefix_cache import Prefixes
 from tests.engines import FAST_COMPILE
 from tests.oracle import Oracle
 
@@ -44,9 +51,9 @@ class Case(NamedTuple):
 
 
 def make_case() -> Case:
-    pool = paging.make_pool(NUM_PAGES)._replace(ref=jnp.ones(NUM_PAGES, jnp.int32))
+    pool = page_pool.make_pool(NUM_PAGES)._replace(ref=jnp.ones(NUM_PAGES, jnp.int32))
     pool = pool._replace(num_free=jnp.zeros((), jnp.int32))
-    return Case(prefixes.make_prefixes(NUM_PAGES, SIZE), pool)
+    return Case(prefix_cache.make_prefixes(NUM_PAGES, SIZE), pool)
 
 
 class Programs:
@@ -56,11 +63,20 @@ class Programs:
         def alone(f: Any) -> Any:  # jit keeps its programs by function
             return compiled(lambda *arguments: f(*arguments))
 
-        self._enter, self._lookup = alone(prefixes.enter), alone(prefixes.lookup)
-        self.match, self.touch = alone(prefixes.match), alone(prefixes.touch)
-        self._evict = alone(partial(eviction.evict, max_pages=4))
-        self.evictable, self.release = alone(eviction.evictable), alone(paging.release)
-        self.forget, self.unsound = alone(eviction.forget), alone(prefixes.unsound)
+        self._enter, self._lookup = (
+            alone(prefix_cache.enter),
+            alone(prefix_cache.lookup),
+        )
+        self.match, self.touch = alone(prefix_cache.match), alone(prefix_cache.touch)
+        self._evict = alone(partial(prefix_eviction.evict, max_pages=4))
+        self.evictable, self.release = (
+            alone(prefix_eviction.evictable),
+            alone(page_pool.release),
+        )
+        self.forget, self.unsound = (
+            alone(prefix_eviction.forget),
+            alone(prefix_cache.unsound),
+        )
 
     @staticmethod
     def rows(rows: tuple, *, with_page: bool) -> tuple[jax.Array, ...]:
@@ -147,9 +163,9 @@ def test_one_token_at_least_is_left_to_compute(num_tokens: int, pages: int) -> N
 def test_sequences_shorter_than_a_page_match_nothing() -> None:
     tokens, salt = jnp.zeros((2, 16), jnp.int32), salts(0, 0)
     for size, width in ((16, 1), (256, 1), (15, 2)):
-        cache = jax.eval_shape(partial(prefixes.make_prefixes, 8, size))
+        cache = jax.eval_shape(partial(prefix_cache.make_prefixes, 8, size))
         ids = jax.eval_shape(
-            prefixes.match, cache, tokens, ints(16, 16), salt, salt == 0
+            prefix_cache.match, cache, tokens, ints(16, 16), salt, salt == 0
         )
         assert ids.shape == (2, width)
 
@@ -192,7 +208,7 @@ def test_contents_of_the_same_hash_stay_apart(one_hash: Programs) -> None:
 
 def test_a_full_bucket_takes_no_more(one_hash: Programs) -> None:
     case = make_case()
-    for page in range(prefixes.WAYS):
+    for page in range(prefix_cache.WAYS):
         case, cached = one_hash.enter(case, (page, NO_PAGE, page, 0))
         assert cached == [page]
     full, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0), (10, NO_PAGE, 3, 0))
@@ -223,7 +239,7 @@ def test_the_least_recently_used_go_first_and_leaves_before_parents() -> None:
 def test_a_page_in_use_keeps_all_before_it() -> None:
     """Even if whoever uses it has not said so to its parents."""
     case = make_tree()
-    case = case._replace(pool=paging.share(case.pool, ints(2)))
+    case = case._replace(pool=page_pool.share(case.pool, ints(2)))
     assert run.evictable(*case) == 3
     case, evicted = run.evict(case, 4)
     assert evicted == 3
@@ -261,7 +277,7 @@ def test_evicting_none_and_forgetting_all() -> None:
     same, evicted = run.evict(case, 0)
     assert evicted == 0
     assert_same(same, case)
-    held = case._replace(pool=paging.share(case.pool, ints(4)))
+    held = case._replace(pool=page_pool.share(case.pool, ints(4)))
     after = Case(*run.forget(*held))
     assert pinned(after) == [4]
     assert after.pool.num_free == 5
@@ -271,9 +287,12 @@ def test_evicting_none_and_forgetting_all() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: prefixes.make_prefixes(0, 1), "num_pages=0 must be at least 1"),
-        (lambda: prefixes.make_prefixes(1, 0), "page_size=0 must be at least 1"),
-        (lambda: eviction.evict(*make_case(), ints(1)[0], max_pages=0), "max_pages=0"),
+        (lambda: prefix_cache.make_prefixes(0, 1), "num_pages=0 must be at least 1"),
+        (lambda: prefix_cache.make_prefixes(1, 0), "page_size=0 must be at least 1"),
+        (
+            lambda: prefix_eviction.evict(*make_case(), ints(1)[0], max_pages=0),
+            "max_pages=0",
+        ),
     ],
 )
 def test_misuse_of_sizes_is_an_error(make: Any, message: str) -> None:
@@ -396,14 +415,14 @@ def operations(size: int) -> dict[str, Any]:
 
     def admit(state, tokens, num_tokens, salt, wanted):
         cache, pool, table = state
-        ids = prefixes.match(cache, tokens, num_tokens, salt, wanted)
+        ids = prefix_cache.match(cache, tokens, num_tokens, salt, wanted)
         length = jnp.sum(ids != NO_PAGE, axis=1, dtype=jnp.int32) * size
         table = table._replace(
             page_ids=jnp.where(ids == NO_PAGE, table.page_ids, ids),
             length=table.length + length,
         )
-        pool, table, _, enough = tables.reserve(
-            paging.share(pool, ids),
+        pool, table, _, enough = page_table.reserve(
+            page_pool.share(pool, ids),
             table,
             num_tokens,
             page_size=size,
@@ -416,31 +435,33 @@ def operations(size: int) -> dict[str, Any]:
         slot = jnp.arange(SLOTS, dtype=jnp.int32)
         column = table.length // size
         place = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
-        mine = paging.take(table.page_ids, (slot, column), fill=NO_PAGE)
+        mine = page_pool.take(table.page_ids, (slot, column), fill=NO_PAGE)
         mine = jnp.where(filled & wanted, mine, NO_PAGE)
-        parent = paging.take(table.page_ids, (slot, column - 1), fill=NO_PAGE)
-        content = paging.take(tokens, (slot[:, None], place), fill=0)
-        cache, pool, cached = prefixes.enter(cache, pool, mine, parent, content, salt)
+        parent = page_pool.take(table.page_ids, (slot, column - 1), fill=NO_PAGE)
+        content = page_pool.take(tokens, (slot[:, None], place), fill=0)
+        cache, pool, cached = prefix_cache.enter(
+            cache, pool, mine, parent, content, salt
+        )
         other = (cached != NO_PAGE) & (cached != mine)
-        pool = paging.share(pool, jnp.where(other, cached, NO_PAGE))
-        pool = paging.release(pool, jnp.where(other, mine, NO_PAGE))
+        pool = page_pool.share(pool, jnp.where(other, cached, NO_PAGE))
+        pool = page_pool.release(pool, jnp.where(other, mine, NO_PAGE))
         places = (slot, jnp.where(other, column, NO_PAGE))
-        page_ids = paging.put(table.page_ids, places, cached, "set")
-        table = tables.advance(table, jnp.where(filled, size, 0))
+        page_ids = page_pool.put(table.page_ids, places, cached, "set")
+        table = page_table.advance(table, jnp.where(filled, size, 0))
         return State(cache, pool, table._replace(page_ids=page_ids)), cached
 
     def finish(state, touched, finished):
         cache, pool, table = state
         used = jnp.where(touched[:, None], table.page_ids, NO_PAGE)
-        dropped = tables.drop(pool, table, finished)
-        return State(prefixes.touch(cache, used), *dropped), None
+        dropped = page_table.drop(pool, table, finished)
+        return State(prefix_cache.touch(cache, used), *dropped), None
 
     def evict(state, num):
-        cache, pool, num = eviction.evict(*state[:2], num, max_pages=BATCH)
+        cache, pool, num = prefix_eviction.evict(*state[:2], num, max_pages=BATCH)
         return State(cache, pool, state.table), num
 
     def lend(state, shared, released):
-        pool = paging.release(paging.share(state.pool, shared), released)
+        pool = page_pool.release(page_pool.share(state.pool, shared), released)
         return state._replace(pool=pool), None
 
     return {f.__name__: f for f in (admit, fill, finish, evict, lend)}
@@ -457,9 +478,9 @@ def programs(size: int, hashes: int) -> tuple[dict[str, Any], Any]:
         cache, pool, table = state
         alive = (table.length + table.ahead) > 0
         pins = cache.pinned.astype(jnp.int32) + lent
-        found = auditing.violations(pool, table, alive, page_size=size, pins=pins)
-        wrong = (prefixes.unsound(cache, pool), *found)
-        return jnp.stack([*wrong, eviction.evictable(cache, pool)])
+        found = invariants.violations(pool, table, alive, page_size=size, pins=pins)
+        wrong = (prefix_cache.unsound(cache, pool), *found)
+        return jnp.stack([*wrong, prefix_eviction.evictable(cache, pool)])
 
     return {verb: compiled(f) for verb, f in operations(size).items()}, compiled(check)
 
@@ -473,9 +494,9 @@ class Walk:
         self.oracle = Oracle(POOL, SLOTS, WIDTH, size)
         self.model = Model(self.oracle)
         self.state = State(
-            prefixes.make_prefixes(POOL, size),
-            paging.make_pool(POOL),
-            tables.make_table(SLOTS, WIDTH),
+            prefix_cache.make_prefixes(POOL, size),
+            page_pool.make_pool(POOL),
+            page_table.make_table(SLOTS, WIDTH),
         )
         self.tokens = np.zeros((SLOTS, WIDTH * size), np.int32)
         self.salt, self.wanted = np.zeros(SLOTS, np.uint32), np.zeros(SLOTS, bool)
@@ -693,10 +714,10 @@ def test_vmap_equals_single_runs() -> None:
 
 LARGE = 65_521
 DONATED = {
-    "lookup": (prefixes.lookup, ()),
-    "match": (prefixes.match, ()),
-    "touch": (prefixes.touch, (0,)),
-    "enter": (prefixes.enter, (0, 1)),
+    "lookup": (prefix_cache.lookup, ()),
+    "match": (prefix_cache.match, ()),
+    "touch": (prefix_cache.touch, (0,)),
+    "enter": (prefix_cache.enter, (0, 1)),
 }
 
 
@@ -723,7 +744,7 @@ def test_cost_does_not_grow_with_the_pool(verb: str) -> None:
 
 
 def make_large() -> Case:
-    return Case(prefixes.make_prefixes(LARGE, 16), paging.make_pool(LARGE))
+    return Case(prefix_cache.make_prefixes(LARGE, 16), page_pool.make_pool(LARGE))
 
 
 def test_shapes_and_types_are_kept() -> None:
@@ -732,5 +753,5 @@ def test_shapes_and_types_are_kept() -> None:
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     salt = jax.ShapeDtypeStruct((8,), jnp.uint32)
-    assert jax.eval_shape(prefixes.enter, *case, ids, ids, tokens, salt)[:2] == case
-    assert jax.eval_shape(eviction.forget, *case) == case
+    assert jax.eval_shape(prefix_cache.enter, *case, ids, ids, tokens, salt)[:2] == case
+    assert jax.eval_shape(prefix_eviction.forget, *case) == case

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import caching, forwarding, models, states
-from jaxkv.caching import Rows
+from jaxkv.engine.state import EngineConfig, EngineState, init
+from jaxkv.memory import kv_pages
+from jaxkv.memory.kv_pages import Rows
+from jaxkv.models import interface, transformer
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops import write
 from pallas_kernels.paged_attention import api
@@ -209,9 +211,9 @@ def test_writes_say_which_scales_they_need() -> None:
         write.write_kv(pages, pages, *where, row, row)
 
 
-def make_pages(kind: Any, num_pages: int = 6) -> caching.Pages:
+def make_pages(kind: Any, num_pages: int = 6) -> kv_pages.Pages:
     sizes = dict(num_layers=2, num_pages=num_pages, num_kv_heads=2, page_size=4)
-    return caching.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
+    return kv_pages.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,27 +226,27 @@ def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> Non
     page_ids = jnp.asarray([[4, 1]], jnp.int32)
     rows = Rows(position, position, jnp.zeros_like(position), page_ids, position)
     # One by one or all at once: what stands in a page does not depend on what follows.
-    at_once = jax.jit(caching.write)(pages, 1, *tokens, rows)
+    at_once = jax.jit(kv_pages.write)(pages, 1, *tokens, rows)
     for index in range(7):
         one = rows._replace(position=jnp.where(position == index, position, -1))
-        pages = jax.jit(caching.write)(pages, 1, *tokens, one)
+        pages = jax.jit(kv_pages.write)(pages, 1, *tokens, one)
     for a, b in zip(jax.tree.leaves(pages), jax.tree.leaves(at_once), strict=True):
         np.testing.assert_array_equal(a, b)
     wanted = [quantizing.dequantize(*quantize(x, kind)) for x in tokens]
-    for x, found in zip(wanted, caching.gather(pages, 1, page_ids), strict=True):
+    for x, found in zip(wanted, kv_pages.gather(pages, 1, page_ids), strict=True):
         np.testing.assert_array_equal(found[0, :7], x)
         assert not found[0, 7:].any()
-    copied = jax.jit(caching.copy)(
+    copied = jax.jit(kv_pages.copy)(
         pages, jnp.asarray([4, 1], jnp.int32), jnp.asarray([0, 5], jnp.int32)
     )
     before, after = (
-        caching.gather(x, 1, jnp.asarray([ids], jnp.int32))
+        kv_pages.gather(x, 1, jnp.asarray([ids], jnp.int32))
         for x, ids in ((pages, [4, 1]), (copied, [0, 5]))
     )
     np.testing.assert_array_equal(after, before)
 
 
-CONFIG = states.EngineConfig(
+CONFIG = EngineConfig(
     num_pages=40,
     page_size=4,
     max_slots=4,
@@ -264,7 +266,7 @@ def test_a_layer_attends_to_what_it_wrote_without_a_copy_of_the_pages(
     q, k, v = rng.normal(size=(3, 5, 2, 8)).astype(np.float32)
     position, slot = jnp.arange(5, dtype=jnp.int32), jnp.zeros(5, jnp.int32)
     rows = Rows(position, position, slot, jnp.asarray([[4, 1]], jnp.int32), position)
-    attend = jax.jit(forwarding.attend, donate_argnums=0, static_argnums=1)
+    attend = jax.jit(interface.attend, donate_argnums=0, static_argnums=1)
     out, _ = attend(make_pages(kind), 1, q, k, v, rows)
     k, v = (
         np.asarray(quantizing.dequantize(*quantize(x, kind))).swapaxes(0, 1)[None]
@@ -295,18 +297,18 @@ def test_an_engine_with_8_bits_answers_alike_in_any_company(kind: Any) -> None:
     assert runs[0] == runs[1]
 
 
-def empty(config: states.EngineConfig) -> states.EngineState:
+def empty(config: EngineConfig) -> EngineState:
     """An idle engine; 8-bit integers have no NaN to fill its pages with."""
-    return states.init(config, models.make_pages(engines.MODEL, config))
+    return init(config, transformer.make_pages(engines.MODEL, config))
 
 
 def test_pages_and_configuration_must_agree() -> None:
-    pages = models.make_pages(engines.MODEL, CONFIG)
+    pages = transformer.make_pages(engines.MODEL, CONFIG)
     config = dataclasses.replace(CONFIG, kv_dtype="int8")
     with pytest.raises(ValueError, match=r"='model' must be config\.kv_dtype='int8'"):
-        states.init(config, pages)
+        init(config, pages)
     sizes: dict[str, Any] = dict.fromkeys(
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 1
     )
     with pytest.raises(ValueError, match="kv_dtype='int4' must be 'model', 'int8' or"):
-        inspect.unwrap(caching.make_pages)(**sizes, dtype="float32", kv_dtype="int4")
+        inspect.unwrap(kv_pages.make_pages)(**sizes, dtype="float32", kv_dtype="int4")

@@ -19,21 +19,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import (
-    answers,
-    caching,
-    decoding,
-    device_memory,
-    lengths,
-    models,
-    paging,
-    tables,
-    validation,
-    workloads,
-)
-from jaxkv.model_configs import Experts, ModelConfig, RopeScaling
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig
+from jaxkv import decoding, validation
+from jaxkv.engine.state import EngineConfig
+from jaxkv.memory import kv_pages, page_pool, page_table
+from jaxkv.models import transformer
+from jaxkv.models.config import Experts, ModelConfig, RopeScaling
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.serving import device_memory, outputs
+from jaxkv.workloads import arrivals, lengths
 from tests import engines
 
 # What is passed here is what no annotation allows.
@@ -46,9 +39,9 @@ api: Any = types.SimpleNamespace(
     Sampling=Sampling,
     fcfs=jaxkv.fcfs,
     init_cache=decoding.init_cache,
-    make_pages=caching.make_pages,
-    make_pool=paging.make_pool,
-    poisson=workloads.poisson,
+    make_pages=kv_pages.make_pages,
+    make_pool=page_pool.make_pool,
+    poisson=arrivals.poisson,
 )
 pytestmark = pytest.mark.usefixtures("fast_compile", "as_users_have_it")
 FOLDER = Path(__file__).parent / "golden" / "tokenized"
@@ -288,7 +281,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
 # What else takes numbers of a caller
 
 
-def made(**fields: Any) -> caching.Pages:
+def made(**fields: Any) -> kv_pages.Pages:
     sizes: dict[str, Any] = dict.fromkeys(
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 2
     )
@@ -299,7 +292,7 @@ def asked(**fields: Any) -> Any:
     given: dict[str, Any] = {"prompts": [[1], [2]], "asks": [GREEDY] * 2}
     given |= fields
     prompts, asks = given.pop("prompts"), given.pop("asks")
-    return answers.make_requests(prompts, asks, config=BOUNDS, **given)
+    return outputs.make_requests(prompts, asks, config=BOUNDS, **given)
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -313,7 +306,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         "num_layers=1048576 times num_pages=1048576 must be below 2**31",
     ),
     "pool": (lambda: api.make_pool(2.0), "num_pages=2.0 must be a whole"),
-    "table": (lambda: tables.make_table(0, 1), "max_slots=0 must be at least 1"),
+    "table": (lambda: page_table.make_table(0, 1), "max_slots=0 must be at least 1"),
     "cache": (
         lambda: api.init_cache(made(), max_slots=1, max_length=1.5),
         "max_length=1.5 must be a whole number",
@@ -368,8 +361,8 @@ def test_other_functions_say_what_is_wrong(name: str) -> None:
 def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
     parts: dict[str, Any] = dict(
         params={},
-        forward=models.Forward(engines.MODEL),
-        pages=models.make_pages(engines.MODEL, BOUNDS),
+        forward=transformer.Forward(engines.MODEL),
+        pages=transformer.make_pages(engines.MODEL, BOUNDS),
         config=BOUNDS,
     )
     tries: tuple[tuple[str, Any, str], ...] = (

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import models
-from jaxkv.models import ModelConfig, RopeScaling
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.transformer import RopeScaling
 from scaling import rows
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -48,11 +49,11 @@ def test_rows_give_what_columns_give(name: str) -> None:
     # Zero biases and scales of one would hide where they belong.
     params = jax.tree.map(
         lambda x: jnp.asarray(x + 0.3 * rng.standard_normal(x.shape), jnp.float32),
-        models.init_params(config, jax.random.key(0)),
+        transformer.init_params(config, jax.random.key(0)),
     )
     tokens = jnp.asarray(rng.integers(0, 31, (3, 11)), jnp.int32)
     ours = rows.logits(params, tokens, config=config)
-    theirs = models.logits(params, tokens, config=config)
+    theirs = transformer.logits(params, tokens, config=config)
     assert ours.dtype == theirs.dtype
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -62,7 +63,7 @@ def test_rows_give_what_columns_give(name: str) -> None:
 
 
 def test_experts_are_refused() -> None:
-    experts = models.Experts(num_experts=2, top_k=1, size=8)
+    experts = transformer.Experts(num_experts=2, top_k=1, size=8)
     config = dataclasses.replace(LLAMA, experts=experts)
     with pytest.raises(ValueError, match="must be None"):
         rows.logits({}, jnp.zeros((1, 1), jnp.int32), config=config)

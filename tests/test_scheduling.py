@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import baselines, scheduling
-from jaxkv.policies import fcfs
-from jaxkv.scheduling import Counts, Plan
+from jaxkv.scheduling import interface, static_batching
+from jaxkv.scheduling.fcfs import fcfs
+from jaxkv.scheduling.interface import Counts, Plan
 
 LINE = 4
 PAGE_SIZE = 4
@@ -104,12 +104,12 @@ def compiled(page_size: int, max_length: int) -> Any:
 
     def decide(arrays: dict, policy) -> Plan:
         sizes = dict(page_size=page_size, max_length=max_length)
-        return scheduling.schedule(Counts(**arrays, **sizes), policy)
+        return interface.schedule(Counts(**arrays, **sizes), policy)
 
     return jax.jit(decide)
 
 
-def plan_of(counts: Counts, policy: scheduling.Policy) -> Plan:
+def plan_of(counts: Counts, policy: interface.Policy) -> Plan:
     arrays = counts._asdict()
     sizes = int(arrays.pop("page_size")), int(arrays.pop("max_length"))
     arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
@@ -295,13 +295,13 @@ def test_parameters_out_of_range_are_refused(fields: dict, message: str) -> None
 def test_static_reserves_the_longest_sequence_for_each_slot() -> None:
     # 17 places are 5 pages each: three of them fit into 16.
     c = counts(waiting=[5, 2, 3, 1], free_pages=16, max_length=17)
-    plan = plan_of(c, baselines.static())
+    plan = plan_of(c, static_batching.static())
     check(plan, admit=[1, 1, 1, 0], head_places=[17, 17, 17], head_rows=[5, 2, 3])
 
 
 def test_static_feeds_prompts_as_the_budget_lets_it() -> None:
     c = counts(waiting=[9, 9], free_pages=16, max_length=17)
-    plan = plan_of(c, baselines.static())
+    plan = plan_of(c, static_batching.static())
     check(plan, admit=[1, 1], head_places=[17, 17], head_rows=[9, 3])
 
 
@@ -310,23 +310,23 @@ def test_static_admits_nobody_into_a_batch(line: list) -> None:
     c = counts(line, waiting=[1], free_pages=16, max_length=17)
     runs = [int(isinstance(each, tuple)) for each in line]
     places = [5 * each for each in runs]
-    check(plan_of(c, baselines.static()), num_rows=runs, places=places)
+    check(plan_of(c, static_batching.static()), num_rows=runs, places=places)
 
 
 def test_static_lets_those_grow_that_another_policy_admitted() -> None:
     # Full pages of 4 each: two find a page, the third waits for the next batch.
     c = counts([(5, 4, 1), (9, 8, 2), (5, 4, 1)], waiting=[1], free_pages=2)
-    plan = plan_of(c, baselines.static())
+    plan = plan_of(c, static_batching.static())
     check(plan, preempt=[0, 0, 1], places=[5, 9, 0], num_rows=[1, 1, 0])
 
 
 def test_static_admits_nobody_who_has_not_arrived() -> None:
     c = counts(waiting=[3, 1], free_pages=16, arrived=[False, False])
-    check(plan_of(c, baselines.static()))
+    check(plan_of(c, static_batching.static()))
 
 
 def test_static_serves_a_pool_smaller_than_the_longest_sequence() -> None:
     # 3 pages, and 5 would be reserved: the first gets what there is.
     c = counts(waiting=[5, 1], free_pages=3, max_length=17)
-    plan = plan_of(c, baselines.static())
+    plan = plan_of(c, static_batching.static())
     check(plan, admit=[1, 0], head_places=[12], head_rows=[5])

@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import answers, baselines, checkpoints, models, policies, scheduling
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig
+from jaxkv.engine.state import EngineConfig
+from jaxkv.models import checkpoints, transformer
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs as scheduling_fcfs
+from jaxkv.scheduling import interface, static_batching
+from jaxkv.scheduling.fcfs import FCFS
+from jaxkv.serving import outputs
 from tests import engines
 from tests.engines import Ask, Run
 from tests.test_beams import EXPECTED, GOLDEN, LIMIT
@@ -85,15 +89,15 @@ class Moody(NamedTuple):
     most: jax.Array
     holds_finished = False
 
-    def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
+    def plan(self, counts: interface.Counts) -> interface.Plan:
         age = jnp.sum(counts.length, dtype=jnp.int32) % 5
         held = jnp.sum(counts.owned_pages, dtype=jnp.int32)
         missing = jnp.where(age == 0, self.most + held // 3, 0)
         free = counts.free_pages - missing
         return self.fcfs().plan(counts._replace(free_pages=free))
 
-    def fcfs(self) -> policies.FCFS:
-        return policies.fcfs(chunk_size=3, preemption="swap", hold_new=False)
+    def fcfs(self) -> FCFS:
+        return scheduling_fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False)
 
 
 MOODY = Moody(jnp.asarray(4, jnp.int32))
@@ -126,7 +130,7 @@ def test_beams_that_gave_way_go_on_as_if_nothing_had_happened() -> None:
 @pytest.mark.slow
 def test_static_batching_searches_without_a_cache_too() -> None:
     config = dataclasses.replace(ROOMY, num_pages=192, prefix_cache=False)
-    run = serve("llama", config, 12, policy=baselines.static())
+    run = serve("llama", config, 12, policy=static_batching.static())
     check("llama", run, 12)
 
 
@@ -139,8 +143,8 @@ def test_a_cancelled_search_leaves_nothing() -> None:
     state, _ = engines.run_steps(
         *(loaded.params, state, engines.clock(0)),
         config=ROOMY,
-        forward=models.Forward(loaded.config, ROOMY.numerics),
-        policy=policies.fcfs(),
+        forward=transformer.Forward(loaded.config, ROOMY.numerics),
+        policy=scheduling_fcfs.fcfs(),
     )
     assert int(state.pool.num_free) < ROOMY.num_pages
     assert state.slots.sequence.max() >= 0
@@ -187,7 +191,7 @@ def test_searches_out_of_range_are_refused(fields: dict, message: str) -> None:
 def test_wider_than_the_engine_is_refused() -> None:
     ask = Ask(0, [1, 2], Sampling(beam_width=7, max_tokens=2))
     with pytest.raises(ValueError, match=r"ask.beam_width=7 must be at most"):
-        answers.check(
+        outputs.check(
             ask.prompt,
             ask.sampling,
             config=ROOMY,

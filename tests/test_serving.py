@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Sampling, checkpoints, models, records
-from jaxkv.tokenizing import ByteTokenizer, TextStream, Tokenizer
+from jaxkv import Sampling
+from jaxkv.models import checkpoints, transformer
+from jaxkv.serving import requests
+from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
 from tests import engines
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -585,13 +587,13 @@ def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) 
 
 def test_what_broke_off_is_never_the_best() -> None:
     parts = [
-        records.Part(stream=None, reason="nan"),
-        records.Part(
+        requests.Part(stream=None, reason="nan"),
+        requests.Part(
             stream=None, reason="length", tokens=[1, 2], logprobs=[-3.0, -4.0]
         ),
-        records.Part(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
+        requests.Part(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
     ]
-    record = records.Record(
+    record = requests.Record(
         request_id=0,
         prompt=[1],
         sampling=Sampling(best_of=3),
@@ -608,19 +610,19 @@ HALVES = {1: b"Hi", 2: b"!\xe2\x82", 3: b"\xac"}
 """Tokens that end within a character."""
 
 
-def record_of(**fields: Any) -> records.Record:
+def record_of(**fields: Any) -> requests.Record:
     """A request whose only answer is made of `HALVES`."""
 
     def decode(ids: Any) -> str:
         return b"".join(HALVES[i] for i in ids).decode("utf-8", errors="replace")
 
-    return records.Record(
+    return requests.Record(
         request_id=0,
         prompt=[1],
         sampling=Sampling(**fields),
         arrival_s=0.0,
         end_tokens=(),
-        parts=[records.Part(stream=TextStream(decode))],
+        parts=[requests.Part(stream=TextStream(decode))],
     )
 
 
@@ -946,7 +948,10 @@ def test_a_request_larger_than_the_pool_is_refused() -> None:
 def test_without_a_tokenizer_there_is_no_text() -> None:
     config, params, *_ = loaded()
     engine = jaxkv.Engine(
-        params, models.Forward(config), models.make_pages(config, BOUNDS), BOUNDS
+        params,
+        transformer.Forward(config),
+        transformer.make_pages(config, BOUNDS),
+        BOUNDS,
     )
     refused(engine, "text", Sampling(), "there is no tokenizer; give token ids")
     refused(engine, [1], Sampling(stop=("x",)), "stop strings need a tokenizer")
@@ -966,8 +971,8 @@ def test_too_many_end_tokens() -> None:
     with pytest.raises(ValueError, match=r"must be at most config\.max_stop_tokens=3"):
         jaxkv.Engine(
             params,
-            models.Forward(config),
-            models.make_pages(config, BOUNDS),
+            transformer.Forward(config),
+            transformer.make_pages(config, BOUNDS),
             BOUNDS,
             eos_ids=(1, 2, 3, 4),
         )

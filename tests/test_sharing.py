@@ -6,8 +6,8 @@ import functools
 import numpy as np
 import pytest
 
-from jaxkv import policies
-from jaxkv.sampling import Sampling
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs
 from tests import engines
 from tests.engines import Ask, Run
 from tests.test_engine import ROOMY, TIGHT
@@ -41,7 +41,7 @@ def served(
     chunk_size: int | None = None, numerics: str = "fast", on: bool = True
 ) -> Run:
     config = dataclasses.replace(TIGHT, prefix_cache=on, numerics=numerics)
-    return engines.serve(workload(), config, policies.fcfs(chunk_size=chunk_size))
+    return engines.serve(workload(), config, fcfs.fcfs(chunk_size=chunk_size))
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from experiments import (
 )
 from experiments.sharing_counted import Counted
 from experiments.sharing_translated import Behind, Translated
-from jaxkv.simulation import Work
+from jaxkv.simulation.step import Work
 
 
 def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:

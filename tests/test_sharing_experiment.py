@@ -22,9 +22,10 @@ from experiments.progress import QUIET, Quiet
 from experiments.prompting import Request
 from experiments.sharing_lengths import Lengths
 from experiments.sharing_serving import Server
-from jaxkv import checkpoints, policies
-from jaxkv.paging import NO_PAGE
-from jaxkv.sampling import Sampling
+from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.models import checkpoints
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs
 from tests import engines
 from tests.impatience import Impatient
 
@@ -148,7 +149,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     num = 4 if beams else 8
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
-    policy = policies.fcfs(chunk_size=chunk_size)
+    policy = fcfs.fcfs(chunk_size=chunk_size)
     served = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
     assert served is not None
     assert served.prompt_rows.tolist() == [37, 3, 64]

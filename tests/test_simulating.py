@@ -12,30 +12,25 @@ from experiments import cost_models, simulating
 from experiments.progress import Quiet
 from experiments.simulated import Served
 from experiments.simulating import Members
-from jaxkv import (
-    clocks,
-    machines,
-    metrics,
-    outcomes,
-    policies,
-    scheduling,
-    simulation,
-    workloads,
-)
+from jaxkv import clock
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.simulation import outcomes, step
+from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.workloads import arrivals, metrics
 
-BOUNDS = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+BOUNDS = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
 TOTAL = (40, 30, 25)
 """Requests of each member; the last one's can come only when others have gone."""
 
 
-def workload(seed: int, num: int, clients: int) -> workloads.Workload:
+def workload(seed: int, num: int, clients: int) -> arrivals.Workload:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(0.05, num))
     prompt = rng.integers(1, 30, num)
     prompt[num // 2] = 70  # can never fit
-    return workloads.Workload(
-        arrival=jnp.asarray(clocks.from_seconds(arrival)),
+    return arrivals.Workload(
+        arrival=jnp.asarray(clock.from_seconds(arrival)),
         prompt=jnp.asarray(prompt, jnp.int32),
         output=jnp.asarray(rng.integers(1, 30, num), jnp.int32),
         samples=jnp.ones(num, jnp.int32),
@@ -46,14 +41,14 @@ def workload(seed: int, num: int, clients: int) -> workloads.Workload:
 LOADS = [
     workload(i, num, clients)
     for i, (num, clients) in enumerate(
-        zip(TOTAL, (scheduling.NO_LIMIT, scheduling.NO_LIMIT, 2), strict=True)
+        zip(TOTAL, (interface.NO_LIMIT, interface.NO_LIMIT, 2), strict=True)
     )
 ]
 
 
 @functools.cache
 def served(**options: Any) -> Served:
-    members = [Members(load, BOUNDS, policies.fcfs(), COST) for load in LOADS]
+    members = [Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
     return simulating.simulate(
         simulating.stack(members),
         max_slots=6,
@@ -80,7 +75,7 @@ def test_all_are_served_and_everything_is_added_up() -> None:
         fed = found.totals.decoded[i] + found.totals.read[i]
         tokens = (np.asarray(load.prompt) + np.asarray(load.output) - 1)[there[:num]]
         assert fed == tokens.sum() + found.recomputed[i].sum()
-        busy = info.micros / clocks.SECOND
+        busy = info.micros / clock.SECOND
         np.testing.assert_allclose(found.totals.busy_s[i], busy.sum())
         for mean, values in (
             ("batch", info.num_running),
@@ -111,7 +106,7 @@ def test_in_a_closed_loop_requests_come_when_clients_are_answered() -> None:
     for k, at in enumerate(arrival[there]):
         before = np.sum(finish[there] <= at + 1e-6)
         assert k - before < 2
-    sent = clocks.to_seconds(np.asarray(LOADS[2].arrival))
+    sent = clock.to_seconds(np.asarray(LOADS[2].arrival))
     assert (arrival[: TOTAL[2]][there[: TOTAL[2]]] > sent[there[: TOTAL[2]]]).any()
 
 
@@ -132,8 +127,8 @@ def test_who_stops_it_gets_what_there_is() -> None:
 
 
 def test_what_cannot_be_stacked_is_refused() -> None:
-    member = Members(LOADS[0], BOUNDS, policies.fcfs(), COST)
-    other = member._replace(policy=policies.fcfs(victim="cheapest"))
+    member = Members(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
+    other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
     with pytest.raises(ValueError, match="a policy of one kind"):
         simulating.stack([member, other])
     with pytest.raises(ValueError, match="nothing to simulate"):
@@ -148,16 +143,16 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
     arrival = np.cumsum(rng.exponential(1 / rates[:, None], (len(rates), num)), axis=1)
     arrival = np.round(arrival, 6)
     ones = jnp.ones(num, jnp.int32)
-    bounds = machines.Capacity(*(jnp.int32(x) for x in (10, 4, 20, 24, 0)))
+    bounds = Capacity(*(jnp.int32(x) for x in (10, 4, 20, 24, 0)))
     cost = cost_models.linear((service_s, 0.0, 0.0), (1.0, 0.0, 0.0), scale=1.0)
     members = [
         (
-            workloads.Workload(
-                jnp.asarray(clocks.from_seconds(times)),
+            arrivals.Workload(
+                jnp.asarray(clock.from_seconds(times)),
                 *(5 * ones, ones, ones),
-                jnp.int32(scheduling.NO_LIMIT),
+                jnp.int32(interface.NO_LIMIT),
             ),
-            *(bounds, policies.fcfs(), cost),
+            *(bounds, fcfs.fcfs(), cost),
         )
         for times in arrival
     ]
@@ -174,13 +169,13 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
 @pytest.mark.thorough
 def test_a_run_to_the_end_is_that_of_the_driver() -> None:
     members = simulating.stack(
-        [Members(load, BOUNDS, policies.fcfs(), COST) for load in LOADS]
+        [Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
     )
 
     @jax.jit
-    def run(loads: workloads.Workload) -> machines.Simulation:
-        def one(load: workloads.Workload) -> machines.Simulation:
-            return simulation.run(load, BOUNDS, policies.fcfs(), COST, max_slots=6)
+    def run(loads: arrivals.Workload) -> Simulation:
+        def one(load: arrivals.Workload) -> Simulation:
+            return step.run(load, BOUNDS, fcfs.fcfs(), COST, max_slots=6)
 
         return jax.vmap(one)(loads)
 
@@ -205,22 +200,20 @@ class Nobody(NamedTuple):
     most: jax.Array
     holds_finished = False
 
-    def plan(self, counts: scheduling.Counts) -> scheduling.Plan:
+    def plan(self, counts: interface.Counts) -> interface.Plan:
         room = self.most - jnp.sum(counts.running, dtype=jnp.int32)
         rank = jnp.arange(counts.waiting.shape[0], dtype=jnp.int32)
-        return policies.fcfs().plan(
-            counts._replace(waiting=counts.waiting & (rank < room))
-        )
+        return fcfs.fcfs().plan(counts._replace(waiting=counts.waiting & (rank < room)))
 
 
 @pytest.mark.thorough
 def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
-    load = workloads.make(np.zeros(3), np.full(3, 5), np.full(3, 2))
+    load = arrivals.make(np.zeros(3), np.full(3, 5), np.full(3, 2))
 
     @jax.jit
-    def run(most: jax.Array) -> machines.Simulation:
-        def one(most: jax.Array) -> machines.Simulation:
-            return simulation.run(load, BOUNDS, Nobody(most), COST, max_slots=6)
+    def run(most: jax.Array) -> Simulation:
+        def one(most: jax.Array) -> Simulation:
+            return step.run(load, BOUNDS, Nobody(most), COST, max_slots=6)
 
         return jax.vmap(one)(most)
 
@@ -233,11 +226,11 @@ def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
 
 
 def test_bounds_are_checked_and_have_defaults() -> None:
-    made = machines.Capacity.of(num_pages=22)
+    made = Capacity.of(num_pages=22)
     assert [int(x) for x in made] == [22, 16, 2048, 2048, 0]
     for name, least in (("num_pages", 1), ("max_length", 2), ("max_swap_pages", 0)):
         line = rf"{name}={least - 1} must be in \[{least}, 1073741824\)"
         with pytest.raises(ValueError, match=line):
-            machines.Capacity.of(**{"num_pages": 22, name: least - 1})
+            Capacity.of(**{"num_pages": 22, name: least - 1})
     with pytest.raises(ValueError, match="page_size=True must be a whole number"):
-        machines.Capacity.of(num_pages=22, page_size=True)
+        Capacity.of(num_pages=22, page_size=True)

@@ -8,23 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import (
-    answers,
-    baselines,
-    caching,
-    clocks,
-    engine,
-    machines,
-    policies,
-    queueing,
-    scheduling,
-    simulation,
-    states,
-    workloads,
-)
-from jaxkv.forwarding import ForwardResult
-from jaxkv.sampling import Sampling
-from jaxkv.states import EngineConfig
+from jaxkv import clock as jaxkv_clock
+from jaxkv.clock import from_seconds, to_seconds
+from jaxkv.engine import requests as engine_requests
+from jaxkv.engine import state as engine_state
+from jaxkv.engine import step as engine_step
+from jaxkv.engine.state import EngineConfig
+from jaxkv.memory import kv_pages
+from jaxkv.models.interface import ForwardResult
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.serving import outputs
+from jaxkv.simulation import state as simulation_state
+from jaxkv.simulation import step as simulation_step
+from jaxkv.workloads import arrivals
 from tests.engines import FAST_COMPILE
 
 VOCAB = 4099
@@ -41,7 +38,7 @@ class Cost(NamedTuple):
 
     base: jax.Array
 
-    def __call__(self, work: simulation.Work) -> jax.Array:
+    def __call__(self, work: simulation_step.Work) -> jax.Array:
         rows = work.num_prompt_rows + work.num_swapped
         return self.base * (1.0 + 0.01 * rows.astype(jnp.float32))
 
@@ -49,22 +46,24 @@ class Cost(NamedTuple):
 COST = Cost(jnp.float32(0.01))
 
 run_engine = jax.jit(
-    engine.run_steps,
+    engine_step.run_steps,
     static_argnames=("config", "forward", "num_steps"),
     donate_argnames="state",
     compiler_options=FAST_COMPILE,
 )
 run_simulation = jax.jit(
-    simulation.run_steps,
+    simulation_step.run_steps,
     static_argnames=("num_steps", "max_samples", "head"),
     compiler_options=FAST_COMPILE,
 )
-submit = jax.jit(queueing.submit, static_argnames="config", donate_argnames="state")
+submit = jax.jit(
+    engine_requests.submit, static_argnames="config", donate_argnames="state"
+)
 
 
 def workload(
     seed: int, num: int, *, max_samples: int = 1, rate: float = 200.0, longest: int = 30
-) -> workloads.Workload:
+) -> arrivals.Workload:
     """Requests of up to `longest` tokens each way, some of which come at once."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, num))
@@ -73,49 +72,50 @@ def workload(
     def draw(most: int) -> jax.Array:
         return jnp.asarray(rng.integers(1, most + 1, num), jnp.int32)
 
-    return workloads.Workload(
-        arrival=jnp.asarray(clocks.from_seconds(arrival)),
+    return arrivals.Workload(
+        arrival=jnp.asarray(from_seconds(arrival)),
         prompt=draw(longest),
         output=draw(longest),
         samples=draw(max_samples),
-        clients=jnp.int32(scheduling.NO_LIMIT),
+        clients=jnp.int32(interface.NO_LIMIT),
     )
 
 
-def capacity(config: EngineConfig) -> machines.Capacity:
-    return machines.Capacity(
-        *(jnp.int32(getattr(config, name)) for name in machines.Capacity._fields)
+def capacity(config: EngineConfig) -> simulation_state.Capacity:
+    return simulation_state.Capacity(
+        *(
+            jnp.int32(getattr(config, name))
+            for name in simulation_state.Capacity._fields
+        )
     )
 
 
-def events(state: machines.Simulation) -> machines.Events:
-    return machines.Events(*np.asarray(state.events).T)
+def events(state: simulation_state.Simulation) -> simulation_state.Events:
+    return simulation_state.Events(*np.asarray(state.events).T)
 
 
 class Case(NamedTuple):
-    policy: scheduling.Policy
+    policy: interface.Policy
     max_samples: int = 1
     num_pages: int = 22
     max_swap_pages: int = 0
 
 
 CASES = {
-    "plain": Case(policies.fcfs(chunk_size=7, watermark=2)),
+    "plain": Case(fcfs.fcfs(chunk_size=7, watermark=2)),
     "swap": Case(
-        policies.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
+        fcfs.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
         max_swap_pages=20,
     ),
-    "static": Case(baselines.static(), num_pages=70),
-    "groups": Case(policies.fcfs(), max_samples=3, num_pages=42),
+    "static": Case(static_batching.static(), num_pages=70),
+    "groups": Case(fcfs.fcfs(), max_samples=3, num_pages=42),
     "groups, swap": Case(
-        policies.fcfs(
-            chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"
-        ),
+        fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"),
         max_samples=3,
         num_pages=42,
         max_swap_pages=30,
     ),
-    "groups, static": Case(baselines.static(), max_samples=3, num_pages=80),
+    "groups, static": Case(static_batching.static(), max_samples=3, num_pages=80),
 }
 
 
@@ -155,7 +155,7 @@ def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
         debug=True,
     )
     real = fed_engine(w, config, seed)
-    mine = simulation.init(
+    mine = simulation_step.init(
         *(w, capacity(config), case.policy),
         max_slots=config.max_slots,
         max_samples=case.max_samples,
@@ -194,11 +194,11 @@ def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
 
 
 def fed_engine(
-    w: workloads.Workload, config: EngineConfig, seed: int
-) -> states.EngineState:
+    w: arrivals.Workload, config: EngineConfig, seed: int
+) -> engine_state.EngineState:
     """An engine to which the whole workload has been submitted."""
     rng = np.random.default_rng(seed)
-    pages = caching.make_pages(
+    pages = kv_pages.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
         num_kv_heads=1,
@@ -213,19 +213,21 @@ def fed_engine(
             zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
         )
     ]
-    requests = answers.make_requests(
+    requests = outputs.make_requests(
         prompts, asks, config=config, width=config.submit_width
     )
     arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
     short = config.submit_width - len(arrival)
     arrival = jnp.asarray(np.pad(arrival, [(0, short), (0, 0)]))
     state, _ = submit(
-        states.init(config, pages), requests._replace(arrival=arrival), config=config
+        engine_state.init(config, pages),
+        requests._replace(arrival=arrival),
+        config=config,
     )
     return state
 
 
-def seen(info: simulation.StepInfo) -> dict[str, int]:
+def seen(info: simulation_step.StepInfo) -> dict[str, int]:
     return {
         "rows": int(info.work.num_decodes + info.work.num_prompt_rows),
         "admitted": int(info.num_admitted),
@@ -237,7 +239,7 @@ def seen(info: simulation.StepInfo) -> dict[str, int]:
     }
 
 
-def seen_by(info: engine.StepInfo) -> dict[str, int]:
+def seen_by(info: engine_step.StepInfo) -> dict[str, int]:
     return {
         "rows": int(info.num_rows.sum()),
         "admitted": int(info.num_admitted),
@@ -250,14 +252,14 @@ def seen_by(info: engine.StepInfo) -> dict[str, int]:
 
 
 def simulate(
-    w: workloads.Workload,
-    bounds: machines.Capacity,
-    policy: scheduling.Policy,
+    w: arrivals.Workload,
+    bounds: simulation_state.Capacity,
+    policy: interface.Policy,
     cost: Cost = COST,
     num_steps: int = 400,
-) -> tuple[machines.Simulation, simulation.StepInfo]:
-    state = simulation.init(w, bounds, policy, max_slots=6)
-    return simulation.run_steps(
+) -> tuple[simulation_state.Simulation, simulation_step.StepInfo]:
+    state = simulation_step.init(w, bounds, policy, max_slots=6)
+    return simulation_step.run_steps(
         state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
     )
 
@@ -265,9 +267,9 @@ def simulate(
 run = jax.jit(simulate, compiler_options=FAST_COMPILE)
 """Twelve requests each time, so that one program serves all tests."""
 
-RULE = policies.fcfs(stackable=True)
+RULE = fcfs.fcfs(stackable=True)
 
-BOUNDS = machines.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+BOUNDS = simulation_state.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 
 
 @pytest.mark.thorough
@@ -279,7 +281,7 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
         for pages, size in ((22, 4), (44, 2), (90, 1), (10, 8))
     ]
     rules = [
-        policies.fcfs(watermark=mark, victim=victim, stackable=True)
+        fcfs.fcfs(watermark=mark, victim=victim, stackable=True)
         for mark, victim in (
             (0, "latest"),
             (2, "cheapest"),
@@ -304,7 +306,7 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
 def test_idle_time_is_skipped_and_the_clock_stays_exact_for_days() -> None:
     days = np.arange(12) * 0.25 * 86_400 + 1e-6
     w = workload(0, 12)._replace(
-        arrival=jnp.asarray(clocks.from_seconds(days)),
+        arrival=jnp.asarray(from_seconds(days)),
         prompt=jnp.full(12, 5, jnp.int32),
         output=jnp.full(12, 3, jnp.int32),
     )
@@ -313,7 +315,7 @@ def test_idle_time_is_skipped_and_the_clock_stays_exact_for_days() -> None:
     assert int((infos.micros > 0).sum()) == 36  # three tokens of each
     noted = events(state)
     finish = np.stack([noted.finish_s - 1, noted.finish_us], axis=1)
-    took = clocks.to_seconds(finish) - days
+    took = to_seconds(finish) - days
     np.testing.assert_allclose(took, 0.01 * (1.05 + 1 + 1), atol=2e-6)
 
 
@@ -335,13 +337,13 @@ def test_everybody_who_has_come_is_counted_as_waiting(clients: int | None) -> No
     # The policy sees the first six; all come at once, or most of them.
     for arrival_s in (np.zeros(12), np.repeat([0.0, 0.05, 0.3, 9.0], [2, 8, 1, 1])):
         w = workload(4, 12)._replace(
-            arrival=jnp.asarray(clocks.from_seconds(arrival_s)),
+            arrival=jnp.asarray(from_seconds(arrival_s)),
             prompt=jnp.asarray([5] * 11 + [70], jnp.int32),  # the last can never fit
-            clients=jnp.int32(clients or scheduling.NO_LIMIT),
+            clients=jnp.int32(clients or interface.NO_LIMIT),
         )
         _, infos = run(w, BOUNDS, RULE)
         done = np.cumsum(infos.num_finished) - infos.num_finished
-        start_s = clocks.to_seconds(np.asarray(infos.start))
+        start_s = to_seconds(np.asarray(infos.start))
         come = np.sum(arrival_s[None, :11] <= start_s[:, None] + 1e-9, axis=1)
         come = np.minimum(come, done + (clients or 12))
         np.testing.assert_array_equal(
@@ -365,7 +367,7 @@ def test_who_can_never_fit_is_rejected_and_the_others_are_served() -> None:
 def test_places_are_split_into_what_they_are_good_for() -> None:
     """A request of 6 + 4 tokens, on pages of 4, its prompt in two chunks."""
     w = workload(0, 12)._replace(
-        arrival=jnp.asarray(clocks.from_seconds(np.arange(12) * 10.0)),
+        arrival=jnp.asarray(from_seconds(np.arange(12) * 10.0)),
         prompt=jnp.full(12, 6, jnp.int32),
         output=jnp.full(12, 4, jnp.int32),
     )
@@ -377,7 +379,7 @@ def test_places_are_split_into_what_they_are_good_for() -> None:
 
 
 def test_time_passes_in_microseconds() -> None:
-    advance = jax.jit(clocks.advance)
+    advance = jax.jit(jaxkv_clock.advance)
     clock, micros = advance(
         jnp.asarray([86_400 * 400, 999_999], jnp.int32), jnp.float32(1e-6)
     )
@@ -386,9 +388,7 @@ def test_time_passes_in_microseconds() -> None:
     clock, micros = advance(clock, jnp.float32(1500.25))
     assert clock.tolist() == [86_400 * 400 + 1501, 250_000]
     times = np.array([0.0, 1.9999996, 12.5])
-    np.testing.assert_array_equal(
-        clocks.from_seconds(times), [[0, 0], [2, 0], [12, 500_000]]
-    )
-    later = functools.partial(clocks.later, jnp.asarray([5, 7], jnp.int32))
+    np.testing.assert_array_equal(from_seconds(times), [[0, 0], [2, 0], [12, 500_000]])
+    later = functools.partial(jaxkv_clock.later, jnp.asarray([5, 7], jnp.int32))
     assert later(jnp.asarray([5, 8], jnp.int32)).tolist() == [5, 8]
     assert later(jnp.asarray([4, 9], jnp.int32)).tolist() == [5, 7]

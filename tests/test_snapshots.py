@@ -18,9 +18,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxkv
-from jaxkv import baselines, engine, models, policies, scheduling, snapshots
-from jaxkv.caching import Pages
-from jaxkv.states import EngineConfig, EngineState
+from jaxkv.engine import snapshots, step
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory.kv_pages import Pages
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.scheduling import fcfs, interface, static_batching
 from tests import engines
 from tests.engines import MODEL, Ask
 
@@ -41,11 +44,11 @@ CONFIG = EngineConfig(
     debug=True,
 )
 REPRODUCIBLE = dataclasses.replace(CONFIG, numerics="reproducible")
-FCFS = policies.fcfs()
+FCFS = fcfs.fcfs()
 
 # Nothing is donated: a state can be gone on with as often as one likes.
 run_steps: Any = jax.jit(
-    engine.run_steps,
+    step.run_steps,
     static_argnames=("config", "forward", "logits_fn", "num_steps"),
     compiler_options=engines.FAST_COMPILE,
 )
@@ -56,7 +59,7 @@ class Rest(NamedTuple):
 
     state: EngineState
     outcomes: dict[Any, engines.Outcome]
-    infos: list[engine.StepInfo]
+    infos: list[step.StepInfo]
 
     @property
     def tokens(self) -> dict[Any, list[int]]:
@@ -64,22 +67,22 @@ class Rest(NamedTuple):
 
 
 def pages_of(
-    config: EngineConfig, model: models.ModelConfig = MODEL, dtype: str = "float32"
+    config: EngineConfig, model: ModelConfig = MODEL, dtype: str = "float32"
 ) -> Pages:
     """The shapes of the pages, as someone has them who has no state yet."""
-    return jax.eval_shape(lambda: models.make_pages(model, config, dtype=dtype))
+    return jax.eval_shape(lambda: transformer.make_pages(model, config, dtype=dtype))
 
 
 def go_on(
     state: EngineState,
     config: EngineConfig,
-    policy: scheduling.Policy = FCFS,
+    policy: interface.Policy = FCFS,
     num_calls: int = 60,
 ) -> Rest:
     """Runs a state, as many calls as are asked for, and drains it in between."""
     outcomes: dict[Any, engines.Outcome] = {}
     infos = []
-    forward = models.Forward(MODEL, config.numerics)
+    forward = transformer.Forward(MODEL, config.numerics)
     for call in range(num_calls):
         state, info = run_steps(
             *(engines.params(), state, engines.clock(1.0 + call)),
@@ -171,9 +174,9 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     state = jaxkv.load_state(folder, REPRODUCIBLE, pages_of(REPRODUCIBLE))
     rules = [
         FCFS,
-        policies.fcfs(chunk_size=3),
-        policies.fcfs(watermark=4),
-        baselines.static(),
+        fcfs.fcfs(chunk_size=3),
+        fcfs.fcfs(watermark=4),
+        static_batching.static(),
     ]
     rests = [go_on(state, REPRODUCIBLE, policy) for policy in rules]
     assert raw(state) == raw(start)
@@ -194,7 +197,7 @@ def test_a_state_that_has_not_begun_branches_into_static(tmp_path: Path) -> None
     state = jaxkv.load_state(folder, REPRODUCIBLE, pages_of(REPRODUCIBLE))
     before = raw(state)
     continuous = go_on(state, REPRODUCIBLE)
-    static = go_on(state, REPRODUCIBLE, baselines.static())
+    static = go_on(state, REPRODUCIBLE, static_batching.static())
     assert raw(state) == before
     assert set(static.tokens) == set(engines.names_of(asks()))
     assert static.tokens == continuous.tokens

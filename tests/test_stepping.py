@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import models
+from jaxkv.models.config import ModelConfig
 from scaling import architectures, corpora, objectives, stepping
 from scaling.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
 from scaling.recurrent import RecurrentConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-TRANSFORMER = models.ModelConfig(
+TRANSFORMER = ModelConfig(
     vocab_size=257,
     hidden_size=16,
     num_layers=1,

@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import caching, engine, hosting, models, policies
-from jaxkv.sampling import Sampling
-from jaxkv.states import WAITING, EngineConfig, EngineState
+from jaxkv.engine import step
+from jaxkv.engine.state import WAITING, EngineConfig, EngineState
+from jaxkv.memory import kv_pages
+from jaxkv.models import transformer
+from jaxkv.sampling.sampler import Sampling
+from jaxkv.scheduling import fcfs as scheduling_fcfs
+from jaxkv.scheduling.fcfs import victims
+from jaxkv.serving import host_swap
 from tests import engines, test_groups, test_searching, test_sharing
 from tests.engines import MODEL, Ask, Run
 from tests.test_engine import TIGHT, greedy
@@ -22,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fast_compile")
 SWAP = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
 NARROW = dataclasses.replace(SWAP, max_swap_pages=3)
 """A buffer that some requests are too large for."""
-fcfs = functools.partial(policies.fcfs, stackable=True)
+fcfs = functools.partial(scheduling_fcfs.fcfs, stackable=True)
 """Every rule is in the program, so that all policies here share one."""
 ASKS = test_groups.workload(1, 30)
 
@@ -37,7 +42,7 @@ def served(
 ) -> Run:
     """Admits whoever there is room for, unless told else, so that many give way."""
     policy = fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
-    space = None if host is None else hosting.HostSpace(host)
+    space = None if host is None else host_swap.HostSpace(host)
     return engines.serve(ASKS, config, policy, host=space)
 
 
@@ -77,7 +82,7 @@ def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
     "victim",
     [
         pytest.param(name, marks=() if name == "cheapest" else pytest.mark.slow)
-        for name in policies.victims.NAMES
+        for name in victims.NAMES
     ],
 )
 def test_whoever_gives_way_gets_the_same_answers(victim: str) -> None:
@@ -93,7 +98,7 @@ def test_whoever_gives_way_gets_the_same_answers(victim: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", policies.victims.NAMES)
+@pytest.mark.parametrize("victim", victims.NAMES)
 def test_not_a_bit_tells_who_gave_way_or_how(victim: str) -> None:
     config = dataclasses.replace(SWAP, numerics="reproducible")
     base = served(dataclasses.replace(config, max_swap_pages=0), None, "recompute")
@@ -112,13 +117,13 @@ def test_not_a_bit_tells_who_gave_way_or_how(victim: str) -> None:
 
 def steps(
     state: EngineState, config: EngineConfig, policy: Any, num: int
-) -> Iterator[tuple[EngineState, engine.StepInfo]]:
+) -> Iterator[tuple[EngineState, step.StepInfo]]:
     """The state after every single step."""
     for _ in range(num):
         state, info = engines.run_steps(
             *(engines.params(), state, engines.clock(0)),
             config=config,
-            forward=models.Forward(MODEL, config.numerics),
+            forward=transformer.Forward(MODEL, config.numerics),
             policy=policy,
         )
         engines.assert_sound(jax.tree.map(np.asarray, info))
@@ -132,7 +137,7 @@ def contents(state: EngineState) -> dict[int, np.ndarray]:
     for slot in np.flatnonzero(np.asarray(state.slots.sequence) >= 0):
         ids = state.table.page_ids[slot][None]
         length = int(state.table.length[slot])
-        pages = [caching.gather(state.pages, layer, ids) for layer in range(2)]
+        pages = [kv_pages.gather(state.pages, layer, ids) for layer in range(2)]
         both = np.stack([np.stack([np.asarray(x)[0] for x in each]) for each in pages])
         found[int(state.slots.sequence[slot])] = both[:, :, :length]
     return found
@@ -243,7 +248,7 @@ def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
     ]
     state = start = submitted(asks, SWAP)
     policy = fcfs(preemption="swap")
-    space = hosting.HostSpace(24)
+    space = host_swap.HostSpace(24)
     state = next(
         state
         for state, info in steps(start, SWAP, policy, 40)

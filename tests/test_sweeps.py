@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from experiments import documents
-from jaxkv import models
+from jaxkv.models.config import ModelConfig
 from scaling import (
     branching,
     competing,
@@ -35,8 +35,8 @@ from scaling.sweep_grids import Cell, Lane, SweepConfig
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
-def model(width: int) -> models.ModelConfig:
-    return models.ModelConfig(
+def model(width: int) -> ModelConfig:
+    return ModelConfig(
         vocab_size=257,
         hidden_size=width,
         num_layers=1,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxkv import models
+from jaxkv.models.config import ModelConfig
 from scaling import corpora, sweeps
 from scaling.sweep_grids import SweepConfig
 
@@ -25,7 +25,7 @@ def config(folder: Path) -> SweepConfig:
         text = f"def f{i}(x):\n    return x * {i}\n" * 9
         (folder / "text" / f"{i}.txt").write_text(text)
     shapes = [
-        models.ModelConfig(
+        ModelConfig(
             vocab_size=257,
             hidden_size=width,
             num_layers=1,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import auditing, paging, siblings, tables
-from jaxkv.paging import NO_PAGE, Pool
-from jaxkv.tables import Table
+from jaxkv.memory import invariants, page_pool, page_sharing, page_table
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.page_table import Table
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -32,8 +32,8 @@ class State(NamedTuple):
 
 def apply(pool: Pool, table: Table, plan: Plan, **sizes: int) -> Any:
     """Drops, then reserves, as a step of the engine does."""
-    pool, table = tables.drop(pool, table, plan.drop)
-    return tables.reserve(pool, table, plan.places, plan.num_rows, **sizes)
+    pool, table = page_table.drop(pool, table, plan.drop)
+    return page_table.reserve(pool, table, plan.places, plan.num_rows, **sizes)
 
 
 def ints(*values: int) -> jax.Array:
@@ -51,20 +51,20 @@ def equal(a: object, b: object) -> bool:
     return all(np.array_equal(x, y) for x, y in pairs)
 
 
-def by_slot(copies: tables.Copies) -> dict[int, tuple[int, int]]:
+def by_slot(copies: page_table.Copies) -> dict[int, tuple[int, int]]:
     pairs = zip(copies.source.tolist(), copies.target.tolist(), strict=True)
     return {i: pair for i, pair in enumerate(pairs) if pair != (NO_PAGE, NO_PAGE)}
 
 
-def num_copies(copies: tables.Copies) -> int:
+def num_copies(copies: page_table.Copies) -> int:
     return len(by_slot(copies))
 
 
 def make_state() -> State:
     """Four live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
-    pool, table = paging.make_pool(NUM_PAGES), tables.make_table(SLOTS, WIDTH)
+    pool, table = page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
     pool, table, _, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
-    table = tables.advance(table, ints(6, 4, 0, 0, 0))
+    table = page_table.advance(table, ints(6, 4, 0, 0, 0))
     return State(*fork(pool, table, ints(-1, -1, -1, 0, -1)))
 
 
@@ -73,11 +73,11 @@ def reserve(pool, table, places, num_rows=None, page_size=4, max_new_pages=MAX_N
     return _reserve(pool, table, places, num_rows, **sizes)
 
 
-_reserve = jax.jit(tables.reserve, static_argnames=("page_size", "max_new_pages"))
-fork = jax.jit(partial(siblings.fork, page_size=4))
-drop, reorder = jax.jit(tables.drop), jax.jit(siblings.reorder)
-truncate = jax.jit(partial(tables.truncate, page_size=4))
-violations = jax.jit(partial(auditing.violations, page_size=4))
+_reserve = jax.jit(page_table.reserve, static_argnames=("page_size", "max_new_pages"))
+fork = jax.jit(partial(page_sharing.fork, page_size=4))
+drop, reorder = jax.jit(page_table.drop), jax.jit(page_sharing.reorder)
+truncate = jax.jit(partial(page_table.truncate, page_size=4))
+violations = jax.jit(partial(invariants.violations, page_size=4))
 
 
 def live(table: Table) -> jax.Array:
@@ -97,7 +97,7 @@ def test_the_first_pages_go_to_the_first_slots() -> None:
     assert table.length.tolist() == [6, 4, 0, 6, 0]
     assert table.ahead.tolist() == [3, 0, 2, 0, 0]
     assert pool.ref[:6].tolist() == [2, 2, 1, 1, 1, 0]
-    assert tables.num_pages(table, page_size=4).tolist() == [3, 1, 1, 2, 0]
+    assert page_table.num_pages(table, page_size=4).tolist() == [3, 1, 1, 2, 0]
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
@@ -217,8 +217,8 @@ def test_apply_drops_before_it_reserves() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tables.make_table(0, 1), "max_slots=0 must be at least 1"),
-        (lambda: tables.make_table(1, 0), "max_pages_per_slot=0 must be"),
+        (lambda: page_table.make_table(0, 1), "max_slots=0 must be at least 1"),
+        (lambda: page_table.make_table(1, 0), "max_pages_per_slot=0 must be"),
         (
             lambda: reserve(*make_state(), ints(*[0] * 5), None, 4, 0),
             "max_new_pages=0 must",
@@ -234,15 +234,15 @@ def operations(page_size: int) -> dict[str, Callable]:
     """Every operation as a function of pool, table and one argument, maybe a tuple."""
     sizes = {"page_size": page_size, "max_new_pages": MAX_NEW}
     return {
-        "reserve": lambda pool, table, x: tables.reserve(pool, table, *x, **sizes),
-        "drop": tables.drop,
-        "advance": lambda pool, table, n: (pool, tables.advance(table, n)),
-        "truncate": partial(tables.truncate, page_size=page_size),
-        "fork": partial(siblings.fork, page_size=page_size),
-        "reorder": siblings.reorder,
+        "reserve": lambda pool, table, x: page_table.reserve(pool, table, *x, **sizes),
+        "drop": page_table.drop,
+        "advance": lambda pool, table, n: (pool, page_table.advance(table, n)),
+        "truncate": partial(page_table.truncate, page_size=page_size),
+        "fork": partial(page_sharing.fork, page_size=page_size),
+        "reorder": page_sharing.reorder,
         "apply": partial(apply, **sizes),
-        "share": lambda pool, table, ids: (paging.share(pool, ids), table),
-        "release": lambda pool, table, ids: (paging.release(pool, ids), table),
+        "share": lambda pool, table, ids: (page_pool.share(pool, ids), table),
+        "release": lambda pool, table, ids: (page_pool.release(pool, ids), table),
     }
 
 
@@ -255,7 +255,7 @@ def programs(page_size: int) -> tuple[dict[str, Any], Any]:
         return jax.jit(lambda *arguments: f(*arguments))
 
     run = {verb: alone(f) for verb, f in operations(page_size).items()}
-    return run, jax.jit(partial(auditing.violations, page_size=page_size))
+    return run, jax.jit(partial(invariants.violations, page_size=page_size))
 
 
 class Walk:
@@ -265,7 +265,9 @@ class Walk:
         self.rng = np.random.default_rng(seed)
         self.page_size = page_size
         self.oracle = Oracle(NUM_PAGES, SLOTS, WIDTH, page_size)
-        self.state = State(paging.make_pool(NUM_PAGES), tables.make_table(SLOTS, WIDTH))
+        self.state = State(
+            page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
+        )
         self.loose: list[int] = []  # uses outside the table, such as a cache's pins
         self.refused = self.num_copies = 0
         self.run, self.check = programs(page_size)
@@ -382,7 +384,7 @@ FAULTS = {
         lambda s: s._replace(pool=s.pool._replace(ref=s.pool.ref.at[0].add(-1))),
         "i1",
     ),
-    "leak": (lambda s: s._replace(pool=paging.share(s.pool, ints(4))), "i1"),
+    "leak": (lambda s: s._replace(pool=page_pool.share(s.pool, ints(4))), "i1"),
     "lost page": (
         lambda s: s._replace(pool=s.pool._replace(num_free=s.pool.num_free - 1)),
         "i2",
@@ -393,11 +395,11 @@ FAULTS = {
     "other negative number": (lambda s: put(s, (1, 1), -2), "i4"),
     "page twice in a row": (lambda s: put(s, (0, 1), 0), "i1 i4"),
     "ahead below zero": (
-        lambda s: s._replace(table=tables.advance(s.table, ints(0, 1, 0, 0, 0))),
+        lambda s: s._replace(table=page_table.advance(s.table, ints(0, 1, 0, 0, 0))),
         "i4",
     ),
     "negative length": (
-        lambda s: s._replace(table=tables.advance(s.table, ints(-7, 0, 0, 0, 0))),
+        lambda s: s._replace(table=page_table.advance(s.table, ints(-7, 0, 0, 0, 0))),
         "i4",
     ),
     "longer than a row": (
@@ -414,7 +416,7 @@ FAULTS = {
         "i1",
     ),
     "reordered without counting": (
-        lambda s: s._replace(table=siblings.reorder(*s, ints(0, 0, 2, 3, 4))[1]),
+        lambda s: s._replace(table=page_sharing.reorder(*s, ints(0, 0, 2, 3, 4))[1]),
         "i1",
     ),
 }
@@ -422,7 +424,7 @@ FAULTS = {
 
 def release(state: State, *ids: int) -> State:
     padded = ints(*ids, *[NO_PAGE] * (2 - len(ids)))
-    return state._replace(pool=jax.jit(paging.release)(state.pool, padded))
+    return state._replace(pool=jax.jit(page_pool.release)(state.pool, padded))
 
 
 def put(state: State, where: tuple[int, int], page: int) -> State:
@@ -448,8 +450,8 @@ def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
         return getattr(values.at[index], how)(updates, mode="drop")
 
     pool, table = make_state()
-    monkeypatch.setattr(paging, "put", wrapping)
-    pool, table, *_ = tables.reserve(
+    monkeypatch.setattr(page_pool, "put", wrapping)
+    pool, table, *_ = page_table.reserve(
         pool, table, ints(9, 8, 0, 0, 0), page_size=4, max_new_pages=2
     )
     monkeypatch.undo()
@@ -461,7 +463,7 @@ def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pins_count_as_uses() -> None:
     pool, table = make_state()
     pins = jnp.zeros(NUM_PAGES, jnp.int32).at[ints(1, 3)].set(1)
-    pinned = paging.share(pool, ints(1, 3))
+    pinned = page_pool.share(pool, ints(1, 3))
     alive = live(table)
     assert violations(pinned, table, alive, pins=pins) == (0,) * 7
     assert violations(pinned, table, alive) == (2, 0, 0, 0, 0, 0, 0)

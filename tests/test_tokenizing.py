@@ -10,8 +10,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv import chatting
-from jaxkv.tokenizing import ByteTokenizer, TextStream, Tokenizer
+from jaxkv.text import chat_templates
+from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
 
 FOLDER = Path(__file__).parent / "golden" / "tokenized"
 EXPECTED: dict[str, Any] = json.loads((FOLDER / "expected_text.json").read_text())
@@ -184,7 +184,7 @@ USER = [{"role": "user", "content": "hi"}]
 @pytest.mark.usefixtures("as_users_have_it")
 def test_bad_templates_and_messages(template: Any, messages: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as info:
-        chatting.render(template, messages)
+        chat_templates.render(template, messages)
     assert "\n" not in str(info.value)
 
 
@@ -204,12 +204,14 @@ MANY = "{% for i in range(100000) %}"
 def test_templates_that_never_end_are_ended(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chatting, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(chat_templates, "MAX_STEPS", 20_000)
     before = sys.gettrace()
     with pytest.raises(ValueError, match="it takes more than 20,000 steps"):
-        chatting.render(template, USER)
+        chat_templates.render(template, USER)
     assert sys.gettrace() is before
-    assert chatting.render("{{ 3 * 4 + 2 ** 8 }}{{ 'ab' * 2 }}", USER) == "268abab"
+    assert (
+        chat_templates.render("{{ 3 * 4 + 2 ** 8 }}{{ 'ab' * 2 }}", USER) == "268abab"
+    )
 
 
 def test_templates_have_what_they_count_on() -> None:
@@ -218,7 +220,7 @@ def test_templates_have_what_they_count_on() -> None:
         "{% if loop.first %}{% break %}{% endif %}{% endfor %}"
         "{{ strftime_now('%Y') | length }}{{ bos_token }}{{ pad_token }}"
     )
-    text = chatting.render(
+    text = chat_templates.render(
         [{"name": "default", "template": template}],
         [{"role": "user", "content": "<Ω&>"}] * 2,
         bos_token="<s>",

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import models
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
 from scaling import corpora, objectives, optimizers, stepping, training
 from scaling.recipes import OptimizerConfig, Schedule, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-MODEL = models.ModelConfig(
+MODEL = ModelConfig(
     vocab_size=257,
     hidden_size=16,
     num_layers=1,
@@ -308,7 +309,9 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
     assert windows[0, 0] == windows[1, 0] == windows[2, 0] == corpora.END
     assert windows[3, 0] == ord("7")
     # A model that knows nothing needs log2(257) bits for each.
-    nothing = jax.tree.map(jnp.zeros_like, models.init_params(MODEL, jax.random.key(0)))
+    nothing = jax.tree.map(
+        jnp.zeros_like, transformer.init_params(MODEL, jax.random.key(0))
+    )
     for batch_size in (1, 3):
         score = objectives.score(
             nothing, documents, model=MODEL, seq_len=8, batch_size=batch_size

@@ -9,14 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv import clocks, lengths, recordings, workloads
-from jaxkv.lengths import ALPACA, SHAREGPT, Fixed, Gamma, LogNormal, Pair, Uniform
-from jaxkv.scheduling import NO_LIMIT
-from jaxkv.tokenizing import ByteTokenizer
+from jaxkv import clock
+from jaxkv.scheduling.interface import NO_LIMIT
+from jaxkv.text.tokenizer import ByteTokenizer
+from jaxkv.workloads import arrivals, lengths, recordings
+from jaxkv.workloads.lengths import (
+    ALPACA,
+    SHAREGPT,
+    Fixed,
+    Gamma,
+    LogNormal,
+    Pair,
+    Uniform,
+)
 from tests import traces
 
 # Not its annotations, which the tests check, but what it checks itself.
-make: Any = inspect.unwrap(workloads.make)
+make: Any = inspect.unwrap(arrivals.make)
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -67,7 +76,7 @@ def test_bounds_that_leave_no_law_are_refused() -> None:
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
 def test_arrivals_have_their_rate_and_their_bursts(cv: float) -> None:
-    arrival = workloads.bursty(rng(), rate=4.0, num=100_000, cv=cv)
+    arrival = arrivals.bursty(rng(), rate=4.0, num=100_000, cv=cv)
     gaps = np.diff(arrival, prepend=0.0)
     assert gaps.min() >= 0
     assert gaps.mean() == pytest.approx(0.25, rel=0.03)
@@ -76,7 +85,7 @@ def test_arrivals_have_their_rate_and_their_bursts(cv: float) -> None:
 
 def test_gaps_of_poisson_are_exponential() -> None:
     """A gap is longer than so many means with probability e^-x."""
-    arrival = workloads.poisson(rng(), rate=10.0, num=50_000)
+    arrival = arrivals.poisson(rng(), rate=10.0, num=50_000)
     gaps = np.diff(arrival) * 10
     for x in (0.1, 1.0, 3.0):
         assert (gaps > x).mean() == pytest.approx(np.exp(-x), abs=0.01)
@@ -84,20 +93,20 @@ def test_gaps_of_poisson_are_exponential() -> None:
 
 def test_a_seed_gives_the_same_requests_at_every_rate() -> None:
     slow, fast = (
-        workloads.open_loop(rng(5), SHAREGPT, rate=rate, num=50) for rate in (1.0, 4.0)
+        arrivals.open_loop(rng(5), SHAREGPT, rate=rate, num=50) for rate in (1.0, 4.0)
     )
     np.testing.assert_array_equal(slow.prompt, fast.prompt)
     np.testing.assert_array_equal(slow.output, fast.output)
-    times = [clocks.to_seconds(np.asarray(w.arrival)) for w in (slow, fast)]
+    times = [clock.to_seconds(np.asarray(w.arrival)) for w in (slow, fast)]
     np.testing.assert_allclose(times[0], 4 * times[1], atol=4e-6)
 
 
 def test_a_closed_loop_has_its_clients() -> None:
     law = Pair(prompt=Fixed(tokens=3), output=Fixed(tokens=2))
-    closed = workloads.closed_loop(rng(), law, clients=2, num=3)
+    closed = arrivals.closed_loop(rng(), law, clients=2, num=3)
     assert int(closed.clients) == 2
     assert not closed.arrival.any()
-    assert int(workloads.open_loop(rng(), law, rate=1.0, num=3).clients) == NO_LIMIT
+    assert int(arrivals.open_loop(rng(), law, rate=1.0, num=3).clients) == NO_LIMIT
 
 
 TWO = np.array([1, 2])
@@ -106,18 +115,18 @@ TWO = np.array([1, 2])
 @pytest.mark.parametrize(
     ("build", "line"),
     [
-        (lambda: workloads.poisson(rng(), rate=0.0, num=3), "rate=0.0 must be above 0"),
-        (lambda: workloads.poisson(rng(), rate=-1.0, num=3), "rate=-1.0 must be"),
-        (lambda: workloads.poisson(rng(), rate=np.nan, num=3), "rate=nan must be"),
-        (lambda: workloads.poisson(rng(), rate=1.0, num=0), "num=0 must be at"),
-        (lambda: workloads.bursty(rng(), rate=1.0, num=1, cv=-1.0), "cv=-1.0 must be"),
-        (lambda: workloads.make(TWO[::-1], TWO, TWO), "request 1: arrives at 1.0 s, b"),
-        (lambda: workloads.make(-TWO, TWO, TWO), "request 0: arrives at -1.0 s, not"),
-        (lambda: workloads.make(TWO * np.nan, TWO, TWO), "request 0: arrives at nan"),
-        (lambda: workloads.make(TWO, TWO, TWO - 1), "request 0: has output=0"),
-        (lambda: workloads.make(TWO, TWO * 2**29, TWO), "request 1: has prompt=107"),
-        (lambda: workloads.make(TWO[:0], TWO[:0], TWO[:0]), "columns of one length"),
-        (lambda: workloads.make(TWO, TWO, TWO, clients=0), "clients=0 must be"),
+        (lambda: arrivals.poisson(rng(), rate=0.0, num=3), "rate=0.0 must be above 0"),
+        (lambda: arrivals.poisson(rng(), rate=-1.0, num=3), "rate=-1.0 must be"),
+        (lambda: arrivals.poisson(rng(), rate=np.nan, num=3), "rate=nan must be"),
+        (lambda: arrivals.poisson(rng(), rate=1.0, num=0), "num=0 must be at"),
+        (lambda: arrivals.bursty(rng(), rate=1.0, num=1, cv=-1.0), "cv=-1.0 must be"),
+        (lambda: arrivals.make(TWO[::-1], TWO, TWO), "request 1: arrives at 1.0 s, b"),
+        (lambda: arrivals.make(-TWO, TWO, TWO), "request 0: arrives at -1.0 s, not"),
+        (lambda: arrivals.make(TWO * np.nan, TWO, TWO), "request 0: arrives at nan"),
+        (lambda: arrivals.make(TWO, TWO, TWO - 1), "request 0: has output=0"),
+        (lambda: arrivals.make(TWO, TWO * 2**29, TWO), "request 1: has prompt=107"),
+        (lambda: arrivals.make(TWO[:0], TWO[:0], TWO[:0]), "columns of one length"),
+        (lambda: arrivals.make(TWO, TWO, TWO, clients=0), "clients=0 must be"),
         (lambda: make(TWO, TWO * 1.7, TWO), "prompt must be whole numbers, not float6"),
         (lambda: make(TWO, TWO, TWO * np.nan), "output must be whole numbers, not flo"),
         (lambda: make(TWO, TWO, TWO, samples=1.5), "samples must be whole numbers"),
@@ -186,7 +195,7 @@ def test_burstgpts_failures_are_refused_or_counted(tmp_path: Path) -> None:
 def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
     found = recordings.read(write(tmp_path, PLAIN))
     w = found.workload()
-    assert clocks.to_seconds(np.asarray(w.arrival)).tolist() == [1.5, 1.5]
+    assert clock.to_seconds(np.asarray(w.arrival)).tolist() == [1.5, 1.5]
     assert w.prompt.tolist() == [3, 5]
     assert np.isnan(found.rate)
     with pytest.raises(ValueError, match="came at once have no rate"):

@@ -1,0 +1,233 @@
+"""Beam search inside the step: beams are the sequences of a request.
+
+All beams of a request get their logits in the same step. `beams.step` names a parent
+and a token for each; the slots then go on with their parents' pages, and nothing else
+moves: tokens stay where they were written, with back-pointers beside them, and the
+answers are read out when the search is done. Requests of other kinds run in the same
+batch, and none of this is run in steps without beams.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv.engine.groups import first_of_group, is_beam
+from jaxkv.engine.state import (
+    FINISHED,
+    FULL,
+    NOBODY,
+    NOT_A_NUMBER,
+    NOT_ENDED,
+    STOPPED,
+    EngineConfig,
+    EngineState,
+    Sequences,
+)
+from jaxkv.memory import page_pool, page_sharing, page_table
+from jaxkv.sampling import beam_search
+
+
+class Groups(NamedTuple):
+    """The beams in the slots, by request: row g is the request that slot g is first of.
+
+    Rows of slots that begin no search have nobody in them.
+    """
+
+    lead: Int32[Array, " slots"]
+    """Row of each request's first sequence, or NOBODY."""
+    slot: Int32[Array, "slots beams"]
+    """Slot of each beam, or NOBODY."""
+
+
+def groups(state: EngineState, max_beams: int) -> Groups:
+    """Finds the beams of every request in the slots."""
+    s, sequence = state.sequences, state.slots.sequence
+    row = jnp.maximum(sequence, 0)
+    here, first = is_beam(state), first_of_group(state)
+    every = jnp.arange(first.shape[0], dtype=jnp.int32)
+    at = (jnp.where(here, first, NOBODY), s.params.sample[row])
+    nobody = jnp.full((first.shape[0], max_beams), NOBODY, jnp.int32)
+    begins = here & (first == every)
+    return Groups(
+        lead=jnp.where(begins, s.group[row], NOBODY),
+        slot=page_pool.put(nobody, at, every, "set"),
+    )
+
+
+def advance(
+    state: EngineState,
+    logits: Float[Array, "slots vocab"],
+    emits: Bool[Array, " slots"],
+    choose: Any,
+    config: EngineConfig,
+) -> tuple[EngineState, Int32[Array, " slots"]]:
+    """Takes a step of every search whose beams have their logits.
+
+    Args:
+      state: the engine, all rows of this step written.
+      logits: next-token logits of every slot.
+      emits: slots that have new ones.
+      choose: makes (tokens, log-probabilities) of logits, see `beams.choices`.
+      config: the engine's bounds.
+
+    Returns:
+      The new state, and why each slot's sequence has ended, or NOT_ENDED.
+    """
+    every = jnp.arange(config.max_slots, dtype=jnp.int32)
+    blank = jnp.full((config.max_slots,), NOT_ENDED, jnp.int32)
+    if state.search is None:
+        return state, blank
+    here = emits & is_beam(state)
+
+    def search(_: Array, carry: Any) -> Any:
+        state, _ = carry
+        s, sequence = state.sequences, state.slots.sequence
+        found = groups(state, config.max_beams)
+        first, sample = first_of_group(state), s.params.sample[sequence]
+        after, parents, tokens, active = _step(state, found, choose(logits), here)
+        mine = here & active[first]
+        done = mine & after.done[first]
+        # By slot again: the slot it goes on from, and its history.
+        beam = parents[first, sample]
+        source = jnp.where(mine & ~done, found.slot[first, beam], NOBODY)
+        source = jnp.where(source == every, NOBODY, source)
+        row = jnp.where(mine, sequence, NOBODY)
+        place = jnp.where(mine, s.num_tokens[sequence], NOBODY)
+        keep = jnp.where(
+            mine, state.table.length, state.table.length + config.max_length
+        )
+        pool, table = page_table.truncate(
+            state.pool, state.table, keep, page_size=config.page_size
+        )
+        pool, table = page_sharing.reorder(pool, table, source)
+        lead = jnp.where(active, found.lead, NOBODY)
+        old = state.search
+        assert old is not None
+        new = old._replace(
+            groups=jax.tree.map(
+                lambda x, y: page_pool.put(x, lead, y, "set"), old.groups, after
+            ),
+            parents=page_pool.put(old.parents, (row, place), beam, "set"),
+        )
+        num_tokens = page_pool.put(s.num_tokens, row, place + 1, "set")
+        history = page_pool.put(s.tokens, (row, place), tokens[first, sample], "set")
+        state = state._replace(
+            pool=pool,
+            table=table,
+            search=new,
+            sequences=s._replace(tokens=history, num_tokens=num_tokens),
+        )
+        return _finish(state, found, done, config)
+
+    trips = jnp.any(here).astype(jnp.int32)
+    return lax.fori_loop(0, trips, search, (state, blank))
+
+
+def _step(
+    state: EngineState, found: Groups, choices: tuple[Array, Array], here: Array
+) -> tuple[beam_search.Beams, Array, Array, Array]:
+    """`beams.step` of all requests; the last result says which of them took it."""
+    s, search = state.sequences, state.search
+    assert search is not None
+    lead = jnp.maximum(found.lead, 0)
+    params = beam_search.Params(
+        width=search.width[lead],
+        length_penalty=search.length_penalty[lead],
+        early_stopping=search.early_stopping[lead],
+        stop_tokens=s.stop_tokens[lead],
+        limit=s.limit[lead] - s.prompt_length[lead],
+    )
+    ready = jnp.sum(
+        page_pool.take(here, found.slot, fill=False), axis=1, dtype=jnp.int32
+    )
+    active = (found.lead >= 0) & (ready == params.width)
+    group = jax.tree.map(lambda x: x[lead], search.groups)
+    slot = jnp.maximum(found.slot, 0)
+    tokens, logprobs = (x[slot] for x in choices)
+    logprobs = jnp.where((found.slot >= 0)[..., None], logprobs, -jnp.inf)
+    return *jax.vmap(beam_search.step)(group, params, tokens, logprobs, active), active
+
+
+def _finish(
+    state: EngineState, found: Groups, done: Bool[Array, " slots"], config: EngineConfig
+) -> tuple[EngineState, Int32[Array, " slots"]]:
+    """Puts the answers of searches that are done where other sequences have theirs."""
+    first = first_of_group(state)
+    sequence = state.slots.sequence
+    sample = state.sequences.params.sample[jnp.maximum(sequence, 0)]
+    lead = jnp.maximum(found.lead, 0)
+    rows = state.slots.sequence[jnp.maximum(found.slot, 0)]
+    assert state.search is not None
+    group = jax.tree.map(lambda x: x[lead], state.search.groups)
+    start = state.sequences.prompt_length[lead]
+
+    def write(_: Array, s: Sequences) -> Sequences:
+        assert state.search is not None
+        answers = jax.vmap(beam_search.finalize)(
+            group, s.tokens[rows], state.search.parents[rows], start
+        )[first, sample]
+        length = (start[:, None] + group.finished.length)[first, sample]
+        place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
+        chosen = (place >= start[first][:, None]) & (place < length[:, None])
+        answers = jnp.where(chosen, answers, s.tokens[sequence])
+        row = jnp.where(done, sequence, NOBODY)
+        score = group.finished.score[first, sample]
+        return s._replace(
+            tokens=page_pool.put(s.tokens, row, answers, "set"),
+            num_tokens=page_pool.put(s.num_tokens, row, length, "set"),
+            score=page_pool.put(s.score, row, score, "set"),
+        )
+
+    s = lax.fori_loop(0, jnp.any(done).astype(jnp.int32), write, state.sequences)
+    length = group.finished.length[first, sample]
+    full = length == (s.limit - s.prompt_length)[jnp.maximum(sequence, 0)]
+    reason = jnp.where(full, FULL, STOPPED)
+    reason = jnp.where(length == 0, NOT_A_NUMBER, reason)
+    reason = jnp.where(done, reason, NOT_ENDED)
+    ended = jnp.where(done, sequence, NOBODY)
+    now = jnp.broadcast_to(state.clock, (config.max_slots, 2))
+    began = jnp.where(
+        done & jnp.all(s.first_token[sequence] == 0, axis=1), ended, NOBODY
+    )
+    s = s._replace(
+        status=page_pool.put(s.status, ended, FINISHED, "set"),
+        reason=page_pool.put(s.reason, ended, reason, "set"),
+        first_token=page_pool.put(s.first_token, began, now, "set"),
+        finish=page_pool.put(s.finish, ended, now, "set"),
+    )
+    return state._replace(sequences=s), reason
+
+
+def note_paths(
+    state: EngineState, preempted: Bool[Array, " slots"], config: EngineConfig
+) -> EngineState:
+    """Writes out the tokens of each beam that gives way, to be fed again.
+
+    The history stays as it is, since answers may point into it.
+    """
+    if state.search is None:
+        return state
+    lost = preempted & is_beam(state)
+
+    def unroll(_: Array, path: Array) -> Array:
+        assert state.search is not None
+        s, sequence = state.sequences, state.slots.sequence
+        found, first = groups(state, config.max_beams), first_of_group(state)
+        sample = s.params.sample[jnp.maximum(sequence, 0)]
+        rows = sequence[jnp.maximum(found.slot, 0)]
+        beam = jnp.arange(config.max_beams, dtype=jnp.int32)
+        ends = jnp.broadcast_to(beam, rows.shape)
+        held = jax.vmap(beam_search.unroll)(
+            state.search.parents[rows], ends, s.num_tokens[rows]
+        )[first, sample]
+        place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
+        holder = jnp.take_along_axis(rows[first], jnp.maximum(held, 0), axis=1)
+        tokens = s.tokens[holder, jnp.broadcast_to(place, holder.shape)]
+        return page_pool.put(path, jnp.where(lost, sequence, NOBODY), tokens, "set")
+
+    trips = jnp.any(lost).astype(jnp.int32)
+    path = lax.fori_loop(0, trips, unroll, state.search.path)
+    return state._replace(search=state.search._replace(path=path))

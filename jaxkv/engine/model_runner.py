@@ -1,0 +1,222 @@
+"""The forward pass of a step: packs the rows, picks the program, returns logits.
+
+Two programs under fast numerics: one row a slot where every slot feeds at most one
+token, packed rows of the whole token budget otherwise. Which one runs is chosen on the
+device by loops of zero or one trip, because a `cond` would copy the pages. Under
+reproducible numerics there is one program of exactly `TILE` rows, run as often as the
+step's rows need it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jaxkv.engine.state import NOBODY, TILE, EngineConfig, EngineState
+from jaxkv.memory import kv_pages, page_pool
+from jaxkv.models import interface
+
+
+class Fed(NamedTuple):
+    """Results of feeding one step's rows."""
+
+    logits: Float[Array, "logit_rows vocab"]
+    """Row i is slot i for i < slots; spare rows follow."""
+    pages: kv_pages.Pages
+    spare_sequence: Int32[Array, " spare"]
+    """Sequence of each spare logit row, or NOBODY."""
+    spare_position: Int32[Array, " spare"]
+    """Position of the token that it fed."""
+
+
+class _Packed(NamedTuple):
+    """All rows of a step, whatever program feeds them."""
+
+    rows: kv_pages.Rows
+    target: Int32[Array, " rows"]
+    """Logit row that each row's logits go to, or -1."""
+
+
+def feed(
+    params: Any,
+    state: EngineState,
+    num_rows: Int32[Array, " slots"],
+    forks: Int32[Array, " slots"],
+    *,
+    config: EngineConfig,
+    forward: interface.Forward,
+) -> Fed:
+    """Feeds the next `num_rows` tokens of every slot.
+
+    Args:
+      params: parameters of the model.
+      state: the engine; pages for all rows are reserved, `length` is not yet advanced.
+      num_rows: tokens of each slot, at most `token_budget` in all.
+      forks: slot whose logits each slot gets, too, or NOBODY.
+      config: static.
+      forward: static.
+
+    Returns:
+      The logits of every slot's last row, or of the row it is forked at, and the pages.
+    """
+    if config.numerics == "fast":
+        num_packed = config.token_budget
+    else:
+        num_packed = -(-config.token_budget // TILE) * TILE
+    packed = _pack(state, num_rows, num_packed, config)
+    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
+    source = jnp.where(forks >= 0, forks, slot)
+    spare = packed.rows.logit_rows[config.max_slots :]
+    position = page_pool.take(packed.rows.position, spare, fill=-1)
+    assert packed.rows.slot is not None
+    slot = page_pool.take(packed.rows.slot, spare, fill=-1)
+    probe = packed.rows if config.numerics == "fast" else _tile(packed, 0)
+    shape = jax.eval_shape(forward, params, state.pages, probe).logits
+    logits = jnp.zeros((config.num_logit_rows, shape.shape[1]), shape.dtype)
+    if config.numerics == "fast":
+        logits, pages = _feed_fast(
+            params, state, num_rows, source, packed, logits, forward
+        )
+    else:
+        logits, pages = _feed_tiles(params, state, num_rows, packed, logits, forward)
+        logits = logits.at[: config.max_slots].set(logits[source])
+    return Fed(
+        logits,
+        pages,
+        spare_sequence=page_pool.take(state.slots.sequence, slot, fill=NOBODY),
+        spare_position=position,
+    )
+
+
+def _feed_fast(params, state, num_rows, source, packed, logits, forward):
+    num_slots = num_rows.shape[0]
+    busy, single = jnp.any(num_rows > 0), jnp.all(num_rows <= 1)
+
+    def decode(index, carry):
+        logits, pages = carry
+        place = jnp.where(num_rows > 0, state.table.length, -1)
+        rows = kv_pages.Rows(
+            token=_tokens(state, state.slots.sequence, place),
+            position=place,
+            slot=None,
+            page_ids=state.table.page_ids,
+            logit_rows=source,
+        )
+        result = forward(params, pages, _pinned(rows, index))
+        if logits.shape[0] == num_slots:
+            return result.logits, result.pages
+        # A scored prompt may feed a single token, which takes a spare logit row.
+        return _with_spare(logits, result.logits, packed, num_rows), result.pages
+
+    def mixed(index, carry):
+        logit_rows = packed.rows.logit_rows
+        logit_rows = logit_rows.at[:num_slots].set(logit_rows[source])
+        rows = packed.rows._replace(logit_rows=logit_rows)
+        result = forward(params, carry[1], _pinned(rows, index))
+        return result.logits, result.pages
+
+    # A step of one row a slot could run either program; the smaller one is faster.
+    carry = lax.fori_loop(
+        0, (busy & single).astype(jnp.int32), decode, (logits, state.pages)
+    )
+    return lax.fori_loop(0, (busy & ~single).astype(jnp.int32), mixed, carry)
+
+
+def _pinned(rows: kv_pages.Rows, index: Array) -> kv_pages.Rows:
+    """Ties the rows to the loop they are fed in, whose only index is 0.
+
+    Else the compiler sees that embedding and first products do not change from trip to
+    trip, and moves them before the loop, where they run even if there is no trip.
+    """
+    return jax.tree.map(lambda x: x + index, rows)
+
+
+def _with_spare(buffer, logits, packed, num_rows):
+    """Spreads the logits of one row a slot over all logit rows."""
+    num_slots = num_rows.shape[0]
+    slot = page_pool.take(packed.rows.slot, packed.rows.logit_rows, fill=-1)
+    slot = slot.at[:num_slots].set(jnp.arange(num_slots, dtype=jnp.int32))
+    return jnp.where((slot >= 0)[:, None], logits[jnp.maximum(slot, 0)], buffer)
+
+
+def _feed_tiles(params, state, num_rows, packed, logits, forward):
+    total = jnp.sum(num_rows, dtype=jnp.int32)
+
+    def one(index, carry):
+        logits, pages = carry
+        result = forward(params, pages, _tile(packed, index))
+        target = lax.dynamic_slice_in_dim(packed.target, index * TILE, TILE)
+        return page_pool.put(logits, target, result.logits, "set"), result.pages
+
+    num_tiles = (total + TILE - 1) // TILE
+    return lax.fori_loop(0, num_tiles, one, (logits, state.pages))
+
+
+def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
+    def cut(x: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, index * TILE, TILE)
+
+    rows = packed.rows
+    assert rows.slot is not None
+    every = jnp.arange(TILE, dtype=jnp.int32)
+    return rows._replace(
+        token=cut(rows.token),
+        position=cut(rows.position),
+        slot=cut(rows.slot),
+        logit_rows=jnp.where(cut(packed.target) >= 0, every, -1),
+    )
+
+
+def _pack(
+    state: EngineState,
+    num_rows: Int32[Array, " slots"],
+    num_packed: int,
+    config: EngineConfig,
+) -> _Packed:
+    """Lays the rows of all slots side by side, those of a slot in order."""
+    end = jnp.cumsum(num_rows, dtype=jnp.int32)
+    row = jnp.arange(num_packed, dtype=jnp.int32)
+    slot = jnp.sum(end[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
+    used = row < end[-1]
+    slot = jnp.where(used, slot, -1)
+    start = page_pool.take(end - num_rows, slot, fill=0)
+    place = page_pool.take(state.table.length, slot, fill=0) + row - start
+    position = jnp.where(used, place, -1)
+    sequence = page_pool.take(state.slots.sequence, slot, fill=NOBODY)
+    # Every slot has a logit row for its last token; prompts to be scored, if any, get
+    # spare ones for the others.
+    last = jnp.where(num_rows > 0, end - 1, -1)
+    logit_rows, num_spare = last, config.num_logit_rows - config.max_slots
+    if num_spare:
+        s = state.sequences
+        known = position + 1 < page_pool.take(s.prompt_length, sequence, fill=0)
+        wanted = known & page_pool.take(s.prompt_scored, sequence, fill=False)
+        place = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, -1)
+        spare = jnp.full((num_spare,), -1, jnp.int32)
+        logit_rows = jnp.concatenate([last, page_pool.put(spare, place, row, "set")])
+    index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
+    target = page_pool.put(jnp.full_like(row, -1), logit_rows, index, "set")
+    rows = kv_pages.Rows(
+        token=_tokens(state, sequence, position),
+        position=position,
+        slot=slot,
+        page_ids=state.table.page_ids,
+        logit_rows=logit_rows,
+    )
+    return _Packed(rows, target)
+
+
+def _tokens(state: EngineState, sequence: Array, position: Array) -> Array:
+    s = state.sequences
+    tokens = page_pool.take(s.tokens, (sequence, position), fill=0)
+    if (search := state.search) is None:
+        return tokens
+    # A beam's own row holds its last token; those before may stand with other beams.
+    group = page_pool.take(s.group, sequence, fill=NOBODY)
+    beam = page_pool.take(search.width, group, fill=0) > 0
+    again = position < page_pool.take(s.num_tokens, sequence, fill=0) - 1
+    again &= position >= page_pool.take(s.prompt_length, sequence, fill=0)
+    path = page_pool.take(search.path, (sequence, position), fill=0)
+    return jnp.where(beam & again, path, tokens)

@@ -1,0 +1,177 @@
+"""The prefix cache in the engine: what requests find there, and what they leave.
+
+A request that is admitted starts on the cached pages of its first tokens, one token at
+least left to feed. A page that a step fills enters the cache at the step's end. Where
+the same tokens are cached already, the sequence goes on with the cached page and gives
+back its own, so of two sequences that read the same in one step, from the same place
+on, the one in the lower slot leaves the pages for both. Pages that nobody uses are
+evicted when others need them. Everything here does nothing if the engine has no cache.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import NO_PAGE, Pool, Table, page_pool, prefix_cache, prefix_eviction
+
+
+class Found(NamedTuple):
+    """What the requests at the head of the queue would start on."""
+
+    page_ids: Int32[Array, "head pages_per_slot"]
+    """Cached pages of the first tokens; `NO_PAGE` beyond."""
+    num_tokens: Int32[Array, " head"]
+    """Tokens on them."""
+    num_idle: Int32[Array, " head"]
+    """Those among the pages that count as free until somebody starts on them."""
+
+
+def find(
+    state: EngineState,
+    sequence: Int32[Array, " head"],
+    num_tokens: Int32[Array, " head"],
+    waits: Bool[Array, " head"],
+    config: EngineConfig,
+) -> Found:
+    """Looks for the tokens that waiting requests have to feed first.
+
+    Args:
+      state: the engine.
+      sequence: row of each request's sequence that feeds first.
+      num_tokens: tokens that it has to feed.
+      waits: which rows are requests at all.
+      config: the engine's bounds.
+    """
+    (num,) = sequence.shape
+    cache, s = state.prefixes, state.sequences
+    nothing = jnp.zeros((num,), jnp.int32)
+    if cache is None:
+        ids = jnp.full((num, config.max_pages_per_slot), NO_PAGE, jnp.int32)
+        return Found(ids, nothing, nothing)
+    # While every slot is taken nobody is admitted.
+    wanted = waits & s.reuses[sequence] & jnp.any(state.slots.sequence < 0)
+    if state.search is not None:
+        # Beams keep their histories apart: only their prompts are looked for.
+        beam = state.search.width[s.group[sequence]] > 0
+        prompt = s.prompt_length[sequence]
+        num_tokens = jnp.where(beam, jnp.minimum(num_tokens, prompt), num_tokens)
+    ids = prefix_cache.match(
+        cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
+    )
+    mapped = ids != NO_PAGE
+    idle = mapped & (page_pool.take(state.pool.ref, ids, fill=0) == 1)
+    return Found(
+        ids,
+        jnp.sum(mapped, axis=1, dtype=jnp.int32) * config.page_size,
+        jnp.sum(idle, axis=1, dtype=jnp.int32),
+    )
+
+
+def num_idle(state: EngineState) -> Int32[Array, ""]:
+    """Pages that are kept for their tokens alone, and can be had."""
+    if state.prefixes is None:
+        return jnp.zeros((), jnp.int32)
+    return prefix_eviction.evictable(state.prefixes, state.pool)
+
+
+def pins(state: EngineState) -> Int32[Array, " pages"] | None:
+    """1 for each page that the cache holds."""
+    if state.prefixes is None:
+        return None
+    return state.prefixes.pinned.astype(jnp.int32)
+
+
+def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> EngineState:
+    """Gives the slots of admitted requests what was found; -1 for all others."""
+    if state.prefixes is None:
+        return state
+    ids = jnp.where((slot >= 0)[:, None], found.page_ids, NO_PAGE)
+    table, s = state.table, state.sequences
+    sequence = page_pool.take(state.slots.sequence, slot, fill=-1)
+    # What comes back after a preemption was computed, not found.
+    new = page_pool.take(s.num_fed, sequence, fill=0) == 0
+    return state._replace(
+        prefixes=prefix_cache.touch(state.prefixes, ids),
+        pool=page_pool.share(state.pool, ids),
+        table=Table(
+            page_ids=page_pool.put(table.page_ids, slot, ids, "set"),
+            length=page_pool.put(table.length, slot, found.num_tokens, "set"),
+            ahead=table.ahead,
+        ),
+        sequences=s._replace(
+            num_cached=page_pool.put(
+                s.num_cached, sequence, jnp.where(new, found.num_tokens, 0), "add"
+            )
+        ),
+    )
+
+
+def make_room(
+    state: EngineState, wanted: Int32[Array, ""], config: EngineConfig
+) -> EngineState:
+    """Evicts pages until as many are free as are wanted, or none is left to evict."""
+    if state.prefixes is None:
+        return state
+    missing = jnp.maximum(wanted - state.pool.num_free, 0)
+    cache, pool, _ = prefix_eviction.evict(
+        state.prefixes, state.pool, missing, max_pages=config.num_pages
+    )
+    return state._replace(prefixes=cache, pool=pool)
+
+
+def let_go(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
+    """Notes that slots about to be emptied have used their pages until now."""
+    if state.prefixes is None:
+        return state
+    ids = jnp.where(gone[:, None], state.table.page_ids, NO_PAGE)
+    return state._replace(prefixes=prefix_cache.touch(state.prefixes, ids))
+
+
+def keep(
+    state: EngineState, before: Int32[Array, " slots"], config: EngineConfig
+) -> EngineState:
+    """Enters the pages filled in this step: the first of every slot, then the second.
+
+    Args:
+      state: the engine, its table advanced.
+      before: length of each slot before.
+      config: the engine's bounds.
+    """
+    if state.prefixes is None:
+        return state
+    s, size, sequence = state.sequences, config.page_size, state.slots.sequence
+    reuses = page_pool.take(s.reuses, sequence, fill=False)
+    salt = page_pool.take(s.salt, sequence, fill=0)
+    first, end = before // size, state.table.length // size
+    if state.search is not None:
+        group = page_pool.take(s.group, sequence, fill=-1)
+        beam = page_pool.take(state.search.width, group, fill=0) > 0
+        prompt = page_pool.take(s.prompt_length, sequence, fill=0)
+        end = jnp.where(beam, jnp.minimum(end, prompt // size), end)
+    num_filled = jnp.where(reuses, end - first, 0)
+    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
+    offset = jnp.arange(size, dtype=jnp.int32)[None, :]
+
+    def column(
+        index: Array, carry: tuple[prefix_cache.Prefixes, Pool, Array]
+    ) -> tuple[prefix_cache.Prefixes, Pool, Array]:
+        cache, pool, page_ids = carry
+        place = jnp.where(index < num_filled, first + index, -1)
+        own = page_pool.take(page_ids, (slot, place), fill=NO_PAGE)
+        parent = page_pool.take(page_ids, (slot, place - 1), fill=NO_PAGE)
+        at = (sequence[:, None], place[:, None] * size + offset)
+        tokens = page_pool.take(s.tokens, at, fill=0)
+        cache, pool, kept = prefix_cache.enter(cache, pool, own, parent, tokens, salt)
+        other = (kept != NO_PAGE) & (kept != own)
+        pool = page_pool.share(pool, jnp.where(other, kept, NO_PAGE))
+        pool = page_pool.release(pool, jnp.where(other, own, NO_PAGE))
+        at = (slot, jnp.where(other, place, -1))
+        return cache, pool, page_pool.put(page_ids, at, kept, "set")
+
+    carry = (state.prefixes, state.pool, state.table.page_ids)
+    cache, pool, page_ids = lax.fori_loop(0, jnp.max(num_filled), column, carry)
+    table = state.table._replace(page_ids=page_ids)
+    return state._replace(prefixes=cache, pool=pool, table=table)

@@ -1,0 +1,197 @@
+"""Snapshots: the whole state of an engine in a folder, and back, bit for bit.
+
+An engine is a value, so it can be put away, taken up by another process, and taken up
+several times: rewound, or branched into several policies. A snapshot is a folder:
+
+  snapshot.json   the configuration, each array's name, type and shape, and the SHA-256
+                  of each file below
+  arrays/         the arrays, as Orbax writes them
+
+It holds neither the model's parameters nor what the host knows of requests (texts, stop
+strings): only what the next step's tokens depend on beside the parameters.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxkv.engine.state import EngineConfig, EngineState, init
+from jaxkv.files import aside, blaming, make_sure_of_room, read_json, silencing_orbax
+from jaxkv.memory import Pages
+
+HEADER, ARRAYS = "snapshot.json", "arrays"
+"""What stands in the folder."""
+
+ABSENT = "absent"
+"""What a message says of a field or an array that one side does not have."""
+
+
+def save_state(
+    folder: str | os.PathLike[str],
+    state: EngineState,
+    config: EngineConfig,
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a snapshot; `load_state` reads it.
+
+    The folder is written beside its place and then renamed, so an interrupted call
+    leaves what was there before. All arrays pass through the memory of the host.
+
+    Args:
+      folder: where to; its parent is made where it is missing.
+      state: the engine, which stays as it is.
+      config: its bounds.
+      overwrite: whether to replace a snapshot that is there.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: if something else is in the folder's place, if the state is not one
+        of the configuration, if pages of it are in the memory of the host, or if there
+        is no room for it.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if not overwrite:
+            raise ValueError(f"{folder}: is there already; say overwrite to replace it")
+        if not (folder / HEADER).is_file():
+            raise ValueError(f"{folder}: holds no snapshot, so it is not overwritten")
+    shapes = _described(_like(config, state.pages))
+    if different := _differences(_described(state), shapes, "in the state", "needed"):
+        raise ValueError(f"the state is not one of the configuration: {different}")
+    if state.staging is not None and np.any(np.asarray(state.staging.on_host)):
+        raise ValueError(
+            "pages of swapped requests are in the memory of the host, which a snapshot "
+            "does not hold; save a state without a host, or with them back"
+        )
+    with aside(folder, ValueError) as new:
+        with silencing_orbax(), ocp.StandardCheckpointer() as writer:
+            # Orbax refuses arrays that hold nothing; their shapes say all of them.
+            full = {name: x for name, x in _by_name(state).items() if x.size}
+            make_sure_of_room(new, sum(x.nbytes for x in full.values()))
+            writer.save(new / ARRAYS, jax.tree.map(np.asarray, full))
+        header = {
+            "config": dataclasses.asdict(config),
+            "arrays": shapes,
+            "files": _digests(new / ARRAYS),
+        }
+        (new / HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_state(
+    folder: str | os.PathLike[str], config: EngineConfig, pages: Pages
+) -> EngineState:
+    """Reads a snapshot, each time into fresh arrays.
+
+    Args:
+      folder: as `save_state` wrote it.
+      config: the bounds of the engine that takes it up, in every field those of the one
+        that was saved.
+      pages: K and V arrays of its model, for their types and shapes alone: those of
+        `jax.eval_shape(lambda: models.make_pages(model, config))` will do.
+
+    Returns:
+      The state, on the default device, bit for bit the one that was saved. With the
+      same parameters, policy and device it goes on as that one did.
+
+    Raises:
+      ValueError: names the folder and what is wrong with it: missing, damaged, of
+        another configuration or of another model's pages.
+    """
+    folder = Path(folder).absolute()
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such snapshot")
+    saved = _read_header(folder / HEADER)
+    asked = json.loads(json.dumps(dataclasses.asdict(config)))
+    if different := _differences(saved["config"], asked):
+        raise ValueError(f"{folder}: is of another configuration: {different}")
+    like = _like(config, pages)
+    if different := _differences(saved["arrays"], _described(like)):
+        raise ValueError(f"{folder}: holds other arrays: {different}")
+    # Orbax finds a file gone or cut off, but believes a changed byte of a large array.
+    files = _digests(folder / ARRAYS)
+    for name in [*saved["files"], *files]:
+        if files.get(name, ABSENT) != saved["files"].get(name):
+            what = "is damaged" if name in files else "is missing"
+            what = what if name in saved["files"] else f"is not listed in {HEADER}"
+            raise ValueError(f"{folder / ARRAYS / name}: {what}")
+    shapes = {
+        # Orbax reads into NumPy if it is shown NumPy; this takes no memory.
+        name: np.broadcast_to(np.zeros((), x.dtype), x.shape)
+        for name, x in _by_name(like).items()
+    }
+    full = {name: x for name, x in shapes.items() if x.size}
+    with (
+        blaming(folder, KeyError, TypeError),
+        silencing_orbax(),
+        ocp.StandardCheckpointer() as reader,
+    ):
+        arrays = shapes | reader.restore(folder / ARRAYS, full)
+    # From NumPy, as `states.init` would: bound to no device, so that programs that are
+    # compiled for the one serve the other. Popped, so that no array is twice in memory.
+    leaves = [jnp.array(arrays.pop(name)) for name in shapes]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Reads what `save_state` wrote beside the arrays."""
+    header, checked = read_json(path), {}
+    for part in ("config", "arrays", "files"):
+        value = header.get(part)
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: {part} must be a JSON object")
+        checked[part] = value
+    return checked
+
+
+def _like(config: EngineConfig, pages: Pages) -> EngineState:
+    """The types and shapes of every state of an engine."""
+    return jax.eval_shape(functools.partial(init, config), pages)
+
+
+def _by_name(state: EngineState) -> dict[str, Any]:
+    """The arrays of a state by names such as `pool.ref`, in the order of the tree."""
+    leaves = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in leaves}
+
+
+def _described(state: EngineState) -> dict[str, str]:
+    """Type and shape of each array."""
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in _by_name(state).items()}
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder, by its path from there."""
+    digests = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with blaming(path), path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digests[path.relative_to(folder).as_posix()] = digest
+    return digests
+
+
+def _differences(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    here: str = "in the snapshot",
+    there: str = "asked",
+) -> str:
+    """What differs, with both values; empty if nothing does."""
+    return "; ".join(
+        f"{name} is {ours.get(name, ABSENT)} {here}, {theirs.get(name, ABSENT)} {there}"
+        for name in [*ours, *(name for name in theirs if name not in ours)]
+        if ours.get(name, ABSENT) != theirs.get(name, ABSENT)
+    )

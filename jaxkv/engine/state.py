@@ -1,0 +1,376 @@
+"""The serving system as one value: its static bounds and its state.
+
+Everything a step needs stands here as arrays of fixed size: the pages and their pool,
+the tables, the sequences with their tokens and parameters, the slots, the queue. A
+state can be snapshotted, branched, replayed, and mapped over with `vmap`.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from jaxkv import validation
+from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
+from jaxkv.memory.prefix_cache import Prefixes, make_prefixes
+from jaxkv.sampling import beam_search, sampler
+
+NOBODY = -1
+"""Stands where a slot, a line or a queue could name a sequence and does not."""
+
+TILE = 64
+"""Rows that every reduction sees under `numerics="reproducible"`."""
+
+EMPTY, WAITING, RUNNING, FINISHED = range(4)
+"""Status of a row of `Sequences`."""
+
+REASONS = (None, "stop", "length", "cancelled", "nan")
+"""Why a sequence ended, by the code that stands in `Sequences.reason`."""
+NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
+
+
+_CHOICES = {
+    "kv_dtype": ("model", "int8", "fp8"),
+    "numerics": ("fast", "reproducible"),
+}
+_LOWEST = {
+    "max_length": 2,
+    **dict.fromkeys(("max_logit_rows", "max_logprobs", "max_beams"), 0),
+    "max_swap_pages": 0,
+}
+"""Of the counts that are not at least 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The static bounds of an engine. Each one fixes a shape, none a policy."""
+
+    num_pages: int = 512
+    """Pages in the pool."""
+    page_size: int = 16
+    """Token places in a page. With 1, XLA copies the whole pool in every step on a CPU
+    (see experiments/LOG.md); from 2 on it stays in place."""
+    max_slots: int = 8
+    """Sequences that run at once."""
+    max_length: int = 512
+    """Longest sequence, prompt and answer, in tokens."""
+    max_sequences: int = 64
+    """Sequences known at once: waiting, running, and finished but not drained."""
+    queue_capacity: int = 64
+    """Requests that can wait."""
+    token_budget: int = 64
+    """Rows that a step feeds when it feeds more than one a slot."""
+    max_logit_rows: int = 0
+    """Rows of a step that can have logits; 0 means one for each slot, which leaves none
+    for the log-probabilities of prompts."""
+    max_stop_tokens: int = 4
+    """Token ids, the model's own end token among them, that can end a sequence."""
+    max_logprobs: int = 0
+    """Alternatives reported with each token."""
+    max_beams: int = 0
+    """Widest beam search; 0 leaves it out of the program."""
+    max_swap_pages: int = 0
+    """Pages of the staging buffer, through which preempted requests are swapped out; 0
+    leaves it out of the program, and their tokens are fed again."""
+    emit_width: int = 1
+    """Tokens that a sequence can gain in a step."""
+    submit_width: int = 8
+    """Requests that one call of `submit` hands over."""
+    steps_per_call: int = 16
+    """Steps between two looks of the host."""
+    prefix_cache: bool = False
+    """Whether full pages are kept for requests that begin with the same tokens."""
+    kv_dtype: Literal["model", "int8", "fp8"] = "model"
+    """What K and V are kept in: the model's type, or 8 bits and a scale for each token
+    and head, which holds about twice as many tokens as 16 bits."""
+    numerics: Literal["fast", "reproducible"] = "fast"
+    """Whether a request gets the same bits in any company, or the fastest program."""
+    seed: int = 0
+    """Draws of requests that bring no seed of their own."""
+    debug: bool = False
+    """Whether each step also counts violated invariants; `Engine` raises an
+    `InvariantError` at the first."""
+
+    def __post_init__(self) -> None:
+        """Refuses bounds of another type, and those without room for one sequence.
+
+        Raises:
+          ValueError: a field is not usable; the message shows it.
+        """
+        self._set_plain()
+        if self.token_budget < self.max_slots:
+            raise ValueError(
+                f"{self.token_budget=} must be at least {self.max_slots=}, "
+                "one row for each decoding slot"
+            )
+        if self.max_logit_rows and self.max_logit_rows < self.max_slots:
+            raise ValueError(
+                f"{self.max_logit_rows=} must be 0 or at least {self.max_slots=}"
+            )
+        if self.queue_capacity + self.max_slots >= validation.INT32:
+            raise ValueError(
+                f"{self.queue_capacity=} and {self.max_slots=} must stay below 2**31"
+            )
+        if self.max_beams > self.max_slots:
+            raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
+        if self.emit_width != 1:
+            raise ValueError(f"{self.emit_width=} must be 1 without speculation")
+
+    def _set_plain(self) -> None:
+        """Checks every field by itself; NumPy's numbers become Python's.
+
+        A configuration is written to files and hashed, so its types matter.
+        """
+        for field in dataclasses.fields(self):
+            name, value = f"self.{field.name}", getattr(self, field.name)
+            if field.name in _CHOICES:
+                value = validation.choice(name, value, _CHOICES[field.name])
+            elif isinstance(field.default, bool):
+                value = validation.boolean(name, value)
+            elif field.name == "seed":
+                value = validation.integer(name, value, below=2**64)
+            else:
+                low = _LOWEST.get(field.name, 1)
+                value = validation.integer(name, value, low=low)
+            object.__setattr__(self, field.name, value)
+
+    @property
+    def max_pages_per_slot(self) -> int:
+        """Pages that the longest sequence needs."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows of a step that can have logits; the first `max_slots` draw tokens."""
+        return self.max_logit_rows or self.max_slots
+
+
+class Sequences(NamedTuple):
+    """Everything known of a sequence; outlives its slot and any preemption."""
+
+    tokens: Int32[Array, "sequences max_length"]
+    """Prompt, then answer."""
+    status: Int32[Array, " sequences"]
+    """EMPTY, WAITING, RUNNING or FINISHED."""
+    reason: Int32[Array, " sequences"]
+    """Why it ended: an index into `REASONS`."""
+    request_id: Int32[Array, " sequences"]
+    """The caller's name for the request that owns the sequence."""
+    group: Int32[Array, " sequences"]
+    """Row of the request's first sequence. Who shares it is admitted and preempted
+    together; which of them a sequence is stands in `params.sample`."""
+    prompt_length: Int32[Array, " sequences"]
+    """Tokens of the prompt."""
+    num_tokens: Int32[Array, " sequences"]
+    """Tokens known: prompt and answer so far."""
+    num_common: Int32[Array, " sequences"]
+    """In the row of a group's first sequence: tokens with which all of its sequences
+    begin, those that one of them feeds for all."""
+    num_fed: Int32[Array, " sequences"]
+    """Tokens whose K and V were written at some time, lost since or not."""
+    limit: Int32[Array, " sequences"]
+    """Tokens at which it ends, prompt included."""
+    stop_tokens: Int32[Array, "sequences max_stop_tokens"]
+    """Tokens that end it; -1 where unused."""
+    params: sampler.Params
+    """How its tokens are drawn."""
+    salt: UInt32[Array, " sequences"]
+    """Cached pages are found only by sequences of the same salt."""
+    reuses: Bool[Array, " sequences"]
+    """Whether it starts on cached pages, and leaves its own in the cache."""
+    scored: Bool[Array, " sequences"]
+    """Whether the log-probabilities of its tokens are kept."""
+    prompt_scored: Bool[Array, " sequences"]
+    """Whether those of its prompt are kept, too."""
+    logprobs: Float[Array, "sequences max_length"]
+    """Log-probability of each token given those before it, where kept; else 0."""
+    top_ids: Int32[Array, "sequences max_length max_logprobs"]
+    """Most likely tokens at each place of the answer, where kept."""
+    top_logprobs: Float[Array, "sequences max_length max_logprobs"]
+    """Their log-probabilities."""
+    score: Float[Array, " sequences"]
+    """Of the answers of a beam search that is done; else 0."""
+    arrival: Int32[Array, "sequences 2"]
+    """When the request arrives, (seconds, microseconds)."""
+    first_token: Int32[Array, "sequences 2"]
+    """The clock when its first token was drawn."""
+    finish: Int32[Array, "sequences 2"]
+    """The clock when it ended."""
+    num_cached: Int32[Array, " sequences"]
+    """Prompt tokens whose K and V were found rather than computed."""
+    num_recomputed: Int32[Array, " sequences"]
+    """Tokens whose K and V were lost to preemption and computed again."""
+    num_preempted: Int32[Array, " sequences"]
+    """Times that it gave way to others."""
+    num_swapped: Int32[Array, " sequences"]
+    """How many of these kept its pages."""
+
+
+class Slots(NamedTuple):
+    """The running batch."""
+
+    sequence: Int32[Array, " slots"]
+    """Row of `Sequences` that each slot runs, or NOBODY."""
+    source: Int32[Array, " slots"]
+    """Slot of the same group that feeds the common tokens, for slots that wait to be
+    forked from it; else NOBODY."""
+    num_common: Int32[Array, " slots"]
+    """Tokens after which the slots that wait for this one are forked; else 0."""
+    held: Bool[Array, " slots"]
+    """Slots whose sequence has finished, but which a policy keeps occupied."""
+    line: Int32[Array, " slots"]
+    """All slots once: the occupied ones in order of admission, then the rest."""
+
+
+class Queue(NamedTuple):
+    """The requests that wait, first come first."""
+
+    sequence: Int32[Array, " places"]
+    """Row of each one's first sequence; NOBODY from `length` on."""
+    length: Int32[Array, ""]
+    """How many wait."""
+
+
+class Search(NamedTuple):
+    """What beam search knows beside the sequences.
+
+    Searches stand in the row of their request's first sequence, histories in the row
+    of each beam.
+    """
+
+    width: Int32[Array, " sequences"]
+    """Beams of the request, 0 if it does not search."""
+    length_penalty: Float[Array, " sequences"]
+    """As in `beams.Params`."""
+    early_stopping: Int32[Array, " sequences"]
+    """As in `beams.Params`."""
+    groups: beam_search.Beams
+    """The searches."""
+    parents: Int32[Array, "sequences max_length"]
+    """The beam that was continued by each token of the history; 0 in the prompt."""
+    path: Int32[Array, "sequences max_length"]
+    """Tokens of each beam from the first one on, as of its last preemption."""
+
+
+class EngineState(NamedTuple):
+    """The whole engine."""
+
+    pages: kv_pages.Pages
+    pool: page_pool.Pool
+    table: page_table.Table
+    sequences: Sequences
+    slots: Slots
+    queue: Queue
+    prefixes: Prefixes | None
+    """The prefix cache, if the engine has one."""
+    search: Search | None
+    """Beam search, if the engine has it."""
+    staging: swap_buffer.Staging | None
+    """Pages that were swapped out, if the engine does that."""
+    clock: Int32[Array, " 2"]
+    """Seconds and microseconds, as the host last said."""
+
+
+def init(config: EngineConfig, pages: kv_pages.Pages) -> EngineState:
+    """Makes an idle engine.
+
+    Args:
+      config: the bounds.
+      pages: K and V arrays of the model that will be served, `num_pages` pages of
+        `page_size` places each.
+
+    Returns:
+      The state.
+
+    Raises:
+      ValueError: the pages have another size or type than the configuration.
+    """
+    for leaf in jax.tree.leaves(pages):
+        if leaf.shape[1] != config.num_pages:
+            raise ValueError(f"{leaf.shape[1]=} must be {config.num_pages=}")
+    if pages.kv_dtype != config.kv_dtype:
+        raise ValueError(f"{pages.kv_dtype=} must be {config.kv_dtype=}")
+    if pages.page_size != config.page_size:
+        raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
+    num, length = config.max_sequences, config.max_length
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((num, *shape), dtype)
+
+    sequences = Sequences(
+        tokens=zeros(length),
+        status=zeros(),
+        reason=zeros(),
+        request_id=zeros(),
+        group=zeros(),
+        prompt_length=zeros(),
+        num_tokens=zeros(),
+        num_common=zeros(),
+        num_fed=zeros(),
+        limit=zeros(),
+        stop_tokens=zeros(config.max_stop_tokens) - 1,
+        params=sampler.greedy_params(num),
+        salt=zeros(dtype=jnp.uint32),
+        reuses=zeros(dtype=bool),
+        scored=zeros(dtype=bool),
+        prompt_scored=zeros(dtype=bool),
+        logprobs=zeros(length, dtype=jnp.float32),
+        top_ids=zeros(length, config.max_logprobs),
+        top_logprobs=zeros(length, config.max_logprobs, dtype=jnp.float32),
+        score=zeros(dtype=jnp.float32),
+        arrival=zeros(2),
+        first_token=zeros(2),
+        finish=zeros(2),
+        num_cached=zeros(),
+        num_recomputed=zeros(),
+        num_preempted=zeros(),
+        num_swapped=zeros(),
+    )
+    slots = config.max_slots
+    return EngineState(
+        pages=pages,
+        pool=page_pool.make_pool(config.num_pages),
+        table=page_table.make_table(slots, config.max_pages_per_slot),
+        sequences=sequences,
+        slots=Slots(
+            sequence=jnp.full((slots,), NOBODY, jnp.int32),
+            source=jnp.full((slots,), NOBODY, jnp.int32),
+            num_common=jnp.zeros((slots,), jnp.int32),
+            held=jnp.zeros((slots,), bool),
+            line=jnp.arange(slots, dtype=jnp.int32),
+        ),
+        queue=Queue(
+            # Preempted sequences must find a place however many new ones wait.
+            sequence=jnp.full((config.queue_capacity + slots,), NOBODY, jnp.int32),
+            length=jnp.zeros((), jnp.int32),
+        ),
+        prefixes=make_prefixes(config.num_pages, config.page_size)
+        if config.prefix_cache
+        else None,
+        search=_make_search(config) if config.max_beams else None,
+        staging=swap_buffer.make_staging(
+            pages,
+            num_places=config.max_swap_pages,
+            num_sequences=config.max_sequences,
+            pages_per_slot=config.max_pages_per_slot,
+        )
+        if config.max_swap_pages
+        else None,
+        clock=jnp.zeros((2,), jnp.int32),
+    )
+
+
+def _make_search(config: EngineConfig) -> Search:
+    num, length = config.max_sequences, config.max_length
+    group = beam_search.make_beams(config.max_beams)
+    return Search(
+        width=jnp.zeros((num,), jnp.int32),
+        length_penalty=jnp.ones((num,), jnp.float32),
+        early_stopping=jnp.zeros((num,), jnp.int32),
+        groups=jax.tree.map(lambda x: jnp.repeat(x[None], num, axis=0), group),
+        parents=jnp.zeros((num, length), jnp.int32),
+        path=jnp.zeros((num, length), jnp.int32),
+    )

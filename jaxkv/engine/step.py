@@ -1,0 +1,218 @@
+"""One step of serving: schedule, reserve pages, feed rows, draw tokens, stop.
+
+`step` is a pure function of (params, state); `run_steps` scans it. Both are plain
+Python to be jitted, mapped or scanned at the caller's rim. No step looks at the host.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv.engine import counts as engine_counts
+from jaxkv.engine import groups, model_runner, prefix_caching, sampling_step, swapping
+from jaxkv.engine.counts import carry_out
+from jaxkv.engine.sampling_step import LogitsFn
+from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
+from jaxkv.memory import invariants, page_pool, page_table, prefix_cache, swap_buffer
+from jaxkv.models import interface as models_interface
+from jaxkv.scheduling import interface as scheduling_interface
+
+
+class StepInfo(NamedTuple):
+    """What a step did, for people, metrics and pictures; never fed back."""
+
+    tokens: Int32[Array, "slots emit_width"]
+    """Tokens drawn."""
+    num_emitted: Int32[Array, " slots"]
+    """How many of them count."""
+    logprobs: Float[Array, "slots emit_width"]
+    """Their log-probabilities, where asked for."""
+    sequence: Int32[Array, " slots"]
+    """Row of `Sequences` in each slot during the step, or NOBODY."""
+    request_id: Int32[Array, " slots"]
+    """Its request; -1 where the slot is empty or held."""
+    sample: Int32[Array, " slots"]
+    """Which of the request's sequences it is."""
+    reason: Int32[Array, " slots"]
+    """Why it ended in this step, an index into `REASONS`; 0 if it did not."""
+    num_rows: Int32[Array, " slots"]
+    """Tokens fed."""
+    held: Bool[Array, " slots"]
+    """Slots kept by a finished sequence."""
+    num_waiting: Int32[Array, ""]
+    """Requests left in the queue, those that have not arrived yet included; in the
+    trace of an `Engine`, also those that have and wait on the host."""
+    num_preempted: Int32[Array, ""]
+    """Sequences that gave way."""
+    num_swapped_out: Int32[Array, ""]
+    """How many of these were swapped out; the others are fed again."""
+    num_swapped_in: Int32[Array, ""]
+    """Sequences that got a slot, and their pages back."""
+    num_admitted: Int32[Array, ""]
+    """Requests whose sequences got slots."""
+    num_copied: Int32[Array, ""]
+    """Pages copied because others read them, too, before a sequence wrote to them."""
+    used_pages: Int32[Array, ""]
+    """Pages in use while the step ran."""
+    used_places: Int32[Array, ""]
+    """Token places that held K and V of running sequences at its end, those of several
+    sequences counted once."""
+    asks_host: Bool[Array, ""]
+    """Whether the host should move swapped pages, see `swapping.asks_host`."""
+    enough: Bool[Array, ""]
+    """Whether the pages that the policy asked for were there; if not, nothing ran."""
+    violations: invariants.Violations | None
+    """Broken invariants at the end of the step, in debug mode."""
+
+
+def step(
+    params: Any,
+    state: EngineState,
+    *,
+    config: EngineConfig,
+    forward: models_interface.Forward,
+    policy: scheduling_interface.Policy,
+    logits_fn: LogitsFn | None = None,
+) -> tuple[EngineState, StepInfo]:
+    """Runs one step.
+
+    Args:
+      params: parameters of the model, as `forward` takes them.
+      state: the engine.
+      config: its bounds, static.
+      forward: the model, static.
+      policy: who runs; a pytree whose leaves may be traced.
+      logits_fn: changes logits before a token is drawn, static.
+
+    Returns:
+      The new state, and what happened.
+    """
+    params, state = page_pool.on_device((params, state))
+    counts, found = engine_counts.counts(state, config)
+    plan = scheduling_interface.schedule(counts, policy)
+    state, done = carry_out(state, plan, found, config)
+    num_rows = done.num_rows
+    shared_writes = invariants.shared_writes(
+        state.pool, state.table, num_rows, page_size=config.page_size
+    )
+    used_pages = config.num_pages - state.pool.num_free - prefix_caching.num_idle(state)
+    running = state.slots.sequence
+    forks = groups.due(state, num_rows)
+    result = model_runner.feed(
+        params, state, num_rows, forks, config=config, forward=forward
+    )
+    state = groups.advance(state._replace(pages=result.pages), num_rows, forks, config)
+    state, draw, num_emitted, reason = sampling_step.emit(
+        state, (num_rows > 0) | (forks >= 0), result, logits_fn, config
+    )
+    state = _retire(state, reason != NOT_ENDED, policy.holds_finished)
+    slots = state.slots
+    return state, StepInfo(
+        tokens=draw.token[:, None],
+        num_emitted=num_emitted,
+        logprobs=draw.logprob[:, None],
+        sequence=running,
+        request_id=page_pool.take(state.sequences.request_id, running, fill=-1),
+        sample=page_pool.take(state.sequences.params.sample, running, fill=0),
+        reason=reason,
+        num_rows=num_rows,
+        held=slots.held,
+        num_waiting=state.queue.length,
+        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
+        num_swapped_out=done.num_swapped_out,
+        num_swapped_in=done.num_swapped_in,
+        num_admitted=done.num_admitted,
+        num_copied=done.num_copied,
+        used_pages=used_pages,
+        used_places=engine_counts.used_places(state, config),
+        asks_host=swapping.asks_host(state),
+        enough=done.enough,
+        violations=_audit(state, shared_writes, config) if config.debug else None,
+    )
+
+
+def run_steps(
+    params: Any,
+    state: EngineState,
+    clock: Int32[Array, " 2"],
+    *,
+    config: EngineConfig,
+    forward: models_interface.Forward,
+    policy: scheduling_interface.Policy,
+    logits_fn: LogitsFn | None = None,
+    num_steps: int | None = None,
+) -> tuple[EngineState, StepInfo]:
+    """Runs several steps as one program.
+
+    Args:
+      params: parameters of the model.
+      state: the engine; donate it.
+      clock: seconds and microseconds; requests that arrive later are not admitted.
+      config: static.
+      forward: static.
+      policy: as in `step`.
+      logits_fn: static.
+      num_steps: how many, static; None means `config.steps_per_call`.
+
+    Returns:
+      The new state, and the stacked infos of all steps.
+    """
+    params, state, clock = page_pool.on_device((params, state, clock))
+
+    def body(state: EngineState, _: None) -> tuple[EngineState, StepInfo]:
+        return step(
+            params,
+            state,
+            config=config,
+            forward=forward,
+            policy=policy,
+            logits_fn=logits_fn,
+        )
+
+    return lax.scan(
+        body,
+        state._replace(clock=clock),
+        None,
+        length=config.steps_per_call if num_steps is None else num_steps,
+    )
+
+
+def _audit(
+    state: EngineState, shared_writes: Int32[Array, ""], config: EngineConfig
+) -> invariants.Violations:
+    """Counts the invariants that do not hold at the end of a step."""
+    live = (state.slots.sequence >= 0) | state.slots.held
+    found = invariants.violations(
+        *(state.pool, state.table, live),
+        page_size=config.page_size,
+        pins=prefix_caching.pins(state),
+    )._replace(i3=shared_writes)
+    if state.prefixes is not None:
+        found = found._replace(i7=prefix_cache.unsound(state.prefixes, state.pool))
+    if state.staging is None:
+        return found
+    s, sizes = state.sequences, {"page_size": config.page_size}
+    waits = s.status == WAITING
+    return found._replace(
+        swap=swap_buffer.unsound(state.staging, s.group, waits, **sizes)
+    )
+
+
+def _retire(
+    state: EngineState, ended: Bool[Array, " slots"], holds_finished: bool
+) -> EngineState:
+    """Empties the slots of ended sequences, at once or when the whole batch is done."""
+    slots = state.slots
+    sequence = jnp.where(ended, NOBODY, slots.sequence)
+    gone, held = ended, slots.held
+    if holds_finished:
+        occupied = held | ended
+        done = ~jnp.any(sequence >= 0)
+        gone, held = occupied & done, occupied & ~done
+    state = prefix_caching.let_go(state, gone)
+    pool, table = page_table.drop(state.pool, state.table, gone)
+    return state._replace(
+        pool=pool, table=table, slots=slots._replace(sequence=sequence, held=held)
+    )

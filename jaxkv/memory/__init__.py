@@ -1,0 +1,29 @@
+"""Paged memory: pool, page tables, sharing, prefix cache, K and V themselves."""
+
+from jaxkv.memory.invariants import InvariantError as InvariantError
+from jaxkv.memory.kv_pages import Pages as Pages
+from jaxkv.memory.page_pool import NO_PAGE as NO_PAGE
+from jaxkv.memory.page_pool import Pool as Pool
+from jaxkv.memory.page_table import Table as Table
+from jaxkv.memory.page_table import pages_for as pages_for
+from jaxkv.memory.prefix_cache import Prefixes as Prefixes
+from jaxkv.memory.swap_buffer import Staging as Staging
+
+__all__ = [
+    "NO_PAGE",
+    "InvariantError",
+    "Pages",
+    "Pool",
+    "Prefixes",
+    "Staging",
+    "Table",
+    "invariants",
+    "kv_pages",
+    "page_pool",
+    "page_sharing",
+    "page_table",
+    "pages_for",
+    "prefix_cache",
+    "prefix_eviction",
+    "swap_buffer",
+]

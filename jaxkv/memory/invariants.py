@@ -1,0 +1,149 @@
+"""Checks of pool and tables: what must hold after every step, and at every write."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv.memory import page_pool, page_table
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.page_table import Table
+
+
+class Violations(NamedTuple):
+    """How many entries break each invariant; all 0 on a sound state."""
+
+    i1: Int32[Array, ""]
+    """Pages whose count is not their uses in tables plus their pins."""
+    i2: Int32[Array, ""]
+    """Breaches of conservation, see `paging.unsound`."""
+    i3: Int32[Array, ""]
+    """Pages that were to be written while others held them, see `shared_writes`."""
+    i4: Int32[Array, ""]
+    """Places that break the form of their row, and slots with impossible lengths."""
+    i5: Int32[Array, ""]
+    """Slots that are not live and yet have a length, reserved places or a page."""
+    i7: Int32[Array, ""]
+    """Faults of the prefix cache, see `prefixes.unsound`."""
+    swap: Int32[Array, ""]
+    """Faults of what is swapped out, see `swap_space.unsound`."""
+
+
+class InvariantError(RuntimeError):
+    """A state that breaks an invariant: no bad input, but a fault of its maker."""
+
+
+_MEANING = {
+    "i1": "I1 (pages whose count is not their uses in tables plus their pins: {})",
+    "i2": "I2 (breaches of the conservation of pages: {})",
+    "i3": "I3 (pages to be written while others held them: {})",
+    "i4": "I4 (places and lengths that do not fit their tables: {})",
+    "i5": "I5 (slots that are not live and hold something: {})",
+    "i7": "I7 (faults of the prefix cache: {})",
+    "swap": "those of the swap space (faults: {})",
+}
+
+
+def refuse(found: Violations, *, first_step: int = 0) -> None:
+    """Raises if one of several steps broke an invariant.
+
+    Args:
+      found: what each step broke, stacked along the first axis or of one step.
+      first_step: the number of the first of them.
+
+    Raises:
+      InvariantError: in one line, the first step that broke any, and which.
+    """
+    counts = np.stack([np.atleast_1d(x) for x in found], axis=1)
+    broken = np.flatnonzero(counts.any(axis=1))
+    if not broken.size:
+        return
+    nums = zip(found._fields, counts[broken[0]].tolist(), strict=True)
+    said = ", ".join(_MEANING[name].format(num) for name, num in nums if num)
+    raise InvariantError(f"step {first_step + broken[0]} broke invariants: {said}")
+
+
+def violations(
+    pool: Pool,
+    table: Table,
+    live: Bool[Array, " slots"],
+    *,
+    page_size: int,
+    pins: Int32[Array, " pages"] | None = None,
+) -> Violations:
+    """Counts what breaks the invariants of pool and tables, each by its number.
+
+    I1: a page's count is the number of its places in live rows, plus its pins. I2: the
+    free pages are those with count zero. I4: a row is valid for exactly
+    ceil((length + ahead) / page_size) places, distinct pages there and `NO_PAGE`
+    beyond, and neither number is negative. I5: a slot that is not live holds nothing.
+
+    Looks at every page and sorts every row: for tests and debug mode.
+
+    Args:
+      pool: the pool.
+      table: the slots.
+      live: slots that hold a sequence.
+      page_size: token places in a page, static.
+      pins: uses of each page outside the table; None means none.
+
+    Returns:
+      The counts. Those of I3, which is asked before a write, of I7, which is asked of a
+      prefix cache, and of the swap space are 0 here.
+    """
+    (total,) = pool.ref.shape
+    _, pages_per_slot = table.page_ids.shape
+    have = page_table.num_pages(table, page_size=page_size)
+    place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
+    valid = place < have[:, None]
+    held = jnp.zeros_like(pool.ref) if pins is None else pins
+    used = jnp.where(valid & live[:, None], table.page_ids, NO_PAGE)
+    held = page_pool.put(held, used, 1, "add")
+    is_page = (table.page_ids >= 0) & (table.page_ids < total)
+    misplaced = jnp.where(valid, ~is_page, table.page_ids != NO_PAGE)
+    row = jnp.sort(jnp.where(valid & is_page, table.page_ids, NO_PAGE), axis=1)
+    repeated = (row[:, 1:] == row[:, :-1]) & (row[:, 1:] != NO_PAGE)
+    impossible = (table.length < 0) | (table.ahead < 0) | (have > pages_per_slot)
+
+    mapped = jnp.any(table.page_ids != NO_PAGE, axis=1)
+    ghost = ~live & ((table.length != 0) | (table.ahead != 0) | mapped)
+    count = partial(jnp.sum, dtype=jnp.int32)
+    return Violations(
+        i1=count(held != pool.ref),
+        i2=page_pool.unsound(pool),
+        i3=jnp.zeros((), jnp.int32),
+        i4=count(misplaced) + count(repeated) + count(impossible),
+        i5=count(ghost),
+        i7=jnp.zeros((), jnp.int32),
+        swap=jnp.zeros((), jnp.int32),
+    )
+
+
+def shared_writes(
+    pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
+) -> Int32[Array, ""]:
+    """Counts the pages that may not be written as planned (I3): 0 on a sound step.
+
+    A page that a step writes has a count of one, and is mapped by the slot that writes.
+    Asked after pages were reserved and before any of them is written.
+
+    Args:
+      pool: the pool.
+      table: the slots.
+      num_rows: token places that each slot will write from its length on, at least 0.
+      page_size: token places in a page, static.
+
+    Returns:
+      Columns of slots to be written where the page has another count, or is missing.
+    """
+    first = table.length // page_size
+    end = page_table.pages_for(table.length + num_rows, page_size=page_size)
+    place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
+    written = (place >= first[:, None]) & (place < end[:, None])
+    written &= (num_rows > 0)[:, None]
+    owners = page_pool.take(pool.ref, table.page_ids, fill=0)
+    outside = jnp.where(num_rows > 0, jnp.maximum(end - place.shape[1], 0), 0)
+    count = partial(jnp.sum, dtype=jnp.int32)
+    return count(written & (owners != 1)) + count(outside)

@@ -1,0 +1,340 @@
+"""The K and V arrays that hold the pages, all layers together, and their rows' places.
+
+Layout. Every leaf of `Pages` leads with `[layers, pages]`; a page id means token places
+and is shared by all leaves. Inside a page the heads stand before the tokens, so that
+one head's keys of a page are contiguous: `[layers, pages, kv_heads, page_size,
+head_dim]`.
+
+In place. The pages are the largest thing in memory and must never be copied. Donate
+them to the outermost `jit`, and carry them through loops: a `lax.scan` that takes them
+as scanned input and returns them as scanned output copies them three times, and a
+`lax.cond` around unrolled layers once more. `write` and kernels index the `flat` view,
+`[layers * pages, ...]`, through ids that `flat_ids` has offset by the layer: neither
+ever slices a layer out.
+
+Sentinels. `NO_PAGE` plus an offset would be the last page of another layer, so unmapped
+places become an out-of-range id after the offset, never before.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from jaxkv import validation
+from jaxkv.memory import page_pool
+from jaxkv.memory.page_pool import NO_PAGE
+from pallas_kernels import quantizing
+from pallas_kernels.page_ops.copy import copy_pages
+from pallas_kernels.page_ops.write import write_kv
+from pallas_kernels.quantizing import Quantized
+
+_COPIES_AT_ONCE = 16
+"""Pages that `copy` holds outside the pool at one time, all layers of each."""
+
+
+class Pages(NamedTuple):
+    """K and V of every page. Sizes are read from the shapes."""
+
+    k: Float[Array, "layers pages kv_heads page_size head_dim"]
+    """Keys, positions already encoded in them. In 8 bits this is a `Quantized` of that
+    shape, numbers and a scale for each token and head: leaves like all others."""
+    v: Float[Array, "layers pages kv_heads page_size head_dim"]
+    """Values, likewise."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """What K and V are kept in, as `EngineConfig.kv_dtype` says it."""
+        if not isinstance(self.k, Quantized):
+            return "model"
+        return quantizing.kind_of(self.k.dtype) or "model"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that write here."""
+        return self.k.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, each with K and V of all layers."""
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Token places in a page."""
+        return self.k.shape[3]
+
+
+class Rows(NamedTuple):
+    """The packed rows of one step: one token each, of any mix of sequences."""
+
+    token: Int32[Array, " rows"]
+    """Token id to feed."""
+    position: Int32[Array, " rows"]
+    """Position in its sequence, from 0; -1 on a padding row."""
+    slot: Int32[Array, " rows"] | None
+    """Slot of its sequence. None where row i is slot i, one row for each slot."""
+    page_ids: Int32[Array, "slots pages_per_slot"]
+    """The page table, which already maps the places that the rows write to."""
+    logit_rows: Int32[Array, " logit_rows"]
+    """Index of every row whose logits are wanted; -1 where unused."""
+    ancestors: Bool[Array, "rows columns"] | UInt32[Array, "rows words"] | None = None
+    """Which provisional tokens each row may see; None where they form a chain."""
+
+
+def make_pages(
+    *,
+    num_layers: int,
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    kv_dtype: Literal["model", "int8", "fp8"] = "model",
+) -> Pages:
+    """Makes the K and V arrays, filled with zeros.
+
+    Args:
+      num_layers: layers that write K and V, at least 1.
+      num_pages: pages in the pool, at least 1.
+      num_kv_heads: key and value heads of a layer, at least 1.
+      page_size: token places in a page, at least 1.
+      head_dim: elements of one key or value, at least 1.
+      dtype: floating type of the model.
+      kv_dtype: "model" keeps K and V in that type, the others in 8 bits with a scale
+        for each token and head, see `pallas_kernels.quantizing`.
+
+    Returns:
+      The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
+      elements in all, and a scale for every head_dim of them if of 8 bits.
+
+    Raises:
+      ValueError: a size is below 1, the type is not a floating one, or there is no
+        memory for them.
+    """
+    sizes = dict(
+        num_layers=num_layers,
+        num_pages=num_pages,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+    )
+    shape = tuple(validation.integer(name, x, low=1) for name, x in sizes.items())
+    if shape[0] * shape[1] >= validation.INT32:  # kernels see the layers as one pool
+        raise ValueError(f"{num_layers=} times {num_pages=} must be below 2**31")
+    dtype = validation.floating("dtype", dtype)
+    validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
+    try:
+        return _empty(shape, dtype, kv_dtype)
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no room for {num_pages=}: {reason}") from None
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype, kv_dtype: str) -> Pages:
+    """K and V arrays of zeros."""
+    # Every array anew, not one twice: a buffer can be donated only once.
+    if kv_dtype == "model":
+        return Pages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    numbers, wide = quantizing.NUMBERS[kv_dtype], np.promote_types(dtype, np.float32)
+
+    def empty() -> Any:
+        scales = jnp.zeros(shape[:4], wide)
+        return quantizing.whole(jnp.zeros(shape, numbers), scales)
+
+    return Pages(k=empty(), v=empty())
+
+
+def locate(
+    rows: Rows, *, page_size: int
+) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
+    """Finds the page and the offset inside it where each row's K and V belong.
+
+    Args:
+      rows: the packed rows.
+      page_size: token places in a page, static.
+
+    Returns:
+      Page ids, `NO_PAGE` on padding rows and where the table maps nothing; and offsets
+      in [0, page_size), without meaning where the page is `NO_PAGE`.
+
+    Raises:
+      ValueError: `rows.slot` is None and there are not as many rows as slots.
+    """
+    slot = rows.slot
+    if slot is None:
+        num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
+        if num_rows != num_slots:
+            raise ValueError(f"{num_rows=} must be {num_slots=} when slot is None")
+        slot = jnp.arange(num_rows, dtype=jnp.int32)
+    # Position -1 falls into place -1 of its row, which `take` treats as unmapped.
+    index = (slot, rows.position // page_size)
+    page = page_pool.take(rows.page_ids, index, fill=NO_PAGE)
+    return page, rows.position % page_size
+
+
+def write(
+    pages: Pages,
+    layer: int | Int32[Array, ""],
+    k: Float[Array, "rows kv_heads head_dim"],
+    v: Float[Array, "rows kv_heads head_dim"],
+    rows: Rows,
+) -> Pages:
+    """Writes one layer's K and V of every row to the row's page, in place.
+
+    Padding rows and rows whose place is unmapped are dropped. No two rows may have the
+    same slot and position, and a page written to must have a count of one (I3).
+
+    Args:
+      pages: the pages, donated or carried.
+      layer: layer to write, in [0, layers).
+      k: keys, cast to the type of the pages, or rounded to their 8 bits.
+      v: values, likewise.
+      rows: where each row belongs; only position, slot and page_ids are read.
+
+    Returns:
+      The new pages.
+
+    Raises:
+      ValueError: `rows.slot` is None and there are not as many rows as slots.
+    """
+    page, offset = locate(rows, page_size=pages.page_size)
+    sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
+    view = flat(pages)
+    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, view)
+    written = write_kv(
+        *(k_pages, v_pages, flat_ids(page, layer, **sizes), offset, k, v),
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+    new = Pages(
+        k=quantizing.whole(written.k_pages, written.k_scales),
+        v=quantizing.whole(written.v_pages, written.v_scales),
+    )
+    return jax.tree.map(lambda old, new: new.reshape(old.shape), pages, new)
+
+
+def copy(
+    pages: Pages,
+    source: Int32[Array, " n"],
+    target: Int32[Array, " n"],
+    *,
+    origin: Pages | None = None,
+) -> Pages:
+    """Copies pages to other pages, all layers of them, in place.
+
+    Costs as much as the entries that name pages, next to nothing where none does, as in
+    nearly every step. A few at a time pass through temporary memory.
+
+    Args:
+      pages: the pages, donated or carried.
+      source: page that each entry reads; `NO_PAGE` does nothing.
+      target: page that it overwrites, no page twice and none that is also a source;
+        `NO_PAGE` does nothing.
+      origin: other pages of the same model to read from; None reads from `pages`.
+
+    Returns:
+      The new pages.
+    """
+    size = min(source.shape[0], _COPIES_AT_ONCE)
+    wanted = (source >= 0) & (target >= 0)
+    rank = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, NO_PAGE)
+    nowhere = jnp.full((source.shape[0] + size,), NO_PAGE, jnp.int32)
+    packed = [page_pool.put(nowhere, rank, ids, "set") for ids in (source, target)]
+
+    def one_leaf(leaf: Array, read: Array, ids: list[Array]) -> Array:
+        layers = jnp.arange(leaf.shape[0], dtype=jnp.int32)
+
+        def every(of: Array, ids: Array) -> Array:
+            sizes = {"num_layers": of.shape[0], "num_pages": of.shape[1]}
+            offset = functools.partial(flat_ids, **sizes)
+            return jax.vmap(offset, (None, 0))(ids, layers).reshape(-1)
+
+        view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
+        places = every(read, ids[0]), every(leaf, ids[1])
+        copied = copy_pages(
+            *(view, *places), origin=None if read is leaf else other, disjoint=True
+        )
+        return copied.reshape(leaf.shape)
+
+    def some(index: Array, pages: Pages) -> Pages:
+        ids = [lax.dynamic_slice_in_dim(x, index * size, size) for x in packed]
+        read = pages if origin is None else origin
+        return jax.tree.map(lambda leaf, x: one_leaf(leaf, x, ids), pages, read)
+
+    # A loop, of no trip where nothing is copied: a `cond` would copy all pages.
+    trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
+    return lax.fori_loop(0, trips, some, pages)
+
+
+def flat(pages: Pages) -> Pages:
+    """Views every leaf as `[layers * pages, ...]`, without a copy.
+
+    Args:
+      pages: the pages.
+
+    Returns:
+      The same leaves, to be indexed with what `flat_ids` returns.
+    """
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
+
+
+def flat_ids(
+    page_ids: Int32[Array, "..."],
+    layer: int | Int32[Array, ""],
+    *,
+    num_layers: int,
+    num_pages: int,
+) -> Int32[Array, "..."]:
+    """Turns page ids into indices of one layer's pages in the `flat` view.
+
+    Args:
+      page_ids: page ids, `NO_PAGE` where unmapped.
+      layer: layer to reach, in [0, num_layers).
+      num_layers: layers of the leaf that will be indexed, static.
+      num_pages: pages in the pool, static.
+
+    Returns:
+      Indices in [0, num_layers * num_pages); unmapped places are num_layers *
+      num_pages, one past the end.
+    """
+    mapped = (page_ids >= 0) & (page_ids < num_pages)
+    return jnp.where(mapped, page_ids + layer * num_pages, num_layers * num_pages)
+
+
+def gather(
+    pages: Pages, layer: int | Int32[Array, ""], page_ids: Int32[Array, "n columns"]
+) -> tuple[
+    Float[Array, "n tokens kv_heads head_dim"],
+    Float[Array, "n tokens kv_heads head_dim"],
+]:
+    """Copies one layer's K and V out of the pages, in token order.
+
+    For checks and for research code: attention reads the pages where they are.
+
+    Args:
+      pages: the pages.
+      layer: layer to read, in [0, layers).
+      page_ids: rows of a page table.
+
+    Returns:
+      K and V with tokens = columns * page_size, as `write` was given them, up to their
+      rounding to the type of the pages; zeros where no page is mapped.
+    """
+
+    def one(leaves: Array | Quantized) -> Array:
+        numbers, scales = quantizing.parts(leaves)
+        found = page_pool.take(numbers, (layer, page_ids), fill=0)
+        if scales is not None:
+            worth = page_pool.take(scales, (layer, page_ids), fill=0)
+            found = quantizing.dequantize(found, worth)
+        num_rows, columns, kv_heads, page_size, head_dim = found.shape
+        tokens = found.swapaxes(2, 3)
+        return tokens.reshape(num_rows, columns * page_size, kv_heads, head_dim)
+
+    return one(pages.k), one(pages.v)

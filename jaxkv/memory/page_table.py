@@ -1,0 +1,278 @@
+"""Page tables: which pages hold the tokens of each slot, in token order.
+
+A slot's row is valid for exactly the pages that its tokens and its reserved places
+cover, and `NO_PAGE` beyond. Tables and pool move together: every operation that maps
+or unmaps a page takes and returns both, so that counts always equal uses.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import validation
+from jaxkv.memory import page_pool
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+
+
+class Table(NamedTuple):
+    """The page table of every slot."""
+
+    page_ids: Int32[Array, "slots pages_per_slot"]
+    """Page of each run of `page_size` token places, in token order."""
+    length: Int32[Array, " slots"]
+    """Tokens whose K and V are written and accepted."""
+    ahead: Int32[Array, " slots"]
+    """Token places beyond `length` that are reserved, or written provisionally."""
+
+
+class Copies(NamedTuple):
+    """Pages that the caller copies before it writes: those that others read too."""
+
+    source: Int32[Array, " slots"]
+    """Page that each slot mapped and shared so far, or `NO_PAGE`."""
+    target: Int32[Array, " slots"]
+    """Page of its own that it maps instead, or `NO_PAGE`."""
+
+
+def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
+    """Makes a table of empty slots.
+
+    Args:
+      max_slots: sequences that run at once, at least 1, static.
+      max_pages_per_slot: pages that one sequence may hold, at least 1, static.
+
+    Returns:
+      The table.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    max_slots = validation.integer("max_slots", max_slots, low=1)
+    num_columns = validation.integer("max_pages_per_slot", max_pages_per_slot, low=1)
+    return Table(
+        page_ids=jnp.full((max_slots, num_columns), NO_PAGE, jnp.int32),
+        length=jnp.zeros(max_slots, jnp.int32),
+        ahead=jnp.zeros(max_slots, jnp.int32),
+    )
+
+
+def pages_for(
+    places: Int32[Array, "..."], *, page_size: int | Int32[Array, "..."]
+) -> Int32[Array, "..."]:
+    """Counts the pages that hold `places` token places: ceil(places / page_size).
+
+    Args:
+      places: from 0 to 2**24 where `page_size` is an array.
+      page_size: token places in a page.
+    """
+    if isinstance(page_size, int):
+        return -(-places // page_size)
+    # Processors divide vectors of floats, but integers one by one; a quotient of two
+    # that float32 holds exactly is never rounded to a whole number that it is not.
+    ratio = places.astype(jnp.float32) / page_size.astype(jnp.float32)
+    return jnp.ceil(ratio).astype(jnp.int32)
+
+
+def num_pages(table: Table, *, page_size: int) -> Int32[Array, " slots"]:
+    """Counts the pages that each slot holds."""
+    return pages_for(table.length + table.ahead, page_size=page_size)
+
+
+def needs_copy(
+    pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
+) -> Bool[Array, " slots"]:
+    """Says which slots cannot write to their last page before it is copied.
+
+    Of the slots that write to a page at the same time, each copies it that leaves it
+    another owner: all of them if someone else holds the page too, else all but the
+    last, which writes in place. So a slot that turns out not to write never raises
+    the sum over those that do.
+
+    Args:
+      pool: the pool.
+      table: the slots.
+      num_rows: token places that each slot will write from its length on; those with
+        none, or with a number below 0, need nothing.
+      page_size: token places in a page, static.
+
+    Returns:
+      The slots that need one page more than those that `reserve` appends.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
+    """
+    page = _next_page(table, page_size)
+    page = jnp.where(num_rows > 0, page, NO_PAGE)
+    # Shapes [writers before, slots]: their sum over the leading axis is the fast one.
+    slot = jnp.arange(page.shape[0], dtype=jnp.int32)
+    before = (page[:, None] == page[None, :]) & (slot[:, None] < slot[None, :])
+    rank = jnp.sum(before, axis=0, dtype=jnp.int32)
+    return rank < page_pool.take(pool.ref, page, fill=0) - 1
+
+
+def num_wanted(
+    pool: Pool,
+    table: Table,
+    places: Int32[Array, " slots"],
+    num_rows: Int32[Array, " slots"],
+    *,
+    page_size: int,
+) -> Int32[Array, ""]:
+    """Counts the free pages that `reserve` would take, copies included."""
+    growth = _growth(table, places, page_size)
+    copies = needs_copy(pool, table, num_rows, page_size=page_size)
+    return jnp.sum(growth + copies.astype(jnp.int32), dtype=jnp.int32)
+
+
+def reserve(
+    pool: Pool,
+    table: Table,
+    places: Int32[Array, " slots"],
+    num_rows: Int32[Array, " slots"] | None = None,
+    *,
+    page_size: int,
+    max_new_pages: int,
+) -> tuple[Pool, Table, Copies, Bool[Array, ""]]:
+    """Appends pages, and parts those to be written from their other owners.
+
+    A slot that will write to its last page while others hold it too maps a fresh page
+    instead (see `needs_copy`); the caller copies before it writes. Pages beyond that
+    one are never shared by `siblings.fork`. Where they are all the same, as after
+    `siblings.reorder` with places reserved, they stay so, and
+    `auditing.shared_writes` tells of it.
+
+    Args:
+      pool: the pool to take pages from.
+      table: the slots to extend.
+      places: token places that each slot shall have, written ones included. A slot
+        that has as many already is left alone, so 0 asks for nothing.
+      num_rows: token places that each slot will write from its length on; None copies
+        nothing, for tables whose slots share no page that is not full.
+      page_size: token places in a page, static.
+      max_new_pages: pages that one call may append to one slot, static.
+
+    Returns:
+      The new pool and table, the new places counted in `ahead`; the pages to copy; and
+      whether every slot was served. If the pool has too few pages for all of it, or a
+      slot would exceed `max_new_pages` or its row, pool and table are unchanged bit
+      for bit and there is nothing to copy.
+
+    Raises:
+      ValueError: `max_new_pages` is below 1.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4.
+    """
+    if max_new_pages < 1:
+        raise ValueError(f"{max_new_pages=} must be at least 1")
+    max_slots, pages_per_slot = table.page_ids.shape
+    have = num_pages(table, page_size=page_size)
+    growth = _growth(table, places, page_size)
+    if num_rows is None:
+        num_rows = jnp.zeros_like(places)
+    parts = needs_copy(pool, table, num_rows, page_size=page_size)
+    fits = (have + growth <= pages_per_slot) & (growth <= max_new_pages)
+    # Of a slot's new pages the copy comes first. One that asks for too many asks for
+    # more than `allocate` grants to anyone.
+    most = max_new_pages + 1
+    want = jnp.where(fits, growth + parts.astype(jnp.int32), most + 1)
+    pool, ids, enough = page_pool.allocate(pool, want, max_pages=most)
+    slot = jnp.arange(max_slots, dtype=jnp.int32)[:, None]
+    place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
+    rank = place - have[:, None]
+    rank = jnp.where(rank >= 0, rank + parts[:, None].astype(jnp.int32), NO_PAGE)
+    rank = jnp.where(parts[:, None] & (place == _column(table, page_size)), 0, rank)
+    new = page_pool.take(ids, (slot, rank), fill=NO_PAGE)
+    parts &= enough
+    copies = Copies(
+        source=jnp.where(parts, _next_page(table, page_size), NO_PAGE),
+        target=jnp.where(parts, ids[:, 0], NO_PAGE),
+    )
+    # Each of these pages keeps an owner, so none becomes free.
+    pool = pool._replace(ref=page_pool.put(pool.ref, copies.source, -1, "add"))
+    table = table._replace(
+        page_ids=jnp.where(new == NO_PAGE, table.page_ids, new),
+        ahead=jnp.where(
+            enough, jnp.maximum(table.ahead, places - table.length), table.ahead
+        ),
+    )
+    return pool, table, copies, enough
+
+
+def drop(pool: Pool, table: Table, mask: Bool[Array, " slots"]) -> tuple[Pool, Table]:
+    """Empties the masked slots and releases all their pages.
+
+    Args:
+      pool: the pool that holds the pages.
+      table: the slots.
+      mask: slots to empty. An empty slot may be among them.
+
+    Returns:
+      The new pool and table.
+    """
+    pool, page_ids = _unmap(pool, table.page_ids, mask[:, None])
+    length = jnp.where(mask, 0, table.length)
+    ahead = jnp.where(mask, 0, table.ahead)
+    return pool, Table(page_ids=page_ids, length=length, ahead=ahead)
+
+
+def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
+    """Counts reserved places as written.
+
+    Args:
+      table: the slots.
+      accepted: tokens by which each slot grows, in [0, ahead]. More than that makes
+        `ahead` negative, which `auditing.violations` shows.
+
+    Returns:
+      The new table.
+    """
+    return table._replace(length=table.length + accepted, ahead=table.ahead - accepted)
+
+
+def truncate(
+    pool: Pool, table: Table, places: Int32[Array, " slots"], *, page_size: int
+) -> tuple[Pool, Table]:
+    """Gives back reserved places, and the pages that hold nothing else.
+
+    K and V in the places given back are left as they are, to be overwritten.
+
+    Args:
+      pool: the pool that holds the pages.
+      table: the slots to shorten.
+      places: token places that each slot shall keep. A slot that has fewer is left
+        alone, and `length` is never cut.
+      page_size: token places in a page, static.
+
+    Returns:
+      The new pool and table.
+    """
+    keep = jnp.clip(places - table.length, 0, table.ahead)
+    shorter = table._replace(ahead=keep)
+    place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
+    beyond = place >= num_pages(shorter, page_size=page_size)[:, None]
+    pool, page_ids = _unmap(pool, table.page_ids, beyond)
+    return pool, shorter._replace(page_ids=page_ids)
+
+
+def _growth(table: Table, places: Array, page_size: int) -> Array:
+    """Pages that each slot lacks for its places."""
+    goal = jnp.maximum(table.length + table.ahead, places)
+    return pages_for(goal, page_size=page_size) - num_pages(table, page_size=page_size)
+
+
+def _column(table: Table, page_size: int) -> Array:
+    """Column in which each slot writes next, shape [slots, 1]."""
+    return (table.length // page_size)[:, None]
+
+
+def _next_page(table: Table, page_size: int) -> Array:
+    """Page to which each slot writes next, `NO_PAGE` where it is yet to be mapped."""
+    slot = jnp.arange(table.length.shape[0], dtype=jnp.int32)
+    index = (slot, _column(table, page_size)[:, 0])
+    return page_pool.take(table.page_ids, index, fill=NO_PAGE)
+
+
+def _unmap(pool: Pool, page_ids: Array, where: Array) -> tuple[Pool, Array]:
+    """Releases the pages at the places in `where` and empties those places."""
+    pool = page_pool.release(pool, jnp.where(where, page_ids, NO_PAGE))
+    return pool, jnp.where(where, NO_PAGE, page_ids)

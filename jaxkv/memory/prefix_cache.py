@@ -1,0 +1,302 @@
+"""The prefix cache: full pages, found again by the tokens they hold.
+
+An entry is a page. What the page holds, and which page comes before it, stands at its
+page id; to be cached means to be pinned, by one use more in the pool. So a cached page
+outlives the sequences that used it, until it is evicted.
+
+A page is found by a hash of its tokens and of all tokens before, in buckets of `WAYS`
+pages. The hash only says where to look: a hit compares tokens, parent and salt. Since
+the parent is a page that was found the same way, equal tokens and equal parents mean
+equal sequences, and no sequence is ever answered from the tokens of another.
+
+The parent of a cached page is always cached (I7, see `unsound`): a page enters after
+its parent, and `jaxkv.eviction` takes leaves first. What an operation costs depends on
+the pages it asks for, never on the size of the pool.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from jaxkv.memory import hashing, page_pool
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+
+WAYS = 8
+"""Pages in a bucket. There are two to four buckets for each page: where all pages are
+cached, and each new one enters for an evicted one, less than one in ten million finds
+its bucket full."""
+
+
+class Prefixes(NamedTuple):
+    """The cached pages, and where to look for them."""
+
+    buckets: Int32[Array, "buckets ways"]
+    """The cached pages, by the low bits of their hash; `NO_PAGE` where empty."""
+    pinned: Bool[Array, " pages"]
+    """Pages that are cached. At others, the fields that follow mean nothing."""
+    hash: UInt32[Array, "pages 2"]
+    """Hash of all tokens up to the end of the page, and of the salt."""
+    parent: Int32[Array, " pages"]
+    """Cached page of the tokens before; `NO_PAGE` on the first page of a sequence."""
+    tokens: Int32[Array, "pages page_size"]
+    """Tokens whose K and V the page holds."""
+    salt: UInt32[Array, " pages"]
+    """Tenant, or whatever else keeps sequences apart that have the same tokens."""
+    depth: Int32[Array, " pages"]
+    """Pages before it."""
+    used: Int32[Array, " pages"]
+    """Tick of the last use."""
+    tick: Int32[Array, ""]
+    """Calls of `touch` so far. May wrap: it counts modulo 2**32."""
+
+
+def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
+    """Makes an empty cache.
+
+    Args:
+      num_pages: pages in the pool, at least 1, static.
+      page_size: token places in a page, at least 1, static.
+
+    Returns:
+      The cache, of 4 (page_size + 22 to 38) bytes for each page.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    if num_pages < 1:
+        raise ValueError(f"{num_pages=} must be at least 1")
+    if page_size < 1:
+        raise ValueError(f"{page_size=} must be at least 1")
+    num_buckets = 2 << (num_pages - 1).bit_length()
+    return Prefixes(
+        buckets=jnp.full((num_buckets, WAYS), NO_PAGE, jnp.int32),
+        pinned=jnp.zeros(num_pages, bool),
+        hash=jnp.zeros((num_pages, 2), jnp.uint32),
+        parent=jnp.full(num_pages, NO_PAGE, jnp.int32),
+        tokens=jnp.zeros((num_pages, page_size), jnp.int32),
+        salt=jnp.zeros(num_pages, jnp.uint32),
+        depth=jnp.zeros(num_pages, jnp.int32),
+        used=jnp.zeros(num_pages, jnp.int32),
+        tick=jnp.zeros((), jnp.int32),
+    )
+
+
+def lookup(
+    cache: Prefixes,
+    parent: Int32[Array, " n"],
+    tokens: Int32[Array, "n page_size"],
+    salt: UInt32[Array, " n"],
+) -> Int32[Array, " n"]:
+    """Finds the cached page that holds exactly these tokens after that page.
+
+    Args:
+      cache: the cached pages.
+      parent: cached page of the tokens before, `NO_PAGE` at the start of a sequence.
+      tokens: tokens of the page.
+      salt: a page is found under the salt that it was entered with only.
+
+    Returns:
+      The page ids, `NO_PAGE` where there is none.
+    """
+    return _find(cache, _hash(cache, parent, tokens, salt), parent, tokens, salt)
+
+
+def match(
+    cache: Prefixes,
+    tokens: Int32[Array, "n max_length"],
+    num_tokens: Int32[Array, " n"],
+    salt: UInt32[Array, " n"],
+    wanted: Bool[Array, " n"],
+) -> Int32[Array, "n pages_per_slot"]:
+    """Finds the longest cached prefix of every sequence, in full pages.
+
+    At least one token is always left to compute, since the next one is drawn from its
+    logits. Columns are looked up in turn for all sequences at once, until nobody finds
+    more; if nobody wants a match, nothing runs.
+
+    Args:
+      cache: the cached pages.
+      tokens: tokens of each sequence from its first; beyond `num_tokens`, anything.
+      num_tokens: tokens known of each, in [0, max_length].
+      salt: of each sequence.
+      wanted: sequences that may use the cache; others match nothing.
+
+    Returns:
+      The page ids, in token order and `NO_PAGE` beyond, as wide as a row of a table of
+      `max_length` places. No use is added: `paging.share` them in the same step.
+    """
+    page_size = cache.tokens.shape[1]
+    rows, max_length = tokens.shape
+    ids = jnp.full((rows, -(-max_length // page_size)), NO_PAGE, jnp.int32)
+    if max_length <= page_size:  # one token is left, and no full page
+        return ids
+    most = jnp.where(wanted, (num_tokens - 1) // page_size, 0)
+
+    def growing(carry: tuple[Array, ...]) -> Array:
+        column, most, _, _ = carry
+        return jnp.any(column < most)
+
+    def grow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        column, most, last, ids = carry
+        page = lax.dynamic_slice_in_dim(tokens, column * page_size, page_size, axis=1)
+        found = jnp.where(column < most, lookup(cache, last, page, salt), NO_PAGE)
+        most = jnp.where(found == NO_PAGE, 0, most)
+        ids = lax.dynamic_update_slice_in_dim(ids, found[:, None], column, axis=1)
+        return column + 1, most, found, ids
+
+    first = (jnp.zeros((), jnp.int32), most, jnp.full(rows, NO_PAGE, jnp.int32), ids)
+    return lax.while_loop(growing, grow, first)[3]
+
+
+def touch(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
+    """Marks pages as used now, all of one call at the same tick.
+
+    Touch the whole row of a sequence when it lets its pages go: then no page was used
+    after its parent, and `evict` need not set it right.
+
+    Args:
+      cache: the cached pages.
+      page_ids: pages in [0, pages), cached or not; `NO_PAGE` is ignored.
+
+    Returns:
+      The new cache.
+    """
+    tick = cache.tick + 1
+    ticks = jnp.broadcast_to(tick, page_ids.shape)
+    used = page_pool.put(cache.used, page_ids, ticks, "set")
+    return cache._replace(used=used, tick=tick)
+
+
+def enter(
+    cache: Prefixes,
+    pool: Pool,
+    page_ids: Int32[Array, " n"],
+    parent: Int32[Array, " n"],
+    tokens: Int32[Array, "n page_size"],
+    salt: UInt32[Array, " n"],
+) -> tuple[Prefixes, Pool, Int32[Array, " n"]]:
+    """Caches pages that have just been filled, unless their content is cached already.
+
+    Of several rows with the same content the first one enters. A row does not enter if
+    its parent is not cached under its salt, if its bucket is full, or if by chance an
+    earlier row has the same hash; then nobody finds its page, and that is all.
+
+    Args:
+      cache: the cached pages.
+      pool: the pool that holds the pages.
+      page_ids: the page that each row has filled, used by the row and not cached yet,
+        or `NO_PAGE`.
+      parent: page of the tokens before, used by the row too; `NO_PAGE` at the start of
+        a sequence.
+      tokens: tokens of the page, all accepted.
+      salt: of each row's sequence.
+
+    Returns:
+      The new cache and pool, each page that entered with one use more; and for each
+      row the cached page with its content, which counts as used now: its own, if that
+      entered; another, which the caller should put in the place of its own; or
+      `NO_PAGE`, where none is cached.
+    """
+    hashed = _hash(cache, parent, tokens, salt)
+    asked = (page_ids != NO_PAGE) & _reachable(cache, parent, salt)
+    missing = asked & (_find(cache, hashed, parent, tokens, salt) == NO_PAGE)
+
+    row = jnp.arange(page_ids.size, dtype=jnp.int32)
+    earlier = row[None, :] < row[:, None]
+    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
+    new = missing & ~jnp.any(earlier & alike & missing[None, :], axis=1)
+    # The k-th new row of a bucket takes its k-th empty way.
+    bucket = bucket_of(cache, hashed)
+    rivals = earlier & new[None, :] & (bucket[:, None] == bucket[None, :])
+    rank = jnp.sum(rivals, axis=1, dtype=jnp.int32)
+    empty = page_pool.take(cache.buckets, bucket, fill=0) == NO_PAGE
+    place = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
+    way = way_of(empty & (place == rank[:, None]) & new[:, None])
+
+    entered = jnp.where(way >= 0, page_ids, NO_PAGE)
+    depth = page_pool.take(cache.depth, parent, fill=NO_PAGE) + 1
+    cache = cache._replace(
+        buckets=page_pool.put(cache.buckets, (bucket, way), entered, "set"),
+        pinned=page_pool.put(cache.pinned, entered, True, "set"),
+        hash=page_pool.put(cache.hash, entered, hashed, "set"),
+        parent=page_pool.put(cache.parent, entered, parent, "set"),
+        tokens=page_pool.put(cache.tokens, entered, tokens, "set"),
+        salt=page_pool.put(cache.salt, entered, salt, "set"),
+        depth=page_pool.put(cache.depth, entered, depth, "set"),
+    )
+    found = _find(cache, hashed, parent, tokens, salt)
+    cached = jnp.where(asked, found, NO_PAGE)
+    return touch(cache, cached), page_pool.share(pool, entered), cached
+
+
+def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
+    """Counts what breaks the invariant of the cache (I7): 0 on a sound one.
+
+    The parent of a cached page is cached, under the same salt and one level up; its
+    hash is that of its content; a lookup of the content finds it, so no two pages have
+    the same; the buckets hold nothing but cached pages, each once; and the pool counts
+    the pin. Looks up every page: for tests and debug mode. That all uses are counted is
+    for `auditing.violations` to say, with `pinned` as its pins.
+
+    Args:
+      cache: the cached pages.
+      pool: the pool that holds the pages.
+
+    Returns:
+      Cached pages of which one of these is not so, plus entries in excess.
+    """
+    pinned, parent, salt = cache.pinned, cache.parent, cache.salt
+    page = jnp.arange(pinned.size, dtype=jnp.int32)
+    content = (parent, cache.tokens, salt)
+    hashed = _hash(cache, *content)
+    found = _find(cache, hashed, *content)
+    wrong = (
+        ~_reachable(cache, parent, salt)
+        | (cache.depth != page_pool.take(cache.depth, parent, fill=NO_PAGE) + 1)
+        | jnp.any(cache.hash != hashed, axis=1)
+        | (found != page)
+        | (pool.ref < 1)
+    )
+    num_entries = jnp.sum(cache.buckets != NO_PAGE, dtype=jnp.int32)
+    num_pinned = jnp.sum(pinned, dtype=jnp.int32)
+    return jnp.sum(pinned & wrong, dtype=jnp.int32) + jnp.abs(num_entries - num_pinned)
+
+
+def bucket_of(cache: Prefixes, hashed: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
+    """Says in which bucket a page stands. The number of buckets is a power of two."""
+    return (hashed[:, 0] % len(cache.buckets)).astype(jnp.int32)
+
+
+def way_of(chosen: Bool[Array, "n ways"]) -> Int32[Array, " n"]:
+    """Says which way of its bucket each row has chosen, -1 for none."""
+    way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
+    return jnp.where(jnp.any(chosen, axis=1), way, -1)
+
+
+def _hash(cache: Prefixes, parent: Array, tokens: Array, salt: Array) -> Array:
+    """Hashes pages of tokens after their parents."""
+    before = page_pool.take(cache.hash, parent, fill=0)
+    first = (parent == NO_PAGE)[:, None]
+    return hashing.extend(jnp.where(first, hashing.start(salt), before), tokens)
+
+
+def _reachable(cache: Prefixes, parent: Array, salt: Array) -> Array:
+    """Says whether a page may enter: after none, or after one cached under its salt."""
+    known = page_pool.take(cache.pinned, parent, fill=False)
+    known &= page_pool.take(cache.salt, parent, fill=0) == salt
+    return known | (parent == NO_PAGE)
+
+
+def _find(
+    cache: Prefixes, hashed: Array, parent: Array, tokens: Array, salt: Array
+) -> Array:
+    """Finds the page with this content in the bucket that the hash names."""
+    ids = page_pool.take(cache.buckets, bucket_of(cache, hashed), fill=NO_PAGE)
+    same = jnp.all(
+        page_pool.take(cache.tokens, ids, fill=0) == tokens[:, None, :], axis=2
+    )
+    same &= page_pool.take(cache.parent, ids, fill=NO_PAGE) == parent[:, None]
+    same &= page_pool.take(cache.salt, ids, fill=0) == salt[:, None]
+    return jnp.max(jnp.where(same, ids, NO_PAGE), axis=1)

@@ -1,0 +1,6 @@
+"""Hugging Face folders: their configurations, tensors and weights."""
+
+__all__ = [
+    "configs",
+    "weights",
+]

@@ -1,0 +1,118 @@
+"""Keys of a Hugging Face `config.json` that change no logit, with the reason.
+
+A key that is neither here nor read is refused: it may ask for arithmetic that is not
+done. Nulls and empty values ask for nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.models.huggingface.families import Family
+from jaxkv.models.huggingface.values import shown
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "they say who wrote the file, and of what": (
+        *("_name_or_path", "name_or_path", "_commit_hash", "_from_model_config"),
+        *("transformers_version", "transformers.js_config", "tokenizer_class"),
+        *("unsloth_fixed", "unsloth_version", "is_llama_config"),
+    ),
+    "weights are read in the type that the caller asks for": (
+        *("dtype", "torch_dtype", "use_bfloat16"),
+    ),
+    "they choose among programs for the same arithmetic": (
+        *("attn_implementation", "_attn_implementation", "experts_implementation"),
+        *("_attn_implementation_autoset", "_flash_attn_2_enabled", "torchscript"),
+        *("chunk_size_feed_forward", "pretraining_tp", "use_cache"),
+    ),
+    "they say what else a call returns": (
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("return_dict", "return_dict_in_generate", "output_scores"),
+        *("use_return_dict", "tie_last_hidden_states"),
+    ),
+    "they are of training: first weights, dropout, what is added to the loss": (
+        *("initializer_range", "initializer_factor", "init_std"),
+        *("attention_dropout", "activation_dropout", "hidden_dropout", "dropout"),
+        *("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+        *("attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop"),
+        *("gradient_checkpointing", "neftune_noise_alpha"),
+        *("router_jitter_noise", "router_aux_loss_coef"),
+    ),
+    "they name tokens; `checkpoints` reads those that end a text": (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+        *("decoder_start_token_id", "prefix"),
+    ),
+    "they say how to draw, which is up to each request": (
+        *("do_sample", "temperature", "top_k", "top_p", "typical_p"),
+        *("epsilon_cutoff", "eta_cutoff", "max_length", "min_length"),
+        *("max_new_tokens", "num_beams", "num_beam_groups", "diversity_penalty"),
+        *("early_stopping", "length_penalty", "num_return_sequences"),
+        *("repetition_penalty", "encoder_repetition_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+        *("forced_bos_token_id", "forced_eos_token_id"),
+        *("exponential_decay_length_penalty", "remove_invalid_values"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "assistant_lookbehind"),
+        *("target_lookbehind", "task_specific_params"),
+    ),
+    "they are of classifiers, and of models with an encoder": (
+        *("id2label", "label2id", "num_labels", "_num_labels", "problem_type"),
+        "finetuning_task",
+        *("is_decoder", "tie_encoder_decoder", "tf_legacy_loss"),
+    ),
+}
+"""The reason -> the keys, of every family."""
+
+ONLY: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "rope_interleaved": False,
+    "use_mrope": False,
+}
+"""Keys of every family that change nothing with this value, and much with another."""
+
+_REASONS = {
+    "quantization_config": "only f32, bf16 and f16 weights",
+    "compression_config": "only f32, bf16 and f16 weights",
+    "auto_map": "code that comes with a model is never run",
+}
+"""Why some keys are refused that many files have."""
+
+_EVERYWHERE = {"architectures", "model_type", *ONLY}
+_EVERYWHERE.update(key for keys in KEYS.values() for key in keys)
+
+
+def refuse_unknown(
+    family: Family, given: Mapping[str, Any], read: frozenset[str]
+) -> None:
+    """Refuses keys that may change what the model computes.
+
+    Args:
+      family: whose file it is.
+      given: the file, without nulls.
+      read: keys that are read, beside those of the family's tables.
+
+    Raises:
+      ValueError: names the first few such keys.
+    """
+    known = _EVERYWHERE | read | {*family.keys, *family.expert_keys, *family.only}
+    known.update(family.harmless)
+    unknown = [
+        key for key, value in given.items() if key not in known and not _is_empty(value)
+    ]
+    for key in unknown:
+        if key in _REASONS:
+            raise ValueError(f"{key} is not supported: {_REASONS[key]}")
+    if unknown:
+        few = ", ".join(
+            f"{shown(key)[1:-1]}={shown(given[key])}" for key in unknown[:3]
+        )
+        more = ", ..." if len(unknown) > 3 else ""
+        raise ValueError(
+            f"{few}{more} may change what {family.architecture} computes, and is not "
+            "read here; remove what does not"
+        )
+
+
+def _is_empty(value: Any) -> bool:
+    return value in ("", [], {})

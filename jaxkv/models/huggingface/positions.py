@@ -1,0 +1,217 @@
+"""The part of a Hugging Face `config.json` that tells of positions, in and out.
+
+How keys and queries turn with their position, and how far back a query sees.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.models.config import ModelConfig, RopeScaling
+from jaxkv.models.huggingface.families import Family
+from jaxkv.models.huggingface.values import flag, number, shown, size
+
+ORIGINAL = "original_max_position_embeddings"
+KEYS = frozenset(
+    (
+        *("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor"),
+        *(ORIGINAL, "layer_types", "sliding_window", "use_sliding_window"),
+    )
+)
+"""Keys that are read of families with rotary positions."""
+WINDOW_KEYS = frozenset(("sliding_window", "max_window_layers"))
+"""Keys that mean nothing where there is no window."""
+
+# Keys of `rope_scaling` and `rope_parameters`, by the kind.
+_OF_ALL_ROPE = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+_ROPE = {
+    "default": _OF_ALL_ROPE,
+    "linear": _OF_ALL_ROPE | {"factor"},
+    "llama3": _OF_ALL_ROPE
+    | {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
+}
+
+
+def read(
+    family: Family, raw: Mapping[str, Any], num_layers: int
+) -> Mapping[str, RopeScaling | float | int | None]:
+    """Reads rotary positions and the sliding window of a parsed `config.json`.
+
+    Returns:
+      Fields of `ModelConfig`.
+
+    Raises:
+      ValueError: names the key, its value and what is supported instead.
+    """
+    given = {key: value for key, value in raw.items() if value is not None}
+    return {
+        **_read_rope(given, family.rope_theta),
+        "window": _read_window(family, raw, num_layers),
+    }
+
+
+def write(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys that `read` reads, rotary ones in the older of their two forms.
+
+    Both versions of transformers read that one. Reading them back shows what has no
+    place.
+    """
+    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
+    raw["rope_scaling"] = config.rope_scaling and _write_scaling(config.rope_scaling)
+    if family.windows == "always":
+        raw["sliding_window"] = config.window
+    elif family.windows == "flagged" and config.window is not None:
+        raw |= {"use_sliding_window": True, "sliding_window": config.window}
+        raw["max_window_layers"] = 0
+    return raw
+
+
+def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    raw = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return raw
+    return raw | {
+        "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor,
+        ORIGINAL: scaling.original_max_positions,
+    }
+
+
+def _read_rope(given: Mapping[str, Any], base: float) -> dict[str, Any]:
+    """Rotary positions: `rope_scaling` (old) or `rope_parameters` (transformers 5)."""
+    rope = _rope_object(given)
+    kind = _agreed({"rope_type": rope.get("rope_type"), "type": rope.get("type")})
+    kind = "default" if kind is None else kind
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        kind = "one for each layer type"
+    if not isinstance(kind, str) or kind not in _ROPE:
+        supported = ", ".join(_ROPE)
+        raise ValueError(f"rope_type={shown(kind)} is not supported, only {supported}")
+    given_original = {ORIGINAL: given[ORIGINAL]} if ORIGINAL in given else {}
+    for key, value in (rope | given_original).items():
+        if key not in _ROPE[kind]:
+            raise ValueError(
+                f"{key}={shown(value)} means nothing with rope_type={kind!r}"
+            )
+    part = _from_either("partial_rotary_factor", rope, given)
+    if part not in (None, 1):
+        raise ValueError(
+            f"partial_rotary_factor={shown(part)} is not supported, only 1.0"
+        )
+    theta = _from_either("rope_theta", rope, given)
+    theta = number("rope_theta", base if theta is None else theta)
+    return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, given)}
+
+
+def _rope_object(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What says how positions are stretched, without nulls."""
+    found = {
+        key: given[key] for key in ("rope_scaling", "rope_parameters") if given.get(key)
+    }
+    rope = _agreed(found)
+    if rope is not None and not isinstance(rope, Mapping):
+        raise ValueError(f"{next(iter(found))}={shown(rope)} must be an object")
+    return {key: value for key, value in (rope or {}).items() if value is not None}
+
+
+def _scaling(
+    kind: str, rope: Mapping[str, Any], given: Mapping[str, Any]
+) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    factor = number("factor", rope.get("factor"))
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    original = _from_either(ORIGINAL, rope, given)
+    if original is None:
+        original = given.get("max_position_embeddings")
+    low, high = (
+        number(key, rope.get(key)) for key in ("low_freq_factor", "high_freq_factor")
+    )
+    if low >= high:
+        raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}")
+    return RopeScaling(
+        factor=factor,
+        low_frequency_factor=low,
+        high_frequency_factor=high,
+        original_max_positions=size(ORIGINAL, original),
+    )
+
+
+def _from_either(key: str, rope: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """A value that stands in the rotary object, beside it, or in both alike."""
+    return _agreed({f"{key} of the rotary object": rope.get(key), key: given.get(key)})
+
+
+def _agreed(values: Mapping[str, Any]) -> Any:
+    """The one value under several names, None if there is none.
+
+    Raises:
+      ValueError: two that contradict each other.
+    """
+    said = {name: value for name, value in values.items() if value is not None}
+    if len(said) == 2:
+        (a, first), (b, second) = said.items()
+        if first != second:
+            raise ValueError(f"{a}={shown(first)} contradicts {b}={shown(second)}")
+    return next(iter(said.values()), None)
+
+
+def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int | None:
+    """The sliding window, if all layers have it; some but not all are refused."""
+    window = raw.get("sliding_window", family.default_window)  # a null is no window
+    wanted = raw.get("use_sliding_window")
+    wanted = None if wanted is None else flag("use_sliding_window", wanted)
+    if family.windows in ("never", "off"):
+        if wanted:
+            raise ValueError("use_sliding_window=True is not supported, only False")
+        if window is not None and wanted is None and family.windows == "never":
+            raise ValueError(
+                f"sliding_window={shown(window)} is not supported, only null"
+            )
+        window = None
+    elif family.windows == "flagged":
+        window = window if wanted else None
+    elif wanted is not None and wanted != (window is not None):
+        raise ValueError(
+            f"use_sliding_window={wanted} contradicts sliding_window={shown(window)}"
+        )
+    num_sliding = _num_sliding(family, raw, num_layers, window is not None)
+    if window is None or num_sliding == 0:
+        return None
+    if num_sliding != num_layers:
+        raise ValueError(
+            f"a sliding window in {num_sliding} of {num_layers} layers is not "
+            "supported, only in all of them or in none"
+        )
+    return size("sliding_window", window)
+
+
+def _num_sliding(
+    family: Family, raw: Mapping[str, Any], num_layers: int, has_window: bool
+) -> int:
+    """Counts the layers that slide, if there is a window."""
+    first = raw.get("max_window_layers", 28) if family.windows == "flagged" else 0
+    if has_window and (type(first) is not int or first < 0):
+        raise ValueError(f"max_window_layers={shown(first)} must be a whole number")
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return max(num_layers - first, 0) if has_window else 0
+    names = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
+        raise ValueError(
+            f"layer_types={shown(kinds)} must be a list of {' and '.join(names)}"
+        )
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers of {num_layers}")
+    num_sliding = kinds.count("sliding_attention")
+    if not has_window and num_sliding:
+        raise ValueError(
+            f"layer_types names {num_sliding} layers of sliding_attention, but there "
+            "is no sliding window"
+        )
+    if has_window and family.windows == "always" and num_sliding != num_layers:
+        raise ValueError(
+            f"layer_types names {num_sliding} layers of sliding_attention, but "
+            f"{family.architecture} has a sliding window in all {num_layers}"
+        )
+    return num_sliding

@@ -1,0 +1,165 @@
+"""Where each parameter of ours lies among the tensors of a Hugging Face folder.
+
+Ours are fused (query, key and value by KV head; gate and up; experts), theirs are
+mostly not.
+`leaves` says for every parameter which tensors make it up, `join` and `split` do it.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.huggingface.families import FAMILIES
+
+# Buffers that older versions of transformers saved: constants, not weights.
+_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+
+# Our modules that hold a matrix of every expert.
+EXPERT_MODULES = (".mixture.up", ".mixture.down")
+
+
+class Leaf(NamedTuple):
+    """One parameter and the tensors that make it up."""
+
+    path: tuple[str | int, ...]
+    """Keys from the root of the parameter tree."""
+    shape: tuple[int, ...]
+    """Shape of the parameter."""
+    names: tuple[str, ...]
+    """Names of the tensors, in the order in which they are joined."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes, as stored."""
+    is_transposed: bool
+    """Whether they are stored `[in, out]`."""
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is `[experts, in, out]`, made of every expert's `[out, in]`."""
+        return _module(self.path) in EXPERT_MODULES
+
+
+def leaves(config: ModelConfig) -> list[Leaf]:
+    """Lists every parameter of a model, with the tensors of its family's folders."""
+    family = FAMILIES[config.family]
+    result = []
+    for keys, spec in jax.tree_util.tree_leaves_with_path(
+        transformer.param_shapes(config)
+    ):
+        path = tuple(key.key for key in keys)
+        prefix, module, kind = "", _module(path), path[-1]
+        if in_layer := module.startswith("."):
+            prefix = family.layer.format(path[1])
+        if module not in family.modules:
+            raise ValueError(f"family={config.family!r} has no place for {module}")
+        suffix = "bias" if kind == "bias" else "weight"
+        names = tuple(f"{prefix}{name}.{suffix}" for name in family.modules[module])
+        shapes = _part_shapes(module, spec.shape, len(names))
+        if module in EXPERT_MODULES:
+            every = range(spec.shape[0])
+            names = tuple(name.format(x) for x in every for name in names)
+            shapes = shapes * spec.shape[0]
+        is_transposed = family.is_conv1d and in_layer
+        if is_transposed:
+            shapes = [shape[::-1] for shape in shapes]
+        result.append(Leaf(path, spec.shape, names, tuple(shapes), is_transposed))
+    return result
+
+
+def _module(path: tuple[str | int, ...]) -> str:
+    """What tables call the module of a parameter: a layer's starts with a dot."""
+    if path[0] == "layers":  # then the layer's number
+        path = ("", *path[2:])
+    return ".".join(map(str, path[:-1]))
+
+
+def _part_shapes(
+    module: str, shape: tuple[int, ...], num_parts: int
+) -> list[tuple[int, ...]]:
+    """The shapes `[out, ...]` of the tensors that make up one parameter of ours."""
+    if module in EXPERT_MODULES:
+        _, width, columns = shape
+        return [(columns // num_parts, width)] * num_parts
+    if module == ".qkv":
+        kv_heads, group_and_kv, head_dim, *rest = shape
+        row_counts = [kv_heads * (group_and_kv - 2) * head_dim] + 2 * [
+            kv_heads * head_dim
+        ]
+    elif module in (".up", ".mixture.shared_up"):
+        gate_and_up, mlp_size, *rest = shape
+        row_counts = gate_and_up * [mlp_size]
+    else:
+        return [shape]
+    if num_parts == 1:
+        row_counts = [sum(row_counts)]
+    return [(count, *rest) for count in row_counts]
+
+
+def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Makes one parameter from its tensors, whose shapes must be `leaf.shapes`."""
+    if leaf.is_of_experts:
+        num_experts, width, columns = leaf.shape
+        each = np.stack(parts).reshape(num_experts, columns, width)
+        return np.ascontiguousarray(each.swapaxes(1, 2))
+    rows = np.concatenate([part.T if leaf.is_transposed else part for part in parts])
+    if leaf.path[-2] != "qkv":
+        return rows.reshape(leaf.shape)
+    kv_heads, _, head_dim, *rest = leaf.shape
+    num_k = kv_heads * head_dim
+    q, k, v = np.split(rows, [len(rows) - 2 * num_k, len(rows) - num_k])
+    heads = [part.reshape(kv_heads, -1, head_dim, *rest) for part in (q, k, v)]
+    return np.concatenate(heads, axis=1)
+
+
+def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
+    """Makes the tensors of one parameter: the inverse of `join`."""
+    if leaf.is_of_experts:
+        width = leaf.shape[1]
+        rows = array.swapaxes(1, 2).reshape(len(leaf.names), -1, width)
+        return list(rows)
+    rows = array
+    if leaf.path[-2] == "qkv":
+        rest = leaf.shape[3:]
+        q, k, v = np.split(array, [leaf.shape[1] - 2, leaf.shape[1] - 1], axis=1)
+        rows = np.concatenate([part.reshape(-1, *rest) for part in (q, k, v)])
+    plain = [shape[::-1] if leaf.is_transposed else shape for shape in leaf.shapes]
+    ends = np.cumsum([shape[0] for shape in plain])
+    parts = np.split(rows.reshape(-1, *plain[0][1:]), ends[:-1])
+    return [part.T if leaf.is_transposed else part for part in parts]
+
+
+def canonical(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
+    """Maps the names that a full model has to the names found.
+
+    A folder saved from the bare transformer leaves the first part of every name out,
+    and one of a model whose head is tied may call the embeddings by the head's name.
+    Buffers that are no weights are dropped.
+
+    Args:
+      config: the model.
+      names: names of the tensors found.
+
+    Returns:
+      Full name -> name found.
+    """
+    family, names = FAMILIES[config.family], list(names)
+    embed, head = embed_and_head(config)
+    bare = not any(name.startswith(family.base) for name in names)
+    found = {
+        family.base + name if bare and name != head else name: name
+        for name in names
+        if not _BUFFERS.search(name)
+    }
+    if config.tie_embeddings and head in found and embed not in found:
+        found[embed] = found.pop(head)
+    return found
+
+
+def embed_and_head(config: ModelConfig) -> tuple[str, str]:
+    """Names of the two tensors that are one where the head is tied."""
+    modules = FAMILIES[config.family].modules
+    return f"{modules['embed'][0]}.weight", f"{modules['head'][0]}.weight"

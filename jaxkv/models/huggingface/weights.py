@@ -1,0 +1,289 @@
+"""The safetensors of a Hugging Face folder: parameters in and out.
+
+Every tensor's name, type and shape is checked before any is used. Nothing is unpickled.
+"""
+
+import json
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jax.typing import DTypeLike
+
+from jaxkv import validation
+from jaxkv.files import blaming, read_json
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.huggingface import tensors as huggingface_tensors
+from jaxkv.models.huggingface.tensors import (
+    Leaf,
+    canonical,
+    embed_and_head,
+    join,
+    split,
+)
+from jaxkv.models.transformer import Params
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Safetensors' names of the element types that are weights as they are.
+STORED_TYPES = ("F32", "BF16", "F16", "F64")
+
+
+def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
+    """Reads all parameters, after every tensor's name, type and shape were checked.
+
+    Args:
+      folder: with `model.safetensors`, or with an index and the files it names.
+      config: the model whose tensors should be there.
+      dtype: type of the result, as `checked_dtype` returns it.
+
+    Raises:
+      ValueError: names the file or folder and the tensor: missing, unexpected, of
+        another shape, not floating, not finite, or with values too large for `dtype`.
+    """
+    tensors = _open_tensors(folder)
+    _refuse_counts(folder, config, len(tensors))
+    leaves = huggingface_tensors.leaves(config)
+    found = canonical(config, tensors)
+    expected = {
+        name: shape
+        for leaf in leaves
+        for name, shape in zip(leaf.names, leaf.shapes, strict=True)
+    }
+    embed, head = embed_and_head(config)
+    says_twice = config.tie_embeddings and head in found
+    if says_twice:
+        expected[head] = expected[embed]
+    _check_names(folder, expected.keys(), found.keys())
+    for name, shape in expected.items():
+        path, file = tensors[found[name]]
+        _check_tensor(path, found[name], file.get_slice(found[name]), shape)
+
+    def read(name: str) -> np.ndarray:
+        path, file = tensors[found[name]]
+        with blaming(path, safetensors.SafetensorError):
+            array = _cast(file.get_tensor(found[name]), dtype, found[name])
+            if not _is_finite(array):
+                raise ValueError(f"{found[name]} holds NaN or infinite values")
+            return array
+
+    if says_twice and not _same_bits(read(embed), read(head)):
+        raise ValueError(
+            f"{folder}: {found[head]} differs from {found[embed]}, but config.json has "
+            "tie_word_embeddings=true; with false the first is used"
+        )
+    arrays = [
+        jnp.asarray(join(leaf, [read(name) for name in leaf.names])) for leaf in leaves
+    ]
+    return jax.tree.unflatten(
+        jax.tree.structure(transformer.param_shapes(config)), arrays
+    )
+
+
+def _refuse_counts(folder: Path, config: ModelConfig, num_tensors: int) -> None:
+    """Refuses what would make a tree of millions of parameters, before it is made."""
+    num_experts = config.experts.num_experts if config.experts else 0
+    for what, num in (("layers", config.num_layers), ("experts", num_experts)):
+        if num > num_tensors:
+            raise ValueError(
+                f"{folder}: {num} {what} in config.json, but only {num_tensors} tensors"
+            )
+
+
+def _check_names(folder: Path, expected: Set[str], found: Set[str]) -> None:
+    """Checks that the tensors that should be there are, and no other."""
+    for problem, names in (
+        ("missing", expected - found),
+        ("unexpected", found - expected),
+    ):
+        if names:
+            first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            raise ValueError(f"{folder}: {len(names)} tensors {problem}: {first}")
+
+
+def _check_tensor(path: Path, name: str, view: Any, shape: tuple[int, ...]) -> None:
+    """Checks the shape and the type of a tensor that was not read yet."""
+    if tuple(view.get_shape()) != shape:
+        raise ValueError(
+            f"{path}: {name} has shape {tuple(view.get_shape())}, "
+            f"config.json asks for {shape}"
+        )
+    if view.get_dtype() not in STORED_TYPES:
+        raise ValueError(
+            f"{path}: {name} is of type {view.get_dtype()}, "
+            f"supported are {', '.join(STORED_TYPES)}"
+        )
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one type and shape are equal, a NaN to itself."""
+    a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (a, b))
+    return np.array_equal(a, b)
+
+
+def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
+    """Opens the folder's safetensors: name of each tensor -> its path and open file."""
+    tensors: dict[str, tuple[Path, Any]] = {}
+    for path in _weight_files(folder):
+        with blaming(path, safetensors.SafetensorError):
+            file = safetensors.safe_open(path, framework="np")
+            names = list(file.keys())
+        for name in names:
+            if name in tensors:
+                raise ValueError(f"{path}: {name} is in {tensors[name][0].name} too")
+            tensors[name] = path, file
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model, each known to be there."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    index = folder / INDEX
+    if not index.exists():
+        others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        if others:
+            raise ValueError(
+                f"{others[0]}: pickled weights are never opened, convert them to "
+                "safetensors"
+            )
+        raise ValueError(f"{folder}: neither {WEIGHTS} nor {INDEX} is there")
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index}: weight_map must name a file for every tensor")
+    for name in places.values():
+        # A name, not a path: an index must not reach out of its folder.
+        plain = isinstance(name, str) and name == Path(name).name
+        if not plain or not name.endswith(".safetensors"):
+            raise ValueError(f"{index}: {name!r} is not the name of a safetensors file")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: missing, {INDEX} names it")
+    return [folder / name for name in sorted(set(places.values()))]
+
+
+def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.ndarray]:
+    """Returns the parameters as a list, in the order of `hf_tensors.leaves`.
+
+    Raises:
+      ValueError: if their tree or a shape is not that of the configuration.
+    """
+    expected = transformer.param_shapes(config)
+    if jax.tree.structure(params) != jax.tree.structure(expected):
+        raise ValueError("params is not the tree of this config's parameters")
+    for (path, spec), array in zip(
+        jax.tree_util.tree_leaves_with_path(expected),
+        jax.tree.leaves(params),
+        strict=True,
+    ):
+        if array.shape != spec.shape:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has shape {array.shape}, "
+                f"config asks for {spec.shape}"
+            )
+    return jax.tree.leaves(params)
+
+
+def save_params(
+    folder: Path,
+    config: ModelConfig,
+    arrays: Sequence[jax.Array | np.ndarray],
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> dict[str, str]:
+    """Writes the safetensors.
+
+    Args:
+      folder: where to, empty.
+      config: the model's shape.
+      arrays: its parameters, as `checked_params` returns them.
+      dtype: type to store.
+      max_shard_bytes: bytes of tensors in one file, at least 1.
+
+    Returns:
+      The index's name and text, if there is more than one file.
+
+    Raises:
+      ValueError: if a value is too large for `dtype`.
+    """
+    shards: list[list[tuple[Leaf, jax.Array | np.ndarray]]] = []
+    room = 0
+    for leaf, array in zip(huggingface_tensors.leaves(config), arrays, strict=True):
+        num_bytes = array.size * dtype.itemsize
+        if num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append((leaf, array))
+        room -= num_bytes
+    places, total = {}, 0
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = WEIGHTS if len(shards) == 1 else name
+        tensors = {
+            part_name: np.ascontiguousarray(_cast(part, dtype, part_name))
+            for leaf, array in shard
+            for part_name, part in zip(
+                leaf.names, split(leaf, np.asarray(array)), strict=True
+            )
+        }
+        try:
+            safetensors.numpy.save_file(tensors, folder / name, {"format": "pt"})
+        except safetensors.SafetensorError as error:  # no room, for one
+            raise OSError(str(error)) from None
+        (folder / name).chmod(0o644)
+        places |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) == 1:
+        return {}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return {INDEX: json.dumps(index, indent=2) + "\n"}
+
+
+def checked_dtype(dtype: DTypeLike) -> np.dtype:
+    """Returns a floating type that JAX can hold.
+
+    Raises:
+      ValueError: if it is not floating, or float64 where JAX has that switched off.
+    """
+    try:
+        result = validation.floating("dtype", dtype)
+    except ValueError:
+        result = None
+    if result is None or jax.dtypes.canonicalize_dtype(result) != result:
+        raise ValueError(
+            f"dtype={validation.shown(dtype)} must be float32, bfloat16 or float16"
+        )
+    return result
+
+
+def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Changes the type; refuses numbers that only then become infinite."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    # Every number is looked at only where one of them is not finite.
+    if not _is_finite(result) and np.isinf(result).sum() > np.isinf(array).sum():
+        raise ValueError(f"{name} has values too large for {dtype.name}")
+    return result
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether a floating array holds no NaN and no infinity.
+
+    Looks at bits as integers, by which infinities and NaN are the largest of each sign:
+    several times faster than `np.isfinite`, above all for bfloat16, and without a copy.
+    """
+    if not array.size:
+        return True
+    size = array.dtype.itemsize
+    plus, minus = np.array([np.inf, -np.inf], array.dtype).view(f"u{size}").tolist()
+    bits = np.ascontiguousarray(array).reshape(-1)
+    return bool(
+        bits.view(f"i{size}").max() < plus and bits.view(f"u{size}").max() < minus
+    )

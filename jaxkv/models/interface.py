@@ -1,0 +1,135 @@
+"""What the engine asks of a model, and the one call that its layers need.
+
+A forward pass takes the packed rows of one step, writes their K and V to pages, and
+returns logits. Any function with this signature can be served: `Forward` is a protocol,
+and `attend` does the paged part of a layer.
+"""
+
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxkv.memory import kv_pages
+from pallas_kernels import quantizing
+from pallas_kernels.paged_attention import api, dispatch
+
+
+class ForwardResult(NamedTuple):
+    """What a forward pass returns."""
+
+    logits: Float[Array, "logit_rows vocab"]
+    """Next-token logits of `rows.logit_rows`, any numbers on unused ones. An infinity
+    or NaN ends the request with the reason "nan", so masks belong into a `logits_fn`.
+    """
+    pages: kv_pages.Pages
+    """The pages with K and V of every row written."""
+    hidden: Float[Array, "logit_rows hidden"] | None = None
+    """Last hidden states of the same rows, for drafting heads."""
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """A model as the engine sees it: hashable, and equal where it computes the same."""
+
+    def __call__(
+        self, params: Any, pages: kv_pages.Pages, rows: kv_pages.Rows
+    ) -> ForwardResult:
+        """Feeds the rows.
+
+        Args:
+          params: any pytree of arrays.
+          pages: K and V arrays; return them updated, never a copy of another shape.
+          rows: tokens, positions and slots; `rows.logit_rows` says whose logits to
+            return, -1 where a logit row is unused.
+
+        Returns:
+          The logits and the written pages.
+        """
+        ...
+
+
+def attend(
+    pages: kv_pages.Pages,
+    layer: int,
+    q: Float[Array, "rows q_heads head_dim"],
+    k: Float[Array, "rows kv_heads head_dim"],
+    v: Float[Array, "rows kv_heads head_dim"],
+    rows: kv_pages.Rows,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+    plan: dispatch.StepPlan | None = None,
+) -> tuple[Float[Array, "rows q_heads head_dim"], kv_pages.Pages]:
+    """Writes one layer's K and V of the rows, then attends over the pages.
+
+    Args:
+      pages: K and V arrays, carried.
+      layer: which layer of them, in [0, layers).
+      q: queries, positions already encoded in them.
+      k: keys, likewise.
+      v: values.
+      rows: the packed rows.
+      scale: factor on the scores; None means head_dim ** -0.5.
+      window: latest keys a row sees; None means all.
+      numerics: "reproducible" gives a row the same bits in any company.
+      plan: what `make_plan` returns for these rows, made once for all layers; None
+        makes one in each layer where one is needed.
+
+    Returns:
+      The attention output of every row, 0 on padding rows; and the pages.
+    """
+    pages = kv_pages.write(pages, layer, k, v, rows)
+    flat = kv_pages.flat(pages)
+    ids = kv_pages.flat_ids(
+        rows.page_ids, layer, num_layers=pages.num_layers, num_pages=pages.num_pages
+    )
+    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, flat)
+    state = api.paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        ids,
+        rows.position,
+        rows.slot,
+        scale=scale,
+        window=window,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        numerics=numerics,
+        plan=plan,
+    )
+    return state.out, pages
+
+
+def make_plan(
+    pages: kv_pages.Pages,
+    rows: kv_pages.Rows,
+    *,
+    num_q_heads: int,
+    dtype: DTypeLike,
+    window: int | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+) -> dispatch.StepPlan | None:
+    """Prepares attention over the rows, for all layers; None where there is no need.
+
+    Args:
+      pages: K and V arrays.
+      rows: the packed rows.
+      num_q_heads: query heads of a layer.
+      dtype: type of the queries.
+      window: as for `attend`.
+      numerics: likewise.
+    """
+    head_dim, num_rows = pages.k.shape[-1], rows.position.shape[0]
+    return api.make_plan(
+        jax.ShapeDtypeStruct((num_rows, num_q_heads, head_dim), dtype),
+        jax.ShapeDtypeStruct(pages.k.shape[1:], pages.k.dtype),
+        rows.page_ids,
+        rows.position,
+        rows.slot,
+        window=window,
+        numerics=numerics,
+    )

@@ -1,0 +1,10 @@
+"""From logits to tokens: penalties, truncation, keyed draws, beam search."""
+
+from jaxkv.sampling.sampler import Sampling as Sampling
+
+__all__ = [
+    "Sampling",
+    "beam_search",
+    "random_keys",
+    "sampler",
+]

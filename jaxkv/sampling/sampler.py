@@ -1,0 +1,319 @@
+"""Logits to tokens: penalties, cut-offs, Gumbel-max draws and log-probabilities.
+
+Every request brings its own parameters, as arrays, so one program serves any mix. A
+row's result depends on that row alone: its noise is a function of (request or seed,
+sample, position, purpose, token id); which of two exact ways settles its cut-offs is
+decided by the row itself; and every sum over the vocabulary is a sum of integers, which
+comes out the same in whatever order a batch makes XLA add. Nothing sorts the
+vocabulary, and work that no row asks for is skipped.
+
+The law of a row: penalties, then temperature, then top-k, then top-p over what top-k
+kept, then min-p, in the order of Hugging Face's warpers. Tokens rank by logit, equal
+ones by lower id: top-k keeps exactly k, and top-p the shortest run of ranks whose
+probability reaches its share.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from jaxkv.sampling import fixed_point, random_keys, top_k, truncation
+from jaxkv.sampling.params import Params as Params
+from jaxkv.sampling.params import Sampling as Sampling
+from jaxkv.sampling.params import greedy_params as greedy_params
+from jaxkv.sampling.params import params_of as params_of
+from jaxkv.sampling.random_keys import ACCEPT as ACCEPT
+from jaxkv.sampling.random_keys import DRAFT as DRAFT
+from jaxkv.sampling.random_keys import RESIDUAL as RESIDUAL
+from jaxkv.sampling.random_keys import SAMPLE as SAMPLE
+from jaxkv.sampling.random_keys import draw_key as draw_key
+from jaxkv.sampling.random_keys import gumbel as gumbel
+from jaxkv.sampling.random_keys import request_key as request_key
+from jaxkv.sampling.top_k import is_finite as is_finite
+
+MAX_CANDIDATES = 64
+"""Top tokens among which cut-offs are settled first, unless the caller says."""
+
+
+class Draw(NamedTuple):
+    """The tokens drawn for the rows."""
+
+    token: Int32[Array, " rows"]
+    """The token; 0 where the row is invalid."""
+    logprob: Float[Array, " rows"]
+    """Its log-probability under the raw logits; 0 where it was not asked for."""
+    invalid: Bool[Array, " rows"]
+    """Rows from which nothing can be drawn: NaN among the logits, all of them -inf, or
+    anything but numbers among the model's own."""
+
+
+def penalise(
+    logits: Float[Array, "rows vocab"],
+    tokens: Int32[Array, "rows max_length"],
+    prompt_length: Int32[Array, " rows"],
+    num_tokens: Int32[Array, " rows"],
+    params: Params,
+) -> Float[Array, "rows vocab"]:
+    """Applies repetition, frequency and presence penalties, in this order.
+
+    Repetition looks at prompt and answer, the others at the answer alone. A row whose
+    penalties are off comes out bit for bit, and a batch of such rows skips the work.
+
+    Args:
+      logits: next-token logits.
+      tokens: prompt and answer so far.
+      prompt_length: how many of them are the prompt.
+      num_tokens: how many of them there are; what stands beyond is ignored, as are ids
+        outside [0, vocab).
+      params: `repetition`, `frequency` and `presence` are read.
+
+    Returns:
+      The penalised logits.
+
+    Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1 (repetition, with the sign
+    rule of Hugging Face and vLLM); the OpenAI API (frequency, presence).
+    """
+    logits = top_k.wide(logits)
+    rows, vocab = logits.shape
+
+    def apply() -> Array:
+        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        answer = (place >= prompt_length[:, None]).astype(jnp.int32)
+        counts = jnp.zeros((rows, 2, vocab), jnp.int32)
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        token = jnp.where(place < num_tokens[:, None], tokens, vocab)
+        counts = counts.at[row, answer, token].add(
+            1, mode="drop", wrap_negative_indices=False
+        )
+        uses = counts[:, 1].astype(logits.dtype)
+        repetition, presence, frequency = (
+            each.astype(logits.dtype)[:, None]
+            for each in (params.repetition, params.presence, params.frequency)
+        )
+        divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        result = jnp.where(jnp.any(counts > 0, axis=1), divided, logits)
+        return result - frequency * uses - presence * (uses > 0).astype(logits.dtype)
+
+    on = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+    return lax.cond(jnp.any(on), apply, lambda: logits)
+
+
+def keep(
+    logits: Float[Array, "rows vocab"],
+    params: Params,
+    *,
+    max_candidates: int = MAX_CANDIDATES,
+) -> Bool[Array, "rows vocab"]:
+    """Marks the tokens that a draw may return.
+
+    Args:
+      logits: next-token logits, penalties already applied.
+      params: `temperature`, `top_k`, `top_p` and `min_p` are read.
+      max_candidates: best tokens among which cut-offs are settled first, at least 1,
+        static. It changes what a row costs, never what it keeps.
+
+    Returns:
+      The mask. A greedy row keeps one token, a row with a NaN none, and no row one at
+      -inf.
+
+    Raises:
+      ValueError: `max_candidates` is below 1.
+    """
+    logits = top_k.wide(logits)
+    vocab = logits.shape[1]
+    top, greedy = top_k.argmax(logits)
+    invalid = top_k.invalid(logits, top)
+    wanted = truncation.is_cut(params, vocab) & (params.temperature > 0) & ~invalid
+
+    def search() -> truncation.Cut:
+        values, ids = top_k.candidates(logits, max_candidates)
+        kept, settled = truncation.settle(logits, top, values, params, wanted)
+        last = jnp.minimum(kept, values.shape[1])[:, None] - 1
+        cut = truncation.Cut(
+            jnp.take_along_axis(values, last, axis=1)[:, 0],
+            jnp.take_along_axis(ids, last, axis=1)[:, 0],
+        )
+        return truncation.exact_cuts(logits, top, params, wanted & ~settled, cut)
+
+    everything = truncation.everything(logits)
+    cut = lax.cond(jnp.any(wanted), search, lambda: everything)
+    cut = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), cut, everything)
+    ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+    mask = top_k.upto(logits, ids, cut) & truncation.above_min_p(
+        truncation.scaled(logits, top, params), params
+    )
+    mask = jnp.where((params.temperature > 0)[:, None], mask, ids == greedy[:, None])
+    return mask & (logits > -jnp.inf) & ~invalid[:, None]
+
+
+def sample(
+    logits: Float[Array, "rows vocab"],
+    params: Params,
+    positions: Int32[Array, " rows"],
+    *,
+    raw: Float[Array, "rows vocab"] | None = None,
+    scored: Bool[Array, " rows"] | None = None,
+    max_candidates: int = MAX_CANDIDATES,
+) -> Draw:
+    """Draws one token for each row, by Gumbel-max over the tokens that are kept.
+
+    Rows at temperature 0 take the largest logit, the lowest id among equals. A batch of
+    such rows skips noise and cut-offs: it looks for the largest logit and for NaN. Give
+    unused rows temperature 0, and `scored` False, so that they cost no more.
+
+    Args:
+      logits: next-token logits, penalties and other changes already applied.
+      params: everything but the penalties is read.
+      positions: where the drawn tokens will stand in their sequences.
+      raw: the model's own logits, from which log-probabilities are taken, before
+        penalties, temperature and cut-offs; an infinity or NaN among them, with which
+        a model breaks down, makes the row invalid. None means `logits`, in which
+        somebody may have set some to -inf.
+      scored: rows that want a log-probability; None means all.
+      max_candidates: as in `keep`.
+
+    Returns:
+      Tokens, log-probabilities, and which rows had nothing to draw from.
+
+    Source: Maddison et al. 2014, arXiv:1411.0030 (Gumbel-max); Fan et al. 2018,
+    arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
+    al. 2025, arXiv:2407.01082 (min-p).
+    """
+    own = raw
+    raw = logits if raw is None else raw
+    logits = top_k.wide(logits)
+    vocab = logits.shape[1]
+    top, greedy = top_k.argmax(logits)
+    invalid = top_k.invalid(logits, top, own)
+    drawn = (params.temperature > 0) & ~invalid
+    cut = drawn & truncation.is_cut(params, vocab)
+
+    def draw() -> Array:
+        keys = random_keys.draw_key(
+            params.key, params.sample, positions, random_keys.SAMPLE
+        )
+        token, settled = lax.cond(
+            jnp.any(cut),
+            lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
+            lambda: (greedy, jnp.zeros_like(cut)),
+        )
+        rest = drawn & ~settled
+
+        def search() -> Array:
+            everything = truncation.everything(logits)
+            last = truncation.exact_cuts(logits, top, params, rest & cut, everything)
+            found = top_k.argmax(logits, _score(top, params, keys, last))[1]
+            return jnp.where(rest, found, token)
+
+        token = lax.cond(jnp.any(rest), search, lambda: token)
+        return jnp.where(drawn, token, greedy)
+
+    token = lax.cond(jnp.any(drawn), draw, lambda: greedy)
+    token = jnp.where(invalid, 0, token)
+    if scored is None:
+        return Draw(token, token_logprobs(raw, token), invalid)
+    nothing = jnp.zeros_like(top, top_k.wide(raw[:, 0]).dtype)
+    logprob = lax.cond(
+        jnp.any(scored), lambda: token_logprobs(raw, token), lambda: nothing
+    )
+    return Draw(token, jnp.where(scored, logprob, 0), invalid)
+
+
+def _score(
+    top: Array, params: Params, keys: Array, cut: truncation.Cut | None = None
+) -> top_k.Score:
+    """Perturbed log-probabilities, -inf for tokens that are not kept."""
+
+    def score(logits: Array, ids: Array) -> Array:
+        scaled = truncation.scaled(logits, top, params)
+        kept = truncation.above_min_p(scaled, params)
+        if cut is not None:
+            kept &= top_k.upto(logits, ids, cut)
+        noise = random_keys.gumbel(keys, ids, logits.dtype)
+        return jnp.where(kept, scaled + noise, -jnp.inf)
+
+    return score
+
+
+def _draw_settled(
+    logits: Float[Array, "rows vocab"],
+    top: Float[Array, " rows"],
+    params: Params,
+    keys: UInt32[Array, "rows 2"],
+    wanted: Bool[Array, " rows"],
+    max_candidates: int,
+) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
+    """Draws for the wanted rows whose top-k and top-p the best tokens settle.
+
+    Returns:
+      Tokens, and the rows that were settled; the others have still to be drawn.
+    """
+    values, ids = top_k.candidates(logits, max_candidates)
+    kept, settled = truncation.settle(logits, top, values, params, wanted)
+    scores = _score(top, params, keys)(values, ids)
+    place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
+    scores = jnp.where(place < kept[:, None], scores, -jnp.inf)
+    token = top_k.first(scores == jnp.max(scores, axis=1, keepdims=True), ids)
+    return token, wanted & settled
+
+
+def token_logprobs(
+    logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """Log-probabilities of given tokens.
+
+    Args:
+      logits: next-token logits.
+      tokens: a token for each row, in [0, vocab).
+
+    Returns:
+      Natural logarithms, NaN where a row holds NaN or nothing but -inf.
+    """
+    logits = top_k.wide(logits)
+    values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    return _logprobs(logits, values)[:, 0]
+
+
+def top_logprobs(
+    logits: Float[Array, "rows vocab"], max_logprobs: int
+) -> tuple[Int32[Array, "rows {max_logprobs}"], Float[Array, "rows {max_logprobs}"]]:
+    """The most likely tokens of each row and their log-probabilities, best first.
+
+    Args:
+      logits: next-token logits.
+      max_logprobs: how many, in [1, vocab], static.
+
+    Returns:
+      Token ids, lower ones first among equals; natural logarithms, NaN as in
+      `token_logprobs`.
+
+    Raises:
+      ValueError: `max_logprobs` is out of range.
+    """
+    if not 1 <= max_logprobs <= logits.shape[1]:
+        raise ValueError(f"{max_logprobs=} must be in [1, {logits.shape[1]}]")
+    logits = top_k.wide(logits)
+    values, ids = top_k.candidates(logits, max_logprobs)
+    return ids, _logprobs(logits, values)
+
+
+def _logprobs(
+    logits: Float[Array, "rows vocab"], values: Float[Array, "rows n"]
+) -> Float[Array, "rows n"]:
+    """Log-probabilities of tokens whose logits are `values`."""
+    top, bits = jnp.max(logits, axis=1), fixed_point.digit_bits(logits.shape[1])
+
+    def over(some: Array) -> Array:
+        # 0 also where both are +inf.
+        return jnp.where(some == top[:, None], 0, some - top[:, None])
+
+    first, *rest = fixed_point.total(
+        fixed_point.digits_of(jnp.exp(over(logits)), bits), bits
+    )
+    # Without the largest weight, a 1: log1p is exact where that is almost all there is.
+    others = fixed_point.number((first - (1 << bits), *rest), bits, logits.dtype)
+    result = over(values) - jnp.log1p(others)[:, None]
+    return jnp.where(top_k.invalid(logits, top)[:, None], jnp.nan, result)

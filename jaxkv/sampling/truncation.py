@@ -1,0 +1,212 @@
+"""Where top-k and top-p cut a row, exactly.
+
+There are two ways. A few of the best tokens settle most rows. The others are bisected,
+one row at a time, on integers that compare as the floats do. Which way a row goes is
+decided by the row itself.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt
+
+from jaxkv.sampling import fixed_point, top_k
+from jaxkv.sampling.params import Params
+
+
+class Cut(NamedTuple):
+    """The last token a row keeps; of equal logits the lower ids are kept first."""
+
+    value: Float[Array, " rows"]
+    token: Int32[Array, " rows"]
+
+
+def is_cut(params: Params, vocab: int) -> Bool[Array, " rows"]:
+    """Rows that top-k or top-p cuts; min-p needs no search."""
+    return ((params.top_k > 0) & (params.top_k < vocab)) | (params.top_p < 1)
+
+
+def scaled(
+    logits: Float[Array, "rows n"], top: Float[Array, " rows"], params: Params
+) -> Float[Array, "rows n"]:
+    """Log-probabilities but for a constant: 0 at the largest logit, also at +inf."""
+    # Temperature 0 is settled elsewhere; it only must not divide.
+    warm = jnp.where(params.temperature > 0, params.temperature, 1.0)
+    below = (logits - top[:, None]) / warm.astype(logits.dtype)[:, None]
+    return jnp.where(logits == top[:, None], jnp.zeros_like(below), below)
+
+
+def above_min_p(
+    scaled: Float[Array, "rows n"], params: Params
+) -> Bool[Array, "rows n"]:
+    """Tokens whose probability, relative to the largest, is at least min-p."""
+    share = params.min_p.astype(scaled.dtype)
+    # -log1p is the log. XLA's CPU log itself rounds differently in batches of 3, 5, 6
+    # and 7 rows than in others.
+    return scaled >= -jnp.log1p((1 - share) / share)[:, None]
+
+
+def settle(
+    logits: Float[Array, "rows vocab"],
+    top: Float[Array, " rows"],
+    values: Float[Array, "rows num"],
+    params: Params,
+    wanted: Bool[Array, " rows"],
+) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
+    """Tries to settle top-k and top-p by the best tokens alone.
+
+    Args:
+      logits: all of them, read only where a row needs its whole mass.
+      top: the best of them.
+      values: the best `num` of them, descending.
+      params: `top_k` and `top_p` are read.
+      wanted: rows whose answer matters.
+
+    Returns:
+      How many tokens are kept, and whether that is settled; if not, more are kept than
+      there are values, or top-k keeps more than that before top-p.
+    """
+    vocab, num, dtype = logits.shape[1], values.shape[1], logits.dtype
+    bits = fixed_point.digit_bits(vocab)
+    counted = (params.top_k > 0) & (params.top_k < vocab)
+    inside = (counted & (params.top_k <= num)) | (num == vocab)
+    limit = jnp.where(counted & inside, params.top_k, num)
+    nucleus = params.top_p < 1
+
+    weights = jnp.exp(scaled(values, top, params))
+    place = jnp.arange(num, dtype=jnp.int32)[None, :]
+    weights = jnp.where(place < limit[:, None], weights, 0)
+    running = jnp.cumsum(
+        jnp.stack(fixed_point.digits_of(weights, bits)), axis=2, dtype=jnp.int32
+    )
+    running = fixed_point.carried(tuple(running), bits)
+
+    within = tuple(digit[:, -1] for digit in running)
+    whole = lax.cond(
+        jnp.any(wanted & nucleus & ~counted & ~inside),
+        lambda: fixed_point.total(
+            fixed_point.digits_of(jnp.exp(scaled(logits, top, params)), bits), bits
+        ),
+        lambda: within,
+    )
+    total = tuple(jnp.where(inside, a, b) for a, b in zip(within, whole, strict=True))
+    target = fixed_point.share(params.top_p, total, bits, dtype)
+    short = ~fixed_point.reaches(running, tuple(digit[:, None] for digit in target))
+    reach = 1 + jnp.sum(short, axis=1, dtype=jnp.int32)
+    kept = jnp.where(nucleus, reach, limit)
+    return kept, (kept <= limit) & (inside | (nucleus & ~counted))
+
+
+def everything(logits: Float[Array, "rows vocab"]) -> Cut:
+    """The cut that keeps every token of every row."""
+    rows, vocab = logits.shape
+    none = jnp.full((rows,), -jnp.inf, logits.dtype)
+    return Cut(none, jnp.full((rows,), vocab, jnp.int32))
+
+
+def exact_cuts(
+    logits: Float[Array, "rows vocab"],
+    top: Float[Array, " rows"],
+    params: Params,
+    wanted: Bool[Array, " rows"],
+    others: Cut,
+) -> Cut:
+    """Settles top-k and top-p of the wanted rows by bisection, whatever they look like.
+
+    One row at a time: what it costs, and to the last bit what it gives, is then the
+    row's own affair. The rest keep what `others` says.
+    """
+
+    def step(state: tuple[Array, Cut]) -> tuple[Array, Cut]:
+        pending, cut = state
+        row = jnp.argmax(pending)
+        one = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, row, 1), (logits, top, params)
+        )
+        cut = jax.tree.map(
+            lambda rows, new: lax.dynamic_update_slice_in_dim(rows, new, row, axis=0),
+            cut,
+            _exact_cut(*one),
+        )
+        return pending.at[row].set(False), cut
+
+    return lax.while_loop(lambda state: jnp.any(state[0]), step, (wanted, others))[1]
+
+
+def _exact_cut(
+    logits: Float[Array, "1 vocab"], top: Float[Array, " 1"], params: Params
+) -> Cut:
+    """One row's cut. The row must be cut, and hold neither NaN nor -inf alone."""
+    vocab, dtype = logits.shape[1], logits.dtype
+    bits, order = fixed_point.digit_bits(vocab), top_k.order_of(logits)
+    ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+
+    def narrow(stage: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
+        # First top-k, every token weighing 1, then top-p.
+        weights = jnp.exp(scaled(logits, top, params))
+        weights = jnp.where(stage == 0, jnp.ones_like(weights), weights)
+        kept = top_k.upto(order, ids, last)
+        digits = fixed_point.digits_of(jnp.where(kept, weights, 0), bits)
+        share = fixed_point.share(
+            params.top_p, fixed_point.total(digits, bits), bits, dtype
+        )
+        count = fixed_point.digits_of(params.top_k.astype(dtype), bits)
+        target = tuple(
+            jnp.where(stage == 0, k, p) for k, p in zip(count, share, strict=True)
+        )
+        return _last(order, ids, top_k.order_of(top), digits, bits, target)
+
+    counted = (params.top_k > 0) & (params.top_k < vocab)
+    first_stage = jnp.where(counted, 0, 1)[0]
+    end_stage = jnp.where(params.top_p < 1, 2, 1)[0]
+    start = jnp.zeros_like(order[:, 0]), jnp.full((1,), vocab, jnp.int32)
+    key, token = lax.fori_loop(first_stage, end_stage, narrow, start)
+    return Cut(top_k.value_of(key, dtype), token)
+
+
+def _last(
+    order: UInt[Array, "1 vocab"],
+    ids: Int32[Array, "1 vocab"],
+    top: UInt[Array, " 1"],
+    digits: fixed_point.Mass,
+    bits: int,
+    target: fixed_point.Mass,
+) -> tuple[UInt[Array, " 1"], Int32[Array, " 1"]]:
+    """Finds the rank at which the mass of all ranks so far reaches the target.
+
+    First its value is found, then its id among the tokens that share the value. Each
+    step halves what is left, so there are at most as many passes over the row as a
+    float has bits, plus those of its ties.
+    """
+
+    def enough(kept: Array) -> Array:
+        kept_digits = tuple(jnp.where(kept, digit, 0) for digit in digits)
+        return fixed_point.reaches(fixed_point.total(kept_digits, bits), target)
+
+    def largest(passes: Callable[[Array], Array], low: Array, high: Array) -> Array:
+        def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            low, high = bounds
+            middle = low + (high - low) // 2
+            yes = passes(middle)
+            return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
+
+        def apart(bounds: tuple[Array, Array]) -> Array:
+            return jnp.any(bounds[1] - bounds[0] > 1)
+
+        return lax.while_loop(apart, halve, (low, high))[0]
+
+    value = largest(
+        lambda value: enough(order >= value[:, None]), jnp.zeros_like(top), top + 1
+    )
+    equal = order == value[:, None]
+    first_id = jnp.min(jnp.where(equal, ids, ids.size), axis=1)
+    last_id = jnp.max(jnp.where(equal, ids, 0), axis=1)
+    left_out = largest(
+        lambda left_out: enough(top_k.upto(order, ids, (value, last_id - left_out))),
+        jnp.zeros_like(last_id),
+        last_id - first_id + 1,
+    )
+    return value, last_id - left_out

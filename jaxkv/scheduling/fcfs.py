@@ -1,0 +1,209 @@
+"""First come, first served: the policy of continuous batching, and its variants."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import validation
+from jaxkv.memory import page_table
+from jaxkv.scheduling import interface, victims
+from jaxkv.scheduling.interface import NO_LIMIT, Counts, Plan
+
+
+class FCFS(NamedTuple):
+    """First come, first served: continuous batching with chunked prefill.
+
+    Sequences that decode feed one token each, then prompts share what is left of the
+    token budget in order. A request is admitted with all of its sequences, where there
+    are pages for all of its prompt. When pages run out, requests give way until the
+    others can grow, and nobody is admitted in that step. The first in line never gives
+    way, so there is always progress.
+
+    A rule whose parameter is None is left out of the program, which makes the policy
+    several times cheaper; policies that have the same rules can be stacked for `vmap`.
+
+    Source: Yu et al. 2022 (Orca); Kwon et al. 2023, arXiv:2309.06180, section 4.5;
+    Agrawal et al. 2024, arXiv:2403.02310, algorithm 3 (the budget).
+    """
+
+    chunk_size: Int32[Array, ""]
+    """Rows that one prompt may feed in a step, at least 1."""
+    watermark: Int32[Array, ""]
+    """Pages kept free at admission while anything runs, at least 0."""
+    victim: Int32[Array, ""] | None
+    """Who gives way: index into `victims.NAMES`; None is the latest."""
+    swap: Bool[Array, ""] | None
+    """Whether pages of those are kept outside the pool, where there is room."""
+    hold: Bool[Array, ""] | None
+    """Whether new requests wait until all that gave way have completed."""
+    cached_first: Bool[Array, ""] | None
+    """Whether those with the most tokens in the prefix cache are admitted first."""
+
+    holds_finished = False
+
+    def plan(self, counts: Counts) -> Plan:
+        """Grows the running, lets some give way, admits the next."""
+        if self.cached_first is None:
+            return self._plan(counts)
+        order = _order(counts, self.cached_first)
+        plan = self._plan(_by_order(counts, order))
+        back = (
+            jnp.zeros_like(order)
+            .at[order]
+            .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+        )
+        return plan._replace(
+            admit=plan.admit[back],
+            head_places=plan.head_places[back],
+            head_rows=plan.head_rows[back],
+        )
+
+    def _plan(self, c: Counts) -> Plan:
+        """Decides, the waiting requests being in the order in which they may enter."""
+        need = page_table.pages_for(c.num_tokens, page_size=c.page_size)
+        wanted = c.owned_pages + jnp.maximum(need - c.num_pages, 0) + c.copies
+        wanted = jnp.where(c.running, wanted, 0)
+        owned = jnp.where(c.running, c.owned_pages, 0)
+        total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
+        needed = jnp.cumsum(wanted, dtype=jnp.int32)
+        if self.victim is not None:
+            needed = self._needed(c, self.victim, wanted, total)
+        runs = c.running & (needed <= total)
+        runs &= ~interface.any_of_group(c, c.running & ~runs)
+        preempt = c.running & ~runs
+        # What a waiting request may take: the first of an idle engine takes anything.
+        free = total - jnp.sum(jnp.where(runs, wanted, 0), dtype=jnp.int32)
+        first = jnp.cumsum(c.waiting, dtype=jnp.int32) == 1
+        limit = jnp.where(~jnp.any(runs) & first, free, free - self.watermark)
+        num_free_slots = runs.shape[0] - jnp.sum(runs | c.held, dtype=jnp.int32)
+        admit = c.waiting & ~jnp.any(preempt)
+        if self.hold is not None:
+            away = jnp.any(c.running & c.preempted) | jnp.any(c.waiting_preempted)
+            admit &= c.waiting_preempted | ~(self.hold & away)
+        admit &= jnp.cumsum(c.waiting_pages, dtype=jnp.int32) <= limit
+        admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free_slots
+        num_rows, head_rows = interface.share_budget(
+            c, runs, _leading(admit), self.chunk_size
+        )
+        # Whoever gets no row waits, and so does everybody behind.
+        admit = _leading(admit & ((head_rows > 0) | c.waiting_swapped))
+        swap = jnp.zeros_like(preempt)
+        if self.swap is not None:
+            swap = _swapped(c, preempt & self.swap)
+        return Plan(
+            preempt=preempt,
+            swap=swap,
+            places=jnp.where(runs, c.num_tokens, 0),
+            num_rows=num_rows,
+            admit=admit,
+            head_places=jnp.where(admit, c.waiting_tokens, 0),
+            head_rows=jnp.where(admit, head_rows, 0),
+        )
+
+    def _needed(
+        self,
+        c: Counts,
+        victim: Int32[Array, ""],
+        wanted: Int32[Array, " line"],
+        total: Int32[Array, ""],
+    ) -> Int32[Array, " line"]:
+        """Pages that a sequence and all who give way after it want."""
+        shortage = jnp.sum(wanted, dtype=jnp.int32) - total
+        cost = c.owned_tokens
+        if self.swap is not None:
+            cost = jnp.where(self.swap, c.swap_pages, cost)
+        rank = victims.ranks(c, victim, shortage, wanted, cost)
+        sooner = rank[:, None] <= rank[None, :]
+        needed = jnp.where(sooner, wanted[:, None], 0)
+        return jnp.sum(needed, axis=0, dtype=jnp.int32)
+
+
+def fcfs(
+    *,
+    chunk_size: int | None = None,
+    watermark: int = 0,
+    victim: victims.Victim = "latest",
+    preemption: Literal["recompute", "swap"] = "recompute",
+    hold_new: bool | None = None,
+    cached_first: bool = False,
+    stackable: bool = False,
+) -> FCFS:
+    """Makes an `FCFS` policy.
+
+    Args:
+      chunk_size: rows that one prompt may feed in a step; None leaves it to the budget.
+      watermark: pages kept free at admission while anything runs.
+      victim: who gives way when pages run out, see `victims.ranks`.
+      preemption: what becomes of the pages of those: their tokens are fed again, or
+        the pages are swapped out, as far as `EngineConfig.max_swap_pages` goes.
+      hold_new: whether, after somebody gave way, new requests wait until all who did
+        have completed; None does so under swapping, as the paper's authors do.
+      cached_first: admits those first of whose tokens the prefix cache has most, among
+        the first `max_slots` that wait. A request that finds little there may wait for
+        as long as others that find more keep coming.
+      stackable: keeps every rule in the program, used or not, so that policies of any
+        arguments can be stacked and swept by `vmap`.
+
+    Raises:
+      ValueError: a parameter is out of its range.
+    """
+    if chunk_size is None:
+        chunk_size = NO_LIMIT
+    chunk = validation.integer("chunk_size", chunk_size, low=1)
+    watermark = validation.integer("watermark", watermark)
+    validation.choice("victim", victim, victims.NAMES)
+    validation.choice("preemption", preemption, ("recompute", "swap"))
+    hold = preemption == "swap" if hold_new is None else hold_new
+    for name, value in (
+        ("hold_new", hold),
+        ("cached_first", cached_first),
+        ("stackable", stackable),
+    ):
+        validation.boolean(name, value)
+
+    def rule(value: bool) -> Bool[Array, ""] | None:
+        return jnp.asarray(value) if value or stackable else None
+
+    place = victims.NAMES.index(victim)
+    return FCFS(
+        chunk_size=jnp.asarray(chunk, jnp.int32),
+        watermark=jnp.asarray(watermark, jnp.int32),
+        victim=jnp.asarray(place, jnp.int32) if place or stackable else None,
+        swap=rule(preemption == "swap"),
+        hold=rule(hold),
+        cached_first=rule(cached_first),
+    )
+
+
+def _order(counts: Counts, cached_first: Bool[Array, ""]) -> Int32[Array, " head"]:
+    """Who is considered first: preempted ones, then by what they find, then by time."""
+    c = counts
+    key = jnp.where(c.waiting, c.waiting_cached, -1)
+    key = jnp.where(c.waiting_preempted, NO_LIMIT, key)
+    key = jnp.where(cached_first, key, 0)
+    return jnp.argsort(-key, stable=True).astype(jnp.int32)
+
+
+def _by_order(counts: Counts, order: Int32[Array, " head"]) -> Counts:
+    """The counts with the waiting requests in another order."""
+    waiting = {
+        name: jax.tree.map(lambda x: x[order], value)
+        for name, value in counts._asdict().items()
+        if name.startswith("waiting")
+    }
+    return counts._replace(**waiting)
+
+
+def _swapped(counts: Counts, preempt: Bool[Array, " line"]) -> Bool[Array, " line"]:
+    """Those who give way, in order, as far as there is room for all their pages."""
+    pages = jnp.where(preempt, counts.swap_pages, 0)
+    fits = jnp.cumsum(pages, dtype=jnp.int32) <= counts.free_swap_pages
+    has_any = interface.any_of_group(counts, pages > 0)
+    return preempt & has_any & ~interface.any_of_group(counts, preempt & ~fits)
+
+
+def _leading(mask: Bool[Array, " n"]) -> Bool[Array, " n"]:
+    """The marked entries before the first one that is not."""
+    return jnp.cumsum(~mask, dtype=jnp.int32) == 0

@@ -1,0 +1,80 @@
+"""Who gives way when pages run out: an order of the running requests."""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv.scheduling.interface import Counts
+
+type Victim = Literal["latest", "least_computed", "fewest_pages", "cheapest"]
+"""Rules by name, see `ranks`."""
+
+NAMES: tuple[str, ...] = get_args(Victim.__value__)
+
+_LAST = 2**31 - 1
+"""Key of a request that never gives way."""
+
+
+def ranks(
+    counts: Counts,
+    victim: Int32[Array, ""],
+    shortage: Int32[Array, ""],
+    frees: Int32[Array, " line"],
+    cost: Int32[Array, " line"],
+) -> Int32[Array, " line"]:
+    """Ranks the places in line: those of the highest ranks give way first.
+
+    The first request in line always ranks lowest, so there is always progress. Among
+    equals the later one gives way. The rules:
+
+      latest          last come, first to go, whatever it costs (Kwon et al. 2023)
+      least_computed  fewest tokens that would be computed again
+      fewest_pages    fewest pages given back
+      cheapest        of the requests that alone end the shortage, the one of least
+                      cost; where there is none, the one that gives back most
+
+    Args:
+      counts: the counts.
+      victim: index into `NAMES`.
+      shortage: pages that are missing.
+      frees: pages that each place would leave to others, were its group to give way;
+        summed over groups here, like the next.
+      cost: what that would cost, in tokens to compute again or in pages to move.
+
+    Returns:
+      The ranks: places of one group side by side, none twice.
+    """
+    c = counts
+
+    def by_group(values: Array) -> Array:
+        values = jnp.where(c.running, values, 0)
+        if c.group is None:
+            return values
+        return jnp.zeros_like(values).at[c.group].add(values)[c.group]
+
+    frees, price = by_group(frees), by_group(cost)
+    enough = frees >= shortage
+    keys = jnp.stack(
+        [
+            jnp.zeros_like(frees),
+            by_group(c.owned_tokens),
+            by_group(c.owned_pages),
+            jnp.where(enough, price, _LAST // 2 - frees),
+        ]
+    )
+    key = jnp.where(_first_group(c), _LAST, keys[victim])
+    place = jnp.arange(key.shape[0], dtype=jnp.int32)
+    before = (key[:, None] > key[None, :]) | (
+        (key[:, None] == key[None, :]) & (place[:, None] < place[None, :])
+    )
+    return jnp.sum(before, axis=0, dtype=jnp.int32)
+
+
+def _first_group(counts: Counts) -> Bool[Array, " line"]:
+    """Places of the first request in line."""
+    first = jnp.argmax(counts.running)
+    if counts.group is None:
+        place = jnp.arange(counts.running.shape[0], dtype=first.dtype)
+        return counts.running & (place == first)
+    return counts.running & (counts.group == counts.group[first])

@@ -1,0 +1,530 @@
+"""The host's side of the engine: text in, text out, one call late.
+
+`Engine` owns a state and three compiled programs. In every turn it hands over waiting
+requests, dispatches the next steps, and only then reads what the last ones emitted: the
+device never waits for Python. It never looks into the state either; what it must know,
+its ledger counts.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxkv import validation
+from jaxkv.engine import EngineConfig, EngineState, step
+from jaxkv.engine import requests as engine_requests
+from jaxkv.engine.requests import Requests, drain
+from jaxkv.engine.state import Sequences, init
+from jaxkv.memory import Pages, invariants
+from jaxkv.models import interface as models_interface
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs
+from jaxkv.scheduling import interface as scheduling_interface
+from jaxkv.serving import device_memory, host_swap, interrupts, outputs
+from jaxkv.serving.outputs import Completion, Event
+from jaxkv.serving.request_tracker import Ledger
+from jaxkv.serving.requests import Part, Record
+
+
+def _cancel_and_drain(
+    state: EngineState, request_ids: Int32[Array, " n"], samples: Int32[Array, " n"]
+) -> tuple[EngineState, Sequences]:
+    return drain(engine_requests.cancel(state, request_ids, samples))
+
+
+# At module level: all engines of a process share programs where configurations agree.
+_run_steps = jax.jit(
+    step.run_steps,
+    static_argnames=("config", "forward", "logits_fn"),
+    donate_argnames="state",
+)
+_submit = jax.jit(
+    engine_requests.submit, static_argnames="config", donate_argnames="state"
+)
+_drain = jax.jit(_cancel_and_drain, donate_argnames="state")
+_IDLE_S = 0.01
+"""Longest sleep at a time: another thread may bring a request."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Call:
+    """A dispatched call whose results have not been read."""
+
+    info: step.StepInfo
+    drained: Sequences | None = None
+    num_pending: int = 0
+    """Requests that waited on the host meanwhile, if a trace is kept."""
+
+
+class Engine:
+    """Serves a model. See the module's first lines for how.
+
+    Ctrl-C, or whatever else the handler of a signal raises, leaves it as it was between
+    two calls to the device: what was submitted goes on with the next `stream` or
+    `generate`, and what an interrupted `generate` had asked is withdrawn.
+
+    Threads may share it. Whoever waits for something runs the device for all, one call
+    at a time; in `stream` of several threads each event goes to one of them.
+
+    Where something fails inside such a call, on the device say, or an invariant in
+    debug mode, the engine is lost: every later use says so in a `RuntimeError`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        forward: models_interface.Forward,
+        pages: Pages,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        eos_ids: Sequence[int] | None = None,
+        vocab_size: int | None = None,
+        policy: scheduling_interface.Policy | None = None,
+        logits_fn: step.LogitsFn | None = None,
+        keep_trace: bool = False,
+        host_pages: int | None = None,
+    ):
+        """Makes an idle engine; compiles nothing yet.
+
+        Args:
+          params: parameters, as `forward` takes them.
+          forward: the model.
+          pages: its K and V arrays; the engine consumes them.
+          config: the bounds.
+          tokenizer: with `encode`, `stream` and `eos_ids`; needed for text.
+          eos_ids: tokens that end an answer; None takes the tokenizer's.
+          vocab_size: token ids must lie below it; None does not check.
+          policy: who runs; None means `policies.fcfs()`.
+          logits_fn: changes logits before a token is drawn; a plain function, compiled
+            once for each function object.
+          keep_trace: whether `trace` collects the step infos.
+          host_pages: swap space in host memory, in pages, beside the staging buffer of
+            `max_swap_pages`; None means as many as the pool has.
+
+        Raises:
+          ValueError: an argument is of another type than it should be, the pages do not
+            fit the configuration, the end tokens do not fit `max_stop_tokens`, or
+            `host_pages` is below 0.
+        """
+        _check_parts(config, pages, forward, policy, logits_fn)
+        if host_pages is None:
+            host_pages = config.num_pages
+        host_pages = validation.integer("host_pages", host_pages)
+        keep_trace = validation.boolean("keep_trace", keep_trace)
+        if eos_ids is None:
+            eos_ids = () if tokenizer is None else tokenizer.eos_ids
+        eos_ids = validation.tokens("eos_ids", eos_ids).tolist()
+        if len(eos_ids) > config.max_stop_tokens:
+            raise ValueError(
+                f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}"
+            )
+        self.params, self.config, self.tokenizer = params, config, tokenizer
+        self.policy = fcfs.fcfs() if policy is None else policy
+        self.trace: list[step.StepInfo] = []
+        """Step infos of the calls read so far, as NumPy arrays."""
+        self._keep_trace = keep_trace
+        self._host = host_swap.HostSpace(host_pages)
+        self._asked = False  # by the device, to move swapped pages
+        self._static = {"config": config, "forward": forward, "logits_fn": logits_fn}
+        self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
+        self._state = init(config, pages)
+        self._started = time.perf_counter()
+        self._ids = itertools.count()
+        self._ledger = Ledger(config)
+        self._unread: collections.deque[_Call] = collections.deque()
+        self._num_steps = 0  # read so far
+        # Never held while the device is waited for, nor by a stream that was left.
+        self._lock = threading.RLock()
+        self._compiled: set[Any] = set()  # kinds of policies
+        self._lost: BaseException | None = None
+
+    @classmethod
+    def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> "Engine":
+        """Serves a Hugging Face folder.
+
+        Args:
+          folder: with config.json, safetensors and, for text, tokenizer.json.
+          dtype: of weights and pages.
+          **fields: of `EngineConfig`; `policy`, `logits_fn`, `keep_trace` and
+            `host_pages` go to the engine.
+
+        Raises:
+          ValueError: the folder or a field is not usable; the message says why.
+        """
+        from jaxkv.models import (
+            checkpoints,
+            transformer,  # flax and tokenizers load only here
+        )
+
+        own = ("policy", "logits_fn", "keep_trace", "host_pages")
+        rest = {name: fields.pop(name) for name in own if name in fields}
+        config = EngineConfig(**fields)
+        loaded = checkpoints.load_model(folder, dtype=dtype)
+        make = functools.partial(
+            transformer.make_pages, loaded.config, config, dtype=dtype
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said once, when they are made
+            _check_room(jax.eval_shape(make), config)
+        return cls(
+            loaded.params,
+            transformer.Forward(loaded.config, config.numerics),
+            make(),
+            config,
+            tokenizer=loaded.tokenizer,
+            eos_ids=loaded.eos_ids,
+            vocab_size=loaded.config.vocab_size,
+            **rest,
+        )
+
+    def now(self) -> float:
+        """Seconds since the engine was made."""
+        return time.perf_counter() - self._started
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        request_id: int | None = None,
+        arrival_s: float | None = None,
+    ) -> int:
+        """Takes a request; it runs while `stream` or `generate` does.
+
+        Any number of requests may wait on the host: those that the device has no room
+        for yet are kept here, never dropped.
+
+        Args:
+          prompt: text, or token ids.
+          sampling: how to draw; None means the defaults.
+          request_id: the caller's name for it, in [0, 2**31), which also keys its draws
+            if it brings no seed; None takes the next unused number.
+          arrival_s: when it may be admitted, in seconds since the engine was made; None
+            means now.
+
+        Returns:
+          The request id.
+
+        Raises:
+          ValueError: the request cannot be served; the message says why.
+        """
+        # All is checked before anything is taken, be it the next unused number.
+        ask = Sampling() if sampling is None else sampling
+        tokens = self._checked(prompt, ask)
+        if arrival_s is not None:
+            arrival_s = validation.seconds("arrival_s", arrival_s)
+        if request_id is not None:
+            request_id = outputs.request_name("request_id", request_id)
+        else:
+            request_id = self._next_id()
+        self._add([self._record(request_id, tokens, ask, arrival_s)])
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request with what it has; names of nobody are ignored.
+
+        Raises:
+          ValueError: it is no name, which is a whole number in [0, 2**31).
+        """
+        name = outputs.request_name("request_id", request_id)
+        with self._lock, interrupts.signals():
+            self._ledger.cancel(name, self.now())
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+    ) -> list[Completion]:
+        """Answers prompts, together with whatever else runs.
+
+        Returns when these are done: other requests may still wait or run, and go on
+        with the next call. If it is interrupted, its own requests are withdrawn.
+
+        Args:
+          prompts: texts, or lists of token ids.
+          sampling: for all of them, or one each.
+
+        Returns:
+          The completions, in the order of the prompts.
+
+        Raises:
+          ValueError: a request cannot be served; none is then submitted.
+        """
+        asks, encoded = _one_each(prompts, sampling), []
+        for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
+            try:
+                encoded.append(self._checked(prompt, ask))
+            except ValueError as error:
+                raise ValueError(f"prompts[{i}]: {error}") from None
+        records = [
+            self._record(self._next_id(), *pair, is_quiet=True)
+            for pair in zip(encoded, asks, strict=True)
+        ]
+        try:
+            self._add(records)
+            while not all(record.completion for record in records):
+                self._turn()
+            while self._unread and not self._ledger.has_work(self.now()):
+                self._turn()  # nobody needs what is under way: leave nothing
+        except BaseException:
+            self._withdraw(records)
+            raise
+        return [record.completion for record in records if record.completion]
+
+    def stream(self) -> Iterator[Event]:
+        """Runs until no request is left, telling what happens as it does.
+
+        A stream may be left at any event; the next one goes on with the event after.
+        """
+        ledger = self._ledger
+        while ledger.events or ledger.records or self._unread:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                # One step of the interpreter takes an event and hands it out: no signal
+                # comes between the two.
+                while True:
+                    yield from map(collections.deque.popleft, [ledger.events])
+            self._turn()
+
+    def _next_id(self) -> int:
+        return next(name for name in self._ids if name not in self._ledger.records)
+
+    def _record(
+        self,
+        request_id: int,
+        tokens: list[int],
+        ask: Sampling,
+        arrival_s: float | None = None,
+        *,
+        is_quiet: bool = False,
+    ) -> Record:
+        """Makes what the host will keep of a request."""
+        return Record(
+            request_id=request_id,
+            prompt=tokens,
+            sampling=ask,
+            arrival_s=self.now() if arrival_s is None else arrival_s,
+            end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
+            parts=[
+                Part(stream=None if self.tokenizer is None else self.tokenizer.stream())
+                for _ in range(ask.num_sequences)
+            ],
+            is_quiet=is_quiet,
+        )
+
+    def _add(self, records: Sequence[Record]) -> None:
+        """Takes requests."""
+        with self._lock, interrupts.signals():
+            self._refuse_if_lost()
+            for record in records:
+                self._ledger.add(record)
+
+    def _withdraw(self, records: Sequence[Record]) -> None:
+        """Cancels those of the requests that were taken and are not complete."""
+        with self._lock, interrupts.signals():
+            for record in records:
+                if self._ledger.records.get(record.request_id) is record:
+                    self._ledger.cancel(record.request_id, self.now())
+
+    def _turn(self) -> None:
+        """Starts the next steps if there is work, and reads those before."""
+        ledger, call = self._ledger, None
+        with self._lock:
+            self._refuse_if_lost()
+            if ledger.withdrawn:
+                with interrupts.signals():
+                    ledger.tell_withdrawn()
+            if ledger.has_work(self.now()) and len(self._unread) < 2:
+                self._dispatch()
+            # One call is always under way while the one before is read.
+            if len(self._unread) > ledger.has_work(self.now()):
+                call = self._unread[0]
+            wait_s = 0.0 if self._unread else ledger.next_arrival_s() - self.now()
+        if call is not None:
+            self._read(call)
+        elif 0 < wait_s < math.inf:
+            time.sleep(min(wait_s, _IDLE_S))
+
+    def _dispatch(self) -> None:
+        """Hands over what there is room for, then starts the next steps."""
+        self._compile()
+        if self._asked:
+            # Rare, so it is done with nothing under way, where all is known.
+            while self._unread:
+                self._read(self._unread[0])
+            self._host.compile(self._state)
+            with interrupts.signals(), self._all_or_lost():
+                self._state, self._asked = self._host.exchange(self._state), False
+        ledger, config = self._ledger, self.config
+        with interrupts.signals():
+            batch = ledger.next_batch(self.now())
+            requests = self._requests(batch) if batch else None
+            with self._all_or_lost():
+                if requests is not None:
+                    self._state, _ = _submit(self._state, requests, config=config)
+                    ledger.hand_over(batch)
+                clock = outputs.clock(self.now())
+                self._state, info = _run_steps(
+                    self.params, self._state, clock, policy=self.policy, **self._static
+                )
+                self._unread.append(call := _Call(info=info))
+                if self._keep_trace:
+                    call.num_pending = ledger.num_pending(self.now())
+                if (named := ledger.next_cancels()) is not None:
+                    names, samples = named[:, 0], named[:, 1]
+                    self._state, call.drained = _drain(self._state, names, samples)
+
+    def _compile(self) -> None:
+        """Makes the programs, all before one of them consumes the state.
+
+        So whatever ends this, Ctrl-C or a model that cannot be traced, costs nothing.
+        """
+        kind = jax.tree.structure(self.policy)
+        if kind in self._compiled:
+            return
+        state, config, clock = self._state, self.config, outputs.clock(0.0)
+        blank = self._record(0, [0], Sampling.greedy())
+        names = np.full(config.max_sequences, -1, np.int32)
+        programs = (
+            _submit.lower(state, self._requests([blank]), config=config),
+            _run_steps.lower(
+                self.params, state, clock, policy=self.policy, **self._static
+            ),
+            _drain.lower(state, names, names),
+        )
+        for program in programs:
+            program.compile()
+        self._compiled.add(kind)
+
+    def _requests(self, batch: list[Record]) -> Requests:
+        """Lines up what is to be handed over."""
+        return outputs.make_requests(
+            [record.prompt for record in batch],
+            [record.sampling for record in batch],
+            config=self.config,
+            request_ids=[record.request_id for record in batch],
+            arrivals_s=[record.arrival_s for record in batch],
+            eos_ids=self._eos_ids,
+            width=max(self.config.submit_width, self.config.max_slots),
+        )
+
+    def _read(self, call: _Call) -> None:
+        """Notes what a call emitted, then which requests are complete."""
+        try:  # here the host waits; Ctrl-C ends it with nothing noted
+            info = jax.tree.map(np.asarray, call.info)
+            if call.drained is not None:
+                call.drained.status.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            self._lost = error
+            raise
+        with self._lock, interrupts.signals(), self._all_or_lost():
+            if not self._unread or self._unread[0] is not call:
+                return  # another thread was quicker
+            if info.violations is not None:
+                invariants.refuse(info.violations, first_step=self._num_steps)
+            self._num_steps += len(info.enough)
+            self._asked |= bool(info.asks_host[-1])
+            if self._keep_trace:
+                waiting = info.num_waiting + call.num_pending
+                self.trace.append(info._replace(num_waiting=waiting))
+            self._ledger.read(info, self.now())
+            if call.drained is not None:
+                self._ledger.collect(call.drained, self.now())
+            self._unread.popleft()
+
+    @contextlib.contextmanager
+    def _all_or_lost(self) -> Generator[None]:
+        """Notes that the engine cannot go on if what it holds fails half-way."""
+        try:
+            yield
+        except BaseException as error:
+            self._lost = error
+            raise
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost is not None:
+            kind, said = type(self._lost).__name__, str(self._lost).partition("\n")[0]
+            raise RuntimeError(
+                f"this engine is lost, make a new one; {kind}: {said}"
+            ) from self._lost
+
+    def _checked(self, prompt: object, ask: object) -> list[int]:
+        """The tokens of a prompt, after all of the request was checked."""
+        tokens = prompt
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("there is no tokenizer; give token ids, not text")
+            tokens = self.tokenizer.encode(prompt)
+        ignores = isinstance(ask, Sampling) and ask.ignore_eos
+        return outputs.check(
+            *(tokens, ask),
+            config=self.config,
+            num_eos=0 if ignores else len(self._eos_ids),
+            vocab_size=self._vocab_size,
+            has_text=self.tokenizer is not None,
+            has_logits_fn=self._static["logits_fn"] is not None,
+        )
+
+
+def _check_parts(
+    config: object, pages: object, forward: object, policy: object, logits_fn: object
+) -> None:
+    """Refuses parts of an engine that are something else."""
+    for name, value, kinds in (
+        ("config", config, (EngineConfig,)),
+        ("pages", pages, (Pages,)),
+        ("forward", forward, (models_interface.Forward,)),
+        ("policy", policy, (scheduling_interface.Policy, type(None))),
+        ("logits_fn", logits_fn, (Callable, type(None))),
+    ):
+        # A class has the methods of its objects, and is none of them.
+        if not isinstance(value, kinds) or isinstance(value, type):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            wanted = wanted.replace("NoneType", "None")
+            raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
+
+
+def _check_room(pages: Pages, config: EngineConfig) -> None:
+    """Refuses bounds whose state, pool and all, is larger than the memory."""
+    device_memory.check_room(
+        jax.eval_shape(functools.partial(init, config), pages),
+        f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
+    )
+
+
+def _one_each(prompts: object, sampling: object) -> list[Any]:
+    """A sampling for each prompt, after it was checked that there are several of both.
+
+    Raises:
+      ValueError: one prompt, or something else, stands where a list is meant.
+    """
+    if isinstance(prompts, str | bytes):
+        raise ValueError(
+            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
+            "single one, [prompt]"
+        )
+    is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
+    if not is_table and not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * len(prompts)
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
+        raise ValueError(
+            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
+            "one for each prompt"
+        )
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(sampling)=} samplings must be {len(prompts)=}")
+    return list(sampling)

@@ -1,0 +1,186 @@
+"""What the host knows of its requests without looking into the engine's state.
+
+Who waits here, who is on the device, whose sequences have ended there, and what is to
+be told. It counts rather than asks: a row of `Sequences` is taken from the call that
+hands a request over until the call that drained it is read.
+"""
+
+import bisect
+import collections
+import itertools
+import math
+
+import numpy as np
+
+from jaxkv.engine import EngineConfig, state, step
+from jaxkv.serving import outputs
+from jaxkv.serving.outputs import Event
+from jaxkv.serving.requests import Record
+
+
+class Ledger:
+    """The requests of one engine, from `submit` to the last event."""
+
+    def __init__(self, config: EngineConfig):
+        """Makes a ledger without requests."""
+        self.config = config
+        self.records: dict[int, Record] = {}
+        """Requests that are not complete, by id."""
+        # Told nobody yet: whoever leaves a stream half-way must lose none.
+        self.events: collections.deque[Event] = collections.deque()
+        self._pending: collections.deque[Record] = collections.deque()  # by arrival
+        self.withdrawn: list[Record] = []
+        """Requests that were cancelled before the device saw them."""
+        self._cancels: list[tuple[int, int]] = []
+        # Rows of `Sequences` by fate: handed over and not known to have ended; known to
+        # have ended and not drained. Requests handed over and not drained, and those of
+        # them of which the device has nothing left to do.
+        self._unfinished, self._finished, self._requests = 0, 0, 0
+        self._ready = 0
+
+    def is_empty(self) -> bool:
+        """Whether nobody is owed anything."""
+        return not (self.records or self.events or self._unfinished or self._finished)
+
+    def has_work(self, now: float) -> bool:
+        """Whether there is a reason to run the device."""
+        on_device = self._unfinished or self._finished or self._cancels
+        return bool(on_device) or self.next_arrival_s() <= now
+
+    def next_arrival_s(self) -> float:
+        """When the next request arrives that waits here; infinity without one."""
+        return self._pending[0].arrival_s if self._pending else math.inf
+
+    def num_pending(self, now: float) -> int:
+        """Requests that have arrived and that the device has had no room for."""
+        return sum(record.arrival_s <= now for record in self._pending)
+
+    def add(self, record: Record) -> None:
+        """Takes a request; it waits here until it arrives and the device has room.
+
+        Raises:
+          ValueError: another request of its name is still running.
+        """
+        request_id = record.request_id
+        if request_id in self.records:
+            raise ValueError(f"{request_id=} is the name of a request still running")
+        # In order of arrival, so that nobody waits behind one who is not there yet.
+        bisect.insort(self._pending, record, key=lambda each: each.arrival_s)
+        self.records[request_id] = record
+
+    def cancel(self, request_id: int, now: float) -> None:
+        """Ends a request with what it has; names of nobody are ignored."""
+        record = self.records.get(request_id)
+        if record is None:
+            return
+        if record in self._pending:
+            self._pending.remove(record)
+            record.finish_s = now
+            self.withdrawn.append(record)
+        elif any(part.reason is None for part in record.parts):
+            self._cancels.append((request_id, -1))
+
+    def tell_withdrawn(self) -> None:
+        """Closes the withdrawn requests."""
+        for record in self.withdrawn:
+            for sample in range(len(record.parts)):
+                self._close(record, sample, None, 0)
+        self.withdrawn.clear()
+
+    def next_batch(self, now: float) -> list[Record]:
+        """The next requests to hand over, as many as the device surely has room for."""
+        config = self.config
+        requests = config.queue_capacity + config.max_slots - self._requests
+        known = self._unfinished + self._finished
+        rows = max(config.submit_width, config.max_slots)
+        rows = min(rows, config.max_sequences - known)
+        batch: list[Record] = []
+        for record in itertools.islice(self._pending, max(0, requests)):
+            rows -= len(record.parts)
+            if rows < 0 or record.arrival_s > now:
+                break
+            batch.append(record)
+        return batch
+
+    def hand_over(self, batch: list[Record]) -> None:
+        """Notes that the device has the next requests, those of `next_batch`."""
+        for record in batch:
+            self._pending.remove(record)
+            self._unfinished += len(record.parts)
+        self._requests += len(batch)
+
+    def next_cancels(self) -> np.ndarray | None:
+        """Pairs of request and sample to end before a drain; None needs no drain."""
+        if not self._ready and not self._cancels:
+            return None
+        self._ready = 0
+        named = np.full((self.config.max_sequences, 2), -1, np.int32)
+        now, rest = self._cancels[: len(named)], self._cancels[len(named) :]
+        self._cancels = rest
+        named[: len(now)] = np.array(now, np.int32).reshape(-1, 2)
+        for name, sample in now:
+            if record := self.records.get(name):
+                for part in record.parts if sample < 0 else [record.parts[sample]]:
+                    part.gone = True
+        return named
+
+    def read(self, info: step.StepInfo, now: float) -> None:
+        """Notes what the steps of a call emitted.
+
+        Args:
+          info: their infos, as NumPy arrays.
+          now: seconds since the engine was made.
+        """
+        for name, sample, tokens, logprobs, reason in outputs.emitted(info):
+            record = self.records.get(name)
+            if reason is not None:
+                self._unfinished -= 1
+                self._finished += 1
+                if record is not None and not record.parts[sample].gone:
+                    record.parts[sample].gone = True
+                    self._ready += all(part.gone for part in record.parts)
+            if record is None or record.parts[sample].reason is not None:
+                continue  # ended by a stop string; what the device added is void
+            self._tell(record, record.extend(sample, tokens, logprobs, reason, now))
+            if record.parts[sample].reason is not None and reason is None:
+                self._cancels.append((name, sample))
+
+    def collect(self, drained: state.Sequences, now: float) -> None:
+        """Closes what the device has let go of."""
+        rows = np.flatnonzero(np.asarray(drained.status) == state.FINISHED)
+        names, reasons = np.asarray(drained.request_id), np.asarray(drained.reason)
+        samples = np.asarray(drained.params.sample)
+        for row in rows.tolist():
+            if reasons[row] == state.CANCELLED:
+                self._unfinished -= 1
+            else:
+                self._finished -= 1
+            record = self.records.get(int(names[row]))
+            if record is not None:
+                if record.parts[samples[row]].reason is None:
+                    record.finish_s = now
+                self._close(record, int(samples[row]), drained, row)
+
+    def _close(
+        self, record: Record, sample: int, drained: state.Sequences | None, row: int
+    ) -> None:
+        """Closes a sequence, and with the last one of a request the request."""
+        part = record.parts[sample]
+        cancelled = part.reason is None
+        if cancelled:
+            record.cut_off(sample)
+        record.close(sample, drained, row)
+        text, completion = part.text[part.shown :], None
+        if record.is_complete():
+            del self.records[record.request_id]
+            self._requests -= drained is not None
+            record.completion = completion = record.complete()
+        tokens = part.tokens if record.sampling.beam_width is not None else []
+        if tokens or text or completion or cancelled:
+            reason = part.reason if cancelled else None
+            event = Event(record.request_id, tokens, text, completion, sample, reason)
+            self._tell(record, event)
+
+    def _tell(self, record: Record, event: Event) -> None:
+        if not record.is_quiet:
+            self.events.append(event)

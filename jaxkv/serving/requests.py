@@ -1,0 +1,184 @@
+"""What the host keeps of a request while it runs: its answers so far."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxkv.engine import state
+from jaxkv.sampling import Sampling
+from jaxkv.serving import outputs
+from jaxkv.serving.outputs import Answer, Completion, Event
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Part:
+    """One sequence of a request."""
+
+    stream: Any
+    """Incremental decoder; None without a tokenizer."""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    shown: int = 0
+    """Characters of the text that events have told."""
+    reason: str | None = None
+    gone: bool = False
+    """Whether the device has ended it, or was told to."""
+    answer: Answer | None = None
+    """The whole of it, once the device has let go of the sequence."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Record:
+    """A request that is not complete."""
+
+    request_id: int
+    prompt: list[int]
+    sampling: Sampling
+    arrival_s: float
+    end_tokens: tuple[int, ...]
+    """Tokens that end an answer and are not part of its text."""
+    parts: list[Part]
+    is_quiet: bool = False
+    """Whether no events tell of it: its caller waits for the completion."""
+    completion: Completion | None = None
+    """What became of it, once all its sequences have been closed."""
+    first_token_s: float | None = None
+    finish_s: float = 0.0
+    num_cached: int = 0
+    num_recomputed: int = 0
+    num_preempted: int = 0
+    num_swapped: int = 0
+    prompt_logprobs: list[float | None] | None = None
+
+    def extend(
+        self,
+        sample: int,
+        tokens: list[int],
+        logprobs: list[float],
+        reason: str | None,
+        now: float,
+    ) -> Event:
+        """Takes new tokens; ends early where the text contains a stop string."""
+        part = self.parts[sample]
+        if self.sampling.beam_width is not None:
+            # Beams are no answers: these come when the search is done, see `close`.
+            part.reason, self.finish_s = reason, now
+            return Event(self.request_id, [], "", None, sample, reason)
+        old = len(part.tokens)
+        if tokens and self.first_token_s is None:
+            self.first_token_s = now
+        self.finish_s = now
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            part.tokens.append(token)
+            part.logprobs.append(logprob)
+            if part.stream is not None and token not in self.end_tokens:
+                part.text += part.stream.push(token)
+                if self._stops(part):
+                    reason = "stop"
+                    break
+        else:
+            # Behind a stop string there is nothing, not half a character either.
+            if reason and self._finishes(part) and reason == "length":
+                reason = "stop"
+        part.reason = reason
+        # Text that may be the beginning of a stop string is held back.
+        stops = self.sampling.stop
+        hold = 0 if reason else max(map(len, stops), default=1) - 1
+        end = max(part.shown, len(part.text) - hold)
+        text, part.shown = part.text[part.shown : end], end
+        return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
+
+    def cut_off(self, sample: int) -> None:
+        """Ends a sequence that was cancelled, with what it has."""
+        part = self.parts[sample]
+        part.reason = "cancelled"
+        self._finishes(part)
+
+    def _finishes(self, part: Part) -> bool:
+        """Adds what the decoder held back; tells whether that made a stop string."""
+        if part.stream is None:
+            return False
+        part.text += part.stream.finish()
+        return self._stops(part)
+
+    def _stops(self, part: Part) -> bool:
+        """Cuts the text at the first stop string, if there is one."""
+        found = [part.text.find(stop) for stop in self.sampling.stop]
+        found = [place for place in found if place >= 0]
+        if found:
+            part.text = part.text[: min(found)]
+        return bool(found)
+
+    def close(self, sample: int, drained: state.Sequences | None, row: int) -> None:
+        """Takes what the device kept in a row of its sequences; None: never there."""
+        part, ask, num = self.parts[sample], self.sampling, len(self.prompt)
+        top_logprobs, score = None, None
+        if outputs.scores(ask):
+            score = sum(part.logprobs)
+        if drained is not None and ask.beam_width is not None:
+            end = int(np.asarray(drained.num_tokens)[row])
+            part.tokens = np.asarray(drained.tokens)[row, num:end].tolist()
+            score = float(np.asarray(drained.score)[row])
+            if part.tokens and self.first_token_s is None:
+                self.first_token_s = self.finish_s
+            if part.stream is not None:
+                known = [each for each in part.tokens if each not in self.end_tokens]
+                part.text = "".join(map(part.stream.push, known)) + part.stream.finish()
+        if drained is not None:
+            # Indexed on the host: on the device it would compile a program.
+            self.num_cached += int(np.asarray(drained.num_cached)[row])
+            self.num_recomputed += int(np.asarray(drained.num_recomputed)[row])
+            # Its sequences give way together; those that had ended before do not.
+            for name in ("num_preempted", "num_swapped"):
+                times = int(np.asarray(getattr(drained, name))[row])
+                setattr(self, name, max(getattr(self, name), times))
+            if ask.prompt_logprobs and sample == 0:
+                scores = np.asarray(drained.logprobs)[row, 1:num]
+                self.prompt_logprobs = [None, *map(float, scores)]
+            if ask.logprobs:
+                answer = slice(num, num + len(part.tokens))
+                ids = np.asarray(drained.top_ids)[row, answer, : ask.logprobs]
+                values = np.asarray(drained.top_logprobs)[row, answer, : ask.logprobs]
+                top_logprobs = [
+                    dict(zip(names.tolist(), scores.tolist(), strict=True))
+                    for names, scores in zip(ids, values, strict=True)
+                ]
+        part.answer = Answer(
+            tokens=part.tokens,
+            text=None if part.stream is None else part.text,
+            reason=part.reason or "cancelled",
+            sample=sample,
+            score=score,
+            logprobs=None if ask.logprobs is None else part.logprobs,
+            top_logprobs=top_logprobs,
+        )
+
+    def is_complete(self) -> bool:
+        """Whether all its sequences have been closed."""
+        return all(part.answer is not None for part in self.parts)
+
+    def complete(self) -> Completion:
+        """What became of the request; most likely answers first if it ranks them."""
+        found = [part.answer for part in self.parts if part.answer is not None]
+        if (self.sampling.best_of or 0) > self.sampling.n:
+            # What ended before its time scores too well: it has fewer tokens.
+            found.sort(
+                key=lambda answer: (
+                    answer.reason in ("cancelled", "nan"),
+                    -(answer.score or 0.0),
+                )
+            )
+        return Completion(
+            request_id=self.request_id,
+            answers=found[: self.sampling.n],
+            prompt_logprobs=self.prompt_logprobs,
+            arrival_s=self.arrival_s,
+            first_token_s=self.first_token_s,
+            finish_s=self.finish_s,
+            num_cached=self.num_cached,
+            num_recomputed=self.num_recomputed,
+            num_preempted=self.num_preempted,
+            num_swapped=self.num_swapped,
+        )

@@ -1,0 +1,233 @@
+"""The running batch of a simulation: who stands in line, and the pages that they hold.
+
+Pages are counted, never named. A sequence that was forked shares the pages of its
+`common` first tokens with the others of its request; the last of these may be partial,
+and is shared until one writes behind `common`.
+
+Where every request has one sequence, `Line.siblings` is None, and nothing of this is in
+the program.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv.engine import NOBODY
+from jaxkv.memory import pages_for
+
+
+class Siblings(NamedTuple):
+    """What sequences of one request have to do with each other."""
+
+    common: Int32[Array, " line"]
+    """Tokens whose pages a sequence shares with others; of one that `reads`, those that
+    it feeds for all. 0 for one that is alone."""
+    reads: Bool[Array, " line"]
+    """Feeds the common tokens for those that wait."""
+    waits: Bool[Array, " line"]
+    """Waits to be forked."""
+    forked: Bool[Array, " line"]
+    """Got its common tokens from another one, and did not feed them."""
+
+
+class Line(NamedTuple):
+    """The slots in order of admission; empty ones may stand between."""
+
+    sequence: Int32[Array, " line"]
+    """Request * max_samples + sample, or NOBODY."""
+    length: Int32[Array, " line"]
+    """Tokens whose K and V are written."""
+    places: Int32[Array, " line"]
+    """Token places held: `length`, and those reserved ahead."""
+    known: Int32[Array, " line"]
+    """Tokens known: prompt and answer so far."""
+    fed: Int32[Array, " line"]
+    """Tokens that were fed before it last got its slot, and whose K and V were lost."""
+    returned: Bool[Array, " line"]
+    """Gave way before."""
+    held: Bool[Array, " line"] | None
+    """Has finished, but keeps its slot and pages; None if the policy holds nobody."""
+    siblings: Siblings | None
+    block: Int32[Array, " line"] | None
+    """First leaf of its contiguous places; None where there are pages."""
+
+
+class Split(NamedTuple):
+    """Token places of the pages in use, by what they are good for.
+
+    The rest of all places is external: free, or what a contiguous block has beyond the
+    places that were reserved.
+    """
+
+    tokens: Int32[Array, ""]
+    """Hold K and V of running sequences, those of several counted once."""
+    reserved: Int32[Array, ""]
+    """Will hold some before their sequence ends."""
+    internal: Int32[Array, ""]
+    """Never will."""
+
+
+def empty(
+    num_slots: int, *, has_groups: bool, holds: bool, has_blocks: bool = False
+) -> Line:
+    """Makes a line of empty slots.
+
+    Args:
+      num_slots: how many.
+      has_groups: whether requests may have several sequences.
+      holds: whether the policy holds finished sequences.
+      has_blocks: whether places are contiguous.
+    """
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zeros() -> Array:
+        return jnp.zeros((num_slots,), jnp.int32)
+
+    def flags() -> Array:
+        return jnp.zeros((num_slots,), bool)
+
+    return Line(
+        sequence=jnp.full((num_slots,), NOBODY, jnp.int32),
+        length=zeros(),
+        places=zeros(),
+        known=zeros(),
+        fed=zeros(),
+        returned=flags(),
+        held=flags() if holds else None,
+        siblings=Siblings(zeros(), flags(), flags(), flags()) if has_groups else None,
+        block=zeros() if has_blocks else None,
+    )
+
+
+def is_running(line: Line) -> Bool[Array, " line"]:
+    """Says which slots run a sequence."""
+    runs = line.sequence >= 0
+    return runs if line.held is None else runs & ~line.held
+
+
+def goal(line: Line) -> Int32[Array, " line"]:
+    """Tokens that each sequence has to have fed; 0 if it waits for a fork."""
+    s, goal = line.siblings, line.known
+    if s is not None:
+        goal = jnp.where(s.waits, 0, jnp.where(s.reads, s.common, goal))
+    return jnp.where(is_running(line), goal, 0)
+
+
+class Groups(NamedTuple):
+    """Sequences of one request, side by side in line."""
+
+    first: Int32[Array, " line"]
+    """Place of the first of each; an empty slot stands alone."""
+    is_first: Bool[Array, " line"]
+
+    def any(self, mask: Bool[Array, " line"]) -> Bool[Array, " line"]:
+        """Marks all of a group of which any is marked."""
+        return jnp.zeros_like(mask).at[self.first].max(mask)[self.first]
+
+    def total(self, values: Int32[Array, " line"]) -> Int32[Array, " line"]:
+        """Sums over each group, at all of its places."""
+        return jnp.zeros_like(values).at[self.first].add(values)[self.first]
+
+    def before(self, mask: Bool[Array, " line"]) -> Int32[Array, " line"]:
+        """Counts those of the group that are marked and stand further ahead."""
+        before = jnp.cumsum(mask, dtype=jnp.int32) - mask.astype(jnp.int32)
+        return before - before[self.first]
+
+
+def groups(line: Line, max_samples: int) -> Groups | None:
+    """Finds the groups; None if every sequence is alone."""
+    if line.siblings is None:
+        return None
+    every = jnp.arange(line.sequence.shape[0], dtype=jnp.int32)
+    request = jnp.where(line.sequence >= 0, line.sequence // max_samples, -2 - every)
+    ahead = jnp.concatenate([request[:1] - 1, request[:-1]])
+    is_first = request != ahead
+    return Groups(lax.cummax(jnp.where(is_first, every, 0)), is_first)
+
+
+def num_owned(
+    line: Line, group: Groups | None, places: Array, page_size: Array
+) -> tuple[Int32[Array, " line"], Int32[Array, " line"]]:
+    """Counts the pages of `places` that each sequence accounts for.
+
+    Pages that a group shares count once: the full ones with the first of its sequences
+    in line, a partial one with the first of those that have not parted with it.
+
+    Returns:
+      The counts, and the pages of each sequence that others account for.
+    """
+    pages = pages_for(places, page_size=page_size)
+    s = line.siblings
+    if s is None or group is None:
+        return pages, jnp.zeros_like(pages)
+    full = jnp.where(_shares(s) & ~group.is_first, s.common // page_size, 0)
+    joint = _is_joint(line, page_size)
+    theirs = full + (joint & (group.before(joint) > 0)).astype(jnp.int32)
+    return pages - theirs, theirs
+
+
+def num_copies(
+    line: Line, group: Groups | None, wants: Array, page_size: Array
+) -> Int32[Array, " line"]:
+    """Says who has to copy the last page before it writes `wants` tokens: 0 or 1.
+
+    All do that leave it another owner, as `tables.needs_copy` has it.
+    """
+    if group is None:
+        return jnp.zeros_like(wants)
+    joint = _is_joint(line, page_size)
+    writes = joint & (wants > 0)
+    owners = group.total(joint.astype(jnp.int32))
+    return (writes & (group.before(writes) < owners - 1)).astype(jnp.int32)
+
+
+def split(
+    line: Line,
+    group: Groups | None,
+    limit: Int32[Array, " line"],
+    page_size: Array,
+    asked: Int32[Array, " line"] | None = None,
+) -> tuple[Split, Int32[Array, ""]]:
+    """Says what the places of all pages in use are good for.
+
+    Args:
+      line: the batch.
+      group: its groups.
+      limit: tokens at which each sequence ends; the last is never written.
+      page_size: token places in a page.
+      asked: places reserved for each, if its block may have more than these.
+
+    Returns:
+      The places, and the pages that sharing saves.
+    """
+    owned, theirs = num_owned(line, group, line.places, page_size)
+    runs, before = is_running(line), theirs * page_size
+    there = jnp.where(line.sequence >= 0, owned * page_size, 0)
+    if asked is not None:
+        there = jnp.minimum(there, asked)
+
+    def within(tokens: Array) -> Array:
+        """How many of so many first tokens lie on the pages accounted for."""
+        return jnp.where(runs, jnp.clip(tokens - before, 0, there), 0)
+
+    tokens = within(line.length)
+    useful = within(jnp.maximum(limit - 1, line.length))
+    return Split(
+        tokens=jnp.sum(tokens, dtype=jnp.int32),
+        reserved=jnp.sum(useful - tokens, dtype=jnp.int32),
+        internal=jnp.sum(there - useful, dtype=jnp.int32),
+    ), jnp.sum(jnp.where(line.sequence >= 0, theirs, 0), dtype=jnp.int32)
+
+
+def _shares(siblings: Siblings) -> Bool[Array, " line"]:
+    """Which sequences share pages, or did."""
+    return (siblings.common > 0) & ~siblings.reads & ~siblings.waits
+
+
+def _is_joint(line: Line, page_size: Array) -> Bool[Array, " line"]:
+    """Which share a last page that is partial, since they have not written since."""
+    s = line.siblings
+    assert s is not None
+    return _shares(s) & (line.length == s.common) & (s.common % page_size > 0)

@@ -1,0 +1,159 @@
+"""What the policy of a simulation is told: who runs, and who waits at the head.
+
+The counts are those of `admission.counts`, made of what a simulation knows.
+"""
+
+import jax.numpy as jnp
+
+from jaxkv.engine import NOBODY
+from jaxkv.memory import page_table
+from jaxkv.scheduling import interface
+from jaxkv.simulation import batch, contiguous
+from jaxkv.simulation.batch import Line, Siblings
+from jaxkv.simulation.contiguous import Reservation
+from jaxkv.simulation.state import Capacity, Events, Progress, Queued, Simulation
+from jaxkv.workloads import Workload
+
+
+def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> Queued:
+    """Looks up who waits at the head of the queue."""
+    request = state.queue[:head]
+    row = jnp.maximum(request, 0)
+    sample = jnp.arange(max_samples, dtype=jnp.int32)
+    sequence = row[:, None] * max_samples + sample[None, :]
+    was = Progress(*jnp.moveaxis(state.progress[sequence], -1, 0))
+    prompt = workload.prompt[row][:, None]
+    alive = jnp.broadcast_to((request >= 0)[:, None], sequence.shape)
+    is_reader, siblings = alive, None
+    if max_samples > 1:
+        finish = state.events[sequence, Events._fields.index("finish_s")]
+        alive &= (finish == 0) & (sample[None, :] < workload.samples[row][:, None])
+        before = jnp.cumsum(alive, axis=1, dtype=jnp.int32)
+        is_reader = alive & (before == 1)
+        # Who has pages was forked before; the others wait for the first, which reads.
+        waits = alive & ~is_reader & (was.swapped_length == 0)
+        reads = is_reader & jnp.any(waits, axis=1, keepdims=True)
+        several = before[:, -1:] > 1
+        siblings = Siblings(
+            common=jnp.where(
+                waits | reads | (several & (was.swapped_length == 0)),
+                jnp.broadcast_to(prompt, sequence.shape),
+                was.common,
+            ),
+            reads=reads,
+            waits=waits,
+            forked=was.swapped_length > 0,
+        )
+    holds = state.line.held is not None
+    line = Line(
+        sequence=jnp.where(alive, sequence, NOBODY),
+        length=was.swapped_length,
+        places=was.swapped_length,
+        known=jnp.maximum(prompt, was.known),
+        # Nothing of what was swapped out is lost.
+        fed=jnp.where(was.swapped_length > 0, 0, was.fed),
+        returned=was.returned > 0,
+        held=jnp.zeros_like(alive) if holds else None,
+        siblings=siblings,
+        block=None,
+    )
+    pages_out = jnp.where(alive, was.swapped_pages, 0)
+    return Queued(
+        request=request,
+        line=line,
+        is_reader=is_reader,
+        pages_out=jnp.sum(pages_out, axis=1, dtype=jnp.int32),
+        swapped_length=was.swapped_length,
+        is_seen=request >= 0,
+    )
+
+
+def reserve(
+    state: Simulation,
+    queued: Queued,
+    workload: Workload,
+    capacity: Capacity,
+    reservation: Reservation,
+) -> Queued:
+    """Finds contiguous places for those who wait; who gets none is not seen.
+
+    They keep them if the policy lets them in, and never ask for more.
+    """
+    line, size = state.line, capacity.page_size
+    assert line.block is not None
+    blocks = jnp.where(line.sequence >= 0, line.block, NOBODY)
+    leaves = page_table.pages_for(line.places, page_size=size)
+    free = contiguous.free_leaves(reservation.idle, blocks, leaves)
+    row = jnp.maximum(queued.request, 0)
+    asked = contiguous.asked(
+        *(reservation.rule, workload.prompt[row], workload.output[row]),
+        capacity.max_length,
+    )
+    order = contiguous.order_of(asked, size)
+    start = contiguous.place_in_order(free, order, queued.is_seen)
+    places = jnp.left_shift(size, order)
+    return queued._replace(
+        line=queued.line._replace(block=start[:, None], places=places[:, None]),
+        is_seen=start >= 0,
+    )
+
+
+def observe(
+    state: Simulation, queued: Queued, capacity: Capacity, max_samples: int
+) -> interface.Counts:
+    """What the policy may know, as `admission.counts` has it."""
+    line, size = state.line, capacity.page_size
+    group = batch.groups(line, max_samples)
+    owned, theirs = batch.num_owned(line, group, line.places, size)
+    moves, _ = batch.num_owned(line, group, line.length, size)
+    goal = batch.goal(line)
+    q, alive = queued.line, queued.line.sequence >= 0
+    common = jnp.zeros_like(queued.request)
+    if q.siblings is not None:
+        common = jnp.max(jnp.where(alive, q.siblings.common, 0), axis=1)
+        common = jnp.where(queued.size > 1, common, 0)
+    known = jnp.max(jnp.where(alive, q.known, 0), axis=1)
+    full = common // size
+    needs = q.known if q.block is None else q.places
+    pages = page_table.pages_for(needs, page_size=size)
+    fresh = jnp.where(alive, pages - full[:, None], 0)
+    # Who is swapped out takes its pages, those by which it grows, and copies.
+    have = page_table.pages_for(queued.swapped_length, page_size=size)
+    have = jnp.where(queued.swapped_length > 0, have, full[:, None])
+    growth = jnp.where(alive, jnp.maximum(pages - have, 0), 0)
+    partial = alive & (queued.swapped_length % size > 0)
+    copies = jnp.maximum(jnp.sum(partial, axis=1, dtype=jnp.int32) - 1, 0)
+    wanted = queued.pages_out + jnp.sum(growth, axis=1, dtype=jnp.int32) + copies
+    is_out, none = queued.pages_out > 0, jnp.zeros_like(line.returned)
+    return interface.Counts(
+        running=batch.is_running(line),
+        held=none if line.held is None else line.held,
+        group=None if group is None else group.first,
+        num_tokens=goal,
+        length=line.length,
+        num_pages=page_table.pages_for(line.places, page_size=size),
+        owned_pages=owned,
+        owned_tokens=jnp.maximum(line.length - theirs * size, 0),
+        swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
+        copies=batch.num_copies(line, group, goal - line.length, size),
+        preempted=line.returned & batch.is_running(line),
+        scored_prompt=none,
+        waiting=queued.is_seen,
+        waiting_tokens=jnp.where(common > 0, common, known),
+        waiting_cached=jnp.zeros_like(common),
+        waiting_slots=queued.size,
+        waiting_pages=jnp.where(
+            is_out,
+            jnp.minimum(wanted, capacity.num_pages),
+            full + jnp.sum(fresh, axis=1, dtype=jnp.int32),
+        ),
+        waiting_preempted=jnp.any(alive & q.returned, axis=1),
+        waiting_swapped=is_out,
+        waiting_scored_prompt=jnp.zeros_like(is_out),
+        free_pages=capacity.num_pages - jnp.sum(owned, dtype=jnp.int32),
+        free_swap_pages=capacity.max_swap_pages - state.num_swapped,
+        page_size=size,
+        max_length=capacity.max_length,
+        token_budget=capacity.token_budget,
+        spare_logit_rows=0,
+    )

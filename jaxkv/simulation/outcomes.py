@@ -1,0 +1,144 @@
+"""What became of the requests of a simulation, as NumPy arrays on the host.
+
+Arrays have the leading axes of the state, of members mapped together for one; requests
+are the last. `metrics` says what they come to.
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxkv import clock
+from jaxkv.simulation.state import Events, Simulation
+from jaxkv.workloads import Workload
+
+
+class Outcome(NamedTuple):
+    """What became of every request."""
+
+    arrival_s: Float[np.ndarray, "*members requests"]
+    """When each came; in a closed loop when its client asked, NaN if it never did."""
+    first_s: Float[np.ndarray, "*members requests"]
+    """When the first token of any of its sequences was drawn, NaN where none was."""
+    finish_s: Float[np.ndarray, "*members requests"]
+    """When its last sequence ended, NaN where one did not."""
+    preempted: Int[np.ndarray, "*members requests"]
+    """Times that its sequences gave way."""
+    swapped: Int[np.ndarray, "*members requests"]
+    """How many of these kept their pages."""
+    recomputed: Int[np.ndarray, "*members requests"]
+    """Tokens computed again."""
+    rejected: Bool[np.ndarray, "*members requests"]
+    """Requests that can never be served: they do not fit the machine even alone."""
+
+
+def read(
+    state: Simulation,
+    workload: Workload,
+    *,
+    until_s: float = np.inf,
+    warns: bool = True,
+) -> Outcome:
+    """Reads off a state what became of its requests.
+
+    Args:
+      state: of one machine, or of several with leading axes.
+      workload: its requests; of several, with the last of these axes at least.
+      until_s: what happened later is left out.
+      warns: whether a warning says that requests were rejected or left waiting.
+
+    Returns:
+      A value for each request of each member.
+    """
+    members, num = state.num_done.shape, workload.prompt.shape[-1]
+    w = _spread(workload, members)
+    table = np.asarray(state.events).reshape(*members, num, -1, len(Events._fields))
+    noted: Any = Events(*np.moveaxis(table, -1, 0))
+    is_sequence = np.arange(table.shape[-2]) < w.samples[..., None]
+    first = _time(noted.first_s, noted.first_us, until_s)
+    first_s = np.min(np.nan_to_num(first, nan=np.inf), axis=-1)
+    finish = _time(noted.finish_s, noted.finish_us, until_s)
+    finish_s = np.max(np.where(is_sequence, finish, -np.inf), axis=-1)
+    finish_s = np.where(np.isfinite(finish_s), finish_s, np.nan)
+    arrival_s, served = _arrivals(state, w, finish_s)
+    found = Outcome(
+        arrival_s=arrival_s,
+        first_s=np.where(np.isfinite(first_s), first_s, np.nan),
+        finish_s=finish_s,
+        preempted=noted.num_preempted.sum(axis=-1),
+        swapped=noted.num_swapped.sum(axis=-1),
+        recomputed=noted.num_recomputed.sum(axis=-1),
+        rejected=~served & (w.samples > 0),
+    )
+    if warns:
+        _warn(found, w, is_over=not np.isfinite(until_s))
+    return found
+
+
+def _spread(workload: Workload, members: tuple[int, ...]) -> Any:
+    """Gives a workload all the leading axes, as NumPy's arrays."""
+    num = workload.prompt.shape[-1]
+    own = {"arrival": (num, 2), "clients": ()}
+    spread: Any = {
+        name: np.broadcast_to(np.asarray(x), (*members, *own.get(name, (num,))))
+        for name, x in workload._asdict().items()
+    }
+    return Workload(**spread)
+
+
+def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray:
+    """Times as `Events` has them, in seconds; NaN for never, and for later."""
+    time = seconds - 1 + micros / clock.SECOND
+    return np.where((seconds > 0) & (time <= until_s), time, np.nan)
+
+
+def _arrivals(
+    state: Simulation, w: Any, finish_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """When requests came, and which of them can be served."""
+    served = np.zeros(finish_s.shape, bool)
+    all_order, num_served = np.asarray(state.order), np.asarray(state.num_served)
+    arrival_s = np.where(w.samples > 0, clock.to_seconds(w.arrival), np.nan)
+    for member in np.ndindex(finish_s.shape[:-1]):
+        order = all_order[member][: num_served[member]]
+        served[(*member, order)] = True
+        if (clients := int(w.clients[member])) < len(order):
+            at = (*member, order)
+            arrival_s[at] = _asked(arrival_s[at], finish_s[at], clients)
+    return arrival_s, served
+
+
+def _asked(
+    arrival_s: Float[np.ndarray, " requests"],
+    finish_s: Float[np.ndarray, " requests"],
+    clients: int,
+) -> Float[np.ndarray, " requests"]:
+    """When requests came in a closed loop: as soon as a client was answered.
+
+    The k-th can come when k - clients others have been answered.
+    """
+    answered = np.concatenate([np.full(clients, -np.inf), np.sort(finish_s)])
+    asked = np.maximum(arrival_s, answered[: len(arrival_s)])
+    return np.where(np.isnan(answered[: len(arrival_s)]), np.nan, asked)
+
+
+def _warn(found: Outcome, w: Any, is_over: bool) -> None:
+    """Says who is not served, and names the first of them."""
+    is_asked = w.samples > 0
+    waits = is_asked & ~found.rejected & ~np.isfinite(found.finish_s)
+    for who, why in (
+        (found.rejected, "can never be served: they do not fit the machine even alone"),
+        (waits & is_over, "were not served to their end"),
+    ):
+        if who.any():
+            *member, i = (int(x) for x in np.argwhere(who)[0])
+            of = f" of member {tuple(member)}" if member else ""
+            columns = (w.prompt, w.output, w.samples)
+            prompt, output, samples = (x[(*member, i)] for x in columns)
+            warnings.warn(
+                f"{who.sum()} of {is_asked.sum()} requests {why}; the first is request "
+                f"{i}{of}: {prompt} + {output} tokens, {samples} sequences",
+                stacklevel=3,
+            )

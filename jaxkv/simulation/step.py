@@ -1,0 +1,475 @@
+"""The engine's scheduler with a clock in place of the model.
+
+The policy, `schedule` and its counts are the engine's own; tokens and pages are only
+counted, and a cost model says how long each step takes. What happens is the same, step
+for step, as long as sequences end at their limits. All of it is one pure function of
+arrays, so `vmap` sweeps rates, seeds, sizes of the pool and parameters of policies.
+
+Sequences of one request share pages as in `forking` and `tables`: those that the prompt
+has filled, and a partial one until they write. Who was preempted by recomputation has
+only the prompt in common with the others.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv import validation
+from jaxkv.clock import advance, later
+from jaxkv.engine import NOBODY
+from jaxkv.memory import page_pool, page_table
+from jaxkv.scheduling import interface
+from jaxkv.simulation import apply_plan, batch, contiguous
+from jaxkv.simulation.batch import Line
+from jaxkv.simulation.contiguous import Reservation
+from jaxkv.simulation.counts import look, observe, reserve
+from jaxkv.simulation.state import Capacity, Events, Progress, Simulation
+from jaxkv.workloads import Workload
+
+
+class Work(NamedTuple):
+    """What a step asks of the machine."""
+
+    num_decodes: Int32[Array, ""]
+    """Sequences that feed the one token that they drew last."""
+    num_prompt_rows: Int32[Array, ""]
+    """Other tokens fed: of prompts, and of what was lost and is computed again."""
+    decode_context: Int32[Array, ""]
+    """Tokens that the former attend to, summed."""
+    prompt_context: Int32[Array, ""]
+    """Tokens that the latter attend to, each sequence counted once."""
+    prompt_squares: Float[Array, ""]
+    """Sum of after^2 - before^2 over their sequences, in tokens: twice the pairs of
+    query and key, and the square of its length for a prompt fed in one step."""
+    num_drawn: Int32[Array, ""]
+    """Sequences that draw a token in the end."""
+    num_copied: Int32[Array, ""]
+    """Pages copied because others read them, too."""
+    num_swapped: Int32[Array, ""]
+    """Pages that leave the pool or come back."""
+
+
+@runtime_checkable
+class Cost(Protocol):
+    """How long a step takes, in seconds; a pytree whose leaves may be mapped."""
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step that does something."""
+        ...
+
+
+class StepInfo(NamedTuple):
+    """What a step did. One that fed nothing and moved nothing took no time."""
+
+    start: Int32[Array, " 2"]
+    """The clock before it."""
+    micros: Int32[Array, ""]
+    """How long it took."""
+    work: Work
+    num_running: Int32[Array, ""]
+    """Sequences that have a slot."""
+    num_waiting: Int32[Array, ""]
+    """Requests that have arrived and have none, seen by the policy or not."""
+    num_admitted: Int32[Array, ""]
+    """Requests that got slots."""
+    num_preempted: Int32[Array, ""]
+    """Sequences that gave way."""
+    num_finished: Int32[Array, ""]
+    """Sequences that ended."""
+    used_pages: Int32[Array, ""]
+    """Pages in use while the step ran."""
+    split: batch.Split
+    """What their token places are good for."""
+    saved_pages: Int32[Array, ""]
+    """Pages that were in use more, did nobody share."""
+    drew: Int32[Array, " line"]
+    """The sequences that drew a token at its end, NOBODY elsewhere."""
+    enough: Bool[Array, ""]
+    """Whether the pages that the policy asked for were there; if not, nothing ran."""
+
+
+def init(
+    workload: Workload,
+    capacity: Capacity,
+    policy: interface.Policy,
+    *,
+    max_slots: int,
+    max_samples: int = 1,
+    head: int | None = None,
+    reservation: Reservation | None = None,
+) -> Simulation:
+    """Makes an idle machine, its clock at zero.
+
+    Args:
+      workload: the requests, in order of arrival.
+      capacity: bounds. A request that they do not let in even alone is rejected, as
+        `submit` does: nothing is ever recorded of it.
+      policy: who will run.
+      max_slots: sequences that can run at once, static.
+      max_samples: sequences that a request may have, static.
+      head: the largest for which `step` will be called.
+      reservation: contiguous places for each request, in place of pages.
+
+    Returns:
+      The state; donate it to the programs that step it.
+
+    Raises:
+      ValueError: a size is below 1; or several sequences of a request, which share
+        nothing in contiguous places: let them be requests.
+    """
+    w, c = page_pool.on_device((workload, capacity))
+    max_slots = validation.integer("max_slots", max_slots, low=1)
+    max_samples = validation.integer("max_samples", max_samples, low=1)
+    if head is not None:
+        head = validation.integer("head", head, low=1)
+    if reservation is not None and max_samples > 1:
+        raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
+    size = c.page_size
+    shared = w.prompt // size
+    each = page_table.pages_for(w.prompt + w.output - 1, page_size=size)
+    fits = shared + w.samples * (each - shared) <= c.num_pages
+    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
+    fits &= w.samples > 0
+    if reservation is not None:
+        r = reservation
+        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
+        fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
+    num = w.prompt.shape[0] * max_samples
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zero() -> Array:
+        return jnp.zeros((), jnp.int32)
+
+    def nobody() -> Array:
+        return jnp.zeros((max_slots,), bool)
+
+    return Simulation(
+        clock=jnp.zeros((2,), jnp.int32),
+        line=batch.empty(
+            max_slots,
+            has_groups=max_samples > 1,
+            holds=policy.holds_finished,
+            has_blocks=reservation is not None,
+        ),
+        began=nobody(),
+        ended=nobody(),
+        left=jnp.full((max_slots,), NOBODY, jnp.int32),
+        left_with=jnp.zeros((max_slots, len(Progress._fields)), jnp.int32),
+        queue=jnp.full((max_slots + (head or max_slots),), NOBODY, jnp.int32),
+        num_taken=zero(),
+        num_swapped=zero(),
+        num_done=zero(),
+        progress=jnp.zeros((num, len(Progress._fields)), jnp.int32),
+        events=jnp.zeros((num, len(Events._fields)), jnp.int32),
+        order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
+        num_served=jnp.sum(fits, dtype=jnp.int32),
+    )
+
+
+def step(
+    state: Simulation,
+    workload: Workload,
+    *,
+    capacity: Capacity,
+    policy: interface.Policy,
+    cost: Cost,
+    max_samples: int = 1,
+    head: int | None = None,
+    reservation: Reservation | None = None,
+) -> tuple[Simulation, StepInfo]:
+    """Runs one step, or lets the clock jump to the next arrival.
+
+    Args:
+      state: the machine.
+      workload: the requests.
+      capacity: bounds.
+      policy: who runs; the same that the engine takes.
+      cost: how long it takes.
+      max_samples: as for `init`.
+      head: requests at the head of the queue that the policy sees, at most as many as
+        there are slots, static; None means so many, like in the engine.
+      reservation: as for `init`.
+
+    Returns:
+      The new state, and what happened.
+    """
+    state, workload, capacity = page_pool.on_device((state, workload, capacity))
+    state, (info, behind) = _step(
+        *(state, workload, capacity, policy, cost),
+        max_samples=max_samples,
+        head=head,
+        reservation=reservation,
+    )
+    return state, _all_waiting(state, workload, info, behind)
+
+
+class _Behind(NamedTuple):
+    """By what those are counted who have come and stand behind the queue."""
+
+    num_taken: Int32[Array, "*steps"]
+    """Requests that have entered the queue."""
+    num_asked: Int32[Array, "*steps"]
+    """Requests that the clients have asked by now, if they have come."""
+
+
+def _all_waiting(
+    state: Simulation, workload: Workload, info: StepInfo, behind: _Behind
+) -> StepInfo:
+    """Adds to those in the queue, of one step or many, the ones behind it.
+
+    Of many at a time, since a search in each step would take a tenth of its time.
+    """
+    come = apply_plan.num_arrived(state, workload, info.start)
+    come = jnp.minimum(come, behind.num_asked)
+    return info._replace(num_waiting=info.num_waiting + come - behind.num_taken)
+
+
+def _step(
+    state: Simulation,
+    w: Workload,
+    capacity: Capacity,
+    policy: interface.Policy,
+    cost: Cost,
+    *,
+    max_samples: int,
+    head: int | None,
+    reservation: Reservation | None,
+) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
+    """Runs one step; only those in the queue are counted as waiting."""
+    size = capacity.page_size
+    state, whose = apply_plan.retire(state, max_samples)
+    state = apply_plan.arrive(state, w, head or whose.shape[0])
+    queued = look(state, w, head or whose.shape[0], max_samples)
+    if reservation is not None:
+        queued = reserve(state, queued, w, capacity, reservation)
+    counts = observe(state, queued, capacity, max_samples)
+    plan = interface.schedule(counts, policy)
+    state, wish, done = apply_plan.carry_out(
+        state, plan, queued, capacity, max_samples, whose
+    )
+    line, runs = state.line, batch.is_running(state.line)
+    group = batch.groups(line, max_samples)
+    # Pages are granted to all or to nobody, as `tables.reserve` does.
+    copies = batch.num_copies(line, group, wish.num_rows, size)
+    places = jnp.maximum(line.places, jnp.where(runs, wish.places, 0))
+    if reservation is not None:  # has all that it will ever need
+        places = line.places
+    growth = page_table.pages_for(places, page_size=size)
+    growth -= page_table.pages_for(line.places, page_size=size)
+    owned, _ = batch.num_owned(line, group, line.places, size)
+    held = jnp.sum(owned, dtype=jnp.int32)
+    used = held + jnp.sum(growth + copies, dtype=jnp.int32)
+    enough = used <= capacity.num_pages
+    num_rows = jnp.where(enough, wish.num_rows, 0)
+    line = line._replace(places=jnp.where(enough, places, line.places))
+    request = jnp.maximum(line.sequence, 0) // max_samples
+    prompt = w.prompt[request]
+    output = w.output[request]
+    limit = prompt + output
+    work = _work(line, num_rows, prompt)._replace(
+        num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
+        num_swapped=done.num_moved,
+    )
+    line, forked = _feed(line, group, num_rows)
+    emits = ((num_rows > 0) | forked) & runs & (line.length == line.known)
+    work = work._replace(num_drawn=jnp.sum(emits, dtype=jnp.int32))
+    busy = jnp.any(num_rows > 0) | (done.num_moved > 0)
+    seconds = jnp.asarray(cost(work), jnp.float32)
+    clock, micros = advance(state.clock, jnp.where(busy, seconds, 0.0))
+    # With nobody there, the next one to arrive ends the wait.
+    idle = ~jnp.any(runs) & (state.queue[0] < 0) & (state.num_taken < state.num_served)
+    upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
+    clock = jnp.where(idle, later(clock, w.arrival[upcoming]), clock)
+    asked = None
+    if (r := reservation) is not None:
+        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
+    split, saved = batch.split(line, group, limit, size, asked)
+    known = line.known + emits.astype(jnp.int32)
+    ended = emits & (known == limit)
+    info = StepInfo(
+        start=state.clock,
+        micros=micros,
+        work=work,
+        num_running=jnp.sum(runs, dtype=jnp.int32),
+        num_waiting=jnp.sum(state.queue >= 0, dtype=jnp.int32),
+        num_admitted=done.num_admitted,
+        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
+        num_finished=jnp.sum(ended, dtype=jnp.int32),
+        used_pages=jnp.where(enough, used, held),
+        split=split,
+        saved_pages=saved,
+        drew=jnp.where(emits, line.sequence, NOBODY),
+        enough=enough,
+    )
+    behind = _Behind(state.num_taken, state.num_done + w.clients)
+    return state._replace(
+        clock=clock,
+        line=line._replace(known=known),
+        began=emits & (known == prompt + 1),
+        ended=ended,
+    ), (info, behind)
+
+
+def run_steps(
+    state: Simulation,
+    workload: Workload,
+    *,
+    capacity: Capacity,
+    policy: interface.Policy,
+    cost: Cost,
+    num_steps: int,
+    max_samples: int = 1,
+    head: int | None = None,
+    reservation: Reservation | None = None,
+) -> tuple[Simulation, StepInfo]:
+    """Runs several steps as one program.
+
+    Args:
+      state: as for `step`, like all that is not named here.
+      workload: the requests.
+      capacity: bounds.
+      policy: who runs.
+      cost: how long it takes.
+      num_steps: how many, static. Steps after everything is done do nothing.
+      max_samples: as for `init`.
+      head: as for `step`.
+      reservation: as for `init`.
+
+    Returns:
+      The new state, and the stacked infos of all steps. Everything is done and noted
+      when `num_done` has reached `num_served`.
+    """
+    state, workload, capacity = page_pool.on_device((state, workload, capacity))
+
+    def body(state: Simulation, _: None) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
+        return _step(
+            *(state, workload, capacity, policy, cost),
+            max_samples=max_samples,
+            head=head,
+            reservation=reservation,
+        )
+
+    state, (infos, behind) = lax.scan(body, state, None, length=num_steps)
+    return state, _all_waiting(state, workload, infos, behind)
+
+
+def run(
+    workload: Workload,
+    capacity: Capacity,
+    policy: interface.Policy,
+    cost: Cost,
+    *,
+    max_slots: int,
+    max_samples: int = 1,
+    head: int | None = None,
+    reservation: Reservation | None = None,
+    max_steps: int = interface.NO_LIMIT,
+) -> Simulation:
+    """Serves a workload to its end, in the caller's `jit` and `vmap` if there is one.
+
+    It also ends where nothing moves any more, since the policy admits nobody. Then
+    `num_done` is below `num_served`, and `outcomes.read` says whom it concerns, as it
+    does for requests that could never be served.
+
+    Args:
+      workload: the requests, in order of arrival.
+      capacity: bounds.
+      policy: who runs; the same that the engine takes.
+      cost: how long a step takes.
+      max_slots: sequences that can run at once, static.
+      max_samples: sequences that a request may have, static.
+      head: as for `step`.
+      reservation: as for `init`.
+      max_steps: ends it soon after so many steps, for policies that never come to an
+        end, static.
+
+    Returns:
+      The state in the end.
+
+    Raises:
+      ValueError: as for `init`.
+    """
+    state = init(
+        *(workload, capacity, policy),
+        max_slots=max_slots,
+        max_samples=max_samples,
+        head=head,
+        reservation=reservation,
+    )
+
+    def one(state: Simulation, _: None) -> tuple[Simulation, Array]:
+        after, info = step(
+            *(state, workload),
+            capacity=capacity,
+            policy=policy,
+            cost=cost,
+            max_samples=max_samples,
+            head=head,
+            reservation=reservation,
+        )
+        work = info.work
+        did = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
+        jumped = jnp.any(after.clock != state.clock)
+        return after, did | jumped | (after.num_done > state.num_done)
+
+    def some(carry: tuple[Simulation, Array, Array]) -> tuple[Simulation, Array, Array]:
+        state, _, num_steps = carry
+        state, moves = lax.scan(one, state, None, length=_STEPS_TOGETHER)
+        return state, jnp.any(moves), num_steps + _STEPS_TOGETHER
+
+    def goes_on(carry: tuple[Simulation, Array, Array]) -> Array:
+        state, moves, num_steps = carry
+        return moves & (state.num_done < state.num_served) & (num_steps < max_steps)
+
+    start = (state, jnp.ones((), bool), jnp.zeros((), jnp.int32))
+    return lax.while_loop(goes_on, some, start)[0]
+
+
+_STEPS_TOGETHER = 128
+"""Steps between two looks at whether all is done: mapped, each look copies the states
+of those that are."""
+
+
+def _work(line: Line, num_rows: Array, prompt: Array) -> Work:
+    """Adds up what the rows ask for."""
+    decodes = (num_rows == 1) & (line.length == line.known - 1) & (line.known > prompt)
+    reads = (num_rows > 0) & ~decodes
+    before, after = line.length, line.length + num_rows
+
+    def total(mask: Array, values: Array) -> Array:
+        return jnp.sum(jnp.where(mask, values, 0), dtype=values.dtype)
+
+    squares = after.astype(jnp.float32) ** 2 - before.astype(jnp.float32) ** 2
+    return Work(
+        num_decodes=jnp.sum(decodes, dtype=jnp.int32),
+        num_prompt_rows=total(reads, num_rows),
+        decode_context=total(decodes, after),
+        prompt_context=total(reads, after),
+        prompt_squares=total(reads, squares),
+        num_drawn=jnp.zeros((), jnp.int32),
+        num_copied=jnp.zeros((), jnp.int32),
+        num_swapped=jnp.zeros((), jnp.int32),
+    )
+
+
+def _feed(
+    line: Line, group: batch.Groups | None, num_rows: Array
+) -> tuple[Line, Bool[Array, " line"]]:
+    """Writes the rows, and forks those for whom another one has read."""
+    length = line.length + num_rows
+    s = line.siblings
+    if s is None or group is None:
+        return line._replace(length=length), jnp.zeros_like(line.returned)
+    complete = group.any(s.reads & (length == s.common))
+    forked = s.waits & complete
+    return line._replace(
+        length=jnp.where(forked, s.common, length),
+        places=jnp.where(forked, s.common, line.places),
+        siblings=s._replace(
+            reads=s.reads & ~complete,
+            waits=s.waits & ~complete,
+            forked=s.forked | forked,
+        ),
+    ), forked

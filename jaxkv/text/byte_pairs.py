@@ -1,0 +1,63 @@
+"""Learns a byte-pair tokenizer from text, and applies it to many texts at once.
+
+The merges start from all 256 bytes, so every text has tokens, and decoding gives it
+back to the byte.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxkv.text.tokenizer import Tokenizer
+
+END_TEXT = "<|endoftext|>"
+"""How the token that ends a document is written; its id is `END`."""
+END = 0
+VERSION = tokenizers.__version__
+"""Of the library: another one may merge otherwise."""
+
+_NUM_TOGETHER = 64
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learns the merges; equal texts give equal tokenizers.
+
+    Args:
+      texts: what to learn from.
+      vocab_size: tokens to end up with at most, the end of a document and the bytes
+        included; at least 257. Few texts may give fewer.
+
+    Returns:
+      The tokenizer; `END` ends a text.
+
+    Source: Sennrich et al. 2016, arXiv:1508.07909, section 3.2, on bytes as in
+    Radford et al. 2019 (GPT-2), section 2.2.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"{vocab_size=} must be at least 257, the bytes and an end")
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return Tokenizer(core, eos_ids=(END,), settings={"eos_token": END_TEXT})
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yields the token ids of each text, whatever is written in it taken as text."""
+    core = tokenizer.core
+    before = core.encode_special_tokens
+    core.encode_special_tokens = True
+    try:
+        for start in range(0, len(texts), _NUM_TOGETHER):
+            some = list(texts[start : start + _NUM_TOGETHER])
+            for encoded in core.encode_batch_fast(some, add_special_tokens=False):
+                yield encoded.ids
+    finally:
+        core.encode_special_tokens = before
