@@ -20,8 +20,9 @@ from experiments import fit_rivals, fit_surfaces, style, units
 from experiments.fit_rivals import Runs
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from scaling import evaluating, fitting, laws, solving
-from scaling.observations import observe
+from scaling.fits import fit as fits_fit
+from scaling.fits import levenberg_marquardt, observe
+from scaling.laws import evaluation, published
 
 OURS, FIRST = "jaxkv", "jaxkv, first call"
 ROW = ("method", "seconds", "worst_excess")
@@ -62,9 +63,9 @@ CONFIGS = {
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, piece by piece; ended early, it has whole pieces."""
-    data, law = fit_surfaces.runs(config.num_points), laws.CHINCHILLA
-    full = fitting.fit(law, data)
-    problem = solving.Problem(law, observe(law, data))
+    data, law = fit_surfaces.runs(config.num_points), published.CHINCHILLA
+    full = fits_fit.fit(law, data)
+    problem = levenberg_marquardt.Problem(law, observe(law, data))
     runs = Runs(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
     start = _logged(np.array([[*full.coefficients.values()]]))[0]
     shape = (config.num_resamples, config.num_points)
@@ -73,9 +74,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     def ours(rows: np.ndarray) -> np.ndarray:
         counts = [np.bincount(row, minlength=config.num_points) for row in rows]
         starts = np.tile(full.coordinates, (len(rows), 1))
-        ends = solving.solve(problem, np.array(counts, float), starts)
+        ends = levenberg_marquardt.solve(problem, np.array(counts, float), starts)
         centre = problem.seen.centre
-        return _logged(evaluating.coefficients(law, ends.coordinates, centre))
+        return _logged(evaluation.coefficients(law, ends.coordinates, centre))
 
     rivals = [*fit_rivals.everyone()][: None if config.slow else 1]
 
@@ -83,7 +84,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         return lambda rows: np.array([fit(start, runs.drawn(row)) for row in rows])
 
     everyone = {OURS: ours} | {name: loop(fit) for name, fit in rivals}
-    solving.optimising.compiled.cache_clear()
+    levenberg_marquardt.optimising.compiled.cache_clear()
     with _compiling_anew():
         first_s, _ = _time(ours, drawn)
     found: dict[str, list[np.ndarray]] = {name: [] for name in everyone}

@@ -19,8 +19,8 @@ from experiments.progress import QUIET, Progress
 from jaxkv.models import checkpoints
 from jaxkv.models.config import ModelConfig
 from jaxkv.text import tokenizer
-from scaling import architectures, corpora, objectives, training
-from scaling.recipes import TrainConfig
+from scaling.corpora import corpora
+from scaling.training import TrainConfig, architectures, objectives, train
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,11 +188,11 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def _run(config: Config, folder: Path, progress: Progress) -> Result:
     split = corpora.load(config.text)
-    runs = [training.train(config.trunk, folder / "trunk", progress=progress)]
+    runs = [train.train(config.trunk, folder / "trunk", progress=progress)]
     if runs[0].status == "done":
         start = runs[0].checkpoint
         runs.append(
-            training.train(
+            train.train(
                 config.cooldown, folder / "cooldown", start=start, progress=progress
             )
         )

@@ -17,7 +17,8 @@ from experiments.chunked_prefill_policies import Apart, Reading, reading
 from experiments.simulating_parts import Members
 from jaxkv.simulation import Capacity, Work
 from jaxkv.workloads import arrivals, lengths
-from scaling import costs, costs_serving, devices, hf_descriptions, named_models
+from scaling.costs import devices, parameters, serving
+from scaling.shapes import huggingface, published
 
 PAGE_SIZE = 16
 MAX_SLOTS = 128
@@ -43,7 +44,7 @@ _YI_34B = {
 }
 """01.AI 2024, arXiv:2403.04652, table 1."""
 # Every layer attends to everything: sums over a batch do not tell the window's part.
-_MISTRAL_7B = named_models.CONFIGS["mistral-7b"] | {"sliding_window": None}
+_MISTRAL_7B = published.CONFIGS["mistral-7b"] | {"sliding_window": None}
 
 
 class Model(NamedTuple):
@@ -64,9 +65,9 @@ class Model(NamedTuple):
     relaxed_s: float
 
     @property
-    def description(self) -> costs.Description:
+    def description(self) -> parameters.Description:
         """Its shape."""
-        return hf_descriptions.describe(dict(self.config), name=self.name)
+        return huggingface.describe(dict(self.config), name=self.name)
 
     @property
     def num_pages(self) -> int:
@@ -75,8 +76,8 @@ class Model(NamedTuple):
         Yi-34B: (0.9 * 160 GB - 68.8 GB) / 245,760 bytes a token = 306,000 tokens.
         """
         bytes_ = MEMORY_SHARE * devices.find(DEVICE).memory_bytes * self.num_devices
-        bytes_ -= 2 * costs.parameters(self.description).total
-        each = costs_serving.kv_bytes_per_token(self.description)
+        bytes_ -= 2 * parameters.parameters(self.description).total
+        each = serving.kv_bytes_per_token(self.description)
         return int(bytes_ // (each * PAGE_SIZE))
 
     @property

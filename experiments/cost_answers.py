@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from experiments import units
 from experiments.reporting import Sheet
-from scaling import comms, costs, costs_flops, costs_serving
-from scaling.descriptions import Description, Experts
-from scaling.layouts import Layout
+from scaling.costs import Layout, flops, parameters, serving, traffic
+from scaling.shapes import Description, Experts
 
 if TYPE_CHECKING:
     from experiments.costing import Case
@@ -78,14 +77,14 @@ def _pipeline(case: "Case") -> str:
 def _quadratic(case: "Case") -> str:
     terms, model = case.forward(), case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
-    whole = costs_flops.total(terms)
+    whole = flops.total(terms)
     seen = sum(
-        costs_flops.twice_pairs(case.sequence, 0, window, case.options.attention)
+        flops.twice_pairs(case.sequence, 0, window, case.options.attention)
         for window in model.windows
     )
     each = square / seen  # of a pair, summed over layers without windows
     half = 1 if case.options.attention == "causal" else 2
-    equal = 2 * costs.parameters(model).matmul / (each * half * model.num_layers)
+    equal = 2 * parameters.parameters(model).matmul / (each * half * model.num_layers)
     said = (
         "Scores and values alone: every query meets every key, 4 n d s operations a "
         f"token and layer. Here {units.share(square / whole)} of the forward pass; as "
@@ -109,7 +108,7 @@ def _mixture(case: "Case") -> str:
         experts=Experts(num_experts=8, top_k=2, size=model.mlp_size),
         mixture_layers=(True,),
     )
-    now, then = costs.parameters(model), costs.parameters(mixed)
+    now, then = parameters.parameters(model), parameters.parameters(mixed)
     return (
         f"{model.name} has none. With 8 experts of its FFN's width, 2 of them for a "
         f"token, parameters would grow {then.total / now.total:.2f} times to "
@@ -126,7 +125,7 @@ def _real_mixture(case: "Case") -> str:
     plain = dataclasses.replace(
         model, experts=None, mlp_size=size, mixture_layers=(), num_ahead_layers=0
     )
-    now, dense = costs.parameters(model), costs.parameters(plain)
+    now, dense = parameters.parameters(model), parameters.parameters(plain)
     return (
         f"Of {now.total / 1e9:.4g} G parameters a token uses {now.active / 1e9:.4g} G. "
         f"A dense model of the width that a token meets would have "
@@ -140,8 +139,7 @@ def _real_mixture(case: "Case") -> str:
 
 def _growth(before: Description, after: Description, case: "Case") -> str:
     one, other = (
-        costs_flops.total(costs_flops.forward(x, sequence=case.sequence))
-        for x in (before, after)
+        flops.total(flops.forward(x, sequence=case.sequence)) for x in (before, after)
     )
     return f"{other / one:.2f}"
 
@@ -157,7 +155,7 @@ def _where(model: Description, case: "Case") -> str:
             continue
         # As many tokens in all: tensor parallelism works on p times a device's batch.
         tensor, expert = (
-            comms.training(model, layout, batch=batch, sequence=case.sequence)
+            traffic.training(model, layout, batch=batch, sequence=case.sequence)
             for layout, batch in (
                 (Layout(tensor=p), case.batch * p),
                 (Layout(expert=p, data=p), case.batch),
@@ -180,8 +178,8 @@ def _where(model: Description, case: "Case") -> str:
 def _serving(case: "Case") -> str:
     ridge = case.device.ridge(case.options.dtype)
     one = case.decode(1)
-    batch = costs_serving.turning_point(lambda b: case.decode(b).intensity > ridge)
-    prompt = costs_serving.turning_point(
+    batch = serving.turning_point(lambda b: case.decode(b).intensity > ridge)
+    prompt = serving.turning_point(
         lambda t: case.prefill(t).intensity > ridge, most=1 << 20
     )
     limit = case.decode(1 << 20).intensity

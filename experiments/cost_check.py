@@ -81,24 +81,25 @@ def _row(config: Config, family: str) -> dict[str, Any]:
     import jax
 
     from jaxkv.models import transformer
-    from scaling import costs, costs_flops, costs_residuals, describing
+    from scaling.costs import flops, parameters, residuals
+    from scaling.shapes import from_model
 
     model = _model(config, family)
-    shape = describing.describe(model)
-    step = costs_flops.training(shape, batch=config.batch, sequence=config.sequence)
-    listed = costs_residuals.residuals(model, number_bytes=4)
+    shape = from_model.describe(model)
+    step = flops.training(shape, batch=config.batch, sequence=config.sequence)
+    listed = residuals.residuals(model, number_bytes=4)
     forward, gradient = (_compiled(model, config, what) for what in ("forward", "grad"))
     held = jax.tree.leaves(transformer.param_shapes(model))
     more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
     return {
         "family": family,
-        "params": costs.parameters(shape).total,
+        "params": parameters.parameters(shape).total,
         "params_jax": sum(x.size for x in held),
         "forward_flops": step.forward,
         "forward_flops_xla": _analysis(forward),
         "training_flops": step.model,
         "training_flops_xla": _analysis(gradient),
-        "kept_bytes": costs_residuals.total(listed, config.batch * _KEPT_SEQUENCE),
+        "kept_bytes": residuals.total(listed, config.batch * _KEPT_SEQUENCE),
         # The difference of two batches leaves the weights out.
         "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
         "xla_temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
@@ -127,7 +128,7 @@ def _compiled(model: Any, config: Config, what: str) -> Any:
     import jax.numpy as jnp
 
     from jaxkv.models import transformer
-    from scaling import objectives
+    from scaling.training import objectives
 
     def loss(params: Any, windows: Any) -> Any:
         return jnp.mean(objectives.token_losses(params, windows, model=model))

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from experiments import units
 from experiments.reporting import Sheet
-from scaling import costs_memory, costs_serving
-from scaling.descriptions import HeadAttention
+from scaling.costs import memory, serving
+from scaling.shapes import HeadAttention
 
 if TYPE_CHECKING:
     from experiments.costing import Case
@@ -34,11 +34,9 @@ def _serving(case: "Case") -> Sheet:
         )
     heads = ("step", "operations", "weights", "K and V", "op/byte")
     dtype, d = case.options.dtype, case.device
-    per_token = costs_serving.kv_bytes_per_token(case.model, kv_bytes=case.weight_bytes)
-    kept = costs_serving.kv_bytes_of(
-        case.model, case.sequence, kv_bytes=case.weight_bytes
-    )
-    fit = costs_serving.max_batch(
+    per_token = serving.kv_bytes_per_token(case.model, kv_bytes=case.weight_bytes)
+    kept = serving.kv_bytes_of(case.model, case.sequence, kv_bytes=case.weight_bytes)
+    fit = serving.max_batch(
         case.model,
         d,
         context=case.sequence,
@@ -86,8 +84,8 @@ def per_device(case: "Case") -> dict[str, float]:
     )
     sent = sum(x.forward + x.backward for x in case.traffic())
     stages = range(layout.pipeline)
-    held = [costs_memory.held(case.model, layout, stage=x) for x in stages]
-    kv = costs_serving.kv_bytes_per_token(case.model, kv_bytes=case.weight_bytes)
+    held = [memory.held(case.model, layout, stage=x) for x in stages]
+    kv = serving.kv_bytes_per_token(case.model, kv_bytes=case.weight_bytes)
     if isinstance(case.model.attention, HeadAttention):
         kv /= min(layout.tensor, case.model.attention.num_kv_heads)
     return {

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from experiments import style
-from scaling import costs_flops
+from scaling.costs import flops
 
 if TYPE_CHECKING:
     from experiments.costing import Case
@@ -32,7 +32,7 @@ def _flops(ax: Any, case: "Case") -> None:
     lengths = [2**x for x in range(8, 18)]
     parts: dict[str, list[float]] = {}
     for length in lengths:
-        terms = costs_flops.forward(
+        terms = flops.forward(
             case.model, sequence=length, attention=case.options.attention
         )
         sums: dict[str, float] = {}

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 
 from experiments import documents
 from jaxkv.simulation import Cost, Work
-from scaling import costs_steps, devices, named_models
-from scaling.descriptions import Description
+from scaling.costs import devices, steps
+from scaling.shapes import Description, published
 
 
 class CostModel(NamedTuple):
@@ -78,7 +78,7 @@ class Linear(NamedTuple):
 class Roofline(NamedTuple):
     """The longer of the time of the products and the time of the memory."""
 
-    step: costs_steps.StepCost
+    step: steps.StepCost
     copy_s: Float[Array, ""]
     """As in `Linear`."""
     swap_s: Float[Array, ""]
@@ -125,7 +125,7 @@ def find(name: str) -> CostModel:
         num = rest[2] if len(rest) == 3 else "1"
         if not num.isdecimal() or int(num) < 1:
             raise ValueError(f"{name!r}: the number of devices must be at least 1")
-        model, device = named_models.describe(rest[0]), devices.find(rest[1])
+        model, device = published.describe(rest[0]), devices.find(rest[1])
         return roofline(model, device, num_devices=int(num), name=name)
     if kind == "measured" and rest:
         from experiments import cost_fits  # reads run folders, which others need not
@@ -275,7 +275,7 @@ def roofline(
             f"{model.name}: layers with windows attend to less than the counts of a "
             "step tell"
         )
-    step = costs_steps.step_cost(
+    step = steps.step_cost(
         *(model, device),
         num_devices=num_devices,
         compute_share=compute_share,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from experiments import cost_device_tables, units
 from experiments.reporting import Sheet
-from scaling import costs, costs_activations, costs_flops
-from scaling.descriptions import HeadAttention
+from scaling.costs import activations, flops, parameters
+from scaling.shapes import HeadAttention
 
 if TYPE_CHECKING:
     from experiments.costing import Case
@@ -81,8 +81,8 @@ def _shape(case: "Case") -> Sheet:
 
 
 def _weights(case: "Case") -> Sheet:
-    rows, places = [], costs.copies(case.model)
-    listed = [x for x in costs.weights(case.model) if x.place != "ahead"]
+    rows, places = [], parameters.copies(case.model)
+    listed = [x for x in parameters.weights(case.model) if x.place != "ahead"]
     for weight in listed:
         count = places[weight.place] * weight.stored
         name = (
@@ -92,7 +92,7 @@ def _weights(case: "Case") -> Sheet:
         )
         total = f"{weight.size * count:,}" if weight.stored else "tied"
         rows.append((name, weight.formula, f"{weight.size:,}", f"{count:,}", total))
-    if ahead := costs.parameters(case.model).ahead:
+    if ahead := parameters.parameters(case.model).ahead:
         number = case.model.num_ahead_layers
         each = f"{ahead // number:,}"
         rows.append(
@@ -103,7 +103,7 @@ def _weights(case: "Case") -> Sheet:
 
 
 def _conventions(case: "Case") -> Sheet:
-    p = costs.parameters(case.model)
+    p = parameters.parameters(case.model)
     rows = [
         ("total", p.total, "everything, a tied head once"),
         ("non-embedding", p.non_embedding, "without tables and head"),
@@ -129,8 +129,8 @@ def _conventions(case: "Case") -> Sheet:
 
 def _flops(case: "Case") -> list[Sheet]:
     terms, tokens = case.forward(), case.batch * case.sequence
-    step, params = case.training(), costs.parameters(case.model)
-    whole = costs_flops.total(terms)
+    step, params = case.training(), parameters.parameters(case.model)
+    whole = flops.total(terms)
     rows = [
         (
             f"{x.part}: {x.name}" if x.part != x.name else x.name,
@@ -218,16 +218,16 @@ def one_layer(case: "Case") -> dict[str, int | float]:
         mixture_layers=model.mixture_layers[-1:],
         num_ahead_layers=0,
     )
-    places = costs.copies(last) | {"first": 0, "last": 0}
-    size = sum(x.size * x.stored * places[x.place] for x in costs.weights(last))
-    terms = costs_flops.forward(
+    places = parameters.copies(last) | {"first": 0, "last": 0}
+    size = sum(x.size * x.stored * places[x.place] for x in parameters.weights(last))
+    terms = flops.forward(
         last,
         batch=case.batch,
         sequence=case.sequence,
         attention=case.options.attention,
     )
     tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
-    sums = costs_activations.per_token(case.stored(), last)
+    sums = activations.per_token(case.stored(), last)
     kept = sums[last.mixture_layers[0]] * tokens
     boundary = tokens * model.hidden_size * each
     return {
@@ -262,7 +262,7 @@ def _activations(case: "Case") -> Sheet:
         (x.name, x.part, x.formula, f"{x.bytes:,}", divided.get(x.divided, "tp"))
         for x in tensors
     ]
-    dense, mixed = costs_activations.per_token(tensors, case.model)
+    dense, mixed = activations.per_token(tensors, case.model)
     if case.model.num_dense_layers:
         rows.append(("a layer", "", "", f"{dense:,.0f}", ""))
     if case.model.num_mixture_layers:

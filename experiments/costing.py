@@ -17,21 +17,21 @@ from experiments import (
     flags,
 )
 from experiments.running import Answer
-from scaling import (
-    comms,
-    costs,
-    costs_activations,
-    costs_flops,
-    costs_memory,
-    costs_serving,
+from scaling.costs import (
+    Device,
+    Layout,
+    activations,
     devices,
-    hf_descriptions,
-    layouts,
-    named_models,
+    flops,
+    parallelism,
+    parameters,
+    serving,
 )
-from scaling.descriptions import Description
-from scaling.devices import Device
-from scaling.layouts import Layout
+from scaling.costs import memory as costs_memory
+from scaling.costs import traffic as costs_traffic
+from scaling.costs.memory import MIXED, SINGLE, Bytes, Memory
+from scaling.costs.traffic import Traffic
+from scaling.shapes import Description, huggingface, published
 
 MAX_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
@@ -102,10 +102,10 @@ class Case(NamedTuple):
     device: Device
     layout: Layout
     weight_bytes: int
-    bytes_per_param: costs_memory.Bytes
+    bytes_per_param: Bytes
     options: Options
 
-    def memory(self, **change: Any) -> costs_memory.Memory:
+    def memory(self, **change: Any) -> Memory:
         """Training memory of the fullest device, with other settings if given."""
         how: dict[str, Any] = {
             "batch": self.batch,
@@ -118,7 +118,7 @@ class Case(NamedTuple):
         }
         return costs_memory.training(self.model, **how | change)
 
-    def training(self, **change: Any) -> costs_flops.Training:
+    def training(self, **change: Any) -> flops.Training:
         """Operations of a training step of the batch, on all devices together."""
         how: dict[str, Any] = {
             "batch": self.batch,
@@ -126,20 +126,20 @@ class Case(NamedTuple):
             "attention": self.options.attention,
             "checkpointing": self.options.checkpoint,
         }
-        return costs_flops.training(self.model, **how | change)
+        return flops.training(self.model, **how | change)
 
-    def forward(self) -> tuple[costs_flops.Term, ...]:
+    def forward(self) -> tuple[flops.Term, ...]:
         """Products of a forward pass over the batch."""
-        return costs_flops.forward(
+        return flops.forward(
             self.model,
             batch=self.batch,
             sequence=self.sequence,
             attention=self.options.attention,
         )
 
-    def stored(self) -> tuple[costs_activations.Stored, ...]:
+    def stored(self) -> tuple[activations.Stored, ...]:
         """Tensors that a layer keeps for the backward pass."""
-        return costs_activations.stored(
+        return activations.stored(
             self.model,
             sequence=self.sequence,
             flash=self.options.flash,
@@ -147,13 +147,13 @@ class Case(NamedTuple):
             number_bytes=self.bytes_per_param.weight,
         )
 
-    def decode_terms(self) -> tuple[costs_flops.Term, ...]:
+    def decode_terms(self) -> tuple[flops.Term, ...]:
         """Products of a step of decoding."""
-        return costs_flops.decode(self.model, batch=self.batch, context=self.sequence)
+        return flops.decode(self.model, batch=self.batch, context=self.sequence)
 
-    def prefill_terms(self) -> tuple[costs_flops.Term, ...]:
+    def prefill_terms(self) -> tuple[flops.Term, ...]:
         """Products of reading prompts, with the logits of each last token."""
-        return costs_flops.forward(
+        return flops.forward(
             self.model,
             batch=self.batch,
             sequence=self.sequence,
@@ -161,9 +161,9 @@ class Case(NamedTuple):
             logits="last",
         )
 
-    def decode(self, batch: int | None = None) -> costs_serving.Work:
+    def decode(self, batch: int | None = None) -> serving.Work:
         """A step of decoding with `sequence` tokens kept of each."""
-        return costs_serving.decode(
+        return serving.decode(
             self.model,
             batch=batch or self.batch,
             context=self.sequence,
@@ -171,9 +171,9 @@ class Case(NamedTuple):
             kv_bytes=self.weight_bytes,
         )
 
-    def prefill(self, prompt: int | None = None) -> costs_serving.Work:
+    def prefill(self, prompt: int | None = None) -> serving.Work:
         """Reading prompts of `sequence` tokens."""
-        return costs_serving.prefill(
+        return serving.prefill(
             self.model,
             batch=self.batch,
             prompt=prompt or self.sequence,
@@ -182,18 +182,18 @@ class Case(NamedTuple):
             kv_bytes=self.weight_bytes,
         )
 
-    def roofline(self, work: costs_serving.Work) -> costs_serving.Roofline:
+    def roofline(self, work: serving.Work) -> serving.Roofline:
         """Its time on the devices that share one copy of the model, none waiting."""
-        return costs_serving.roofline(
+        return serving.roofline(
             work,
             self.device,
             precision=self.options.dtype,
             num_devices=self.layout.sharing,
         )
 
-    def traffic(self) -> tuple[comms.Traffic, ...]:
+    def traffic(self) -> tuple[Traffic, ...]:
         """What a device sends in a training step."""
-        return comms.training(
+        return costs_traffic.training(
             self.model, self.layout, batch=self.batch, sequence=self.sequence
         )
 
@@ -238,8 +238,8 @@ def look_up(name: str, options: Options) -> Case:
             f"sequence={sequence} must be at most {model.max_positions}, the positions "
             f"that {model.name} has"
         )
-    layout = layouts.parse(options.parallel, zero=options.zero)
-    layouts.check(model, layout, sequence=sequence)
+    layout = parallelism.parse(options.parallel, zero=options.zero)
+    parallelism.check(model, layout, sequence=sequence)
     device = devices.find(options.device)
     device.rate(options.dtype)
     single = options.dtype == "float32"
@@ -250,7 +250,7 @@ def look_up(name: str, options: Options) -> Case:
         device=device,
         layout=layout,
         weight_bytes=devices.BYTES[options.dtype],
-        bytes_per_param=costs_memory.SINGLE if single else costs_memory.MIXED,
+        bytes_per_param=SINGLE if single else MIXED,
         options=options,
     )
 
@@ -262,29 +262,29 @@ def find(name: str) -> Description:
       ValueError: there is none, or its file describes no model that is counted.
     """
     if Path(name).exists():
-        return hf_descriptions.load(Path(name))
-    if name in named_models.CONFIGS:
-        return named_models.describe(name)
+        return huggingface.load(Path(name))
+    if name in published.CONFIGS:
+        return published.describe(name)
     if name in bundled.names():
-        return hf_descriptions.load(bundled.folder_of(name))
+        return huggingface.load(bundled.folder_of(name))
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
-    known = [*named_models.CONFIGS, *bundled.names()]
+    known = [*published.CONFIGS, *bundled.names()]
     line = documents.unknown("model", name, known)
     raise ValueError(f"{name}: no such file or folder, and {line}")
 
 
 def names() -> str:
     """Lists the models that are known by name."""
-    return f"one of: {', '.join([*named_models.CONFIGS, *bundled.names()])}"
+    return f"one of: {', '.join([*published.CONFIGS, *bundled.names()])}"
 
 
 def describe(case: Case) -> dict[str, Any]:
     """Gives every number as a JSON document."""
     model, tokens = case.model, case.batch * case.sequence
     step, memory = case.training(), case.memory()
-    params, places = costs.parameters(model), costs.copies(model)
-    kv = costs_serving.kv_bytes_per_token(model, kv_bytes=case.weight_bytes)
+    params, places = parameters.parameters(model), parameters.copies(model)
+    kv = serving.kv_bytes_per_token(model, kv_bytes=case.weight_bytes)
     schemes: dict[str, dict[str, float]] = {}
     for traffic in case.traffic():
         scheme = schemes.setdefault(traffic.scheme, {"forward": 0.0, "backward": 0.0})
@@ -296,7 +296,7 @@ def describe(case: Case) -> dict[str, Any]:
         "num_params": params._asdict(),
         "params_by_weight": {
             f"{x.part}: {x.name}": x.size * x.stored * places[x.place]
-            for x in costs.weights(model)
+            for x in parameters.weights(model)
             if x.place != "ahead"
         },
         "flops": {
@@ -331,7 +331,7 @@ def describe(case: Case) -> dict[str, Any]:
     }
 
 
-def _named(terms: tuple[costs_flops.Term, ...]) -> dict[str, int]:
+def _named(terms: tuple[flops.Term, ...]) -> dict[str, int]:
     return {f"{x.part}: {x.name}": x.flops for x in terms}
 
 
@@ -339,7 +339,7 @@ def _divided(total: int, tokens: int) -> int | float:
     return total // tokens if total % tokens == 0 else total / tokens
 
 
-def _served(case: Case, work: costs_serving.Work) -> dict[str, Any]:
+def _served(case: Case, work: serving.Work) -> dict[str, Any]:
     return (
         work._asdict()
         | {"intensity": work.intensity, "ridge": case.device.ridge(case.options.dtype)}

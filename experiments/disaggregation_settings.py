@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from experiments import cost_models
 from jaxkv.workloads import Objectives, lengths
-from scaling import costs, costs_serving, devices, named_models
+from scaling.costs import devices, parameters, serving
+from scaling.shapes import published
 
 DEVICE = "a100-80gb"
 MEMORY_SHARE = 0.9
@@ -50,15 +51,15 @@ class Instance(NamedTuple):
 
         OPT-13B on one card: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
         """
-        shape = named_models.describe(self.model)
+        shape = published.describe(self.model)
         bytes_ = MEMORY_SHARE * devices.find(DEVICE).memory_bytes * self.ways
-        bytes_ -= 2 * costs.parameters(shape).total
+        bytes_ -= 2 * parameters.parameters(shape).total
         return int(bytes_ // (kv_bytes(self.model) * PAGE_SIZE))
 
 
 def kv_bytes(model: str) -> int:
     """Bytes of K and V of one token: of OPT-66B 2 * 64 * 9216 * 2 = 2,359,296."""
-    return int(costs_serving.kv_bytes_per_token(named_models.describe(model)))
+    return int(serving.kv_bytes_per_token(published.describe(model)))
 
 
 class Application(NamedTuple):

@@ -19,7 +19,7 @@ from experiments import experts_drawing, experts_fitting, experts_runs, experts_
 from experiments.experts_runs import PAIR, Job, Kind, Run, Shapes
 from experiments.progress import QUIET, Progress
 from jaxkv.models import transformer
-from scaling import corpora
+from scaling.corpora import corpora
 
 PANELS = (1, 2)
 

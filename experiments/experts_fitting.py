@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.models import moe
-from scaling import fitting, laws
+from scaling.fits import fit as fits_fit
+from scaling.fits.fit import compare, predict
+from scaling.laws import published
 
 
 class Fitted(NamedTuple):
@@ -27,21 +29,21 @@ def fit_both(
     kind: np.ndarray, flops: np.ndarray, loss: np.ndarray, *, num_resamples: int
 ) -> Fitted:
     """Fits a power law of compute to each kind, `dense` and `mixture`."""
-    law, fits = laws.find("power").over("flops"), []
+    law, fits = published.find("power").over("flops"), []
     for name in ("dense", "mixture"):
         used = kind == name
         data = {"flops": flops[used], "loss": loss[used]}
-        fits.append(fitting.fit(law, data, loss="mse", bootstrap=num_resamples))
+        fits.append(fits_fit.fit(law, data, loss="mse", bootstrap=num_resamples))
     grid = np.geomspace(flops.min(), flops.max(), 50)
     curves, slopes = [], []
     for fit in fits:
-        at = fitting.predict(fit, {"flops": grid}, "confidence")
+        at = predict(fit, {"flops": grid}, "confidence")
         curves.append(np.stack([at.loss, at.low, at.high], axis=1))
         low, high = fit.intervals["b"]
         slopes.append([-fit.coefficients["b"], -high, -low])
     ratio = np.full(3, np.nan)
     try:
-        both = fitting.compare(fits[1], fits[0])
+        both = compare(fits[1], fits[0])
     except ValueError:  # no loss that both reached
         pass
     else:

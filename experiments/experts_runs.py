@@ -12,8 +12,9 @@ import numpy as np
 
 from experiments.progress import Progress
 from jaxkv.models import Experts, ModelConfig, transformer
-from scaling import architectures, corpora, objectives, training
-from scaling.recipes import OptimizerConfig, TrainConfig
+from scaling.corpora import corpora, streams
+from scaling.training import OptimizerConfig, TrainConfig, architectures, objectives
+from scaling.training.train import Progress, train_in_memory
 
 Kind = Literal["dense", "mixture", "unbalanced"]
 """`unbalanced`: a mixture trained without the load-balancing loss."""
@@ -145,7 +146,7 @@ def train(
     shapes: Shapes,
     corpus: corpora.CorpusConfig,
     num_windows: int,
-    progress: training.Progress,
+    progress: Progress,
 ) -> tuple[Run, transformer.Params] | None:
     """Trains and scores one model; nothing if it was stopped before its end.
 
@@ -168,7 +169,7 @@ def train(
         checkpoint_every=steps,
     )
     text = _corpus(corpus)
-    done = training.train_in_memory(config, text, progress=progress)
+    done = train_in_memory(config, text, progress=progress)
     if done.status == "stopped":
         return None
     if done.status == "diverged":
@@ -203,7 +204,7 @@ def train(
 
 
 @functools.cache
-def _corpus(config: corpora.CorpusConfig) -> corpora.Corpus:
+def _corpus(config: corpora.CorpusConfig) -> streams.Corpus:
     return corpora.open(config)
 
 

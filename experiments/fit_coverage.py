@@ -16,7 +16,8 @@ from experiments import fit_surfaces, style, units
 from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from scaling import fitting, laws
+from scaling.fits import fit
+from scaling.laws import published
 
 PANELS = (1, 2)
 PANEL_SIZE_INCHES = (4.2, 2.6)
@@ -99,13 +100,13 @@ def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome
         data = fit_surfaces.runs(size, seed=seed, noise=noise)
     else:
         data, truth = fit_surfaces.ill_posed(kind, size, seed=seed, noise=noise)
-    result = fitting.fit(
-        laws.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
+    result = fit.fit(
+        published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
     )
     flops = 10 * 6 * np.max(data["num_params"] * data["num_tokens"])
     params = 0.1 * flops**0.5
     target = {"num_params": [params], "num_tokens": [flops / (6 * params)]}
-    found = fitting.predict(result, target, "confidence")
+    found = fit.predict(result, target, "confidence")
     ends = np.array(
         [
             result.exponent_intervals["a"],

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.progress import Progress
-from scaling import enveloping, frontiers, grouping, isoflop, parabolas
-from scaling.fit_results import FitResult
-from scaling.frontiers import Frontier
-from scaling.grouping import Groups
-from scaling.log_columns import LETTERS
-from scaling.logs import Log
+from scaling.fits import FitResult
+from scaling.frontiers import Frontier, Groups, envelope, isoflop, parabola
+from scaling.frontiers import frontier as frontiers_frontier
+from scaling.frontiers.frontier import CHUNK, NEAR, Find, compare, disagreement
+from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, find_groups
+from scaling.logs import LETTERS, Log
 
 ENVELOPE = "envelope"
 PARABOLA = "parabola"
 CORRECTED = "parabola, corrected"
 PROJECTION, ROBUST = "projection", "projection, robust"
-ROBUST_RESAMPLES = 4 * frontiers.CHUNK
+ROBUST_RESAMPLES = 4 * CHUNK
 """At most, since each takes several fits; the first ones of every method's."""
 NUM_BUDGETS = 500
 """Of the envelope; more do not change its exponent in the third digit."""
@@ -60,7 +60,7 @@ class Found(NamedTuple):
             if each.method != ENVELOPE or "edge of the sizes" not in line
         ]
         said += self.doubts
-        return said + frontiers.compare(self.windows, what="window of the parabola")
+        return said + compare(self.windows, what="window of the parabola")
 
 
 def find(
@@ -86,10 +86,10 @@ def find(
     """
 
     def frontier(
-        method: str, found: frontiers.Find, flops: np.ndarray, strata: np.ndarray
+        method: str, found: Find, flops: np.ndarray, strata: np.ndarray
     ) -> Frontier:
         most = min(resamples, ROBUST_RESAMPLES) if method == ROBUST else resamples
-        return frontiers.frontier(
+        return frontiers_frontier.frontier(
             method,
             found,
             flops,
@@ -115,14 +115,14 @@ def find(
     exponents = None
     if len(groups.groups) < 2:
         notes.append(
-            f"no isoFLOP groups: fewer than two budgets have {grouping.MIN_SIZES} "
+            f"no isoFLOP groups: fewer than two budgets have {MIN_SIZES} "
             f"sizes within {tolerance:.0%}"
         )
         groups = Groups((), np.empty(0, int), len(log.runs))
     else:
         surface = isoflop.surface(groups)
         robust = isoflop.surface(groups, robust=True)
-        methods: list[tuple[str, frontiers.Find]] = [
+        methods: list[tuple[str, Find]] = [
             (PARABOLA, isoflop.by_parabola(groups)),
             ("akima", isoflop.by_akima(groups)),
             (PROJECTION, isoflop.by_projection(groups, surface)),
@@ -131,7 +131,7 @@ def find(
         if num := groups.num_merged:
             sizes = "size is" if num == 1 else "sizes are"
             notes.append(
-                f"{num} {sizes} within {grouping.SAME_SIZE:.0%} of another in an "
+                f"{num} {sizes} within {SAME_SIZE:.0%} of another in an "
                 "isoFLOP group, and merged with it"
             )
         if groups.num_left:
@@ -143,11 +143,11 @@ def find(
             for window in isoflop.WINDOWS
             if max(group.sizes.size for group in groups.groups) >= window
         ]
-        windows = [frontiers.frontier(*each, flops, strata) for each in bare]
+        windows = [frontiers_frontier.frontier(*each, flops, strata) for each in bare]
         doubts = [
             f"projection: {line}" for line in isoflop.doubts(groups, surface, robust)
         ]
-        doubts += frontiers.disagreement(results)
+        doubts += disagreement(results)
         if doubts:
             notes.append(
                 "the bias of parabolas is not told or taken out: the surface that it "
@@ -156,7 +156,9 @@ def find(
         elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
             exponents = float(surface.alpha[0]), float(surface.beta[0])
             corrected = isoflop.by_parabola(groups, None, exponents)
-            results.append(frontiers.frontier(CORRECTED, corrected, flops, strata))
+            results.append(
+                frontiers_frontier.frontier(CORRECTED, corrected, flops, strata)
+            )
     curves = log.curves
     if curves is None and not log.has_one_row_per_run:
         curves = log
@@ -174,7 +176,7 @@ def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
 
     def group(rows: np.ndarray) -> Groups:
         columns = (log.columns[name][rows] for name in names)
-        found = grouping.find_groups(*columns, tolerance=tolerance)
+        found = find_groups(*columns, tolerance=tolerance)
         return found._replace(rows=rows[found.rows])
 
     groups = group(rows)
@@ -198,19 +200,19 @@ def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
 def _envelope(
     curves: Log,
     smoothing: float,
-    frontier: Callable[[str, frontiers.Find, np.ndarray, np.ndarray], Frontier],
+    frontier: Callable[[str, Find, np.ndarray, np.ndarray], Frontier],
     notes: list[str],
 ) -> list[Frontier]:
     columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
     try:
-        read = enveloping.read_off(
+        read = envelope.read_off(
             curves.labels(), *columns, num_budgets=NUM_BUDGETS, smoothing=smoothing
         )
     except ValueError as error:
         notes.append(f"no envelope: {error}")
         return []
     strata = np.zeros(len(read.num_params), int)
-    return [frontier(ENVELOPE, enveloping.envelope(read), read.flops, strata)]
+    return [frontier(ENVELOPE, envelope.envelope(read), read.flops, strata)]
 
 
 def _track(sizes: Any, method: str, progress: Progress) -> Any:
@@ -244,7 +246,7 @@ def expected_shift(found: Found) -> str:
         return ""
     alpha, beta = found.exponents
     off = 100 * (np.exp(np.log(ratio).mean()) - 1)
-    centred = 100 * (10 ** parabolas.vertex_shift(alpha, beta, 1.0, 9) - 1)
+    centred = 100 * (10 ** parabola.vertex_shift(alpha, beta, 1.0, 9) - 1)
     return (
         f"The surface by projection has alpha {alpha:.3f} and beta {beta:.3f}: there "
         f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
@@ -267,7 +269,7 @@ def against(fit: FitResult, found: Found) -> list[str]:
             continue
         low, high = theirs.interval
         apart = abs(fit.exponents["a"] - theirs.exponent)
-        if apart > frontiers.NEAR and (low > ours[1] or high < ours[0]):
+        if apart > NEAR and (low > ours[1] or high < ours[0]):
             said.append(
                 f"{fit.law} has N* grow as C^{fit.exponents['a']:.3f}, {each.method} "
                 f"as C^{theirs.exponent:.3f}, outside of each other's intervals"

@@ -8,9 +8,12 @@ import numpy as np
 from experiments.fit_frontiers import PARABOLA, Found
 from experiments.fit_groups import Part
 from experiments.fit_outcomes import Contour, Curve
-from scaling import contouring, fitting, grouping, laws, parabolas
-from scaling.fit_results import FitResult
-from scaling.log_columns import FLOPS_PER_PARAM_AND_TOKEN, SIZES
+from scaling.fits import FitResult, profile
+from scaling.fits.fit import predict
+from scaling.frontiers import parabola
+from scaling.frontiers.groups import by_size
+from scaling.laws import published
+from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
 
 MAX_SIZES = 6
 """Curves in one panel: as many as can be told apart."""
@@ -59,7 +62,7 @@ def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
                 "num_tokens": tokens[near],
                 "flops": flops[near],
             }
-            y[i, near] = fitting.predict(fit, at)[0]
+            y[i, near] = predict(fit, at)[0]
     return sizes, Curve(x, y)
 
 
@@ -87,13 +90,13 @@ def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> Curve:
             return nothing
         seen = mine[there[0]]
         x = np.geomspace(seen.min() / 2, seen.max() * 10, NUM_POINTS)
-        return Curve(x, fitting.predict(fit, {there[0]: x})[0])
+        return Curve(x, predict(fit, {there[0]: x})[0])
     if law.two_powers is None:
         return nothing
     flops = mine["flops"]
     x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
     by_6nd = x * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(mine)
-    loss = laws.optimum(law, fit.coefficients, by_6nd).loss
+    loss = published.optimum(law, fit.coefficients, by_6nd).loss
     return Curve(x, np.asarray(loss, float))
 
 
@@ -142,8 +145,8 @@ def _parabolas(found: Found, num_runs: int) -> Grouped:
     y = x.copy()
     for i, each in enumerate(groups):
         group[found.groups.rows[each.places]] = i
-        loss, weight = grouping.by_size(each, np.ones((1, each.places.size)))
-        vertex = parabolas.fit(np.log10(each.sizes), loss, weight)
+        loss, weight = by_size(each, np.ones((1, each.places.size)))
+        vertex = parabola.fit(np.log10(each.sizes), loss, weight)
         x[i] = np.geomspace(each.sizes[0], each.sizes[-1], NUM_POINTS)
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
     plain = [each for each in found.frontiers if each.method == PARABOLA]
@@ -155,7 +158,7 @@ def _parabolas(found: Found, num_runs: int) -> Grouped:
 
 def contour(fit: FitResult, columns: Columns) -> Contour:
     """The objective over the plane of two coefficients; not of very many rows."""
-    names = contouring.pair(fit)
+    names = profile.pair(fit)
     if names is None:
         none = np.empty(0)
         return Contour("", "", none, none, np.empty((0, 0)), none, none)
@@ -165,7 +168,7 @@ def contour(fit: FitResult, columns: Columns) -> Contour:
     if fit.num_points > MAX_ROWS:
         none = np.empty((0, 0))
         return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
-    objective = contouring.profile(fit, columns, names, x, y)
+    objective = profile.profile(fit, columns, names, x, y)
     # Where a law is exact the least objective is rounding.
     over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
     return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])

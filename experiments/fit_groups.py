@@ -10,7 +10,7 @@ from experiments import fit_frontiers, fit_laws
 from experiments.fit_frontiers import Found
 from experiments.fitting_logs import Config
 from experiments.progress import Progress
-from scaling.fit_results import FitResult
+from scaling.fits import FitResult
 from scaling.laws import Law
 from scaling.logs import Log
 

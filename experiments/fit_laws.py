@@ -7,8 +7,9 @@ import numpy as np
 
 from experiments.fitting_logs import Config
 from experiments.progress import Progress
-from scaling import diagnosing, fitting, forecasting
-from scaling.fit_results import FitResult, HeldOut
+from scaling.fits import FitResult, HeldOut, diagnostics, prediction
+from scaling.fits import fit as fits_fit
+from scaling.fits.fit import scored
 from scaling.laws import Law
 from scaling.logs import Log
 
@@ -36,15 +37,15 @@ def fit_all(
       progress: watches the resamples; once it is stopped there are no more.
     """
     for law in chosen:
-        flops = forecasting.compute(law, seen.columns)
+        flops = prediction.compute(law, seen.columns)
         small = flops <= ROLLOUT * flops.max()
         fit = _fit(config, law, seen, progress)
         if others.runs:
-            yield fitting.scored(fit, others.columns)
+            yield scored(fit, others.columns)
             continue
         most = 0 if progress.stopped else ROLLOUT_RESAMPLES
         held_out = _roll_out(config, law, seen, small, min(config.bootstrap, most))
-        doubts = diagnosing.held_out(held_out) if held_out else []
+        doubts = diagnostics.held_out(held_out) if held_out else []
         yield fit._replace(held_out=held_out, warnings=[*fit.warnings, *doubts])
 
 
@@ -80,13 +81,13 @@ def _roll_out(
         fit = _fitter(config, law, log.take(small))(bootstrap=resamples)
     except ValueError:  # such as one size among the small runs
         return None
-    return forecasting.score(fit, log.take(~small).columns)
+    return prediction.score(fit, log.take(~small).columns)
 
 
 def _fitter(config: Config, law: Law, log: Log) -> Callable[..., FitResult]:
     """Binds what all fits to some rows share; runs are resampled, not rows."""
     return functools.partial(
-        fitting.fit,
+        fits_fit.fit,
         law,
         log.columns,
         loss=config.loss_kind,

@@ -9,7 +9,7 @@ import numpy as np
 from experiments import units
 from experiments.fit_outcomes import Result
 from experiments.reporting import Part, Sheet
-from scaling import goodness
+from scaling.fits import goodness
 
 MAX_ROWS = 25
 """Held-out runs in a table; the largest by compute where there are more."""

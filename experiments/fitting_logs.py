@@ -186,9 +186,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: the log, a rule or a law cannot be used.
     """
     from experiments import fit_grids, fit_groups
-    from scaling import fitting, laws
+    from scaling.fits.fit import predict
+    from scaling.laws import published
 
-    chosen = [laws.find(name) for name in config.laws]
+    chosen = [published.find(name) for name in config.laws]
     if len({law.target for law in chosen}) > 1:
         raise ValueError(f"{config.law}: laws of different targets")
     log = _read(config, chosen)
@@ -209,7 +210,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     predicted = np.full((len(chosen), num_runs), np.nan)
     for part in parts:
         mine = {name: column[part.rows] for name, column in log.columns.items()}
-        predicted[:, part.rows] = [fitting.predict(x, mine)[0] for x in part.fits]
+        predicted[:, part.rows] = [predict(x, mine)[0] for x in part.fits]
     sizes, curves = fit_grids.curves(parts, log.columns)
     grouped = fit_grids.parabolas_of(parts, is_fitted)
     first = parts[0]
@@ -238,14 +239,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def _read(config: Config, chosen: list[Any]) -> Any:
     """Reads what the laws need of the log."""
-    from scaling import logs
+    from scaling.logs.log import read
 
     needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
     for name in _columns(config).others:
         if name not in needs:
             line = documents.unknown("input", name, needs)
             raise ValueError(f"--columns {name}: no law here reads it: {line}")
-    return logs.read(
+    return read(
         Path(config.log),
         _columns(config),
         needs=needs,
@@ -256,9 +257,9 @@ def _read(config: Config, chosen: list[Any]) -> Any:
 
 
 def _columns(config: Config) -> Any:
-    from scaling import log_columns
+    from scaling.logs.columns import Columns
 
-    return log_columns.Columns(
+    return Columns(
         **{name: getattr(config, name) for name in _MAPPED},
         others=dict(pair.split("=", 1) for pair in config.columns),
     )
@@ -276,7 +277,10 @@ def _document(
     """What `fit.json` holds: the first fit, the others, and what they rest on."""
     from experiments import fit_frontiers
     from experiments.fit_laws import ROLLOUT
-    from scaling import fitting, goodness, log_doubts, run_records
+    from scaling.fits import goodness
+    from scaling.fits.fit import to_json
+    from scaling.logs.doubts import find
+    from scaling.sweeps import folder
 
     said = []
     for part in parts:
@@ -285,7 +289,7 @@ def _document(
             about = {"formula": law.formula, "source": law.source}
             about["residual_sizes"] = goodness.measure(fit.residuals)._asdict()
             about |= {"group": part.label} if config.by else {}
-            said.append(fitting.to_json(fit) | about)
+            said.append(to_json(fit) | about)
     axis = "compute" if "flops" in log.columns else "input"
     scored = (
         f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
@@ -299,10 +303,10 @@ def _document(
         "log": config.log,
         "log_warnings": [
             *doubts,
-            *log_doubts.find(log, _columns(config), _named(config)),
+            *find(log, _columns(config), _named(config)),
         ],
         "count": log.count,
-        "shape": run_records.shape(Path(config.log)),
+        "shape": folder.shape(Path(config.log)),
         "notes": [
             *log.notes,
             *_choices(config, log, is_fitted),
@@ -353,10 +357,10 @@ def _named(config: Config) -> list[str]:
 def _choices(config: Config, log: Any, is_fitted: np.ndarray) -> Iterator[str]:
     """Says what follows from the options and sizes, and may surprise."""
     from experiments import fit_drawing, fit_grids
-    from scaling import fitting
+    from scaling.fits.fit import abridged
 
     num_fitted, num_rows = int(is_fitted.sum()), is_fitted.size
-    if line := fitting.abridged(num_fitted):
+    if line := abridged(num_fitted):
         yield line
     if num_fitted > (most := fit_grids.MAX_ROWS):
         yield f"the objective over the plane is not drawn: above {most:,} rows"

@@ -19,7 +19,7 @@ from experiments.isoflop_outcomes import Result
 from experiments.isoflop_settings import Settings
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part
-from scaling import corpora
+from scaling.corpora import corpora
 
 PANELS = (2, 3)
 

@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 
 from experiments.isoflop_settings import Settings, nearest
-from scaling import (
-    fit_results,
-    fitting,
-    frontiers,
-    grouping,
-    intervals,
-    isoflop,
-    logs,
-    sweep_grids,
-)
-from scaling import laws as laws_
+from scaling.fits import fit as fits_fit
+from scaling.fits import intervals, result
+from scaling.fits.fit import predict
+from scaling.frontiers import frontier, isoflop
+from scaling.frontiers.groups import find_groups
+from scaling.laws import published
+from scaling.logs.log import read
+from scaling.sweeps.grid import count
 
 LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
 """Whose predictions are averaged, each by how well it foretells the larger of the
@@ -54,7 +51,7 @@ def choose_law(folder: Path, budgets: tuple[float, ...]) -> dict[str, float]:
       The mean of |ln(predicted / seen)| by law, the best first; infinite where too
       few runs are left to fit.
     """
-    columns = logs.read(folder).columns
+    columns = read(folder).columns
     flops, rising = columns["flops"], sorted(budgets)
     found = {}
     for name in LAWS:
@@ -66,10 +63,10 @@ def choose_law(folder: Path, budgets: tuple[float, ...]) -> dict[str, float]:
                 for mask in (~larger, larger)
             )
             try:
-                fit = fitting.fit(laws_.find(name), small)
+                fit = fits_fit.fit(published.find(name), small)
             except ValueError:  # too few runs are left
                 continue
-            told = fitting.predict(fit, others).loss
+            told = predict(fit, others).loss
             errors.append(np.abs(np.log(told / others["loss"])).mean())
         found[name] = float(np.mean(errors)) if errors else math.inf
     return dict(sorted(found.items(), key=lambda item: item[1]))
@@ -92,36 +89,38 @@ def foresee(
     Raises:
       ValueError: fewer than two budgets have a minimum.
     """
-    log = logs.read(folder)
+    log = read(folder)
     n, d, c, loss = (
         log.columns[x] for x in ("num_params", "num_tokens", "flops", "loss")
     )
-    groups = grouping.find_groups(n, d, c, loss, tolerance=0.1)
-    found = frontiers.frontier(
+    groups = find_groups(n, d, c, loss, tolerance=0.1)
+    found = frontier.frontier(
         "parabola", isoflop.by_parabola(groups), groups.flops, groups.strata
     )
     if found.num_params is None or found.loss is None or found.num_tokens is None:
         raise ValueError(f"{folder}: {'; '.join(found.warnings)}")
     flops = config.held_out_factor * max(config.budgets)
     model = nearest(config, float(found.num_params(np.array([flops]))[0]))
-    params, per_token = sweep_grids.count(model, config.seq_len)
+    params, per_token = count(model, config.seq_len)
     batch_tokens = config.batch_size * config.seq_len
     num_steps = round(flops / per_token / batch_tokens)
     num_tokens = num_steps * batch_tokens
     rate, powers = learning_rate(rows_of(folder), model.hidden_size, num_tokens)
-    fit = fit_results.from_json(document)
+    fit = result.from_json(document)
     at = {
         "num_params": np.array([float(params.total)]),
         "num_tokens": np.array([float(num_tokens)]),
         "flops": np.array([per_token * num_tokens]),
     }
-    told = fitting.predict(fit, at, "prediction", config.level)
+    told = predict(fit, at, "prediction", config.level)
     best, low, high = (float(x[0]) for x in told)
     by_law = {fit.law: best}
     for name in errors:
         if name != fit.law:
-            other = fitting.fit(laws_.find(name), log.columns, cluster=log.labels())
-            by_law[name] = float(fitting.predict(other, at)[0][0])
+            other = fits_fit.fit(
+                published.find(name), log.columns, cluster=log.labels()
+            )
+            by_law[name] = float(predict(other, at)[0][0])
     value, between = average(by_law, errors)
     spread = seed_spread([row.cells for row in log.raw])
     half = intervals.student(config.level, 10**6) * math.hypot(spread, between)

@@ -13,8 +13,9 @@ import numpy as np
 from experiments import fit_frontiers, isoflop_foreseeing, sweep_tables
 from experiments.isoflop_settings import BASE_WIDTH, Settings
 from experiments.progress import Progress
-from scaling import logs, sweeps
-from scaling.sweep_grids import SweepConfig
+from scaling.logs.log import Log
+from scaling.sweeps import SweepConfig
+from scaling.sweeps.sweep import Outcome
 
 FOLDER = "cosine"
 """Within the folder of the sweep."""
@@ -22,7 +23,7 @@ SMOOTHING = 0.05
 """Decades of FLOPs over which training curves are averaged for their envelope."""
 
 
-def sweep(config: Settings, folder: Path, progress: Progress) -> sweeps.Outcome:
+def sweep(config: Settings, folder: Path, progress: Progress) -> Outcome:
     """Trains the cells of a finished sweep anew, at one rate for a width."""
     rows = isoflop_foreseeing.rows_of(folder)
     return sweep_tables.run(grid(config, rows), folder / FOLDER, progress)
@@ -51,7 +52,7 @@ def grid(config: Settings, rows: list[dict[str, Any]]) -> SweepConfig:
 
 
 def find(
-    config: Settings, log: logs.Log, resamples: int, progress: Progress
+    config: Settings, log: Log, resamples: int, progress: Progress
 ) -> fit_frontiers.Found:
     """Finds what runs say of the optimum by approaches 1 and 2."""
     return fit_frontiers.find(

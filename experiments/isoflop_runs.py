@@ -21,13 +21,11 @@ from experiments import (
 from experiments.isoflop_outcomes import Line, Points, Rates, Result
 from experiments.isoflop_settings import Settings
 from experiments.progress import QUIET, Progress
-from scaling import (
-    fit_results,
-    laws,
-    logs,
-    sweeps,
-)
+from scaling.fits import result
 from scaling.frontiers import Frontier
+from scaling.laws import published
+from scaling.logs.log import Log, read
+from scaling.sweeps.sweep import Outcome
 
 PREDICTION = "prediction.json"
 
@@ -62,7 +60,7 @@ def _run(config: Settings, folder: Path, progress: Progress) -> Result:
         ),
         progress,
     )
-    log, cosine = logs.read(folder), logs.read(folder / isoflop_horizons.FOLDER)
+    log, cosine = read(folder), read(folder / isoflop_horizons.FOLDER)
     resampled = isoflop_horizons.find(config, cosine, config.bootstrap, progress)
     prediction = _prediction(config, folder, fit.document, errors)
     progress.show(
@@ -91,7 +89,7 @@ def _run(config: Settings, folder: Path, progress: Progress) -> Result:
     )
 
 
-def _sweep(config: Settings, folder: Path, progress: Progress) -> sweeps.Outcome:
+def _sweep(config: Settings, folder: Path, progress: Progress) -> Outcome:
     return sweep_tables.run(config.sweep, folder, progress)
 
 
@@ -99,14 +97,14 @@ def _is_envelope(found: Frontier) -> bool:
     return found.method == fit_frontiers.ENVELOPE
 
 
-def _surface(document: str, log: logs.Log, flops: float) -> Line:
+def _surface(document: str, log: Log, flops: float) -> Line:
     """The optimum of the law, from the smallest run to the one that is foreseen."""
-    fit = fit_results.from_json(document)
+    fit = result.from_json(document)
     n, d, c = (log.columns[x] for x in ("num_params", "num_tokens", "flops"))
     x = np.geomspace(c.min() / 2, 1.5 * flops, 60)
     # C is not 6 N D of all parameters: attention and the head count, norms do not.
     by_6nd = 6 * x / float(np.median(c / (n * d)))
-    best = laws.optimum(fit.find_law(), fit.coefficients, by_6nd)
+    best = published.optimum(fit.find_law(), fit.coefficients, by_6nd)
     return Line(x, *(np.asarray(each, float) for each in best))
 
 
@@ -135,7 +133,7 @@ def _prediction(
     return json.loads(path.read_text("utf-8"))
 
 
-def _points(log: logs.Log) -> Points:
+def _points(log: Log) -> Points:
     curves = log.curves
     assert curves is not None
     return Points(

@@ -3,8 +3,8 @@
 import dataclasses
 
 from jaxkv.models.config import ModelConfig
-from scaling import corpora, sweep_grids
-from scaling.sweep_grids import SweepConfig
+from scaling.corpora import corpora
+from scaling.sweeps import SweepConfig, grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def nearest(config: Settings, num_params: float) -> ModelConfig:
     ]
 
     def off(model: ModelConfig) -> float:
-        params = sweep_grids.count(model, config.seq_len).params
+        params = grid.count(model, config.seq_len).params
         return max(params.total / num_params, num_params / params.total)
 
     return min(found, key=off)

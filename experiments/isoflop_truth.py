@@ -15,9 +15,12 @@ from experiments.progress import Progress
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.text import tokenizer
-from scaling import branching, executing, objectives, sweep_grids, sweeps, training
-from scaling.recipes import TrainConfig
-from scaling.streams import Corpus
+from scaling.corpora import Corpus
+from scaling.sweeps import branching, executors, grid
+from scaling.sweeps.sweep import model_folder
+from scaling.training import TrainConfig, objectives
+from scaling.training import train as training_train
+from scaling.training.train import Result
 
 FILE = "held_out.json"
 """The best run's record, and what the others came to."""
@@ -48,17 +51,17 @@ def train(
     """
     sweep, path = config.sweep, folder / FILE
     model = shape(prediction["width"], config.num_layers, config.seq_len)
-    cell = sweep_grids.Cell(model, prediction["num_steps"])
+    cell = grid.Cell(model, prediction["num_steps"])
     runs, results = [], []
     for i, rate in enumerate(prediction["learning_rates"]):
-        lane = sweep_grids.Lane(rate, config.seeds[0])
-        runs.append(_reporting(sweep_grids.train_config(sweep, cell, lane)))
+        lane = grid.Lane(rate, config.seeds[0])
+        runs.append(_reporting(grid.train_config(sweep, cell, lane)))
         at = folder / "held_out" / str(i)
-        results.append(training.train(runs[-1], at, progress=progress))
+        results.append(training_train.train(runs[-1], at, progress=progress))
         if results[-1].status == "stopped":
             return Truth(None, [])
     if not path.exists():
-        corpus = executing.open_corpus(sweep)
+        corpus = executors.open_corpus(sweep)
         records = [
             _record(config, corpus, run, result)
             for run, result in zip(runs, results, strict=True)
@@ -72,8 +75,8 @@ def train(
         rates.index(record["learning_rate"])
     ]
     if config.keep_models and record["status"] == "done":
-        _save(sweeps.model_folder(folder, "held_out"), model, result.params)
-    per_token = sweep_grids.count(model, config.seq_len).flops_per_token
+        _save(model_folder(folder, "held_out"), model, result.params)
+    per_token = grid.count(model, config.seq_len).flops_per_token
     curve = [
         (x["tokens"] * per_token, x["loss"])
         for x in result.curve
@@ -83,7 +86,7 @@ def train(
 
 
 def _record(
-    config: Settings, corpus: Corpus, run: TrainConfig, result: training.Result
+    config: Settings, corpus: Corpus, run: TrainConfig, result: Result
 ) -> dict[str, Any]:
     """Scores a run, and writes it down as a sweep's are."""
     is_done = result.status == "done"
@@ -104,7 +107,7 @@ def _record(
         seconds=result.curve[-1]["duration_s"] if result.curve else 0.0,
         params=None,
     )
-    record = executing.made(config.sweep, corpus, finished).record
+    record = executors.made(config.sweep, corpus, finished).record
     return record | {"commit": environment.describe()["commit"]}
 
 

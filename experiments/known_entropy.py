@@ -19,8 +19,8 @@ from experiments.known_entropy_counts import Counts
 from experiments.known_entropy_fits import Fit, fit
 from experiments.known_entropy_runs import Recipe, Runs
 from experiments.progress import QUIET, Progress
-from scaling import languages
-from scaling.languages import LanguageConfig
+from scaling.corpora.languages import LanguageConfig
+from scaling.corpora.languages import language as languages_language
 
 PANELS = (1, 2)
 _ENTROPY = "Shannon 1948, theorem 9: no code is shorter than the entropy"
@@ -151,7 +151,7 @@ class Result(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
-    known = languages.optima(config.language)
+    known = languages_language.optima(config.language)
     counts = known_entropy_counts.count(config.source, config.counted, config.repeats)
     sizes = (config.num_layers, config.language.vocab_size, config.seq_len)
     shapes = [known_entropy_runs.model(width, *sizes) for width in config.widths]

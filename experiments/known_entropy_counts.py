@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scaling import chains, fitting, languages, laws
+from scaling.corpora.languages import markov
+from scaling.corpora.languages.language import LanguageConfig, zipf
+from scaling.fits import fit
+from scaling.laws import published
 
 
 class Counts(NamedTuple):
@@ -36,16 +39,14 @@ class Counts(NamedTuple):
     slope_high: float
 
 
-def count(
-    language: languages.LanguageConfig, lengths: tuple[int, ...], repeats: int
-) -> Counts:
+def count(language: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Counts:
     """Counts texts of every length, and scores the counts by the true source.
 
     A count starts at one half, which is the least that costs no more, in the first
     order, for any source (Krichevsky and Trofimov 1981).
     """
-    probs = languages.zipf(language.vocab_size, language.exponent)
-    entropy = chains.entropy(probs)
+    probs = zipf(language.vocab_size, language.exponent)
+    entropy = markov.entropy(probs)
     random = np.random.default_rng([language.seed, 4])
     means, errors = [], []
     for length in lengths:
@@ -55,8 +56,8 @@ def count(
         means.append(excess.mean())
         errors.append(excess.std(ddof=1) / repeats**0.5)
     tokens, excess = np.array(lengths, float), np.array(means)
-    power = fitting.fit(
-        laws.find("power").over("num_tokens"),
+    power = fit.fit(
+        published.find("power").over("num_tokens"),
         {"num_tokens": tokens, "loss": excess},
         loss="mse",
     )

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.known_entropy_runs import Runs
-from scaling import fitting, laws
+from scaling.fits import fit as fits_fit
+from scaling.laws import published
 
 
 class Fit(NamedTuple):
@@ -50,8 +51,8 @@ def fit(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
     chosen = chosen & np.isfinite(runs.loss)
     if len({*runs.width[chosen]}) < 2 or chosen.sum() < 6:
         return Fit(*[float("nan")] * 9, False, "too few runs", int(chosen.sum()))
-    found = fitting.fit(
-        laws.find("chinchilla"),
+    found = fits_fit.fit(
+        published.find("chinchilla"),
         {
             "num_params": runs.num_params[chosen],
             "num_tokens": runs.num_tokens[chosen],

@@ -15,8 +15,10 @@ import numpy as np
 
 from experiments.progress import Progress
 from jaxkv.models import config
-from scaling import architectures, corpora, languages, objectives, training
-from scaling.recipes import OptimizerConfig, Schedule
+from scaling.corpora import corpora
+from scaling.corpora.languages.language import LanguageConfig, code_lengths
+from scaling.training import OptimizerConfig, Schedule, architectures, objectives
+from scaling.training.train import init, steps
 
 COOLDOWN = 0.2
 _OPTIMIZER = OptimizerConfig(kind="muon", weight_decay=0.0)
@@ -80,7 +82,7 @@ def model(width: int, num_layers: int, vocab_size: int, seq_len: int):
 
 
 def train(
-    language: languages.LanguageConfig,
+    language: LanguageConfig,
     shapes: Sequence[config.ModelConfig],
     lengths: Sequence[int],
     recipe: Recipe,
@@ -108,7 +110,7 @@ def train(
     for shape in shapes:
         call = jax.jit(
             functools.partial(
-                training.steps,
+                steps,
                 model=shape,
                 optimizer=_OPTIMIZER,
                 batch_size=recipe.batch_size,
@@ -116,7 +118,7 @@ def train(
             )
         )
         seed = jnp.int32(recipe.seed)
-        trunk, at = training.init(shape, _OPTIMIZER, seed), 0
+        trunk, at = init(shape, _OPTIMIZER, seed), 0
         for end in ends:
             if progress.stopped:
                 return _columns(rows)
@@ -161,7 +163,7 @@ def _schedule(
 
 
 def _own_losses(
-    language: languages.LanguageConfig, held_out: np.ndarray, recipe: Recipe
+    language: LanguageConfig, held_out: np.ndarray, recipe: Recipe
 ) -> np.ndarray:
     """Mean code length of each scored window by the language itself."""
     place = objectives.stream_windows(
@@ -169,7 +171,7 @@ def _own_losses(
         seq_len=recipe.seq_len,
         num_windows=recipe.num_windows,
     )[:, 1 + recipe.carry :]
-    nats = languages.code_lengths(language, held_out)
+    nats = code_lengths(language, held_out)
     return nats[place - (len(held_out) - len(nats))].mean(1)
 
 

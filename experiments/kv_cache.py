@@ -23,7 +23,7 @@ from experiments.kv_cache_timing import Timed, time_both
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
 from jaxkv.models import checkpoints
-from scaling import hf_descriptions, named_models
+from scaling.shapes import huggingface, published
 
 PANELS = (2, 2)
 RASCHKA_TOKENS = 200
@@ -79,8 +79,8 @@ class Result(NamedTuple):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts, then measures; ended early, it has the lengths that are done."""
     folder = bundled.folder_of(config.model)
-    shape = dataclasses.replace(hf_descriptions.load(folder), name=config.model)
-    other = named_models.describe(config.counted)
+    shape = dataclasses.replace(huggingface.load(folder), name=config.model)
+    other = published.describe(config.counted)
     counted, far = (
         kv_cache_counting.count(model, config.counted_lengths)
         for model in (shape, other)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from scaling import costs_flops
-from scaling.descriptions import Description
+from scaling.costs import flops
+from scaling.shapes import Description
 
 
 class Polynomial(NamedTuple):
@@ -60,17 +60,15 @@ def without_cache(model: Description) -> Way:
     Pairs of query and key are counted as causal attention needs them.
     """
 
-    def terms(length: int) -> tuple[costs_flops.Term, ...]:
-        return costs_flops.forward(
-            model, sequence=length, attention="causal", logits="last"
-        )
+    def terms(length: int) -> tuple[flops.Term, ...]:
+        return flops.forward(model, sequence=length, attention="causal", logits="last")
 
     return _through(terms)
 
 
 def with_cache(model: Description) -> Way:
     """Feeds one token, which meets the keys of all."""
-    return _through(lambda length: costs_flops.decode(model, context=length))
+    return _through(lambda length: flops.decode(model, context=length))
 
 
 def count(model: Description, lengths: tuple[int, ...]) -> Counted:
@@ -105,13 +103,13 @@ def exponents(values: Float[np.ndarray, "ways n"], length: np.ndarray) -> np.nda
     return steps / np.diff(np.log(length[-2:].astype(float)))
 
 
-def _through(terms: Callable[[int], tuple[costs_flops.Term, ...]]) -> Way:
+def _through(terms: Callable[[int], tuple[flops.Term, ...]]) -> Way:
     """Finds the polynomials through the counts at 1, 2 and 3 tokens."""
     found = [terms(length) for length in (1, 2, 3)]
     attention = [[x for x in each if x.growth == "s^2"] for each in found]
     return Way(
-        _polynomial([costs_flops.total(each) for each in found]),
-        _polynomial([costs_flops.total(tuple(each)) for each in attention]),
+        _polynomial([flops.total(each) for each in found]),
+        _polynomial([flops.total(tuple(each)) for each in attention]),
     )
 
 

@@ -18,9 +18,8 @@ from experiments.reporting import Part, Sheet
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity
 from jaxkv.workloads import recordings
-from scaling import costs, costs_serving, devices, named_models
-from scaling.descriptions import Description
-from scaling.devices import Device
+from scaling.costs import Device, devices, parameters, serving
+from scaling.shapes import Description, published
 
 TRACES = ("azure_conv", "azure_code")
 FOLDER = "JAXKV_DATA"
@@ -43,7 +42,7 @@ def check(models: tuple[str, ...], device: str, num_devices: tuple[int, ...]) ->
     """
     card = devices.find(device)
     for name in models:
-        model = named_models.describe(name)
+        model = published.describe(name)
         for num in num_devices:
             if num < 1:
                 raise ValueError(f"{num_devices=} must be at least 1 each")
@@ -74,8 +73,8 @@ def find(trace: str) -> Path:
 def num_places(model: Description, card: Device, num_devices: int) -> int:
     """Tokens whose keys and values fit beside the weights."""
     left = MEMORY_SHARE * card.memory_bytes * num_devices
-    left -= 2 * costs.parameters(model).total
-    return max(0, int(left // costs_serving.kv_bytes_per_token(model)))
+    left -= 2 * parameters.parameters(model).total
+    return max(0, int(left // serving.kv_bytes_per_token(model)))
 
 
 def replay(
@@ -91,7 +90,7 @@ def replay(
     progress.show(f"{trace}: {recording.prompt.size:,} requests")
     members, asked = [], [(name, num) for name in models for num in num_devices]
     for name, num in asked:
-        model = named_models.describe(name)
+        model = published.describe(name)
         bounds = Capacity(
             num_pages=jnp.int32(num_places(model, card, num) // PAGE_SIZE),
             page_size=jnp.int32(PAGE_SIZE),

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 from experiments import cost_models
 from jaxkv.workloads import lengths
-from scaling import costs, costs_serving, devices, named_models
-from scaling.descriptions import Description
+from scaling.costs import devices, parameters, serving
+from scaling.shapes import Description, published
 
 type System = Literal[
     "FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged"
@@ -53,7 +53,7 @@ class Server(NamedTuple):
     @property
     def description(self) -> Description:
         """The model's shape."""
-        return named_models.describe(self.model)
+        return published.describe(self.model)
 
     @property
     def num_places(self) -> int:
@@ -61,13 +61,13 @@ class Server(NamedTuple):
 
         OPT-13B: 12 GiB / 800 KiB = 15,728.
         """
-        each = costs_serving.kv_bytes_per_token(self.description)
+        each = serving.kv_bytes_per_token(self.description)
         return int(self.kv_gib * 2**30 // each)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in half precision."""
-        return 2 * costs.parameters(self.description).total
+        return 2 * parameters.parameters(self.description).total
 
 
 SERVERS: Mapping[str, Server] = {

@@ -19,8 +19,9 @@ from experiments import isoflop_foreseeing, isoflop_settings, style, sweep_table
 from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from scaling import corpora, intervals
-from scaling.sweep_grids import SweepConfig
+from scaling.corpora import corpora
+from scaling.fits import intervals
+from scaling.sweeps import SweepConfig
 
 PANELS = (1, 2)
 

@@ -22,9 +22,8 @@ from experiments import (
 from experiments.claims import Claim
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
-from scaling import costs, costs_flops, costs_serving, devices, named_models
-from scaling.descriptions import Description
-from scaling.devices import Device
+from scaling.costs import Device, devices, flops, parameters, serving
+from scaling.shapes import Description, published
 
 PANELS = (1, 3)
 
@@ -154,7 +153,7 @@ class Result(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Computes the bounds; milliseconds."""
-    device, llama = devices.find(config.device), named_models.describe("llama-7b")
+    device, llama = devices.find(config.device), published.describe("llama-7b")
     progress.show("bounds")
     return Result(
         device=device.name,
@@ -166,7 +165,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         intensity=np.array(
             [
                 [
-                    costs_serving.decode(llama, batch=b, context=context).intensity
+                    serving.decode(llama, batch=b, context=context).intensity
                     for b in BATCHES
                 ]
                 for context in CONTEXTS
@@ -176,8 +175,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def _latencies(device: Device, tokens: int) -> Latencies:
-    shapes = [named_models.describe(name) for name in MODELS]
-    weights = [2 * costs.parameters(shape).total for shape in shapes]
+    shapes = [published.describe(name) for name in MODELS]
+    weights = [2 * parameters.parameters(shape).total for shape in shapes]
     used = [lecture_numbers_said.USED[name] for name in MODELS]
     alone = [_generation_s(shape, device, tokens) for shape in shapes]
     return Latencies(
@@ -199,8 +198,8 @@ def _generation_s(
     Bytes grow evenly with the tokens kept, so the mean step is the one in the middle.
     """
     first, last = (
-        costs_serving.roofline(
-            costs_serving.decode(model, batch=1, context=max(1, round(context))), device
+        serving.roofline(
+            serving.decode(model, batch=1, context=max(1, round(context))), device
         )
         for context in (prompt + 1, prompt + tokens)
     )
@@ -208,37 +207,33 @@ def _generation_s(
 
 
 def _requests(device: Device, config: Config) -> Requests:
-    model = named_models.describe("llama-13b")
+    model = published.describe("llama-13b")
     alone = _generation_s(model, device, config.answer_tokens, config.prompt_tokens)
     # On average a request has its prompt and half of its answer.
     kept = round(config.prompt_tokens + config.answer_tokens / 2)
-    batch = costs_serving.max_batch(model, device, context=kept)
+    batch = serving.max_batch(model, device, context=kept)
     if not batch:
         return Requests(1 / alone, 0.0, 0)
-    step = costs_serving.decode(model, batch=batch, context=kept)
-    step_s = costs_serving.roofline(step, device).time_s
-    prompt = costs_serving.prefill(
+    step = serving.decode(model, batch=batch, context=kept)
+    step_s = serving.roofline(step, device).time_s
+    prompt = serving.prefill(
         model, batch=1, prompt=round(config.prompt_tokens), attention="causal"
     )
-    prompt_s = costs_serving.roofline(prompt, device).time_s
+    prompt_s = serving.roofline(prompt, device).time_s
     each_s = config.answer_tokens * step_s / batch + prompt_s
     return Requests(1 / alone, 1 / each_s, batch)
 
 
 def _kept(device: Device, llama: Description) -> Kept:
-    large = named_models.describe("llama-2-70b")
-    weights = 2 * costs.parameters(large).total
+    large = published.describe("llama-2-70b")
+    weights = 2 * parameters.parameters(large).total
     return Kept(
-        small=float(costs_serving.kv_bytes_per_token(llama)),
-        large=float(
-            costs_serving.kv_bytes_per_token(named_models.describe("llama-13b"))
-        ),
-        request=float(
-            costs_serving.kv_bytes_of(named_models.describe("opt-13b"), 2048)
-        ),
+        small=float(serving.kv_bytes_per_token(llama)),
+        large=float(serving.kv_bytes_per_token(published.describe("llama-13b"))),
+        request=float(serving.kv_bytes_of(published.describe("opt-13b"), 2048)),
         devices_70b=math.ceil(weights / device.memory_bytes),
         tokens_70b=(4 * device.memory_bytes - weights)
-        / costs_serving.kv_bytes_per_token(large),
+        / serving.kv_bytes_per_token(large),
     )
 
 
@@ -250,10 +245,10 @@ def _growth(llama: Description) -> Growth:
         total += length
         if length in pairs:
             pairs[length] = seen
-    one = costs_flops.forward(llama, sequence=1)
+    one = flops.forward(llama, sequence=1)
     each = sum(x.flops for x in one if x.growth == "s")
     pair = sum(x.flops for x in one if x.growth == "s^2") / 2
-    with_cache = [costs_flops.decode(llama, context=1, steps=t) for t in LENGTHS]
+    with_cache = [flops.decode(llama, context=1, steps=t) for t in LENGTHS]
     scores = [sum(x.flops for x in terms if x.growth == "s^2") for terms in with_cache]
     fed = np.array([t * (t + 1) / 2 for t in LENGTHS])
     without = np.array([pairs[t] * pair for t in LENGTHS])
@@ -262,7 +257,7 @@ def _growth(llama: Description) -> Growth:
         scores_without=without,
         scores_with=np.array(scores, np.float64),
         all_without=without + each * fed,
-        all_with=np.array([costs_flops.total(x) for x in with_cache], np.float64),
+        all_with=np.array([flops.total(x) for x in with_cache], np.float64),
     )
 
 

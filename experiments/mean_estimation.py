@@ -13,7 +13,8 @@ import numpy as np
 from experiments import style
 from experiments.claims import Claim, judge
 from experiments.progress import QUIET, Progress
-from scaling import fitting, laws
+from scaling.fits import fit
+from scaling.laws import published
 
 SIGMA = 2.0
 _SOURCE = "the lectures: ln error = -ln n + 2 ln sigma"
@@ -78,13 +79,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     data = {"num_samples": sizes[: len(errors)], "loss": np.array(errors)}
     if len(errors) < 3:
         return Result(data["num_samples"], data["loss"], *[np.nan] * 4)
-    power = fitting.fit(
-        laws.find("power").over("num_samples"),
+    power = fit.fit(
+        published.find("power").over("num_samples"),
         data,
         loss="mse",
         bootstrap=config.num_resamples,
     )
-    law = fitting.fit(laws.find("mean-estimation"), data, loss="mse")
+    law = fit.fit(published.find("mean-estimation"), data, loss="mse")
     low, high = power.intervals["b"]
     return Result(
         data["num_samples"],

@@ -27,7 +27,7 @@ from experiments.latency_vs_rate_runs import Load, Setting
 from experiments.progress import QUIET, Progress
 from experiments.reporting import Part, Sheet
 from jaxkv.simulation import Cost, Work
-from scaling import costs_serving, devices
+from scaling.costs import devices, serving
 
 PANELS = (2, 2)
 
@@ -151,7 +151,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     waste = Waste(
         *(np.concatenate([x, y[-1:]]) for x, y in zip(contiguous, scaled, strict=True))
     )
-    token_bytes = float(costs_serving.kv_bytes_per_token(server.description))
+    token_bytes = float(serving.kv_bytes_per_token(server.description))
     return Result(
         memory_bytes=devices.find(server.device).memory_bytes,
         weight_bytes=float(server.weight_bytes),

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experiments import environment
-from scaling import architectures, corpora
+from scaling.corpora import corpora
+from scaling.training import architectures
 
 if TYPE_CHECKING:
     from experiments.bundled_model import Config, Result

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, get_args
 
 from experiments import documents
 from experiments.planning_budgets import MOST, Options
-from scaling import budgets, designs, fitting, laws, log_tables, pricing
-from scaling.budgets import HalfLives
-from scaling.designs import Family
-from scaling.fit_results import FitResult
-from scaling.laws import Law, Optimum, TwoPowers
-from scaling.pricing import Offer
+from scaling.fits import FitResult
+from scaling.fits.fit import from_json
+from scaling.laws import Law, Optimum, TwoPowers, published
+from scaling.logs import files
+from scaling.plan import Family, HalfLives, Offer, budgets, designs, pricing
 
 DAY_S = 86_400.0
 USUAL = {"vocab_size": 32_000, "sequence": 4096}
@@ -174,22 +173,22 @@ def read_law(name: str, group: str | None = None) -> Belief:
     Raises:
       ValueError: there is none, or it has no compute optimum.
     """
-    if group is not None and (name in laws.CONSTANTS or not Path(name).exists()):
+    if group is not None and (name in published.CONSTANTS or not Path(name).exists()):
         raise ValueError(f"--group {group}: --law {name} is no fit of groups")
-    if name in laws.CONSTANTS:
-        return believe(name, laws.CHINCHILLA, laws.CONSTANTS[name])
+    if name in published.CONSTANTS:
+        return believe(name, published.CHINCHILLA, published.CONSTANTS[name])
     path = Path(name)
     if not path.exists():
-        if name in laws.LAWS:
+        if name in published.LAWS:
             raise ValueError(
                 f"--law {name} has no published constants here: fit it with "
-                f"`jaxkv fit`, or take one of: {', '.join(laws.CONSTANTS)}"
+                f"`jaxkv fit`, or take one of: {', '.join(published.CONSTANTS)}"
             )
         raise ValueError(_unknown_law(name))
     path = path / "fit.json" if path.is_dir() else path
     try:
         document = _of_group(_json(path), group)
-        fit = fitting.from_json(document)
+        fit = from_json(document)
         found = believe(str(path), fit.find_law(), fit.coefficients)
         if not {"num_params", "num_tokens"} <= {*fit.inputs}:
             raise ValueError(f"a fit to {', '.join(fit.inputs)}")
@@ -218,19 +217,19 @@ def _unknown_law(name: str) -> str:
     """Says that there is no such law, and what comes near: a law, or a file beside."""
     path = Path(name)
     is_path = "/" in name or name.endswith(".json")
-    known = [] if is_path else [*laws.CONSTANTS, *laws.LAWS]
+    known = [] if is_path else [*published.CONSTANTS, *published.LAWS]
     with contextlib.suppress(OSError):
         known += [str(path.parent / x) for x in os.listdir(path.parent)]
     line = f"--law {name}: {'' if is_path else f'unknown law {name!r}, '}"
     line += "no such file or folder"
     if near := difflib.get_close_matches(name, known):
         return f"{line}; did you mean {' or '.join(near)}?"
-    return line if is_path else f"{line}; one of: {', '.join(laws.CONSTANTS)}"
+    return line if is_path else f"{line}; one of: {', '.join(published.CONSTANTS)}"
 
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(log_tables.read_text(path))
+        return json.loads(files.read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"not a fit.json: {error}") from None
     except RecursionError:

@@ -5,10 +5,10 @@ from typing import Any
 from experiments import plan_case, plan_finding
 from experiments.plan_case import Case
 from experiments.plan_finding import Found
-from scaling import costs, costs_serving
-from scaling.descriptions import Description, HeadAttention
-from scaling.designs import Design
+from scaling.costs import parameters, serving
 from scaling.laws import Optimum
+from scaling.plan import Design
+from scaling.shapes import Description, HeadAttention
 
 
 def describe(case: Case, found: Found) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def architecture(case: Case, found: Found) -> dict[str, Any]:
         "num_tokens": tokens,
         "loss": float(case.loss(float(design.num_params), tokens)) if tokens else None,
         "memory_bytes": found.memory._asdict() | {"total": found.memory.total},
-        "serving_bytes": 2 * costs.parameters(design.model).total,
-        "kv_bytes_per_token": costs_serving.kv_bytes_per_token(design.model),
+        "serving_bytes": 2 * parameters.parameters(design.model).total,
+        "kv_bytes_per_token": serving.kv_bytes_per_token(design.model),
         "min_devices": plan_finding.min_devices(case, found),
     }
 
@@ -129,7 +129,7 @@ def _shape(design: Design) -> dict[str, Any]:
         "mlp_size": model.mlp_size,
         "vocab_size": model.vocab_size,
         "tie_embeddings": model.tie_embeddings,
-        "num_params": costs.parameters(model)._asdict(),
+        "num_params": parameters.parameters(model)._asdict(),
         "train_flops_per_token": design.flops_per_token,
     }
 

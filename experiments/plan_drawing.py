@@ -7,7 +7,8 @@ import numpy as np
 from experiments import style
 from experiments.plan_case import Case
 from experiments.plan_finding import Found
-from scaling import budgets, laws
+from scaling.laws import published
+from scaling.plan import budgets
 
 PANELS = (1, 3)
 _GREY, _DARK = "0.6", "0.3"
@@ -113,10 +114,10 @@ def _draw_ratios(ax: Any, case: Case, found: Found) -> None:
     from matplotlib import ticker
 
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
-    for name, constants in laws.CONSTANTS.items():
+    for name, constants in published.CONSTANTS.items():
         if name == case.belief.name:
             continue
-        powers = budgets.two_powers(laws.CHINCHILLA, constants)
+        powers = budgets.two_powers(published.CHINCHILLA, constants)
         _draw_ratio(ax, flops, powers, name, color=_GREY, linewidth=0.7)
     ours = case.belief.powers
     name = case.options.law.rpartition("/")[2]
@@ -138,7 +139,7 @@ def _draw_ratios(ax: Any, case: Case, found: Found) -> None:
 def _draw_ratio(
     ax: Any,
     flops: np.ndarray,
-    powers: laws.TwoPowers,
+    powers: published.TwoPowers,
     name: str,
     served: dict[str, float] | None = None,
     **look: Any,

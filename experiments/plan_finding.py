@@ -7,9 +7,11 @@ import numpy as np
 
 from experiments import plan_case
 from experiments.plan_case import Case
-from scaling import budgets, costs_memory, designs, fitting, intervals
-from scaling.designs import Design
+from scaling.costs.memory import Memory, training
+from scaling.fits import intervals
+from scaling.fits.fit import predict
 from scaling.laws import Optimum
+from scaling.plan import Design, budgets, designs
 
 _MAX_RESAMPLES = 200
 """Of those that need a search each."""
@@ -67,7 +69,7 @@ class Found(NamedTuple):
     design: Design
     design_tokens: float
     exact: tuple[Design, float, float]
-    memory: costs_memory.Memory
+    memory: Memory
     warnings: list[str]
 
 
@@ -90,9 +92,7 @@ def find(case: Case) -> Found:
         exact = designs.best(family, case.loss, flops, inference_tokens=case.served)
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
-    memory = costs_memory.training(
-        design.model, sequence=family.sequence, checkpointing="boundary"
-    )
+    memory = training(design.model, sequence=family.sequence, checkpointing="boundary")
     left = flops / design.flops_per_token - case.served / 3
     found = Found(
         free=free,
@@ -153,7 +153,7 @@ def _loss_interval(
         num_params, num_tokens = case.worth(num_params, num_tokens)
     data = {"num_params": num_params, "num_tokens": num_tokens}
     data["num_unique_tokens"] = case.options.unique_tokens or num_tokens
-    found = fitting.predict(fit, data, kind, level=case.options.level)
+    found = predict(fit, data, kind, level=case.options.level)
     ends = float(found.low[0]), float(found.high[0])
     return ends if all(map(math.isfinite, ends)) else None
 

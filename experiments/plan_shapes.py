@@ -4,15 +4,15 @@ from experiments import plan_case, plan_finding, units
 from experiments.plan_case import Case
 from experiments.plan_finding import Found
 from experiments.reporting import Sheet
-from scaling import costs, costs_serving
-from scaling.descriptions import HeadAttention
-from scaling.designs import Design
+from scaling.costs import parameters, serving
+from scaling.plan import Design
+from scaling.shapes import HeadAttention
 
 
 def nearest(case: Case, found: Found) -> Sheet:
     """Shows the design nearest to N with its counts and memory."""
     design, best = found.design, found.optimum
-    model, counts = design.model, costs.parameters(design.model)
+    model, counts = design.model, parameters.parameters(design.model)
     heads = model.attention
     assert isinstance(heads, HeadAttention)
     rows = [
@@ -29,7 +29,7 @@ def nearest(case: Case, found: Found) -> Sheet:
         ("non-embedding", f"{counts.non_embedding:,}"),
         ("matmul", f"{counts.matmul:,}"),
         ("training memory", units.size(found.memory.total)),
-        ("K and V of a token", units.size(costs_serving.kv_bytes_per_token(model))),
+        ("K and V of a token", units.size(serving.kv_bytes_per_token(model))),
     ]
     needed = plan_finding.min_devices(case, found)
     held = (

@@ -7,7 +7,7 @@ from experiments import plan_case, plan_shapes
 from experiments.plan_case import Case
 from experiments.plan_finding import Found
 from experiments.reporting import Sheet
-from scaling import budgets
+from scaling.plan import budgets
 
 
 def sheets(case: Case, found: Found) -> list[Sheet]:

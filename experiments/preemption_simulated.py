@@ -18,7 +18,7 @@ from experiments.progress import QUIET, Progress
 from experiments.simulating_parts import Members
 from jaxkv.scheduling import fcfs, victims
 from jaxkv.workloads import arrivals
-from scaling import costs_serving
+from scaling.costs import serving
 
 RATE = 1.9
 """Requests a second: nearly what the memory bears."""
@@ -79,7 +79,7 @@ def empty() -> Simulated:
 def page_bytes(page_size: int) -> int:
     """K and V of a page in all layers: 13,107,200 bytes for 16 tokens."""
     model = settings.SERVERS["13B"].description
-    return int(costs_serving.kv_bytes_per_token(model)) * page_size
+    return int(serving.kv_bytes_per_token(model)) * page_size
 
 
 def swap_s(page_size: int) -> float:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.sampling import Sampling
-from scaling import corpora
+from scaling.corpora import corpora
 
 
 class Request(NamedTuple):

@@ -11,16 +11,11 @@ import concurrent.futures
 import dataclasses
 import threading
 
-from experiments import (
-    rivals_drawing,
-    rivals_outcomes,
-    rivals_sides,
-    rivals_telling,
-)
+from experiments import rivals_drawing, rivals_outcomes, rivals_sides, rivals_telling
 from experiments.progress import QUIET, Progress
 from experiments.rivals_outcomes import Result
 from experiments.rivals_sides import REFERENCE
-from scaling import corpora
+from scaling.corpora import corpora
 
 PANELS = (2, 2)
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.rivals_sides import Side
-from scaling import architectures, objectives, stepping
 from scaling.corpora import Corpus
-from scaling.recipes import Schedule
+from scaling.training import Schedule, architectures, objectives
+from scaling.training.step import TrainState, compiled, init
 
 
 class Budget(NamedTuple):
@@ -154,7 +154,7 @@ class _Runs:
         base: Any = side.base
         self.model = architectures.sized(base, num_params)
         self.side, self.corpus, self.budget = side, corpus, budget
-        self.call = stepping.compiled(
+        self.call = compiled(
             self.model, side.optimizer, budget.batch_size, budget.seq_len
         )
         self.stream = jnp.asarray(corpus.stream)
@@ -165,8 +165,8 @@ class _Runs:
             functools.partial(objectives.token_losses, model=self.model)
         )
 
-    def start(self, seed: int) -> stepping.TrainState:
-        return stepping.init(self.model, self.side.optimizer, jnp.int32(seed))
+    def start(self, seed: int) -> TrainState:
+        return init(self.model, self.side.optimizer, jnp.int32(seed))
 
     def steps(
         self, state: Any, part: tuple[int, int, int], rate: float, seed: int, fall=0

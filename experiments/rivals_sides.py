@@ -3,9 +3,7 @@
 from typing import Any, Literal, NamedTuple
 
 from jaxkv.models import ModelConfig
-from scaling import architectures
-from scaling.recipes import OptimizerConfig
-from scaling.recurrent import RecurrentConfig
+from scaling.training import OptimizerConfig, RecurrentConfig, architectures
 
 
 class Side(NamedTuple):

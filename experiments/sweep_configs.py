@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments import documents, isoflop, isoflop_settings
-from scaling import corpora
-from scaling.recipes import OptimizerConfig, TrainConfig
-from scaling.sweep_grids import ADAMW, SweepConfig
+from scaling.corpora import corpora
+from scaling.sweeps import ADAMW, SweepConfig
+from scaling.training import OptimizerConfig, TrainConfig
 
 SWEEPS = {
     "smoke": SweepConfig(

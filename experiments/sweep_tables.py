@@ -5,17 +5,16 @@ from typing import Any
 
 from experiments import environment, units
 from experiments.progress import Progress
-from scaling import sweeps
-from scaling.sweep_grids import SweepConfig
+from scaling.sweeps import SweepConfig, sweep
 
 MAX_COLUMNS = 8
 """Numbers of tokens that stand beside one another."""
 
 
-def run(config: SweepConfig, out: Path, progress: Progress) -> sweeps.Outcome:
+def run(config: SweepConfig, out: Path, progress: Progress) -> sweep.Outcome:
     """Carries out a sweep under bars and a table of losses."""
     described = environment.describe()
-    return sweeps.sweep(
+    return sweep.sweep(
         config,
         out,
         commit=described["commit"] or "",

@@ -6,17 +6,10 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from experiments import (
-    documents,
-    flags,
-    sweep_configs,
-    sweep_tables,
-    terminal,
-    units,
-)
+from experiments import documents, flags, sweep_configs, sweep_tables, terminal, units
 from experiments.reporting import Sheet
 from experiments.running import Answer
-from scaling.sweep_grids import SweepConfig
+from scaling.sweeps import SweepConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

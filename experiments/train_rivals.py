@@ -13,8 +13,10 @@ import numpy as np
 
 from experiments.peers import Answerer
 from jaxkv.models.config import ModelConfig
-from scaling import architectures, corpora, devices, stepping
-from scaling.recipes import OptimizerConfig, Schedule, StepConfig
+from scaling.corpora import corpora
+from scaling.costs import devices
+from scaling.training import OptimizerConfig, Schedule, StepConfig, architectures
+from scaling.training.step import compiled, init
 
 if TYPE_CHECKING:
     from experiments.bench_train import Config
@@ -84,10 +86,8 @@ class Ours:
         text = rng.integers(0, case.model.vocab_size, num, np.uint16)
         self._stream = jnp.asarray(text)
         how = StepConfig(dtype=dtype)
-        self._call = stepping.compiled(
-            case.model, OPTIMIZER, case.batch_size, case.seq_len, how
-        )
-        self._state = stepping.init(case.model, OPTIMIZER, self._seed)
+        self._call = compiled(case.model, OPTIMIZER, case.batch_size, case.seq_len, how)
+        self._state = init(case.model, OPTIMIZER, self._seed)
         self.params = self._state.params
         start = time.perf_counter()
         self.losses = [self._train(1)]

@@ -13,8 +13,10 @@ from experiments.running import Answer
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.text.tokenizer import ByteTokenizer
-from scaling import architectures, corpora, locking, objectives, streams, training
-from scaling.recipes import TrainConfig
+from scaling import locking
+from scaling.corpora import corpora, streams
+from scaling.training import TrainConfig, architectures, objectives
+from scaling.training import train as training_train
 
 NUM_EVAL_WINDOWS = 1024
 """Held-out windows that the model is scored on."""
@@ -59,7 +61,7 @@ def train(name: str, options: Options) -> Answer:
         return f"interrupted at once; the last checkpoint is in {out}"
 
     with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
-        result = training.train(config, out, progress=bars)
+        result = training_train.train(config, out, progress=bars)
         bars.show("scoring")
         tokens = config.batch_size * config.seq_len * config.num_steps
         per_step = architectures.training_flops(

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from jaxkv.models.config import Experts, ModelConfig
-from scaling import architectures, objectives, optimizers, stepping
-from scaling.recipes import OptimizerConfig
-from scaling.recurrent import NUM_GATES, RecurrentConfig
+from scaling.training import architectures, objectives, optimizers
+from scaling.training.recipes import OptimizerConfig
+from scaling.training.recurrent import NUM_GATES, RecurrentConfig
+from scaling.training.step import init
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -169,7 +170,7 @@ def test_sgd_is_momentum_and_decoupled_decay() -> None:
     settings = OptimizerConfig(
         kind="sgd", momentum=0.9, weight_decay=0.5, max_grad_norm=100.0
     )
-    state = stepping.init(LSTM, settings, jnp.int32(0))
+    state = init(LSTM, settings, jnp.int32(0))
     update = optimizers.make(settings).update
     grads = jax.tree.map(jnp.ones_like, state.params)
     _, moments = update(grads, state.moments, state.params)

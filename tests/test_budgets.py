@@ -6,14 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from scaling import budgets, laws, pricing
-from scaling.laws import TwoPowers
+from scaling.laws import published
+from scaling.laws.published import TwoPowers
+from scaling.plan import budgets, pricing
 
-LECTURE = budgets.two_powers(laws.CHINCHILLA, laws.CONSTANTS["lecture"])
+LECTURE = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"])
 FLOPS = 5e6 / 4 * 3600 * 312e12 * 0.4
 KAPLAN = dict(Nc=6.4e13, Dc=1.8e13, alpha_N=0.076, alpha_D=0.103)
 C4 = budgets.two_powers(
-    laws.CHINCHILLA,
+    published.CHINCHILLA,
     dict(
         A=math.exp(6.255414),
         B=math.exp(7.3049974),
@@ -34,14 +35,16 @@ def along(powers: TwoPowers, flops: float, served: float = 0.0):
     return loss
 
 
-@pytest.mark.parametrize("name", [*laws.CONSTANTS, "kaplan"])
+@pytest.mark.parametrize("name", [*published.CONSTANTS, "kaplan"])
 def test_the_closed_form_is_what_a_search_finds(name: str) -> None:
-    law = laws.LAWS["kaplan"] if name == "kaplan" else laws.CHINCHILLA
-    coefficients = KAPLAN if name == "kaplan" else laws.CONSTANTS[name]
+    law = published.LAWS["kaplan"] if name == "kaplan" else published.CHINCHILLA
+    coefficients = KAPLAN if name == "kaplan" else published.CONSTANTS[name]
     powers = budgets.two_powers(law, coefficients)
     for flops in (1e15, 5.76e23, 1e28):
         found = budgets.allocate(powers, flops)
-        assert found == pytest.approx(laws.optimum(law, coefficients, flops), rel=1e-12)
+        assert found == pytest.approx(
+            published.optimum(law, coefficients, flops), rel=1e-12
+        )
         assert budgets.operations(*found[:2]) == pytest.approx(flops, rel=1e-14)
         searched = budgets.search(along(powers, flops), flops)
         assert found.num_params == pytest.approx(searched, rel=1e-6)
@@ -55,13 +58,13 @@ def test_the_lecture_and_the_paper() -> None:
     assert found.loss == pytest.approx(1.89696, abs=1e-5)
     # Rounding the exponents moves tokens per parameter from 59 to 93.
     for name, ratio in (("hoffmann-tex", 59), ("hoffmann", 93)):
-        powers = budgets.two_powers(laws.CHINCHILLA, laws.CONSTANTS[name])
+        powers = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS[name])
         optimum = budgets.allocate(powers, 5.76e23)
         assert round(optimum.num_tokens / optimum.num_params) == ratio
 
 
 def test_serving_when_the_sum_is_raised_to_a_power() -> None:
-    powers = budgets.two_powers(laws.LAWS["kaplan"], KAPLAN)
+    powers = budgets.two_powers(published.LAWS["kaplan"], KAPLAN)
     best = budgets.allocate(powers, 1e23, inference_tokens=1e12)
     found = budgets.cheapest(powers, best.loss, inference_tokens=1e12)
     assert found == pytest.approx(best, rel=1e-9)
@@ -90,8 +93,8 @@ def test_serving_at_equal_loss_and_for_a_budget(served: float) -> None:
 
 def test_serving_as_published() -> None:
     """Sardana et al. 2024, section 1: 7B for 13B, 2.1 times the data, 17 % saved."""
-    taken = laws.CONSTANTS["hoffmann"] | {"alpha": 0.336, "beta": 0.283}
-    powers = budgets.two_powers(laws.CHINCHILLA, taken)
+    taken = published.CONSTANTS["hoffmann"] | {"alpha": 0.336, "beta": 0.283}
+    powers = budgets.two_powers(published.CHINCHILLA, taken)
     # The FLOPs whose optimum has 13 billion parameters: N* = G (C/6)^a.
     scale = budgets.allocate(powers, 6.0).num_params
     exponent = powers.beta / (powers.alpha + powers.beta)
@@ -132,7 +135,7 @@ def test_repeated_data_as_published() -> None:
 
 @pytest.mark.parametrize("powers", [C4, LECTURE])
 def test_repetition_is_the_law_that_is_fitted(powers: TwoPowers) -> None:
-    law, halves = laws.LAWS["data-constrained"], budgets.MUENNIGHOFF
+    law, halves = published.LAWS["data-constrained"], budgets.MUENNIGHOFF
     data = {
         "num_params": np.array([1e9, 4e10, 2e9, 1e10]),
         "num_tokens": np.array([1e10, 1e11, 3e12, 1e9]),
@@ -164,14 +167,14 @@ def test_enough_data_leaves_the_closed_form() -> None:
     ("name", "coefficients", "line"),
     [
         ("power", dict(a=1.0, b=0.1), "does not say how loss falls"),
-        ("chinchilla", laws.CONSTANTS["lecture"] | {"alpha": -0.1}, "alpha=-0.1"),
-        ("chinchilla", laws.CONSTANTS["lecture"] | {"B": math.nan}, "B=nan"),
-        ("chinchilla", laws.CONSTANTS["lecture"] | {"E": -1.0}, "floor of -1"),
+        ("chinchilla", published.CONSTANTS["lecture"] | {"alpha": -0.1}, "alpha=-0.1"),
+        ("chinchilla", published.CONSTANTS["lecture"] | {"B": math.nan}, "B=nan"),
+        ("chinchilla", published.CONSTANTS["lecture"] | {"E": -1.0}, "floor of -1"),
     ],
 )
 def test_laws_without_an_optimum(name: str, coefficients: dict, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        budgets.two_powers(laws.LAWS[name], coefficients)
+        budgets.two_powers(published.LAWS[name], coefficients)
 
 
 def test_offers() -> None:

@@ -12,7 +12,8 @@ import pytest
 from experiments import bundled_model, catalogue
 from experiments.progress import Quiet
 from jaxkv.models import checkpoints
-from scaling import corpora, objectives
+from scaling.corpora import corpora
+from scaling.training import objectives
 
 
 @pytest.mark.thorough

@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 
-from scaling import comms, named_models
-from scaling.layouts import Layout, parse
+from scaling.costs.parallelism import Layout, parse
+from scaling.costs.traffic import decode, training
+from scaling.shapes import published
 
-LLAMA = named_models.describe("llama-2-7b")
-DEEPSEEK = named_models.describe("deepseek-v3")
+LLAMA = published.describe("llama-2-7b")
+DEEPSEEK = published.describe("deepseek-v3")
 BLOCK = 4096 * 4096 * 2  # b s h of two bytes
 
 
 def of(scheme: str, layout: str, model: Any = LLAMA, **how: Any) -> tuple[float, float]:
     zero = how.pop("zero", 0)
-    found = comms.training(model, parse(layout, zero=zero), sequence=4096, **how)
+    found = training(model, parse(layout, zero=zero), sequence=4096, **how)
     mine = [traffic for traffic in found if traffic.scheme == scheme]
     return sum(x.forward for x in mine), sum(x.backward for x in mine)
 
@@ -85,7 +86,7 @@ def test_copies_exchange_gradients() -> None:
     assert backward == 2 * forward
     # Parts of a sequence are copies, too; experts have fewer.
     assert of("data", "ring=8,dp=8") == of("data", "dp=64")
-    mixtral = named_models.describe("mixtral-8x7b")
+    mixtral = published.describe("mixtral-8x7b")
     experts = 32 * 8 * 3 * 4096 * 14336 // 8
     shared = 46_702_792_704 - 8 * experts
     _, sent = of("data", "ep=8,dp=16", mixtral)
@@ -93,7 +94,7 @@ def test_copies_exchange_gradients() -> None:
 
 
 def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
-    found = comms.decode(LLAMA, parse("tp=8"), batch=16)
+    found = decode(LLAMA, parse("tp=8"), batch=16)
     tensor = sum(x.forward for x in found if x.scheme == "tensor")
     assert tensor == 3_758_096_384 * 16 / 4096
     assert not sum(x.backward for x in found)
@@ -102,4 +103,4 @@ def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
 
 
 def test_one_device_sends_nothing() -> None:
-    assert comms.training(DEEPSEEK, Layout(), sequence=128) == ()
+    assert training(DEEPSEEK, Layout(), sequence=128) == ()

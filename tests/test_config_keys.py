@@ -9,7 +9,8 @@ import pytest
 from jaxkv.models.huggingface import configs, positions
 from jaxkv.models.huggingface import harmless as huggingface_harmless
 from jaxkv.models.huggingface.families import FAMILIES
-from scaling import costs, describing
+from scaling.costs import parameters
+from scaling.shapes import from_model
 
 GOLDEN = Path(__file__).parent / "golden"
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
@@ -86,7 +87,7 @@ def test_what_transformers_4_wrote_of_every_model(name: str) -> None:
 @pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model["name"])
 def test_published_models_are_read(model: dict[str, Any]) -> None:
     config = configs.from_hf(model["config"])
-    count = costs.parameters(describing.describe(config)).total
+    count = parameters.parameters(from_model.describe(config)).total
     assert count == model["parameters"]
     window = model["config"].get("sliding_window")
     assert config.window == (window if config.family == "mistral" else None)

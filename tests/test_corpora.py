@@ -13,7 +13,8 @@ import pytest
 
 from jaxkv.models import transformer
 from jaxkv.models.config import ModelConfig
-from scaling import corpora, objectives, streams
+from scaling.corpora import corpora, streams
+from scaling.training import objectives
 
 
 @pytest.fixture

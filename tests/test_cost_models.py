@@ -7,7 +7,8 @@ import pytest
 
 from experiments import cost_fits, cost_models
 from jaxkv.simulation.step import Work
-from scaling import costs_steps, devices, named_models
+from scaling.costs import devices, steps
+from scaling.shapes import published
 
 
 def work(**counts: float) -> Work:
@@ -54,7 +55,7 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
     """A chunk behind 50 tokens, and two that decode."""
     new, past = jnp.array([70, 1, 1]), jnp.array([50, 400, 9])
     found = cost_models.roofline(
-        named_models.describe(model),
+        published.describe(model),
         devices.find("a100-80gb"),
         num_devices=2,
         compute_share=0.5,
@@ -71,7 +72,7 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
         num_drawn=3,
     )
     assert isinstance(found.cost, cost_models.Roofline)
-    apart = costs_steps.work(found.cost.step, new, past, jnp.int32(3))
+    apart = steps.work(found.cost.step, new, past, jnp.int32(3))
     np.testing.assert_allclose(found.cost(step), apart.time_s, rtol=1e-6)
     moves = step._replace(num_copied=jnp.int32(1), num_swapped=jnp.int32(2))
     np.testing.assert_allclose(found.cost(moves), apart.time_s + 1.25, rtol=1e-6)

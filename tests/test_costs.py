@@ -10,8 +10,9 @@ import pytest
 
 from jaxkv.models import transformer
 from jaxkv.models.config import ModelConfig
-from scaling import costs, costs_serving, describing, hf_descriptions, named_models
-from scaling.descriptions import Description, Experts, HeadAttention
+from scaling.costs import parameters, serving
+from scaling.shapes import from_model, huggingface, published
+from scaling.shapes.description import Description, Experts, HeadAttention
 
 # Total parameters, and bytes of K and V of a token in 16 bits.
 PUBLISHED = {
@@ -79,40 +80,40 @@ OURS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
-    model = named_models.describe(name)
-    found = costs.parameters(model).total, costs_serving.kv_bytes_per_token(model)
+    model = published.describe(name)
+    found = parameters.parameters(model).total, serving.kv_bytes_per_token(model)
     assert found == PUBLISHED[name]
 
 
 def test_conventions_of_llama_2_7b() -> None:
-    model = named_models.describe("llama-2-7b")
-    found = costs.parameters(model)
+    model = published.describe("llama-2-7b")
+    found = parameters.parameters(model)
     assert found.non_embedding == 6_476_271_616
     assert found.matmul == found.matmul_total == 6_607_077_376
     assert found.active == found.total
-    layer = [w for w in costs.weights(model) if w.place in ("every", "dense")]
+    layer = [w for w in parameters.weights(model) if w.place in ("every", "dense")]
     assert sum(w.size for w in layer) == 202_383_360
 
 
 def test_a_tied_table_is_no_active_non_embedding_parameter() -> None:
     tied = [
         model
-        for name in named_models.CONFIGS
-        if (model := named_models.describe(name)).tie_embeddings
+        for name in published.CONFIGS
+        if (model := published.describe(name)).tie_embeddings
     ]
     assert len(tied) > 5
     for model in tied:
-        found = costs.parameters(model)
+        found = parameters.parameters(model)
         if model.num_mixture_layers:
             assert found.active_non_embedding < found.non_embedding
         else:
             assert found.active_non_embedding == found.non_embedding
-    gpt2 = costs.parameters(named_models.describe("gpt2"))
+    gpt2 = parameters.parameters(published.describe("gpt2"))
     assert gpt2.active_non_embedding == 85_056_000
 
 
 def test_a_mixture_counts_the_experts_a_token_uses() -> None:
-    found = costs.parameters(named_models.describe("mixtral-8x7b"))
+    found = parameters.parameters(published.describe("mixtral-8x7b"))
     assert found.active == 12_879_925_248
     assert found.active_non_embedding == 12_748_853_248
     # Llama-2-7B's head: 32,000 x 4,096; the router is multiplied with, too.
@@ -123,14 +124,14 @@ def test_a_mixture_counts_the_experts_a_token_uses() -> None:
 
 
 def test_latent_attention_and_layers_that_look_ahead() -> None:
-    model = named_models.describe("deepseek-v3")
-    found = costs.parameters(model)
+    model = published.describe("deepseek-v3")
+    found = parameters.parameters(model)
     assert found.active == 37_552_297_472
     assert found.active_non_embedding == 36_625_618_432
     assert found.ahead == 11_610_068_224
     tables = 2 * model.vocab_size * model.hidden_size
     assert found.total + found.ahead + tables == 684_489_845_504  # as it is stored
-    attention = [w.size for w in costs.weights(model) if w.part == "attention"]
+    attention = [w.size for w in parameters.weights(model) if w.part == "attention"]
     ahead = attention[len(attention) // 2 :]
     assert sum(attention) - sum(ahead) == 187_107_328
     assert sum(ahead) == 187_107_328
@@ -143,7 +144,7 @@ def test_our_own_models_hold_as_many(name: str) -> None:
     made = jax.eval_shape(
         lambda key: transformer.init_params(config, key), jax.random.key(0)
     )
-    total = costs.parameters(describing.describe(config)).total
+    total = parameters.parameters(from_model.describe(config)).total
     assert total == sum(x.size for x in shapes)
     assert total == sum(x.size for x in jax.tree.leaves(made))
 
@@ -158,18 +159,18 @@ corrections."""
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case["config"]["model_type"])
 def test_transformers_builds_as_many(case: dict[str, Any]) -> None:
-    model = hf_descriptions.describe(case["config"])
-    assert costs.parameters(model).total == case["parameters"] + case["buffers"]
+    model = huggingface.describe(case["config"])
+    assert parameters.parameters(model).total == case["parameters"] + case["buffers"]
     kinds = case["config"].get("layer_types") or []
     if "sliding_attention" in kinds:
         without = {k: v for k, v in case["config"].items() if k != "layer_types"}
-        assert hf_descriptions.describe(without) == model
+        assert huggingface.describe(without) == model
 
 
 def test_a_window_bounds_what_a_sequence_holds() -> None:
-    model = named_models.describe("gemma-2-2b")
+    model = published.describe("gemma-2-2b")
     per_layer = 2 * model.attention.cached_numbers
-    found = costs_serving.kv_bytes_of(model, 5000)
+    found = serving.kv_bytes_of(model, 5000)
     assert found == 13 * (4096 + 5000) * per_layer
 
 
@@ -184,23 +185,23 @@ LLAMA: dict[str, Any] = {
 
 
 def test_keys_that_are_left_out_mean_what_transformers_takes_them_to_mean() -> None:
-    plain = hf_descriptions.describe(LLAMA)
+    plain = huggingface.describe(LLAMA)
     assert plain.attention == HeadAttention(num_q_heads=4, num_kv_heads=4, head_dim=8)
     assert not plain.tie_embeddings
     old = {k: v for k, v in LLAMA.items() if k != "model_type"}
     old |= {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048}
-    assert hf_descriptions.describe(old) == plain
-    qwen = hf_descriptions.describe(LLAMA | {"model_type": "qwen3"})
+    assert huggingface.describe(old) == plain
+    qwen = huggingface.describe(LLAMA | {"model_type": "qwen3"})
     assert qwen.attention.key_dim == 128
-    gemma = hf_descriptions.describe(LLAMA | {"model_type": "gemma2", "head_dim": 16})
+    gemma = huggingface.describe(LLAMA | {"model_type": "gemma2", "head_dim": 16})
     assert gemma.tie_embeddings
     assert gemma.windows == (4096, None)
     mistral = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
-    assert hf_descriptions.describe(mistral).windows == (4096, 4096)
+    assert huggingface.describe(mistral).windows == (4096, 4096)
     no_window = mistral | {"sliding_window": None, "num_key_value_heads": None}
-    assert hf_descriptions.describe(no_window).windows == (None, None)
+    assert huggingface.describe(no_window).windows == (None, None)
     gpt = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1}
-    assert hf_descriptions.describe(gpt | {"n_head": 2}).mlp_size == 32
+    assert huggingface.describe(gpt | {"n_head": 2}).mlp_size == 32
 
 
 def test_the_bundled_model_reads_as_both() -> None:
@@ -209,8 +210,8 @@ def test_the_bundled_model_reads_as_both() -> None:
 
     path = bundled.folder_of("stdlib-bytes")
     raw = json.loads((path / "config.json").read_text())
-    ours = describing.describe(configs.from_hf(raw), name="stdlib-bytes")
-    assert hf_descriptions.load(path) == ours
+    ours = from_model.describe(configs.from_hf(raw), name="stdlib-bytes")
+    assert huggingface.load(path) == ours
 
 
 @pytest.mark.parametrize(
@@ -243,13 +244,13 @@ def test_what_cannot_be_counted_is_refused(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | change))
     with pytest.raises(ValueError, match=r"config\.json: ") as refused:
-        hf_descriptions.load(path)
+        huggingface.load(path)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_description_refuses_layers_that_do_not_match() -> None:
-    model = named_models.describe("mistral-7b")
+    model = published.describe("mistral-7b")
     with pytest.raises(ValueError, match="3 windows for"):
         dataclasses.replace(model, windows=(1, 2, 3))
     with pytest.raises(ValueError, match="without experts"):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from scaling import costs, costs_serving, devices, named_models
-from scaling.costs_flops import decode, forward, total, training
+from scaling.costs import devices, parameters, serving
+from scaling.costs.flops import decode, forward, total, training
+from scaling.shapes import published
 
-LLAMA = named_models.describe("llama-2-7b")
+LLAMA = published.describe("llama-2-7b")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_causal_is_half_of_full_and_windows_are_less() -> None:
 
 
 def test_megatron_with_everything_recomputed() -> None:
-    model = named_models.describe("gpt3-175b")
+    model = published.describe("gpt3-175b")
     b, s, h, v, n = 4, 2048, 12288, 50257, 96
     step = training(model, batch=b, sequence=s, checkpointing="full")
     assert (
@@ -74,13 +75,13 @@ def test_megatron_with_everything_recomputed() -> None:
 
 
 def test_heads_need_not_be_as_wide_as_the_model() -> None:
-    model = named_models.describe("qwen3-0.6b")  # 16 heads of 128 in 1,024
+    model = published.describe("qwen3-0.6b")  # 16 heads of 128 in 1,024
     scores = [x for x in forward(model, sequence=10) if x.growth == "s^2"]
     assert total(tuple(scores)) == 28 * 4 * 10 * 10 * 16 * 128
 
 
 def test_latent_attention_has_two_widths() -> None:
-    model = named_models.describe("deepseek-v3")
+    model = published.describe("deepseek-v3")
     by_name = {x.name: x.flops for x in forward(model, sequence=10)}
     assert by_name["scores"] == 61 * 2 * 100 * 128 * (128 + 64)
     assert by_name["values"] == 61 * 2 * 100 * 128 * 128
@@ -89,7 +90,7 @@ def test_latent_attention_has_two_widths() -> None:
     assert found["scores"] == 61 * 2 * 10 * 128 * (512 + 64)
     assert found["values"] == 61 * 2 * 10 * 128 * 512
     weights = sum(x for name, x in found.items() if name not in ("scores", "values"))
-    assert weights == 2 * costs.parameters(model).matmul
+    assert weights == 2 * parameters.parameters(model).matmul
 
 
 def test_decoding_token_by_token_meets_every_earlier_key() -> None:
@@ -102,11 +103,11 @@ def test_decoding_token_by_token_meets_every_earlier_key() -> None:
 
 def test_published_totals() -> None:
     # Brown et al. 2020, appendix D; Grattafiori et al. 2024; DeepSeek-AI 2024, table 1.
-    gpt = costs.parameters(named_models.describe("gpt3-175b")).total
+    gpt = parameters.parameters(published.describe("gpt3-175b")).total
     assert 6 * gpt * 300e9 == pytest.approx(3.14e23, rel=2e-3)
-    llama = costs.parameters(named_models.describe("llama-3.1-405b")).total
+    llama = parameters.parameters(published.describe("llama-3.1-405b")).total
     assert 6 * llama * 15.6e12 == pytest.approx(3.8e25, rel=2e-3)
-    deepseek = costs.parameters(named_models.describe("deepseek-v3"))
+    deepseek = parameters.parameters(published.describe("deepseek-v3"))
     assert deepseek.active_non_embedding == pytest.approx(37e9, rel=0.02)
     h800 = devices.find("h800").bfloat16
     share = 6 * 37e9 * 14.8e12 / (2.664e6 * 3600 * h800)
@@ -124,38 +125,38 @@ def test_bad_sizes_are_refused() -> None:
 
 def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
     # A weight of two bytes, two operations: b = s = 1 is bound by memory everywhere.
-    work = costs_serving.decode(LLAMA, batch=1, context=1)
+    work = serving.decode(LLAMA, batch=1, context=1)
     assert work.intensity == pytest.approx(1.0, abs=1e-3)
     a100 = devices.find("a100-40gb")
-    found = costs_serving.roofline(work, a100)
+    found = serving.roofline(work, a100)
     assert found.bound == "memory"
     assert found.time_s == pytest.approx(work.weight_bytes / 1555e9, rel=1e-3)
-    assert costs_serving.roofline(work, a100, num_devices=4).time_s * 4 == found.time_s
+    assert serving.roofline(work, a100, num_devices=4).time_s * 4 == found.time_s
 
 
 def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:
     a100 = devices.find("a100-40gb")
 
     def decodes(batch: int, context: int) -> float:
-        return costs_serving.decode(LLAMA, batch=batch, context=context).intensity
+        return serving.decode(LLAMA, batch=batch, context=context).intensity
 
     # Two operations per weight and sequence against two bytes: about the batch.
     assert decodes(64, 1) == pytest.approx(64, rel=0.02)
-    bound = costs_serving.turning_point(lambda b: decodes(b, 1) > a100.ridge())
+    bound = serving.turning_point(lambda b: decodes(b, 1) > a100.ridge())
     assert bound is not None
     assert decodes(bound, 1) > a100.ridge() > decodes(bound - 1, 1)
     # With 4,096 tokens kept, K and V alone hold it below 2 x 6.6e9 / 2.1e9 = 6.2, and
     # a few operations on them.
-    never = costs_serving.turning_point(lambda b: decodes(b, 4096) > a100.ridge())
+    never = serving.turning_point(lambda b: decodes(b, 4096) > a100.ridge())
     assert never is None
 
 
 def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
-    model = named_models.describe("mixtral-8x7b")
+    model = published.describe("mixtral-8x7b")
     expert = 32 * 3 * 4096 * 14336 * 2
 
     def read(tokens: int) -> float:
-        return costs_serving.weight_bytes_read(model, tokens)
+        return serving.weight_bytes_read(model, tokens)
 
     dense = read(1) - 2 * expert
     assert read(2) - dense - 8192 == pytest.approx((2 + 2 * 0.75) * expert)
@@ -163,9 +164,9 @@ def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
 
 
 def test_sequences_that_fit_beside_the_weights() -> None:
-    model, a100 = named_models.describe("llama-2-13b"), devices.find("a100-40gb")
+    model, a100 = published.describe("llama-2-13b"), devices.find("a100-40gb")
     left = 40e9 - 2 * 13_015_864_320
-    fit = costs_serving.max_batch(model, a100, context=2048)
+    fit = serving.max_batch(model, a100, context=2048)
     assert fit == int(left / (2048 * 819_200))
-    assert costs_serving.max_batch(LLAMA, devices.find("t4"), context=4096) == 1
-    assert costs_serving.max_batch(model, devices.find("t4"), context=1) == 0
+    assert serving.max_batch(LLAMA, devices.find("t4"), context=4096) == 1
+    assert serving.max_batch(model, devices.find("t4"), context=1) == 0

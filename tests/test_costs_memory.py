@@ -9,12 +9,13 @@ import pytest
 
 from jaxkv.models import layers, transformer
 from jaxkv.models.config import ModelConfig
-from scaling import costs_activations, costs_residuals, layouts, named_models
-from scaling.costs_memory import MIXED_WIDE, SINGLE, held, training
-from scaling.layouts import Layout
+from scaling.costs import activations, parallelism, residuals
+from scaling.costs.memory import MIXED_WIDE, SINGLE, held, training
+from scaling.costs.parallelism import Layout
+from scaling.shapes import published
 
-LLAMA = named_models.describe("llama-2-7b")
-GPT = named_models.describe("gpt3-175b")
+LLAMA = published.describe("llama-2-7b")
+GPT = published.describe("gpt3-175b")
 
 
 def test_sixteen_bytes_per_parameter() -> None:
@@ -59,12 +60,12 @@ def test_a_gpt_layer_with_dropout() -> None:
 
 
 def test_a_llama_layer_in_tiles() -> None:
-    tensors = costs_activations.stored(LLAMA, sequence=4096)
-    dense, _ = costs_activations.per_token(tensors, LLAMA)
+    tensors = activations.stored(LLAMA, sequence=4096)
+    dense, _ = activations.per_token(tensors, LLAMA)
     assert dense == 131_584 + 128
     # With attention's weights kept: two bytes per head and pair more, no log-sum-exp.
-    tensors = costs_activations.stored(LLAMA, sequence=4096, flash=False)
-    dense, _ = costs_activations.per_token(tensors, LLAMA)
+    tensors = activations.stored(LLAMA, sequence=4096, flash=False)
+    dense, _ = activations.per_token(tensors, LLAMA)
     assert dense == 131_584 + 2 * 32 * 4096
 
 
@@ -88,7 +89,7 @@ def test_a_pipelines_first_stage_keeps_most_batches() -> None:
 
 
 def test_parameters_of_a_device_add_up() -> None:
-    mixtral = named_models.describe("mixtral-8x7b")
+    mixtral = published.describe("mixtral-8x7b")
     layout = Layout(pipeline=4, expert=4, data=4)
     stages = [held(mixtral, layout, stage=stage) for stage in range(4)]
     experts = 32 * 8 * 3 * 4096 * 14336
@@ -102,7 +103,7 @@ def test_parameters_of_a_device_add_up() -> None:
     tied = [held(GPT, Layout(pipeline=2), stage=x).shared for x in (0, 1)]
     assert sum(tied) == 174_604_259_328 + 50257 * 12288
     # Eight KV heads over sixteen devices: each has a whole one.
-    llama3 = named_models.describe("llama-3.1-8b")
+    llama3 = published.describe("llama-3.1-8b")
     kv = 32 * 2 * 4096 * 8 * 128
     fewer = (
         held(llama3, Layout(tensor=8)).shared - held(llama3, Layout(tensor=16)).shared
@@ -157,8 +158,8 @@ def test_what_vjp_keeps_of_our_models(change: dict[str, Any], dtype: str) -> Non
     # The difference of two batches: weights, and reshaped copies, are in both.
     more, less = kept(config, 3, SEQ, dtype), kept(config, 1, SEQ, dtype)
     number_bytes = jnp.dtype(dtype).itemsize
-    listed = costs_residuals.residuals(config, number_bytes=number_bytes)
-    assert more - less == costs_residuals.total(listed, 2 * SEQ)
+    listed = residuals.residuals(config, number_bytes=number_bytes)
+    assert more - less == residuals.total(listed, 2 * SEQ)
 
 
 def test_what_vjp_keeps_of_checkpointed_layers(
@@ -197,14 +198,14 @@ def test_what_vjp_keeps_of_checkpointed_layers(
 )
 def test_layouts_that_cannot_be(text: str, line: str) -> None:
     with pytest.raises(ValueError, match=r"must|needs|twice|unknown") as refused:
-        layouts.check(LLAMA, layouts.parse(text), sequence=4096)
+        parallelism.check(LLAMA, parallelism.parse(text), sequence=4096)
     assert line in str(refused.value)
 
 
 def test_layouts_are_read() -> None:
-    layout = layouts.parse("tp=8,sp,pp=2, dp=4", zero=1)
+    layout = parallelism.parse("tp=8,sp,pp=2, dp=4", zero=1)
     assert layout == Layout(tensor=8, sequence=True, pipeline=2, data=4, zero=1)
     assert layout.num_devices == 64
-    assert layouts.parse("ep=8").num_devices == 8
-    assert layouts.parse("") == Layout()
-    assert 6 == layouts.parse("ring=2,ulysses=3").num_devices
+    assert parallelism.parse("ep=8").num_devices == 8
+    assert parallelism.parse("") == Layout()
+    assert 6 == parallelism.parse("ring=2,ulysses=3").num_devices

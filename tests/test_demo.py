@@ -199,7 +199,7 @@ def test_lengths_are_ragged_within_their_bounds() -> None:
 
 
 def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
-    from scaling import corpora
+    from scaling.corpora import corpora
 
     rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
     tokenizer, ask = ByteTokenizer(257), prompting.Sampling.greedy()

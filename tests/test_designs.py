@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling import budgets, costs, costs_flops, designs, laws
-from scaling.descriptions import HeadAttention
-from scaling.designs import Family
+from scaling.costs import flops, parameters
+from scaling.laws import published
+from scaling.plan import budgets, designs
+from scaling.plan.designs import Family
+from scaling.shapes.description import HeadAttention
 
 FAMILY = Family()
 GRID = designs.make_grid(FAMILY)
-LECTURE = budgets.two_powers(laws.CHINCHILLA, laws.CONSTANTS["lecture"])
+LECTURE = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"])
 
 
 @pytest.mark.parametrize(
@@ -34,8 +36,8 @@ def test_counts_and_operations_of_the_grid_are_exact(family: Family) -> None:
     for place in [0, len(grid.width) - 1, *rng.integers(0, len(grid.width), 20)]:
         found = designs.pick(family, int(place))
         name = family.count.replace("-", "_")
-        assert found.num_params == getattr(costs.parameters(found.model), name)
-        step = costs_flops.training(
+        assert found.num_params == getattr(parameters.parameters(found.model), name)
+        step = flops.training(
             found.model, sequence=family.sequence, attention=family.attention
         )
         assert found.flops_per_token == step.model / family.sequence

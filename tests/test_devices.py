@@ -2,7 +2,7 @@
 
 import pytest
 
-from scaling import devices
+from scaling.costs import devices
 
 
 def test_the_lectures_price_list_of_rates() -> None:

@@ -8,7 +8,7 @@ import pytest
 from experiments import experts, experts_fitting, experts_runs, style
 from experiments.progress import Quiet
 from experiments.reporting import Sheet
-from scaling import architectures
+from scaling.training import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 

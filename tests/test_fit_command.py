@@ -21,7 +21,11 @@ from experiments import (
     fitting_logs,
 )
 from experiments.progress import Quiet
-from scaling import contouring, fitting, laws, logs, solving
+from scaling.fits import fit as fits_fit
+from scaling.fits import levenberg_marquardt, profile
+from scaling.fits.fit import abridged, from_json
+from scaling.laws.published import CHINCHILLA
+from scaling.logs.log import read
 from tests import traces
 
 ALPHA, BETA = 0.36, 0.38
@@ -108,7 +112,7 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Jaxkv, sweep: Path) -> None:
 
     folder = Path("here")
     kept = (folder / "fit.json").read_text()
-    result = fitting.from_json(kept)
+    result = from_json(kept)
     assert result.coefficients == document["coefficients"]
     assert json.loads(kept)["count"] == "non-embedding"
     config = json.loads((folder / "config.json").read_text())
@@ -145,7 +149,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
     held = document["held_out"]
     assert held["num_points"] == 29
     # By the published coefficients themselves, on the runs that they did not see.
-    log = logs.read(path)
+    log = read(path)
     others = log.take(~log.select(rule))
     n, d = (others.columns[name] for name in ("num_params", "num_tokens"))
     eta = published["eta"]
@@ -308,35 +312,35 @@ def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
 
 
 def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
-    log = logs.read(sweep)
-    fit = fitting.fit(laws.CHINCHILLA, log.columns)
-    names = contouring.pair(fit)
+    log = read(sweep)
+    fit = fits_fit.fit(CHINCHILLA, log.columns)
+    names = profile.pair(fit)
     assert names == ("alpha", "beta")
     alpha, beta = (fit.coefficients[name] for name in names)
     x, y = alpha * np.array([0.8, 1.0, 1.3]), beta * np.array([1.0, 1.2])
-    found = contouring.profile(fit, log.columns, names, x, y)
+    found = profile.profile(fit, log.columns, names, x, y)
     np.testing.assert_allclose(found[0, 1], fit.objective, rtol=1e-8)
     assert (np.delete(found.ravel(), 1) > 1.5 * fit.objective).all()
     # With the exponents held, least squares of the loss is linear in E, A and B.
-    squares = fitting.fit(laws.CHINCHILLA, log.columns, loss="mse", space="linear")
+    squares = fits_fit.fit(CHINCHILLA, log.columns, loss="mse", space="linear")
     n, d, seen = (log.columns[c] for c in ("num_params", "num_tokens", "loss"))
     design = np.stack([np.ones_like(n), n ** -x[0], d ** -y[1]], 1)
     left = seen - design @ np.linalg.lstsq(design, seen)[0]
-    found = contouring.profile(squares, log.columns, names, x[:1], y[1:])
+    found = profile.profile(squares, log.columns, names, x[:1], y[1:])
     np.testing.assert_allclose(found, [[(left**2).sum() / 2]], rtol=1e-6)
 
 
 def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(solving, "MANY_ROWS", 30)
+    monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
     monkeypatch.setattr(fit_grids, "MAX_ROWS", 20)
     monkeypatch.setattr(fit_drawing, "MAX_DOTS", 25)
     monkeypatch.setattr(fit_frontiers, "MAX_GROUPED", 28)
-    monkeypatch.setattr(contouring, "profile", None)  # it is not called
+    monkeypatch.setattr(profile, "profile", None)  # it is not called
     config = fitting_logs.Config(log=str(sweep), bootstrap=50)
     result = fitting_logs.run(config)
     document = json.loads(result.document)
     assert document["notes"][2:] == [
-        fitting.abridged(34),
+        abridged(34),
         "the objective over the plane is not drawn: above 20 rows",
         "the figure's dots are 25 of 34 rows",
         "isoFLOP minima are found from 28 of 34 grouped runs",

@@ -10,20 +10,19 @@ import pytest
 
 from experiments import fit_surfaces
 from jaxkv.scheduling import fcfs
-from scaling import (
-    contouring,
-    evaluating,
-    fitting,
-    forecasting,
+from scaling.fits import (
+    fit,
     intervals,
-    laws,
+    levenberg_marquardt,
     observations,
-    solving,
+    prediction,
+    profile,
 )
+from scaling.laws import evaluation, published
 from tests import engines, test_engine
 
-CHINCHILLA = laws.CHINCHILLA
-HOFFMANN = laws.CONSTANTS["hoffmann-tex"]
+CHINCHILLA = published.CHINCHILLA
+HOFFMANN = published.CONSTANTS["hoffmann-tex"]
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +31,11 @@ def runs() -> dict:
 
 
 @pytest.fixture(scope="module")
-def result(runs: dict) -> fitting.FitResult:
-    return fitting.fit(CHINCHILLA, runs, bootstrap=4000)
+def result(runs: dict) -> fit.FitResult:
+    return fit.fit(CHINCHILLA, runs, bootstrap=4000)
 
 
-def test_the_public_surface(runs: dict, result: fitting.FitResult) -> None:
+def test_the_public_surface(runs: dict, result: fit.FitResult) -> None:
     np.testing.assert_allclose(
         runs["loss"][:3], [2.85453134, 2.85944945, 3.0771333], rtol=1e-8
     )
@@ -54,22 +53,22 @@ def test_the_public_surface(runs: dict, result: fitting.FitResult) -> None:
 
 
 def test_the_public_surface_near_least_absolute_deviations(runs: dict) -> None:
-    near = fitting.fit(CHINCHILLA, runs, delta=1e-6)
+    near = fit.fit(CHINCHILLA, runs, delta=1e-6)
     assert abs(near.objective - 1.33680897724e-6) < 1e-15
     assert abs(near.coefficients["A"] / 418.76 - 1) < 1e-3
     assert abs(near.coefficients["E"] - 1.79535) < 1e-5
-    at = fitting.fit(CHINCHILLA, runs, loss="lad")
+    at = fit.fit(CHINCHILLA, runs, loss="lad")
     assert at.objective == pytest.approx(np.abs(at.residuals).sum(), rel=1e-7)
     assert at.objective <= np.abs(near.residuals).sum()
 
 
-def test_resamples_spread_as_published(result: fitting.FitResult) -> None:
+def test_resamples_spread_as_published(result: fit.FitResult) -> None:
     # Standard errors and 95 % interval of 4,000 resamples by another generator.
     spread = result.sampled().std(0)
     expected = np.array([81.3, 278, 0.0168, 0.0104, 0.0106])
     np.testing.assert_allclose(spread, expected, rtol=0.05)
     sampled = dict(zip(CHINCHILLA.coefficients, result.sampled().T, strict=True))
-    a = laws.exponents(CHINCHILLA, sampled).a
+    a = published.exponents(CHINCHILLA, sampled).a
     np.testing.assert_allclose(
         np.quantile(a, [0.025, 0.975]), [0.489, 0.525], atol=2e-3
     )
@@ -81,34 +80,34 @@ def test_resamples_spread_as_published(result: fitting.FitResult) -> None:
     np.testing.assert_allclose(curved, expected, rtol=0.25)
 
 
-def test_intervals_of_predictions(runs: dict, result: fitting.FitResult) -> None:
+def test_intervals_of_predictions(runs: dict, result: fit.FitResult) -> None:
     larger = {"num_params": [1e10, 2e10], "num_tokens": [2e11, 4e11]}
-    narrow = fitting.predict(result, larger, "confidence")
-    wide = fitting.predict(result, larger, "prediction")
+    narrow = fit.predict(result, larger, "confidence")
+    wide = fit.predict(result, larger, "prediction")
     truth = CHINCHILLA.predict(jnp.array([*fit_surfaces.COEFFICIENTS.values()]), larger)
     assert np.all((wide.low < narrow.low) & (narrow.low < truth))
     assert np.all((truth < narrow.high) & (narrow.high < wide.high))
     # Where the data is, 90 % of it lies within.
-    inside = fitting.predict(result, runs, "prediction")
+    inside = fit.predict(result, runs, "prediction")
     share = np.mean((inside.low < runs["loss"]) & (runs["loss"] < inside.high))
     assert 0.86 < share < 0.95
-    curved = fitting.predict(result._replace(samples=None), larger, "prediction")
+    curved = fit.predict(result._replace(samples=None), larger, "prediction")
     np.testing.assert_allclose(curved.low, wide.low, rtol=5e-3)
     np.testing.assert_allclose(curved.high, wide.high, rtol=5e-3)
-    assert np.isnan(fitting.predict(result, larger).low).all()
+    assert np.isnan(fit.predict(result, larger).low).all()
 
 
-def test_a_fit_survives_its_file(result: fitting.FitResult) -> None:
-    text = json.dumps(fitting.to_json(result))
-    again = fitting.from_json(text)
+def test_a_fit_survives_its_file(result: fit.FitResult) -> None:
+    text = json.dumps(fit.to_json(result))
+    again = fit.from_json(text)
     assert again.samples is not None
     assert len(again.samples) == 1000
     np.testing.assert_array_equal(again.covariance, result.covariance)
     for name in ("coefficients", "intervals", "exponents", "warnings", "statuses"):
         assert getattr(again, name) == getattr(result, name)
     larger = {"num_params": [1e10], "num_tokens": [2e11]}
-    before = fitting.predict(result, larger, "confidence")
-    after = fitting.predict(again, larger, "confidence")
+    before = fit.predict(result, larger, "confidence")
+    after = fit.predict(again, larger, "confidence")
     assert after.loss == before.loss
     np.testing.assert_allclose(after.low, before.low, rtol=1e-3)
     for broken, reason in {
@@ -117,13 +116,13 @@ def test_a_fit_survives_its_file(result: fitting.FitResult) -> None:
         "{": "Expecting",
     }.items():
         with pytest.raises(ValueError, match=f"not a fit.json: .*{reason}"):
-            fitting.from_json(broken)
+            fit.from_json(broken)
 
 
 def test_a_start_far_away_is_left(runs: dict) -> None:
     # Where first-order methods with default tolerances stay.
     law = CHINCHILLA
-    found = fitting.fit(law, runs, starts=[HOFFMANN])
+    found = fit.fit(law, runs, starts=[HOFFMANN])
     assert len(found.statuses) == len(law.starts(0.0)) + 1
     assert abs(found.objective - 0.00122400645673) < 1e-10
 
@@ -134,10 +133,10 @@ def test_many_points_are_fitted_in_smaller_pieces(
 ) -> None:
     told: list[float] = []
     some = {name: column[:32] for name, column in runs.items()}
-    whole = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
+    whole = fit.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
     assert told == [130]
-    monkeypatch.setattr(solving, "_MAX_WEIGHTS", 64 * 32)
-    parts = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
+    monkeypatch.setattr(levenberg_marquardt, "_MAX_WEIGHTS", 64 * 32)
+    parts = fit.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
     assert told == [130, 64, 128, 130]
     assert whole.samples is not None
     assert parts.samples is not None
@@ -148,15 +147,15 @@ def test_many_points_are_fitted_in_smaller_pieces(
 @pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["huber", "lad", "mse"])
 def test_very_many_rows_are_fitted_whole_without_resamples(
-    runs: dict, result: fitting.FitResult, loss: solving.Loss, monkeypatch: Any
+    runs: dict, result: fit.FitResult, loss: levenberg_marquardt.Loss, monkeypatch: Any
 ) -> None:
     drawn = result
     if loss != "huber":
-        drawn = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
-    monkeypatch.setattr(solving, "MANY_ROWS", 200)
-    found = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
-    assert fitting.abridged(200) == ""
-    assert "240 rows: laws are fitted to all of them," in fitting.abridged(240)
+        drawn = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 200)
+    found = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    assert fit.abridged(200) == ""
+    assert "240 rows: laws are fitted to all of them," in fit.abridged(240)
     assert found.objective == pytest.approx(drawn.objective, abs=1e-10)
     assert found.num_points == 240
     for name, value in found.coefficients.items():
@@ -180,29 +179,29 @@ def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
 
 def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
     seen = observations.observe(CHINCHILLA, rows, cluster=cluster)
-    problem = solving.Problem(CHINCHILLA, seen, "mse")
+    problem = levenberg_marquardt.Problem(CHINCHILLA, seen, "mse")
     truth = np.array([[fit_surfaces.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
-    at = evaluating.coordinates(CHINCHILLA, truth, seen.centre)[0]
+    at = evaluation.coordinates(CHINCHILLA, truth, seen.centre)[0]
     return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
 
 
 def test_predictions_of_many_points_come_in_pieces(
-    result: fitting.FitResult, runs: dict, monkeypatch: Any
+    result: fit.FitResult, runs: dict, monkeypatch: Any
 ) -> None:
-    whole = fitting.predict(result, runs, "confidence")
-    monkeypatch.setattr(forecasting, "_MAX_NUMBERS", 7 * 4000)
-    parts = fitting.predict(result, runs, "confidence")
+    whole = fit.predict(result, runs, "confidence")
+    monkeypatch.setattr(prediction, "_MAX_NUMBERS", 7 * 4000)
+    parts = fit.predict(result, runs, "confidence")
     np.testing.assert_array_equal(parts, whole)
-    monkeypatch.setattr(forecasting, "MAX_SCORED", 100)
-    few = fitting.score(result, runs)
+    monkeypatch.setattr(prediction, "MAX_SCORED", 100)
+    few = fit.score(result, runs)
     assert few.num_points == 240
     assert few.covered is not None
     assert few.covered == round(few.covered, 2) > 0.8  # of 100
 
 
-def test_a_file_keeps_some_of_very_many_residuals(result: fitting.FitResult) -> None:
+def test_a_file_keeps_some_of_very_many_residuals(result: fit.FitResult) -> None:
     many = result._replace(residuals=np.arange(30_001.0), noise=np.arange(30_001.0))
-    kept = fitting.from_json(fitting.to_json(many))
+    kept = fit.from_json(fit.to_json(many))
     for column in (kept.residuals, kept.noise):
         assert len(column) == 10_000
         np.testing.assert_array_equal(column[[0, -1]], [0, 30_000])
@@ -213,8 +212,8 @@ def test_weights_are_repetitions(runs: dict) -> None:
     some = {name: column[:60] for name, column in runs.items()}
     weights = np.arange(60) % 3
     twice = {name: np.repeat(column, weights) for name, column in some.items()}
-    weighted = fitting.fit(CHINCHILLA, some, weights=weights)
-    repeated = fitting.fit(CHINCHILLA, twice, cluster=np.repeat(np.arange(60), weights))
+    weighted = fit.fit(CHINCHILLA, some, weights=weights)
+    repeated = fit.fit(CHINCHILLA, twice, cluster=np.repeat(np.arange(60), weights))
     assert weighted.objective == pytest.approx(repeated.objective, rel=1e-9)
     for name, value in weighted.coefficients.items():
         assert value == pytest.approx(repeated.coefficients[name], rel=1e-5)
@@ -223,16 +222,16 @@ def test_weights_are_repetitions(runs: dict) -> None:
 @pytest.mark.thorough
 def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     rows = {name: column[:48] for name, column in runs.items()}
-    alone = fitting.fit(CHINCHILLA, rows, bootstrap=200)
+    alone = fit.fit(CHINCHILLA, rows, bootstrap=200)
     # Four copies of every run, nearly: four times the rows, no more knowledge.
     copies = {name: np.tile(column, 4) for name, column in rows.items()}
     copies["loss"] = copies["loss"] * np.repeat([1, 1 + 1e-9, 1 - 1e-9, 1 + 2e-9], 48)
-    together = fitting.fit(
+    together = fit.fit(
         CHINCHILLA, copies, bootstrap=200, cluster=np.tile(np.arange(48), 4)
     )
-    apart = fitting.fit(CHINCHILLA, copies, bootstrap=200)
+    apart = fit.fit(CHINCHILLA, copies, bootstrap=200)
 
-    def width(found: fitting.FitResult) -> float:
+    def width(found: fit.FitResult) -> float:
         low, high = found.exponent_intervals["a"]
         return high - low
 
@@ -244,7 +243,7 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
 def test_an_engine_in_float32_beside_a_fit(runs: dict) -> None:
     asks = engines.random_asks(np.random.default_rng(0), 4)
     before = engines.serve(asks, test_engine.TIGHT, fcfs.fcfs())
-    fitting.fit(CHINCHILLA, runs)
+    fit.fit(CHINCHILLA, runs)
     after = engines.serve(asks, test_engine.TIGHT, fcfs.fcfs())
     assert not jax.config.jax_enable_x64
     assert jax.tree.map(lambda x: x.dtype, after.state) == jax.tree.map(
@@ -255,17 +254,17 @@ def test_an_engine_in_float32_beside_a_fit(runs: dict) -> None:
 
 
 def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
-    fitting.fit(CHINCHILLA, runs)
+    fit.fit(CHINCHILLA, runs)
     assert jax.jit(lambda x: x * 2)(np.ones(3)).dtype == jnp.float32
     assert not jax.config.jax_enable_x64
 
 
 @pytest.mark.thorough
 def test_a_coefficient_that_is_given_is_not_fitted(
-    runs: dict, result: fitting.FitResult
+    runs: dict, result: fit.FitResult
 ) -> None:
     given = {"E": 1.7, "alpha": 0.34}
-    held = fitting.fit(CHINCHILLA, runs, fixed=given, bootstrap=100)
+    held = fit.fit(CHINCHILLA, runs, fixed=given, bootstrap=100)
     assert {name: held.coefficients[name] for name in given} == given
     assert held.intervals["E"] == (1.7, 1.7)
     assert (held.num_free, held.status, held.bounds_hit) == (3, "converged", [])
@@ -273,60 +272,58 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     assert (held.covariance[2] == 0).all()
     assert held.covariance[1, 1] > 0
     # The objective over the plane of the two, found another way.
-    at = contouring.profile(
+    at = profile.profile(
         *(result, runs, ("alpha", "E")), np.array([0.34]), np.array([1.7])
     )
     np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
     # What is known narrows the rest: of least squares, by its degree of freedom, too.
-    free = fitting.fit(CHINCHILLA, runs, loss="mse")
-    known = fitting.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
+    free = fit.fit(CHINCHILLA, runs, loss="mse")
+    known = fit.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
     assert known.noise.std() < free.noise.std()
     for name in ("A", "B", "alpha", "beta"):
         assert np.ptp(known.intervals[name]) < np.ptp(free.intervals[name])
-    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
+    kept = fit.from_json(json.dumps(fit.to_json(held)))
     assert kept.fixed == given
-    assert contouring.pair(kept) is None
-    least = fitting.predict(kept, runs, "confidence").low
-    assert (least < fitting.predict(kept, runs)[0]).all()
+    assert profile.pair(kept) is None
+    least = fit.predict(kept, runs, "confidence").low
+    assert (least < fit.predict(kept, runs)[0]).all()
 
 
-def test_bounds_are_kept_and_told_of(runs: dict, result: fitting.FitResult) -> None:
-    held = fitting.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
+def test_bounds_are_kept_and_told_of(runs: dict, result: fit.FitResult) -> None:
+    held = fit.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
     assert held.coefficients["E"] == pytest.approx(1.9, rel=1e-12)
     assert (held.status, held.bounds_hit) == ("bound_hit", ["E"])
     assert "E=1.9 is at the bound that was set" in held.warnings[0]
-    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
+    kept = fit.from_json(json.dumps(fit.to_json(held)))
     assert kept.bounds == {"E": (1.9, np.inf)}
-    wide = fitting.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
+    wide = fit.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
     assert wide.coefficients == pytest.approx(result.coefficients, rel=1e-7)
     assert not wide.warnings
 
 
 @pytest.mark.thorough
-def test_a_size_is_given_in_natural_units(
-    runs: dict, result: fitting.FitResult
-) -> None:
+def test_a_size_is_given_in_natural_units(runs: dict, result: fit.FitResult) -> None:
     # Its coordinate holds the exponent: fitting must not mistake one for the other.
     for name in ("A", "B"):
         given = {name: result.coefficients[name]}
-        held = fitting.fit(CHINCHILLA, runs, fixed=given)
+        held = fit.fit(CHINCHILLA, runs, fixed=given)
         assert held.objective == pytest.approx(result.objective, rel=1e-10)
         assert held.coefficients == pytest.approx(result.coefficients, rel=1e-6)
-    away = fitting.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
+    away = fit.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
     assert away.intervals["A"] == (500.0, 500.0)
     np.testing.assert_allclose(away.sampled()[:, 0], 500, rtol=1e-9)
     for share in (0.999, 1.001):
         other = {"A": 500.0, "alpha": share * away.coefficients["alpha"]}
-        assert fitting.fit(CHINCHILLA, runs, fixed=other).objective > away.objective
-    again = fitting.predict(fitting.from_json(fitting.to_json(away)), runs)[0]
+        assert fit.fit(CHINCHILLA, runs, fixed=other).objective > away.objective
+    again = fit.predict(fit.from_json(fit.to_json(away)), runs)[0]
     np.testing.assert_allclose(np.log(again / runs["loss"]), away.residuals, atol=1e-9)
-    bound = fitting.fit(CHINCHILLA, runs, bounds={"A": (500.0, 1000.0)})
+    bound = fit.fit(CHINCHILLA, runs, bounds={"A": (500.0, 1000.0)})
     assert bound.coefficients == pytest.approx(away.coefficients, rel=1e-6)
     assert bound.bounds_hit == ["A"]
 
 
 def test_held_out_runs_are_scored(runs: dict) -> None:
-    found = fitting.rollout(CHINCHILLA, runs, bootstrap=200)
+    found = fit.rollout(CHINCHILLA, runs, bootstrap=200)
     flops = 6 * runs["num_params"] * runs["num_tokens"]
     held_out = found.held_out
     assert held_out is not None
@@ -337,7 +334,7 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
     assert held_out.covered is not None
     assert held_out.covered > 0.8
     with pytest.raises(ValueError, match="no run is held out"):
-        fitting.rollout(CHINCHILLA, runs, np.zeros(240, bool))
+        fit.rollout(CHINCHILLA, runs, np.zeros(240, bool))
 
 
 def spoilt(**columns: object) -> dict:
@@ -370,7 +367,7 @@ def negative() -> np.ndarray:
 )
 def test_bad_data_is_refused(data: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        fitting.fit(CHINCHILLA, data)
+        fit.fit(CHINCHILLA, data)
 
 
 @pytest.mark.parametrize(
@@ -395,4 +392,4 @@ def test_bad_data_is_refused(data: dict, reason: str) -> None:
 )
 def test_bad_options_are_refused(options: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        fitting.fit(CHINCHILLA, spoilt(), **options)
+        fit.fit(CHINCHILLA, spoilt(), **options)

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from experiments import fit_surfaces
-from scaling import diagnosing, fitting, goodness, laws
+from scaling.fits import diagnostics, goodness
+from scaling.fits import fit as fits_fit
+from scaling.fits.fit import HeldOut, compare, rollout
+from scaling.laws import published
 from tests.test_laws import COLUMNS, EXAMPLES, plainly
 
 # The others compile as long and add little; they run with the slow tests.
@@ -23,9 +26,9 @@ FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")
     [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in EXAMPLES],
 )
 def test_points_on_a_law(name: str) -> None:
-    law, truth = laws.LAWS[name], EXAMPLES[name]
+    law, truth = published.LAWS[name], EXAMPLES[name]
     data = COLUMNS | {law.target: plainly(name, truth, COLUMNS)}
-    found = fitting.fit(law, data)
+    found = fits_fit.fit(law, data)
     assert np.abs(found.residuals).max() < 1e-8
     assert found.status == "converged"
     if name not in FREE:
@@ -36,13 +39,13 @@ def test_points_on_a_law(name: str) -> None:
 def test_ill_posed_runs_are_doubted(kind: str) -> None:
     # Shares over many surfaces are counted by `fit_coverage`.
     data, _ = fit_surfaces.ill_posed(kind, 32, seed=3)
-    assert fitting.fit(laws.CHINCHILLA, data, bootstrap=100).warnings
+    assert fits_fit.fit(published.CHINCHILLA, data, bootstrap=100).warnings
 
 
 def test_doubts_are_in_words() -> None:
     kind = "collinear: D = 20 N"
     data, _ = fit_surfaces.ill_posed(kind, 32, seed=0)
-    found = fitting.fit(laws.CHINCHILLA, data)
+    found = fits_fit.fit(published.CHINCHILLA, data)
     assert found.warnings[0] == (
         "num_tokens follows from num_params in these runs, so their terms cannot be "
         "told apart: vary them separately"
@@ -54,17 +57,17 @@ def test_doubts_are_in_words() -> None:
     low, high = found.intervals["A"]
     assert high > 1000 * low
     data, _ = fit_surfaces.ill_posed("one wild outlier", 32, seed=0)
-    (warning,) = fitting.fit(laws.CHINCHILLA, data).warnings
+    (warning,) = fits_fit.fit(published.CHINCHILLA, data).warnings
     assert warning == "1 of 32 point is far off the law: outliers, or another law"
     data, _ = fit_surfaces.ill_posed("floor near zero", 32, seed=0)
-    found = fitting.fit(laws.CHINCHILLA, data, bootstrap=100)
+    found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=100)
     assert any(warning.startswith("E") for warning in found.warnings)
 
 
 def test_a_term_that_is_not_there_hits_its_bound() -> None:
     data = dict(fit_surfaces.runs(60, noise="normal"))
     data["loss"] = 1.8 + 1500 / data["num_tokens"] ** 0.36
-    found = fitting.fit(laws.CHINCHILLA, data)
+    found = fits_fit.fit(published.CHINCHILLA, data)
     assert set(found.bounds_hit) & {"A", "alpha"}
     assert found.status == "bound_hit"
     assert any("does not identify" in warning for warning in found.warnings)
@@ -83,8 +86,8 @@ def test_over_training_of_gadre() -> None:
     small = (data["num_params"] < 0.42e9) & (multiplier == 20)
     small |= (data["num_params"] < 0.02e9) & (multiplier == 320)
     assert small.sum() == 5
-    law = laws.find("over-training")
-    found = fitting.rollout(law, data, ~small, loss="mse", space="linear")
+    law = published.find("over-training")
+    found = rollout(law, data, ~small, loss="mse", space="linear")
     # Gadre et al. 2024, arXiv:2403.08540: five runs, least squares.
     for name, value in {"a": 113.69, "b": 189.52, "eta": -0.24247}.items():
         assert found.coefficients[name] == pytest.approx(value, rel=1e-4)
@@ -100,17 +103,19 @@ def test_compute_to_equal_loss() -> None:
     worse = {x: y.copy() for x, y in fit_surfaces.runs(100, seed=1).items()}
     # The second needs three times the tokens for everything.
     worse["num_tokens"] *= 3
-    fits = [fitting.fit(laws.CHINCHILLA, x, bootstrap=100) for x in (better, worse)]
-    found = fitting.compare(*fits, level=0.98)
+    fits = [
+        fits_fit.fit(published.CHINCHILLA, x, bootstrap=100) for x in (better, worse)
+    ]
+    found = compare(*fits, level=0.98)
     np.testing.assert_allclose(found.ratio, 3, rtol=0.1)
     assert np.all((found.low < found.ratio) & (found.ratio < found.high))
     assert np.mean((found.low < 3) & (found.high > 3)) > 0.9
-    again = fitting.compare(fits[1], fits[0])
+    again = compare(fits[1], fits[0])
     np.testing.assert_allclose(again.ratio, 1 / found.ratio, rtol=1e-9)
     # Only where both have been.
     for fit in fits:
         ends = [
-            laws.optimum(laws.CHINCHILLA, fit.coefficients, x).loss
+            published.optimum(published.CHINCHILLA, fit.coefficients, x).loss
             for x in fit.ranges["flops"]
         ]
         assert np.all(min(ends) * (1 - 1e-9) <= found.loss)
@@ -118,23 +123,23 @@ def test_compute_to_equal_loss() -> None:
     far = {x: y.copy() for x, y in worse.items()}
     far["loss"] = far["loss"] + 10
     with pytest.raises(ValueError, match="no loss was reached by both"):
-        fitting.compare(fits[0], fitting.fit(laws.CHINCHILLA, far))
+        compare(fits[0], fits_fit.fit(published.CHINCHILLA, far))
 
 
 def test_compute_to_equal_loss_of_curves() -> None:
     flops = np.geomspace(1e17, 1e21, 12)
     first = {"flops": flops, "loss": 20 * flops**-0.05}
     second = {"flops": 4 * flops, "loss": 20 * flops**-0.05}
-    law = laws.find("power")
-    a, b = (fitting.fit(law, x) for x in (first, second))
-    found = fitting.compare(a, b)
+    law = published.find("power")
+    a, b = (fits_fit.fit(law, x) for x in (first, second))
+    found = compare(a, b)
     np.testing.assert_allclose(found.ratio, 4, rtol=1e-6)
     assert np.isnan(found.low).all()
     with pytest.raises(ValueError, match="flops of one fit cannot be compared with"):
-        fitting.compare(a, fitting.fit(law.over("steps"), {**first, "steps": flops}))
+        compare(a, fits_fit.fit(law.over("steps"), {**first, "steps": flops}))
     neither = a._replace(law="kaplan-steps", inputs=("num_params", "steps"))
     with pytest.raises(ValueError, match="neither a compute optimum nor a single"):
-        fitting.compare(a, neither)
+        compare(a, neither)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,9 @@ def test_runs_that_a_law_does_not_follow_are_told(
     runs = fit_surfaces.runs(60, noise="normal")
     x, y = (np.log10(runs[name]) for name in ("num_params", "num_tokens"))
     off = change((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
-    result = fitting.fit(laws.CHINCHILLA, runs | {"loss": runs["loss"] * np.exp(off)})
+    result = fits_fit.fit(
+        published.CHINCHILLA, runs | {"loss": runs["loss"] * np.exp(off)}
+    )
     said = [line for line in result.warnings if "the law" in line]
     assert [line[: len(doubt)] for line in said[:1]] == ([doubt] if doubt else [])
 
@@ -180,10 +187,10 @@ def test_residuals_are_measured() -> None:
 def test_intervals_that_held_out_runs_leave_are_doubted(
     covered: float, num_points: int, doubted: bool
 ) -> None:
-    score = fitting.HeldOut(num_points, 0.01, 0.02, 0.01, covered)
-    said = diagnosing.held_out(score)
+    score = HeldOut(num_points, 0.01, 0.02, 0.01, covered)
+    said = diagnostics.held_out(score)
     assert said == doubted * [
         f"of {num_points} held-out runs {covered:.0%} lie inside of their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
-    assert diagnosing.held_out(score._replace(covered=None)) == []
+    assert diagnostics.held_out(score._replace(covered=None)) == []

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import bundled_model, catalogue, interrupting, store
-from scaling import stepping, training
+from scaling.training import train
+from scaling.training.step import init
 from tests import engines
 
 ROOT = Path(__file__).parents[1]
@@ -179,8 +180,8 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
     assert kept.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
     config = bundled_model.CONFIGS["smoke"].trunk
-    like = stepping.init(config.model, config.optimizer, jnp.int32(0))
-    step = int(training.restore(last, like).step)
+    like = init(config.model, config.optimizer, jnp.int32(0))
+    step = int(train.restore(last, like).step)
     lines = (folder / "trunk" / "curve.jsonl").read_text().splitlines()
     assert step == json.loads(lines[-1])["step"] > 0
 

@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 from scipy.interpolate import Akima1DInterpolator
 
-from scaling import akima, enveloping, frontiers, grouping, isoflop, parabolas
-from scaling.grouping import Groups
+from scaling.frontiers import akima, envelope, isoflop, parabola
+from scaling.frontiers import frontier as frontiers_frontier
+from scaling.frontiers.frontier import (
+    DEEP,
+    DOWNWARD,
+    EDGE,
+    FINE,
+    OUTSIDE,
+    Find,
+    Frontier,
+    compare,
+    disagreement,
+)
+from scaling.frontiers.groups import SAME_SIZE, Groups, find_groups, merge_sizes
 
 BUDGETS = np.geomspace(1e18, 1e21, 5)
 
@@ -29,7 +41,7 @@ def make_groups(
     num_tokens = flops / 6 / num_params
     loss = 1.7 + sign * (400 * num_params**-alpha + 410 * num_tokens**-beta)
     loss = loss * np.exp(noise * np.random.default_rng(seed).normal(size=loss.size))
-    return grouping.find_groups(num_params, num_tokens, flops, loss)
+    return find_groups(num_params, num_tokens, flops, loss)
 
 
 def optimum(alpha: float, beta: float) -> np.ndarray:
@@ -37,15 +49,13 @@ def optimum(alpha: float, beta: float) -> np.ndarray:
     return g * (BUDGETS / 6) ** (beta / (alpha + beta))
 
 
-def frontier(
-    groups: Groups, find: frontiers.Find, resamples: int = 0
-) -> frontiers.Frontier:
-    return frontiers.frontier(
+def frontier(groups: Groups, find: Find, resamples: int = 0) -> Frontier:
+    return frontiers_frontier.frontier(
         "x", find, groups.flops, groups.strata, resamples=resamples
     )
 
 
-def exponents(found: frontiers.Frontier) -> tuple[float, float]:
+def exponents(found: Frontier) -> tuple[float, float]:
     assert found.num_params is not None
     assert found.num_tokens is not None
     return found.num_params.exponent, found.num_tokens.exponent
@@ -75,7 +85,7 @@ def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
     np.testing.assert_allclose(exponents(plain), (a, 1 - a), atol=1e-9)
     if not shift:
         decades = np.log10(plain.minima.num_params[0] / best)
-        expected = parabolas.vertex_shift(alpha, beta, 1.0, 9)
+        expected = parabola.vertex_shift(alpha, beta, 1.0, 9)
         np.testing.assert_allclose(decades, expected, atol=1e-9)
     surface = isoflop.surface(groups)
     np.testing.assert_allclose((surface.alpha, surface.beta), [[alpha], [beta]])
@@ -92,7 +102,7 @@ def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
 
 
 def test_the_vertex_shift_in_closed_form() -> None:
-    shift = parabolas.vertex_shift
+    shift = parabola.vertex_shift
     np.testing.assert_allclose(shift(0.34, 0.28, 1.0, 9), 0.016974194774109, atol=1e-14)
     np.testing.assert_allclose(shift(0.5, 0.25, 1.0, 9), 0.069796453662046, atol=1e-14)
     np.testing.assert_allclose(shift(0.3, 0.3, 2.0, 5), 0, atol=1e-15)
@@ -104,7 +114,7 @@ def test_what_has_no_minimum_is_refused() -> None:
     fine, edge = make_groups(0.34, 0.28), make_groups(0.34, 0.28, shift=1.2)
     upside_down = make_groups(0.34, 0.28, sign=-1)
     assert frontier(fine, isoflop.by_parabola(fine, 3)).warnings == ()
-    for groups, reason in ((edge, frontiers.EDGE), (upside_down, frontiers.EDGE)):
+    for groups, reason in ((edge, EDGE), (upside_down, EDGE)):
         for find in (isoflop.by_parabola(groups), isoflop.by_akima(groups)):
             found = frontier(groups, find)
             assert (found.minima.reason == reason).all()
@@ -112,15 +122,15 @@ def test_what_has_no_minimum_is_refused() -> None:
             assert "edge of the sizes" in found.warnings[0]
             assert "no law" in found.warnings[-1]
     projected = isoflop.by_projection(edge, isoflop.surface(edge))
-    assert (frontier(edge, projected).minima.reason == frontiers.OUTSIDE).all()
+    assert (frontier(edge, projected).minima.reason == OUTSIDE).all()
 
     # The lowest loss is inside, but the five losses bend the other way.
     x, y = np.arange(1.0, 6), np.array([3.0, 5.0, 2.9, 5.0, 3.0])
-    bent = grouping.find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
+    bent = find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
     found = frontier(bent, isoflop.by_parabola(bent))
-    assert found.minima.reason.tolist() == [[frontiers.DOWNWARD]]
+    assert found.minima.reason.tolist() == [[DOWNWARD]]
     y = np.array([3.0, 2.95, 2.96, 3.0, 3.3])
-    steep = grouping.find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y - 0.2 * x)
+    steep = find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y - 0.2 * x)
     assert frontier(steep, isoflop.by_parabola(steep)).num_params is None
     with pytest.raises(ValueError, match="window=4 must be odd"):
         isoflop.by_parabola(bent, 4)
@@ -133,7 +143,7 @@ def noisy_groups(shares: list[float]) -> Groups:
     num_tokens = flops / 6 / num_params
     loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
     loss *= np.exp(0.005 * np.random.default_rng(0).normal(size=loss.size))
-    return grouping.find_groups(num_params, num_tokens, flops, loss)
+    return find_groups(num_params, num_tokens, flops, loss)
 
 
 def test_sizes_that_are_nearly_equal_are_one() -> None:
@@ -145,12 +155,12 @@ def test_sizes_that_are_nearly_equal_are_one() -> None:
         np.testing.assert_allclose(found.minima.loss, wanted.minima.loss, rtol=1e-6)
         np.testing.assert_allclose(exponents(found), exponents(wanted), rtol=1e-5)
         assert found.warnings == wanted.warnings
-    sizes, place = grouping.merge_sizes(np.array([2.0, 1.0, 1.012, 1.006, 1.0, 3.0]))
+    sizes, place = merge_sizes(np.array([2.0, 1.0, 1.012, 1.006, 1.0, 3.0]))
     np.testing.assert_allclose(sizes, [(1.006 * 1.012) ** 0.25, 2, 3])
     assert place.tolist() == [1, 0, 0, 0, 0, 2]
     chain = np.geomspace(1, 2, 300)
-    sizes, place = grouping.merge_sizes(chain)
-    assert (np.diff(sizes) > grouping.SAME_SIZE).all()
+    sizes, place = merge_sizes(chain)
+    assert (np.diff(sizes) > SAME_SIZE).all()
     assert 20 < sizes.size < 70
     np.testing.assert_allclose(sizes[place], chain, rtol=0.03)
 
@@ -160,9 +170,9 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
     flops = np.repeat(BUDGETS[:2], 5)
     num_params = 0.1 * flops**0.5 * np.tile([0.3, 0.98, 1, 10, 30], 2)
     loss = np.repeat([1.0, 0.9], 5) * np.tile([2.6, 2.505, 2.5, 2.52, 2.7], 2)
-    groups = grouping.find_groups(num_params, flops / 6 / num_params, flops, loss)
+    groups = find_groups(num_params, flops / 6 / num_params, flops, loss)
     found = frontier(groups, isoflop.by_parabola(groups, 3))
-    assert found.minima.reason.tolist() == [[frontiers.DEEP] * 2]
+    assert found.minima.reason.tolist() == [[DEEP] * 2]
     assert found.num_params is None
     assert found.warnings == (
         "x: no minimum at 1e+18 FLOP: the minimum lies well below the lowest run",
@@ -182,7 +192,7 @@ def spoilt_groups(*places: int, noise: float = 0.005) -> Groups:
     loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
     loss *= np.exp(noise * np.random.default_rng(0).normal(size=loss.size))
     loss[list(places)] *= 1.4
-    return grouping.find_groups(num_params, num_tokens, flops, loss)
+    return find_groups(num_params, num_tokens, flops, loss)
 
 
 def test_methods_that_contradict_each_other_say_so() -> None:
@@ -192,14 +202,16 @@ def test_methods_that_contradict_each_other_say_so() -> None:
         squares = isoflop.surface(groups)
         robust = isoflop.surface(groups, robust=True)
         found = [
-            frontiers.frontier(name, find, groups.flops, groups.strata, resamples=100)
+            frontiers_frontier.frontier(
+                name, find, groups.flops, groups.strata, resamples=100
+            )
             for name, find in (
                 ("parabola", isoflop.by_parabola(groups)),
                 ("projection", isoflop.by_projection(groups, squares)),
                 ("robust", isoflop.by_projection(groups, robust)),
             )
         ]
-        said = isoflop.doubts(groups, squares, robust) + frontiers.disagreement(found)
+        said = isoflop.doubts(groups, squares, robust) + disagreement(found)
         last = exponents(found[2])[0]
         assert last == pytest.approx(a, abs=0.02)
         low, high = np.nanquantile(found[2].exponents, (0.05, 0.95))
@@ -227,7 +239,7 @@ def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
             for name in ("num_params", "num_tokens", "loss")
         )
         loss = loss * change(plain)
-        groups = grouping.find_groups(n, d, 6 * n * d, loss)
+        groups = find_groups(n, d, 6 * n * d, loss)
         surfaces = (isoflop.surface(groups, robust=x) for x in (False, True))
         return isoflop.doubts(groups, *surfaces)
 
@@ -244,7 +256,7 @@ def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
         flops = np.repeat(10 ** rng.uniform(13, 22, 3), 6)
         num_params = flops**0.5 * 10 ** rng.uniform(-1, 1, 18) ** (1 + seed % 2)
         loss = 10 ** rng.uniform(-8, 8, 18) if seed % 3 else np.full(18, 2.5)
-        groups = grouping.find_groups(num_params, flops / num_params, flops, loss)
+        groups = find_groups(num_params, flops / num_params, flops, loss)
         surface = isoflop.surface(groups)
         both = float(surface.alpha[0]), float(surface.beta[0])
         for find in (
@@ -254,7 +266,7 @@ def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
             isoflop.by_projection(groups, surface),
         ):
             found = frontier(groups, find, 30)
-            fine = found.minima.reason[0] == frontiers.FINE
+            fine = found.minima.reason[0] == FINE
             lowest = np.array([group.loss.min() for group in groups.groups])
             assert (found.minima.loss[0] > 0.9 * lowest)[fine].all()
 
@@ -289,9 +301,9 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     ]
     flops = np.repeat([6e10, 1.8e11], 8)
     n = np.tile(sizes, 2)
-    real = grouping.find_groups(n, flops / 6 / n, flops, np.ravel(losses))
+    real = find_groups(n, flops / 6 / n, flops, np.ravel(losses))
     windows = [frontier(real, isoflop.by_parabola(real, w)) for w in isoflop.WINDOWS]
-    (said,) = frontiers.compare(windows, what="window")
+    (said,) = compare(windows, what="window")
     assert said.startswith("the exponent of N depends on the window: x 0.")
 
 
@@ -317,15 +329,15 @@ def test_intervals_of_many_sets_cover_as_often_as_they_say() -> None:
 def test_runs_are_grouped_by_budget() -> None:
     n = np.array([1.0, 2, 3, 3, 1, 2, 5, 7])
     flops = np.array([100, 104, 96, 97, 500, 505, 510, 9e3])
-    groups = grouping.find_groups(n, flops / n, flops, 1 + n, tolerance=0.1)
+    groups = find_groups(n, flops / n, flops, 1 + n, tolerance=0.1)
     assert [list(group.sizes) for group in groups.groups] == [[1, 2, 3], [1, 2, 5]]
     assert list(groups.strata) == [0, 0, 0, 0, 1, 1, 1]
     assert list(groups.rows) == [0, 1, 2, 3, 4, 5, 6]
     assert groups.num_left == 1
     np.testing.assert_allclose(groups.groups[0].tokens[-1], np.sqrt(96 * 97) / 3)
-    assert not grouping.find_groups(n, n, flops, n, tolerance=0.0).groups
+    assert not find_groups(n, n, flops, n, tolerance=0.0).groups
     with pytest.raises(ValueError, match="tolerance"):
-        grouping.find_groups(n, n, flops, n, tolerance=1.0)
+        find_groups(n, n, flops, n, tolerance=1.0)
 
 
 def test_akima_is_lowest_where_scipys_is() -> None:
@@ -348,16 +360,16 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     n = np.geomspace(1e7, 1e9, 25)[runs]
     d = np.tile(np.geomspace(0.02, 200, 60), 25) * n
     loss = 1.7 + 400 * n**-0.34 + 410 * d**-0.34
-    curves = enveloping.read_off(runs, n, d, 6 * n * d, loss, num_budgets=300)
-    find = enveloping.envelope(curves)
+    curves = envelope.read_off(runs, n, d, 6 * n * d, loss, num_budgets=300)
+    find = envelope.envelope(curves)
     strata = np.zeros(25, int)
-    found = frontiers.frontier("e", find, curves.flops, strata, resamples=100)
+    found = frontiers_frontier.frontier("e", find, curves.flops, strata, resamples=100)
     assert found.num_params is not None
     assert found.num_params.interval is not None
     np.testing.assert_allclose(exponents(found), 0.5, atol=0.01)
     assert found.num_params.interval[0] < 0.5 < found.num_params.interval[1]
     assert "edge of the sizes" in found.warnings[0]
-    good = found.minima.reason[0] == frontiers.FINE
+    good = found.minima.reason[0] == FINE
     sizes = found.minima.num_params[0, good]
     assert sizes.min() > 1e7 * 1.001
     assert sizes.max() < 1e9 * 0.999
@@ -366,11 +378,11 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     assert np.abs(np.log10(sizes / best)).max() < 0.1
 
     noisy = loss * np.exp(np.random.default_rng(0).normal(0, 0.01, loss.size))
-    plain = enveloping.read_off(runs, n, d, 6 * n * d, noisy, num_budgets=300)
-    smooth = enveloping.read_off(
+    plain = envelope.read_off(runs, n, d, 6 * n * d, noisy, num_budgets=300)
+    smooth = envelope.read_off(
         runs, n, d, 6 * n * d, noisy, num_budgets=300, smoothing=0.2
     )
     errors = [np.nanstd(x.log_loss - curves.log_loss) for x in (plain, smooth)]
     assert errors[1] < 0.6 * errors[0]
     with pytest.raises(ValueError, match="no run has a curve"):
-        enveloping.read_off(np.arange(3), n[:3], d[:3], d[:3], loss[:3])
+        envelope.read_off(np.arange(3), n[:3], d[:3], d[:3], loss[:3])

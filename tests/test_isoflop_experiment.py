@@ -18,7 +18,7 @@ from experiments import (
     store,
 )
 from experiments.isoflop_settings import nearest, shape
-from scaling import sweep_grids
+from scaling.sweeps import grid
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_optima_of_rates_are_found() -> None:
 def test_the_nearest_model_has_the_nearest_size() -> None:
     config = isoflop.CONFIGS["cpu"]
     for width in (8, 48, 112):
-        size = sweep_grids.count(shape(width, 2, 64), 64).params.total
+        size = grid.count(shape(width, 2, 64), 64).params.total
         assert nearest(config, 1.02 * size) == shape(width, 2, 64)
 
 

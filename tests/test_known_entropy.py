@@ -9,7 +9,7 @@ import pytest
 from experiments import catalogue, known_entropy, known_entropy_runs, store
 from experiments.known_entropy import CONFIGS
 from experiments.progress import QUIET, Quiet
-from scaling.languages import LanguageConfig
+from scaling.corpora.languages.language import LanguageConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 

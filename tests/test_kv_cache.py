@@ -10,8 +10,8 @@ import pytest
 from experiments import kv_cache, kv_cache_counting, style
 from experiments.kv_cache import CONFIGS, Config
 from experiments.kv_cache_timing import Timed
-from scaling import costs_flops
-from scaling.descriptions import Description, HeadAttention
+from scaling.costs.flops import decode, forward, total
+from scaling.shapes.description import Description, HeadAttention
 
 MODEL = Description(
     name="toy",
@@ -33,13 +33,11 @@ def test_counts_are_sums_over_all_tokens() -> None:
 
 
 def whole(length: int) -> int:
-    return costs_flops.total(
-        costs_flops.forward(MODEL, sequence=length, attention="causal", logits="last")
-    )
+    return total(forward(MODEL, sequence=length, attention="causal", logits="last"))
 
 
 def last(length: int) -> int:
-    return costs_flops.total(costs_flops.decode(MODEL, context=length))
+    return total(decode(MODEL, context=length))
 
 
 def test_attention_is_counted_by_hand() -> None:

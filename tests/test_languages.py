@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from scaling import chains, corpora, hidden_chains, languages
-from scaling.languages import LanguageConfig
+from scaling.corpora import corpora
+from scaling.corpora.languages import hidden_markov, language, markov
+from scaling.corpora.languages.language import LanguageConfig
 
 TINY = {
     "zipf": LanguageConfig(kind="zipf", vocab_size=5, exponent=1.3),
@@ -20,7 +21,7 @@ TINY = {
 }
 
 
-def brute_force(chain: chains.Chain) -> list[float]:
+def brute_force(chain: markov.Chain) -> list[float]:
     """The ladder, by a dense matrix over contexts and its eigenvector."""
     size, order = chain.vocab_size, chain.order
     contexts = list(itertools.product(range(size), repeat=order))
@@ -51,9 +52,9 @@ def brute_force(chain: chains.Chain) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["zipf", "markov", "kgram"])
 def test_entropies_are_those_of_brute_force(kind: str) -> None:
-    found = languages.optima(TINY[kind])
+    found = language.optima(TINY[kind])
     np.testing.assert_allclose(
-        found.by_order, brute_force(languages._chain(TINY[kind])), rtol=1e-10
+        found.by_order, brute_force(language._chain(TINY[kind])), rtol=1e-10
     )
     assert found.floor == found.by_order[-1]
     assert found.floor_se == 0
@@ -61,30 +62,30 @@ def test_entropies_are_those_of_brute_force(kind: str) -> None:
 
 def test_known_entropies() -> None:
     fair = LanguageConfig(kind="zipf", vocab_size=8, exponent=0.0)
-    assert languages.optima(fair).floor == pytest.approx(math.log(8), abs=1e-12)
+    assert language.optima(fair).floor == pytest.approx(math.log(8), abs=1e-12)
     # Two states that change with probability 0.1: the entropy of one such coin.
     flip = np.array([[0.9, 0.1], [0.1, 0.9]])
-    chain = chains.make(2, 1, np.array([[0, 1], [0, 1]]), flip)
+    chain = markov.make(2, 1, np.array([[0, 1], [0, 1]]), flip)
     coin = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
-    np.testing.assert_allclose(chains.ladder(chain), [math.log(2), coin], rtol=1e-12)
+    np.testing.assert_allclose(markov.ladder(chain), [math.log(2), coin], rtol=1e-12)
     # A chain that goes round has no entropy, and its period is no obstacle.
-    ring = chains.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
-    np.testing.assert_allclose(chains.ladder(ring), [math.log(3), 0], atol=1e-12)
+    ring = markov.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
+    np.testing.assert_allclose(markov.ladder(ring), [math.log(3), 0], atol=1e-12)
 
 
 def test_tokens_named_twice_add_up() -> None:
-    chain = chains.make(
+    chain = markov.make(
         4, 0, np.array([[2, 0, 2, 0, 3]]), np.array([[1.0, 2, 3, 4, 10]])
     )
     found = np.zeros(4)
     np.add.at(found, chain.tokens[0], chain.probs[0])
     np.testing.assert_allclose(found, [0.3, 0, 0.2, 0.5])
-    assert chains.entropy(found) == pytest.approx(chains.entropy(chain.probs))
+    assert markov.entropy(found) == pytest.approx(markov.entropy(chain.probs))
 
 
 @pytest.mark.parametrize("kind", ["markov", "kgram"])
 def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
-    chain = languages._chain(TINY[kind])
+    chain = language._chain(TINY[kind])
     uniforms = np.random.default_rng(0).random(5000)
     context, expected = 7, []
     for uniform in uniforms:
@@ -92,10 +93,10 @@ def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
         token = int(chain.tokens[context, (cumulative <= uniform).sum()])
         context = (context * 3 + token) % 9
         expected.append(token)
-    assert chains.sample(chain, 7, uniforms).tolist() == expected
+    assert markov.sample(chain, 7, uniforms).tolist() == expected
     # And of a chain that never forgets where it began.
-    ring = chains.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
-    assert chains.sample(ring, 0, uniforms).tolist() == [*np.arange(1, 5001) % 3]
+    ring = markov.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
+    assert markov.sample(ring, 0, uniforms).tolist() == [*np.arange(1, 5001) % 3]
 
 
 @pytest.mark.thorough
@@ -105,40 +106,40 @@ def test_texts_are_in_the_language(kind: str) -> None:
     corpus = corpora.open(config)
     assert corpus.stream.dtype == corpus.held_out.dtype == np.uint16
     assert (len(corpus.stream), len(corpus.held_out)) == (200_000, 20_000)
-    nats = languages.code_lengths(config, corpus.stream)
+    nats = language.code_lengths(config, corpus.stream)
     # Of the tokens' code lengths the mean is the entropy; 128 blocks give its error.
     blocks = nats[: len(nats) // 128 * 128].reshape(128, -1).mean(1)
     error = blocks.std() / math.sqrt(128)
     assert 0 < error < 0.01
     assert corpus.floor == pytest.approx(nats.mean(), abs=4 * error)
     unigram = np.bincount(corpus.stream, minlength=corpus.vocab_size) / 200_000
-    first = languages.optima(config).by_order[0]
-    assert chains.entropy(unigram) == pytest.approx(first, abs=0.01)
+    first = language.optima(config).by_order[0]
+    assert markov.entropy(unigram) == pytest.approx(first, abs=0.01)
 
 
 @pytest.mark.thorough
 def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
-    hidden = languages._hidden(TINY["hidden_markov"])
-    lower, upper = hidden_chains.bounds(hidden, 9)
-    rate = hidden_chains.entropy_rate(
+    hidden = language._hidden(TINY["hidden_markov"])
+    lower, upper = hidden_markov.bounds(hidden, 9)
+    rate = hidden_markov.entropy_rate(
         hidden, np.random.default_rng(1), num_texts=256, length=512
     )
     assert 1e-4 < upper - lower < 4e-3
     assert 0 < rate.se < 1e-3
     assert lower - 4 * rate.se < rate.mean < upper + 4 * rate.se
     # Exact blocks, from the top: each token seen helps, none below the bounds.
-    steps = hidden_chains.ladder(hidden, most=9)
+    steps = hidden_markov.ladder(hidden, most=9)
     assert (np.diff(steps)[:4] < 0).all()
     assert steps[-1] == pytest.approx(upper, abs=1e-12)
     # States that show themselves make a Markov chain of the tokens.
-    seen = hidden_chains.make(hidden.moves, np.eye(2))
-    chain = hidden_chains._states(hidden.moves)
-    np.testing.assert_allclose(hidden_chains.ladder(seen, 1), chains.ladder(chain))
+    seen = hidden_markov.make(hidden.moves, np.eye(2))
+    chain = hidden_markov._states(hidden.moves)
+    np.testing.assert_allclose(hidden_markov.ladder(seen, 1), markov.ladder(chain))
 
 
 def test_the_reference_language() -> None:
     """Four atoms after one, two and three tokens: as hard as it was meant to be."""
-    found = languages.optima(LanguageConfig(kind="kgram"))
+    found = language.optima(LanguageConfig(kind="kgram"))
     assert len(found.by_order) == 4
     assert (np.diff(found.by_order) < -0.15).all()
     assert 1.5 < found.floor < 1.8
@@ -175,6 +176,6 @@ def test_impossible_languages_are_refused(change: dict, message: str) -> None:
 
 
 def test_a_chain_with_two_ends_has_no_entropy_of_its_own() -> None:
-    apart = chains.make(2, 1, np.array([[0], [1]]), np.ones((2, 1)))
+    apart = markov.make(2, 1, np.array([[0], [1]]), np.ones((2, 1)))
     with pytest.raises(ValueError, match="depends on its start"):
-        chains.stationary(apart)
+        markov.stationary(apart)

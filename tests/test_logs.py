@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling import log_doubts, log_tables, logs, selecting
-from scaling.logs import Columns
+from scaling.logs import doubts, files, rules
+from scaling.logs.log import Columns, read
 from tests import traces
 
 RUNS = [
@@ -41,7 +41,7 @@ def write_lines(folder: Path, rows: list[Any], name: str = "runs.jsonl") -> Path
 def test_a_mapped_csv_becomes_si_columns(tmp_path: Path) -> None:
     text = "size,seen,val\n1.5,20,3.5\n\n3,40,3.25\n"
     columns = Columns(n="size", d="seen", n_unit=1e6, d_unit=1e9, loss="val")
-    log = logs.read(write(tmp_path, text), columns)
+    log = read(write(tmp_path, text), columns)
     np.testing.assert_array_equal(log.columns["num_params"], [1.5e6, 3e6])
     np.testing.assert_array_equal(log.columns["num_tokens"], [20e9, 40e9])
     np.testing.assert_array_equal(log.columns["flops"], [6 * 1.5e6 * 20e9, 7.2e17])
@@ -52,7 +52,7 @@ def test_a_mapped_csv_becomes_si_columns(tmp_path: Path) -> None:
 
 def test_a_foreign_file_is_read_by_its_names_aloud(tmp_path: Path) -> None:
     text = "N;C;c4_loss;run\n70M;2.52e18;3.5;a\n0.125B;4.5e18;3.4;b\n"
-    log = logs.read(write(tmp_path, text), Columns(count="non-embedding"))
+    log = read(write(tmp_path, text), Columns(count="non-embedding"))
     np.testing.assert_allclose(log.columns["num_params"], [70e6, 125e6], rtol=1e-15)
     np.testing.assert_allclose(log.columns["num_tokens"], [6e9, 6e9], rtol=1e-12)
     assert log.count == "non-embedding"
@@ -77,7 +77,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
     ]
     lossless = points[0] | {"loss": None}
     write_lines(tmp_path, [*points, lossless], "curves.jsonl")
-    log = logs.read(tmp_path)
+    log = read(tmp_path)
     np.testing.assert_array_equal(log.columns["num_params"], [1e3, 2e3, 3e3, 4e3])
     assert log.notes == (
         "the last line (7) is not whole, and is left out",
@@ -90,7 +90,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
         log.curves.columns["num_params"], [1e3, 1e3, 3e3, 3e3]
     )
 
-    other = logs.read(tmp_path, Columns(count="non-embedding"), needs=["recipe.rate"])
+    other = read(tmp_path, Columns(count="non-embedding"), needs=["recipe.rate"])
     np.testing.assert_array_equal(other.columns["num_params"], [900, 1800, 2700, 3600])
     np.testing.assert_array_equal(other.columns["recipe.rate"], 0.01)
 
@@ -98,7 +98,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
 def test_rules_select_and_ignore(tmp_path: Path) -> None:
     path = write_lines(tmp_path, [*RUNS, {"loss": "?", "status": "completed"}])
     rule = "loss == '?' or (`recipe.rate` < .02 and not num_params > 1e3)"
-    log = logs.read(path, ignore=rule)
+    log = read(path, ignore=rule)
     assert log.notes[0] == f"2 rows left out by {rule!r}"
     assert log.runs == ("r1", "r2", "r3")
     for rule, selected in (
@@ -115,12 +115,12 @@ def test_rules_select_and_ignore(tmp_path: Path) -> None:
 def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
     text = "N,D,loss\n1.5e6,2e9,3.5\n3e6,4e9,3.25\n"
     rows = [{"N": 1.5e6, "D": 2e9, "loss": 3.5}, {"N": 3e6, "D": 4e9, "loss": 3.25}]
-    expected = logs.read(write(tmp_path, text))
+    expected = read(write(tmp_path, text))
     (tmp_path / "packed").write_bytes(gzip.compress(text.encode()))
     write(tmp_path, json.dumps(rows), "line.json")
     write(tmp_path, "\n" + json.dumps(rows, indent=2), "pretty.json")
     for name in ("packed", "line.json", "pretty.json"):
-        log = logs.read(tmp_path / name)
+        log = read(tmp_path / name)
         assert log.columns.keys() == expected.columns.keys()
         for column, values in expected.columns.items():
             np.testing.assert_array_equal(log.columns[column], values)
@@ -149,7 +149,7 @@ def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
 def test_files_of_other_kinds_are_named(tmp_path: Path, data: bytes, line: str) -> None:
     (tmp_path / "log").write_bytes(data)
     with pytest.raises(ValueError, match=r".") as error:
-        logs.read(tmp_path / "log")
+        read(tmp_path / "log")
     assert line in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -159,37 +159,37 @@ def test_only_files_of_a_size_are_read(
 ) -> None:
     for name in ("/dev/zero", "/dev/null"):
         with pytest.raises(ValueError, match="it is a device, not a file"):
-            logs.read(Path(name))
+            read(Path(name))
     os.mkfifo(tmp_path / "pipe")  # that nobody writes to
     with pytest.raises(ValueError, match="pipe: holds no runs"):
-        logs.read(tmp_path / "pipe")
-    monkeypatch.setattr(log_tables, "MAX_BYTES", 2**20)
+        read(tmp_path / "pipe")
+    monkeypatch.setattr(files, "MAX_BYTES", 2**20)
     for data in (b" " * (2**20 + 1), gzip.compress(b" " * (2**20 + 1))):
         (tmp_path / "large").write_bytes(data)
         with pytest.raises(ValueError, match="more than 1 MiB; leave columns or rows"):
-            logs.read(tmp_path / "large")
+            read(tmp_path / "large")
 
 
 def test_a_law_of_one_input_needs_one_column(tmp_path: Path) -> None:
     path = write(tmp_path, "params,loss\n1e6,3\n2e6,2.9\n")
-    log = logs.read(path, needs=("num_params", "loss"))
+    log = read(path, needs=("num_params", "loss"))
     assert log.columns.keys() == {"num_params", "loss"}
     assert log.roles == {"num_params": "params", "loss": "loss"}
     with pytest.raises(
         ValueError, match=r"the law reads C \(--c COLUMN\), and there is"
     ):
-        logs.read(path, needs=("flops", "loss"))
+        read(path, needs=("flops", "loss"))
     with pytest.raises(
         ValueError, match=r"two of N, D and C are needed, and there is N"
     ):
-        logs.read(path)
+        read(path)
     both = write(tmp_path, "D,C,loss\n1e9,6e15,3\n", "both.csv")
-    assert logs.read(both, needs=("num_params", "loss")).columns["num_params"] == 1e6
+    assert read(both, needs=("num_params", "loss")).columns["num_params"] == 1e6
     # A law of a rate reads no loss.
     rates = write(tmp_path, "N,D,lr\n1e6,1e9,1e-3\n", "rates.csv")
     columns = Columns(others={"learning_rate": "lr"})
     needs = ("num_params", "num_tokens", "learning_rate")
-    assert "loss" not in logs.read(rates, columns, needs=needs).columns
+    assert "loss" not in read(rates, columns, needs=needs).columns
 
 
 def test_the_last_and_the_best_rows_are_picked(tmp_path: Path) -> None:
@@ -202,29 +202,29 @@ c,1M,2e9,1e-1,nan
 d,2M,2e9,1e-3,3.2
 """
     path = write(tmp_path, text)
-    log = logs.read(path, last_of=["run"], best_of=["N", "D"])
+    log = read(path, last_of=["run"], best_of=["N", "D"])
     assert [row.number for row in log.raw] == [4, 6]
     assert log.notes[:2] == (
         "2 rows left out: not the last by D of rows with one run",
         "2 rows left out: not the lowest loss of rows with one N and D",
     )
-    assert [row.number for row in logs.read(path, best_of=["num_params"]).raw] == [4, 6]
+    assert [row.number for row in read(path, best_of=["num_params"]).raw] == [4, 6]
     with pytest.raises(ValueError, match=r"row 5 \(line 6\): loss is nan"):
-        logs.read(path, last_of=["run"])
+        read(path, last_of=["run"])
     with pytest.raises(ValueError, match="--best-of x: no such column; there is run"):
-        logs.read(path, best_of=["x"])
+        read(path, best_of=["x"])
     # The later of equals; and steps tell which row is last, from 0.
     steps = write(tmp_path, "run,N,step,loss\na,1e6,0,3\na,1e6,0,2\n", "steps.csv")
-    picked = logs.read(steps, needs=["num_params", "loss"], last_of=["run"])
+    picked = read(steps, needs=["num_params", "loss"], last_of=["run"])
     assert [row.number for row in picked.raw] == [2]
     bare = write(tmp_path, "run,N,loss\na,1e6,3\n", "bare.csv")
     with pytest.raises(ValueError, match="--last-of run: which row is last"):
-        logs.read(bare, needs=["num_params", "loss"], last_of=["run"])
+        read(bare, needs=["num_params", "loss"], last_of=["run"])
 
 
 def test_losses_in_bits_are_scaled(tmp_path: Path) -> None:
     path = write(tmp_path, "N,D,bpt\n1e6,1e9,3\n")
-    log = logs.read(path, Columns(loss="bpt", loss_unit=np.log(2)))
+    log = read(path, Columns(loss="bpt", loss_unit=np.log(2)))
     np.testing.assert_allclose(log.columns["loss"], 3 * np.log(2))
     assert "the loss is bpt times 0.693147" in log.notes
     with pytest.raises(ValueError, match=r"loss_unit=0\.0 must be above 0"):
@@ -300,20 +300,20 @@ def test_what_nobody_asked_for_is_pointed_at(
     tmp_path: Path, text: str, flags: dict[str, Any], lines: list[str]
 ) -> None:
     columns = Columns(**flags)
-    log = logs.read(write(tmp_path, text), columns)
-    found = log_doubts.find(log, columns)
+    log = read(write(tmp_path, text), columns)
+    found = doubts.find(log, columns)
     assert len(found) == bool(lines)
     for line in lines:
         assert line in found[0]
     if log.names[-1] not in log.roles.values():  # a rule that names it has seen it
-        assert not log_doubts.find(log, columns, [f"`{log.names[-1]}` == 1"])
+        assert not doubts.find(log, columns, [f"`{log.names[-1]}` == 1"])
 
 
 def test_published_runs_and_our_sweeps_are_not_doubted(tmp_path: Path) -> None:
     path = traces.find("losses/gadre_c4.csv")
-    assert not log_doubts.find(logs.read(path), Columns())
+    assert not doubts.find(read(path), Columns())
     write_lines(tmp_path, RUNS)
-    assert not log_doubts.find(logs.read(tmp_path), Columns())
+    assert not doubts.find(read(tmp_path), Columns())
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_bad_logs_are_named_in_a_line(
     tmp_path: Path, text: str, flags: dict[str, Any], line: str
 ) -> None:
     with pytest.raises(ValueError, match=r".") as error:
-        logs.read(write(tmp_path, text), Columns(**flags))
+        read(write(tmp_path, text), Columns(**flags))
     assert line in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -357,31 +357,31 @@ def test_bad_logs_are_named_in_a_line(
 def test_a_sweep_with_a_run_twice_is_refused(tmp_path: Path) -> None:
     write_lines(tmp_path, [*RUNS, RUNS[1] | {"loss": 3.0}])
     with pytest.raises(ValueError, match="rows 2 and 5 are the same run"):
-        logs.read(tmp_path)
+        read(tmp_path)
     (tmp_path / "runs.jsonl").unlink()
     with pytest.raises(ValueError, match=r"holds no runs\.jsonl"):
-        logs.read(tmp_path)
+        read(tmp_path)
 
 
 def test_rows_that_agree_in_numbers_are_told_of(tmp_path: Path) -> None:
     text = "N,D,loss,seed\n1,2,3,0\n1,2,3,1\n1,2,4,2\n"
-    log = logs.read(write(tmp_path, text))
+    log = read(write(tmp_path, text))
     assert "equal numbers in rows 1 and 2: one run twice?" in log.notes
 
 
 def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path, "N,D,loss,unique\n1,2,3,1e9\n")
     with pytest.raises(ValueError, match="--columns num_unique_tokens=COLUMN"):
-        logs.read(path, needs=["num_unique_tokens"])
+        read(path, needs=["num_unique_tokens"])
     for name, value in (("unique", 1e9), ("unique*1e3", 1e12)):
         columns = Columns(others={"num_unique_tokens": name}, d="D", d_unit=1e9)
-        log = logs.read(path, columns, needs=["num_unique_tokens"])
+        log = read(path, columns, needs=["num_unique_tokens"])
         np.testing.assert_array_equal(log.columns["num_unique_tokens"], [value])
         told = "num_unique_tokens is unique as it stands" in "".join(log.notes)
         assert told == (value == 1e9)
     columns = Columns(others={"num_unique_tokens": "unique*-1"})
     with pytest.raises(ValueError, match="unit must be above 0"):
-        logs.read(path, columns, needs=["num_unique_tokens"])
+        read(path, columns, needs=["num_unique_tokens"])
 
 
 @pytest.mark.parametrize(
@@ -402,21 +402,21 @@ def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
 )
 def test_bad_rules_are_named(rule: str, line: str) -> None:
     with pytest.raises(ValueError, match=r".") as error:
-        selecting.parse(rule, ["a"])
+        rules.parse(rule, ["a"])
     assert line in str(error.value)
 
 
 def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:
-    test = selecting.parse("a < 1", ["a"])
+    test = rules.parse("a < 1", ["a"])
     for cell, said in (("x", "a is 'x', not a number"), (None, "a is missing")):
         with pytest.raises(ValueError, match=said):
             test({"a": cell})
-    assert selecting.parse("a == 1", ["a"])({"a": True})
-    assert selecting.parse("a != 1", ["a"])({"a": None})
+    assert rules.parse("a == 1", ["a"])({"a": True})
+    assert rules.parse("a != 1", ["a"])({"a": None})
 
 
 def test_the_published_runs_are_selected() -> None:
-    log = logs.read(traces.find("losses/gadre_c4.csv"), needs=["token_multiplier"])
+    log = read(traces.find("losses/gadre_c4.csv"), needs=["token_multiplier"])
     assert len(log.runs) == 34
     rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
     mine = log.take(log.select(rule))

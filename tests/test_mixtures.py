@@ -17,7 +17,8 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import configs
 from jaxkv.models.transformer import Experts
 from jaxkv.scheduling import fcfs
-from scaling import costs, describing, hf_descriptions
+from scaling.costs import parameters
+from scaling.shapes import from_model, huggingface
 from tests import engines, test_company, test_models
 from tests.engines import Ask
 
@@ -133,9 +134,9 @@ def test_balance_is_what_transformers_says(name: str) -> None:
 def test_it_is_counted_as_its_folder_is(name: str) -> None:
     config = checkpoints.read_config(GOLDEN / name)
     raw = json.loads((GOLDEN / name / "config.json").read_text())
-    model = describing.describe(config)
-    found = costs.parameters(model)
-    assert found == costs.parameters(hf_descriptions.describe(raw))
+    model = from_model.describe(config)
+    found = parameters.parameters(model)
+    assert found == parameters.parameters(huggingface.describe(raw))
     held = jax.tree.leaves(transformer.param_shapes(config))
     assert found.total == sum(x.size for x in held)
     assert found.active < found.total

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from experiments import cli
-from scaling import budgets, fitting, laws
+from scaling.fits import fit as fits_fit
+from scaling.fits.fit import to_json
+from scaling.laws import published
+from scaling.plan import budgets
 
 GPUS = "--gpu a100:4.0:312 --gpu v100:2.5:125 --gpu t4:1.0:65 --mfu 0.4"
 LECTURE = f"{GPUS} --budget-usd 5e6"
@@ -47,8 +50,8 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "flops": flops,
         "loss": loss * np.exp(rng.normal(0, 0.003, 40)),
     }
-    found = fitting.fit(laws.CHINCHILLA, data, bootstrap=60)
-    document = fitting.to_json(found) | {"count": "non-embedding", "others": []}
+    found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=60)
+    document = to_json(found) | {"count": "non-embedding", "others": []}
     folder = tmp_path_factory.mktemp("fit")
     (folder / "fit.json").write_text(json.dumps(document))
     return folder
@@ -169,8 +172,8 @@ def test_serving_and_repetition(jaxkv: Jaxkv) -> None:
 def test_a_fit_brings_intervals_and_its_count(jaxkv: Jaxkv, fit: Path) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
     found = document(jaxkv, args)
-    truth = laws.optimum(
-        laws.CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
+    truth = published.optimum(
+        published.CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
     )
     low, high = found["interval"]
     assert low < found["loss"] < high
@@ -210,7 +213,7 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Jaxkv, fit: Path) -> Non
     assert again["architecture"]["num_layers"] == found["architecture"]["num_layers"]
 
     fitted = document(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
-    powers = laws.CHINCHILLA.two_powers
+    powers = published.CHINCHILLA.two_powers
     assert powers is not None
     truth = powers(dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36))
     low, high = fitted["flops_interval"]

@@ -19,7 +19,7 @@ from experiments import (
     style,
 )
 from experiments.progress import Quiet
-from scaling import architectures
+from scaling.training import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 

@@ -10,7 +10,7 @@ import pytest
 from jaxkv.models import transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.transformer import RopeScaling
-from scaling import rows
+from scaling.training import dense_forward
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 LLAMA = ModelConfig(
@@ -52,12 +52,12 @@ def test_rows_give_what_columns_give(name: str) -> None:
         transformer.init_params(config, jax.random.key(0)),
     )
     tokens = jnp.asarray(rng.integers(0, 31, (3, 11)), jnp.int32)
-    ours = rows.logits(params, tokens, config=config)
+    ours = dense_forward.logits(params, tokens, config=config)
     theirs = transformer.logits(params, tokens, config=config)
     assert ours.dtype == theirs.dtype
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    low = rows.logits(halves, tokens, config=config)
+    low = dense_forward.logits(halves, tokens, config=config)
     assert low.dtype == jnp.float32
     assert np.abs(low - ours).max() < 0.2 * np.abs(ours).max()
 
@@ -66,4 +66,4 @@ def test_experts_are_refused() -> None:
     experts = transformer.Experts(num_experts=2, top_k=1, size=8)
     config = dataclasses.replace(LLAMA, experts=experts)
     with pytest.raises(ValueError, match="must be None"):
-        rows.logits({}, jnp.zeros((1, 1), jnp.int32), config=config)
+        dense_forward.logits({}, jnp.zeros((1, 1), jnp.int32), config=config)

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 
 from jaxkv.models.config import ModelConfig
-from scaling import architectures, corpora, objectives, stepping
-from scaling.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
-from scaling.recurrent import RecurrentConfig
+from scaling.corpora import corpora
+from scaling.training import architectures, objectives
+from scaling.training import step as training_step
+from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
+from scaling.training.recurrent import RecurrentConfig
+from scaling.training.step import TrainState, compiled, init
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 TRANSFORMER = ModelConfig(
@@ -42,11 +45,11 @@ TEXT = np.random.default_rng(0).integers(65, 91, 5_000).astype(np.uint16)
 
 def train(
     optimizer: OptimizerConfig, how: StepConfig, rate: float, num_steps: int
-) -> tuple[stepping.TrainState, float]:
+) -> tuple[TrainState, float]:
     """Some steps on random letters, and the loss of the last."""
     seed, schedule = jnp.int32(0), Schedule.constant(rate)
-    state = stepping.init(TRANSFORMER, optimizer, seed)
-    call = stepping.compiled(TRANSFORMER, optimizer, 4, 16, how)
+    state = init(TRANSFORMER, optimizer, seed)
+    call = compiled(TRANSFORMER, optimizer, 4, 16, how)
     for num in (num_steps - 1, 1):
         state, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
     return state, float(loss)
@@ -122,7 +125,7 @@ def test_each_optimizer_learns_the_letters(kind: Any, rate: float) -> None:
 
 
 @functools.cache
-def plain() -> tuple[stepping.TrainState, float]:
+def plain() -> tuple[TrainState, float]:
     return train(SGD, StepConfig(), 0.3, 3)
 
 
@@ -192,9 +195,9 @@ def test_four_rows_are_learned_by_heart(monkeypatch: pytest.MonkeyPatch) -> None
         TRANSFORMER, hidden_size=64, mlp_size=256, num_layers=2, max_positions=32
     )
     optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
-    state = stepping.init(model, optimizer, seed)
+    state = init(model, optimizer, seed)
     steps = functools.partial(
-        stepping.steps, model=model, optimizer=optimizer, batch_size=4, seq_len=32
+        training_step.steps, model=model, optimizer=optimizer, batch_size=4, seq_len=32
     )
     schedule = Schedule.constant(3e-3)._replace(warmup=jnp.int32(20))
     run = functools.partial(jax.jit(steps), stream=jnp.asarray(TEXT), seed=seed)

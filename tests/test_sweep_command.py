@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from experiments import cli, documents, isoflop, sweep_configs, sweep_tables
-from scaling import fit_results
-from scaling.recipes import TrainConfig
-from scaling.sweep_grids import SweepConfig
+from scaling.fits import result
+from scaling.sweeps.grid import SweepConfig
+from scaling.training.recipes import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -42,7 +42,7 @@ def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
     assert "9 rows left out: not the best learning rate of size and tokens" in said
     law = json.loads(Path("runs/sweep-mine/fit.json").read_text())
     assert law["num_points"] == 9
-    assert fit_results.from_json(json.dumps(law)).law == "chinchilla"
+    assert result.from_json(json.dumps(law)).law == "chinchilla"
     # No flag says that these models read bytes in windows of 32.
     plan = answer(
         capsys, "plan", "--law", "runs/sweep-mine/fit.json", "--flops", "1e12"

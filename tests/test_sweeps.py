@@ -18,19 +18,12 @@ import pytest
 
 from experiments import documents
 from jaxkv.models.config import ModelConfig
-from scaling import (
-    branching,
-    competing,
-    corpora,
-    executing,
-    objectives,
-    run_records,
-    sweep_grids,
-    sweep_planning,
-    sweeps,
-    training,
-)
-from scaling.sweep_grids import Cell, Lane, SweepConfig
+from scaling.corpora import corpora
+from scaling.logs import best_rates
+from scaling.sweeps import branching, executors, grid, planning, sweep
+from scaling.sweeps.folder import RECORD, SweepFolder, os
+from scaling.sweeps.grid import Cell, Lane, SweepConfig
+from scaling.training import objectives, train
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -71,7 +64,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
 
 @pytest.fixture(scope="module")
 def whole(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
-    return sweeps.sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
+    return sweep.sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
 
 
 def losses(folder: Path) -> dict[str, Any]:
@@ -101,11 +94,11 @@ class Stopping:
         pass
 
 
-def test_every_run_is_made_and_described(whole: sweeps.Outcome, config) -> None:
+def test_every_run_is_made_and_described(whole: sweep.Outcome, config) -> None:
     assert whole.num("done") == len(whole.records) >= 8
     assert whole.skipped == 0
     for row in whole.records:
-        assert [*row] == [*run_records.RECORD]
+        assert [*row] == [*RECORD]
         assert row["flops_6nd"] == 6 * row["num_params"] * row["num_tokens"]
         assert 0 < row["loss"] < np.log(257) * 1.1
         assert row["decayed"]
@@ -117,41 +110,41 @@ def test_every_run_is_made_and_described(whole: sweeps.Outcome, config) -> None:
     rates = {row["learning_rate"] for row in whole.records if row["hidden_size"] == 8}
     assert len(rates) > 2
     assert (
-        sweep_planning.next_groups(
+        planning.next_groups(
             config,
             {row["run_id"]: row for row in whole.records},
-            run_records.SweepFolder(whole.log).header()["corpus_digest"],
+            SweepFolder(whole.log).header()["corpus_digest"],
         )
         == []
     )
 
 
-def test_a_branch_is_the_run_alone(whole: sweeps.Outcome, config, tmp_path) -> None:
+def test_a_branch_is_the_run_alone(whole: sweep.Outcome, config, tmp_path) -> None:
     alone = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
-    found = losses(sweeps.sweep(alone, tmp_path / "alone").log)
+    found = losses(sweep.sweep(alone, tmp_path / "alone").log)
     assert len(found) >= 4
     for run_id, loss in found.items():
         assert losses(whole.log)[run_id] == loss
 
 
 def test_cosines_of_two_lengths_share_the_warm_up(
-    whole: sweeps.Outcome, config, tmp_path
+    whole: sweep.Outcome, config, tmp_path
 ) -> None:
     cosine = dataclasses.replace(
         config, schedule="cosine", models=(model(8),), learning_rates=(2e-2,)
     )
-    assert sweep_grids.steps_taken(cosine, (20, 40)) == 4 + 16 + 36
-    both = losses(sweeps.sweep(cosine, tmp_path / "both").log)
+    assert grid.steps_taken(cosine, (20, 40)) == 4 + 16 + 36
+    both = losses(sweep.sweep(cosine, tmp_path / "both").log)
     alone = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
-    found = losses(sweeps.sweep(alone, tmp_path / "alone").log)
+    found = losses(sweep.sweep(alone, tmp_path / "alone").log)
     assert len(both) == 2
     assert len(found) == 1
     assert found.items() <= both.items()
     assert not both.keys() & losses(whole.log).keys()
-    run = sweep_grids.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
-    corpus = executing.open_corpus(cosine)
+    run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
+    corpus = executors.open_corpus(cosine)
     (run_id,) = found
-    trained = training.train_in_memory(run, corpus)
+    trained = train.train_in_memory(run, corpus)
     score = objectives.score_stream(
         trained.params,
         corpus.held_out,
@@ -163,16 +156,16 @@ def test_cosines_of_two_lengths_share_the_warm_up(
 
 
 @pytest.mark.thorough
-def test_a_stopped_sweep_goes_on(whole: sweeps.Outcome, config, tmp_path) -> None:
+def test_a_stopped_sweep_goes_on(whole: sweep.Outcome, config, tmp_path) -> None:
     out = tmp_path / "sweep"
-    stopped = sweeps.sweep(config, out, progress=Stopping(20))
+    stopped = sweep.sweep(config, out, progress=Stopping(20))
     assert stopped.is_stopped
     assert 0 < len(stopped.records) < len(whole.records)
     with (out / "runs.jsonl").open("a") as file:
         file.write('{"run_id": "half a li')  # as a killed one leaves it
     with (out / "curves.jsonl").open("a") as file:
         file.write('{"run_id": "no record", "step": 1.0}\n')
-    rest = sweeps.sweep(config, out)
+    rest = sweep.sweep(config, out)
     assert rest.skipped == len(stopped.records)
     assert losses(out) == losses(whole.log)
     assert "no record" not in (out / "curves.jsonl").read_text()
@@ -184,7 +177,7 @@ def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> Non
     small = dataclasses.replace(
         config, models=(model(8),), max_extensions=0, mode=mode, cooldown=0.7
     )
-    unbroken = sweeps.sweep(small, tmp_path / "unbroken")
+    unbroken = sweep.sweep(small, tmp_path / "unbroken")
     taken, real = [], branching._go
 
     def count(runs, corpus, lanes, *args, **settings):
@@ -194,14 +187,14 @@ def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> Non
 
     monkeypatch.setattr(branching, "_go", count)
     out, calls = tmp_path / "sweep", 1
-    while sweeps.sweep(small, out, progress=Stopping(13)).is_stopped:
+    while sweep.sweep(small, out, progress=Stopping(13)).is_stopped:
         assert len([*(out / "paused").iterdir()]) == 1
         calls += 1
     assert calls > 1
     assert not (out / "paused").exists()
     # No step twice, and the same bits.
     ((low, high), lanes) = (20, 40), 2
-    assert sum(taken) == lanes * sweep_grids.steps_taken(small, (low, high))
+    assert sum(taken) == lanes * grid.steps_taken(small, (low, high))
     assert losses(out) == losses(unbroken.log)
     for name in ("runs.jsonl", "curves.jsonl"):
         rows = [
@@ -217,11 +210,11 @@ def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> Non
 def test_a_pause_that_is_broken_says_what_to_do(config, tmp_path) -> None:
     small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
     out = tmp_path / "sweep"
-    assert sweeps.sweep(small, out, progress=Stopping(1)).is_stopped
+    assert sweep.sweep(small, out, progress=Stopping(1)).is_stopped
     (place,) = (out / "paused").iterdir()
     (place / "half.json").write_text("{}")
     with pytest.raises(ValueError, match=r"paused/.* cannot be continued; delete it"):
-        sweeps.sweep(small, out)
+        sweep.sweep(small, out)
 
 
 def test_divergence_is_recorded_once(config, tmp_path) -> None:
@@ -229,10 +222,10 @@ def test_divergence_is_recorded_once(config, tmp_path) -> None:
     wild = dataclasses.replace(
         config, models=(model(8),), learning_rates=(1e30,), num_tokens=(32 * 20,)
     )
-    first = sweeps.sweep(wild, tmp_path / "sweep")
+    first = sweep.sweep(wild, tmp_path / "sweep")
     assert [row["status"] for row in first.records] == ["diverged"]
     assert first.records[0]["loss"] is None
-    again = sweeps.sweep(wild, tmp_path / "sweep")
+    again = sweep.sweep(wild, tmp_path / "sweep")
     assert (again.skipped, len(again.records)) == (1, 1)
 
 
@@ -247,30 +240,30 @@ def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) ->
         room[0] -= num
         return num
 
-    monkeypatch.setattr(run_records.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     with pytest.raises(ValueError, match=r"curves.jsonl: .*No space left on device"):
-        sweeps.sweep(config, out)
+        sweep.sweep(config, out)
     monkeypatch.undo()
     for name in ("runs.jsonl", "curves.jsonl"):
         if (out / name).exists():
             assert (out / name).read_text()[-1:] in ("", "\n")
-    sweeps.sweep(config, out)
+    sweep.sweep(config, out)
     assert losses(out) == losses(whole.log)
 
 
 def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
     other = dataclasses.replace(config, batch_size=4)
     with pytest.raises(ValueError, match=r"another sweep; differs in \['batch_size'\]"):
-        sweeps.sweep(other, whole.log)
-    folder = run_records.SweepFolder(whole.log)
+        sweep.sweep(other, whole.log)
+    folder = SweepFolder(whole.log)
     with pytest.raises(ValueError, match=f"process {os.getpid()} is writing here"):
-        sweeps.sweep(config, whole.log)
+        sweep.sweep(config, whole.log)
     folder.close()
 
 
 @pytest.mark.slow
 def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
-    found = sweeps.sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
+    found = sweep.sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
     ours, theirs = losses(found.log), losses(whole.log)
     for run_id in ours.keys() & theirs.keys():
         assert ours[run_id][0] == pytest.approx(theirs[run_id][0], rel=1e-3)
@@ -288,9 +281,9 @@ def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
         return state, jnp.float32(5.0)
 
     monkeypatch.setattr(branching, "_program", lambda *args: compiled_first)
-    lane = sweep_grids.Lane(1e-2, 0)
-    run = sweep_grids.train_config(config, sweep_grids.cells(config)[0], lane)
-    corpus = executing.open_corpus(config)
+    lane = grid.Lane(1e-2, 0)
+    run = grid.train_config(config, grid.cells(config)[0], lane)
+    corpus = executors.open_corpus(config)
     found = branching.speed([run], corpus, is_vmapped=False, patience_s=0.1)
     assert found > 1000  # with it, 4 steps in 0.4 s
 
@@ -299,7 +292,7 @@ def test_repetitions_are_of_the_best(whole, config, tmp_path) -> None:
     again = dataclasses.replace(config, seeds=(0, 1, 2), num_repeated=1)
     digest = json.loads((whole.log / "sweep.json").read_text())["corpus_digest"]
     known = {row["run_id"]: row for row in whole.records}
-    groups = sweep_planning.next_groups(again, known, digest)
+    groups = planning.next_groups(again, known, digest)
     assert {group.model for group in groups} == {model(8)}
     assert sum(len(group.horizons) for group in groups) == 2
     for group in groups:
@@ -319,12 +312,12 @@ def test_repetitions_are_of_the_best(whole, config, tmp_path) -> None:
 def test_budgets_become_steps(config) -> None:
     budget = 1e9
     sized = dataclasses.replace(config, num_tokens=(), budgets=(budget,))
-    for cell in sweep_grids.cells(sized):
-        per_token = sweep_grids.count(cell.model, 16).flops_per_token
+    for cell in grid.cells(sized):
+        per_token = grid.count(cell.model, 16).flops_per_token
         assert abs(cell.num_steps * 32 * per_token - budget) <= 32 * per_token / 2
-        ratio = cell.num_steps * 32 / sweep_grids.count(cell.model, 16).params.total
+        ratio = cell.num_steps * 32 / grid.count(cell.model, 16).params.total
         few = dataclasses.replace(sized, tokens_per_param=(ratio, 2 * ratio))
-        assert cell in sweep_grids.cells(few)
+        assert cell in grid.cells(few)
         many = dataclasses.replace(sized, models=(cell.model,), min_steps=1)
         with pytest.raises(ValueError, match="no run is left"):
             dataclasses.replace(many, tokens_per_param=(0.0, 0.99 * ratio))
@@ -358,7 +351,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(
         monkeypatch.setitem(sys.modules, "ray", fake)
         far = dataclasses.replace(config, executor="ray", ray_address=address)
         with pytest.raises(ValueError, match=r"127.*no cluster: .*refused"):
-            sweeps.sweep(far, tmp_path / "out")
+            sweep.sweep(far, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -368,7 +361,7 @@ def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
         (tmp_path / "text" / f"{i}").write_text(str(i % 7))
     corpus = corpora.CorpusConfig(pattern=f"{tmp_path}/text/*", held_out=0.4)
     with pytest.raises(ValueError, match=r"seq_len=16 is longer than the .* tokens"):
-        sweeps.sweep(dataclasses.replace(config, corpus=corpus), tmp_path / "out")
+        sweep.sweep(dataclasses.replace(config, corpus=corpus), tmp_path / "out")
 
 
 _CHILD = """
@@ -420,7 +413,7 @@ def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
 def test_kill_9(whole, config, tmp_path) -> None:
     small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
     kept = kill(small, tmp_path / "sweep", 1, 0.1)
-    again = sweeps.sweep(small, tmp_path / "sweep")
+    again = sweep.sweep(small, tmp_path / "sweep")
     assert 0 < kept == again.skipped < len(again.records) == 4
     for run_id, loss in losses(tmp_path / "sweep").items():
         assert losses(whole.log)[run_id] == loss
@@ -435,7 +428,7 @@ def test_kill_9_five_times(whole, config, tmp_path) -> None:
     ]
     assert kept == sorted(kept)
     assert 2 <= kept[-1] < len(whole.records)
-    sweeps.sweep(config, tmp_path / "sweep")
+    sweep.sweep(config, tmp_path / "sweep")
     assert losses(tmp_path / "sweep") == losses(whole.log)
 
 
@@ -451,4 +444,4 @@ def test_the_best_rate_of_each_cell_wins() -> None:
         row("b", 0.5, 0, 2.0),
         row("c", 4.0, 7, 1.0),
     ]
-    assert competing.winners(rows) == [1, 2, 4, 5]
+    assert best_rates.winners(rows) == [1, 2, 4, 5]

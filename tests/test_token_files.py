@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scaling import corpora
-from scaling.corpora import TokenFileConfig
+from scaling.corpora import corpora
+from scaling.corpora.corpora import TokenFileConfig
 
 
 def write(path: Path, tokens: np.ndarray) -> str:

@@ -21,8 +21,9 @@ import pytest
 
 from jaxkv.models import transformer
 from jaxkv.models.config import ModelConfig
-from scaling import corpora, objectives, optimizers, stepping, training
-from scaling.recipes import OptimizerConfig, Schedule, TrainConfig
+from scaling.corpora import corpora
+from scaling.training import objectives, optimizers, step, train
+from scaling.training.recipes import OptimizerConfig, Schedule, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 MODEL = ModelConfig(
@@ -91,7 +92,7 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     optimizer = OptimizerConfig(kind=kind)
     config = dataclasses.replace(config, optimizer=optimizer, num_steps=60)
     progress = Stopping(10**9)
-    result = training.train(config, tmp_path / "out", progress=progress)
+    result = train.train(config, tmp_path / "out", progress=progress)
     assert result.status == "done"
     losses = [line["loss"] for line in result.curve]
     assert abs(losses[0] - math.log(257)) < 1.0
@@ -118,8 +119,8 @@ def test_a_constant_text_is_soon_certain(config: TrainConfig) -> None:
     config = dataclasses.replace(config, num_steps=40)
     stream = jnp.full((NUM_TOKENS,), 97, jnp.uint16)
     seed, schedule = jnp.int32(0), Schedule.of(config)
-    state = stepping.init(MODEL, config.optimizer, seed)
-    call = stepping.compiled(MODEL, config.optimizer, 4, 16)
+    state = step.init(MODEL, config.optimizer, seed)
+    call = step.compiled(MODEL, config.optimizer, 4, 16)
     state, loss = call(state, stream, schedule, seed, jnp.int32(40))
     assert int(state.step) == 40
     windows = jnp.full((1, 9), 97, jnp.int32)
@@ -131,10 +132,10 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
     optimizer, seed = OptimizerConfig(), jnp.int32(0)
-    state = stepping.init(MODEL, optimizer, seed)
+    state = step.init(MODEL, optimizer, seed)
     warm = Schedule.constant(1e-2)._replace(warmup=jnp.int32(5))
     schedule = warm._replace(cooldown=jnp.int32(200), end=jnp.int32(400))
-    call = stepping.compiled(MODEL, optimizer, 4, 16)
+    call = step.compiled(MODEL, optimizer, 4, 16)
     state, _ = call(state, stream, schedule, seed, jnp.int32(390))
     _, loss = call(state, stream, schedule, seed, jnp.int32(10))
     assert abs(float(loss) - math.log(4)) < 0.05
@@ -144,36 +145,36 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
 def test_a_run_taken_up_ends_as_the_unbroken_one(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    unbroken = training.train(config, tmp_path / "unbroken")
+    unbroken = train.train(config, tmp_path / "unbroken")
     out = tmp_path / "broken"
-    first = training.train(config, out, progress=Stopping(2))
+    first = train.train(config, out, progress=Stopping(2))
     assert first.status == "stopped"
     assert int(first.curve[-1]["step"]) == 4
     # Interrupted within a report, not asked: the state is the report's, and is saved.
-    second = training.train(config, out, progress=Stopping(2, KeyboardInterrupt()))
+    second = train.train(config, out, progress=Stopping(2, KeyboardInterrupt()))
     assert second.status == "stopped"
     assert second.checkpoint == out / "checkpoints" / "8"
-    third = training.train(config, out)
+    third = train.train(config, out)
     assert third.status == "done"
     assert equal(third.params, unbroken.params)
     assert without_time(third.curve) == without_time(unbroken.curve)
     # A finished run is not trained again.
-    assert without_time(training.train(config, out).curve) == without_time(third.curve)
+    assert without_time(train.train(config, out).curve) == without_time(third.curve)
 
 
 def test_what_a_killed_run_left_half_is_put_right(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    unbroken = training.train(config, tmp_path / "unbroken")
+    unbroken = train.train(config, tmp_path / "unbroken")
     out = tmp_path / "out"
     # A crash in the third report: the last checkpoint is that of step 4.
     with pytest.raises(RuntimeError):
-        training.train(config, out, progress=Stopping(3, RuntimeError()))
+        train.train(config, out, progress=Stopping(3, RuntimeError()))
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["4"]
     with (out / "curve.jsonl").open("a") as file:
         file.write('{"step": 7, "los')
     (out / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()
-    result = training.train(config, out)
+    result = train.train(config, out)
     assert equal(result.params, unbroken.params)
     assert without_time(result.curve) == without_time(unbroken.curve)
     assert len((out / "curve.jsonl").read_text().splitlines()) == len(result.curve)
@@ -199,41 +200,41 @@ def test_without_room_a_line_says_so_and_nothing_is_broken(
         files_no_larger_than(10),
         pytest.raises(ValueError, match=r"config.json: cannot be written: File too"),
     ):
-        training.train(config, out)
+        train.train(config, out)
     assert not [path for path in out.rglob("*") if path.is_file()]
-    training.train(config, out, progress=Stopping(1))  # three steps
+    train.train(config, out, progress=Stopping(1))  # three steps
     with (
         files_no_larger_than(2000),
         pytest.raises(ValueError, match=r"checkpoints/4: cannot be written: File too"),
     ):
-        training.train(config, out)
+        train.train(config, out)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["3"]
     assert "Traceback" not in capfd.readouterr().err
-    unbroken = training.train(config, tmp_path / "unbroken")
-    result = training.train(config, out)
+    unbroken = train.train(config, tmp_path / "unbroken")
+    result = train.train(config, out)
     assert equal(result.params, unbroken.params)
     assert without_time(result.curve) == without_time(unbroken.curve)
 
 
 @pytest.mark.thorough
 def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) -> None:
-    whole = training.train(config, tmp_path / "whole")
+    whole = train.train(config, tmp_path / "whole")
     trunk = dataclasses.replace(config, num_steps=8, cooldown_steps=0)
-    at = training.train(trunk, tmp_path / "trunk").checkpoint
-    branch = training.train(config, tmp_path / "branch", start=at)
+    at = train.train(trunk, tmp_path / "trunk").checkpoint
+    branch = train.train(config, tmp_path / "branch", start=at)
     assert equal(branch.params, whole.params)
     # Its curve counts its own tokens.
     assert branch.curve[-1]["tokens"] == 4 * 4 * 16
     longer = dataclasses.replace(config, seq_len=32, batch_size=2)
-    assert training.train(longer, tmp_path / "longer", start=at).status == "done"
+    assert train.train(longer, tmp_path / "longer", start=at).status == "done"
 
 
 def test_a_run_in_memory_is_the_one_on_disk(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    on_disk = training.train(config, tmp_path / "out")
+    on_disk = train.train(config, tmp_path / "out")
     corpus = corpora.open(config.corpus)
-    in_memory = training.train_in_memory(config, corpus)
+    in_memory = train.train_in_memory(config, corpus)
     assert in_memory.checkpoint is None
     assert equal(in_memory.state, on_disk.state)
     # It stops at the steps of no checkpoint.
@@ -241,23 +242,23 @@ def test_a_run_in_memory_is_the_one_on_disk(
     known = {line["step"]: line["loss"] for line in on_disk.curve}
     assert in_memory.curve[0]["loss"] == known[3]
     progress = Stopping(2)
-    half = training.train_in_memory(config, corpus, progress=progress)
+    half = train.train_in_memory(config, corpus, progress=progress)
     assert half.status == "stopped"
     assert progress.done == [3 * 64, 6 * 64]
-    rest = training.train_in_memory(config, corpus, start=half.state)
+    rest = train.train_in_memory(config, corpus, start=half.state)
     assert equal(rest.state, on_disk.state)
     assert rest.curve[-1]["tokens"] == 6 * 64
     assert [x["loss"] for x in half.curve + rest.curve] == [
         x["loss"] for x in in_memory.curve
     ]
     with pytest.raises(ValueError, match=r"must be at least corpus\.vocab_size=300"):
-        training.train_in_memory(config, corpus._replace(vocab_size=300))
+        train.train_in_memory(config, corpus._replace(vocab_size=300))
 
 
 def test_one_compilation_for_all_lengths_rates_and_seeds(config: TrainConfig) -> None:
-    call = stepping.compiled(MODEL, config.optimizer, 4, 16)
+    call = step.compiled(MODEL, config.optimizer, 4, 16)
     stream = jnp.zeros((NUM_TOKENS,), jnp.uint16)
-    state = stepping.init(MODEL, config.optimizer, jnp.int32(0))
+    state = step.init(MODEL, config.optimizer, jnp.int32(0))
     call(state, stream, Schedule.of(config), jnp.int32(0), jnp.int32(3))
     num_programs = call._cache_size()
     for num_steps, rate, kind in ((1, 1e-3, "cosine"), (2, 1e-2, "stable")):
@@ -272,7 +273,7 @@ def test_divergence_is_a_result_with_the_last_whole_state(
 ) -> None:
     # A rate at which float32 overflows within the first reports.
     config = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
-    result = training.train(config, tmp_path / "out")
+    result = train.train(config, tmp_path / "out")
     assert result.status == "diverged"
     assert all(math.isfinite(line["loss"]) for line in result.curve)
     finite = jax.tree.map(lambda p: bool(jnp.isfinite(p).all()), result.params)
@@ -282,7 +283,7 @@ def test_divergence_is_a_result_with_the_last_whole_state(
 @pytest.mark.thorough
 def test_muon_takes_matrices_and_adam_the_rest() -> None:
     model = dataclasses.replace(MODEL, qkv_bias=True)
-    state = stepping.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
+    state = step.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
     update = jax.jit(optimizers.make(OptimizerConfig(weight_decay=0.0)).update)
     grads = jax.tree.map(
         lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params
@@ -348,25 +349,25 @@ def test_the_folder_of_another_run_is_refused(
 ) -> None:
     config = dataclasses.replace(config, num_steps=4, cooldown_steps=0)
     out = tmp_path / "out"
-    at = training.train(config, out).checkpoint
+    at = train.train(config, out).checkpoint
     optimizer = OptimizerConfig(momentum=0.5)
     with pytest.raises(ValueError, match=r"differs in \['optimizer.momentum'\]$"):
-        training.train(dataclasses.replace(config, optimizer=optimizer), out)
+        train.train(dataclasses.replace(config, optimizer=optimizer), out)
     (tmp_path / "text" / "more.txt").write_text("more")
     (tmp_path / "text" / "most.txt").write_text("most")
     with pytest.raises(ValueError, match=r"differs in \['corpus_sha256'\]$"):
-        training.train(config, out)
+        train.train(config, out)
     with pytest.raises(ValueError, match="no such checkpoint"):
-        training.train(config, tmp_path / "new", start=tmp_path / "nothing")
+        train.train(config, tmp_path / "new", start=tmp_path / "nothing")
     wider = dataclasses.replace(MODEL, mlp_size=32)
     wider = dataclasses.replace(config, model=wider)
     with pytest.raises(ValueError, match="cannot be continued"):
-        training.train(wider, tmp_path / "new", start=at)
+        train.train(wider, tmp_path / "new", start=at)
     assert not (tmp_path / "new").exists()
     short = dataclasses.replace(config.corpus, pattern=f"{tmp_path}/text/m*.txt")
     short = dataclasses.replace(config, corpus=dataclasses.replace(short, held_out=0.9))
     with pytest.raises(ValueError, match=r"too few|shorter than one window"):
-        training.train(short, tmp_path / "new")
+        train.train(short, tmp_path / "new")
 
 
 @pytest.mark.slow
@@ -374,7 +375,7 @@ def test_a_killed_process_loses_at_most_the_interval(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     config = dataclasses.replace(config, num_steps=400, checkpoint_every=20)
-    unbroken = training.train(config, tmp_path / "unbroken")
+    unbroken = train.train(config, tmp_path / "unbroken")
     out = tmp_path / "killed"
     program = (
         "import sys, pathlib\n"
@@ -401,6 +402,6 @@ def test_a_killed_process_loses_at_most_the_interval(
             int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit()
         ]
         assert max(kept, default=0) >= reported - config.checkpoint_every
-    result = training.train(config, out)
+    result = train.train(config, out)
     assert equal(result.params, unbroken.params)
     assert without_time(result.curve) == without_time(unbroken.curve)

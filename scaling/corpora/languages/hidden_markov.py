@@ -1,0 +1,183 @@
+"""Hidden Markov models over tokens: filter, entropy rate with its error, samples.
+
+A state moves by a Markov chain and writes one token each time; the reader sees tokens
+only and keeps, in the forward filter, how likely each state is.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Float64, Int, Integer
+
+from scaling.corpora.languages import markov
+
+_MAX_BLOCKS = 2**20
+
+
+class HiddenChain(NamedTuple):
+    """A hidden Markov model.
+
+    Attributes:
+      moves: probability of each next state.
+      writes: probability of each token in each state.
+      share: of time spent in each state.
+    """
+
+    moves: Float64[np.ndarray, "states states"]
+    writes: Float64[np.ndarray, "states tokens"]
+    share: Float64[np.ndarray, " states"]
+
+
+class Rate(NamedTuple):
+    """An entropy rate in nats per token.
+
+    Attributes:
+      mean: the estimate.
+      se: its standard error.
+    """
+
+    mean: float
+    se: float
+
+
+def make(
+    moves: Float[np.ndarray, "states states"],
+    writes: Float[np.ndarray, "states tokens"],
+) -> HiddenChain:
+    """Makes a model from its probabilities."""
+    return HiddenChain(moves, writes, markov.stationary(_states(moves)))
+
+
+def random_rows(
+    uniforms: Float[np.ndarray, "rows columns"], sharpness: float
+) -> Float[np.ndarray, "rows columns"]:
+    """Makes distributions of uniform numbers: powers of exponential ones, scaled."""
+    weights = (-np.log1p(-uniforms)) ** sharpness
+    return weights / weights.sum(1, keepdims=True)
+
+
+def sample(
+    hidden: HiddenChain, num_tokens: int, random: np.random.Generator
+) -> Int[np.ndarray, " tokens"]:
+    """Writes a text, from a state that is as likely as it is anywhere."""
+    drawn = random.random((num_tokens + 1, 2))
+    start = _choose(hidden.share[None], drawn[:1, 0])[0]
+    states = markov.sample(_states(hidden.moves), int(start), drawn[1:, 0])
+    found = np.empty(num_tokens, np.int64)
+    for state in range(len(hidden.share)):
+        here = states == state
+        found[here] = _choose(hidden.writes[[state]], drawn[1:, 1][here])
+    return found
+
+
+def entropy_rate(
+    hidden: HiddenChain,
+    random: np.random.Generator,
+    *,
+    num_texts: int = 512,
+    length: int = 1024,
+    burn_in: int = 128,
+) -> Rate:
+    """Estimates the entropy of a token given all before it.
+
+    The entropy of what the filter expects is exact at every place of a text; it is
+    averaged over places of independent texts, past the first ones, where the filter
+    knows less than the reader of an endless text.
+
+    Args:
+      hidden: the model.
+      random: source of the texts.
+      num_texts: whose means give the standard error; at least 2.
+      length: tokens of each.
+      burn_in: of them, those before which the filter is not asked; below `length`.
+
+    Source: Cover and Thomas, Elements of Information Theory, section 4.5: what the
+    filter expects approaches the rate from above.
+    """
+    text = np.stack([sample(hidden, length, random) for _ in range(num_texts)])
+    belief = np.broadcast_to(hidden.share, (num_texts, len(hidden.share)))
+    found = np.zeros(num_texts)
+    for t in range(length):
+        expected = belief @ hidden.writes
+        if t >= burn_in:
+            found += markov.row_entropies(expected)
+        belief = _filtered(hidden, belief, text[:, t])
+    found /= length - burn_in
+    return Rate(float(found.mean()), float(found.std(ddof=1) / num_texts**0.5))
+
+
+def bounds(hidden: HiddenChain, length: int) -> tuple[float, float]:
+    """Bounds of the entropy rate by all texts of a length: exact, and costly.
+
+    Returns:
+      The entropy of the token after so many, given them, and given the first state as
+      well for the lower one.
+
+    Source: Cover and Thomas, Elements of Information Theory, theorem 4.5.1.
+    """
+    tokens = range(hidden.writes.shape[1])
+    if len(tokens) ** length > _MAX_BLOCKS:
+        raise ValueError(f"{len(tokens)} ** {length=} texts are too many to go through")
+    lower = upper = 0.0
+    for text in itertools.product(tokens, repeat=length):
+        # Joint probability of this text and the state after it, by first state.
+        joint = np.diag(hidden.share)
+        for token in text:
+            joint = (joint * hidden.writes[:, token]) @ hidden.moves
+        for rows in (joint, joint.sum(0, keepdims=True)):
+            weight = rows.sum(1)
+            here = rows[weight > 0] / weight[weight > 0, None]
+            found = weight[weight > 0] @ markov.row_entropies(here @ hidden.writes)
+            lower, upper = (
+                (lower + found, upper) if rows is joint else (lower, upper + found)
+            )
+    return float(lower), float(upper)
+
+
+def ladder(hidden: HiddenChain, most: int = 2) -> tuple[float, ...]:
+    """Least loss of those who see the last 0, 1, ..., `most` tokens, in nats.
+
+    Fewer where the texts of so many tokens are too many to go through.
+    """
+    num_tokens = hidden.writes.shape[1]
+    joint = hidden.share[None]  # texts, state after them
+    found, before = [], 0.0
+    for length in range(1, most + 2):
+        if num_tokens**length > _MAX_BLOCKS:
+            break
+        joint = (joint[:, None] * hidden.writes.T).reshape(-1, len(hidden.share))
+        total = markov.entropy(joint.sum(1))
+        found.append(total - before)
+        joint, before = joint @ hidden.moves, total
+    return tuple(found)
+
+
+def code_lengths(
+    hidden: HiddenChain, stream: Integer[np.ndarray, " tokens"]
+) -> Float64[np.ndarray, " tokens"]:
+    """Nats that the filter needs for each token."""
+    belief, found = hidden.share[None], np.empty(len(stream))
+    for t in range(len(stream)):
+        token = stream[t : t + 1].astype(np.int64)
+        found[t] = -np.log(belief @ hidden.writes[:, token[0]])[0]
+        belief = _filtered(hidden, belief, token)
+    return found
+
+
+def _filtered(hidden: HiddenChain, belief: np.ndarray, token: np.ndarray) -> np.ndarray:
+    """How likely each next state is, after one more token was seen."""
+    seen = belief * hidden.writes[:, token].T
+    return seen / seen.sum(1, keepdims=True) @ hidden.moves
+
+
+def _states(moves: np.ndarray) -> markov.Chain:
+    num = len(moves)
+    return markov.make(num, 1, np.broadcast_to(np.arange(num), moves.shape), moves)
+
+
+def _choose(probs: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
+    """The token of each uniform number, by one row of probabilities."""
+    cumulative = np.cumsum(probs[0])
+    found = np.searchsorted(cumulative, uniforms * cumulative[-1], side="right")
+    return np.minimum(found, len(cumulative) - 1)

@@ -1,0 +1,57 @@
+"""The hashed k-gram mixture: a language with structure at several ranges.
+
+    p(x | context) = sum over k of mixture[k] q_k(x | last k tokens)
+
+Each q_k of each k tokens has four atoms, drawn from a base distribution by a hash of
+what they follow. So a reader of more tokens always gains something, rare contexts share
+nothing with frequent ones, and the mixture never lets any token be certain.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, UInt64
+
+from scaling.corpora.languages import markov
+
+ATOM_WEIGHTS = (0.5, 0.25, 0.15, 0.1)
+
+
+def chain(
+    base: Float[np.ndarray, " tokens"], mixture: Sequence[float], *, seed: int
+) -> markov.Chain:
+    """Builds the language as a Markov chain of as many tokens as the mixture has parts.
+
+    Args:
+      base: what atoms are drawn from.
+      mixture: share of each range, from one token on.
+      seed: of the hash.
+    """
+    size, order = len(base), len(mixture)
+    context = np.arange(size**order, dtype=np.uint64)
+    cumulative = np.cumsum(base)
+    tokens, weights = [], []
+    for length, share in enumerate(mixture, 1):
+        last = context % np.uint64(size**length)
+        for atom, weight in enumerate(ATOM_WEIGHTS):
+            place = uniform(last, (seed, length, atom)) * cumulative[-1]
+            drawn = np.searchsorted(cumulative, place, side="right")
+            tokens.append(np.minimum(drawn, size - 1))
+            weights.append(np.full(len(context), share * weight))
+    return markov.make(size, order, np.stack(tokens, 1), np.stack(weights, 1))
+
+
+def uniform(
+    keys: UInt64[np.ndarray, " keys"], salt: Sequence[int]
+) -> Float[np.ndarray, " keys"]:
+    """Numbers in [0, 1) that keys and salt alone decide.
+
+    Source: the finalizer of splitmix64, Steele, Lea and Flood 2014 (OOPSLA), figure 15.
+    """
+    found = keys
+    for extra in (*salt, 0):
+        found = found + np.uint64(0x9E3779B97F4A7C15)
+        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found = (found ^ (found >> np.uint64(31))) + np.uint64(extra)
+    return (found >> np.uint64(11)) * 2.0**-53

@@ -1,0 +1,106 @@
+"""Files of tokens that somebody else made: `.bin` and `.npy`, mapped, not read.
+
+A `.bin` file is nothing but token ids, little-endian, as nanoGPT and its kin write it;
+a `.npy` file is a NumPy array of one axis.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from scaling.corpora import streams
+
+_SCANNED = 2**24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenFileConfig:
+    """Which files, and what their numbers mean."""
+
+    train: str
+    """File of the tokens to train on, `.bin` or `.npy`."""
+    vocab_size: int
+    """Token ids there may be; every token of the files is below it."""
+    held_out: str = ""
+    """File of the held-out tokens; empty: the end of the other one is held out."""
+    held_out_share: float = 0.05
+    """How much of it, in (0, 1)."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Of a `.bin` file; a `.npy` file says it itself."""
+    bytes_per_token: float = 0.0
+    """Mean bytes of text behind a token, for bits per byte; 0: not known."""
+    num_unique_tokens: int = 0
+    """Training reads the first so many tokens, again and again; 0: all there are."""
+
+    def __post_init__(self):
+        """Refuses what no file can hold."""
+        for path in filter(None, (self.train, self.held_out)):
+            if Path(path).suffix not in (".bin", ".npy"):
+                raise ValueError(f"{path}: a file of tokens ends in .bin or .npy")
+        if self.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"{self.dtype=} must be 'uint16' or 'uint32'")
+        if self.vocab_size < 2:
+            raise ValueError(f"{self.vocab_size=} must be at least 2")
+        if not 0 < self.held_out_share < 1:
+            raise ValueError(f"{self.held_out_share=} must be in (0, 1)")
+        if self.bytes_per_token < 0 or self.num_unique_tokens < 0:
+            raise ValueError(
+                f"{self.bytes_per_token=} and {self.num_unique_tokens=} must be at "
+                "least 0"
+            )
+
+
+def open(config: TokenFileConfig) -> streams.Corpus:
+    """Maps the files and checks every token.
+
+    Raises:
+      ValueError: a file cannot be read, is no array of tokens, or holds an id that is
+        not below `vocab_size`; or there are too few tokens.
+    """
+    train = _mapped(Path(config.train), config)
+    if config.held_out:
+        held_out = _mapped(Path(config.held_out), config)
+    else:
+        cut = len(train) - int(len(train) * config.held_out_share)
+        train, held_out = train[:cut], train[cut:]
+    dtype = np.uint16 if config.vocab_size <= 2**16 else np.uint32
+    # Maps of the right type stay maps.
+    return streams.make(
+        train.astype(dtype, copy=False),
+        held_out.astype(dtype, copy=False),
+        vocab_size=config.vocab_size,
+        name=config.train,
+        num_unique_tokens=config.num_unique_tokens,
+        bytes_per_token=config.bytes_per_token or float("nan"),
+    )
+
+
+def _mapped(path: Path, config: TokenFileConfig) -> np.ndarray:
+    try:
+        if path.suffix == ".npy":
+            found = np.load(path, mmap_mode="r")
+        else:
+            dtype = np.dtype(config.dtype).newbyteorder("<")
+            size = path.stat().st_size
+            if size == 0 or size % dtype.itemsize:
+                raise ValueError(f"{size} bytes are no whole {config.dtype} tokens")
+            found = np.memmap(path, dtype, "r")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if found.ndim != 1 or found.dtype not in (np.uint16, np.uint32):
+        raise ValueError(
+            f"{path}: holds {found.dtype} in {found.ndim} axes, not uint16 or uint32 "
+            "in one"
+        )
+    for start in range(0, len(found), _SCANNED):
+        piece = found[start : start + _SCANNED]
+        if (top := int(piece.max())) >= config.vocab_size:
+            where = start + int(piece.argmax())
+            raise ValueError(
+                f"{path}: token {where} is {top}, not below {config.vocab_size=}"
+            )
+    return found

@@ -1,0 +1,148 @@
+"""From documents to streams of tokens, by bytes or by byte pairs.
+
+Byte pairs and what they make of a text are kept in a cache, in a folder named by the
+digest of all that decides them, which is written aside and renamed.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt16
+
+from jaxkv.text import ByteTokenizer, Tokenizer, byte_pairs
+from scaling.corpora import streams, texts
+from scaling.corpora.texts import END, CorpusConfig, Document, Split
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "jaxkv").expanduser()
+"""Where byte pairs are kept that nobody gave a place."""
+
+
+def open(config: CorpusConfig, *, cache: Path | None = None) -> streams.Corpus:
+    """Makes the streams of a text.
+
+    Args:
+      config: which text, and how it becomes tokens.
+      cache: where byte pairs are kept.
+
+    Raises:
+      ValueError: see `texts.load` and `streams.make`.
+    """
+    split = texts.load(config)
+    if config.tokenizer == "bytes":
+        both, end = (tokens(split.train), tokens(split.held_out)), END
+    else:
+        pairs = _byte_pairs(split, config.vocab_size, cache or CACHE)
+        both, end = (pairs.train, pairs.held_out), byte_pairs.END
+    train, held_out = both
+    if config.num_unique_tokens:
+        train = _reordered(train, split.train, end)
+    return streams.make(
+        train,
+        held_out,
+        vocab_size=config.vocab_size,
+        name=texts.describe(config),
+        num_unique_tokens=config.num_unique_tokens,
+        bytes_per_token=texts.num_bytes(split.held_out) / len(held_out),
+    )
+
+
+def tokenizer(
+    config: CorpusConfig, *, cache: Path | None = None
+) -> ByteTokenizer | Tokenizer:
+    """Returns the tokenizer that a text's tokens are of."""
+    if config.tokenizer == "bytes":
+        return ByteTokenizer(config.vocab_size)
+    return _byte_pairs(texts.load(config), config.vocab_size, cache or CACHE).tokenizer
+
+
+def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
+    """Concatenates the documents' bytes, each document followed by `END`."""
+    end = np.array([END], np.uint16)
+    parts = []
+    for document in documents:
+        parts += [np.frombuffer(document.text, np.uint8).astype(np.uint16), end]
+    return np.concatenate(parts) if parts else end[:0]
+
+
+class _BytePairs(NamedTuple):
+    """What a cached folder holds."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def _byte_pairs(split: Split, vocab_size: int, cache: Path) -> _BytePairs:
+    """Reads byte pairs from the cache, or learns them and tries to keep them there."""
+    folder = Path(cache) / _key(split, vocab_size)
+    with contextlib.suppress(OSError, ValueError):
+        return _read(folder)
+    found = _learn(split, vocab_size)
+    # Without a place to keep them they are learnt again: slower, not wrong.
+    with contextlib.suppress(OSError):
+        _write(folder, found)
+    return found
+
+
+def _key(split: Split, vocab_size: int) -> str:
+    key = hashlib.sha256(f"1 {byte_pairs.VERSION} {vocab_size}".encode())
+    for side in split:
+        key.update(f" {len(side)} ".encode())
+        for document in side:
+            key.update(hashlib.sha256(document.text).digest())
+    return key.hexdigest()
+
+
+def _learn(split: Split, vocab_size: int) -> _BytePairs:
+    learnt = byte_pairs.train((x.text.decode() for x in split.train), vocab_size)
+
+    def stream(documents: Sequence[Document]) -> np.ndarray:
+        parts = byte_pairs.encode(learnt, [x.text.decode() for x in documents])
+        ended = [np.array([*ids, byte_pairs.END], np.uint16) for ids in parts]
+        return np.concatenate(ended)
+
+    return _BytePairs(learnt, stream(split.train), stream(split.held_out))
+
+
+def _read(folder: Path) -> _BytePairs:
+    text = (folder / "tokenizer.json").read_text("utf-8")
+    settings = {"eos_token": byte_pairs.END_TEXT}
+    learnt = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
+    sides = (np.load(folder / f"{side}.npy", mmap_mode="r") for side in Split._fields)
+    return _BytePairs(learnt, *sides)
+
+
+def _write(folder: Path, found: _BytePairs) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".aside-"))
+    try:
+        for name, text in found.tokenizer.files().items():
+            (aside / name).write_text(text, encoding="utf-8")
+        for side in Split._fields:
+            np.save(aside / f"{side}.npy", getattr(found, side))
+        # Fails if another run was faster; both have written the same.
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _reordered(
+    stream: np.ndarray, documents: Sequence[Document], end: int
+) -> np.ndarray:
+    """Puts the documents of a stream into the order of their places.
+
+    By names the first ones would be one folder's; their places are as good as random.
+    """
+    after = np.flatnonzero(stream == end) + 1
+    parts = np.split(stream, after[:-1])
+    pairs = sorted(
+        zip(documents, parts, strict=True), key=lambda pair: texts.place(pair[0].name)
+    )
+    return np.concatenate([part for _, part in pairs])

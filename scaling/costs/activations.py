@@ -1,0 +1,187 @@
+"""What a forward pass keeps for the backward pass: a list of tensors, not a constant.
+
+The list is that of good kernels: a norm keeps its input, a product its input, an
+activation function its input, attention its queries, keys and values and either all
+weights or, in tiles, the log-sum-exp of each row. Their sum for a GPT layer with
+dropout is the well-known `s b h (34 + 5 a s / h)`; a Llama layer has another.
+
+What `jax.vjp` keeps of our own models is in `costs_residuals`.
+
+Sources: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1 and 4.2 (the list, and
+what tensor and sequence parallelism divide); Dao et al. 2022, arXiv:2205.14135 (no
+weights kept, one log-sum-exp a row).
+"""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from scaling.costs.flops import check
+from scaling.costs.parallelism import Layout
+from scaling.shapes import Description, HeadAttention
+
+type Divided = Literal["sequence", "heads", "kv_heads", "no"]
+"""What divides a tensor over tensor-parallel devices: `sequence` only with Megatron's
+sequence parallelism."""
+
+
+class Stored(NamedTuple):
+    """A tensor that one layer keeps.
+
+    Attributes:
+      part: what it belongs to: norms, attention, scores, mlp, experts.
+      name: what it is.
+      formula: its bytes per token, in the letters of `descriptions`.
+      bytes: the same as a number.
+      place: the layers that have it: every, dense or mixture.
+      divided: by what tensor parallelism divides it.
+    """
+
+    part: Literal["norms", "attention", "scores", "mlp", "experts"]
+    name: str
+    formula: str
+    bytes: int | float
+    place: Literal["every", "dense", "mixture"]
+    divided: Divided
+
+
+def stored(
+    model: Description,
+    *,
+    sequence: int,
+    flash: bool = True,
+    dropout: bool = False,
+    number_bytes: int = 2,
+) -> tuple[Stored, ...]:
+    """Lists the tensors that each layer keeps, in bytes per token.
+
+    Llama-7B in 16 bits with attention in tiles: 131,584 + 128 bytes.
+
+    Args:
+      model: its shape.
+      sequence: tokens of a sequence; matters where attention's weights are kept.
+      flash: whether attention works in tiles and keeps no weights.
+      dropout: whether attention weights and both branches are dropped out of; a mask
+        is one byte a number.
+      number_bytes: of a number, 2 or 4.
+
+    Raises:
+      ValueError: a size out of range.
+    """
+    check(sequence=sequence, number_bytes=number_bytes)
+    e = number_bytes
+    return (
+        *_norms(model, e, dropout),
+        *_attention(model, e),
+        *_scores(model, e, sequence, flash, dropout),
+        *_mlp(model, e),
+        *_experts(model, e),
+    )
+
+
+def per_token(
+    tensors: Iterable[Stored], model: Description, layout: Layout | None = None
+) -> tuple[float, float]:
+    """Adds up a dense and a mixed layer.
+
+    Args:
+      tensors: as `stored` lists them.
+      model: whose they are.
+      layout: what divides them, nothing by default; the part of a sequence that a
+        device of a ring has is not its matter.
+
+    Returns:
+      Bytes per token of a dense layer and of a mixed one, on one device.
+    """
+    layout = layout or Layout()
+    sums = {"every": 0.0, "dense": 0.0, "mixture": 0.0}
+    for tensor in tensors:
+        sums[tensor.place] += tensor.bytes / _parts(tensor.divided, model, layout)
+    return sums["every"] + sums["dense"], sums["every"] + sums["mixture"]
+
+
+def _parts(divided: Divided, model: Description, layout: Layout) -> int:
+    if divided == "kv_heads":  # fewer heads than devices are copied
+        return min(layout.tensor, model.attention.num_kv_heads)
+    if divided == "heads" or (divided == "sequence" and layout.sequence):
+        return layout.tensor
+    return 1
+
+
+def _norms(model: Description, e: int, dropout: bool) -> Iterable[Stored]:
+    h = model.hidden_size
+
+    def tensor(name: str, formula: str, size: int) -> Stored:
+        return Stored("norms", name, formula, size, "every", "sequence")
+
+    count = model.norms_per_layer
+    yield tensor("inputs of the norms", f"{count * e} h", count * e * h)
+    yield tensor("outputs of the norms", f"{2 * e} h", 2 * e * h)
+    if dropout:
+        yield tensor("dropout masks of the branches", "2 h", 2 * h)
+
+
+def _attention(model: Description, e: int) -> Iterable[Stored]:
+    a, n = model.attention, model.attention.num_q_heads
+
+    def tensor(name: str, formula: str, numbers: int, divided: Divided) -> Stored:
+        made = e * numbers
+        return Stored("attention", name, f"{e} · {formula}", made, "every", divided)
+
+    if isinstance(a, HeadAttention):
+        m, d = a.num_kv_heads, a.head_dim
+        yield tensor("queries", "n d", n * d, "heads")
+        yield tensor("keys and values", "2 m d", 2 * m * d, "kv_heads")
+        if a.qk_norm:
+            yield tensor("before the query norm", "n d", n * d, "heads")
+            yield tensor("before the key norm", "m d", m * d, "kv_heads")
+        yield tensor("output", "n d", n * d, "heads")
+        return
+    latent = 2 * a.kv_rank + a.rope_dim
+    if a.q_rank is not None:
+        yield tensor("query latent, norm and output", "2 q", 2 * a.q_rank, "no")
+    yield tensor("latent and its norm, rotary key", "(2 c + dr)", latent, "no")
+    yield tensor("queries and keys", "2 n (dn + dr)", 2 * n * a.key_dim, "heads")
+    yield tensor("values and output", "2 n dv", 2 * n * a.value_dim, "heads")
+
+
+def _scores(
+    model: Description, e: int, sequence: int, flash: bool, dropout: bool
+) -> Iterable[Stored]:
+    n = model.attention.num_q_heads
+
+    def tensor(name: str, formula: str, size: int) -> Stored:
+        return Stored("scores", name, formula, size, "every", "heads")
+
+    if flash:
+        yield tensor("log-sum-exp", "4 n", 4 * n)
+        return
+    yield tensor("weights", f"{e} n s", e * n * sequence)
+    if dropout:
+        yield tensor("mask of the weights", "n s", n * sequence)
+        yield tensor("weights that are left", f"{e} n s", e * n * sequence)
+
+
+def _mlp(model: Description, e: int) -> Iterable[Stored]:
+    if model.num_dense_layers:
+        size, inner = e * (2 + model.gated) * model.mlp_size, 2 + model.gated
+        name = "gate, up and their product" if model.gated else "up, before and after"
+        yield Stored("mlp", name, f"{e * inner} i", size, "dense", "heads")
+
+
+def _experts(model: Description, e: int) -> Iterable[Stored]:
+    """A mixture without dropped tokens, its inputs gathered by expert."""
+    if (x := model.experts) is None or not model.num_mixture_layers:
+        return
+
+    def tensor(name: str, formula: str, size: int, divided: Divided) -> Stored:
+        return Stored("experts", name, formula, size, "mixture", divided)
+
+    h, k, inner = model.hidden_size, x.top_k, 2 + model.gated
+    yield tensor("routing weights", "4 e", 4 * x.num_experts, "sequence")
+    yield tensor("inputs by expert", f"{e} k h", e * k * h, "no")
+    width = e * inner * k * x.size
+    yield tensor("gate, up and their product", f"{e * inner} k j", width, "heads")
+    yield tensor("outputs before weighting", f"{e} k h", e * k * h, "no")
+    if x.shared_size:
+        width = e * inner * x.shared_size
+        yield tensor("the same of shared experts", f"{e * inner} js", width, "heads")

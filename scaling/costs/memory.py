@@ -1,0 +1,242 @@
+"""Memory of training on the fullest device, term by term.
+
+Weights, gradients and optimizer state: Rajbhandari et al. 2019 (ZeRO),
+arXiv:1910.02054, sections 3.1 and 5. Activations: `costs_activations`, with
+checkpoints after Chen et al. 2016, arXiv:1604.06174, and Korthikanti et al. 2022,
+arXiv:2205.05198, section 5. Stages in flight: Narayanan et al. 2021, arXiv:2104.04473,
+section 2.2.
+"""
+
+import dataclasses
+from collections import Counter
+from typing import NamedTuple
+
+from scaling.costs import activations as costs_activations
+from scaling.costs import parallelism, parameters
+from scaling.costs.activations import per_token
+from scaling.costs.flops import Checkpointing
+from scaling.costs.flops import check as check_sizes
+from scaling.costs.parallelism import Layout
+from scaling.shapes import Description
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes per parameter; the defaults are mixed-precision Adam's 16."""
+
+    weight: int = 2
+    gradient: int = 2
+    master: int = 4
+    """Of the copy that is updated; 0 where the weights are."""
+    moments: int = 8
+    """Adam's two in float32; 0 for plain gradient descent."""
+
+    def __post_init__(self):
+        """Refuses negative sizes."""
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name}={getattr(self, field.name)} < 0")
+
+
+MIXED = Bytes()
+"""bfloat16 weights and gradients, float32 master copy and moments."""
+MIXED_WIDE = Bytes(gradient=4)
+"""The same with gradients added up in float32: 18 bytes."""
+SINGLE = Bytes(weight=4, gradient=4, master=0, moments=8)
+"""Everything in float32."""
+
+
+class Held(NamedTuple):
+    """Parameters on one device.
+
+    Attributes:
+      shared: those that `Layout.copies` devices hold alike.
+      experts: those of routed experts, which fewer do.
+    """
+
+    shared: int
+    experts: int
+
+
+class Memory(NamedTuple):
+    """Bytes on one device while a training step is at its fullest.
+
+    Attributes:
+      weights: as they are computed with.
+      gradients: of all of them.
+      master: the copy that is updated.
+      moments: the optimizer's.
+      activations: what layers keep, of all batches in flight.
+      recomputed: one layer's tensors while they are computed again.
+      ends: input of the final norm and of the head, and an embedding's dropout mask.
+      logits: in float32.
+      logits_gradient: of the same size.
+    """
+
+    weights: float
+    gradients: float
+    master: float
+    moments: float
+    activations: float
+    recomputed: float
+    ends: float
+    logits: float
+    logits_gradient: float
+
+    @property
+    def model_state(self) -> float:
+        """What does not depend on the batch."""
+        return self.weights + self.gradients + self.master + self.moments
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def training(
+    model: Description,
+    *,
+    batch: int = 1,
+    sequence: int,
+    layout: Layout | None = None,
+    bytes_per_param: Bytes = MIXED,
+    checkpointing: Checkpointing = "none",
+    flash: bool = True,
+    dropout: bool = False,
+    micro_batches: int | None = None,
+) -> Memory:
+    """Adds up what one device holds, at worst over pipeline stages.
+
+    Llama-2-7B on one device: 107.81 GB of weights, gradients and optimizer.
+
+    Args:
+      model: its shape.
+      batch: sequences of one micro-batch on one data-parallel device, at least 1.
+      sequence: tokens of each, at least 1.
+      layout: how it is divided; one device by default.
+      bytes_per_param: of weights, gradients and optimizer.
+      checkpointing: `none` keeps all; `selective` all but attention's weights, masks
+        or log-sum-exp; `full` the input of every layer; `boundary` the same, with the
+        one layer that is being computed again on top.
+      flash: whether attention works in tiles.
+      dropout: whether there is any.
+      micro_batches: per step, at least 1; as many as stages by default. The first
+        stage keeps activations of up to `pipeline` of them.
+
+    Raises:
+      ValueError: a size out of range, or a degree that does not divide.
+    """
+    check_sizes(batch=batch, sequence=sequence)
+    layout = layout or Layout()
+    parallelism.check(model, layout, sequence=sequence)
+    micro_batches = layout.pipeline if micro_batches is None else micro_batches
+    check_sizes(micro_batches=micro_batches)
+    how = {"flash": flash, "dropout": dropout, "number_bytes": bytes_per_param.weight}
+    found = [
+        _stage(
+            model, stage, batch, sequence, layout, bytes_per_param, checkpointing, how
+        )
+        for stage in range(layout.pipeline)
+    ]
+    in_flight = (
+        min(layout.pipeline - stage, micro_batches) for stage in range(layout.pipeline)
+    )
+    full = [
+        memory._replace(activations=memory.activations * times)
+        for memory, times in zip(found, in_flight, strict=True)
+    ]
+    return max(full, key=lambda memory: memory.total)
+
+
+def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
+    """Parameters of one device, before ZeRO divides them.
+
+    Norms, routers and biases of h numbers are held by every tensor-parallel device;
+    the vocabulary is rounded up to a multiple of them.
+
+    Args:
+      model: its shape.
+      layout: how it is divided.
+      stage: which pipeline stage, counted from 0.
+    """
+    layers = _layers_of(model, layout, stage)
+    last = layout.pipeline - 1
+    times = {
+        "first": int(stage == 0),
+        "every": len(layers),
+        "dense": sum(not model.mixture_layers[x] for x in layers),
+        "mixture": sum(model.mixture_layers[x] for x in layers),
+        "last": int(stage == last),
+        "ahead": 0,
+    }
+    counts: Counter[bool] = Counter()
+    for weight in parameters.weights(model):
+        stored = weight.stored
+        if weight.part == "head" and not stored and last > 0:
+            stored = 1  # a tied table lies at both ends of a pipeline
+        is_expert = weight.split == "experts"
+        counts[is_expert] += (
+            _part(weight, model, layout) * stored * times[weight.place]
+        ) // (layout.expert if is_expert else 1)
+    return Held(counts[False], counts[True])
+
+
+def _stage(model, stage, batch, sequence, layout, each, checkpointing, how) -> Memory:
+    params, last = held(model, layout, stage=stage), layout.pipeline - 1
+    copies = layout.copies, layout.copies // layout.expert
+
+    def state(size: int, divided_from: int) -> float:
+        parts = copies if layout.zero >= divided_from else (1, 1)
+        return size * sum(x / y for x, y in zip(params, parts, strict=True))
+
+    tokens = batch * sequence // layout.context
+    tensors = costs_activations.stored(model, sequence=sequence, **how)
+    whole = per_token(tensors, model, layout)
+    kept = whole
+    if checkpointing == "selective":
+        left = (tensor for tensor in tensors if tensor.part != "scores")
+        kept = per_token(left, model, layout)
+    width = model.hidden_size * each.weight
+    if checkpointing in ("full", "boundary"):
+        # Kept whole by every tensor-parallel device: Korthikanti et al. 2022, table 2.
+        kept = width, width
+    layers = _layers_of(model, layout, stage)
+    activations = tokens * sum(kept[model.mixture_layers[x]] for x in layers)
+    again = tokens * max(whole[model.mixture_layers[x]] for x in layers)
+    logits = 4.0 * tokens * _vocab_part(model, layout) if stage == last else 0.0
+    parts = layout.tensor if layout.sequence else 1
+    ends = 2 * tokens * width / parts if stage == last else 0.0
+    if how["dropout"] and stage == 0:
+        ends += tokens * model.hidden_size / parts
+    return Memory(
+        weights=state(each.weight, 3),
+        gradients=state(each.gradient, 2),
+        master=state(each.master, 1),
+        moments=state(each.moments, 1),
+        activations=activations,
+        recomputed=again if checkpointing == "boundary" else 0.0,
+        ends=ends,
+        logits=logits,
+        logits_gradient=logits,
+    )
+
+
+def _layers_of(model: Description, layout: Layout, stage: int) -> range:
+    each = model.num_layers // layout.pipeline
+    return range(stage * each, (stage + 1) * each)
+
+
+def _vocab_part(model: Description, layout: Layout) -> int:
+    return -(-model.vocab_size // layout.tensor)
+
+
+def _part(weight: parameters.Weight, model: Description, layout: Layout) -> int:
+    """Numbers of a weight on one tensor-parallel device."""
+    if weight.split == "none":
+        return weight.size
+    if weight.split == "vocab":
+        return _vocab_part(model, layout) * (weight.size // model.vocab_size)
+    if weight.split == "kv_heads":
+        return weight.size // min(layout.tensor, model.attention.num_kv_heads)
+    return weight.size // layout.tensor

@@ -1,0 +1,172 @@
+"""How a model is divided over devices: degrees of each kind of parallelism."""
+
+import dataclasses
+
+from scaling.shapes import Description, LatentAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism; 1 means that nothing is divided that way.
+
+    Devices are `tensor x pipeline x ring x ulysses x data`. Experts are spread over
+    some of the devices that otherwise hold copies: `expert` divides
+    `data x ring x ulysses`.
+    """
+
+    tensor: int = 1
+    """Heads, FFN columns and vocabulary are divided."""
+    sequence: bool = False
+    """Whether norms and dropout between tensor-parallel products work on a part of the
+    sequence each (Megatron's sequence parallelism)."""
+    pipeline: int = 1
+    """Layers are divided into so many stages."""
+    ulysses: int = 1
+    """The sequence is divided; attention exchanges it for heads."""
+    ring: int = 1
+    """The sequence is divided; keys and values go round."""
+    expert: int = 1
+    """Experts are divided."""
+    data: int = 1
+    """Batches are divided."""
+    zero: int = 0
+    """What data-parallel devices divide: 1 optimizer state, 2 also gradients, 3 also
+    weights (Rajbhandari et al. 2019, arXiv:1910.02054)."""
+
+    def __post_init__(self):
+        """Refuses degrees that cannot be."""
+        for name in ("tensor", "pipeline", "ulysses", "ring", "expert", "data"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"{self.zero=} must be 0, 1, 2 or 3")
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence (sp) divides the sequence over the devices of tensor (tp), "
+                "and tensor=1: ulysses or ring divide it without"
+            )
+        if self.copies % self.expert:
+            raise ValueError(
+                f"expert={self.expert} must divide data x ring x ulysses={self.copies}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return self.tensor * self.pipeline * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Devices that hold the same weights outside experts; ZeRO divides by it."""
+        return self.data * self.context
+
+    @property
+    def sharing(self) -> int:
+        """Devices over which one copy of the model is spread when it serves."""
+        return self.tensor * self.pipeline * max(self.context, self.expert)
+
+    @property
+    def context(self) -> int:
+        """Parts of a sequence."""
+        return self.ring * self.ulysses
+
+
+_SHORT = {
+    "tp": "tensor",
+    "sp": "sequence",
+    "pp": "pipeline",
+    "ep": "expert",
+    "dp": "data",
+}
+
+
+def parse(text: str, *, zero: int = 0) -> Layout:
+    """Reads a layout such as `tp=8,sp,pp=2,dp=4`.
+
+    Args:
+      text: names, or tp, sp, pp, ep and dp for the first letters, with degrees;
+        `sequence` has none. Empty: one device. Experts that no data-parallel devices
+        are named for bring their own: `ep=8` alone is 8 devices.
+      zero: the ZeRO stage.
+
+    Raises:
+      ValueError: an unknown name, one that is given twice, a degree that is not a
+        whole number of at least 1, or `sequence` without `tensor`.
+    """
+    names = {field.name for field in dataclasses.fields(Layout)} - {"zero"}
+    degrees: dict[str, int] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = word.partition("=")
+        name = _SHORT.get(key, key)
+        if name not in names:
+            known = ", ".join(sorted({*_SHORT, *names}))
+            raise ValueError(
+                f"unknown parallelism {key!r} in {text!r}; one of: {known}"
+            )
+        if name in degrees:
+            raise ValueError(f"{name} is given twice in {text!r}")
+        if name == "sequence":
+            if value:
+                raise ValueError(f"{word!r} in {text!r}: {key} has no degree but tp's")
+            value = "1"
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"{word!r} in {text!r} needs a degree of at least 1")
+        degrees[name] = int(value)
+    with_sequence = bool(degrees.pop("sequence", 0))
+    context = degrees.get("ring", 1) * degrees.get("ulysses", 1)
+    if "data" not in degrees and degrees.get("expert", 1) % context == 0:
+        degrees["data"] = max(1, degrees.get("expert", 1) // context)
+    return Layout(**degrees, sequence=with_sequence, zero=zero)
+
+
+def check(model: Description, layout: Layout, *, sequence: int | None = None) -> None:
+    """Refuses a layout that does not divide a model evenly.
+
+    KV heads fewer than devices are copied, as engines do, if they divide them.
+
+    Args:
+      model: its shape.
+      layout: the degrees.
+      sequence: tokens of a sequence, where the layout divides them.
+
+    Raises:
+      ValueError: names the first size that a degree does not divide.
+    """
+    heads, experts = model.attention.num_q_heads, model.experts
+    kv_heads = model.attention.num_kv_heads
+    divided = [
+        ("tensor", layout.tensor, "query heads", heads),
+        ("pipeline", layout.pipeline, "layers", model.num_layers),
+        ("ulysses", layout.ulysses * layout.tensor, "query heads", heads),
+    ]
+    if model.num_dense_layers:
+        divided.append(("tensor", layout.tensor, "FFN width", model.mlp_size))
+    if experts is None and layout.expert > 1:
+        raise ValueError(
+            f"expert={layout.expert} needs a mixture; {model.name} is none"
+        )
+    if experts is not None:
+        divided += [
+            ("expert", layout.expert, "experts", experts.num_experts),
+            ("tensor", layout.tensor, "experts' width", experts.size),
+            ("tensor", layout.tensor, "shared experts' width", experts.shared_size),
+        ]
+    if sequence is not None:
+        inside = layout.tensor if layout.sequence else 1
+        names = {"ring": layout.ring, "ulysses": layout.ulysses, "tensor": inside}
+        name = " x ".join(x for x, degree in names.items() if degree > 1)
+        divided.append((name, layout.context * inside, "tokens", sequence))
+    for name, degree, what, size in divided:
+        if size % degree:
+            raise ValueError(f"{name}={degree} must divide the {size} {what}")
+    for name, degree in (
+        ("tensor", layout.tensor),
+        ("ulysses", layout.ulysses * layout.tensor),
+    ):
+        if isinstance(model.attention, LatentAttention):
+            continue
+        if kv_heads % degree and degree % kv_heads:
+            raise ValueError(
+                f"{name}={degree} must divide the {kv_heads} KV heads, or be a "
+                "multiple of them"
+            )

@@ -1,0 +1,240 @@
+"""How many parameters a model has: weight by weight, and by every convention.
+
+The weights are a list, and everything else about them is a sum over it: who counts
+embeddings, who counts each expert once, what a token is multiplied with, what lies on
+one of many devices.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from scaling.shapes import Description, HeadAttention
+
+type Place = Literal["first", "every", "dense", "mixture", "last", "ahead"]
+"""Before the layers; in every layer, or those with a plain or mixed FFN; after them; in
+the layers that predict further ahead."""
+
+type Split = Literal["none", "heads", "kv_heads", "mlp", "vocab", "experts"]
+"""What tensor (or expert) parallelism divides a weight by, if anything."""
+
+
+class Weight(NamedTuple):
+    """One parameter tensor.
+
+    Attributes:
+      part: what it belongs to: embedding, positions, attention, mlp, experts, norms,
+        head.
+      name: what it is.
+      formula: its size in the letters of `descriptions`.
+      size: its size.
+      place: where in the model it is.
+      stored: how many of it there are in such a place: e routed experts; 0 for a head
+        that is tied to the embedding.
+      active: how many of those a token uses: k of e.
+      applied: how many matrix products a token makes with it; 0 for norms, biases and
+        tables that are looked up.
+      split: how it is divided over devices.
+    """
+
+    part: str
+    name: str
+    formula: str
+    size: int
+    place: Place
+    stored: int = 1
+    active: int = 1
+    applied: int = 0
+    split: Split = "none"
+
+
+class Parameters(NamedTuple):
+    """Parameter counts; papers mean any of these by N.
+
+    Attributes:
+      total: all that the model has, a tied head counted once.
+      non_embedding: without the tables of tokens and positions, and without the head
+        (Kaplan et al. 2020, arXiv:2001.08361, section 1.3).
+      matmul: weights that a token is multiplied with: the head, tied or not, and of a
+        mixture the experts that it uses; no table, norm or bias.
+      active: those of the total that a token uses.
+      active_non_embedding: of these all but the tables of tokens and positions, as
+        mixtures are quoted: a head of its own stays, one that is the table goes.
+      matmul_total: as `matmul`, with every expert.
+      ahead: of the layers for multi-token prediction, which the total leaves out; the
+        embedding and head that they share with the model are not counted again.
+    """
+
+    total: int
+    non_embedding: int
+    matmul: int
+    active: int
+    active_non_embedding: int
+    matmul_total: int
+    ahead: int
+
+
+def parameters(model: Description) -> Parameters:
+    """Counts a model's parameters.
+
+    Llama-2-7B: 6,738,415,616 in total, 6,476,271,616 of them outside embeddings, and
+    6,607,077,376 that a token is multiplied with.
+    """
+    places = copies(model)
+    found = [(w, w.size * places[w.place]) for w in weights(model)]
+    inside = [(w, size) for w, size in found if w.place != "ahead"]
+    tables = ("embedding", "positions", "head")
+    looked_up = sum(s for w, s in inside if w.part in ("embedding", "positions"))
+    active = sum(s * w.active for w, s in inside)
+    return Parameters(
+        total=sum(s * w.stored for w, s in inside),
+        non_embedding=sum(s * w.stored for w, s in inside if w.part not in tables),
+        matmul=sum(s * w.applied for w, s in inside),
+        active=active,
+        active_non_embedding=active - looked_up,
+        matmul_total=sum(s * max(w.stored, w.applied) for w, s in inside if w.applied),
+        ahead=sum(s * w.stored for w, s in found if w.place == "ahead"),
+    )
+
+
+def copies(model: Description) -> dict[Place, int]:
+    """How often each place occurs in the model."""
+    return {
+        "first": 1,
+        "every": model.num_layers,
+        "dense": model.num_dense_layers,
+        "mixture": model.num_mixture_layers,
+        "last": 1,
+        "ahead": model.num_ahead_layers,
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def weights(model: Description) -> tuple[Weight, ...]:
+    """Lists every weight of a model, once per place.
+
+    Sources: Touvron et al. 2023, arXiv:2302.13971, section 2.2 (Llama); Brown et al.
+    2020, arXiv:2005.14165, section 2.1 (GPT); Jiang et al. 2024, arXiv:2401.04088,
+    section 2 (Mixtral); DeepSeek-AI 2024, arXiv:2412.19437, section 2 (MLA, shared and
+    routed experts, multi-token prediction).
+    """
+    return (*_tables(model), *_layers(model), *_ends(model), *_ahead(model))
+
+
+def _tables(model: Description) -> Iterable[Weight]:
+    h, v, rows = model.hidden_size, model.vocab_size, model.position_rows
+    yield Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")
+    if rows:
+        yield Weight("positions", "positions", "r h", rows * h, "first")
+
+
+def _layers(model: Description) -> Iterable[Weight]:
+    yield from _attention(model)
+    if model.num_dense_layers:
+        yield from _mlp(model)
+    if model.num_mixture_layers:
+        yield from _experts(model)
+    count = model.norms_per_layer
+    yield from _norms(model, "block norms", count, "every")
+
+
+def _ends(model: Description) -> Iterable[Weight]:
+    yield from _norms(model, "final norm", 1, "last")
+    h, v, stored = model.hidden_size, model.vocab_size, int(not model.tie_embeddings)
+    yield Weight("head", "head", "v h", v * h, "last", stored, stored, 1, "vocab")
+
+
+def _attention(model: Description) -> Iterable[Weight]:
+    def weight(name: str, formula: str, size: int, split: Split = "none") -> Weight:
+        return Weight("attention", name, formula, size, "every", applied=1, split=split)
+
+    def plain(name: str, formula: str, size: int, split: Split = "none") -> Weight:
+        return weight(name, formula, size, split)._replace(applied=0)
+
+    a, h, n = model.attention, model.hidden_size, model.attention.num_q_heads
+    if isinstance(a, HeadAttention):
+        m, d = a.num_kv_heads, a.head_dim
+        yield weight("query", "h n d", h * n * d, "heads")
+        yield weight("key and value", "2 h m d", 2 * h * m * d, "kv_heads")
+        yield weight("output", "n d h", n * d * h, "heads")
+        if a.qkv_bias:
+            yield plain("query bias", "n d", n * d, "heads")
+            yield plain("key and value bias", "2 m d", 2 * m * d, "kv_heads")
+        if a.out_bias:
+            yield plain("output bias", "h", h)
+        if a.qk_norm:
+            yield plain("query and key norms", "2 d", 2 * d)
+        return
+    made = n * a.key_dim
+    if (q := a.q_rank) is None:
+        yield weight("query", "h n (dn + dr)", h * made, "heads")
+    else:
+        yield weight("query, down", "h q", h * q)
+        yield plain("query norm", "q", q)
+        yield weight("query, up", "q n (dn + dr)", q * made, "heads")
+    c = a.kv_rank
+    yield weight("latent, down", "h (c + dr)", h * (c + a.rope_dim))
+    yield plain("latent norm", "c", c)
+    up = c * n * (a.nope_dim + a.value_dim)
+    yield weight("key and value, up", "c n (dn + dv)", up, "heads")
+    yield weight("output", "n dv h", n * a.value_dim * h, "heads")
+
+
+def _mlp(model: Description) -> Iterable[Weight]:
+    h, i, up = model.hidden_size, model.mlp_size, 1 + model.gated
+
+    def weight(
+        name: str, formula: str, size: int, applied: int, split: Split
+    ) -> Weight:
+        return Weight("mlp", name, formula, size, "dense", 1, 1, applied, split)
+
+    times = "2 " if model.gated else ""
+    name = "gate and up" if model.gated else "up"
+    yield weight(name, f"{times}h i", up * h * i, 1, "mlp")
+    yield weight("down", "i h", i * h, 1, "mlp")
+    if model.mlp_bias:
+        yield weight("up bias", f"{times}i", up * i, 0, "mlp")
+        yield weight("down bias", "h", h, 0, "none")
+
+
+def _experts(model: Description) -> Iterable[Weight]:
+    x, h = model.experts, model.hidden_size
+    assert x is not None  # a Description with mixture layers has them
+    e, k, matrices = x.num_experts, x.top_k, 2 + model.gated
+
+    def weight(name: str, formula: str, size: int, *more) -> Weight:
+        return Weight("experts", name, formula, size, "mixture", *more)
+
+    routed = f"{matrices} h j"
+    yield weight("routed", routed, matrices * h * x.size, e, k, k, "experts")
+    yield weight("router", "e h", e * h, 1, 1, 1)
+    if x.gate_bias:
+        yield weight("routing correction", "e", e)
+    if size := x.shared_size:
+        yield weight("shared", f"{matrices} h js", matrices * h * size, 1, 1, 1, "mlp")
+    if x.shared_gate:
+        yield weight("shared gate", "h", h, 1, 1, 1)
+
+
+def _norms(model: Description, name: str, count: int, place: Place) -> Iterable[Weight]:
+    vectors = count * (2 if model.norm == "layer" else 1)
+    formula = "h" if vectors == 1 else f"{vectors} h"
+    yield Weight("norms", name, formula, vectors * model.hidden_size, place)
+
+
+def _ahead(model: Description) -> Iterable[Weight]:
+    """A layer like the last one, and what joins it to the model.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2.
+    """
+    if not model.num_ahead_layers:
+        return
+    kinds = ("every", "mixture" if model.mixture_layers[-1] else "dense")
+    for weight in _layers(model):
+        if weight.place in kinds:
+            yield weight._replace(place="ahead")
+    h = model.hidden_size
+    join = Weight("ahead", "join", "2 h h", 2 * h * h, "ahead", applied=1)
+    yield join
+    for name in ("embedding norm", "hidden norm", "final norm"):
+        yield from _norms(model, name, 1, "ahead")

@@ -1,0 +1,192 @@
+"""The time of one serving step from its counts alone, as arrays: a cost model.
+
+`costs_serving` answers for one size; a simulator asks a million times, under `jit` and
+`vmap`, for steps that read parts of prompts and decode at once. So the model's numbers
+are drawn together into a few coefficients, a pytree of scalars, and a step is a handful
+of sums over its slots.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from scaling.costs import parameters, serving
+from scaling.costs.devices import Device, Precision
+from scaling.costs.flops import check, decode
+from scaling.shapes import Description
+
+
+class StepCost(NamedTuple):
+    """Coefficients of a model on devices; every leaf may be batched by `vmap`.
+
+    Attributes:
+      flops_per_token: products of a token outside attention's scores and the head.
+      flops_per_logit: those of the head.
+      flops_per_key: scores and values of a query and a key, in one layer.
+      weight_bytes: weights that every step reads.
+      expert_bytes: routed experts, all of them; 0 without.
+      expert_share: k / e, the share of them that a token meets.
+      kv_bytes: keys and values of one token in one layer.
+      window: latest tokens that layers of a kind see; a huge number for all.
+      layers: layers of that kind.
+      flops_per_s: rate of all devices together.
+      bytes_per_s: bandwidth of all together.
+      overhead_s: of a step, whatever is in it.
+    """
+
+    flops_per_token: Float[Array, ""]
+    flops_per_logit: Float[Array, ""]
+    flops_per_key: Float[Array, ""]
+    weight_bytes: Float[Array, ""]
+    expert_bytes: Float[Array, ""]
+    expert_share: Float[Array, ""]
+    kv_bytes: Float[Array, ""]
+    window: Float[Array, " kinds"]
+    layers: Float[Array, " kinds"]
+    flops_per_s: Float[Array, ""]
+    bytes_per_s: Float[Array, ""]
+    overhead_s: Float[Array, ""]
+
+
+class StepWork(NamedTuple):
+    """What a step does.
+
+    Attributes:
+      flops: operations.
+      bytes: weights, keys and values read and written.
+      time_s: the longer of both times, and the overhead; 0 for a step without tokens.
+    """
+
+    flops: Float[Array, ""]
+    bytes: Float[Array, ""]
+    time_s: Float[Array, ""]
+
+
+def step_cost(
+    model: Description,
+    device: Device,
+    *,
+    num_devices: int = 1,
+    precision: Precision = "bfloat16",
+    weight_bytes: int = 2,
+    kv_bytes: int = 2,
+    compute_share: float = 1.0,
+    bandwidth_share: float = 1.0,
+    overhead_s: float = 0.0,
+) -> StepCost:
+    """Draws a model's numbers together.
+
+    Latent attention is counted as in decoding, on the latents.
+
+    Args:
+      model: its shape.
+      device: what it runs on.
+      num_devices: that share the work evenly, without waiting.
+      precision: of the products.
+      weight_bytes: of a weight.
+      kv_bytes: of a number of K or V.
+      compute_share: of the device's rate that is reached, in (0, 1].
+      bandwidth_share: of its bandwidth, in (0, 1].
+      overhead_s: of every step, at least 0.
+
+    Raises:
+      ValueError: a share or count out of range.
+    """
+    check(num_devices=num_devices)
+    for name, share in (
+        ("compute_share", compute_share),
+        ("bandwidth_share", bandwidth_share),
+    ):
+        if not 0 < share <= 1:
+            raise ValueError(f"{name}={share} must be in (0, 1]")
+    if overhead_s < 0:
+        raise ValueError(f"{overhead_s=} must be at least 0")
+    terms = decode(model, context=1)
+    head = sum(x.flops for x in terms if x.part == "head")
+    keys = sum(x.flops for x in terms if x.growth == "s^2") / model.num_layers
+    routed = 0
+    if (experts := model.experts) is not None:
+        routed = sum(
+            x.size * x.stored * parameters.copies(model)[x.place]
+            for x in parameters.weights(model)
+            if x.stored > 1 and x.place != "ahead"
+        )
+    whole = serving.weight_bytes_read(model, 1, weight_bytes=weight_bytes)
+    share = experts.top_k / experts.num_experts if experts else 0.0
+    kinds = dict.fromkeys(model.windows)
+    numbers = {
+        "flops_per_token": sum(x.flops for x in terms if x.growth == "s") - head,
+        "flops_per_logit": head,
+        "flops_per_key": keys,
+        "weight_bytes": whole - share * routed * weight_bytes,
+        "expert_bytes": routed * weight_bytes,
+        "expert_share": share,
+        "kv_bytes": model.attention.cached_numbers * kv_bytes,
+        "window": [float(window or _ALL) for window in kinds],
+        "layers": [float(model.windows.count(window)) for window in kinds],
+        "flops_per_s": device.rate(precision) * compute_share * num_devices,
+        "bytes_per_s": device.bandwidth * bandwidth_share * num_devices,
+        "overhead_s": overhead_s,
+    }
+    return StepCost(**{name: jnp.float32(value) for name, value in numbers.items()})
+
+
+_ALL = 1 << 24
+"""More tokens than any sequence has, and exact in float32."""
+
+
+def work(
+    cost: StepCost,
+    new: Int[Array, " slots"],
+    past: Int[Array, " slots"],
+    num_logits: Int[Array, ""],
+) -> StepWork:
+    """Counts one step.
+
+    Args:
+      cost: the coefficients.
+      new: tokens that the step feeds of each slot: 1 in decoding, a chunk of a prompt,
+        or 0.
+      past: tokens of the slot whose keys and values are kept already.
+      num_logits: tokens whose logits are wanted.
+
+    Returns:
+      Its operations, bytes and time. The queries of a chunk meet what lies before them
+      and themselves, within the layer's window.
+    """
+    fed, before = new.astype(jnp.float32), past.astype(jnp.float32)
+    after = before + fed
+    window = cost.window[:, None]
+    met = _keys_below(after[None, :], window) - _keys_below(before[None, :], window)
+    keys = jnp.sum(met * cost.layers[:, None], dtype=jnp.float32)
+    tokens = jnp.sum(fed, dtype=jnp.float32)
+    flops = (
+        tokens * cost.flops_per_token
+        + num_logits.astype(jnp.float32) * cost.flops_per_logit
+        + keys * cost.flops_per_key
+    )
+    kept = jnp.minimum(after[None, :], window) * cost.layers[:, None]
+    read = jnp.sum(jnp.where(fed[None, :] > 0, kept, 0.0), dtype=jnp.float32)
+    written = tokens * jnp.sum(cost.layers, dtype=jnp.float32)
+    met_experts = 1.0 - (1.0 - cost.expert_share) ** tokens
+    moved = (
+        cost.weight_bytes
+        + cost.expert_bytes * met_experts
+        + cost.kv_bytes * (read + written)
+    )
+    time_s = jnp.maximum(flops / cost.flops_per_s, moved / cost.bytes_per_s)
+    is_idle = tokens == 0
+    return StepWork(
+        flops=flops,
+        bytes=jnp.where(is_idle, 0.0, moved),
+        time_s=jnp.where(is_idle, 0.0, time_s + cost.overhead_s),
+    )
+
+
+def _keys_below(
+    length: Float[Array, "1 slots"], window: Float[Array, "kinds 1"]
+) -> Float[Array, "kinds slots"]:
+    """Keys that the queries before `length` meet: the sum of min(place, window)."""
+    inside = jnp.minimum(length, window)
+    return inside * (inside + 1) / 2 + (length - inside) * window

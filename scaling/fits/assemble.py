@@ -1,0 +1,132 @@
+"""Puts a fit's result together: natural units, intervals, exponents, doubts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling.fits import diagnostics, intervals
+from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.result import FitResult
+from scaling.laws import Law, evaluation, published
+
+
+def report(
+    problem: Problem,
+    data: Mapping[str, Any],
+    found: diagnostics.Starts,
+    best: Float[np.ndarray, " k"],
+    objective: float,
+    samples: Float[np.ndarray, "resamples k"] | None,
+    level: float,
+) -> FitResult:
+    """Describes an optimum.
+
+    Args:
+      problem: what was minimised.
+      data: the columns it came from.
+      found: how the starts ended.
+      best: the optimum's coordinates.
+      objective: its sum of losses.
+      samples: the resamples' coordinates.
+      level: probability of the intervals.
+    """
+    law, seen = problem.law, problem.seen
+    names, centre = law.coefficients, seen.centre
+    n, k = seen.num_points, int(problem.free.sum())
+    matrix, covariance = intervals.curvature(problem, best)
+    slopes = evaluation.coefficient_slopes(law, best, centre)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is free has no variance
+        covariance = slopes @ covariance @ slopes.T
+    natural = evaluation.coefficients(law, best[None], centre)[0]
+    residuals = evaluation.values(law, best[None], seen.logs)[0] - seen.target
+    shape = diagnostics.shape(problem, matrix)
+
+    def interval(value: Any, spread: Any, sampled: Any) -> Any:
+        if samples is None:
+            half = intervals.student(level, max(1, n - k)) * spread
+            return value - half, value + half
+        size = {"loss": problem.loss, "num_points": n, "k": k}
+        return intervals.from_samples(value, sampled, level, **size)
+
+    sampled = None
+    if samples is not None:
+        sampled = evaluation.coefficients(law, samples, centre)
+    ends = interval(natural, _spread(covariance), sampled)
+    if samples is None:
+        # A size is symmetric in its logarithm, and stays positive.
+        logged = np.array([c.log for c in law.coordinates])
+        share = (ends[1] - natural) / np.where(logged, natural, 1.0)
+        ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
+        with np.errstate(over="ignore"):  # what has no upper end ends at infinity
+            low, high = natural / ratio, natural * ratio
+        ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
+    exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
+    columns = {x: np.asarray(data[x], float) for x in (*law.inputs, law.target)}
+    if {"num_params", "num_tokens"} <= columns.keys():
+        columns["flops"] = 6 * columns["num_params"] * columns["num_tokens"]
+    result = FitResult(
+        law=law.name,
+        inputs=law.inputs,
+        coefficients=dict(zip(names, map(float, natural), strict=True)),
+        objective=objective,
+        status=found.statuses[found.best],
+        statuses=found.statuses,
+        distinct_minima=found.distinct_minima,
+        covariance=covariance,
+        intervals=_pairs(names, ends),
+        samples=samples,
+        condition_number=shape.condition_number,
+        flat_directions=shape.flat_directions,
+        bounds_hit=diagnostics.bounds_hit(problem, best),
+        warnings=[],
+        num_points=n,
+        residuals=residuals,
+        exponents=exponents,
+        exponent_intervals=exponent_ends,
+        held_out=None,
+        loss=problem.loss,
+        delta=problem.delta,
+        space=problem.space,
+        level=level,
+        coordinates=best,
+        centre=centre,
+        noise=residuals * np.sqrt(n / max(1, n - k)),
+        ranges={x: (float(y.min()), float(y.max())) for x, y in columns.items()},
+    )
+    return result._replace(warnings=diagnostics.warnings(problem, result))
+
+
+def _exponents(
+    law: Law, natural: Any, covariance: Any, sampled: Any, interval: Any
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """The exponents of the compute optimum and their intervals."""
+    if law.two_powers is None:
+        return {}, {}
+
+    def compute(x: np.ndarray) -> np.ndarray:
+        return np.stack(
+            published.exponents(law, dict(zip(law.coefficients, x, strict=True)))
+        )
+
+    value = compute(natural)
+    # A central difference; its step is far above rounding and far below any curve.
+    steps = np.diag(1e-6 * np.maximum(np.abs(natural), 1e-12))
+    slopes = [
+        (compute(natural + x) - compute(natural - x)) / (2 * x.sum()) for x in steps
+    ]
+    slope = np.stack(slopes, 1)
+    several = None if sampled is None else compute(sampled.T).T
+    ends = interval(value, _spread(slope @ covariance @ slope.T), several)
+    names = published.Exponents._fields
+    return dict(zip(names, map(float, value), strict=True)), _pairs(names, ends)
+
+
+def _spread(covariance: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.maximum(np.diagonal(covariance), 0))
+
+
+def _pairs(names: Sequence[str], ends: Any) -> dict[str, tuple[float, float]]:
+    low, high = ends
+    return {name: (float(low[i]), float(high[i])) for i, name in enumerate(names)}

@@ -1,0 +1,244 @@
+"""What is doubtful about a fit: starts that disagree, walls, free directions."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling.fits import goodness
+from scaling.fits.levenberg_marquardt import Ends, Problem
+from scaling.fits.result import FitResult, HeldOut
+from scaling.laws import evaluation
+
+# Where doubt begins. Simulated surfaces set these: of sound ones, with 32 or 240 runs
+# and normal or heavy-tailed noise, fewer than one in twenty is doubted; of ill-posed
+# ones, nearly all whose intervals miss the truth (`experiments/fit_coverage.py`).
+_FREE = 1e-8
+"""Share of the largest scaled curvature below which a direction is free."""
+_ILL = 1e6
+"""Condition number from which combinations of coefficients are free."""
+_SAME = 1e-4
+"""Optima whose predictions differ by less, in logarithms, are one."""
+_FEW = 3
+"""Points for each coefficient below which there are few."""
+_COLLINEAR = 0.15
+"""Spread of one input, given another, over its whole spread."""
+_WALL_SHARE = 0.05
+"""Share of the resamples that may end at a wall."""
+_SMALL_FLOOR = 0.15
+"""Floor over the smallest target seen, below which it may be none."""
+_WIDE_RATIO = 5.0
+"""Ratio of the ends of an exponent's interval."""
+_ENOUGH = 2**16
+"""Rows that tell a curve in the residuals."""
+_WIDE_SHARE = 0.4
+"""Width of the interval of an exponent of the optimum, which is in (0, 1)."""
+
+
+class Starts(NamedTuple):
+    """How the starts ended: the best one, a status each, how many different optima."""
+
+    best: int
+    statuses: list[str]
+    distinct_minima: int
+
+
+class Shape(NamedTuple):
+    """The curvature at the optimum: see `FitResult`."""
+
+    condition_number: float
+    flat_directions: list[dict[str, float]]
+
+
+def compare_starts(problem: Problem, ends: Ends) -> Starts:
+    """Says how every start ended; counts optima that differ in what they predict."""
+    low, high = problem.box
+    walls = _at_walls(ends.coordinates, low, high)[:, problem.free].any(1)
+    settled = (ends.promise < 1e-9) & (ends.damping < 1) & np.isfinite(ends.objective)
+    statuses = [
+        "abnormal"
+        if not np.isfinite(objective)
+        else ("bound_hit" if wall else "converged")
+        if done
+        else "max_iter"
+        for objective, wall, done in zip(ends.objective, walls, settled, strict=True)
+    ]
+    best = int(np.argmin(ends.objective))
+    order = np.argsort(ends.objective)
+    order = order[settled[order]]
+    found: list[np.ndarray] = []
+    if len(order):
+        law, logs = problem.law, problem.seen.logs
+        for value in evaluation.values(law, ends.coordinates[order], logs):
+            if all(np.abs(value - other).max() > _SAME for other in found):
+                found.append(value)
+    return Starts(best, statuses, max(1, len(found)))
+
+
+def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[str]:
+    """Names the coefficients at a wall of the box, those that are given aside."""
+    walls = _at_walls(coordinates, *problem.box) & problem.free
+    return [n for n, w in zip(problem.law.coefficients, walls, strict=True) if w]
+
+
+def shape(problem: Problem, matrix: Float[np.ndarray, "free free"]) -> Shape:
+    """Finds directions in which the objective does not rise."""
+    size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
+    bends, directions = np.linalg.eigh(matrix / np.outer(size, size))
+    ratio = bends / max(bends[-1], 1e-300)
+    names = np.array(problem.law.coefficients)[problem.free].tolist()
+    flat = []
+    for bend, direction in zip(ratio, directions.T, strict=True):
+        if bend < _FREE:
+            direction = direction / size
+            direction = direction / np.linalg.norm(direction)
+            flat.append(dict(zip(names, map(float, direction), strict=True)))
+    return Shape(1 / max(float(ratio[0]), 1e-17), flat)
+
+
+def collinear(problem: Problem) -> tuple[str, str] | None:
+    """Names two inputs of which one follows from the other in these runs."""
+    logs, names = problem.seen.logs, problem.law.inputs
+    for i in range(len(logs)):
+        for j in range(i):
+            a, b = (x - x.mean() for x in (logs[i], logs[j]))
+            spread = np.sqrt(np.mean(a * a) * np.mean(b * b))
+            share = abs(float(np.mean(a * b))) / max(spread, 1e-300)
+            if 1 - min(share, 1.0) ** 2 < _COLLINEAR**2:
+                return names[j], names[i]
+    return None
+
+
+def warnings(problem: Problem, result: FitResult) -> list[str]:
+    """Puts the doubts about a fit into words; none where it is sound."""
+    n, k = result.num_points, int(problem.free.sum())
+    said = []
+    if n < _FEW * k:
+        said.append(f"{n} points are few for {k} coefficients: intervals are rough")
+    if result.status in ("max_iter", "abnormal"):
+        said.append(f"the best start ended as {result.status}: this may be no optimum")
+    if pair := collinear(problem):
+        said.append(
+            f"{pair[1]} follows from {pair[0]} in these runs, so their terms cannot be "
+            "told apart: vary them separately"
+        )
+    for name in result.bounds_hit:
+        why = "where the search ends: the data does not identify it"
+        if name in problem.limits:
+            why = "at the bound that was set: the data asks for another value"
+        said.append(f"{name}={result.coefficients[name]:.4g} is {why}")
+    for name, share in _shares_at_walls(problem, result).items():
+        if name not in result.bounds_hit and share > _WALL_SHARE:
+            where = "where the search ends"
+            if name in problem.limits:
+                where = "at the bound that was set"
+            said.append(
+                f"{name} is {where} in {share:.0%} of the resamples: the data hardly "
+                "identifies it"
+            )
+    if result.condition_number > _ILL and not result.bounds_hit:
+        said.append(
+            f"condition number {result.condition_number:.0e}: "
+            "combinations of coefficients are free"
+        )
+    said += _wide(problem, result)
+    given = {*problem.given}
+    if (floor := problem.law.floor) and floor not in {*result.bounds_hit, *given}:
+        least = result.ranges[problem.law.target][0]
+        if result.intervals[floor][0] < _SMALL_FLOOR * least:
+            said.append(
+                f"{floor} may be next to nothing beside the smallest {least:.4g} seen: "
+                "the data hardly tells a floor from none"
+            )
+    said += _misfit(problem, result)
+    if num_far := _num_outliers(result.residuals):
+        points = "point is" if num_far == 1 else "points are"
+        said.append(
+            f"{num_far} of {n} {points} far off the law: outliers, or another law"
+        )
+    return said
+
+
+def _misfit(problem: Problem, result: FitResult) -> list[str]:
+    """Says where the law does not follow the runs that it was fitted to."""
+    law, seen, said = problem.law, problem.seen, []
+    if law.target == "loss" and goodness.is_far(result.residuals, seen.target):
+        _, most, worst = goodness.measure(result.residuals)
+        said.append(
+            f"the law misses one run in ten by more than {most:.1%}, the worst by "
+            f"{worst:.0%}: kinds of runs that do not belong together, or another law"
+        )
+    few = seen.thinned(_ENOUGH)
+    slopes = evaluation.slopes(law, result.coordinates, few.logs)
+    value = evaluation.values(law, result.coordinates[None], few.logs)[0]
+    num_runs = np.unique(few.cluster).size
+    if share := goodness.arch(value - few.target, slopes, few.logs, num_runs):
+        said.append(
+            f"residuals follow a curve that the law has not, with {share:.0%} of their "
+            "squares: beyond the runs it will be farther off than its intervals say"
+        )
+    return said
+
+
+def held_out(score: HeldOut) -> list[str]:
+    """Says where runs that were held out contradict the intervals."""
+    covered = score.covered
+    if covered is None or not goodness.coverage_in_doubt(covered, score.num_points):
+        return []
+    return [
+        f"of {score.num_points} held-out runs {covered:.0%} lie inside of their 90 % "
+        "intervals: those are too narrow beyond the runs fitted"
+    ]
+
+
+def _shares_at_walls(problem: Problem, result: FitResult) -> dict[str, float]:
+    """How often each coefficient was at a wall in the resamples."""
+    if result.samples is None:
+        return {}
+    shares = _at_walls(result.samples, *problem.box).mean(0) * problem.free
+    return dict(zip(problem.law.coefficients, map(float, shares), strict=True))
+
+
+def _wide(problem: Problem, result: FitResult) -> list[str]:
+    """Names exponents of which the intervals leave nearly everything open."""
+    said = []
+    for coordinate in problem.law.coordinates:
+        name = coordinate.name
+        if coordinate.log or coordinate.low * coordinate.high <= 0:
+            continue
+        if name in problem.given:
+            continue
+        ends = result.intervals[name]
+        low, high = sorted(map(abs, ends))
+        if name not in result.bounds_hit and (
+            ends[0] * ends[1] <= 0 or high > _WIDE_RATIO * low
+        ):
+            said.append(f"{name} may be {ends[0]:.3g} or {ends[1]:.3g}: hardly known")
+    if "a" in result.exponent_intervals:
+        low, high = result.exponent_intervals["a"]
+        if high - low > _WIDE_SHARE:
+            said.append(
+                f"how the optimum grows is hardly known: N* ~ C^{low:.2f} or "
+                f"C^{high:.2f}"
+            )
+    return said
+
+
+def _num_outliers(residuals: np.ndarray) -> int:
+    """Counts residuals that even Student's t with 3 degrees hardly ever has.
+
+    Beyond 40 times the spread of the middle half that is one in 42,000, beyond 8 times
+    one in 340: several of those, in more than 3 % of the points, are no chance; nor are
+    three times as many of the former as there should be.
+    """
+    size = np.abs(residuals) / max(1.4826 * float(np.median(np.abs(residuals))), 1e-9)
+    num_far = int(np.sum(size > 8))
+    if num_far >= max(2, 0.03 * len(size)):
+        return num_far
+    num_far = int(np.sum(size > 40))
+    return num_far if num_far > 3 * len(size) / 42_000 else 0
+
+
+def _at_walls(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    room = 1e-9 * (high - low)
+    return (x <= low + room) | (x >= high - room)

@@ -1,0 +1,117 @@
+"""Compares two fitted laws the only fair way: compute to equal loss."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling.fits.result import FitResult
+from scaling.laws import evaluation, published
+
+_GRID = 2001
+_BEYOND = 10.0
+"""Resampled curves are followed this factor of compute beyond the runs."""
+
+
+class Comparison(NamedTuple):
+    """How much more compute the second needs for the same loss.
+
+    Attributes:
+      loss: losses that both reached, falling.
+      ratio: compute of the second over that of the first, for these losses.
+      low: lower end of its interval; not a number without resamples of both.
+      high: upper end.
+    """
+
+    loss: Float[np.ndarray, " losses"]
+    ratio: Float[np.ndarray, " losses"]
+    low: Float[np.ndarray, " losses"]
+    high: Float[np.ndarray, " losses"]
+
+
+def compare(
+    first: FitResult, second: FitResult, *, num_losses: int = 50, level: float = 0.9
+) -> Comparison:
+    """Computes the ratio of compute to equal loss, as a function of loss.
+
+    A law of parameters and tokens stands for its compute optimum (C = 6 N D), one of a
+    single input for itself. The curves are read between the smallest and the largest
+    compute that each was fitted to, where both have the loss, and nowhere else.
+
+    Args:
+      first: a fit.
+      second: another.
+      num_losses: in the result, at least 2.
+      level: probability of the intervals, in (0, 1).
+
+    Raises:
+      ValueError: a law has neither optimum nor single input, the two count different
+        inputs, or no loss was reached by both.
+    """
+    names = [_axis(result) for result in (first, second)]
+    if names[0] != names[1]:
+        raise ValueError(f"{names[0]} of one fit cannot be compared with {names[1]}")
+    fits = [(result, result.ranges[names[0]]) for result in (first, second)]
+    curves = [_losses(r, np.geomspace(*span, _GRID))[0] for r, span in fits]
+    low = max(float(curve.min()) for curve in curves)
+    high = min(float(curve.max()) for curve in curves)
+    if not low < high:
+        raise ValueError(
+            "no loss was reached by both: one fit covers "
+            + " and the other ".join(f"{x.min():.4g} to {x.max():.4g}" for x in curves)
+        )
+    loss = np.geomspace(high, low, num_losses)
+    needed = [_needed(result, span, loss) for result, span in fits]
+    ratio = np.exp(needed[1][0] - needed[0][0])
+    sampled = [curves[1:] for curves in needed]
+    count = min(map(len, sampled))
+    if not count:
+        nothing = np.full(num_losses, np.nan)
+        return Comparison(loss, ratio, nothing, nothing)
+    several = sampled[1][:count] - sampled[0][:count]
+    # A resampled curve that never reaches the loss needs more than any number.
+    several = np.where(np.isnan(several), np.inf, several)
+    shares = [(1 - level) / 2, (1 + level) / 2]
+    ends = np.quantile(several, shares, axis=0, method="nearest")
+    return Comparison(loss, ratio, np.exp(ends[0]), np.exp(ends[1]))
+
+
+def _axis(result: FitResult) -> str:
+    law = result.find_law()
+    if law.two_powers is not None:
+        return "flops"
+    if len(law.inputs) == 1:
+        return law.inputs[0]
+    raise ValueError(f"{law.name} has neither a compute optimum nor a single input")
+
+
+def _losses(
+    result: FitResult, compute: Float[np.ndarray, " grid"]
+) -> Float[np.ndarray, "curves grid"]:
+    """The fit's curve of loss against compute, then those of its resamples."""
+    law = result.find_law()
+    if law.two_powers is None:
+        points = result.coordinates[None]
+        if result.samples is not None:
+            points = np.concatenate([points, result.samples])
+        logs = np.log(compute)[None] - result.centre[:, None]
+        return np.exp(evaluation.values(law, points, logs))
+    fitted = np.array([[*result.coefficients.values()]])
+    rows = np.concatenate([fitted, result.sampled()])
+    columns = dict(zip(law.coefficients, rows.T[:, :, None], strict=True))
+    return np.asarray(published.optimum(law, columns, compute[None]).loss)
+
+
+def _needed(
+    result: FitResult, span: tuple[float, float], loss: Float[np.ndarray, " losses"]
+) -> Float[np.ndarray, "curves losses"]:
+    """The logarithm of the compute at which each curve reaches each loss."""
+    compute = np.geomspace(span[0] / _BEYOND, span[1] * _BEYOND, _GRID)
+    found = []
+    for curve in _losses(result, compute):
+        falling = np.minimum.accumulate(curve)[::-1]
+        ends = {"left": np.nan, "right": np.nan}
+        found.append(
+            np.interp(np.log(loss), np.log(falling), np.log(compute)[::-1], **ends)
+        )
+    return np.array(found)

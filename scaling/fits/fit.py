@@ -1,0 +1,276 @@
+"""Fits scaling laws robustly, from many starts, and says how far to trust the result.
+
+The doors: `fit` and `rollout`, which fits the small runs and scores the others; then
+`predict`, `score` and `compare`; `to_json` and `from_json`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scaling.fits import (
+    assemble,
+    diagnostics,
+    intervals,
+    levenberg_marquardt,
+    prediction,
+    restrictions,
+)
+from scaling.fits.equal_loss import Comparison, compare
+from scaling.fits.levenberg_marquardt import DELTA, Loss, Problem, Report, Space
+from scaling.fits.observations import Observations, observe
+from scaling.fits.prediction import Prediction, predict, score
+from scaling.fits.result import FitResult, HeldOut, from_json, to_json
+from scaling.laws import Law, evaluation
+
+__all__ = [
+    "Comparison",
+    "FitResult",
+    "HeldOut",
+    "Prediction",
+    "compare",
+    "fit",
+    "from_json",
+    "predict",
+    "rollout",
+    "score",
+    "scored",
+    "to_json",
+]
+
+
+def fit(
+    law: Law,
+    data: Mapping[str, Any],
+    *,
+    loss: Loss = "huber",
+    delta: float = DELTA,
+    space: Space = "log",
+    weights: Any = None,
+    starts: Sequence[Mapping[str, float]] | None = None,
+    fixed: Mapping[str, float] | None = None,
+    bounds: restrictions.Bounds | None = None,
+    bootstrap: int = 0,
+    cluster: Any = None,
+    level: float = 0.9,
+    seed: int = 0,
+    progress: Report | None = None,
+) -> FitResult:
+    """Fits a law to runs.
+
+    Minimises the sum of `loss` over the residuals, from every start, and polishes the
+    best end until rounding stops it.
+
+    Args:
+      law: from `laws.LAWS`.
+      data: a column for each of the law's inputs, and one for its target; positive.
+      loss: of a residual: `huber`, half its square up to `delta` and linear beyond;
+        `lad`, its size; `mse`, half its square.
+      delta: of `huber`, above 0.
+      space: whether residuals are of logarithms or of the target itself.
+      weights: of the rows, at least 0; 1 by default.
+      starts: coefficients to start from, beside the law's own.
+      fixed: coefficients that are given, by name; they count as known in intervals and
+        degrees of freedom.
+      bounds: the least and the largest value of coefficients, by name.
+      bootstrap: number of resamples for the intervals, fitted from the optimum; with
+        none they come from the curvature. With more than `solving.MANY_ROWS` rows they
+        are drawn from a normal law (`intervals.draw_normal`).
+      cluster: labels; rows with equal labels are resampled together.
+      level: probability of the intervals, in (0, 1).
+      seed: of the resamples.
+      progress: called with the number of resamples done.
+
+    Returns:
+      The fit, with all that is doubtful about it in `warnings`.
+
+    Raises:
+      ValueError: the data cannot be fitted (see `observations.observe`), or an
+        argument is outside its range.
+
+    Source: the objective is that of Hoffmann et al. 2022, arXiv:2203.15556,
+    section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
+    """
+    _check(loss=loss, space=space, delta=delta, bootstrap=bootstrap, level=level)
+    fixed, bounds = dict(fixed or {}), dict(bounds or {})
+    limits = restrictions.limits(law, fixed, bounds)
+    seen = observe(law, data, weights, cluster, num_given=len(fixed))
+    form = restrictions.restrict(law, limits, seen.centre)
+    problem = Problem(form, seen, loss, float(delta), space, limits)
+    first = law.starts(seen.level)
+    if starts:
+        first = np.concatenate([first, _coordinates(law, starts, seen)])
+    first = restrictions.inward(law, form, first, seen.centre)
+    few = problem._replace(seen=seen.thinned(levenberg_marquardt.MANY_ROWS))
+    weights = np.tile(few.seen.weights, (len(first), 1))
+    ends = levenberg_marquardt.solve(few, weights, first)
+    found = diagnostics.compare_starts(few, ends)
+    best, objective = _polish(problem, ends.coordinates[found.best])
+    samples = None
+    if bootstrap:
+        samples = _resample(problem, best, bootstrap, seed, progress)
+    result = assemble.report(problem, data, found, best, objective, samples, level)
+    return _as_given(result, law, form, fixed, bounds)
+
+
+def _as_given(
+    result: FitResult,
+    law: Law,
+    form: Law,
+    fixed: dict[str, float],
+    bounds: dict[str, tuple[float, float]],
+) -> FitResult:
+    """Puts a result into the law's own coordinates, and what was given to the bit."""
+
+    def outward(coordinates: np.ndarray) -> np.ndarray:
+        return restrictions.outward(law, form, coordinates, result.centre)
+
+    ends = {name: (value, value) for name, value in fixed.items()}
+    return result._replace(
+        coefficients=result.coefficients | fixed,
+        intervals=result.intervals | ends,
+        coordinates=outward(result.coordinates[None])[0],
+        samples=None if result.samples is None else outward(result.samples),
+        fixed=fixed,
+        bounds=bounds,
+    )
+
+
+def rollout(
+    law: Law,
+    data: Mapping[str, Any],
+    held_out: Any = None,
+    *,
+    weights: Any = None,
+    cluster: Any = None,
+    **options: Any,
+) -> FitResult:
+    """Fits the small runs and scores the fit on the others.
+
+    Args:
+      law: from `laws.LAWS`.
+      data: columns, as `fit` takes them.
+      held_out: which rows are not fitted; by default those with more than a tenth of
+        the largest compute.
+      weights: see `fit`.
+      cluster: see there.
+      options: its other options.
+
+    Returns:
+      The fit of the others, with `held_out` filled in.
+
+    Raises:
+      ValueError: nothing is held out, or the rest cannot be fitted.
+    """
+    columns = {name: np.asarray(data[name]) for name in data}
+    if held_out is None:
+        flops = prediction.compute(law, columns)
+        held_out = flops > flops.max() / 10
+    held_out = np.asarray(held_out, bool)
+    if not held_out.any():
+        raise ValueError("no run is held out: there is nothing to score")
+
+    def rest(x: Any) -> Any:
+        return None if x is None else np.asarray(x)[~held_out]
+
+    result = fit(
+        law,
+        {name: column[~held_out] for name, column in columns.items()},
+        weights=rest(weights),
+        cluster=rest(cluster),
+        **options,
+    )
+    larger = {name: column[held_out] for name, column in columns.items()}
+    return scored(result, larger)
+
+
+def scored(result: FitResult, data: Mapping[str, Any]) -> FitResult:
+    """Scores a fit on runs that it has not seen, and doubts it where they contradict.
+
+    Args:
+      result: the fit.
+      data: columns of at least one run.
+    """
+    held_out = prediction.score(result, data)
+    warnings = [*result.warnings, *diagnostics.held_out(held_out)]
+    return result._replace(held_out=held_out, warnings=warnings)
+
+
+def abridged(num_rows: int) -> str:
+    """Says what is done on a part of so many rows; nothing where all is on all."""
+    most = levenberg_marquardt.MANY_ROWS
+    if num_rows <= most:
+        return ""
+    return (
+        f"{num_rows:,} rows: laws are fitted to all of them, from starts compared on "
+        f"{most:,}; intervals are of a normal law from the slopes of all runs, not "
+        "from resamples"
+    )
+
+
+def _resample(
+    problem: Problem,
+    best: np.ndarray,
+    num_resamples: int,
+    seed: int,
+    progress: Report | None,
+) -> np.ndarray:
+    """Fits resamples from the optimum; of very many rows, draws what they would be."""
+    rng, seen = np.random.default_rng(seed), problem.seen
+    report = progress or (lambda done: None)
+    if seen.num_points > levenberg_marquardt.MANY_ROWS:
+        samples = intervals.draw_normal(problem, best, num_resamples, rng)
+        report(num_resamples)
+        return samples
+    resampled = levenberg_marquardt.solve(
+        problem,
+        lambda count: levenberg_marquardt.draw_weights(seen, count, rng),
+        np.tile(best, (num_resamples, 1)),
+        report=report,
+    )
+    return resampled.coordinates
+
+
+def _polish(problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float]:
+    """Steps on until the objective falls no more, or hardly, where a step is long."""
+    weights = problem.seen.weights[None]
+    is_long = problem.seen.num_points > levenberg_marquardt.MANY_ROWS
+    end = levenberg_marquardt.solve(
+        problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
+    )
+    best, objective = end.coordinates[0], float(end.objective[0])
+    if problem.loss == "lad":  # which was rounded off at its corner
+        objective = float(weights[0] @ np.abs(problem.residuals(best)))
+    return best, objective
+
+
+def _coordinates(
+    law: Law, starts: Sequence[Mapping[str, float]], seen: Observations
+) -> np.ndarray:
+    """Turns a caller's starts into centred coordinates."""
+    rows = []
+    for start in starts:
+        if set(start) != set(law.coefficients):
+            raise ValueError(f"a start needs {', '.join(law.coefficients)}: {start}")
+        rows.append([float(start[name]) for name in law.coefficients])
+    logged = [c.log for c in law.coordinates]
+    values = np.array(rows)
+    if not (np.isfinite(values).all() and (values[:, logged] > 0).all()):
+        raise ValueError("coefficients to start from must be finite, sizes positive")
+    return evaluation.coordinates(law, values, seen.centre)
+
+
+def _check(
+    *, loss: str, space: str, delta: float, bootstrap: int, level: float
+) -> None:
+    if loss not in ("huber", "lad", "mse"):
+        raise ValueError(f"{loss=} must be 'huber', 'lad' or 'mse'")
+    if space not in ("log", "linear"):
+        raise ValueError(f"{space=} must be 'log' or 'linear'")
+    if not 0 < delta < np.inf:
+        raise ValueError(f"{delta=} must be positive and finite; see loss='mse'")
+    if bootstrap < 0 or bootstrap == 1:
+        raise ValueError(f"{bootstrap=} must be 0 or at least 2 resamples")
+    if not 0 < level < 1:
+        raise ValueError(f"{level=} must be in (0, 1)")

@@ -1,0 +1,148 @@
+"""Checks the runs to be fitted, and puts them into the coordinates of fitting."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from scaling.laws import Law
+
+SAME = 1e-3
+"""An input that varies by less, of its size, does not vary."""
+
+
+class Observations(NamedTuple):
+    """Runs, ready to be fitted.
+
+    Attributes:
+      logs: logarithms of the law's inputs, minus `centre`.
+      centre: logarithms of what the inputs were divided by.
+      target: logarithms of what the law should predict.
+      weights: of the runs, at least 0.
+      cluster: which runs are drawn together when resampling, numbered from 0.
+      level: logarithm of the target's median.
+    """
+
+    logs: Float[np.ndarray, "inputs n"]
+    centre: Float[np.ndarray, " inputs"]
+    target: Float[np.ndarray, " n"]
+    weights: Float[np.ndarray, " n"]
+    cluster: Int[np.ndarray, " n"]
+    level: float
+
+    @property
+    def num_points(self) -> int:
+        """Number of runs."""
+        return len(self.target)
+
+    def thinned(self, most: int) -> "Observations":
+        """Keeps at most so many rows, drawn at random, always the same ones."""
+        n = self.num_points
+        if n <= most:
+            return self
+        rows = np.sort(np.random.default_rng(0).choice(n, most, replace=False))
+        return self._replace(
+            logs=self.logs[:, rows],
+            target=self.target[rows],
+            weights=self.weights[rows],
+            cluster=self.cluster[rows],
+        )
+
+
+def observe(
+    law: Law,
+    data: Mapping[str, Any],
+    weights: Any = None,
+    cluster: Any = None,
+    *,
+    num_given: int = 0,
+) -> Observations:
+    """Checks columns and takes their logarithms.
+
+    Args:
+      law: says which columns are read.
+      data: columns of equal length, one row for each observation.
+      weights: of the rows; 1 by default.
+      cluster: labels; rows with equal labels come from one run. By default every row
+        is a run of its own.
+      num_given: coefficients that need not be fitted.
+
+    Raises:
+      ValueError: a column is missing, has another length, or holds something that is
+        no positive number; there are fewer rows than coefficients; a column never
+        varies; two rows are the same; or the weights are negative or all zero.
+    """
+    columns = [_column(law, data, name) for name in (*law.inputs, law.target)]
+    if len({len(column) for column in columns}) > 1:
+        lengths = ", ".join(
+            f"{name} {len(column)}"
+            for name, column in zip((*law.inputs, law.target), columns, strict=True)
+        )
+        raise ValueError(f"columns of different lengths: {lengths}")
+    n, k = len(columns[0]), len(law.coordinates) - num_given
+    if n < k:
+        raise ValueError(
+            f"{n} points are too few for the {k} coefficients of {law.name}"
+        )
+    for name, column in zip(law.inputs, columns, strict=False):
+        if np.ptp(column) < SAME * column.min():
+            near = f", to within {SAME:.1%}" if np.ptp(column) else ""
+            raise ValueError(
+                f"{name} is the same in all {n} rows{near}: nothing to fit"
+            )
+    if cluster is None:
+        _refuse_duplicates(np.stack(columns, 1))
+        labels = np.arange(n)
+    else:
+        labels = np.unique(np.asarray(cluster), return_inverse=True)[1].reshape(-1)
+        if len(labels) != n:
+            raise ValueError(f"{len(labels)} cluster labels for {n} rows")
+    logs, target = np.log(columns[:-1]), np.log(columns[-1])
+    centre = law.centre(logs)
+    return Observations(
+        logs - centre[:, None],
+        centre,
+        target,
+        _weights(weights, n),
+        labels,
+        float(np.median(target)),
+    )
+
+
+def _column(law: Law, data: Mapping[str, Any], name: str) -> np.ndarray:
+    if name not in data:
+        raise ValueError(f"{law.name} needs a column {name}")
+    try:
+        column = np.asarray(data[name], np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is not numeric: {error}") from None
+    if column.ndim != 1:
+        raise ValueError(f"{name} must be one column, not of shape {column.shape}")
+    wrong = ~(np.isfinite(column) & (column > 0))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(f"row {row}: {name}={column[row]} must be positive and finite")
+    return column
+
+
+def _refuse_duplicates(rows: np.ndarray) -> None:
+    _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    if len(first) < len(rows):
+        again = first[place.reshape(-1)]
+        row = int(np.argmax(again != np.arange(len(rows))))
+        raise ValueError(
+            f"rows {again[row]} and {row} are the same run; label the rows of one run "
+            "as a cluster if that is meant"
+        )
+
+
+def _weights(weights: Any, n: int) -> np.ndarray:
+    if weights is None:
+        return np.ones(n)
+    weights = np.asarray(weights, np.float64)
+    if weights.shape != (n,):
+        raise ValueError(f"weights of shape {weights.shape} for {n} rows")
+    if not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
+        raise ValueError("weights must be finite, at least 0, and not all 0")
+    return weights

@@ -1,0 +1,161 @@
+"""What a fit says of runs that were not fitted: predictions, and how good they were."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling.fits import intervals
+from scaling.fits.result import FitResult, HeldOut
+from scaling.laws import Law, evaluation
+
+Kind = Literal["confidence", "prediction"]
+_MAX_NUMBERS = 2**24
+"""Of resamples and points at a time."""
+MAX_SCORED = 4096
+"""Held-out runs whose intervals are looked at; of more, an even selection by place."""
+
+
+class Prediction(NamedTuple):
+    """A law's target at given inputs.
+
+    Attributes:
+      loss: in the target's units.
+      low: lower end of the interval; not a number where none was asked for.
+      high: upper end.
+    """
+
+    loss: Float[np.ndarray, " n"]
+    low: Float[np.ndarray, " n"]
+    high: Float[np.ndarray, " n"]
+
+
+def predict(
+    result: FitResult,
+    data: Mapping[str, Any],
+    interval: Kind | None = None,
+    level: float = 0.9,
+) -> Prediction:
+    """Evaluates a fitted law, inside the fitted range or beyond.
+
+    Args:
+      result: the fit.
+      data: a positive column for each of its inputs.
+      interval: of the law's value (`confidence`), or of a run, with its residual
+        (`prediction`). From the resamples where there are some, else from the
+        curvature.
+      level: probability of the interval, in (0, 1).
+
+    Raises:
+      ValueError: a column is missing or not positive, or an argument out of range.
+    """
+    law = result.find_law()
+    if not 0 < level < 1:
+        raise ValueError(f"{level=} must be in (0, 1)")
+    if interval not in (None, "confidence", "prediction"):
+        raise ValueError(f"{interval=} must be None, 'confidence' or 'prediction'")
+    logs = _logs(law, data) - result.centre[:, None]
+    value = evaluation.values(law, result.coordinates[None], logs)[0]
+    if interval is None:
+        nothing = np.full(value.shape, np.nan)
+        return Prediction(np.exp(value), nothing, nothing)
+    with_noise = interval == "prediction"
+    if result.samples is None:
+        low, high = _by_curvature(result, law, logs, value, with_noise, level)
+    else:
+        low, high = _by_samples(result, law, logs, value, with_noise, level)
+    return Prediction(np.exp(value), np.exp(low), np.exp(high))
+
+
+def _by_samples(
+    result: FitResult,
+    law: Law,
+    logs: np.ndarray,
+    value: np.ndarray,
+    with_noise: bool,
+    level: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    assert result.samples is not None
+    # A residual for every resample and point; drawn with a seed, so that asking twice
+    # gives one answer.
+    rng = np.random.default_rng(0)
+    size = {"num_points": result.num_points, "k": result.num_free}
+    step, ends = max(1, _MAX_NUMBERS // len(result.samples)), []
+    for first in range(0, len(value), step):
+        some = slice(first, first + step)
+        samples = evaluation.values(law, result.samples, logs[:, some])
+        if with_noise:
+            samples = samples - rng.choice(result.noise, samples.shape)
+        ends.append(
+            intervals.from_samples(
+                value[some], samples, level, loss=result.loss, **size
+            )
+        )
+    low, high = zip(*ends, strict=True)
+    return np.concatenate(low), np.concatenate(high)
+
+
+def _by_curvature(
+    result: FitResult,
+    law: Law,
+    logs: np.ndarray,
+    value: np.ndarray,
+    with_noise: bool,
+    level: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    natural = evaluation.coefficient_slopes(law, result.coordinates, result.centre)
+    back = np.linalg.inv(natural)
+    slopes = evaluation.slopes(law, result.coordinates, logs) @ back
+    variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
+    if with_noise:
+        variance = variance + np.mean(result.noise**2)
+    freedom = max(1, result.num_points - result.num_free)
+    half = intervals.student(level, freedom) * np.sqrt(np.maximum(variance, 0))
+    return value - half, value + half
+
+
+def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
+    """Scores a fit on runs that it has not seen.
+
+    Args:
+      result: the fit.
+      data: columns of at least one run.
+    """
+    law = result.find_law()
+    seen = np.asarray(data[law.target], float)
+    error = np.log(predict(result, data).loss / seen)
+    covered = None
+    if result.samples is not None:
+        rows = np.arange(len(seen))
+        if len(rows) > MAX_SCORED:
+            rows = np.linspace(0, len(rows) - 1, MAX_SCORED).round().astype(int)
+        some = {name: np.asarray(data[name])[rows] for name in law.inputs}
+        found, there = predict(result, some, "prediction"), seen[rows]
+        covered = float(np.mean((found.low <= there) & (there <= found.high)))
+    last = int(np.argmax(compute(law, data)))
+    size = np.abs(error)
+    worst = float(size.max())
+    return HeldOut(len(seen), float(size.mean()), worst, float(error[last]), covered)
+
+
+def compute(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
+    """Gives the FLOPs of runs: a column of that name, 6 N D, or the first input."""
+    if "flops" in data:
+        return np.asarray(data["flops"], float)
+    if {"num_params", "num_tokens"} <= data.keys():
+        sizes = (np.asarray(data[x], float) for x in ("num_params", "num_tokens"))
+        return 6 * next(sizes) * next(sizes)
+    return np.asarray(data[law.inputs[0]], float)
+
+
+def _logs(law: Law, data: Mapping[str, Any]) -> np.ndarray:
+    columns = []
+    for name in law.inputs:
+        if name not in data:
+            raise ValueError(f"{law.name} needs a column {name}")
+        column = np.atleast_1d(np.asarray(data[name], float))
+        if not (np.isfinite(column) & (column > 0)).all():
+            raise ValueError(f"{name} must be positive and finite")
+        columns.append(column)
+    return np.log(np.stack(np.broadcast_arrays(*columns)))

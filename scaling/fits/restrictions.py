@@ -1,0 +1,195 @@
+"""Coefficients that are given, or kept within bounds, while the others are fitted.
+
+What is restricted is a coefficient in natural units, and fitting moves centred
+coordinates. Exponents and floors are the same in both. A size is not: its coordinate
+holds the exponents too (`Law.shift`), so a law that restricts one is fitted with that
+coordinate as it is in natural units.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from scaling.laws import Law, evaluation
+
+Bounds = Mapping[str, tuple[float, float]]
+
+_WIDE = 700.0
+"""As a logarithm, or as a number: what has no bound ends there."""
+
+
+def limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
+    """Checks restrictions, and turns them into limits of coordinates.
+
+    Args:
+      law: whose coefficients they are.
+      fixed: values by name.
+      bounds: the least and the largest value by name; minus infinity or 0, and
+        infinity, for none.
+
+    Returns:
+      The limits by name, logarithms where the coordinate is one; equal where the
+      coefficient is fixed.
+
+    Raises:
+      ValueError: there is no such coefficient, one is restricted twice, all are fixed,
+        or a value is outside of what the law allows; one line that says which.
+    """
+    found = {}
+    for name, value in fixed.items():
+        _check(law, name, (value, value), f"{name}={value:g}")
+        found[name] = (value, value)
+    for name, (low, high) in bounds.items():
+        said = f"{name} in [{low:g}, {high:g}]"
+        if name in fixed:
+            raise ValueError(f"{said}: it is fixed")
+        if not low < high:
+            raise ValueError(f"{said}: the first must be below the second")
+        _check(law, name, (low, high), said)
+        found[name] = (low, high)
+    if fixed and {*fixed} == {*law.coefficients}:
+        raise ValueError(f"{law.name}: all coefficients are fixed: nothing to fit")
+    logged = {c.name for c in law.coordinates if c.log}
+    return {
+        name: (_log(ends[0]), _log(ends[1])) if name in logged else ends
+        for name, ends in found.items()
+    }
+
+
+def _check(law: Law, name: str, ends: tuple[float, float], said: str) -> None:
+    """Refuses what is no coefficient of a law, or cannot be one of its values."""
+    known = {coordinate.name: coordinate for coordinate in law.coordinates}
+    if name not in known:
+        raise ValueError(
+            f"{said}: {law.name} has no such coefficient; it has {', '.join(known)}"
+        )
+    given = [x for x in ends if not math.isinf(x)] if ends[0] != ends[1] else [*ends]
+    if not all(map(math.isfinite, given)):
+        raise ValueError(f"{said}: must be finite")
+    coordinate, is_fixed = known[name], ends[0] == ends[1]
+    if coordinate.log:
+        if min(given, default=1) < 0 or (is_fixed and ends[0] == 0):
+            raise ValueError(f"{said}: must be above 0")
+    elif not all(coordinate.low <= x <= coordinate.high for x in given):
+        raise ValueError(
+            f"{said}: must be in [{coordinate.low:g}, {coordinate.high:g}]"
+        )
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def box(
+    law: Law, level: float, limits: Bounds
+) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
+    """Gives the least and the largest coordinates within limits.
+
+    Args:
+      law: of `restrict`.
+      level: logarithm of the target's typical value.
+      limits: of some coordinates.
+    """
+    least, most = law.box(level)
+    for name, (low, high) in limits.items():
+        place = law.coefficients.index(name)
+        # A side that is open is the law's own, if the other leaves room for that.
+        bottom = min(least[place], high - 1) if math.isinf(low) else low
+        top = max(most[place], bottom + 1) if math.isinf(high) else high
+        least[place], most[place] = bottom, top
+    return least, most
+
+
+def restrict(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> Law:
+    """Gives the law to fit: the same one, unless a size is restricted.
+
+    Args:
+      law: the law.
+      limits: of its coordinates.
+      centre: logarithms of what its inputs were divided by.
+
+    Returns:
+      The law, or one of the same coefficients whose restricted sizes are coordinates in
+      natural units; `Law.shift` of it leads from its coordinates to natural ones.
+    """
+    if not limits:
+        return law
+    names = law.coefficients
+    places = tuple(place for place in _moved(law, centre) if names[place] in {*limits})
+    return _with_natural(law, places, tuple(map(float, centre))) if places else law
+
+
+def _moved(law: Law, centre: Float[np.ndarray, " inputs"]) -> list[int]:
+    """Finds the coordinates that centring moves."""
+    rng = np.random.default_rng(0)  # that a shift adds up to nothing is no accident
+    natural = np.exp(rng.uniform(0.1, 0.5, (1, len(law.coefficients))))
+    moved = evaluation.coordinates(law, natural, centre + rng.uniform(1, 2))
+    logged = np.array([coordinate.log for coordinate in law.coordinates])
+    before = np.where(logged, np.log(natural), natural)
+    return [*map(int, np.flatnonzero(~np.isclose(moved, before)[0]))]
+
+
+@functools.lru_cache(maxsize=16)
+def _with_natural(law: Law, places: tuple[int, ...], centre: tuple[float, ...]) -> Law:
+    """Makes the law whose coordinates at some places are natural ones."""
+
+    def centred(x: Any) -> Any:
+        # Each coordinate is itself plus what others make of it, and these chains are
+        # no longer than there are coordinates.
+        found = x
+        for _ in places:
+            natural = law.shift(found, -jnp.asarray(centre))
+            for i in places:
+                found = found.at[i].add(x[i] - natural[i])
+        return found
+
+    def shift(x: Any, by: Any) -> Any:
+        return law.shift(centred(x), by)
+
+    coordinates = [*law.coordinates]
+    for i in places:
+        coordinates[i] = coordinates[i]._replace(low=-_WIDE, high=_WIDE, relative=False)
+    return dataclasses.replace(
+        law,
+        coordinates=tuple(coordinates),
+        log_loss=lambda x, logs: law.log_loss(centred(x), logs),
+        shift=shift,
+        linearise=None,
+    )
+
+
+def inward(
+    law: Law,
+    restricted: Law,
+    coordinates: Float[np.ndarray, "problems k"],
+    centre: Float[np.ndarray, " inputs"],
+) -> Float[np.ndarray, "problems k"]:
+    """Turns coordinates of a law into those of its restricted form."""
+    if restricted is law:
+        return coordinates
+    natural = evaluation.coefficients(law, coordinates, centre)
+    found = coordinates.copy()
+    pairs = zip(law.coordinates, restricted.coordinates, strict=True)
+    for i, (before, now) in enumerate(pairs):
+        if before != now:
+            found[:, i] = np.log(natural[:, i]) if now.log else natural[:, i]
+    return found
+
+
+def outward(
+    law: Law,
+    restricted: Law,
+    coordinates: Float[np.ndarray, "problems k"],
+    centre: Float[np.ndarray, " inputs"],
+) -> Float[np.ndarray, "problems k"]:
+    """Turns coordinates of a restricted law into those of the law itself."""
+    if restricted is law:
+        return coordinates
+    natural = evaluation.coefficients(restricted, coordinates, centre)
+    return evaluation.coordinates(law, natural, centre)

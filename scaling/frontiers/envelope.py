@@ -1,0 +1,140 @@
+"""Approach 1 of Chinchilla: the lower envelope of training curves.
+
+At each of many budgets the best run is the one whose curve is lowest there; its size
+and the tokens that it had seen are N* and D*. The rate of a run that goes on is not yet
+decayed, so its losses are higher than those of a run that ends there: exponents are
+comparable with those of approach 2 only where every curve is.
+
+Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.1 and figure 2.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from scaling.frontiers.frontier import EDGE, FEW, FINE, Find, Minima
+from scaling.frontiers.groups import MIN_SIZES, merge_sizes
+
+NUM_BUDGETS = 1500
+"""Budgets of the published envelope, evenly spaced in their logarithm."""
+
+
+class Curves(NamedTuple):
+    """Training curves, read off at common budgets.
+
+    Attributes:
+      flops: the budgets.
+      num_params: the size of each run.
+      log_tokens: what a run had seen, natural logarithm; not a number where its curve
+        has not begun or is over.
+      log_loss: its loss.
+    """
+
+    flops: Float[np.ndarray, " budgets"]
+    num_params: Float[np.ndarray, " runs"]
+    log_tokens: Float[np.ndarray, "runs budgets"]
+    log_loss: Float[np.ndarray, "runs budgets"]
+
+
+def read_off(
+    run: Int[np.ndarray, " points"],
+    num_params: Float[np.ndarray, " points"],
+    num_tokens: Float[np.ndarray, " points"],
+    flops: Float[np.ndarray, " points"],
+    loss: Float[np.ndarray, " points"],
+    *,
+    num_budgets: int = NUM_BUDGETS,
+    smoothing: float = 0.0,
+) -> Curves:
+    """Reads training curves at common budgets, between their points on a log-log line.
+
+    Args:
+      run: the run of each point.
+      num_params: its size, the same for all points of a run.
+      num_tokens: seen so far.
+      flops: spent so far.
+      loss: nats per token.
+      num_budgets: budgets, over the range of all curves, at least 2.
+      smoothing: decades of FLOPs over which a curve is averaged first, with a normal
+        weight of that standard deviation; a curve of raw training losses needs some,
+        or the envelope is that of the noise.
+
+    Returns:
+      The curves, in the order of the runs' numbers.
+
+    Raises:
+      ValueError: fewer than three sizes have a run with two points at different FLOPs.
+    """
+    log_c = np.log(flops)
+    grid = np.linspace(log_c.min(), log_c.max(), num_budgets)
+    sizes, tokens, losses = [], [], []
+    order = np.lexsort((log_c, run))
+    for places in np.split(order, np.flatnonzero(np.diff(run[order])) + 1):
+        x = log_c[places]
+        if x[0] == x[-1]:
+            continue
+        inside = (grid >= x[0]) & (grid <= x[-1])
+        y = _smooth(x, np.log(loss[places]), smoothing * np.log(10))
+        sizes.append(num_params[places[0]])
+        for out, values in ((tokens, np.log(num_tokens[places])), (losses, y)):
+            out.append(np.where(inside, np.interp(grid, x, values), np.nan))
+    if not sizes:
+        raise ValueError("no run has a curve: two points at different FLOPs")
+    if (num_sizes := len({*sizes})) < MIN_SIZES:
+        raise ValueError(
+            f"curves of {num_sizes} {'sizes' if num_sizes > 1 else 'size'}: below "
+            f"{MIN_SIZES}, the best one has no neighbour on either side"
+        )
+    return Curves(np.exp(grid), np.array(sizes), np.stack(tokens), np.stack(losses))
+
+
+def envelope(curves: Curves) -> Find:
+    """Finds the best of the runs at each budget.
+
+    Returns:
+      A finder. It refuses a budget at which no smaller or no larger run has a curve
+      than the best one (`grouping.merge_sizes`): whether such a run would be better
+      still is not known.
+    """
+    size_id = merge_sizes(curves.num_params)[1]
+    loss = np.where(np.isnan(curves.log_loss), np.inf, curves.log_loss)
+    order = np.argsort(loss, axis=0, kind="stable")  # best first, at each budget
+    ranked_size = size_id[order]
+    ranked_there = np.isfinite(np.take_along_axis(loss, order, 0))
+    budgets = np.arange(loss.shape[1])
+
+    def find(weights: np.ndarray) -> Minima:
+        shape = (len(weights), loss.shape[1])
+        num_params, num_tokens, lowest = (np.full(shape, np.nan) for _ in range(3))
+        reason = np.full(shape, FEW)
+        for i, weight in enumerate(weights):
+            usable = ranked_there & (weight[order] > 0)
+            first = np.argmax(usable, 0)
+            best, its_size = order[first, budgets], ranked_size[first, budgets]
+            smaller = (usable & (ranked_size < its_size)).any(0)
+            larger = (usable & (ranked_size > its_size)).any(0)
+            good = smaller & larger
+            reason[i] = np.where(good, FINE, np.where(usable.any(0), EDGE, FEW))
+            num_params[i, good] = curves.num_params[best[good]]
+            num_tokens[i, good] = np.exp(curves.log_tokens[best[good], budgets[good]])
+            lowest[i, good] = np.exp(curves.log_loss[best[good], budgets[good]])
+        return Minima(num_params, num_tokens, lowest, reason)
+
+    return find
+
+
+def _smooth(
+    x: Float[np.ndarray, " points"], y: Float[np.ndarray, " points"], width: float
+) -> Float[np.ndarray, " points"]:
+    """Fits a line around every point, so that a sloping curve keeps its slope."""
+    if not width > 0:
+        return y
+    u = x[None, :] - x[:, None]
+    weight = np.exp(-0.5 * (u / width) ** 2)
+    total = weight.sum(1)
+    centre, level = (weight * u).sum(1) / total, (weight @ y) / total
+    square = (weight * (u - centre[:, None]) ** 2).sum(1)
+    slope = (weight * (u - centre[:, None]) * y[None, :]).sum(1)
+    slope = np.where(square > 0, slope / np.where(square > 0, square, 1.0), 0.0)
+    return level - slope * centre

@@ -1,0 +1,88 @@
+"""A law's functions on the host: many coordinates at once, in float64."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from scaling.laws.base import Law
+
+
+def values(
+    law: Law,
+    coordinates: Float[np.ndarray, "problems k"],
+    logs: Float[np.ndarray, "inputs n"],
+) -> Float[np.ndarray, "problems n"]:
+    """Evaluates the logarithm of a law's target for many coordinates."""
+    return _call(_compiled(law).values, coordinates, logs)
+
+
+def slopes(
+    law: Law, coordinates: Float[np.ndarray, " k"], logs: Float[np.ndarray, "inputs n"]
+) -> Float[np.ndarray, "n k"]:
+    """Evaluates the derivatives of the logarithm of a law's target."""
+    return _call(_compiled(law).slopes, coordinates, logs)
+
+
+def coefficients(
+    law: Law,
+    coordinates: Float[np.ndarray, "problems k"],
+    centre: Float[np.ndarray, " inputs"],
+) -> Float[np.ndarray, "problems k"]:
+    """Turns centred coordinates into coefficients in natural units."""
+    return _call(_compiled(law).coefficients, coordinates, centre)
+
+
+def coefficient_slopes(
+    law: Law, coordinates: Float[np.ndarray, " k"], centre: Float[np.ndarray, " inputs"]
+) -> Float[np.ndarray, "k k"]:
+    """Evaluates the derivatives of coefficients by centred coordinates."""
+    return _call(_compiled(law).coefficient_slopes, coordinates, centre)
+
+
+def coordinates(
+    law: Law,
+    coefficients: Float[np.ndarray, "problems k"],
+    centre: Float[np.ndarray, " inputs"],
+) -> Float[np.ndarray, "problems k"]:
+    """Turns coefficients into centred coordinates."""
+    return _call(_compiled(law).coordinates, coefficients, centre)
+
+
+class _Functions(NamedTuple):
+    """What stands above, compiled for one law."""
+
+    values: Callable[..., Any]
+    slopes: Callable[..., Any]
+    coefficients: Callable[..., Any]
+    coefficient_slopes: Callable[..., Any]
+    coordinates: Callable[..., Any]
+
+
+@functools.cache
+def _compiled(law: Law) -> _Functions:
+    def slopes(x: Any, logs: Any) -> Any:
+        return jnp.stack(law.derivatives(x, logs)[1], axis=1)
+
+    def natural(x: Any, centre: Any) -> Any:
+        return law.decode(law.shift(x, -centre))
+
+    def inward(x: Any, centre: Any) -> Any:
+        return law.shift(law.encode(x), centre)
+
+    return _Functions(
+        values=jax.jit(jax.vmap(law.log_loss, (0, None))),
+        slopes=jax.jit(slopes),
+        coefficients=jax.jit(jax.vmap(natural, (0, None))),
+        coefficient_slopes=jax.jit(jax.jacfwd(natural)),
+        coordinates=jax.jit(jax.vmap(inward, (0, None))),
+    )
+
+
+def _call(function: Callable[..., Any], x: np.ndarray, others: np.ndarray) -> Any:
+    with jax.enable_x64(True):
+        return np.asarray(function(jnp.asarray(x), jnp.asarray(others)))

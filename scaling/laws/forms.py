@@ -1,0 +1,211 @@
+"""Laws that are no plain sums of powers; their derivatives are found by JAX."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from scaling.laws.base import (
+    Coordinate,
+    Law,
+    TwoPowers,
+    exponent,
+    positive,
+    real,
+    scale,
+)
+
+_N, _D, _U = "num_params", "num_tokens", "num_unique_tokens"
+_DECADE = math.log(10)
+_KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
+
+
+def _single(name: str, column: str, letter: str, equation: str) -> Law:
+    """Makes `(Xc / X)^alpha`, whose size Xc counts in units of the input."""
+
+    def log_loss(x: Any, logs: Any) -> Any:
+        return x[1] * (x[0] - logs[0])
+
+    return Law(
+        name=name,
+        formula=f"({letter}c / {letter})^alpha",
+        inputs=(column,),
+        coordinates=(
+            positive(f"{letter}c", -500.0, 500.0, 10.0),
+            real("alpha", 1e-3, 4.0, 0.1),
+        ),
+        source=f"{_KAPLAN}, equation {equation}",
+        log_loss=log_loss,
+        shift=lambda x, centre: jnp.stack([x[0] - centre[0], x[1]]),
+    )
+
+
+KAPLAN_N = _single("kaplan-n", _N, "N", "1.1")
+KAPLAN_D = _single("kaplan-d", _D, "D", "1.2")
+KAPLAN_C = _single("kaplan-c", "flops", "C", "1.3")
+
+
+def _kaplan(x: Any, logs: Any) -> Any:
+    Nc, Dc, aN, aD = x
+    return aD * jnp.logaddexp((Nc - logs[0]) * (aN / aD), Dc - logs[1])
+
+
+KAPLAN = Law(
+    name="kaplan",
+    formula="((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D",
+    inputs=(_N, _D),
+    coordinates=(
+        positive("Nc", -500.0, 500.0, 5.0, 15.0),
+        positive("Dc", -500.0, 500.0, 5.0, 15.0),
+        exponent("alpha_N", 0.05, 0.1, 0.3),
+        exponent("alpha_D", 0.05, 0.1, 0.3),
+    ),
+    source=f"{_KAPLAN}, equation 1.5",
+    log_loss=_kaplan,
+    shift=lambda x, centre: jnp.stack([x[0] - centre[0], x[1] - centre[1], *x[2:]]),
+    two_powers=lambda c: TwoPowers(
+        c["Nc"] ** (c["alpha_N"] / c["alpha_D"]),
+        c["Dc"],
+        c["alpha_N"] / c["alpha_D"],
+        1.0,
+        outer=c["alpha_D"],
+    ),
+)
+
+
+def _rosenfeld_error(x: Any, logs: Any) -> Any:
+    a, b, c, alpha, beta, ceiling = x
+    log_sum = jnp.logaddexp(a - alpha * logs[0], b - beta * logs[1])
+    log_sum = jnp.logaddexp(log_sum, jnp.broadcast_to(c, log_sum.shape))
+    # |x / (x - i)| = x / sqrt(x^2 + 1)
+    return ceiling + log_sum - jnp.logaddexp(2 * log_sum, jnp.zeros_like(log_sum)) / 2
+
+
+ROSENFELD_ERROR = Law(
+    name="rosenfeld-error",
+    formula="e0 |x / (x - i)|, x = a / N^alpha + b / D^beta + c",
+    inputs=(_N, _D),
+    coordinates=(
+        *(positive(name, -14.0, 7.0, -1.0) for name in ("a", "b")),
+        positive("c", -14.0, 7.0, -3.0),
+        *(exponent("alpha"), exponent("beta")),
+        Coordinate("e0", -2.0, 8.0, (0.7, 2.0), log=True, relative=True),
+    ),
+    # The paper's eta is the unit of x: one of the two is enough.
+    source="Rosenfeld et al. 2020, arXiv:1909.12673, with x counted in units of eta",
+    log_loss=_rosenfeld_error,
+    shift=lambda x, centre: jnp.stack(
+        [x[0] - x[3] * centre[0], x[1] - x[4] * centre[1], *x[2:]]
+    ),
+    target="error_rate",
+)
+
+
+def _log_saturating(log_unique: Any, log_total: Any, log_half_life: Any) -> Any:
+    """What `total` of something is worth if only `unique` of it is not repeated."""
+    half_life = jnp.exp(log_half_life)
+    repeats = jnp.expm1(jnp.maximum(log_total - log_unique, 0.0))
+    return log_unique + jnp.log1p(-half_life * jnp.expm1(-repeats / half_life))
+
+
+def _data_constrained(x: Any, logs: Any) -> Any:
+    A, B, E, alpha, beta, half_life_D, half_life_N = x
+    n, d, u = logs
+    u = jnp.minimum(u, d)
+    # The parameters that suit the unique tokens, (U G)^(beta/alpha) G, G put in.
+    suited = (beta * u + A + jnp.log(alpha) - B - jnp.log(beta)) / alpha
+    n = _log_saturating(jnp.minimum(n, suited), n, half_life_N)
+    d = _log_saturating(u, d, half_life_D)
+    total = jnp.logaddexp(A - alpha * n, B - beta * d)
+    return jnp.logaddexp(total, jnp.broadcast_to(E, total.shape))
+
+
+DATA_CONSTRAINED = Law(
+    name="data-constrained",
+    formula="A / N'^alpha + B / D'^beta + E, N' and D' saturating with repetition",
+    inputs=(_N, _D, _U),
+    coordinates=(
+        *(scale("A"), scale("B"), scale("E", -1.5, -0.3)),
+        *(exponent("alpha", 0.2, 0.5), exponent("beta", 0.2, 0.5)),
+        *(positive(name, -5.0, 12.0, 0.7, 2.5) for name in ("R_D", "R_N")),
+    ),
+    source="Muennighoff et al. 2023, arXiv:2305.16264, section 3",
+    log_loss=_data_constrained,
+    # Tokens and unique tokens keep one unit.
+    shift=lambda x, centre: jnp.stack(
+        [x[0] - x[3] * centre[0], x[1] - x[4] * centre[1], *x[2:]]
+    ),
+    floor="E",
+    units=((0,), (1, 2)),
+)
+
+
+def _clark(x: Any, logs: Any) -> Any:
+    a, b, c, d, start, end = x
+    n, experts = logs
+    gap = 1 / (jnp.exp(-start) - jnp.exp(-end))
+    effective = -jnp.log(1 / (jnp.expm1(experts) + gap) + jnp.exp(-end))
+    # Base-10 logarithms are the paper's; the unit of c is one over a decade.
+    return a * n + b * effective + c / _DECADE * n * effective + d * _DECADE
+
+
+CLARK = Law(
+    name="clark",
+    formula="log10 L = a log10 N + b log10 E' + c log10 N log10 E' + d, "
+    "1/E' = 1/(E - 1 + 1/(1/E_start - 1/E_max)) + 1/E_max",
+    inputs=(_N, "num_experts"),
+    coordinates=(
+        real("a", -2.0, 2.0, -0.1),
+        real("b", -5.0, 5.0, -0.1),
+        real("c", -2.0, 2.0, 0.0),
+        real("d", -10.0, 10.0, 0.5),
+        positive("E_start", -3.0, 2.1, 0.3, 1.2),
+        positive("E_max", 2.2, 14.0, 4.0, 7.0),
+    ),
+    source="Clark et al. 2022, arXiv:2202.01169, section 5",
+    log_loss=_clark,
+    shift=lambda x, centre: jnp.stack(
+        [
+            x[0],
+            x[1] + x[2] / _DECADE * centre[0],
+            x[2],
+            x[3] + x[0] / _DECADE * centre[0],
+            *x[4:],
+        ]
+    ),
+    units=((0,),),
+)
+
+
+def _broken(x: Any, logs: Any) -> Any:
+    a, b, c0, c1, d1, f1 = x
+    sharpness = jnp.exp(f1)
+    bend = jnp.logaddexp((logs[0] - d1) / sharpness, jnp.zeros_like(logs[0]))
+    power = b - c0 * logs[0] - c1 * sharpness * bend
+    return jnp.logaddexp(power, jnp.broadcast_to(a, power.shape))
+
+
+BROKEN = Law(
+    name="broken",
+    formula="a + b x^-c0 (1 + (x / d1)^(1 / f1))^(-c1 f1)",
+    inputs=("flops",),
+    coordinates=(
+        scale("a", -2.0, -0.5),
+        Coordinate("b", -20.0, 20.0, (-0.7,), log=True, relative=True),
+        real("c0", -4.0, 4.0, 0.05, 0.4),
+        real("c1", -6.0, 6.0, -0.3, 0.3),
+        positive("d1", -60.0, 60.0, -2.0, 0.0, 2.0),
+        positive("f1", -4.0, 3.0, -1.0),
+    ),
+    source="Caballero et al. 2022, arXiv:2210.14891, equation 1, with one break",
+    log_loss=_broken,
+    shift=lambda x, centre: jnp.stack(
+        [x[0], x[1] - x[2] * centre[0], x[2], x[3], x[4] - centre[0], x[5]]
+    ),
+    floor="a",
+)
+
+FORMS = (
+    *(KAPLAN_N, KAPLAN_D, KAPLAN_C, KAPLAN, ROSENFELD_ERROR),
+    *(DATA_CONSTRAINED, CLARK, BROKEN),
+)

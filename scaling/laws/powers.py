@@ -1,0 +1,239 @@
+"""Laws that are sums of powers: a size for each term, shared or separate exponents.
+
+The logarithm of such a sum is a log-sum-exp of forms that are linear in the
+coordinates, so the derivatives are the terms' shares of the sum, times logarithms.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from scaling.laws.base import Coordinate, Law, TwoPowers, exponent, real, scale
+
+
+class Power(NamedTuple):
+    """A factor `(factor * input) ** (sign * exponent)` of a term.
+
+    Attributes:
+      input: a column.
+      exponent: a coefficient's name, or a fixed number.
+      sign: -1 for a decay.
+      factor: a constant.
+    """
+
+    input: str
+    exponent: str | float
+    sign: float = -1.0
+    factor: float = 1.0
+
+
+class Term(NamedTuple):
+    """A size times powers; a floor has none."""
+
+    scale: str
+    powers: tuple[Power, ...] = ()
+
+
+def power_sum(
+    name: str,
+    formula: str,
+    inputs: tuple[str, ...],
+    coordinates: tuple[Coordinate, ...],
+    terms: tuple[Term, ...],
+    source: str,
+    **rest: Any,
+) -> Law:
+    """Makes the law of a sum of terms."""
+    place = {coordinate.name: i for i, coordinate in enumerate(coordinates)}
+    row = {column: i for i, column in enumerate(inputs)}
+
+    def slope(power: Power, x: Any) -> Any:
+        if not isinstance(power.exponent, str):
+            return power.sign * power.exponent
+        return power.sign * x[place[power.exponent]]
+
+    def forms(x: Any, logs: Any) -> list[Any]:
+        found = []
+        for term in terms:
+            form = x[place[term.scale]]
+            for power in term.powers:
+                argument = logs[row[power.input]] + math.log(power.factor)
+                form = form + slope(power, x) * argument
+            found.append(form)
+        return found
+
+    def log_loss(x: Any, logs: Any) -> Any:
+        total, *others = forms(x, logs)
+        for form in others:
+            total = jnp.logaddexp(total, jnp.broadcast_to(form, total.shape))
+        return total
+
+    def linearise(x: Any, logs: Any) -> tuple[Any, list[Any]]:
+        # Fits stay in a box, so no term overflows and none needs a common factor out;
+        # a floor is one exponential for all points.
+        sizes = [jnp.exp(form) for form in forms(x, logs)]
+        total = sum(sizes[1:], sizes[0])
+        rows = [jnp.zeros_like(total) for _ in coordinates]
+        for term, size in zip(terms, sizes, strict=True):
+            share = size / total
+            rows[place[term.scale]] += share
+            for power in term.powers:
+                if isinstance(power.exponent, str):
+                    argument = logs[row[power.input]] + math.log(power.factor)
+                    rows[place[power.exponent]] += power.sign * share * argument
+        return jnp.log(total), rows
+
+    def shift(x: Any, centre: Any) -> Any:
+        moved = list(x)
+        for term in terms:
+            for power in term.powers:
+                by = slope(power, x) * centre[row[power.input]]
+                moved[place[term.scale]] = moved[place[term.scale]] + by
+        return jnp.stack(moved)
+
+    return Law(
+        name=name,
+        formula=formula,
+        inputs=inputs,
+        coordinates=coordinates,
+        source=source,
+        log_loss=log_loss,
+        shift=shift,
+        linearise=linearise,
+        floor=next((term.scale for term in terms if not term.powers), None),
+        **rest,
+    )
+
+
+_N, _D = "num_params", "num_tokens"
+_FLOOR = scale("E", -2.0, -0.5, -0.1)
+_HOFFMANN = "Hoffmann et al. 2022, arXiv:2203.15556, section 3.3"
+
+MEAN_ESTIMATION = power_sum(
+    "mean-estimation",
+    "sigma_squared / n",
+    ("num_samples",),
+    (scale("sigma_squared", 0.0),),
+    (Term("sigma_squared", (Power("num_samples", 1.0),)),),
+    "variance of a mean of n independent samples",
+)
+
+POWER = power_sum(
+    "power",
+    "a x^-b",
+    ("flops",),
+    (scale("a", 0.0), real("b", -4.0, 4.0, 0.1)),
+    (Term("a", (Power("flops", "b"),)),),
+    "Hestness et al. 2017, arXiv:1712.00409",
+)
+
+POWER_FLOOR = power_sum(
+    "power-floor",
+    "a x^-b + E",
+    ("flops",),
+    (scale("a"), exponent("b"), _FLOOR),
+    (Term("a", (Power("flops", "b"),)), Term("E")),
+    "Henighan et al. 2020, arXiv:2010.14701, equation 1.1",
+)
+
+CHINCHILLA = power_sum(
+    "chinchilla",
+    "A / N^alpha + B / D^beta + E",
+    (_N, _D),
+    (scale("A"), scale("B"), _FLOOR, exponent("alpha"), exponent("beta")),
+    (Term("A", (Power(_N, "alpha"),)), Term("B", (Power(_D, "beta"),)), Term("E")),
+    _HOFFMANN,
+    two_powers=lambda c: TwoPowers(c["A"], c["B"], c["alpha"], c["beta"], c["E"]),
+)
+
+CHINCHILLA_TIED = power_sum(
+    "chinchilla-tied",
+    "A / N^alpha + B / D^alpha + E",
+    (_N, _D),
+    (scale("A"), scale("B"), _FLOOR, exponent("alpha")),
+    (Term("A", (Power(_N, "alpha"),)), Term("B", (Power(_D, "alpha"),)), Term("E")),
+    f"{_HOFFMANN}, with one exponent",
+    two_powers=lambda c: TwoPowers(c["A"], c["B"], c["alpha"], c["alpha"], c["E"]),
+)
+
+ROSENFELD = power_sum(
+    "rosenfeld",
+    "a / N^alpha + b / D^beta + c",
+    (_N, _D),
+    (
+        *(scale("a"), scale("b"), scale("c", -2.0, -0.5, -0.1)),
+        *(exponent("alpha"), exponent("beta")),
+    ),
+    (Term("a", (Power(_N, "alpha"),)), Term("b", (Power(_D, "beta"),)), Term("c")),
+    "Rosenfeld et al. 2020, arXiv:1909.12673",
+    two_powers=lambda c: TwoPowers(c["a"], c["b"], c["alpha"], c["beta"], c["c"]),
+)
+
+OVER_TRAINING = power_sum(
+    "over-training",
+    "a N^eta + b 6^(eta/2) D^eta + E",
+    (_N, _D),
+    (scale("a"), scale("b"), real("eta", -2.0, -1e-3, -0.1, -0.3, -0.7), _FLOOR),
+    (
+        Term("a", (Power(_N, "eta", 1.0),)),
+        Term("b", (Power(_D, "eta", 1.0, math.sqrt(6)),)),
+        Term("E"),
+    ),
+    "Gadre et al. 2024, arXiv:2403.08540",
+    two_powers=lambda c: TwoPowers(
+        c["a"], c["b"] * 6 ** (c["eta"] / 2), -c["eta"], -c["eta"], c["E"]
+    ),
+)
+
+KRAJEWSKI = power_sum(
+    "krajewski",
+    "(g / G^gamma + a) / N^alpha + b / D^beta + c",
+    (_N, _D, "granularity"),
+    (
+        *(scale("g"), exponent("gamma", 0.3, 0.8), scale("a"), exponent("alpha")),
+        *(scale("b"), exponent("beta"), scale("c", -1.0, -0.2)),
+    ),
+    (
+        Term("g", (Power("granularity", "gamma"), Power(_N, "alpha"))),
+        Term("a", (Power(_N, "alpha"),)),
+        Term("b", (Power(_D, "beta"),)),
+        Term("c"),
+    ),
+    "Krajewski et al. 2024, arXiv:2402.07871",
+)
+
+KAPLAN_STEPS = power_sum(
+    "kaplan-steps",
+    "a / N^alpha + s / S^beta",
+    (_N, "steps"),
+    (scale("a"), scale("s"), exponent("alpha"), exponent("beta")),
+    (Term("a", (Power(_N, "alpha"),)), Term("s", (Power("steps", "beta"),))),
+    "Kaplan et al. 2020, arXiv:2001.08361, equation 1.6, with a = Nc^alpha, "
+    "s = Sc^beta",
+)
+
+LEARNING_RATE = power_sum(
+    "learning-rate",
+    "c N^a D^b",
+    (_N, _D),
+    (scale("c", 0.0), real("a", -4.0, 4.0, -0.5), real("b", -4.0, 4.0, 0.3)),
+    (Term("c", (Power(_N, "a", 1.0), Power(_D, "b", 1.0))),),
+    "Li et al. 2025 (Step Law), arXiv:2503.04715",
+    target="learning_rate",
+)
+
+BATCH_SIZE = power_sum(
+    "batch-size",
+    "c D^b",
+    (_D,),
+    (scale("c", 0.0), real("b", -4.0, 4.0, 0.5)),
+    (Term("c", (Power(_D, "b", 1.0),)),),
+    "Li et al. 2025 (Step Law), arXiv:2503.04715",
+    target="batch_tokens",
+)
+
+POWER_SUMS = (
+    *(MEAN_ESTIMATION, POWER, POWER_FLOOR, CHINCHILLA, CHINCHILLA_TIED, ROSENFELD),
+    *(OVER_TRAINING, KRAJEWSKI, KAPLAN_STEPS, LEARNING_RATE, BATCH_SIZE),
+)

@@ -1,0 +1,132 @@
+"""Scaling laws by name, published constants, and the compute optimum.
+
+N is the number of parameters, D of training tokens, C of FLOPs, L the loss in nats per
+token. Which parameters are counted is the data's convention, not the law's.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from scaling.laws.base import Columns, Coordinate, Law, TwoPowers
+from scaling.laws.forms import FORMS
+from scaling.laws.powers import CHINCHILLA, POWER_SUMS
+
+__all__ = [
+    "CHINCHILLA",
+    "CONSTANTS",
+    "LAWS",
+    "Columns",
+    "Coordinate",
+    "Exponents",
+    "Law",
+    "Optimum",
+    "TwoPowers",
+    "exponents",
+    "find",
+    "optimum",
+]
+
+LAWS = {law.name: law for law in (*POWER_SUMS, *FORMS)}
+
+CONSTANTS: dict[str, dict[str, float]] = {
+    # The course's slides.
+    "lecture": dict(A=406.4, B=410.7, E=1.69, alpha=0.34, beta=0.29),
+    # Hoffmann et al. 2022, arXiv:2203.15556, equation 10.
+    "hoffmann": dict(A=406.4, B=410.7, E=1.69, alpha=0.34, beta=0.28),
+    # The same fit with the digits in a comment of the paper's TeX source.
+    "hoffmann-tex": dict(
+        A=math.exp(6.0073404),
+        B=math.exp(6.0179186),
+        E=math.exp(0.5267228),
+        alpha=0.33917084,
+        beta=0.2849083,
+    ),
+    # Besiroglu et al. 2024, arXiv:2404.10102, from the points of Hoffmann's figure 4.
+    "epoch": dict(A=482.01, B=2085.43, E=1.8172, alpha=0.3478, beta=0.3658),
+}
+"""Published coefficients of the Chinchilla law."""
+
+
+class Exponents(NamedTuple):
+    """How the optimum grows: `N* ~ C^a`, `D* ~ C^b`; a + b = 1."""
+
+    a: Any
+    b: Any
+
+
+class Optimum(NamedTuple):
+    """The best division of a budget.
+
+    Attributes:
+      num_params: of the best model.
+      num_tokens: to train it on.
+      loss: that the law predicts.
+    """
+
+    num_params: Any
+    num_tokens: Any
+    loss: Any
+
+
+def find(name: str) -> Law:
+    """Returns a law by name.
+
+    Raises:
+      ValueError: there is none of this name.
+    """
+    if name not in LAWS:
+        near = difflib.get_close_matches(name, LAWS)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"no law {name!r}; there are {', '.join(LAWS)}{meant}")
+    return LAWS[name]
+
+
+def exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
+    """Computes how the compute optimum of a law grows with compute.
+
+    Args:
+      law: one that says how loss falls with parameters and with tokens.
+      coefficients: by name.
+
+    Raises:
+      ValueError: the law has no such optimum.
+    """
+    powers = _two_powers(law, coefficients)
+    total = powers.alpha + powers.beta
+    return Exponents(powers.beta / total, powers.alpha / total)
+
+
+def optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
+    """Divides a compute budget between parameters and tokens, `flops = 6 N D`.
+
+    In closed form: `N* = G (C/6)^a`, `G = (alpha A / (beta B))^(1 / (alpha + beta))`,
+    `a = beta / (alpha + beta)`. With the `hoffmann-tex` constants, 5.76e23 FLOPs make
+    4.036e10 parameters and 2.379e12 tokens.
+
+    Args:
+      law: one that says how loss falls with parameters and with tokens.
+      coefficients: by name.
+      flops: the budget, a number or an array.
+
+    Raises:
+      ValueError: the law has no such optimum.
+
+    Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 4.
+    """
+    powers = _two_powers(law, coefficients)
+    total = powers.alpha + powers.beta
+    ratio = (powers.alpha * powers.A) / (powers.beta * powers.B)
+    num_params = ratio ** (1 / total) * (flops / 6) ** (powers.beta / total)
+    num_tokens = flops / (6 * num_params)
+    inner = powers.A * num_params**-powers.alpha + powers.B * num_tokens**-powers.beta
+    return Optimum(num_params, num_tokens, powers.floor + inner**powers.outer)
+
+
+def _two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+    if law.two_powers is None:
+        raise ValueError(
+            f"{law.name} does not say how loss falls with parameters and with tokens"
+        )
+    return law.two_powers(coefficients)

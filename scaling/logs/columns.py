@@ -1,0 +1,361 @@
+"""What a log's columns mean: found by name or flag, read as numbers in SI units."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling.logs import files
+from scaling.logs.files import RawRow, RawTable
+
+FLOPS_PER_PARAM_AND_TOKEN = 6.0
+"""`C = 6 N D`: 2 forward and 4 backward. Kaplan et al. 2020, arXiv:2001.08361, 2.1."""
+
+Count = Literal["total", "non-embedding", "matmul", "active"]
+
+_COLUMN_OF_COUNT = {
+    "total": "num_params",
+    "non-embedding": "num_params_non_embedding",
+    "matmul": "num_params_matmul",
+    "active": "num_params_active",
+}
+
+SIZES = ("num_params", "num_tokens", "flops")
+LETTERS = {"num_params": "N", "num_tokens": "D", "flops": "C", "loss": "L"}
+
+_KNOWN_AS = {
+    "num_params": ("num_params", "N", "n", "params", "n_params", "parameters"),
+    "num_tokens": ("num_tokens", "D", "d", "tokens", "n_tokens", "training_tokens"),
+    "flops": ("flops", "C", "c", "compute", "FLOPs", "FLOP", "training_flops"),
+    "loss": ("loss", "L", "final_loss", "val_loss", "eval_loss"),
+    "run": ("run_id", "run"),
+}
+"""Columns that need no flag, the first that is there; a flag overrules them."""
+
+STEPS = ("step", "steps", "num_steps", "iteration", "iterations", "iter", "global_step")
+"""What tells the last row of a run, where neither tokens nor FLOPs do."""
+
+FLAGS = {
+    "num_params": "--n",
+    "num_tokens": "--d",
+    "flops": "--c",
+    "loss": "--loss",
+    "run": "--run",
+}
+
+_SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which columns of a log mean what; where the name is empty, what it is called."""
+
+    n: str = ""
+    """Parameters; like `d`, `c` and `loss` found by its name if this is empty."""
+    d: str = ""
+    """Tokens trained on."""
+    c: str = ""
+    """FLOPs of training."""
+    loss: str = ""
+    """Nats per token, or what `loss_unit` says."""
+    run: str = ""
+    """What run a row belongs to, where a run has several."""
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Columns of other inputs of laws, by the input; `COLUMN*UNIT` scales one."""
+    n_unit: float = 1.0
+    """Parameters that a 1 in the file means; `d_unit` and `c_unit` alike."""
+    d_unit: float = 1.0
+    c_unit: float = 1.0
+    loss_unit: float = 1.0
+    """Nats per token that a 1 in the file means, ln 2 for bits."""
+    count: Count = "total"
+    """Which parameters `n` counts; in a sweep of ours, which of its counts is read."""
+
+    def __post_init__(self) -> None:
+        if self.count not in get_args(Count):
+            raise ValueError(f"{self.count=} must be one of {get_args(Count)}")
+        for name in ("n_unit", "d_unit", "c_unit", "loss_unit"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+
+
+class Roles(NamedTuple):
+    """Which of a file's columns mean what.
+
+    Attributes:
+      names: the column by its meaning: those of `Log.columns`, and `run`.
+      notes: which were guessed, in sentences.
+    """
+
+    names: dict[str, str]
+    notes: list[str]
+
+
+def read(
+    table: RawTable, columns: Columns, roles: Roles, needs: Iterable[str]
+) -> tuple[dict[str, Float[np.ndarray, " runs"]], list[str], list[str]]:
+    """Reads the columns that are needed, and derives those that may be missing.
+
+    Args:
+      table: at least one row.
+      columns: which columns mean what.
+      roles: what `find` found them to be.
+      needs: columns that a law reads; nothing asks for all of N, D, C and the loss.
+
+    Returns:
+      `num_params`, `num_tokens`, `flops`, `loss` and the others, positive and finite; a
+      label for each row, equal where rows are one run's; what was assumed or derived,
+      in sentences.
+
+    Raises:
+      ValueError: a column is missing, or a cell is not a number above 0.
+    """
+    names, notes, needs = roles.names, [*roles.notes], [*needs]
+    found = _sizes(table, columns, names)
+    _refuse_missing(table, roles, needs)
+    if len(found) > 1:
+        notes += _derive(found)
+    if "loss" in names:
+        unit = columns.loss_unit
+        found["loss"] = numbers(table, names["loss"], None) * unit
+        if unit != 1:
+            notes.append(f"the loss is {names['loss']} times {unit:.6g}")
+    values = {name: found[name] for name in LETTERS if name in found}
+    for need in needs:
+        if need not in values:
+            name, unit = _scaled(columns.others.get(need, need), table)
+            if name not in table.names:
+                raise ValueError(
+                    f"{table.path}: the law reads {need}; name its column with "
+                    f"--columns {need}=COLUMN; there is {', '.join(table.names)}"
+                )
+            values[need] = numbers(table, name, unit)
+            if unit == 1 and columns.d_unit != 1 and need.endswith("_tokens"):
+                notes.append(
+                    f"{need} is {name} as it stands; {name}*{columns.d_unit:g} would "
+                    "have the unit of D"
+                )
+    labels = [str(row.number) for row in table.rows]
+    if "run" in names:
+        labels = [str(row.cells.get(names["run"])) for row in table.rows]
+    return values, labels, notes
+
+
+def _sizes(
+    table: RawTable, columns: Columns, names: Mapping[str, str]
+) -> dict[str, Float[np.ndarray, " runs"]]:
+    """Reads what there is of N, D and C."""
+    units = {
+        "num_params": columns.n_unit,
+        "num_tokens": columns.d_unit,
+        "flops": columns.c_unit,
+    }
+    for meaning, unit in units.items():
+        if unit != 1 and meaning not in names:
+            flag = FLAGS[meaning]
+            raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
+    return {
+        meaning: numbers(table, names[meaning], unit)
+        for meaning, unit in units.items()
+        if meaning in names
+    }
+
+
+def loss_of(table: RawTable, roles: Roles) -> str:
+    """Names the column of the loss.
+
+    Raises:
+      ValueError: none was named, and none looks like it.
+    """
+    if "loss" not in roles.names:
+        raise ValueError(
+            f"{table.path}: which column is the loss? --loss COLUMN, one of "
+            f"{', '.join(table.names)}"
+        )
+    return roles.names["loss"]
+
+
+def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
+    """Refuses a log without what is read: of N, D and C two give the third."""
+    names = roles.names
+    wanted = [x for x in LETTERS if x in needs] if needs else [*LETTERS]
+    there = [x for x in SIZES if x in names]
+    missing = [x for x in wanted if x not in names]
+    if "loss" in missing:
+        loss_of(table, roles)
+    if not missing or len(there) > 1:
+        return
+    said = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
+    what = "two of N, D and C are needed"
+    if len([x for x in wanted if x in SIZES]) == 1:
+        what = f"the law reads {LETTERS[missing[0]]} ({FLAGS[missing[0]]} COLUMN)"
+    raise ValueError(
+        f"{table.path}: {what}, and there is {said}; name columns with --n, --d, --c; "
+        f"it has {', '.join(table.names)}"
+    )
+
+
+def _scaled(name: str, table: RawTable) -> tuple[str, float]:
+    """Parts `COLUMN*UNIT`, unless a column is called so."""
+    column, times, unit = name.rpartition("*")
+    if name in table.names or not times:
+        return name, 1.0
+    try:
+        factor = float(unit)
+    except ValueError:
+        return name, 1.0
+    if not 0 < factor < math.inf:
+        raise ValueError(f"--columns {name}: the unit must be above 0")
+    return column, factor
+
+
+def find(table: RawTable, columns: Columns) -> Roles:
+    """Finds the file's name of each meaning, and says which were guessed.
+
+    Args:
+      table: its rows do not matter.
+      columns: what is called what.
+
+    Raises:
+      ValueError: a column that was named is not there.
+    """
+    said = {
+        "num_params": columns.n,
+        "num_tokens": columns.d,
+        "flops": columns.c,
+        "loss": columns.loss,
+        "run": columns.run,
+    }
+    for meaning in LETTERS:
+        if name := columns.others.get(meaning):
+            flag = FLAGS[meaning]
+            if said[meaning]:
+                line = f"{flag} {said[meaning]} and --columns {meaning}={name}; which?"
+                raise ValueError(f"{table.path}: {line}")
+            said[meaning] = name
+    ours = _COLUMN_OF_COUNT[columns.count]
+    known = dict(_KNOWN_AS)
+    if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep of ours has them all
+        known["num_params"] = (ours,)
+    names, guessed = {}, []
+    for meaning, name in said.items():
+        if name:
+            if name not in table.names:
+                raise ValueError(
+                    f"{table.path}: {FLAGS[meaning]} {name}: no such column; there is "
+                    f"{', '.join(table.names)}"
+                )
+            names[meaning] = name
+            continue
+        found = [name for name in known[meaning] if name in table.names]
+        if meaning == "loss" and not found:
+            found = [name for name in table.names if "loss" in name.lower()]
+            found = found if len(found) == 1 else []
+        if found:
+            names[meaning] = found[0]
+            letter = LETTERS.get(meaning)
+            if letter and found[0] not in (meaning, ours, letter):
+                guessed.append(f"{letter} is {found[0]}")
+    notes = [f"by their names, {', '.join(guessed)}"] if guessed else []
+    if names.get("num_params") not in (None, *_COLUMN_OF_COUNT.values()):
+        notes.append(f"N is taken to count {columns.count} parameters (--count)")
+    return Roles(names, notes)
+
+
+def column(table: RawTable, roles: Roles, name: str, flag: str) -> str:
+    """Finds a column that is named in the file's words, or as N, D, C or L.
+
+    Args:
+      table: where it should be.
+      roles: what its columns mean.
+      name: as the file has it, a letter, or such as "num_params".
+      flag: that names it, for an error.
+
+    Raises:
+      ValueError: it is not there.
+    """
+    if name in table.names:
+        return name
+    for meaning, letter in LETTERS.items():
+        if name in (meaning, letter) and meaning in roles.names:
+            return roles.names[meaning]
+    raise ValueError(
+        f"{table.path}: {flag} {name}: no such column; there is "
+        f"{', '.join(table.names)}"
+    )
+
+
+def numbers(
+    table: RawTable, name: str, unit: float | None
+) -> Float[np.ndarray, " runs"]:
+    """Reads a column of positive numbers.
+
+    Args:
+      table: where it stands.
+      name: its name there.
+      unit: what a 1 in the file means. Where that is 1, a cell may carry a suffix of
+        K, M, B or G, and T, as in 1.5B; None for what has no such suffix.
+
+    Raises:
+      ValueError: a cell is missing, no number, or not above 0 and finite.
+    """
+    return np.asarray([_number(table, row, name, unit) for row in table.rows])
+
+
+def _number(table: RawTable, row: RawRow, name: str, unit: float | None) -> float:
+    cell = row.cells.get(name)
+    value = parse(cell, unit)
+    if value is None or not 0 < value < math.inf:
+        if cell is None or cell == "":
+            what = f"{name} is missing"
+        elif value is None:
+            what = f"{name} is {cell!r}, not a number"
+        else:
+            what = f"{name} is {cell}, must be above 0 and finite"
+        raise ValueError(
+            f"{table.path}: {row.place}: {what}; --ignore 'row == {row.number}' "
+            "leaves it out"
+        )
+    return value
+
+
+def parse(cell: files.Cell, unit: float | None) -> float | None:
+    """Reads 1.5e9, or 1.5B where the unit is 1; None if it is neither."""
+    if isinstance(cell, bool) or cell is None:
+        return None
+    if isinstance(cell, int | float):
+        try:
+            return float(cell) * (unit or 1.0)
+        except OverflowError:  # JSON's whole numbers have no largest
+            return math.inf
+    match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([KMBGTkmbgt]?)", cell)
+    try:
+        value = float(match[1] if match else cell.replace("_", "x"))
+    except ValueError:
+        return None
+    if match and match[2]:
+        return value * _SCALES[match[2].upper()] if unit == 1 else None
+    return value * (unit or 1.0)
+
+
+def _derive(found: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:
+    """Fills in the third of N, D and C, or says how far C is from 6ND."""
+    six = FLOPS_PER_PARAM_AND_TOKEN
+    if "flops" not in found:
+        found["flops"] = six * found["num_params"] * found["num_tokens"]
+        return ["C = 6 N D"]
+    if "num_tokens" not in found:
+        found["num_tokens"] = found["flops"] / (six * found["num_params"])
+        return ["D = C / 6N"]
+    if "num_params" not in found:
+        found["num_params"] = found["flops"] / (six * found["num_tokens"])
+        return ["N = C / 6D"]
+    ratio = found["flops"] / (six * found["num_params"] * found["num_tokens"])
+    low, high = float(ratio.min()), float(ratio.max())
+    if high - 1 > 1e-3 or 1 - low > 1e-3:
+        return [f"C is {low:.3g} to {high:.3g} times 6 N D"]
+    return []

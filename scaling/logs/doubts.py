@@ -1,0 +1,204 @@
+"""What a log has that nobody asked for: columns that matter and units that cannot be.
+
+Nothing here changes a number. A column that parts the runs, marks some of them or
+counts unique tokens is pointed at if nothing uses it, with the option that would; and
+numbers that are hardly parameters, tokens, FLOPs or nats are doubted.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from scaling.logs.columns import FLAGS, LETTERS, SIZES, Columns, parse
+from scaling.logs.log import Log
+
+_GROUPS = re.compile(
+    r"experiment|(^|_)data(_?set)?(_|$)|dataset|corpus|famil|arch|variant|setting|sweep|optimi[sz]er"
+    r"|schedule|source|study|group|tokenizer"
+)
+"""Names of what parts runs that no one law may describe."""
+_MARKS = re.compile(
+    r"outlier|exclud|discard|drop(?!out)|ignore|skip|invalid|diverged|failed|unstable"
+)
+"""Names of what marks runs that are not to be fitted."""
+_RATES = ("learning_rate", "lr", "max_lr", "peak_lr", "base_lr", "batch_size", "batch")
+_TRUE = {"1", "true", "yes", "y", "t", "1.0", "x"}
+_BITS = re.compile(
+    r"(^|_|\b)(bits?|bpb|bpc|bpt|bpw)(_|\b|$)|bits_per|per_byte|per_char"
+)
+_PERPLEXITY = re.compile(r"perplexity|(^|_)ppl(_|$)")
+_LARGE = re.compile(
+    r"(?P<M>(_|\(|\[|\b)m(\)|\]|$)|million)|(?P<B>(_|\(|\[|\b)b(\)|\]|$)|billion)"
+)
+"""How a name says that it counts millions or billions."""
+_UNITS = {"M": 1e6, "B": 1e9}
+
+_MOST_LOSS = 16.0
+"""Nats per token: the logarithm of a vocabulary of nine million."""
+_SIZES = {
+    "num_params": ("parameters", 1e3, 1e6),
+    "num_tokens": ("tokens", 1e5, 1e9),
+    "flops": ("FLOPs", 1e8, 1e18),
+}
+"""What is counted; the least that the largest run has; a usual unit."""
+_FAR = 30.0
+"""How far C may be from 6 N D by the way that it is counted."""
+
+
+def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
+    """Says what of a log looks unused, or in another unit.
+
+    Args:
+      log: the runs.
+      columns: how they were read.
+      used: rules and names that mention columns.
+
+    Returns:
+      Sentences, each with the column and the option that would change it.
+    """
+    taken = {*log.roles.values(), *log.columns}
+    free = [
+        name
+        for name in log.names
+        if name not in taken and not any(name in text for text in used)
+    ]
+    said = []
+    for name in free:
+        said += [*_groups(log, name), *_marks(log, name)]
+    said += [*_repeated(log, free), *_rates(log, free), *_checkpoints(log)]
+    return said if log.source.is_dir() else [*said, *_units(log, columns)]
+
+
+def _cells(log: Log, name: str) -> list[str]:
+    """A column as text; empty where a row has nothing there."""
+    found = (row.cells.get(name) for row in log.raw)
+    return ["" if cell is None else str(cell) for cell in found]
+
+
+def _groups(log: Log, name: str) -> Iterator[str]:
+    values = [*dict.fromkeys(_cells(log, name))]
+    if not _GROUPS.search(name.lower()) or not 1 < len(values) <= len(log.raw) / 2:
+        return
+    some = ", ".join(values[:3]) + (", ..." if len(values) > 3 else "")
+    yield (
+        f"{name} is not used, and parts the runs ({some}): --by {_shell(name)} fits "
+        f"each alone, --where {_rule(name, values[0])} one of them"
+    )
+
+
+def _marks(log: Log, name: str) -> Iterator[str]:
+    if not _MARKS.search(name.lower()):
+        return
+    marked = [cell for cell in _cells(log, name) if cell.lower() in _TRUE]
+    if marked and len({*_cells(log, name)}) > 1:
+        verb = (
+            "1 run, which is" if len(marked) == 1 else f"{len(marked)} runs, which are"
+        )
+        yield (
+            f"{name} is not used, and marks {verb} fitted with the others: --ignore "
+            f"{_rule(name, marked[0])} leaves such out"
+        )
+
+
+def _repeated(log: Log, free: Sequence[str]) -> Iterator[str]:
+    """Points at a number of unique tokens, above all where some are repeated."""
+    for name in free:
+        words = name.lower()
+        if name != "U" and not (
+            "unique" in words and ("tok" in words or len(words) < 9)
+        ):
+            continue
+        unique = [parse(row.cells.get(name), 1.0) or 0.0 for row in log.raw]
+        option = f"--law data-constrained --columns num_unique_tokens={_shell(name)}"
+        if "num_tokens" not in log.columns or not min(unique) > 0:
+            continue
+        epochs = float((log.columns["num_tokens"] / unique).max())
+        if epochs > 1.01:
+            yield (
+                f"{name} is not used, and runs repeat their tokens up to {epochs:.3g} "
+                f"times: {option} counts repetitions less"
+            )
+        elif not log.source.is_dir():
+            yield f"{name} is not used, and no run repeats tokens: {option} reads it"
+
+
+def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
+    """Points at tries of one size, of which the best should count."""
+    names = [log.roles.get(x) for x in ("num_params", "num_tokens")]
+    if not all(names):
+        return
+    sizes = [*zip(log.columns["num_params"], log.columns["num_tokens"], strict=True)]
+    for name in (x for x in _RATES if x in free):
+        if len({*zip(sizes, _cells(log, name), strict=True)}) > len({*sizes}):
+            yield (
+                f"{name} is not used, and differs in runs of one N and D: --best-of "
+                f"{','.join(_shell(x) for x in names if x)} reads the best of each"
+            )
+            return
+
+
+def _checkpoints(log: Log) -> Iterator[str]:
+    """Points at rows of one run, of which the last should count."""
+    if not log.has_one_row_per_run and log.curves is None:
+        yield (
+            f"runs have several rows, and each is fitted: --last-of "
+            f"{_shell(log.roles['run'])} reads the last of each"
+        )
+
+
+def _units(log: Log, columns: Columns) -> Iterator[str]:
+    loss, name = log.columns.get("loss"), log.roles.get("loss", "")
+    if loss is not None and columns.loss_unit == 1:
+        if _PERPLEXITY.search(name.lower()) or loss.max() > _MOST_LOSS:
+            yield (
+                f"{name} is up to {loss.max():.4g}: nats per token? Of a perplexity "
+                "take the logarithm"
+            )
+        elif _BITS.search(name.lower()):
+            yield (
+                f"{name} looks like bits, and is read as nats per token: --loss-unit "
+                f"{math.log(2):.6f} if it is bits per token; of bits per byte or "
+                "character, times how many of them a token has"
+            )
+    units = (columns.n_unit, columns.d_unit, columns.c_unit)
+    for meaning, unit in zip(SIZES, units, strict=True):
+        if meaning in log.roles:
+            yield from _size(log, meaning, unit)
+    if {*SIZES} <= log.roles.keys():
+        n, d, c = (log.columns[x] for x in SIZES)
+        ratio = float(np.exp(np.log(c / (6 * n * d)).mean()))
+        if not 1 / _FAR <= ratio <= _FAR:
+            yield (
+                f"C is {ratio:.3g} times 6 N D: is one of them in another unit "
+                "(--n-unit, --d-unit, --c-unit)?"
+            )
+
+
+def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
+    """Doubts numbers that are too small, or broken, to be what they are read as."""
+    name, values = log.roles[meaning], log.columns[meaning]
+    what, least, usual = _SIZES[meaning]
+    match = _LARGE.search(name.lower())
+    is_named = bool(match) and unit == 1
+    is_broken = unit == 1 and meaning != "flops" and bool((values % 1 > 0).any())
+    is_small = values.max() < 1e6 and (is_named or is_broken)
+    if not is_small and values.max() >= least:
+        return
+    by = _UNITS[match.lastgroup] if match and match.lastgroup else usual
+    yield (
+        f"{LETTERS[meaning]} ({name}) is {values.min():.4g} to {values.max():.4g}: "
+        f"{what}? {FLAGS[meaning]}-unit {by:g} if a 1 there means so many"
+    )
+
+
+def _rule(name: str, cell: str) -> str:
+    """A rule that selects what has a cell, quoted for a shell."""
+    value = f'"{cell}"' if parse(cell, None) is None else cell
+    is_plain = re.fullmatch(r"[^\W\d][\w.]*", name) is not None
+    return f"'{name if is_plain else f'`{name}`'} == {value}'"
+
+
+def _shell(name: str) -> str:
+    return name if re.fullmatch(r"[\w.,=/-]+", name) else f"'{name}'"

@@ -1,0 +1,354 @@
+"""Logs of training runs as columns in SI units, every row accounted for.
+
+A log is a CSV, JSON, or the folder of a sweep (`log_tables`). Of N, D and C two are
+enough: the third follows from `C = 6 N D` and the log says so; a law of one input needs
+that one alone. Nothing is dropped in silence: a row that cannot be used is an error
+with its number, unless its run is marked as not completed, another row is better or
+later, or a rule leaves it out, and then `notes` counts it.
+"""
+
+import collections
+import math
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from scaling.logs import best_rates, files, rules
+from scaling.logs import columns as logs_columns
+from scaling.logs.columns import STEPS, Columns, Roles, find, loss_of, numbers, parse
+from scaling.logs.files import RawRow, RawTable
+
+_COMPLETED = {"completed", "complete", "done", "finished"}
+
+
+class Log(NamedTuple):
+    """Runs that are completed and can be fitted.
+
+    Attributes:
+      source: the file or folder.
+      count: what `num_params` counts: parameters in total, without embeddings, those
+        in matrix products, or the active ones of a mixture.
+      columns: `num_params`, `num_tokens`, `flops`, `loss` and what else was asked for,
+        positive and finite; those of the four that no law reads may be missing.
+      runs: a label for each row; rows with equal labels are one run's.
+      raw: the rows as they stand in the file.
+      curves: the training curves, rows labelled like `runs`; None if there are none.
+      notes: what was derived, left out or assumed, in sentences.
+      roles: the file's columns by their meaning, such as "num_params" or "run".
+    """
+
+    source: Path
+    count: str
+    columns: dict[str, Float[np.ndarray, " runs"]]
+    runs: tuple[str, ...]
+    raw: tuple[RawRow, ...]
+    curves: "Log | None"
+    notes: tuple[str, ...]
+    roles: Mapping[str, str]
+
+    @property
+    def has_one_row_per_run(self) -> bool:
+        """Whether no run has two rows."""
+        return len({*self.runs}) == len(self.runs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The file's columns."""
+        return tuple(dict.fromkeys(name for row in self.raw for name in row.cells))
+
+    def label(self, names: Sequence[str]) -> list[str]:
+        """Gives what each row has in some columns of the file, as text.
+
+        Raises:
+          ValueError: there is no such column, or a row has nothing there.
+        """
+        for name in names:
+            if name not in self.names:
+                raise ValueError(
+                    f"{self.source}: no column {name!r}; there is "
+                    f"{', '.join(self.names)}"
+                )
+            for row in self.raw:
+                if row.cells.get(name) in (None, ""):
+                    raise ValueError(
+                        f"{self.source}: {row.place}: {name} is missing; --ignore "
+                        f"'row == {row.number}' leaves it out"
+                    )
+        return [", ".join(str(row.cells[x]) for x in names) for row in self.raw]
+
+    def labels(self) -> Int[np.ndarray, " runs"]:
+        """Numbers the runs: rows with equal numbers are one run's."""
+        return np.unique(np.asarray(self.runs), return_inverse=True)[1].reshape(-1)
+
+    def select(self, rule: str) -> Bool[np.ndarray, " runs"]:
+        """Tells which rows a rule selects.
+
+        Args:
+          rule: as `selecting` reads it, over the file's columns as they are written,
+            `row`, and `num_params`, `num_tokens`, `flops` and `loss` in SI units.
+
+        Raises:
+          ValueError: it is no rule, or cannot be asked of a row.
+        """
+        test = rules.parse(rule, (*self.names, "row", *self.columns))
+        found = []
+        for i, row in enumerate(self.raw):
+            ours = {name: column[i] for name, column in self.columns.items()}
+            found.append(_ask(test, row, {**ours, **row.cells, "row": row.number}))
+        return np.asarray(found, bool)
+
+    def take(self, mask: Bool[np.ndarray, " runs"]) -> "Log":
+        """Keeps some rows, and all curves."""
+        columns = {name: column[mask] for name, column in self.columns.items()}
+        places = np.flatnonzero(mask)
+        return self._replace(
+            columns=columns,
+            runs=tuple(self.runs[i] for i in places),
+            raw=tuple(self.raw[i] for i in places),
+        )
+
+
+def read(
+    path: Path,
+    columns: Columns | None = None,
+    *,
+    needs: Iterable[str] = (),
+    ignore: str = "",
+    last_of: Sequence[str] = (),
+    best_of: Sequence[str] = (),
+) -> Log:
+    """Reads a log and checks every row of it.
+
+    Args:
+      path: a CSV, JSON, or a folder with `runs.jsonl` and perhaps `curves.jsonl`.
+      columns: which columns mean what.
+      needs: columns that a law reads, such as "num_unique_tokens"; where there are any,
+        those of N, D, C and the loss that are not among them may be missing.
+      ignore: a rule (see `selecting`); the rows that it selects are left out, counted,
+        and not checked.
+      last_of: columns; of rows that agree in them the one with most tokens (or FLOPs,
+        or steps) is read, the others are left out, counted, and not checked.
+      best_of: columns; of the rows that are left and agree in them, the one with the
+        lowest loss.
+
+    Returns:
+      The log; a run that says it is not completed is left out and counted, and so are
+      the runs of a sweep of ours whose learning rate was not the best (`competing`).
+
+    Raises:
+      ValueError: a column is missing; a cell is not a number, or not above 0; a run
+        stands there twice; nothing is left. One line that says where.
+    """
+    columns = columns or Columns()
+    is_sweep = path.is_dir()
+    if is_sweep and not (path / files.RUNS).exists():
+        raise ValueError(f"{path}: holds no {files.RUNS}; name a file")
+    table = files.read(path / files.RUNS if is_sweep else path)
+    rows, notes = _leave_out(table, ignore)
+    table = table._replace(rows=rows)
+    roles = find(table, columns)
+    if last_of:
+        table = _last(table, roles, last_of, notes)
+    if best_of:
+        table = _lowest(table, roles, best_of, notes)
+    rows = table.rows
+    values, labels, said = logs_columns.read(table, columns, roles, [*needs])
+    log = Log(
+        source=path,
+        count=columns.count,
+        columns=values,
+        runs=tuple(labels),
+        raw=tuple(rows),
+        curves=None,
+        notes=(*notes, *said),
+        roles=roles.names,
+    )
+    log = log._replace(notes=log.notes + _twins(log, is_sweep))
+    if is_sweep and {best_rates.CELL, best_rates.RATE} <= {*table.names}:
+        log = _best(log)
+    if is_sweep and (path / files.CURVES).exists():
+        log = log._replace(curves=_curves(log, files.read(path / "curves.jsonl")))
+    return log
+
+
+def _best(log: Log) -> Log:
+    """Leaves out the learning rates of a sweep that were not the best."""
+    kept = best_rates.winners([row.cells for row in log.raw])
+    num_left = len(log.raw) - len(kept)
+    if not num_left:
+        return log
+    said = f"{_rows(num_left)} left out: not the best learning rate of size and tokens"
+    mask = np.isin(np.arange(len(log.raw)), kept)
+    return log.take(mask)._replace(notes=(*log.notes, said))
+
+
+def _last(
+    table: RawTable, roles: Roles, names: Sequence[str], notes: list[str]
+) -> RawTable:
+    """Keeps the last of the rows that agree in some columns."""
+    known = [roles.names.get(x) for x in ("num_tokens", "flops")]
+    orders = [x for x in (*known, *STEPS) if x in table.names]
+    if not orders:
+        raise ValueError(
+            f"{table.path}: --last-of {','.join(names)}: which row is last? It needs D "
+            f"(--d), C (--c) or a column of steps; there is {', '.join(table.names)}"
+        )
+    progress = []
+    for row in table.rows:
+        cell = row.cells.get(orders[0])
+        if (how_far := parse(cell, 1.0)) is None or math.isnan(how_far):
+            raise ValueError(
+                f"{table.path}: {row.place}: {orders[0]} is {cell!r}, not a number: "
+                f"--last-of {','.join(names)} needs it"
+            )
+        progress.append(how_far)
+    kept = best_rates.last(_keys(table, roles, names, "--last-of"), progress)
+    said = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
+    return _keep(table, kept, said, notes)
+
+
+def _lowest(
+    table: RawTable, roles: Roles, names: Sequence[str], notes: list[str]
+) -> RawTable:
+    """Keeps the best of the rows that agree in some columns."""
+    loss = loss_of(table, roles)
+    losses = [parse(row.cells.get(loss), None) for row in table.rows]
+    kept = best_rates.lowest(_keys(table, roles, names, "--best-of"), losses)
+    said = f"not the lowest {loss} of rows with one {' and '.join(names)}"
+    return _keep(table, kept, said, notes)
+
+
+def _keys(
+    table: RawTable, roles: Roles, names: Sequence[str], flag: str
+) -> list[tuple[Any, ...]]:
+    """What the rows have in some columns: numbers where they are numbers."""
+    found = [logs_columns.column(table, roles, name, flag) for name in names]
+    return [
+        tuple(
+            cell if (number := parse(cell, 1.0)) is None else number
+            for cell in (row.cells.get(name) for name in found)
+        )
+        for row in table.rows
+    ]
+
+
+def _keep(table: RawTable, places: list[int], said: str, notes: list[str]) -> RawTable:
+    """Keeps some rows, and counts the others."""
+    if num_left := len(table.rows) - len(places):
+        notes.append(f"{_rows(num_left)} left out: {said}")
+    if not places:
+        raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
+    return table._replace(rows=[table.rows[i] for i in places])
+
+
+def _leave_out(table: RawTable, ignore: str) -> tuple[list[RawRow], list[str]]:
+    """Leaves out what a rule ignores and what was not completed, and counts them."""
+    rows, notes = table.rows, list(table.notes)
+    if ignore:
+        test = rules.parse(ignore, (*table.names, "row"))
+        kept = [
+            row for row in rows if not _ask(test, row, {**row.cells, "row": row.number})
+        ]
+        notes.append(f"{_rows(len(rows) - len(kept))} left out by {ignore!r}")
+        rows = kept
+    if "status" in table.names:
+        states = [str(row.cells.get("status")).lower() for row in rows]
+        others = collections.Counter(s for s in states if s not in _COMPLETED)
+        if others:
+            said = ", ".join(f"{n} {state}" for state, n in others.items())
+            notes.append(f"{_rows(sum(others.values()))} left out by status: {said}")
+        pairs = zip(rows, states, strict=True)
+        rows = [row for row, state in pairs if state in _COMPLETED]
+    if not rows:
+        raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
+    return rows, notes
+
+
+def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:
+    """Refuses a run that stands there twice; tells of rows that may be chance."""
+
+    def cells(i: int) -> Hashable:
+        items = log.raw[i].cells.items()
+        return tuple(sorted((name, repr(cell)) for name, cell in items))
+
+    keys = [cells, lambda i: log.runs[i]] if is_sweep else [cells]
+    for key in keys:
+        for before, after in _repeated(len(log.raw), key):
+            first, again = log.raw[before].number, log.raw[after].number
+            raise ValueError(
+                f"{log.source}: rows {first} and {again} are the same run; --ignore "
+                f"'row == {again}' leaves one out"
+            )
+    points = np.stack([*log.columns.values()], 1)
+    alike = [
+        f"{log.raw[before].number} and {log.raw[after].number}"
+        for before, after in _repeated(len(points), lambda i: points[i].tobytes())
+    ]
+    if not alike:
+        return ()
+    more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
+    return (f"equal numbers in rows {'; '.join(alike[:3])}{more}: one run twice?",)
+
+
+def _repeated(
+    num_rows: int, key: Callable[[int], Hashable]
+) -> Iterator[tuple[int, int]]:
+    """Finds rows of a key that was there before: the first such row, and this one.
+
+    Keys are kept as their hashes, so that very many rows fit, and made again where
+    those agree.
+    """
+    hashes = np.fromiter((hash(key(i)) for i in range(num_rows)), np.int64, num_rows)
+    order = np.argsort(hashes, kind="stable")
+    again = np.flatnonzero(np.diff(hashes[order]) == 0)
+    shared = np.unique(order[np.concatenate([again, again + 1])])
+    first: dict[Hashable, int] = {}
+    for row in map(int, shared):
+        before = first.setdefault(key(row), row)
+        if before != row:
+            yield before, row
+
+
+def _curves(log: Log, table: RawTable) -> Log:
+    """Reads a sweep's training curves: of the runs that the log has, and no others.
+
+    A report without a loss is not a point of the curve.
+    """
+    row_of = {run: i for i, run in enumerate(log.runs)}
+    rows = [
+        row
+        for row in table.rows
+        if str(row.cells.get("run_id")) in row_of and row.cells.get("loss") is not None
+    ]
+    if not rows:
+        raise ValueError(f"{table.path}: no curve belongs to a run of {log.source}")
+    kept = table._replace(rows=rows)
+    runs = [str(row.cells["run_id"]) for row in rows]
+    places = np.asarray([row_of[run] for run in runs], np.int64)
+    columns = {"num_params": log.columns["num_params"][places]}
+    for name in ("num_tokens", "flops"):
+        columns[name] = numbers(kept, name, 1.0)
+    columns["loss"] = numbers(kept, "loss", None)
+    return Log(table.path, log.count, columns, tuple(runs), tuple(rows), None, (), {})
+
+
+def _ask(test: rules.Test, row: RawRow, cells: Mapping[str, files.Cell]) -> bool:
+    """Asks a rule of a row; an error says which row."""
+    try:
+        return test(cells)
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}") from None
+
+
+def _rows(number: int) -> str:
+    return f"{number} row" if number == 1 else f"{number} rows"

@@ -1,0 +1,14 @@
+"""Many training runs: grids, plans, executors, folders."""
+
+from scaling.sweeps.grid import ADAMW as ADAMW
+from scaling.sweeps.grid import SweepConfig as SweepConfig
+
+__all__ = [
+    "ADAMW",
+    "SweepConfig",
+    "branching",
+    "executors",
+    "folder",
+    "grid",
+    "sweep",
+]

@@ -1,0 +1,305 @@
+"""Carries out runs of one model: a trunk at a constant rate, and branches that cool it.
+
+Until its rate falls, a run of so many steps is the beginning of every longer one, so
+runs that differ in their length share a trunk; under a cosine that is the warm-up. A
+branch is bit for bit the run that would have been trained alone.
+
+Source: Hägele et al. 2024, arXiv:2405.18392, section 4.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.models import transformer
+from scaling.corpora import Corpus
+from scaling.training import Schedule, TrainConfig, objectives, train
+
+Status = Literal["done", "diverged", "failed"]
+SPACING = 1.1
+"""Ratio of the steps at which the training loss is noted."""
+_FIRST_REPORT = 10
+
+
+class Finished(NamedTuple):
+    """A run that is over.
+
+    Attributes:
+      run: what it was.
+      status: what became of it.
+      score: of held-out text; None unless done.
+      curve: middle of a stretch of steps, and the mean loss of the stretch.
+      seconds: of training, what it shares with other runs included.
+      params: as NumPy arrays; None unless done.
+      error: why it failed.
+    """
+
+    run: TrainConfig
+    status: Status
+    score: objectives.StreamScore | None
+    curve: list[tuple[float, float]]
+    seconds: float
+    params: transformer.Params | None
+    error: str | None = None
+
+
+class Lanes(NamedTuple):
+    """Where some runs side by side stand, after `step` steps."""
+
+    state: train.TrainState
+    step: int
+    alive: np.ndarray
+    curves: tuple[tuple[tuple[float, float], ...], ...]
+    seconds: float
+
+
+class Half(NamedTuple):
+    """Where runs stand that were stopped, for another call to go on from.
+
+    Attributes:
+      horizon: index of the length that was under way.
+      trunk: where the trunk stands.
+      branch: where the branch off it stands; None if it is not begun.
+    """
+
+    horizon: int
+    trunk: Lanes
+    branch: Lanes | None
+
+
+class Stopped(Exception):
+    """Somebody asked to stop.
+
+    Attributes:
+      half: where the runs stand.
+    """
+
+    def __init__(self, half: Half):
+        super().__init__()
+        self.half = half
+
+
+def run(
+    horizons: Sequence[Sequence[TrainConfig]],
+    corpus: Corpus,
+    *,
+    is_vmapped: bool,
+    num_eval_windows: int,
+    advance: Callable[[int], bool] = lambda steps: True,
+    half: Half | None = None,
+) -> Iterator[Finished]:
+    """Trains runs of one model that differ in rate, seed and length.
+
+    Args:
+      horizons: for each length, rising, the runs of that length: the same rates and
+        seeds every time, in the same order. Runs that are not to be side by side come
+        one at a time.
+      corpus: the text, its stream on the device.
+      is_vmapped: whether the runs of a length are one program over all of them.
+      num_eval_windows: held-out windows to score on.
+      advance: is told how many steps were taken, over all runs, and says whether to
+        go on.
+      half: where an earlier call with the same runs was stopped.
+
+    Yields:
+      The runs, length by length, from that on which was under way.
+
+    Raises:
+      Stopped: `advance` said so.
+    """
+    trunk = horizons[-1]
+    if len(trunk) > 1 and not is_vmapped:
+        raise ValueError("several runs are side by side only under vmap")
+    done = 0 if half is None else len(trunk) * half.horizon
+    try:
+        half = half or Half(0, begin(trunk, is_vmapped), None)
+        lanes, end = half.trunk, half.branch
+        schedules = [_schedules(runs, is_vmapped) for runs in horizons]
+        _compile(trunk, corpus, lanes, schedules[-1], is_vmapped)
+        go = functools.partial(_go, trunk, corpus, is_vmapped=is_vmapped)
+        for i, runs in enumerate(horizons[half.horizon :], half.horizon):
+            branch_at = runs[0].num_steps - runs[0].cooldown_steps
+            lanes, goes_on = go(lanes, schedules[-1], branch_at, advance=advance)
+            if not goes_on:
+                raise Stopped(Half(i, lanes, None))
+            end, goes_on = go(
+                *(end or lanes, schedules[i], runs[0].num_steps), advance=advance
+            )
+            if not goes_on:
+                raise Stopped(Half(i, lanes, end))
+            for j, each in enumerate(runs):
+                yield _finish(each, end, j, corpus, is_vmapped, num_eval_windows)
+                done += 1
+            end = None
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        # Out of memory, mostly: the other models of a sweep may still fit.
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        for each in [each for runs in horizons for each in runs][done:]:
+            yield Finished(each, "failed", None, [], 0.0, None, line)
+
+
+def speed(
+    runs: Sequence[TrainConfig], corpus: Corpus, *, is_vmapped: bool, patience_s: float
+) -> float:
+    """Measures steps of a run per second, over all runs, for a moment.
+
+    Without compilation, which a sweep pays once for a model.
+    """
+    schedules = _schedules(runs, is_vmapped)
+    lanes, num_steps = begin(runs, is_vmapped), 4
+    _go(runs, corpus, lanes, schedules, 1, is_vmapped=is_vmapped)
+
+    def spend() -> float:
+        started = time.monotonic()
+        _go(runs, corpus, lanes, schedules, num_steps, is_vmapped=is_vmapped)
+        return time.monotonic() - started
+
+    while True:
+        spent_s = min(spend(), spend())  # a machine that paused decides nothing
+        if spent_s > patience_s / 2 or num_steps > 1_000_000:
+            return num_steps * len(runs) / spent_s
+        num_steps *= 2
+
+
+def begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> Lanes:
+    """Where runs of one model stand before their first step."""
+    model, optimizer = runs[0].model, runs[0].optimizer
+    states = [train.init(model, optimizer, jnp.int32(x.seed)) for x in runs]
+    return Lanes(
+        _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0
+    )
+
+
+def _go(
+    runs: Sequence[TrainConfig],
+    corpus: Corpus,
+    lanes: Lanes,
+    schedule: Schedule,
+    until: int,
+    *,
+    is_vmapped: bool,
+    advance: Callable[[int], bool] = lambda steps: True,
+) -> tuple[Lanes, bool]:
+    """Trains up to a step, noting the loss on the way; and whether to go on."""
+    if not lanes.alive.any():
+        return lanes._replace(step=max(until, lanes.step)), True
+    call = _call(runs, corpus, schedule, is_vmapped)
+    for end in _reports(lanes.step, until):
+        started = time.monotonic()
+        num_steps = end - lanes.step
+        state, loss = call(lanes.state, jnp.int32(num_steps))
+        losses = np.atleast_1d(np.asarray(loss, np.float64))
+        middle = (lanes.step + end + 1) / 2
+        alive = lanes.alive & np.isfinite(losses)
+        lanes = Lanes(
+            state,
+            end,
+            alive,
+            tuple(
+                (*curve, (middle, float(x))) if good else curve
+                for curve, x, good in zip(lanes.curves, losses, alive, strict=True)
+            ),
+            lanes.seconds + (time.monotonic() - started) / len(runs),
+        )
+        if not alive.any():
+            lanes = lanes._replace(step=until)
+        if not advance(num_steps * len(runs)):
+            return lanes, False
+        if not alive.any():
+            break
+    return lanes, True
+
+
+def _compile(
+    runs: Sequence[TrainConfig],
+    corpus: Corpus,
+    lanes: Lanes,
+    schedule: Schedule,
+    is_vmapped: bool,
+) -> None:
+    """Has the program compiled, before a clock runs."""
+    call = _call(runs, corpus, schedule, is_vmapped)
+    jax.block_until_ready(call(lanes.state, jnp.int32(0)))
+
+
+def _call(
+    runs: Sequence[TrainConfig], corpus: Corpus, schedule: Schedule, is_vmapped: bool
+) -> Callable[..., Any]:
+    """The program, as a function of the state and the number of steps."""
+    first = runs[0]
+    program = _program(
+        first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
+    )
+    seeds = _stack([jnp.int32(x.seed) for x in runs], is_vmapped)
+    return lambda state, num_steps: program(
+        state, corpus.stream, schedule, seeds, num_steps
+    )
+
+
+def _finish(
+    run: TrainConfig,
+    end: Lanes,
+    lane: int,
+    corpus: Corpus,
+    is_vmapped: bool,
+    num_eval_windows: int,
+) -> Finished:
+    curve = [*end.curves[lane]]
+    score = params = None
+    if end.alive[lane]:
+        params = end.state.params
+        if is_vmapped:
+            params = jax.tree.map(lambda x: x[lane], params)
+        score = objectives.score_stream(
+            params,
+            corpus.held_out,
+            model=run.model,
+            seq_len=run.seq_len,
+            num_windows=num_eval_windows,
+        )
+        params = jax.tree.map(np.asarray, params)
+    if score is None or not math.isfinite(score.loss):
+        return Finished(run, "diverged", None, curve, end.seconds, None)
+    return Finished(run, "done", score, curve, end.seconds, params)
+
+
+def _reports(step: int, until: int) -> Iterator[int]:
+    """The steps at which the loss is noted, the same ones for runs of any length."""
+    at = float(_FIRST_REPORT)
+    while (end := math.ceil(at)) < until:
+        if end > step:
+            yield end
+        at = max(at * SPACING, at + 1)
+    if until > step:
+        yield until
+
+
+def _schedules(runs: Sequence[TrainConfig], is_vmapped: bool) -> Schedule:
+    return _stack([Schedule.of(run) for run in runs], is_vmapped)
+
+
+def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
+    if not is_vmapped:
+        return trees[0]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@functools.cache
+def _program(model, optimizer, batch_size, seq_len, is_vmapped):
+    """One program for a model, whatever the rates, seeds and numbers of steps."""
+    call = functools.partial(
+        train.steps,
+        model=model,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        seq_len=seq_len,
+    )
+    return jax.jit(
+        jax.vmap(call, in_axes=(0, None, 0, 0, None)) if is_vmapped else call
+    )

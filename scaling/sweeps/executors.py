@@ -1,0 +1,312 @@
+"""Where a sweep's runs are carried out: in this process, or on a Ray cluster.
+
+The only door to ray, an extra. Whoever carries a run out, its record is made here.
+"""
+
+import functools
+import math
+import shutil
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.models import transformer
+from scaling.corpora import Corpus, corpora
+from scaling.sweeps import branching, grid
+from scaling.sweeps.branching import Finished
+from scaling.sweeps.grid import Cell, Group, SweepConfig
+from scaling.sweeps.paused import load, save
+
+_PATIENCE_S = 2.0
+"""How long each way of carrying out several runs is tried."""
+_CONNECT_S = 10.0
+
+
+class Made(NamedTuple):
+    """A run that is over, as a sweep's folder keeps it.
+
+    Attributes:
+      record: as `run_records.RECORD` describes it, but for the commit.
+      curve: lines of `curves.jsonl`.
+      model: its shape.
+      params: as NumPy arrays; None unless done.
+    """
+
+    record: dict[str, Any]
+    curve: list[dict[str, Any]]
+    model: Any
+    params: transformer.Params | None
+
+
+class Choice(NamedTuple):
+    """How runs of one model are carried out.
+
+    Attributes:
+      mode: `loop` or `vmap`.
+      reason: why, in words.
+    """
+
+    mode: str
+    reason: str
+
+
+def open_corpus(config: SweepConfig) -> Corpus:
+    """Opens the text and puts its stream on the device."""
+    corpus = corpora.open(config.corpus)
+    return corpus._replace(stream=jnp.asarray(corpus.stream))
+
+
+def choose(config: SweepConfig, groups: list[Group], corpus: Corpus) -> Choice:
+    """Decides between running one after another and side by side, by a short trial.
+
+    The trial is of the middle group that has several lanes.
+    """
+    if config.mode != "auto":
+        return Choice(config.mode, "asked for")
+    several = [group for group in groups if len(group.lanes) > 1]
+    if not several:
+        return Choice("loop", "no model has several runs of one length")
+    if config.executor == "ray":
+        return Choice("loop", "a cluster has other runs side by side")
+    group = several[len(several) // 2]
+    cell = Cell(group.model, group.horizons[-1])
+    runs = [grid.train_config(config, cell, lane) for lane in group.lanes]
+    tokens = config.batch_size * config.seq_len
+    loop = branching.speed(runs[:1], corpus, is_vmapped=False, patience_s=_PATIENCE_S)
+    vmap = branching.speed(runs, corpus, is_vmapped=True, patience_s=_PATIENCE_S)
+    width = group.model.hidden_size
+    return Choice(
+        "loop" if loop >= vmap else "vmap",
+        f"at width {width} one after another train {loop * tokens:,.0f} tokens/s, "
+        f"{len(runs)} side by side {vmap * tokens:,.0f}",
+    )
+
+
+def local(
+    config: SweepConfig,
+    groups: list[Group],
+    corpus: Corpus,
+    mode: str,
+    advance: Callable[[int, Any], bool],
+    paused: Path,
+) -> Iterator[Made]:
+    """Carries out groups in this process.
+
+    Args:
+      config: the sweep.
+      groups: what to run.
+      corpus: its stream on the device.
+      mode: `loop` or `vmap`.
+      advance: is told how many steps of which model were taken; false to stop.
+      paused: folder for what is under way when somebody stops, to go on from there.
+
+    Yields:
+      The runs, until they end or somebody stops them.
+
+    Raises:
+      ValueError: what is under way cannot be written or read.
+    """
+    for group in groups:
+        parts = [group.lanes]
+        if mode == "loop":
+            parts = [(lane,) for lane in group.lanes]
+        tell = functools.partial(_tell, advance, group.model)
+        for lanes in parts:
+            if not tell(0):  # before a program is compiled for nothing
+                return
+            part = group._replace(lanes=lanes)
+            place = paused / grid.group_id(config, part, corpus.digest)
+            try:
+                yield from _run(config, part, corpus, mode == "vmap", tell, place)
+            except branching.Stopped as stop:
+                save(place, stop.half)
+                return
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _tell(advance: Callable[[int, Any], bool], model: Any, steps: int) -> bool:
+    return advance(steps, model)
+
+
+def _run(
+    config: SweepConfig,
+    group: Group,
+    corpus: Corpus,
+    is_vmapped: bool,
+    advance: Callable[[int], bool],
+    paused: Path | None = None,
+) -> Iterator[Made]:
+    horizons = [
+        [grid.train_config(config, Cell(group.model, n), x) for x in group.lanes]
+        for n in group.horizons
+    ]
+    half = None
+    if paused is not None and paused.exists():
+        begun = branching.begin(horizons[-1], is_vmapped)
+        if half := load(paused, begun.state):
+            advance(len(group.lanes) * (half.branch or half.trunk).step)
+    found = branching.run(
+        horizons,
+        corpus,
+        is_vmapped=is_vmapped,
+        num_eval_windows=config.num_eval_windows,
+        advance=advance,
+        half=half,
+    )
+    for finished in found:
+        yield made(config, corpus, finished)
+
+
+def connect(config: SweepConfig) -> Any:
+    """Joins the cluster of a sweep that is to be carried out on one.
+
+    Returns:
+      Ray, the module; None for another executor.
+
+    Raises:
+      ValueError: ray is not installed, or the cluster cannot be reached.
+    """
+    if config.executor != "ray":
+        return None
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("executor ray: ray is missing; install jaxkv[ray]") from None
+    if ray.is_initialized():
+        return ray
+    try:
+        _knock(config.ray_address)
+        with warnings.catch_warnings():
+            # Jax warns of every fork; what Ray forks is another program at once.
+            warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
+            ray.init(
+                address=config.ray_address or None,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{config.ray_address=}: no cluster: {line}") from None
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Raises an `OSError` where nobody listens: Ray itself tries for minutes."""
+    host, colon, port = address.rpartition("//")[2].rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+
+
+def on_ray(
+    config: SweepConfig,
+    groups: list[Group],
+    advance: Callable[[int, Any], bool],
+) -> Iterator[Made]:
+    """Carries out groups on a Ray cluster, a lane of a group on one worker at a time.
+
+    Every worker opens the text for itself, so all of them must see it.
+
+    Args:
+      config: the sweep.
+      groups: what to run.
+      advance: is told how many steps of which model were taken; false to stop.
+
+    Yields:
+      The runs in the order in which they end; a task whose worker died is tried again
+      elsewhere by Ray, three times.
+
+    Raises:
+      ValueError: as `connect` does.
+    """
+    ray = connect(config)
+    task = ray.remote(
+        num_cpus=config.cpus_per_run, num_gpus=config.gpus_per_run, max_retries=3
+    )(_on_worker)
+    parts = [group._replace(lanes=(x,)) for group in groups for x in group.lanes]
+    waiting = {task.remote(config, part): part for part in parts}
+    try:
+        while waiting:
+            ready, _ = ray.wait([*waiting], num_returns=1, timeout=1.0)
+            for reference in ready:
+                part = waiting.pop(reference)
+                steps = grid.steps_taken(config, part.horizons)
+                yield from ray.get(reference)
+                if not advance(steps, part.model):
+                    return
+            if not ready and not advance(0, parts[0].model):
+                return
+    finally:
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+
+
+def _on_worker(config: SweepConfig, part: Group) -> list[Made]:
+    corpus = _opened(config)
+    return [*_run(config, part, corpus, False, lambda steps: True)]
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(config: SweepConfig) -> Corpus:
+    return open_corpus(config)
+
+
+def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
+    """Writes down a run that is over, and its curve."""
+    run, score = finished.run, finished.score
+    params, per_token = grid.count(run.model, run.seq_len)
+    batch_tokens = run.batch_size * run.seq_len
+    num_tokens = run.num_steps * batch_tokens
+    run_id = grid.run_id(config, run, corpus.digest)
+    bits = None
+    if score is not None and math.isfinite(corpus.bytes_per_token):
+        bits = score.loss / math.log(2) / corpus.bytes_per_token
+    record = {
+        "run_id": run_id,
+        "cell": grid.cell_id(config, run, corpus.digest),
+        "status": finished.status,
+        "architecture": _architecture(run.model),
+        "hidden_size": run.model.hidden_size,
+        "num_layers": run.model.num_layers,
+        "num_params": params.total,
+        "num_params_non_embedding": params.non_embedding,
+        "num_params_matmul": params.matmul,
+        "num_params_active": params.active,
+        "num_steps": run.num_steps,
+        "num_tokens": num_tokens,
+        "num_unique_tokens": min(num_tokens, len(corpus.stream)),
+        "epochs": num_tokens / len(corpus.stream),
+        "flops": per_token * num_tokens,
+        "flops_6nd": 6 * params.total * num_tokens,
+        "loss": None if score is None else score.loss,
+        "loss_se": None if score is None else score.loss_se,
+        "bits_per_byte": bits,
+        "decayed": run.cooldown_steps > 0,
+        "learning_rate": run.learning_rate,
+        "batch_tokens": batch_tokens,
+        "seq_len": run.seq_len,
+        "seed": run.seed,
+        "seconds": finished.seconds,
+        "device": jax.devices()[0].device_kind,
+        "error": finished.error,
+    }
+    curve = [
+        {
+            "run_id": run_id,
+            "step": step,
+            "num_tokens": step * batch_tokens,
+            "flops": per_token * step * batch_tokens,
+            "loss": loss,
+        }
+        for step, loss in finished.curve
+    ]
+    return Made(record, curve, run.model, finished.params)
+
+
+def _architecture(model: Any) -> str:
+    kind = getattr(model, "family", None) or getattr(model, "kind", None)
+    return str(kind or type(model).__name__)

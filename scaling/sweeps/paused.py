@@ -1,0 +1,79 @@
+"""Runs of a sweep that were stopped on their way: where they stand, in a folder.
+
+trunk, branch   states, as `training.save` writes them
+half.json       what else `branching.Half` holds
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaling.sweeps.branching import Half, Lanes
+from scaling.training import train
+
+_REST = "half.json"
+
+
+def save(folder: Path, half: Half) -> None:
+    """Writes where runs stand, in place of what the folder holds.
+
+    Raises:
+      ValueError: there is no room.
+    """
+    aside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(aside, ignore_errors=True)
+    rest: dict[str, Any] = {"horizon": half.horizon}
+    try:
+        aside.mkdir(parents=True)
+        for name, lanes in half._asdict().items():
+            if isinstance(lanes, Lanes):
+                train.save(aside / name, lanes.state)
+                rest[name] = lanes._replace(state=None, alive=lanes.alive.tolist())
+        rest = {x: y._asdict() if isinstance(y, Lanes) else y for x, y in rest.items()}
+        (aside / _REST).write_text(json.dumps(rest), "utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.replace(folder)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def load(folder: Path, like: train.TrainState) -> Half | None:
+    """Reads where runs stand; None if nothing is there.
+
+    Args:
+      folder: as `save` wrote it.
+      like: a state of the same runs.
+
+    Raises:
+      ValueError: it cannot be read; without it, the runs begin anew.
+    """
+    if not folder.is_dir():
+        return None
+
+    def lanes(name: str) -> Lanes | None:
+        if name not in rest:
+            return None
+        curves = tuple(tuple(map(tuple, each)) for each in rest[name]["curves"])
+        return Lanes(
+            state=train.restore(folder / name, like),
+            step=int(rest[name]["step"]),
+            alive=np.array(rest[name]["alive"], bool),
+            curves=curves,
+            seconds=float(rest[name]["seconds"]),
+        )
+
+    try:
+        rest = json.loads((folder / _REST).read_text("utf-8"))
+        trunk = lanes("trunk")
+        if trunk is None:
+            raise ValueError("no trunk")
+        return Half(int(rest["horizon"]), trunk, lanes("branch"))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: cannot be continued; delete it: {error}"
+        ) from error

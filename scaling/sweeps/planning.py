@@ -1,0 +1,135 @@
+"""What a sweep runs next, given what is known: so it goes on wherever it stood."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from scaling.sweeps import grid
+from scaling.sweeps.grid import Cell, Group, Lane, SweepConfig
+from scaling.training import Architecture
+
+Known = Mapping[str, Mapping[str, Any]]
+"""The records that there are, by run_id."""
+
+
+def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[Group]:
+    """Says what to run next, given what is known: nothing when all is done.
+
+    First every cell at every rate; then, cell by cell, rates beyond the grid's edge
+    where the best stood there; then the other seeds. A failed or diverged run is known,
+    and is not tried again.
+
+    Args:
+      config: the sweep.
+      known: its records so far; it does not matter in which order they came.
+      corpus_digest: of the text.
+
+    Returns:
+      Groups with a run that is not known; which groups there are, and their lanes,
+      depends on earlier stages alone, so what was half done is done again alike.
+    """
+    by_model: dict[Architecture, list[int]] = {}
+    for model, num_steps in grid.cells(config):
+        by_model.setdefault(model, []).append(num_steps)
+
+    def record(cell: Cell, lane: Lane) -> Mapping[str, Any] | None:
+        run = grid.train_config(config, cell, lane)
+        return known.get(grid.run_id(config, run, corpus_digest))
+
+    def missing(groups: list[Group]) -> list[Group]:
+        return [
+            group
+            for group in groups
+            if any(
+                record(Cell(group.model, steps), lane) is None
+                for steps in group.horizons
+                for lane in group.lanes
+            )
+        ]
+
+    first = config.seeds[0]
+    base = []
+    for model, horizons in by_model.items():
+        rates = [grid.scaled_rate(config, x, model) for x in config.learning_rates]
+        lanes = tuple(Lane(rate, first) for rate in rates)
+        base.append(Group(model, lanes, tuple(horizons)))
+    if found := missing(base):
+        return found
+
+    def loss_at(cell: Cell, rate: float) -> float:
+        found = record(cell, Lane(rate, first))
+        if found is None or found["status"] != "done":
+            return math.inf
+        return found["loss"]
+
+    best: dict[Cell, float] = {}
+    wanted: dict[tuple[Architecture, float], list[int]] = {}
+    for group in base:
+        for steps in group.horizons:
+            cell = Cell(group.model, steps)
+            rates = [lane.learning_rate for lane in group.lanes]
+            beyond = _beyond(config, cell, rates, loss_at, record)
+            if beyond is not None:
+                wanted.setdefault((group.model, beyond), []).append(steps)
+            losses = {rate: loss_at(cell, rate) for rate in rates}
+            best[cell] = min(losses, key=lambda rate: losses[rate])
+    if wanted:
+        return [
+            Group(model, (Lane(rate, first),), tuple(steps))
+            for (model, rate), steps in wanted.items()
+        ]
+    repeated: dict[tuple[Architecture, float], list[int]] = {}
+    for model in config.models[: config.num_repeated]:
+        for steps in by_model.get(model, []):
+            if math.isfinite(loss_at(Cell(model, steps), best[Cell(model, steps)])):
+                repeated.setdefault((model, best[Cell(model, steps)]), []).append(steps)
+    others = config.seeds[1:]
+    groups = [
+        Group(model, tuple(Lane(rate, seed) for seed in others), tuple(steps))
+        for (model, rate), steps in repeated.items()
+    ]
+    return missing(groups) if others else []
+
+
+def unfinished(
+    config: SweepConfig, groups: list[Group], known: Known, corpus_digest: str
+) -> list[Group]:
+    """Splits groups into their lanes, and leaves out those of which all is known.
+
+    Only where a lane is carried out by itself: side by side, sums may round otherwise
+    without it.
+    """
+    parts = [group._replace(lanes=(x,)) for group in groups for x in group.lanes]
+
+    def is_known(part: Group, steps: int) -> bool:
+        cell = Cell(part.model, steps)
+        run = grid.train_config(config, cell, part.lanes[0])
+        return grid.run_id(config, run, corpus_digest) in known
+
+    return [x for x in parts if not all(is_known(x, n) for n in x.horizons)]
+
+
+def _beyond(config, cell, rates, loss_at, record) -> float | None:
+    """Extends a cell's rates in place as far as is known; the next one to try, if any.
+
+    Where no rate gave a loss, smaller ones are tried.
+    """
+    if len(config.learning_rates) < 2:
+        return None
+    ratio = config.learning_rates[1] / config.learning_rates[0]
+    first = config.seeds[0]
+    for _ in range(config.max_extensions):
+        losses = [loss_at(cell, rate) for rate in rates]
+        at = losses.index(min(losses))
+        if at == 0:
+            new = float(f"{rates[0] / ratio:.6g}")
+            rates.insert(0, new)
+        elif at == len(rates) - 1:
+            new = float(f"{rates[-1] * ratio:.6g}")
+            rates.append(new)
+        else:
+            return None
+        if record(cell, Lane(new, first)) is None:
+            rates.remove(new)
+            return new
+    return None

@@ -1,0 +1,218 @@
+"""Many training runs from one config, into a folder that survives anything.
+
+`sweep` asks `sweep_planning` what is missing, has `executing` carry it out, and keeps
+each run with `run_records`. Calling it again with the same folder goes on where it
+stood; runs that are there are not made again.
+"""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxkv.models import checkpoints
+from jaxkv.text.tokenizer import ByteTokenizer
+from scaling.corpora import Corpus, CorpusConfig, streams
+from scaling.sweeps import executors, grid, planning
+from scaling.sweeps.executors import Choice, Made
+from scaling.sweeps.folder import RECORD, SweepFolder
+from scaling.sweeps.grid import Group, SweepConfig
+from scaling.training import architectures, train
+
+# What all runs of a folder have in common; the rest of a config may grow.
+_COMMON = (
+    *("corpus", "optimizer", "base_width", "rate_exponent", "batch_size", "seq_len"),
+    *("warmup_steps", "schedule", "cooldown", "num_eval_windows"),
+)
+
+MODELS = "models"
+"""Where in a sweep's folder trained models lie."""
+PAUSED = "paused"
+"""And the runs that were under way when somebody stopped it."""
+
+
+class Outcome(NamedTuple):
+    """What a sweep left.
+
+    Attributes:
+      log: its folder.
+      records: every run in it, in the order in which they ended.
+      skipped: how many of them were there before.
+      is_stopped: whether it was asked to stop before its end.
+      duration_s: of this call.
+    """
+
+    log: Path
+    records: list[dict[str, Any]]
+    skipped: int
+    is_stopped: bool
+    duration_s: float
+
+    def num(self, status: str) -> int:
+        """Counts the runs of a status."""
+        return sum(record["status"] == status for record in self.records)
+
+
+def sweep(
+    config: SweepConfig,
+    out: Path,
+    *,
+    commit: str = "",
+    environment: dict[str, Any] | None = None,
+    progress: train.Progress | None = None,
+    tell: Callable[[list[dict[str, Any]]], None] = lambda records: None,
+) -> Outcome:
+    """Carries out a sweep, or what is left of it.
+
+    A killed sweep loses the runs that had not ended, and makes them again bit for bit.
+    One that `progress` stops keeps what it has, in this process also the runs that had
+    not ended, which the next call takes up.
+
+    Args:
+      config: the sweep.
+      out: its folder, as `run_records` describes it.
+      commit: of the program, for the records.
+      environment: what else the folder's header should say.
+      progress: who is told how far it is, and may stop it.
+      tell: is given all records whenever there is a new one.
+
+    Returns:
+      What there is now.
+
+    Raises:
+      ValueError: the text cannot be read or is too short, the folder cannot be written
+        or holds a sweep of another recipe, or ray is missing. What was done is kept.
+    """
+    started = time.monotonic()
+    executors.connect(config)  # before jax has threads, which a fork may not like
+    corpus = executors.open_corpus(config)
+    for run in grid.cells(config)[:1]:  # refuses what no run of it could be
+        lane = grid.Lane(config.learning_rates[0], config.seeds[0])
+        grid.train_config(config, run, lane)
+    streams.check_lengths(corpus, config.seq_len)
+    folder = SweepFolder(out)
+    try:
+        header = _header(folder, config, corpus) | (environment or {})
+        skipped, is_stopped = len(folder.known), False
+        paused = folder.path / PAUSED
+        tell([*folder.known.values()])
+        failed_round = -1
+        while groups := planning.next_groups(config, folder.known, corpus.digest):
+            if is_stopped := progress is not None and progress.stopped:
+                break
+            if len(folder.known) == failed_round:
+                raise RuntimeError("a round of runs left no record")
+            failed_round = len(folder.known)
+            choice = _choice(config, groups, corpus, header)
+            folder.write_header(header | choice._asdict())
+            header |= choice._asdict()
+            if choice.mode == "loop" or config.executor == "ray":
+                groups = planning.unfinished(
+                    config, groups, folder.known, corpus.digest
+                )
+            for made in _made(config, groups, corpus, choice, paused, progress):
+                _keep(config, folder, made, commit)
+                tell([*folder.known.values()])
+        else:
+            shutil.rmtree(paused, ignore_errors=True)
+    finally:
+        folder.close()
+    duration_s = time.monotonic() - started
+    records = [*folder.known.values()]
+    return Outcome(folder.path, records, skipped, is_stopped, duration_s)
+
+
+def model_folder(out: Path, run_id: str) -> Path:
+    """The place of a run's model in a sweep's folder."""
+    return Path(out) / MODELS / run_id
+
+
+def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[str, Any]:
+    """Describes the sweep, and makes sure that the folder's is of its kind."""
+    described = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    before = folder.header()
+    if before:
+        differing = [
+            name for name in _COMMON if before["config"].get(name) != described[name]
+        ]
+        if before["corpus_digest"] != corpus.digest:
+            differing.append("the text itself")
+        if differing:
+            raise ValueError(
+                f"{folder.path}: holds another sweep; differs in {differing}"
+            )
+    return before | {
+        "config": described,
+        "corpus": corpus.name,
+        "corpus_digest": corpus.digest,
+        "bytes_per_token": corpus.bytes_per_token,
+        "floor": corpus.floor,
+        "executor": config.executor,
+    }
+
+
+def _choice(
+    config: SweepConfig, groups: list[Group], corpus: Corpus, header: dict[str, Any]
+) -> Choice:
+    """Keeps to what was chosen when the folder began: other sums round otherwise."""
+    if "mode" in header:
+        return Choice(header["mode"], header["reason"])
+    return executors.choose(config, groups, corpus)
+
+
+def _made(
+    config: SweepConfig,
+    groups: list[Group],
+    corpus: Corpus,
+    choice: Choice,
+    paused: Path,
+    progress: train.Progress | None,
+) -> Iterator[Made]:
+    """Carries out a round under a bar that counts operations."""
+    total = sum(grid.flops(config, groups))
+    update = None if progress is None else progress.bar("runs", total / 1e9, "GFLOP")
+    done = 0.0
+
+    def advance(steps: int, model: architectures.Architecture) -> bool:
+        nonlocal done
+        per_token = grid.count(model, config.seq_len).flops_per_token
+        done += steps * config.batch_size * config.seq_len * per_token / 1e9
+        if steps and update is not None:
+            update(min(done, total / 1e9))
+        return progress is None or not progress.stopped
+
+    if config.executor == "ray":
+        return executors.on_ray(config, groups, advance)
+    return executors.local(config, groups, corpus, choice.mode, advance, paused)
+
+
+def _keep(config: SweepConfig, folder: SweepFolder, made: Made, commit: str) -> None:
+    record = made.record | {"commit": commit}
+    if record["run_id"] in folder.known:
+        return
+    if config.keep_models and made.params is not None:
+        text = config.corpus
+        is_bytes = isinstance(text, CorpusConfig) and text.tokenizer == "bytes"
+        _save(model_folder(folder.path, record["run_id"]), made, is_bytes)
+    ordered = {name: record[name] for name in RECORD}
+    folder.add(ordered, made.curve)
+
+
+def _save(folder: Path, made: Made, is_bytes: bool) -> None:
+    """Writes a model that the engine serves; a rival, which it does not, is not."""
+    try:
+        model = architectures.servable(made.model)
+    except ValueError:
+        return
+    tokenizer = None
+    if is_bytes:
+        tokenizer = ByteTokenizer(model.vocab_size)
+    try:
+        checkpoints.save_model(
+            folder, model, made.params, tokenizer=tokenizer, overwrite=True
+        )
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None

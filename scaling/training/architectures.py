@@ -1,0 +1,177 @@
+"""The one door to every language model that can be trained: transformers and rivals.
+
+Training, scoring and counting go through here, so an experiment that compares two
+architectures differs in a config and in nothing else.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
+from scaling.costs import flops
+from scaling.costs import parameters as costs_parameters
+from scaling.costs.parameters import Parameters
+from scaling.shapes import from_model
+from scaling.training import dense_forward, recurrent, recurrent_costs
+
+type Architecture = ModelConfig | recurrent.RecurrentConfig
+"""Hashable, a static argument; each has `vocab_size`, `hidden_size`, `num_layers` and
+`max_positions`."""
+
+
+class Output(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+      logits: of the token after each.
+      auxiliary: nats that training adds to the mean loss, weighted already; zero for
+        models that ask for nothing.
+    """
+
+    logits: Float[Array, "batch seq vocab"]
+    auxiliary: Float[Array, ""]
+
+
+def servable(config: Architecture) -> ModelConfig:
+    """Returns the config of a model that can be saved and served.
+
+    Raises:
+      ValueError: it is one of the rivals, which can only be trained.
+    """
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"{type(config).__name__} can be trained, not saved or served")
+    return config
+
+
+def init_params(config: Architecture, key: Array) -> transformer.Params:
+    """Random parameters, float32, as nested dicts."""
+    if isinstance(config, recurrent.RecurrentConfig):
+        return recurrent.init_params(config, key)
+    return transformer.init_params(config, key)
+
+
+def param_shapes(config: Architecture) -> transformer.Params:
+    """The same tree holding `jax.ShapeDtypeStruct`s; allocates nothing."""
+    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+
+
+def forward(
+    params: transformer.Params, tokens: Int[Array, "batch seq"], *, config: Architecture
+) -> Output:
+    """Runs a model over whole sequences, each from its beginning."""
+    if isinstance(config, recurrent.RecurrentConfig):
+        logits = recurrent.logits(params, tokens, config=config)
+        return Output(logits, jnp.zeros((), logits.dtype))
+    if config.experts is None:
+        logits = dense_forward.logits(params, tokens, config=config)
+        return Output(logits, jnp.zeros((), logits.dtype))
+    found = transformer.outputs(params, tokens, config=config)
+    return Output(found.logits, found.auxiliary)
+
+
+def parameters(config: Architecture) -> Parameters:
+    """Counts parameters by every convention."""
+    if isinstance(config, recurrent.RecurrentConfig):
+        return recurrent_costs.parameters(config)
+    return costs_parameters.parameters(from_model.describe(config))
+
+
+def training_flops(
+    config: Architecture,
+    *,
+    batch: int = 1,
+    sequence: int,
+    attention: flops.Attention = "causal",
+) -> int:
+    """Counts the operations of one training step, forward and backward.
+
+    Args:
+      config: the model.
+      batch: sequences, at least 1.
+      sequence: predictions of each, at least 1.
+      attention: how a transformer's pairs of query and key are counted.
+
+    Raises:
+      ValueError: a size out of range.
+    """
+    flops.check(batch=batch, sequence=sequence)
+    if isinstance(config, recurrent.RecurrentConfig):
+        return 3 * recurrent_costs.forward_flops(config, tokens=batch * sequence)
+    shape = from_model.describe(config)
+    return flops.training(
+        shape, batch=batch, sequence=sequence, attention=attention
+    ).model
+
+
+def sized[A: (models.ModelConfig, recurrent.RecurrentConfig)](
+    base: A, num_params: int
+) -> A:
+    """Finds the shape nearest to a number of parameters outside embeddings.
+
+    A recurrent model has one dial, its hidden size. A transformer keeps `base`'s
+    layers, head_dim and sharing of KV heads; of the hidden sizes that its heads divide
+    it takes that whose MLP, made as wide as the count asks, is nearest to `base`'s in
+    proportion to the hidden size.
+
+    Args:
+      base: everything but the size.
+      num_params: what to come near to, as `Parameters.non_embedding` counts.
+
+    Raises:
+      ValueError: no shape is within 5 %, or `base` is a mixture, whose experts no one
+        dial makes wider.
+    """
+    if isinstance(base, ModelConfig):
+        if base.experts is not None:
+            raise ValueError("mixtures of experts are not sized by one dial")
+        found: Any = _wide(base, num_params)
+    else:
+        found = _stack(base, num_params)
+    if abs(_outside(found) - num_params) > 0.05 * num_params:
+        raise ValueError(
+            f"{num_params=} is not met within 5 % by any shape with "
+            f"{base.num_layers=}; the nearest has {_outside(found)}"
+        )
+    return found
+
+
+def _stack(base: recurrent.RecurrentConfig, num_params: int):
+    """The hidden size whose count is nearest."""
+    # A GRU, the smaller of the two, has more than 4 h^2 a layer.
+    most = 2 + math.isqrt(max(num_params, 0) // (4 * base.num_layers))
+    shapes = (dataclasses.replace(base, hidden_size=h) for h in range(1, most))
+    return min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
+
+
+def _wide(base: ModelConfig, num_params: int):
+    """The shape whose MLP keeps nearest to the proportions of `base`."""
+    ratio, step = base.mlp_size / base.hidden_size, base.group_size * base.head_dim
+    best, least = dataclasses.replace(base, mlp_size=1), math.inf
+    for kv_heads in range(1, 1 + math.isqrt(max(num_params, 1)) // step + 1):
+        q_heads = kv_heads * base.group_size
+        narrow = dataclasses.replace(
+            base,
+            hidden_size=q_heads * base.head_dim,
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            mlp_size=1,
+        )
+        wider = dataclasses.replace(narrow, mlp_size=2)
+        each = _outside(wider) - _outside(narrow)
+        size = 1 + round((num_params - _outside(narrow)) / each)
+        if size < 1:
+            break
+        off = abs(math.log(size / narrow.hidden_size / ratio))
+        if off < least:
+            best, least = dataclasses.replace(narrow, mlp_size=size), off
+    return best
+
+
+def _outside(config: Architecture) -> int:
+    return parameters(config).non_embedding

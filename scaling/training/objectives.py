@@ -1,0 +1,235 @@
+"""What training minimises, and how text that was held out is scored.
+
+Losses are nats per token; texts are scored in bits per byte, which does not depend on
+how the text is cut into tokens.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxkv.models import transformer
+from scaling.corpora import corpora
+from scaling.training import architectures
+
+
+class Score(NamedTuple):
+    """How well a model predicts whole documents.
+
+    Attributes:
+      bits_per_byte: code length of the documents and their ends, over their bytes.
+      loss: nats per token.
+      num_tokens: predictions made, document ends included.
+    """
+
+    bits_per_byte: float
+    loss: float
+    num_tokens: int
+
+
+class StreamScore(NamedTuple):
+    """How well a model predicts windows of a held-out stream.
+
+    Attributes:
+      loss: mean nats per token.
+      loss_se: its standard error, as if the windows were independent; by chance of the
+        text, which two models scored alike share.
+      num_tokens: predictions made.
+      windows: mean loss of each window, so that models can be compared pair by pair.
+      positions: mean loss at each place of a window; `carry` more tokens than the
+        place's index, and one, were seen before it.
+    """
+
+    loss: float
+    loss_se: float
+    num_tokens: int
+    windows: Float[np.ndarray, " windows"]
+    positions: Float[np.ndarray, " places"]
+
+
+def token_losses(
+    params: transformer.Params,
+    windows: Int[Array, "batch window"],
+    *,
+    model: architectures.Architecture,
+) -> Float[Array, "batch window-1"]:
+    """Nats of every token of each window but the first, given those before it."""
+    logits = architectures.forward(params, windows[:, :-1], config=model).logits
+    return _nats(logits, windows[:, 1:])
+
+
+def mean_loss(
+    params: transformer.Params,
+    windows: Int[Array, "batch window"],
+    *,
+    model: architectures.Architecture,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """What training minimises, and the mean nats per token that it contains.
+
+    The two differ by the model's auxiliary loss, which no score counts.
+    """
+    output = architectures.forward(params, windows[:, :-1], config=model)
+    loss = _nats(output.logits, windows[:, 1:]).mean()
+    return loss + output.auxiliary, loss
+
+
+def _nats(
+    logits: Float[Array, "batch seq vocab"], targets: Int[Array, "batch seq"]
+) -> Float[Array, "batch seq"]:
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def cut(
+    documents: Iterable[corpora.Document], seq_len: int
+) -> tuple[
+    Int[np.ndarray, "windows {seq_len}+1"], Bool[np.ndarray, "windows {seq_len}"]
+]:
+    """Cuts each document into windows that predict every byte and its end once.
+
+    A document's first byte is predicted from `END`, the first of a later window from
+    the one token before it; so windows see less than a reader of the whole text would.
+
+    Returns:
+      The windows, padded with `END`; and which of their predictions count.
+    """
+    windows, counts = [], []
+    for document in documents:
+        text = corpora.tokens([document]).astype(np.int32)
+        text = np.concatenate([[np.int32(corpora.END)], text])
+        num = len(text) - 1
+        for start in range(0, num, seq_len):
+            window = text[start : start + seq_len + 1]
+            width = seq_len + 1 - len(window)
+            windows.append(np.pad(window, (0, width), constant_values=corpora.END))
+            counts.append(np.arange(start, start + seq_len) < num)
+    return np.stack(windows), np.stack(counts)
+
+
+def score(
+    params: transformer.Params,
+    documents: Iterable[corpora.Document],
+    *,
+    model: architectures.Architecture,
+    seq_len: int,
+    batch_size: int = 16,
+) -> Score:
+    """Scores whole documents in consecutive windows.
+
+    Args:
+      params: of the model, in any floating type.
+      documents: at least one.
+      model: its shape, with the byte vocabulary of `corpora`.
+      seq_len: tokens per window.
+      batch_size: windows per forward pass.
+
+    Returns:
+      The score over all documents together.
+
+    Raises:
+      ValueError: there is no document.
+    """
+    documents = list(documents)
+    if not documents:
+        raise ValueError("no documents to score")
+    windows, counts = cut(documents, seq_len)
+    losses = _losses(model)
+    nats, num_windows = 0.0, len(windows)
+    for start in range(0, num_windows, batch_size):
+        batch, count = (x[start : start + batch_size] for x in (windows, counts))
+        fill = ((0, batch_size - len(batch)), (0, 0))
+        found = losses(params, jnp.asarray(np.pad(batch, fill)))
+        nats += float(np.sum(np.asarray(found, np.float64)[: len(batch)] * count))
+    num_tokens = int(counts.sum())
+    bits = nats / math.log(2) / corpora.num_bytes(documents)
+    return Score(bits, nats / num_tokens, num_tokens)
+
+
+def stream_windows(
+    held_out: UInt[np.ndarray, " tokens"], *, seq_len: int, num_windows: int
+) -> Int[np.ndarray, "windows {seq_len}+1"]:
+    """Cuts the windows of a stream that are scored: the same ones for every model.
+
+    Args:
+      held_out: the stream.
+      seq_len: predictions per window; a window has one token more.
+      num_windows: how many, evenly spaced, none of whose predictions are another's;
+        where the stream has no more than so many, all of them.
+
+    Raises:
+      ValueError: the stream is shorter than one window, or a size is below 1.
+    """
+    if seq_len < 1 or num_windows < 1:
+        raise ValueError(f"{seq_len=} and {num_windows=} must be at least 1")
+    there = (len(held_out) - 1) // seq_len
+    if there < 1:
+        raise ValueError(
+            f"{len(held_out)} held-out tokens are fewer than one window of {seq_len=} "
+            "tokens and the one after it"
+        )
+    chosen = np.arange(there)
+    if num_windows < there:
+        chosen = np.arange(num_windows) * there // num_windows
+    place = chosen[:, None] * seq_len + np.arange(seq_len + 1)
+    return held_out[place].astype(np.int32)
+
+
+def score_stream(
+    params: transformer.Params,
+    held_out: UInt[np.ndarray, " tokens"],
+    *,
+    model: architectures.Architecture,
+    seq_len: int,
+    num_windows: int,
+    carry: int = 0,
+    batch_size: int = 64,
+) -> StreamScore:
+    """Scores windows of a held-out stream, the same ones for every model.
+
+    Nothing is carried from window to window: the first prediction of each is made from
+    one token, as in training. So the loss is that of a reader of short pieces, above
+    that of a reader of the whole stream.
+
+    Args:
+      params: of the model, in any floating type.
+      held_out: the stream, such as `Corpus.held_out`.
+      model: its shape.
+      seq_len: predictions per window.
+      num_windows: how many windows at most, see `stream_windows`.
+      carry: predictions at the start of each window that are made but not counted, so
+        that all that count have at least `carry` + 1 tokens to go by; in [0, seq_len).
+      batch_size: windows per forward pass.
+
+    Raises:
+      ValueError: the stream is shorter than one window, holds a token that the model
+        does not have, or a size is out of range.
+    """
+    if not 0 <= carry < seq_len or batch_size < 1:
+        raise ValueError(
+            f"{carry=} must be in [0, {seq_len=}), {batch_size=} at least 1"
+        )
+    windows = stream_windows(held_out, seq_len=seq_len, num_windows=num_windows)
+    if (top := int(windows.max())) >= model.vocab_size:
+        raise ValueError(f"token {top} is not below {model.vocab_size=}")
+    losses, parts = _losses(model), []
+    for start in range(0, len(windows), batch_size):
+        batch = windows[start : start + batch_size]
+        fill = ((0, batch_size - len(batch)), (0, 0))
+        found = np.asarray(losses(params, jnp.asarray(np.pad(batch, fill))), np.float64)
+        parts.append(found[: len(batch), carry:])
+    every = np.concatenate(parts)
+    means = every.mean(1)
+    num = len(means)
+    se = float(means.std(ddof=1) / math.sqrt(num)) if num > 1 else math.inf
+    return StreamScore(float(means.mean()), se, every.size, means, every.mean(0))
+
+
+@functools.cache
+def _losses(model: architectures.Architecture):
+    return jax.jit(functools.partial(token_losses, model=model))

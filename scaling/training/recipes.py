@@ -1,0 +1,195 @@
+"""The recipe of a training run: everything that decides its result, optimizer included.
+
+Plain values; `training` carries them out.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from scaling.corpora import corpora
+from scaling.training import architectures
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How gradients become updates; the learning rate is apart, in `Schedule`."""
+
+    kind: Literal["muon", "adamw", "sgd", "adafactor", "lion"] = "muon"
+    """`muon`: Muon for the layers' matrices, AdamW for everything else; `sgd`: with
+    momentum, not dampened."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean gradient; Lion's share of it in an update."""
+    beta2: float = 0.95
+    """AdamW's decay of the mean square gradient; Lion's of the mean gradient."""
+    momentum: float = 0.95
+    """Muon's decay of the mean gradient, and SGD's of its sum."""
+    weight_decay: float = 0.1
+    """Decoupled, of the layers' matrices alone; times the learning rate per step."""
+    max_grad_norm: float = 1.0
+    """Gradients of all parameters together are scaled down to this norm; infinite:
+    they are left alone."""
+
+    def __post_init__(self):
+        """Refuses what no optimizer takes."""
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.weight_decay < 0:
+            raise ValueError(f"{self.weight_decay=} must be at least 0")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"{self.max_grad_norm=} must be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """How a step is computed: what changes its speed and memory, hardly its result."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass; parameters and moments are float32."""
+    accumulation: int = 1
+    """Pieces of a batch, of a device each, that are computed one after the other."""
+    remat: bool = False
+    """Whether the backward pass keeps the results of products alone, and computes the
+    rest again."""
+    num_devices: int = 1
+    """Local devices that share a batch, each with a copy of the parameters."""
+
+    def __post_init__(self):
+        """Refuses counts that cannot be."""
+        for name in ("accumulation", "num_devices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def check(self, batch_size: int) -> None:
+        """Refuses a batch that cannot be divided.
+
+        Raises:
+          ValueError: the pieces would not be equal.
+        """
+        if batch_size % (self.accumulation * self.num_devices):
+            raise ValueError(
+                f"{batch_size=} must be a multiple of {self.accumulation=} times "
+                f"{self.num_devices=}"
+            )
+
+
+PLAIN = StepConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run: the model, the text, and everything that decides the result."""
+
+    model: architectures.Architecture
+    corpus: corpora.AnyCorpus = corpora.STANDARD_LIBRARY
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch_size: int = 16
+    """Windows per step."""
+    seq_len: int = 256
+    """Predictions per window."""
+    num_steps: int = 1000
+    """Where the run ends; those of a run that it started from count."""
+    learning_rate: float = 3e-3
+    """The peak of the schedule."""
+    warmup_steps: int = 100
+    """Steps of linear rise from zero to the peak."""
+    cooldown_steps: int = 200
+    """Last steps, of linear fall; all after the warm-up if the schedule is cosine."""
+    schedule: Literal["stable", "cosine"] = "stable"
+    """`stable`: warm-up, constant, cool-down; `cosine`: half a period after warm-up."""
+    final_share: float = 0.0
+    """Share of the peak at which the schedule ends."""
+    how: StepConfig = PLAIN
+    """How each step is computed."""
+    seed: int = 0
+    """Of the initial parameters and of the order of the text."""
+    report_every: int = 10
+    """Steps per compiled call, and per line of the curve."""
+    checkpoint_every: int = 100
+    """Steps that a killed run may lose."""
+
+    def __post_init__(self):
+        """Refuses sizes that cannot be."""
+        for name in (
+            *("batch_size", "seq_len", "num_steps", "report_every"),
+            "checkpoint_every",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("warmup_steps", "cooldown_steps"):
+            if not 0 <= getattr(self, name) <= self.num_steps:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be in [0, {self.num_steps=}]"
+                )
+        self.how.check(self.batch_size)
+        if not 0 <= self.final_share <= 1:
+            raise ValueError(f"{self.final_share=} must be in [0, 1]")
+        if not self.learning_rate > 0:
+            raise ValueError(f"{self.learning_rate=} must be above 0")
+        if self.seq_len > self.model.max_positions:
+            raise ValueError(
+                f"{self.seq_len=} must be at most {self.model.max_positions=}"
+            )
+        if self.model.vocab_size < self.corpus.vocab_size:
+            raise ValueError(
+                f"{self.model.vocab_size=} must be at least {self.corpus.vocab_size=}"
+            )
+
+
+class Schedule(NamedTuple):
+    """A learning rate for every step; arrays, so no value recompiles.
+
+    Attributes:
+      peak: learning rate of the stable stretch.
+      warmup: steps of linear rise.
+      cooldown: steps of fall, the last ones.
+      end: number of steps in all.
+      final_share: share of the peak that the fall ends at.
+      is_cosine: whether the fall is half a period of a cosine, rather than linear.
+
+    Sources: Hägele et al. 2024, arXiv:2405.18392, section 3; the cosine, Loshchilov &
+    Hutter 2016, arXiv:1608.03983, equation 5.
+    """
+
+    peak: Float32[Array, ""]
+    warmup: Int32[Array, ""]
+    cooldown: Int32[Array, ""]
+    end: Int32[Array, ""]
+    final_share: Float32[Array, ""]
+    is_cosine: Bool[Array, ""]
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Schedule":
+        """Reads a schedule off a run's config."""
+        is_cosine = config.schedule == "cosine"
+        after = config.num_steps - config.warmup_steps
+        cooldown = after if is_cosine else config.cooldown_steps
+        counts = (config.warmup_steps, cooldown, config.num_steps)
+        return cls(
+            jnp.float32(config.learning_rate),
+            *map(jnp.int32, counts),
+            jnp.float32(config.final_share),
+            jnp.bool_(is_cosine),
+        )
+
+    @classmethod
+    def constant(cls, rate: float) -> "Schedule":
+        """Makes one that never changes."""
+        zero, end = jnp.int32(0), jnp.int32(2**31 - 1)
+        return cls(jnp.float32(rate), zero, zero, end, jnp.float32(0), jnp.bool_(False))
+
+    def at(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The learning rate of a step, counted from 0."""
+        one = jnp.float32(1)
+        done = (step + 1).astype(jnp.float32)
+        left = (self.end - step).astype(jnp.float32)
+        # Without a warm-up or cool-down the quotient is at least one, or infinite.
+        rise = jnp.minimum(one, done / self.warmup.astype(jnp.float32))
+        fall = jnp.minimum(one, left / self.cooldown.astype(jnp.float32))
+        turned = (one - jnp.cos(jnp.float32(jnp.pi) * fall)) / 2
+        fall = jnp.where(self.is_cosine, turned, fall)
+        fall = self.final_share + (one - self.final_share) * fall
+        return self.peak * jnp.minimum(rise, fall)

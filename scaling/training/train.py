@@ -1,0 +1,320 @@
+"""Trains a language model: in memory, or in a folder that survives anything.
+
+With `jaxkv.snapshots` the door to Orbax; the steps themselves are in `stepping`. A run
+that was killed is taken up by calling `train` again with the same folder, and ends bit
+for bit where the unbroken run would have.
+"""
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from jaxkv.files import make_sure_of_room, silencing_orbax, system_reason
+from jaxkv.models import transformer
+from scaling.corpora import corpora, streams
+from scaling.training import run_folder
+from scaling.training.recipes import Schedule, TrainConfig
+from scaling.training.step import TrainState, compiled, init, steps
+
+__all__ = [
+    "Progress",
+    "Result",
+    "TrainState",
+    "init",
+    "restore",
+    "save",
+    "steps",
+    "train",
+    "train_in_memory",
+]
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Who is told how far a run is, and may ask it to stop; `experiments` has one."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether to save and return after this piece of work."""
+        ...
+
+    def bar(
+        self, label: str, total: float | None, unit: str
+    ) -> Callable[[float], None]:
+        """Opens a bar; the function returned takes how much is done, of `total`."""
+        ...
+
+    def show(self, content: str) -> None:
+        """Replaces the text under the bars."""
+        ...
+
+
+class Result(NamedTuple):
+    """What a run left.
+
+    Attributes:
+      state: where the run stands; its parameters are float32.
+      curve: one dict per report: `step`; `tokens` and `epoch`, trained on by this run
+        so far; `loss` (nats per token, mean over the steps since the last report);
+        `learning_rate`; `duration_s`, spent in training by this run so far.
+      checkpoint: folder of the last checkpoint, which another run can start from; None
+        of a run in memory.
+      status: `done`; `stopped`, because it was asked to; or `diverged`, if a loss was
+        not finite: the parameters are then those before the last report.
+    """
+
+    state: TrainState
+    curve: list[dict[str, Any]]
+    checkpoint: Path | None
+    status: Literal["done", "stopped", "diverged"]
+
+    @property
+    def params(self) -> transformer.Params:
+        """The parameters that were reached."""
+        return self.state.params
+
+
+def train(
+    config: TrainConfig,
+    out: Path,
+    *,
+    start: Path | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Trains a model in a folder, or takes up the run that the folder holds.
+
+    A checkpoint is written aside and renamed, so there is always a whole one. A killed
+    run loses at most `checkpoint_every` steps; Ctrl-C, or `progress.stopped`, loses at
+    most `report_every`: the run then saves and returns.
+
+    Args:
+      config: the run.
+      out: its folder, as `runs` describes it, made where it is missing.
+      start: a checkpoint of another run of the same model and optimizer, whose state
+        and step count are continued under this run's schedule and text.
+      progress: who is told.
+
+    Returns:
+      What was reached.
+
+    Raises:
+      ValueError: the folder holds another run, another process is writing there, the
+        text is missing or too short, or there is nothing to start from.
+    """
+    corpus = corpora.open(config.corpus)
+    corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
+    state = init(config.model, config.optimizer, jnp.int32(config.seed))
+    if start is not None:
+        state = restore(start, state)
+    described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
+    folder = run_folder.RunFolder(out, described, int(state.step))
+    with contextlib.closing(folder):
+        return _train(config, corpus, folder, state, progress)
+
+
+def _train(
+    config: TrainConfig,
+    corpus: streams.Corpus,
+    folder: run_folder.RunFolder,
+    state: TrainState,
+    progress: Progress | None,
+) -> Result:
+    """Trains from a state, or from the last checkpoint if there is one."""
+    if (last := folder.last_step()) is not None:
+        state = restore(folder.checkpoint(last), state)
+    run = _Run(config, corpus, state, folder.first_step, progress)
+    run.curve = folder.read_curve(int(state.step))
+    try:
+        for line in run.reports():
+            folder.report(line)
+            run.tell(line)
+            if line["step"] % config.checkpoint_every == 0:
+                _save(folder, run.state)
+    except KeyboardInterrupt:
+        run.status = "stopped"
+    return Result(run.state, run.curve, _save(folder, run.state), run.status)
+
+
+def train_in_memory(
+    config: TrainConfig,
+    corpus: streams.Corpus,
+    *,
+    start: TrainState | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Trains a model without leaving anything on disk.
+
+    Args:
+      config: the run; `corpus` and `checkpoint_every` do not matter.
+      corpus: what `corpora.open` made of its corpus, so that many runs can share it.
+      start: where another run of the same model and optimizer ended, if not anew; its
+        step count is continued under this run's schedule and text.
+      progress: who is told.
+
+    Returns:
+      What was reached, bit for bit what `train` reaches if it reports at the same
+      steps. Ctrl-C is passed on.
+
+    Raises:
+      ValueError: the text is too short.
+    """
+    state = start
+    if state is None:
+        state = init(config.model, config.optimizer, jnp.int32(config.seed))
+    endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
+    run = _Run(endless, corpus, state, int(state.step), progress)
+    for line in run.reports():
+        run.tell(line)
+    return Result(run.state, run.curve, None, run.status)
+
+
+class _Run:
+    """A run under way: its state and curve, whole whenever a report is out.
+
+    Args:
+      config: the run.
+      corpus: what it learns.
+      state: where it stands.
+      first_step: the step that its own tokens are counted from.
+      progress: who is told.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: streams.Corpus,
+        state: TrainState,
+        first_step: int,
+        progress: Progress | None,
+    ):
+        if corpus.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"{config.model.vocab_size=} must be at least {corpus.vocab_size=}"
+            )
+        self.state = state
+        self.curve: list[dict[str, Any]] = []
+        self.status: Literal["done", "stopped", "diverged"] = "done"
+        self._config, self._first, self._progress = config, first_step, progress
+        self._stream = corpus.stream
+        self._per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
+        self._update = self._open_bar()
+
+    def reports(self) -> Iterator[dict[str, Any]]:
+        """Trains to the end, and gives a line of the curve after each stretch of it."""
+        config, schedule = self._config, Schedule.of(self._config)
+        call = compiled(
+            config.model,
+            config.optimizer,
+            config.batch_size,
+            config.seq_len,
+            config.how,
+        )
+        tokens, seed = jnp.asarray(self._stream), jnp.int32(config.seed)
+        before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
+        started = time.monotonic()
+        while (step := int(self.state.step)) < config.num_steps:
+            if self._progress is not None and self._progress.stopped:
+                self.status = "stopped"
+                return
+            end = _next_stop(step, config)
+            # Not donated: an interrupt in here leaves the state before it whole.
+            new, loss = call(self.state, tokens, schedule, seed, jnp.int32(end - step))
+            if not math.isfinite(loss := float(loss)):
+                self.status = "diverged"
+                return
+            self.state = new
+            num_steps = end - self._first
+            line = {
+                "step": end,
+                "tokens": num_steps * config.batch_size * config.seq_len,
+                "epoch": num_steps * config.batch_size / self._per_epoch,
+                "loss": loss,
+                "learning_rate": float(schedule.at(jnp.int32(end - 1))),
+                "duration_s": before_s + time.monotonic() - started,
+            }
+            self.curve.append(line)
+            yield line
+
+    def tell(self, line: dict[str, Any]) -> None:
+        """Shows who watches how far the run is."""
+        self._update(line["tokens"])
+        if self._progress is not None:
+            self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
+
+    def _open_bar(self) -> Callable[[float], None]:
+        if self._progress is None:
+            return lambda done: None
+        num_steps = self._config.num_steps - self._first
+        total = num_steps * self._config.batch_size * self._config.seq_len
+        return self._progress.bar("training", total, "tokens")
+
+
+def restore(checkpoint: Path, like: TrainState) -> TrainState:
+    """Reads a checkpoint.
+
+    Args:
+      checkpoint: its folder.
+      like: a state of the same model and optimizer.
+
+    Raises:
+      ValueError: it is missing, broken, or of another model or optimizer.
+    """
+    checkpoint = Path(checkpoint).absolute()
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint}: no such checkpoint")
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            return reader.restore(checkpoint, shapes)
+    except (ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{checkpoint}: cannot be continued: {reason}") from error
+
+
+def save(checkpoint: Path, state: TrainState) -> None:
+    """Writes a checkpoint, whole or not at all.
+
+    Args:
+      checkpoint: a folder that is not there, in one that is.
+      state: what `restore` will read.
+
+    Raises:
+      ValueError: there is no room, or it must not be written.
+    """
+    checkpoint = Path(checkpoint).absolute()
+    try:
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        make_sure_of_room(checkpoint.parent, num_bytes)
+        with silencing_orbax(), ocp.StandardCheckpointer() as writer:
+            writer.save(checkpoint, state)
+    except (OSError, ValueError) as error:
+        for half in checkpoint.parent.glob(f"{checkpoint.name}.orbax-*"):
+            shutil.rmtree(half, ignore_errors=True)
+        raise ValueError(
+            f"{checkpoint}: cannot be written: {system_reason(error)}; what was saved "
+            "before is kept, and the same command goes on"
+        ) from error
+
+
+def _save(folder: run_folder.RunFolder, state: TrainState) -> Path:
+    """Writes a checkpoint unless it is there."""
+    path = folder.checkpoint(int(state.step))
+    if not path.exists():
+        save(path, state)
+    folder.prune()
+    return path
+
+
+def _next_stop(step: int, config: TrainConfig) -> int:
+    """The step of the next report or checkpoint, or the end."""
+    every = (config.report_every, config.checkpoint_every)
+    return min(config.num_steps, *((step // n + 1) * n for n in every))
