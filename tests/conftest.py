@@ -23,9 +23,9 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from experiments import catalogue, documents
-from experiments.claims import Claim, judge
-from experiments.progress import QUIET, Progress
+from experiments.framework import config_json, registry
+from experiments.framework.claims import Claim, judge
+from experiments.framework.progress import QUIET, Progress
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -148,7 +148,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     if config.name == "broken":
         int("not a number")
     if config.name == "refused":
-        documents.config_loads(Config, "{", "model/config.json")
+        config_json.config_loads(Config, "{", "model/config.json")
     done = list(progress.track(range(config.num_points), "points", "points"))
     time_s = np.linspace(0, 1, len(done)) / config.load.rate
     return Result(time_s, np.asarray(done), Tail(0.5 * len(done), "µ|s"))
@@ -169,7 +169,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 @pytest.fixture
-def experiment() -> catalogue.Experiment:
+def experiment() -> registry.Experiment:
     """A small experiment with everything an experiment can have."""
     module = types.SimpleNamespace(
         __name__="experiments.made_up",
@@ -182,20 +182,20 @@ def experiment() -> catalogue.Experiment:
         metrics=metrics,
         PANELS=(1, 1),
     )
-    return catalogue.of_module(module)
+    return registry.of_module(module)
 
 
 @pytest.fixture
 def here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: catalogue.Experiment
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: registry.Experiment
 ) -> Path:
     """An empty folder to be in, with that experiment in the catalogue as made_up."""
-    entry = catalogue.Entry("made_up", experiment.question, tuple(experiment.configs))
-    known = [*catalogue.entries(), entry]
-    load = catalogue.load
-    monkeypatch.setattr(catalogue, "entries", lambda folder=None: known)
+    entry = registry.Entry("made_up", experiment.question, tuple(experiment.configs))
+    known = [*registry.entries(), entry]
+    load = registry.load
+    monkeypatch.setattr(registry, "entries", lambda folder=None: known)
     monkeypatch.setattr(
-        catalogue, "load", lambda name: experiment if name == "made_up" else load(name)
+        registry, "load", lambda name: experiment if name == "made_up" else load(name)
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path

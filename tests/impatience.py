@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from experiments.progress import Quiet
+from experiments.framework.progress import Quiet
 
 
 class Impatient(Quiet):

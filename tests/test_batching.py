@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import batching, batching_sweeps, style
-from experiments import batching_lectures as lectures
-from experiments.batching import CONFIGS, Config
-from experiments.batching_sweeps import Result
+from experiments.plotting import style
+from experiments.serving.batching import experiment, lectures, sweeps
+from experiments.serving.batching.experiment import CONFIGS, Config
+from experiments.serving.batching.sweeps import Result
 
 SMOKE = CONFIGS["smoke"]
 
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    return batching.run(SMOKE)
+    return experiment.run(SMOKE)
 
 
 @pytest.mark.thorough
@@ -47,9 +47,9 @@ def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> No
 @pytest.mark.thorough
 def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
-    for i, output in enumerate(batching_sweeps.outputs(SMOKE)):
+    for i, output in enumerate(sweeps.outputs(SMOKE)):
         longest = SMOKE.prompt_tokens + SMOKE.limits[i]
-        slots = batching_sweeps.num_reserved(SMOKE, longest)
+        slots = sweeps.num_reserved(SMOKE, longest)
         batches = [output[k : k + slots] for k in range(0, output.size, slots)]
         assert steps[0, i] == sum(batch.max() for batch in batches)
         ends = [0] * slots
@@ -72,9 +72,9 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
         num_requests=10,
         num_seeds=1,
     )
-    result = batching.run(config)
+    result = experiment.run(config)
     assert result.num_slots == 3
-    for i, (load,) in enumerate(batching_sweeps.spread(config)):
+    for i, (load,) in enumerate(sweeps.spread(config)):
         output = np.asarray(load.output)
         batches = [output[k : k + 3] for k in range(0, output.size, 3)]
         ends = [0] * 3
@@ -85,11 +85,11 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     assert (result.deviations.tokens_per_s > 0).all()
     assert (result.clients.tokens_per_s > 0).all()
     assert not result.limits.value.size
-    assert len(batching.claims(result)) == 7
+    assert len(experiment.claims(result)) == 7
     style.render(
-        lambda axes: batching.plot(axes, result),
-        panels=batching.PANELS,
-        size_inches=batching.PANEL_SIZE_INCHES,
+        lambda axes: experiment.plot(axes, result),
+        panels=experiment.PANELS,
+        size_inches=experiment.PANEL_SIZE_INCHES,
     )
 
 
@@ -104,20 +104,20 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
 
 @pytest.mark.thorough
 def test_what_a_run_leaves(result: Result) -> None:
-    verdicts = {claim.claim: claim.verdict for claim in batching.claims(result)}
+    verdicts = {claim.claim: claim.verdict for claim in experiment.claims(result)}
     assert len(verdicts) == 14
     assert "fails" not in verdicts.values()
     # These loads are not the published ones.
     assert verdicts["continuous batching is never slower than static batching"] == (
         "differs"
     )
-    found = batching.metrics(result)
+    found = experiment.metrics(result)
     assert found["limits"][-1]["gain"] > found["limits"][0]["gain"] > 1
-    assert len(batching.summary(result)) == 6
+    assert len(experiment.summary(result)) == 6
     files = style.render(
-        lambda axes: batching.plot(axes, result),
-        panels=batching.PANELS,
-        size_inches=batching.PANEL_SIZE_INCHES,
+        lambda axes: experiment.plot(axes, result),
+        panels=experiment.PANELS,
+        size_inches=experiment.PANEL_SIZE_INCHES,
     )
     assert files["figure.png"].startswith(b"\x89PNG")
 
@@ -141,4 +141,4 @@ def test_settings_out_of_range_are_refused(change: dict[str, Any], line: str) ->
 
 def test_an_unknown_machine_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown cost model 'abacus'"):
-        batching.run(Config(cost="abacus"))
+        experiment.run(Config(cost="abacus"))

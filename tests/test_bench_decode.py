@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from experiments import bench_decode, cli, peers, style, watching
-from experiments.progress import Quiet
-from experiments.watching import CallTimes
+from experiments.bench.decode import experiment, peers, watching
+from experiments.bench.decode.watching import CallTimes
+from experiments.cli import main
+from experiments.framework.progress import Quiet
+from experiments.plotting import style
 
 KEYS = {
     *("implementation", "batch", "prompt_tokens", "output_tokens"),
@@ -53,7 +55,7 @@ def test_it_times_itself_and_the_peers_that_are_there(
     fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["bench", "decode", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert cli.main([*args, "--peer-python", str(fake)]) == 0
+    assert main.main([*args, "--peer-python", str(fake)]) == 0
     document = json.loads(capsys.readouterr().out)
     rows, (*_, ours_too, theirs_too) = document["rows"], document["details"]
     assert [(row["implementation"], row["batch"]) for row in rows] == [
@@ -87,12 +89,12 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
                     return
                 yield batch, turn
 
-    rows = bench_decode.run(bench_decode.CONFIGS["smoke"], Impatient())
+    rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None
     for kept in (rows, []):
-        draw = lambda axes, kept=kept: bench_decode.plot(axes, kept)  # noqa: E731
-        style.render(draw, panels=bench_decode.PANELS)
+        draw = lambda axes, kept=kept: experiment.plot(axes, kept)  # noqa: E731
+        style.render(draw, panels=experiment.PANELS)
 
 
 def test_a_peer_that_breaks_down_says_its_last_words(fake: Path) -> None:
@@ -155,10 +157,10 @@ def test_the_hosts_share_worked_by_hand() -> None:
 )
 def test_settings_that_cannot_be(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        bench_decode.Config(**fields)
+        experiment.Config(**fields)
 
 
 def test_the_model_must_hold_the_tokens() -> None:
-    config = bench_decode.Config(model="random-tiny", prompt_tokens=1000)
+    config = experiment.Config(model="random-tiny", prompt_tokens=1000)
     with pytest.raises(ValueError, match="max_positions=1024"):
-        bench_decode.run(config)
+        experiment.run(config)

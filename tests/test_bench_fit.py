@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import bench_fit, cli, fit_rivals, fit_surfaces
+from experiments.bench.fit import experiment, peers
+from experiments.cli import main
+from experiments.training.fit_coverage import surfaces
 from tests.impatience import Impatient
 
 
 def test_rows_for_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["bench", "fit", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert cli.main(args) == 0
+    assert main.main(args) == 0
     document = json.loads(capsys.readouterr().out)
     rows = document["rows"]
     assert [row["method"] for row in rows[:3]] == [
@@ -29,27 +31,27 @@ def test_rows_for_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_piece_is_whole_or_not_there() -> None:
-    config = bench_fit.Config(num_points=32, num_resamples=6, num_pieces=3, slow=False)
-    rows = bench_fit.run(config, Impatient("resamples"))
+    config = experiment.Config(num_points=32, num_resamples=6, num_pieces=3, slow=False)
+    rows = experiment.run(config, Impatient("resamples"))
     assert [row["resamples"] for row in rows] == [4, 6, 4]
-    assert "4 resamples of 32 runs" in str(bench_fit.summary(rows)[0])
-    assert bench_fit.summary([]) == []
+    assert "4 resamples of 32 runs" in str(experiment.summary(rows)[0])
+    assert experiment.summary([]) == []
 
 
 def test_the_gradient_by_hand() -> None:
-    data = fit_surfaces.runs(32)
+    data = surfaces.runs(32)
     columns = (data[x] for x in ("num_params", "num_tokens", "loss"))
-    runs = fit_rivals.Runs(*map(np.log, columns))
+    runs = peers.Runs(*map(np.log, columns))
     x = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])
-    value, gradient = fit_rivals.value_and_gradient(x, runs)
-    assert value == pytest.approx(fit_rivals.objective(x, runs))
+    value, gradient = peers.value_and_gradient(x, runs)
+    assert value == pytest.approx(peers.objective(x, runs))
     for i, step in enumerate(1e-7 * np.eye(5)):
-        ends = [fit_rivals.objective(x + sign * step, runs) for sign in (1, -1)]
+        ends = [peers.objective(x + sign * step, runs) for sign in (1, -1)]
         assert gradient[i] == pytest.approx((ends[0] - ends[1]) / 2e-7, rel=1e-4)
 
 
 def test_bad_configs_are_refused() -> None:
     with pytest.raises(ValueError, match="num_points=15 must be at least 16"):
-        bench_fit.Config(num_points=15)
+        experiment.Config(num_points=15)
     with pytest.raises(ValueError, match="num_pieces=0 must be in"):
-        bench_fit.Config(num_pieces=0)
+        experiment.Config(num_pieces=0)

@@ -14,21 +14,16 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments import (
-    bench_kernels,
-    cli,
-    kernel_budget,
-    kernel_calls,
-    kernel_grouped,
-    kernel_peer_script,
-    kernel_peers,
-    kernel_runs,
-    style,
-)
-from experiments.bench_kernels import Config
-from experiments.kernel_calls import Implementation, Run
-from experiments.progress import Quiet
-from experiments.reporting import Sheet
+from experiments.bench.kernels import budget, experiment, grouped, runs
+from experiments.bench.kernels import calls as kernels_calls
+from experiments.bench.kernels.calls import Implementation, Run
+from experiments.bench.kernels.experiment import Config
+from experiments.bench.kernels.peers import peer_script
+from experiments.bench.kernels.peers import peers as peers_peers
+from experiments.cli import main
+from experiments.framework.progress import Quiet
+from experiments.framework.report import Sheet
+from experiments.plotting import style
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless, grouped_specs, problems, specs
 from pallas_kernels.bench import timing as bench_timing
@@ -53,7 +48,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
             Implementation(name, name != "ours", call, has_share=name == "shared")
             for name, call in calls.items()
         ]
-        monkeypatch.setattr(kernel_runs, "of_attention", lambda: everyone)
+        monkeypatch.setattr(runs, "of_attention", lambda: everyone)
 
     return install
 
@@ -71,7 +66,7 @@ def test_the_command_gives_its_document(
     # As on a machine that was only lent.
     monkeypatch.setitem(sys.modules, "tyro", None)
     args = ["bench", "kernels", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert cli.main(args) == 0
+    assert main.main(args) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["device"] == "cpu"
     assert document["ceilings"].keys() == set(Ceilings._fields)
@@ -107,18 +102,18 @@ def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
         raise RuntimeError("out of memory\nand a long story")
 
     few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
-    result = bench_kernels.run(Config(shapes="tiny", only="decode"))
+    result = experiment.run(Config(shapes="tiny", only="decode"))
     ours, theirs = result[1:]
     assert ours["note"] == "its answer is wrong: error=0.5"
     assert theirs["note"] == "RuntimeError: out of memory"
     assert ours["seconds"] is ours["ratio"] is theirs["seconds"] is None
-    assert not bench_kernels.metrics(result)["rows"]
-    (_, sheet) = bench_kernels.summary(result)
+    assert not experiment.metrics(result)["rows"]
+    (_, sheet) = experiment.summary(result)
     assert isinstance(sheet, Sheet)
     assert [row[0] for row in sheet.rows] == ["ours", "theirs"]
     nan = lambda problem: right(problem)._replace(error=lambda: float("nan"))  # noqa: E731
     few(ours=nan, theirs=nan)
-    assert bench_kernels.run(Config(shapes="tiny", only="decode"))[1]["seconds"] is None
+    assert experiment.run(Config(shapes="tiny", only="decode"))[1]["seconds"] is None
 
 
 @pytest.mark.thorough
@@ -130,12 +125,12 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
             yield next(iter(items))
 
     few(ours=right, theirs=right)
-    result = bench_kernels.run(Config(shapes="tiny", num_calls=2), Impatient())
+    result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
     assert {row["implementation"] for row in result[1:]} == {"ours", "theirs"}
     for kept in (result, result[:1]):
-        draw = lambda axes, kept=kept: bench_kernels.plot(axes, kept)  # noqa: E731
-        style.render(draw, panels=bench_kernels.PANELS)
+        draw = lambda axes, kept=kept: experiment.plot(axes, kept)  # noqa: E731
+        style.render(draw, panels=experiment.PANELS)
 
 
 @pytest.mark.thorough
@@ -145,7 +140,7 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
     spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == kind)
     problem = problems.make(spec, num_turns=2)
     outs = {}
-    for implementation in kernel_runs.of_attention():
+    for implementation in runs.of_attention():
         try:
             run = implementation.prepare(problem)
             outs[implementation.name] = [run.call(index) for index in range(3)]
@@ -187,10 +182,10 @@ def test_peers_answer_from_a_process_of_their_own(
     few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(kernel_peers, "SCRIPT", tmp_path / "fake.py")
+    monkeypatch.setattr(peers_peers, "SCRIPT", tmp_path / "fake.py")
     few(ours=right, theirs=right)
     config = Config(shapes="tiny", num_calls=2, peer_python=Path(sys.executable))
-    head, *rows = bench_kernels.run(config)
+    head, *rows = experiment.run(config)
     assert head["peers"] == {"torch SDPA": "7"}
     said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
     assert len(said) == len(specs.SETS["tiny"]) - 1  # not of copies
@@ -216,10 +211,10 @@ def test_peers_answer_from_a_process_of_their_own(
 def test_the_real_script_says_what_is_missing(few: Any) -> None:
     few(ours=right, theirs=right)
     config = Config(shapes="tiny", only="decode", peer_python=Path(sys.executable))
-    head, *rows = bench_kernels.run(config)
+    head, *rows = experiment.run(config)
     assert head["peers"] == {}
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes.keys() == kernel_peer_script.PEERS.keys()
+    assert notes.keys() == peer_script.PEERS.keys()
     for note in notes.values():
         assert note.startswith("not importable: No module named ")
 
@@ -238,13 +233,13 @@ def test_everyone_compiles_for_an_h200(
         prepared.append(args)
         return Run(lambda index: None, lambda: 0.0)
 
-    monkeypatch.setattr(kernel_calls, "make_run", prepare)
+    monkeypatch.setattr(kernels_calls, "make_run", prepare)
     monkeypatch.setattr(
         devices, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
     )
     rows = 1 if kind == "decode" else 26
     problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
-    for implementation in kernel_runs.of_attention():
+    for implementation in runs.of_attention():
         if implementation.name == "cuDNN contiguous":
             continue
         try:
@@ -277,7 +272,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
         ours=lambda problem: Run(one, lambda: 0.0, plan=two, merge=three),
         theirs=lambda problem: Run(one, lambda: 0.0, plan_s=32.0),
     )
-    _, ours, theirs = bench_kernels.run(Config(shapes="tiny", only="decode"))
+    _, ours, theirs = experiment.run(Config(shapes="tiny", only="decode"))
     assert (ours["call_s"], ours["seconds"], ours["merge_s"]) == (1.0, 2.0, 0.25)
     assert (theirs["call_s"], theirs["seconds"], theirs["merge_s"]) == (1.0, 1.0, None)
     for row in (ours, theirs):
@@ -307,7 +302,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     plan = jax.jit(make_plan)(problem.positions, problem.slots)
     seen: list[Any] = []
     monkeypatch.setattr(merging, "merge_parts", lambda *given: seen.extend(given))
-    kernel_runs.merge_alone(problem, plan)(0)
+    runs.merge_alone(problem, plan)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
     assert [x.shape for x in seen[:4]] == [
         *((2, 2, 40, 16), (2, 2, 40)),
@@ -321,7 +316,7 @@ def test_when_the_time_is_over_nothing_more_begins(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(kernel_budget, "now_s", lambda: clock[0])
+    monkeypatch.setattr(budget, "now_s", lambda: clock[0])
 
     def taking(seconds: float) -> Any:
         def prepare(problem: problems.Problem) -> Run:
@@ -332,7 +327,7 @@ def test_when_the_time_is_over_nothing_more_begins(
 
     few(ours=taking(30.0), theirs=taking(10.0), shared=taking(11.0))
     config = Config(shapes="tiny", num_calls=2, max_s=100.0)
-    result = bench_kernels.run(config)
+    result = experiment.run(config)
     said = [(row["implementation"], row["note"]) for row in result[1:10]]
     share = "skipped: its share of the time, 10 s, was over"
     over = "skipped: the 100 s were over"
@@ -344,13 +339,13 @@ def test_when_the_time_is_over_nothing_more_begins(
     assert said[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
     # Quick is over earlier.
     clock[0] = 0.0
-    quick = bench_kernels.run(dataclasses.replace(config, quick=True))
+    quick = experiment.run(dataclasses.replace(config, quick=True))
     assert quick[0]["max_s"] == 40.0
     assert [row["note"] for row in quick[1:4]] == ["", "", over.replace("100", "40")]
 
 
 def test_what_tells_most_comes_first() -> None:
-    chosen = bench_kernels._choose(Config(), "gpu")
+    chosen = experiment._choose(Config(), "gpu")
     both = specs.SETS, grouped_specs.SETS
     quick, real = ([*both[0][name], *both[1][name]] for name in ("quick", "real"))
     assert {*chosen[: len(quick)]} == {*quick}
@@ -362,8 +357,8 @@ def test_a_peer_that_does_not_answer_is_ended(
 ) -> None:
     says = """print('{"version": "1"}', flush=True)"""
     (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
-    monkeypatch.setattr(kernel_peers, "SCRIPT", tmp_path / "silent.py")
-    monkeypatch.setattr(kernel_peer_script, "PEERS", {"one": ()})
+    monkeypatch.setattr(peers_peers, "SCRIPT", tmp_path / "silent.py")
+    monkeypatch.setattr(peer_script, "PEERS", {"one": ()})
     few(ours=right)
     config = Config(
         shapes="tiny",
@@ -372,7 +367,7 @@ def test_a_peer_that_does_not_answer_is_ended(
         max_s=2.0,
         peer_python=Path(sys.executable),
     )
-    *_, row = bench_kernels.run(config)
+    *_, row = experiment.run(config)
     assert row["implementation"] == "one"
     assert re.fullmatch(r"ended after [12] s without an answer", row["note"])
 
@@ -381,7 +376,7 @@ def test_a_peer_that_does_not_answer_is_ended(
 @pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
 def test_everyone_multiplies_groups_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[Any] = []
-    monkeypatch.setattr(kernel_grouped, "_run", lambda *args: prepared.append(args))
+    monkeypatch.setattr(grouped, "_run", lambda *args: prepared.append(args))
     monkeypatch.setattr(
         devices, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
     )
@@ -389,7 +384,7 @@ def test_everyone_multiplies_groups_on_an_h200(monkeypatch: pytest.MonkeyPatch) 
         tokens=40, experts=grouped_specs.Experts(8, 2, 256, 512)
     )
     problem = grouped_specs.make(spec)
-    for implementation in kernel_grouped.of_products():
+    for implementation in grouped.of_products():
         implementation.prepare(problem)
     arrays = problem.x, problem.w, problem.group_sizes[0]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -460,4 +455,4 @@ def test_settings_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"self\.num_calls=1"):
         Config(num_calls=1)
     with pytest.raises(ValueError, match=r"config\.only='nothing' is in no name"):
-        bench_kernels.run(Config(shapes="tiny", only="nothing"))
+        experiment.run(Config(shapes="tiny", only="nothing"))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench_simulate, cost_models, plain_scheduler
+from experiments.bench.simulate import experiment, plain_scheduler
+from experiments.harness import cost_models
 from jaxkv import clock
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation.state import Capacity, Events, Simulation
@@ -51,9 +52,9 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     )
     steps: list[plain_scheduler.Step] = []
     served = plain_scheduler.serve(
-        bench_simulate.requests(w),
+        experiment.requests(w),
         plain_scheduler.Bounds(22, 4, 24, 8, 5),
-        bench_simulate.price(COST),
+        experiment.price(COST),
         steps.append,
     )
     assert int(state.num_done) == NUM
@@ -86,8 +87,8 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
 
 @pytest.mark.slow
 def test_the_race_has_a_rate_for_everyone() -> None:
-    config = bench_simulate.CONFIGS["smoke"]
-    found = bench_simulate.metrics(bench_simulate.run(config))
-    assert all(found[name] > 0 for name in bench_simulate.KEYS)
+    config = experiment.CONFIGS["smoke"]
+    found = experiment.metrics(experiment.run(config))
+    assert all(found[name] > 0 for name in experiment.KEYS)
     with pytest.raises(ValueError, match=r"self.num_python=9 must be in \[1, "):
         dataclasses.replace(config, num_python=9)

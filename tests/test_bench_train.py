@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import bench_train, cli, style, train_rivals
+from experiments.bench.train import experiment, peers
+from experiments.cli import main
+from experiments.plotting import style
 from tests.impatience import Impatient
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -38,12 +40,12 @@ def test_rows_beside_a_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(train_rivals, "SCRIPT", tmp_path / "fake.py")
+    monkeypatch.setattr(peers, "SCRIPT", tmp_path / "fake.py")
     args = ["bench", "train", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert cli.main([*args, "--peer-python", sys.executable]) == 0
+    assert main.main([*args, "--peer-python", sys.executable]) == 0
     document = json.loads(capsys.readouterr().out)
     ours, theirs = document["rows"]
-    assert set(ours) == set(theirs) == set(bench_train.ROW)
+    assert set(ours) == set(theirs) == set(experiment.ROW)
     assert [ours["implementation"], theirs["implementation"]] == ["jaxkv", "PyTorch"]
     assert theirs["tokens_per_s"] == 100
     assert theirs["ratio"] == 1
@@ -65,29 +67,29 @@ def test_rows_beside_a_peer(
 
 
 def test_stopped_early_it_has_whole_widths() -> None:
-    config = bench_train.Config(
+    config = experiment.Config(
         width=(8, 16), head_dim=4, batch_size=2, seq_len=8, rounds=1, seconds=0.01
     )
-    rows = bench_train.run(config, Impatient("training"))
+    rows = experiment.run(config, Impatient("training"))
     assert [row["width"] for row in rows] == [8]
     assert rows[0]["ratio"] is None
     for kept in (rows, []):
-        style.render(lambda ax, kept=kept: bench_train.plot(ax, kept))
-        assert bool(bench_train.summary(kept)) == bool(kept)
+        style.render(lambda ax, kept=kept: experiment.plot(ax, kept))
+        assert bool(experiment.summary(kept)) == bool(kept)
 
 
 def test_bad_configs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"width=\(6,\) must be multiples of"):
-        bench_train.Config(width=(6,))
+        experiment.Config(width=(6,))
     with pytest.raises(ValueError, match="rounds=0 must be at least 1"):
-        bench_train.Config(rounds=0)
+        experiment.Config(rounds=0)
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("torch") is not None, reason="it is installed here"
 )
 def test_the_real_script_says_what_is_missing() -> None:
-    rival = train_rivals.Rival("eager", Path(sys.executable), 1)
+    rival = peers.Rival("eager", Path(sys.executable), 1)
     with pytest.raises(ValueError, match="PyTorch: No module named 'torch'"), rival:
         pass
 
@@ -96,8 +98,8 @@ def test_the_real_script_says_what_is_missing() -> None:
 def test_pytorch_trains_the_same_model() -> None:
     if not (python := os.environ.get("JAXKV_PEER_PYTHON")):
         pytest.skip("JAXKV_PEER_PYTHON names no Python with torch")
-    config = bench_train.Config(
+    config = experiment.Config(
         width=(16,), rounds=1, seconds=0.1, peer_python=Path(python)
     )
-    rows = bench_train.run(config)
+    rows = experiment.run(config)
     assert max(row["loss_gap"] for row in rows) < 1e-5

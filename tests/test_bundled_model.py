@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bundled_model, catalogue
-from experiments.progress import Quiet
+from experiments.framework import registry
+from experiments.framework.progress import Quiet
+from experiments.training.bundled_model import experiment
 from jaxkv.models import checkpoints
 from scaling.corpora import corpora
 from scaling.training import objectives
@@ -18,7 +19,7 @@ from scaling.training import objectives
 
 @pytest.mark.thorough
 def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
-    smoke = bundled_model.CONFIGS["smoke"]
+    smoke = experiment.CONFIGS["smoke"]
     # A small text: the standard library takes a second to read.
     (tmp_path / "text").mkdir()
     for i in range(30):
@@ -30,7 +31,7 @@ def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
         folder=str(tmp_path / "run"),
         export=str(tmp_path / "model"),
     )
-    result = bundled_model.run(config)
+    result = experiment.run(config)
     assert result.status == "done"
     assert result.tokens[-1] == 40 * 8 * 32 + 10 * 4 * 64
     assert (np.diff(result.tokens) > 0).all()
@@ -50,9 +51,9 @@ def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
     for x in jax.tree.leaves(loaded.params):
         assert (x == x.astype(jnp.bfloat16).astype(x.dtype)).all()
     # The same command again finds the work done.
-    again = bundled_model.run(config)
+    again = experiment.run(config)
     assert again.bits_per_byte == result.bits_per_byte
-    named = catalogue.load("bundled-model").metrics(result)
+    named = registry.load("bundled-model").metrics(result)
     assert named["held_out_bits_per_byte"] == result.bits_per_byte
 
 
@@ -61,9 +62,9 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
         stopped = True
 
     config = dataclasses.replace(
-        bundled_model.CONFIGS["smoke"], export=str(tmp_path / "model")
+        experiment.CONFIGS["smoke"], export=str(tmp_path / "model")
     )
-    result = bundled_model.run(config, Stopped())
+    result = experiment.run(config, Stopped())
     assert result.status == "stopped"
     assert math.isnan(result.bits_per_byte)
     assert len(result.tokens) == 0
@@ -71,15 +72,15 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
 
 
 def test_the_shipped_model_fits_its_limits() -> None:
-    config = bundled_model.CONFIGS["shipped"]
+    config = experiment.CONFIGS["shipped"]
     assert config.cooldown.seq_len == 512
-    folder = Path(bundled_model.__file__).parent / "models" / "stdlib-bytes"
+    folder = Path(experiment.__file__).parent / "models" / "stdlib-bytes"
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
     assert checkpoints.read_config(folder) == config.trunk.model
 
 
 def test_a_cooldown_is_needed() -> None:
-    smoke = bundled_model.CONFIGS["smoke"]
+    smoke = experiment.CONFIGS["smoke"]
     with pytest.raises(ValueError, match="cooldown_steps=0 must be at least 1"):
         dataclasses.replace(smoke, cooldown_steps=0)
     trunk = dataclasses.replace(smoke.trunk, cooldown_steps=1)

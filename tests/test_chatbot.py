@@ -7,19 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import catalogue, chatbot, store
-from experiments.chatbot import CONFIGS, Config
+from experiments.framework import registry, run_folder
+from experiments.serving.chatbot.experiment import (
+    CONFIGS,
+    HISTORY,
+    SYSTEMS,
+    Config,
+    claims,
+    load,
+    run,
+)
 
 
 def test_prompts_are_the_last_words_of_what_was_said() -> None:
-    requests = chatbot.load(Config(hours=1.0, rounds_before=3.0))
+    requests = load(Config(hours=1.0, rounds_before=3.0))
     prompt, output = requests.tokens
-    assert prompt.max() == chatbot.HISTORY
-    assert output.max() <= chatbot.HISTORY
+    assert prompt.max() == HISTORY
+    assert output.max() <= HISTORY
     # A quarter of all rounds are the first; their prompts are those of ShareGPT.
-    alone = chatbot.load(Config(hours=1.0, rounds_before=0.0)).tokens
+    alone = load(Config(hours=1.0, rounds_before=0.0)).tokens
     assert alone.prompt.mean() == pytest.approx(161.31, rel=0.05)
-    assert 0.4 < np.mean(prompt == chatbot.HISTORY) < 0.75
+    assert 0.4 < np.mean(prompt == HISTORY) < 0.75
     assert np.mean(prompt <= np.median(alone.prompt)) == pytest.approx(1 / 8, abs=0.02)
 
 
@@ -35,23 +43,23 @@ def made_up(borne: dict[Any, float]) -> list[dict[str, Any]]:
 
 
 def test_claims_compare_loads_at_one_latency() -> None:
-    borne = dict(zip(chatbot.SYSTEMS, (0.3, 0.3, 0.31, 0.6), strict=True))
-    full, alike, *twice = chatbot.claims(made_up(borne))
+    borne = dict(zip(SYSTEMS, (0.3, 0.3, 0.31, 0.6), strict=True))
+    full, alike, *twice = claims(made_up(borne))
     assert (full.verdict, full.ours) == ("differs", 0.6)
     assert (alike.verdict, alike.ours) == ("differs", pytest.approx(0.31 / 0.3))
     assert [x.ours for x in twice] == pytest.approx([2.0, 2.0, 0.6 / 0.31])
     assert {x.verdict for x in twice} == {"holds"}
-    assert not chatbot.claims(made_up({"paged": 0.6}))
+    assert not claims(made_up({"paged": 0.6}))
 
 
 @pytest.mark.slow
 def test_smoke_serves_every_system(tmp_path: Path) -> None:
-    experiment = catalogue.load("chatbot")
-    result = chatbot.run(CONFIGS["smoke"])
-    assert {row["system"] for row in result} == {*chatbot.SYSTEMS}
+    experiment = registry.load("chatbot")
+    result = run(CONFIGS["smoke"])
+    assert {row["system"] for row in result} == {*SYSTEMS}
     assert all(row["normalised_s"] > 0 for row in result)
-    store.begin(tmp_path, experiment, CONFIGS["smoke"])
-    store.finish(tmp_path, experiment, result, duration_s=1.0)
+    run_folder.begin(tmp_path, experiment, CONFIGS["smoke"])
+    run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 

@@ -8,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    chunked_prefill,
-    chunked_prefill_runs,
-    cost_models,
-    store,
-)
-from experiments import chunked_prefill_settings as settings
-from experiments.chunked_prefill_policies import Apart, reading
+from experiments.framework import registry, run_folder
+from experiments.harness import cost_models
+from experiments.serving.chunked_prefill import experiment as chunked_prefill_experiment
+from experiments.serving.chunked_prefill import runs, settings
+from experiments.serving.chunked_prefill.experiment import CONFIGS, Config, Result
+from experiments.serving.chunked_prefill.policies import Apart, reading
 from jaxkv.simulation.step import Work
 from tests.test_scheduling import counts, plan_of
 
@@ -80,16 +77,16 @@ def test_settings_are_the_papers() -> None:
 
 
 @pytest.fixture(scope="module")
-def result() -> chunked_prefill.Result:
-    return chunked_prefill.run(chunked_prefill.CONFIGS["smoke"])
+def result() -> Result:
+    return chunked_prefill_experiment.run(CONFIGS["smoke"])
 
 
 @pytest.mark.thorough
-def test_stalls_are_seen_where_they_should_be(result: chunked_prefill.Result) -> None:
+def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
     line = result.timeline
     longest = {}
     for way in settings.WAYS:
-        mine = (line.way == way.name) & (line.sequence < chunked_prefill_runs.PATIENTS)
+        mine = (line.way == way.name) & (line.sequence < runs.PATIENTS)
         times = [line.time_s[mine & (line.sequence == i)] for i in range(3)]
         longest[way.name] = max(np.diff(x).max() for x in times)
         assert all(len(x) == 90 for x in times)
@@ -100,7 +97,7 @@ def test_stalls_are_seen_where_they_should_be(result: chunked_prefill.Result) ->
 
 
 @pytest.mark.thorough
-def test_the_tail_grows_with_the_budget(result: chunked_prefill.Result) -> None:
+def test_the_tail_grows_with_the_budget(result: Result) -> None:
     assert np.diff(result.budgets.tbt_p99_s)[0] > 0
     assert (result.loads.preempted == 0).all()
     assert {*result.loads.system} == {system.name for system in settings.SYSTEMS}
@@ -108,11 +105,11 @@ def test_the_tail_grows_with_the_budget(result: chunked_prefill.Result) -> None:
 
 @pytest.mark.thorough
 def test_claims_and_figure_come_back_from_the_folder(
-    result: chunked_prefill.Result, tmp_path: Path
+    result: Result, tmp_path: Path
 ) -> None:
-    experiment = catalogue.load("chunked_prefill")
-    store.begin(tmp_path, experiment, experiment.configs["smoke"])
-    run: Any = store.finish(tmp_path, experiment, result, duration_s=1.0)
+    experiment = registry.load("chunked_prefill")
+    run_folder.begin(tmp_path, experiment, experiment.configs["smoke"])
+    run: Any = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
     verdicts = {claim.claim: claim.verdict for claim in run.claims}
     assert verdicts["chunks of 2,048 cost next to nothing"] == "holds"
     assert sum(x == "differs" for x in verdicts.values()) == 10
@@ -130,4 +127,4 @@ def test_claims_and_figure_come_back_from_the_folder(
 )
 def test_what_cannot_be_simulated_is_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(chunked_prefill.Config(), **fields)
+        dataclasses.replace(Config(), **fields)

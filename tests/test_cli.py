@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from experiments import catalogue, cli, store
-from experiments.catalogue import Experiment
+from experiments.cli import main
+from experiments.framework import registry, run_folder
+from experiments.framework.registry import Experiment
 
 Jaxkv = Callable[..., tuple[int, str, str]]
 
@@ -23,7 +24,7 @@ def jaxkv(here: Path, capsys: pytest.CaptureFixture[str]) -> Jaxkv:
     """Runs a command in an empty folder, with one experiment more in the catalogue."""
 
     def call(*args: str) -> tuple[int, str, str]:
-        status = cli.main(list(args))
+        status = main.main(list(args))
         said = capsys.readouterr()
         return status, said.out, said.err
 
@@ -161,7 +162,7 @@ def test_ctrl_c_keeps_what_there_is(
         return experiment.run(config, progress)
 
     interrupted = experiment._replace(run=run)
-    monkeypatch.setattr(catalogue, "load", lambda name: interrupted)
+    monkeypatch.setattr(registry, "load", lambda name: interrupted)
     before = signal.getsignal(signal.SIGINT)
     status, out, err = jaxkv("run", "made_up", "--json")
     assert status == 130, err
@@ -180,7 +181,7 @@ def test_a_second_ctrl_c_stops_at_once(
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupted = experiment._replace(run=run)
-    monkeypatch.setattr(catalogue, "load", lambda name: interrupted)
+    monkeypatch.setattr(registry, "load", lambda name: interrupted)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (130, "")
     assert "only the config is in here" in err
@@ -193,8 +194,8 @@ def test_a_full_disk_is_one_line_and_status_2(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store, "draw", full)
-    monkeypatch.setattr(store, "mark", full)
+    monkeypatch.setattr(run_folder, "draw", full)
+    monkeypatch.setattr(run_folder, "mark", full)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (2, "")
     line = "jaxkv: here: cannot be written: No space left on device"
@@ -238,9 +239,9 @@ def test_help_and_list_import_nothing_heavy() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda entry: entry.name)
-def test_every_experiment_is_what_its_text_says(entry: catalogue.Entry) -> None:
-    experiment = catalogue.load(entry.name)
+@pytest.mark.parametrize("entry", registry.entries(), ids=lambda entry: entry.name)
+def test_every_experiment_is_what_its_text_says(entry: registry.Entry) -> None:
+    experiment = registry.load(entry.name)
     assert entry.question
     assert entry.question == experiment.question
     assert entry.configs == tuple(experiment.configs)
@@ -256,6 +257,6 @@ def test_the_catalogue_reads_text_alone(tmp_path: Path) -> None:
         "def run(config): ...\ndef plot(ax, result): ...\n"
     )
     (tmp_path / "part.py").write_text('"""No."""\ndef run(config): ...\n')
-    assert catalogue.entries(tmp_path) == [
-        catalogue.Entry("whole", "Is it found?", ("smoke", "real"))
+    assert registry.entries(tmp_path) == [
+        registry.Entry("whole", "Is it found?", ("smoke", "real"))
     ]

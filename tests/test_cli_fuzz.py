@@ -10,30 +10,24 @@ from typing import Any
 
 import pytest
 
-from experiments import (
-    bundled,
-    catalogue,
-    cli,
-    costing,
-    documents,
-    fitting_logs,
-    generating,
-    planning_budgets,
-    results_page,
-    sweep_configs,
-    sweeping,
-    training_one,
-)
+from experiments.cli import generate, main, results_page
+from experiments.cli.cost import command as cost_command
+from experiments.cli.fit import command as fit_command
+from experiments.cli.plan import command as plan_command
+from experiments.cli.train import command as train_command
+from experiments.cli.train import configs, sweep
+from experiments.framework import config_json, registry
+from experiments.harness import bundled
 
-RECORDS = Path(catalogue.__file__).parent / "records"
+RECORDS = Path(registry.__file__).parent / "records"
 
 OPTIONS = {
-    "cost": costing.Options,
-    "plan": planning_budgets.Options,
-    "fit": fitting_logs.Config,
-    "generate": generating.Options,
-    "train": training_one.Options,
-    "sweep": sweeping.Options,
+    "cost": cost_command.Options,
+    "plan": plan_command.Options,
+    "fit": fit_command.Config,
+    "generate": generate.Options,
+    "train": train_command.Options,
+    "sweep": sweep.Options,
     "claims": results_page.Options,
 }
 OF_RUNS = ("out", "config", "max_seconds", "load.rate", "limit", "name")
@@ -166,15 +160,15 @@ class Fuzz:
         return [self._file(), "--prompt", self._value()]
 
     def _train(self) -> list[str]:
-        return self._trained(sweep_configs.TRAININGS["smoke"])
+        return self._trained(configs.TRAININGS["smoke"])
 
     def _sweep(self) -> list[str]:
-        return self._trained(sweep_configs.SWEEPS["smoke"])
+        return self._trained(configs.SWEEPS["smoke"])
 
     def _trained(self, config: Any) -> list[str]:
         if self._rng.random() < 0.4:
             return [self._file()]
-        document = self._changed(json.loads(documents.config_dumps(config)))
+        document = self._changed(json.loads(config_json.config_dumps(config)))
         Path("mine.json").write_text(json.dumps(document))
         return ["mine.json", "--print-config"]
 
@@ -205,7 +199,7 @@ class Fuzz:
 
 def hold(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
     """Runs a command, and checks how it ends."""
-    status = cli.main(words)
+    status = main.main(words)
     out, err = capsys.readouterr()
     assert status in (0, 2), (words, err)
     if status == 0 and "--json" in words and not {"-h", "--help"} & {*words}:
@@ -239,7 +233,7 @@ def test_any_words_end_in_a_result_or_one_line(
     statuses = [hold(fuzz.words(), capsys) for _ in range(num)]
     assert statuses.count(2) > num / 2  # most are wrong
     assert statuses.count(0) > num / 50  # and some are not
-    assert cli.main(["run", "made_up", "--out", "after", "--json"]) == 0
+    assert main.main(["run", "made_up", "--out", "after", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["points"] == 5
 
 
@@ -261,7 +255,7 @@ def test_a_file_that_is_none_is_named(
     words: str, line: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Fuzz(0)
-    assert cli.main(words.split()) == 2
+    assert main.main(words.split()) == 2
     said = capsys.readouterr().err
     assert said.startswith("jaxkv: ")
     assert said.count("\n") == 1

@@ -2,27 +2,29 @@
 
 import pytest
 
-from experiments import catalogue, cost_check, style
+from experiments.framework import registry
+from experiments.plotting import style
+from experiments.training.cost_check.experiment import CONFIGS, Config, claims, run
 
 
 @pytest.mark.parametrize(
     "config", ["smoke", pytest.param("real", marks=pytest.mark.slow)]
 )
 def test_formulas_count_what_is_there(config: str) -> None:
-    rows = cost_check.run(cost_check.CONFIGS[config])
-    found = cost_check.claims(rows)
-    assert len(found) == 4 * len(cost_check.CONFIGS[config].families)
+    rows = run(CONFIGS[config])
+    found = claims(rows)
+    assert len(found) == 4 * len(CONFIGS[config].families)
     assert [claim for claim in found if claim.verdict != "holds"] == []
     for row in rows:
         assert row["xla_temporary_bytes"] > 0
-    experiment = catalogue.load("cost_check")
+    experiment = registry.load("cost_check")
     assert experiment.summary(rows)
     figure = style.render(lambda ax: experiment.plot(ax, rows))
     assert b"training" in figure["figure.svg"]
     # An operation more in a hundred is noticed, a byte is.
     off = [{**row, "kept_bytes": row["kept_bytes"] + 1} for row in rows]
     off = [{**row, "training_flops": int(row["training_flops"] * 1.04)} for row in off]
-    assert sum(x.verdict == "fails" for x in cost_check.claims(off)) == 2 * len(rows)
+    assert sum(x.verdict == "fails" for x in claims(off)) == 2 * len(rows)
 
 
 @pytest.mark.parametrize(
@@ -36,4 +38,4 @@ def test_formulas_count_what_is_there(config: str) -> None:
 )
 def test_what_cannot_be_checked_is_refused(change: dict, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        cost_check.Config(**change)
+        Config(**change)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments import cli
+from experiments.cli import main
 
 Cost = Callable[..., tuple[int, str, str]]
 
@@ -22,7 +22,7 @@ def cost(
     monkeypatch.setenv("COLUMNS", "80")
 
     def call(*args: str) -> tuple[int, str, str]:
-        status = cli.main(["cost", *args])
+        status = main.main(["cost", *args])
         said = capsys.readouterr()
         return status, said.out, said.err
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import cost_fits, cost_models
+from experiments.harness import cost_fits, cost_models
 from jaxkv.simulation.step import Work
 from scaling.costs import devices, steps
 from scaling.shapes import published

@@ -205,7 +205,7 @@ def test_keys_that_are_left_out_mean_what_transformers_takes_them_to_mean() -> N
 
 
 def test_the_bundled_model_reads_as_both() -> None:
-    from experiments import bundled
+    from experiments.harness import bundled
     from jaxkv.models.huggingface import configs
 
     path = bundled.folder_of("stdlib-bytes")

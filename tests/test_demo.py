@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    cli,
-    demo,
-    prompting,
-    reporting,
-    servings,
-    style,
-    timelines,
-)
-from experiments.progress import Quiet
+from experiments.cli import main
+from experiments.framework import registry
+from experiments.framework.progress import Quiet
+from experiments.framework.report import Sheet
+from experiments.harness import prompts, servings
+from experiments.plotting import style, timelines
+from experiments.serving.demo import experiment
 from jaxkv.engine import step
 from jaxkv.serving.outputs import Answer, Completion
 from jaxkv.text.tokenizer import ByteTokenizer
@@ -36,19 +32,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a small demo."""
     out = tmp_path_factory.mktemp("runs") / "demo"
-    assert cli.main(["demo", "smoke", "--model", model, "--out", str(out)]) == 0
+    assert main.main(["demo", "smoke", "--model", model, "--out", str(out)]) == 0
     return out
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> demo.Result:
-    from experiments import store
+def result(folder: Path) -> experiment.Result:
+    from experiments.framework import run_folder
 
-    return store.read(folder, catalogue.load("demo")).result
+    return run_folder.read(folder, registry.load("demo")).result
 
 
 @pytest.mark.thorough
-def test_both_policies_give_every_request_the_same_answer(result: demo.Result) -> None:
+def test_both_policies_give_every_request_the_same_answer(
+    result: experiment.Result,
+) -> None:
     assert result.static.is_done.all()
     assert result.continuous.is_done.all()
     np.testing.assert_array_equal(result.static.text, result.continuous.text)
@@ -62,7 +60,7 @@ def test_the_documents_keys_are_the_contracts(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["demo", "smoke", "--model", model, "--out", str(tmp_path / "x"), "--json"]
-    assert cli.main(args) == 0
+    assert main.main(args) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["out"] == str(tmp_path / "x")
     for name in ("static", "continuous"):
@@ -76,9 +74,9 @@ def test_the_documents_keys_are_the_contracts(
 
 @pytest.mark.thorough
 def test_static_batching_keeps_what_continuous_batching_gives_away(
-    result: demo.Result,
+    result: experiment.Result,
 ) -> None:
-    config = demo.CONFIGS["smoke"]
+    config = experiment.CONFIGS["smoke"]
     static, continuous = result.static, result.continuous
     assert len(static.num_rows) > len(continuous.num_rows)
     assert static.held.any()
@@ -91,7 +89,9 @@ def test_static_batching_keeps_what_continuous_batching_gives_away(
 
 
 @pytest.mark.thorough
-def test_every_token_of_every_request_is_in_the_steps(result: demo.Result) -> None:
+def test_every_token_of_every_request_is_in_the_steps(
+    result: experiment.Result,
+) -> None:
     for served in (result.static, result.continuous):
         for i, prompt in enumerate(result.prompt):
             fed = served.num_rows[served.request_id == i].sum()
@@ -118,29 +118,29 @@ def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
         def bar(self, label: str, total: Any, unit: str) -> Any:
             return lambda done: setattr(self, "stopped", done > 0)
 
-    config = dataclasses.replace(demo.CONFIGS["smoke"], model=model)
-    result = demo.run(config, Impatient())
+    config = dataclasses.replace(experiment.CONFIGS["smoke"], model=model)
+    result = experiment.run(config, Impatient())
     assert 0 < result.static.is_done.sum() < config.num_requests
     assert not result.continuous.is_done.any()
-    assert demo.metrics(result)["continuous"]["tokens_per_s"] is None
-    assert demo.claims(result) == []
-    table, *_ = demo.summary(result)
-    assert isinstance(table, reporting.Sheet)
+    assert experiment.metrics(result)["continuous"]["tokens_per_s"] is None
+    assert experiment.claims(result) == []
+    table, *_ = experiment.summary(result)
+    assert isinstance(table, Sheet)
     assert table.note.startswith("Stopped early: ")
     style.render(
-        lambda axes: demo.plot(axes, result),
-        panels=demo.PANELS,
-        size_inches=demo.PANEL_SIZE_INCHES,
+        lambda axes: experiment.plot(axes, result),
+        panels=experiment.PANELS,
+        size_inches=experiment.PANEL_SIZE_INCHES,
     )
 
 
 def test_the_model_must_have_text_and_room(model: str) -> None:
     with pytest.raises(ValueError, match="max_length=512 must be at most"):
-        demo.run(demo.Config(model=model))
+        experiment.run(experiment.Config(model=model))
     with pytest.raises(ValueError, match=r"more than self\.max_length=64"):
-        demo.Config(max_length=64)
+        experiment.Config(max_length=64)
     with pytest.raises(ValueError, match=r"output_tokens=\(3, 2\)"):
-        demo.Config(output_tokens=(3, 2))
+        experiment.Config(output_tokens=(3, 2))
 
 
 @pytest.mark.thorough
@@ -180,7 +180,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     before = {*tmp_path.rglob("*")}
     words = flags.split()
     for out in ([], ["--out", "new"]):
-        assert cli.main(["demo", *out, *words]) == 2
+        assert main.main(["demo", *out, *words]) == 2
         said = capsys.readouterr()
         assert said.out == ""
         assert line in said.err
@@ -190,11 +190,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_lengths_are_ragged_within_their_bounds() -> None:
-    sizes = prompting.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    sizes = prompts.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
     assert min(sizes) == 16
     assert max(sizes) == 192
     assert 50 < np.median(sizes) < 61  # the middle is 55.4
-    again = prompting.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    again = prompts.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
     assert sizes == again
 
 
@@ -202,8 +202,8 @@ def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
     from scaling.corpora import corpora
 
     rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
-    tokenizer, ask = ByteTokenizer(257), prompting.Sampling.greedy()
-    requests = prompting.held_out(tokenizer, sizes, [ask] * 3, rng)
+    tokenizer, ask = ByteTokenizer(257), prompts.Sampling.greedy()
+    requests = prompts.held_out(tokenizer, sizes, [ask] * 3, rng)
     texts = [x.text.decode() for x in corpora.load(corpora.STANDARD_LIBRARY).held_out]
     assert [len(request.tokens) for request in requests[:2]] == sizes[:2]
     for request in requests:

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    cost_models,
-    disaggregation,
-    disaggregation_instances,
-    disaggregation_queues,
-    disaggregation_runs,
-    store,
+from experiments.framework import registry, run_folder
+from experiments.harness import cost_models
+from experiments.serving.disaggregation import experiment as disaggregation_experiment
+from experiments.serving.disaggregation import instances, runs, settings
+from experiments.serving.disaggregation.experiment import Config
+from experiments.serving.disaggregation.instances import (
+    Answers,
+    Received,
+    Requests,
+    Split,
 )
-from experiments import disaggregation_settings as settings
-from experiments.disaggregation_instances import Answers, Received, Requests, Split
-from experiments.disaggregation_settings import Instance
+from experiments.serving.disaggregation.queues import formula_s, measure
+from experiments.serving.disaggregation.settings import Instance
 from jaxkv.simulation.step import Work
 from jaxkv.workloads import lengths, metrics
 
@@ -42,7 +43,7 @@ def test_what_comes_read_costs_a_step_of_decoding() -> None:
 
 
 def test_one_after_the_other_is_served() -> None:
-    done = disaggregation_instances.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
+    done = instances.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
     assert done.tolist() == [2, 4, 7]
 
 
@@ -52,18 +53,18 @@ def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
     assert each == pytest.approx(0.08192)
     sent = Split(ONE, ONE, 2, 1, link=1e9)
     ready_s = np.array([1.0, 1.0, 1.0, np.nan])
-    found = disaggregation_instances.transfers(sent, load, ready_s)
+    found = instances.transfers(sent, load, ready_s)
     # The first and the third are read by the same machine; the fourth never was.
     np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
     wide = Split(Instance("opt-13b", 4), Instance("opt-13b", 2), 2, 1, link=1e9)
-    found = disaggregation_instances.transfers(wide, load, ready_s)
+    found = instances.transfers(wide, load, ready_s)
     np.testing.assert_allclose(found[:2], each / 2)
 
 
 @pytest.mark.thorough
 def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
     load = requests([0.5, 0.6], [512, 300], [4, 1])
-    (answers,) = disaggregation_instances.split([(Split(ONE, ONE, 1, 1), load)], 10.0)
+    (answers,) = instances.split([(Split(ONE, ONE, 1, 1), load)], 10.0)
     prefill, decode = (np.asarray(x) for x in (ONE.cost.prefill, ONE.cost.decode))
     first = 0.5 + prefill @ (1, 512, 512**2)
     sent = 512 * settings.kv_bytes("opt-13b") / settings.LINK
@@ -86,12 +87,8 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
         preempted=0,
     )
     objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
-    found = disaggregation_runs.table(
-        [
-            disaggregation_runs.row(
-                *("x", answers, objectives), ("split", 2, 1, 1, 2, 1e9), 8.0
-            )
-        ]
+    found = runs.table(
+        [runs.row(*("x", answers, objectives), ("split", 2, 1, 1, 2, 1e9), 8.0)]
     )
     assert found.rate_per_card[0] == 2.0
     assert found.ttft_s[0] == pytest.approx(0.5)
@@ -113,8 +110,8 @@ def test_the_placement_that_bears_most_a_card_is_chosen(
             ways = wanted.get("prefill_ways", wanted.get("decode_ways"))
             return borne[wanted["role"], ways]
 
-    monkeypatch.setattr(disaggregation_runs, "goodput", lambda value, field: value)
-    chosen, bears = disaggregation_runs.best(
+    monkeypatch.setattr(runs, "goodput", lambda value, field: value)
+    chosen, bears = runs.best(
         "chat, 13B",
         settings.APPLICATIONS["chat, 13B"],
         Found(),  # ty: ignore
@@ -125,13 +122,13 @@ def test_the_placement_that_bears_most_a_card_is_chosen(
 
 
 def test_queues_wait_as_long_as_formulas_say() -> None:
-    assert disaggregation_queues.formula_s("one", 5.0) == pytest.approx(0.15)
+    assert formula_s("one", 5.0) == pytest.approx(0.15)
     # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
-    found = disaggregation_queues.formula_s("two pipeline stages", 5.0)
+    found = formula_s("two pipeline stages", 5.0)
     assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
-    found = disaggregation_queues.formula_s("two tensor ways", 5.0)
+    found = formula_s("two tensor ways", 5.0)
     assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
-    queues = disaggregation_queues.measure((0.3,), num=1000, num_seeds=16, seed=1)
+    queues = measure((0.3,), num=1000, num_seeds=16, seed=1)
     off = np.abs(queues.simulated_s - queues.formula_s)
     assert (off < 4 * queues.error_s).all()
     assert (queues.error_s < 0.1 * queues.waiting_s).all()
@@ -139,11 +136,11 @@ def test_queues_wait_as_long_as_formulas_say() -> None:
 
 @pytest.mark.slow
 def test_smoke_comes_back_from_the_folder(tmp_path: Path) -> None:
-    experiment = catalogue.load("disaggregation")
+    experiment = registry.load("disaggregation")
     config = experiment.configs["smoke"]
-    result = disaggregation.run(config)
-    store.begin(tmp_path, experiment, config)
-    run = store.finish(tmp_path, experiment, result, duration_s=1.0)
+    result = disaggregation_experiment.run(config)
+    run_folder.begin(tmp_path, experiment, config)
+    run = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
     assert sum(claim.verdict == "holds" for claim in run.claims) >= 2
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
@@ -159,4 +156,4 @@ def test_smoke_comes_back_from_the_folder(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_simulated_is_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(disaggregation.Config(), **fields)
+        dataclasses.replace(Config(), **fields)

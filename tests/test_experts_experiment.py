@@ -5,21 +5,19 @@ import math
 import numpy as np
 import pytest
 
-from experiments import experts, experts_fitting, experts_runs, style
-from experiments.progress import Quiet
-from experiments.reporting import Sheet
+from experiments.framework.progress import Quiet
+from experiments.framework.report import Sheet
+from experiments.plotting import style
+from experiments.training.experts import experiment, fits, runs
 from scaling.training import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 def test_pairs_cost_the_same_but_for_the_router() -> None:
-    shapes = experts_runs.Shapes()
-    for width in experts.CONFIGS["cpu"].widths:
-        pair = [
-            experts_runs.make_model(kind, width, shapes)
-            for kind in ("dense", "mixture")
-        ]
+    shapes = runs.Shapes()
+    for width in experiment.CONFIGS["cpu"].widths:
+        pair = [runs.make_model(kind, width, shapes) for kind in ("dense", "mixture")]
         dense, mixture = map(architectures.parameters, pair)
         router = shapes.num_layers * shapes.num_experts * width
         assert mixture.matmul == dense.matmul + router
@@ -29,8 +27,8 @@ def test_pairs_cost_the_same_but_for_the_router() -> None:
 
 @pytest.mark.slow
 def test_smoke_compares_all_pairs() -> None:
-    config = experts.CONFIGS["smoke"]
-    found = experts.run(config)
+    config = experiment.CONFIGS["smoke"]
+    found = experiment.run(config)
     assert found.kind.tolist() == 3 * ["dense", "mixture"] + ["unbalanced"]
     assert found.is_fitted.tolist() == 6 * [True] + [False]
     assert (np.diff(found.flops[0:6:2]) > 0).all()
@@ -39,31 +37,31 @@ def test_smoke_compares_all_pairs() -> None:
     assert found.loads.shape == (2, 1, 4)
     np.testing.assert_allclose(found.loads.mean(axis=2), 1)
     assert found.curve_loss.shape == (2, 50, 3)
-    verdicts = {claim.claim: claim.verdict for claim in experts.claims(found)}
+    verdicts = {claim.claim: claim.verdict for claim in experiment.claims(found)}
     assert verdicts.pop(next(iter(verdicts))) == "holds"  # the formula of routing
-    numbers = experts.metrics(found)
+    numbers = experiment.metrics(found)
     assert len(numbers["runs"]) == 7
     by_layer = [(row["balancing"], row["layer"]) for row in numbers["imbalance"]]
     assert by_layer == [("with", 1), ("without", 1)]
     busiest = [row["busiest"] for row in numbers["imbalance"]]
     np.testing.assert_allclose(busiest, found.loads[:, 0].max(1), rtol=1e-6)
-    sheets = [part for part in experts.summary(found) if isinstance(part, Sheet)]
+    sheets = [part for part in experiment.summary(found) if isinstance(part, Sheet)]
     assert [len(sheet.rows) for sheet in sheets] == [2, 1, 2, 7]
     for sheet in sheets:
         assert all(len(row) == len(sheet.columns) for row in sheet.rows)
         assert "{" not in str(sheet)
-    assert style.render(lambda axes: experts.plot(axes, found), panels=(1, 2))
+    assert style.render(lambda axes: experiment.plot(axes, found), panels=(1, 2))
 
 
 def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
-    config = experts.CONFIGS["cpu"]
-    found: list[experts_runs.Run] = []
-    plan = experts._Plan(config, found)
+    config = experiment.CONFIGS["cpu"]
+    found: list[runs.Run] = []
+    plan = experiment._Plan(config, found)
     for kind, width, rate, seed in plan.tuning():
         best = {"dense": 1.2e-2, "mixture": 4.8e-2}[kind] * 16 / width
         loss = 2 + abs(math.log(rate / best)) + width / 100
         sizes = (0, 0, 0, 0.0, loss, 0.0, 0.0, np.zeros((0, 0)))
-        found.append(experts_runs.Run(kind, width, rate, seed, *sizes))
+        found.append(runs.Run(kind, width, rate, seed, *sizes))
     jobs = plan.rest()
     assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
     for kind, rate in (("dense", 1.2e-2), ("mixture", 4.8e-2)):
@@ -78,17 +76,17 @@ def test_a_run_ended_at_once_is_told() -> None:
     class Stopped(Quiet):
         stopped = True
 
-    found = experts.run(experts.CONFIGS["smoke"], Stopped())
+    found = experiment.run(experiment.CONFIGS["smoke"], Stopped())
     assert found.kind.size == 0
-    assert experts.metrics(found)["runs"] == []
-    assert experts.summary(found)
-    assert "not known" in str(experts.summary(found)[1])
+    assert experiment.metrics(found)["runs"] == []
+    assert experiment.summary(found)
+    assert "not known" in str(experiment.summary(found)[1])
 
 
 def test_shares_of_a_router_are_the_formula() -> None:
     router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
-    assert experts_fitting.routing_error(router, top_k=2) < 1e-6
-    assert experts_fitting.routing_error(router, top_k=1) == 0
+    assert fits.routing_error(router, top_k=2) < 1e-6
+    assert fits.routing_error(router, top_k=1) == 0
 
 
 @pytest.mark.parametrize(
@@ -103,4 +101,4 @@ def test_shares_of_a_router_are_the_formula() -> None:
 )
 def test_bad_configs_are_refused(fields: dict, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        experts.Config(**fields)
+        experiment.Config(**fields)

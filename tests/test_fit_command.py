@@ -11,16 +11,11 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from experiments import (
-    cli,
-    fit_drawing,
-    fit_frontiers,
-    fit_grids,
-    fit_surfaces,
-    fit_telling,
-    fitting_logs,
-)
-from experiments.progress import Quiet
+from experiments.cli import main
+from experiments.cli.fit import command, drawing, frontiers, grids
+from experiments.cli.fit.report import metrics, summary
+from experiments.framework.progress import Quiet
+from experiments.training.fit_coverage import surfaces
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json
@@ -74,7 +69,7 @@ def jaxkv(
     monkeypatch.chdir(tmp_path)
 
     def call(*args: str) -> tuple[int, str, str]:
-        status = cli.main(list(args))
+        status = main.main(list(args))
         said = capsys.readouterr()
         return status, said.out, said.err
 
@@ -134,7 +129,7 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Jaxkv, sweep: Path) -> None:
 def test_published_coefficients_come_out_of_published_runs() -> None:
     path = traces.find("losses/gadre_c4.csv")
     rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
-    config = fitting_logs.Config(
+    config = command.Config(
         log=str(path),
         law="over-training",
         where=rule,
@@ -142,7 +137,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
         space="linear",
         bootstrap=0,
     )
-    document = json.loads(fitting_logs.run(config).document)
+    document = json.loads(command.run(config).document)
     published = {"a": 113.69, "b": 189.52, "eta": -0.24247, "E": 1.50825}
     for name, value in published.items():
         assert document["coefficients"][name] == pytest.approx(value, rel=1e-4)
@@ -163,20 +158,20 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
 
 @pytest.mark.thorough
 def test_laws_stand_side_by_side(sweep: Path) -> None:
-    config = fitting_logs.Config(
+    config = command.Config(
         log=str(sweep),
         law="chinchilla, kaplan-d",
         hold_out="flops > 5e15",
         bootstrap=0,
     )
-    result = fitting_logs.run(config)
-    document = fit_telling.metrics(result)
+    result = command.run(config)
+    document = metrics(result)
     assert [fit["law"] for fit in document["fits"]] == ["chinchilla", "kaplan-d"]
     assert [fit["held_out"]["num_points"] for fit in document["fits"]] == [7, 7]
     errors = [fit["held_out"]["mean_error"] for fit in document["fits"]]
     assert errors[0] < 0.02 < errors[1]
     assert document["coefficients"] == document["fits"][0]["coefficients"]
-    said = "".join(map(repr, fit_telling.summary(result)))
+    said = "".join(map(repr, summary(result)))
     assert "Held out: 7 of 34 runs." in said
     assert "kaplan-d" in said
 
@@ -276,10 +271,8 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
     d = np.geomspace(1e9, 1e11, 30).tolist()
     rows = "".join(f"a,1e8,{x!r},{loss(1e8, x)!r}\n" for x in d)
     (tmp_path / "log.csv").write_text(f"run,N,D,loss\n{rows}")
-    config = fitting_logs.Config(
-        log=str(tmp_path / "log.csv"), law="kaplan-d", bootstrap=0
-    )
-    document = json.loads(fitting_logs.run(config).document)
+    config = command.Config(log=str(tmp_path / "log.csv"), law="kaplan-d", bootstrap=0)
+    document = json.loads(command.run(config).document)
     assert document["frontiers"] == []
     assert (
         "no envelope: curves of 1 size: below 3, the best one has no neighbour on "
@@ -301,8 +294,8 @@ class Impatient(Quiet):
 
 @pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
-    config = fitting_logs.Config(log=str(sweep), law="chinchilla,kaplan-d")
-    result = fitting_logs.run(config, Impatient())
+    config = command.Config(log=str(sweep), law="chinchilla,kaplan-d")
+    result = command.run(config, Impatient())
     document = json.loads(result.document)
     for fit in (document, *document["others"]):
         assert fit["samples"] is None
@@ -332,12 +325,12 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
 
 def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
-    monkeypatch.setattr(fit_grids, "MAX_ROWS", 20)
-    monkeypatch.setattr(fit_drawing, "MAX_DOTS", 25)
-    monkeypatch.setattr(fit_frontiers, "MAX_GROUPED", 28)
+    monkeypatch.setattr(grids, "MAX_ROWS", 20)
+    monkeypatch.setattr(drawing, "MAX_DOTS", 25)
+    monkeypatch.setattr(frontiers, "MAX_GROUPED", 28)
     monkeypatch.setattr(profile, "profile", None)  # it is not called
-    config = fitting_logs.Config(log=str(sweep), bootstrap=50)
-    result = fitting_logs.run(config)
+    config = command.Config(log=str(sweep), bootstrap=50)
+    result = command.run(config)
     document = json.loads(result.document)
     assert document["notes"][2:] == [
         abridged(34),
@@ -350,7 +343,7 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     assert result.contour.objective.size == 0
     assert result.contour.x_samples.size == 50
     figure, axes = plt.subplots(2, 2)
-    fit_drawing.plot(axes, result)
+    drawing.plot(axes, result)
     assert axes[1, 1].get_title() == "chinchilla: where resamples ended"
     assert len(axes[0, 0].collections[0].get_offsets()) == 25
     plt.close(figure)
@@ -373,7 +366,7 @@ FIT_AND_TELL_MEMORY = """if True:
     not Path("/proc/self/status").exists(), reason="no /proc/self/status"
 )
 def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
-    runs = fit_surfaces.runs(100_000)
+    runs = surfaces.runs(100_000)
     rows = np.stack([*runs.values()], 1)
     log = tmp_path / "log.csv"
     np.savetxt(log, rows, "%.8g", ",", header=",".join(runs), comments="")
@@ -401,8 +394,8 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         rows = np.stack([n, flops, seen], 1)
         log = tmp_path / f"log{scale}.csv"
         np.savetxt(log, rows, "%.10g", ",", header="N,C,loss", comments="")
-        config = fitting_logs.Config(log=str(log), bootstrap=100)
-        document = json.loads(fitting_logs.run(config).document)
+        config = command.Config(log=str(log), bootstrap=100)
+        document = json.loads(command.run(config).document)
         found = {each["method"]: each["a"] for each in document["frontiers"]}
         is_sound = scale == 1
         assert ("parabola, corrected" in found) == is_sound

@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cli, fit_coverage, fit_surfaces
-from experiments.progress import Quiet
+from experiments.cli import main
+from experiments.framework.progress import Quiet
+from experiments.training.fit_coverage import experiment, surfaces
 
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["run", "fit_coverage", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert cli.main(args) == 0
+    assert main.main(args) == 0
     document = json.loads(capsys.readouterr().out)
     rows = document["metrics"]["rows"]
-    assert [row["kind"] for row in rows] == ["sound", "sound", *fit_surfaces.ILL_POSED]
+    assert [row["kind"] for row in rows] == ["sound", "sound", *surfaces.ILL_POSED]
     assert all(0 <= row["neither"] <= 1 - row["doubted"] for row in rows)
     # Six surfaces tell nothing of one in ten.
     assert {claim["verdict"] for claim in document["claims"]} == {"differs"}
@@ -33,20 +34,20 @@ class Hasty(Quiet):
 
 
 def test_ended_early_it_has_whole_kinds() -> None:
-    config = fit_coverage.Config(
+    config = experiment.Config(
         sizes=(32,), num_datasets=1, num_ill_posed=1, num_resamples=20
     )
-    (row,) = fit_coverage.run(config, Hasty())
+    (row,) = experiment.run(config, Hasty())
     assert (row["kind"], row["noise"], row["surfaces"]) == ("sound", "student", 1)
     with pytest.raises(ValueError, match=r"sizes=.* must be numbers of at least 10"):
-        fit_coverage.Config(sizes=(5,))
+        experiment.Config(sizes=(5,))
     with pytest.raises(ValueError, match="at least 20"):
-        fit_coverage.Config(num_resamples=19)
+        experiment.Config(num_resamples=19)
 
 
 @pytest.mark.slow
 def test_intervals_cover_and_doubts_are_right() -> None:
-    config = fit_coverage.Config(sizes=(32,), num_datasets=200, num_ill_posed=30)
-    claims = fit_coverage.claims(fit_coverage.run(config))
+    config = experiment.Config(sizes=(32,), num_datasets=200, num_ill_posed=30)
+    claims = experiment.claims(experiment.run(config))
     assert {claim.verdict for claim in claims} == {"holds"}
     assert len(claims) == 9

@@ -3,37 +3,38 @@
 import numpy as np
 import pytest
 
-from experiments import flash_attention, style
-from experiments.flash_attention import CONFIGS, Config
+from experiments.plotting import style
+from experiments.serving.flash_attention import experiment
+from experiments.serving.flash_attention.experiment import CONFIGS, Config
 
 
 @pytest.mark.thorough
 def test_smoke_measures_every_length_and_says_what_holds() -> None:
     config = CONFIGS["smoke"]
-    result = flash_attention.run(config)
+    result = experiment.run(config)
     assert result.length.tolist() == [*config.lengths]
     assert result.context.tolist() == [*config.contexts]
     for way in (result.plain, result.flash):
         assert (way.forward_s > 0).all()
         assert (way.temporary_bytes > 0).all()
         assert (way.error < 1e-4).all()
-    metrics = flash_attention.metrics(result)
+    metrics = experiment.metrics(result)
     assert [row["pieces of work, prompt"] for row in metrics["all queries"]] == [
         *(8, 8, 16)
     ]
     # Timings of a busy machine decide nothing here; exactness does.
-    exact = flash_attention.claims(result)[2]
+    exact = experiment.claims(result)[2]
     assert exact.verdict == "holds"
     files = style.render(
-        lambda axes: flash_attention.plot(axes, result), panels=flash_attention.PANELS
+        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
     )
     assert files["figure.png"].startswith(b"\x89PNG")
 
 
 def test_slopes_are_exponents() -> None:
     x = np.array([1.0, 2.0, 8.0])
-    assert flash_attention._slope(x, 3 * x**1.5) == pytest.approx(1.5)
-    assert np.isnan(flash_attention._slope(x[:1], x[:1]))
+    assert experiment._slope(x, 3 * x**1.5) == pytest.approx(1.5)
+    assert np.isnan(experiment._slope(x[:1], x[:1]))
 
 
 @pytest.mark.parametrize(

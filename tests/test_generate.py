@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bundled, cli, compiling, generating, showing, writing
+from experiments.cli import compilation_cache, generate, main
+from experiments.cli.console import writing
+from experiments.harness import bundled, showing
 from jaxkv.models import checkpoints, transformer
 from jaxkv.serving import engine
 from jaxkv.serving.outputs import Event
@@ -27,7 +29,7 @@ Jaxkv = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def jaxkv(capsys: pytest.CaptureFixture[str]) -> Jaxkv:
     def call(*args: str) -> tuple[int, str, str]:
-        status = cli.main(["generate", *args])
+        status = main.main(["generate", *args])
         said = capsys.readouterr()
         return status, said.out, said.err
 
@@ -148,21 +150,21 @@ def test_the_best_beams_of_each_prompt(jaxkv: Jaxkv, tiny: str) -> None:
 @pytest.mark.thorough
 def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Jaxkv) -> None:
     flags = ("--prompt", "import ", "--prompt", "class A", "--max-tokens", "12")
-    found = generating._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
+    found = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
     assert found == "[stop; 1 tokens in 2.0 s; score -0.500]"
     assert "score" not in jaxkv("stdlib-bytes", *flags, "--n", "2")[2]
 
 
 def test_a_search_is_asked_for_as_the_flags_say() -> None:
-    options = generating.Options(prompt=("x", "y"), beam_width=3, length_penalty=-1.0)
-    asks = generating._asks(options)
+    options = generate.Options(prompt=("x", "y"), beam_width=3, length_penalty=-1.0)
+    asks = generate._asks(options)
     assert [ask.beam_width for ask in asks] == [3, 3]
     assert asks[0].length_penalty == -1.0
     for flag, asked in ("false", False), ("true", True), ("never", "never"):
         ask = dataclasses.replace(options, early_stopping=flag)
-        assert generating._asks(ask)[0].early_stopping is asked
+        assert generate._asks(ask)[0].early_stopping is asked
     # Off is off: what draws nothing may say so.
-    generating._asks(dataclasses.replace(options, temperature=0.0, top_p=1.0))
+    generate._asks(dataclasses.replace(options, temperature=0.0, top_p=1.0))
 
 
 def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") -> float:
@@ -352,10 +354,10 @@ def test_a_folder_comes_before_a_bundled_name(
 
 def test_programs_are_kept_where_nobody_said_otherwise(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    compiling.keep_programs(environ)
+    compilation_cache.keep_programs(environ)
     assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "jaxkv")
     environ = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
-    compiling.keep_programs(environ)
+    compilation_cache.keep_programs(environ)
     assert environ == {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from experiments import bundled_model, catalogue, interrupting, store
+from experiments.cli.console import interrupts
+from experiments.framework import registry, run_folder
+from experiments.training.bundled_model import experiment
 from scaling.training import train
 from scaling.training.step import init
 from tests import engines
@@ -74,7 +76,7 @@ def press(
 STOPPING = "stopping after this piece; Ctrl-C again stops at once\n"
 
 
-@pytest.mark.parametrize("number", interrupting.SIGNALS)
+@pytest.mark.parametrize("number", interrupts.SIGNALS)
 def test_before_there_is_anything_to_keep_it_ends_at_once(
     start: Start, number: signal.Signals
 ) -> None:
@@ -109,10 +111,10 @@ def test_a_demo_that_compiles_keeps_a_whole_folder(
     said, err = press(process)
     assert err == STOPPING
     assert "interrupted; this is what it had" in said
-    kept = store.read(out, catalogue.load("demo"))
+    kept = run_folder.read(out, registry.load("demo"))
     assert kept.env["status"] == "interrupted"
     assert not kept.result.continuous.is_done.any()
-    assert {path.name for path in out.iterdir()} == {*store.FILES} - {
+    assert {path.name for path in out.iterdir()} == {*run_folder.FILES} - {
         "runs.jsonl",
         "fit.json",
         "prediction.json",
@@ -132,7 +134,7 @@ def test_a_demo_that_serves_keeps_what_it_has(
     while not (line := process.stderr.readline()).startswith(whole):
         assert line.startswith("static batching: ")  # on a busy machine, now and then
     assert press(process)[1] == STOPPING
-    kept = store.read(out, catalogue.load("demo"))
+    kept = run_folder.read(out, registry.load("demo"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.static.is_done.all()
     assert not kept.result.continuous.is_done.all()
@@ -175,11 +177,11 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
     )
     wait_for((folder / "trunk" / "curve.jsonl").exists, process)
     assert press(process)[1] == STOPPING
-    kept = store.read(out, catalogue.load("bundled_model"))
+    kept = run_folder.read(out, registry.load("bundled_model"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
-    config = bundled_model.CONFIGS["smoke"].trunk
+    config = experiment.CONFIGS["smoke"].trunk
     like = init(config.model, config.optimizer, jnp.int32(0))
     step = int(train.restore(last, like).step)
     lines = (folder / "trunk" / "curve.jsonl").read_text().splitlines()
@@ -229,7 +231,7 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
         "interrupted; this is what it had",
         f"report: {out / 'report.md'}",
     ]
-    kept = store.read(out, catalogue.load("lecture_numbers"))
+    kept = run_folder.read(out, registry.load("lecture_numbers"))
     assert kept.env["status"] == "interrupted"
     assert not (out / ".lock").exists()
 
@@ -250,14 +252,14 @@ PATIENT = """if True:
 """
 
 
-@pytest.mark.parametrize("number", interrupting.SIGNALS)
+@pytest.mark.parametrize("number", interrupts.SIGNALS)
 def test_a_process_that_ignores_it_goes_on_doing_so(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with interrupting.leaving_at_once():
+        with interrupts.leaving_at_once():
             assert signal.getsignal(number) is signal.SIG_IGN
             os.kill(os.getpid(), number)
-            others = {*interrupting.SIGNALS} - {number}
+            others = {*interrupts.SIGNALS} - {number}
             assert signal.SIG_DFL not in map(signal.getsignal, others)
     finally:
         signal.signal(number, before)

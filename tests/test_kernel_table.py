@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from experiments import bench_kernels, catalogue, kernel_table, store, style
+from experiments.bench.kernels import table
+from experiments.bench.kernels.experiment import Config, _row
+from experiments.framework import registry, run_folder
+from experiments.plotting import style
 from pallas_kernels.bench import specs
 from pallas_kernels.bench.timing import Ceilings
 
@@ -16,7 +19,7 @@ def row(spec: specs.Spec, name: str, seconds: float | None, **fields: Any) -> An
     """A row as the benchmark writes it."""
     ours = ("mosaic_gpu", "reference")
     timed = {"seconds": seconds, "fraction": 0.5, "target_s": 2e-4, "error": 1e-3}
-    empty = bench_kernels._row(spec, name, name not in ours)
+    empty = _row(spec, name, name not in ours)
     return empty | timed | fields
 
 
@@ -44,10 +47,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             row(TWO, "XLA gather", 3e-4),
             row(COPY, "mosaic_gpu", None, note="it broke"),
         ]
-        experiment = catalogue.load("bench_kernels")
-        store.begin(folder, experiment, bench_kernels.Config())
+        experiment = registry.load("bench_kernels")
+        run_folder.begin(folder, experiment, Config())
         result = [head, *rows]
-        store.finish(
+        run_folder.finish(
             folder, experiment, result, duration_s=1.0, interrupted=interrupted
         )
         return folder
@@ -56,9 +59,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_line_for_each_shape(record: Any) -> None:
-    heads, _, one, two, copy, _, caption = kernel_table.markdown(
-        record("NVIDIA H200")
-    ).split("\n")
+    heads, _, one, two, copy, _, caption = table.markdown(record("NVIDIA H200")).split(
+        "\n"
+    )
     assert heads.startswith("| shape | bytes | jaxkv | best peer |")
     assert one == (
         "| decode-b1-1k-32x8-p16 | 4.21 MB | **8 us** |"
@@ -74,8 +77,8 @@ def test_a_line_for_each_shape(record: Any) -> None:
 
 def test_only_whole_records_of_gpus(record: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was made on a CPU"):
-        kernel_table.markdown(record("cpu"))
+        table.markdown(record("cpu"))
     with pytest.raises(ValueError, match="only a whole run counts"):
-        kernel_table.markdown(record("NVIDIA H200", interrupted=True))
+        table.markdown(record("NVIDIA H200", interrupted=True))
     with pytest.raises(ValueError, match="nothing"):
-        kernel_table.markdown(tmp_path / "nothing")
+        table.markdown(tmp_path / "nothing")

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import kv_cache, kv_cache_counting, style
-from experiments.kv_cache import CONFIGS, Config
-from experiments.kv_cache_timing import Timed
+from experiments.plotting import style
+from experiments.serving.kv_cache import counting, experiment
+from experiments.serving.kv_cache.experiment import CONFIGS, Config
+from experiments.serving.kv_cache.timing import Timed
 from scaling.costs.flops import decode, forward, total
 from scaling.shapes.description import Description, HeadAttention
 
@@ -24,7 +25,7 @@ MODEL = Description(
 
 
 def test_counts_are_sums_over_all_tokens() -> None:
-    found = kv_cache_counting.count(MODEL, (1, 7, 40))
+    found = counting.count(MODEL, (1, 7, 40))
     for row, flops in enumerate((whole, last)):
         each = [flops(t) for t in range(1, 41)]
         assert found.token_flops[row].tolist() == [each[0], each[6], each[39]]
@@ -42,8 +43,8 @@ def last(length: int) -> int:
 
 def test_attention_is_counted_by_hand() -> None:
     """Two products of 2 n d operations a pair, t^2 / 2 pairs or t, in 3 layers."""
-    without = kv_cache_counting.without_cache(MODEL).attention
-    cached = kv_cache_counting.with_cache(MODEL).attention
+    without = counting.without_cache(MODEL).attention
+    cached = counting.with_cache(MODEL).attention
     assert without == (0, 0, 3 * 2 * 4 * 5)
     assert cached == (0, 3 * 4 * 4 * 5, 0)
     assert cached.total(100) == 3 * 4 * 4 * 5 * 5050
@@ -66,18 +67,18 @@ def test_a_text_without_a_cache_is_summed_along_powers() -> None:
 @pytest.mark.thorough
 def test_smoke_draws_the_same_tokens_both_ways() -> None:
     config = CONFIGS["smoke"]
-    result = kv_cache.run(config)
+    result = experiment.run(config)
     timed = result.timed
     assert timed.length.tolist() == [*config.lengths]
     assert timed.is_same.all()
     assert timed.every_with_s.shape == (config.lengths[-1],)
     for seconds in (timed.without_s, timed.with_s):
         assert (seconds > 0).all()
-    verdicts = [claim.verdict for claim in kv_cache.claims(result)]
+    verdicts = [claim.verdict for claim in experiment.claims(result)]
     assert verdicts == ["holds", "holds", "holds", "differs"]
-    assert len(kv_cache.summary(result)) == 3
+    assert len(experiment.summary(result)) == 3
     files = style.render(
-        lambda axes: kv_cache.plot(axes, result), panels=kv_cache.PANELS
+        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
     )
     assert files["figure.png"].startswith(b"\x89PNG")
 
@@ -96,10 +97,10 @@ def test_smoke_draws_the_same_tokens_both_ways() -> None:
 )
 def test_what_cannot_be_measured_is_refused(change: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
-        kv_cache.run(dataclasses.replace(Config(), **change))
+        experiment.run(dataclasses.replace(Config(), **change))
 
 
 def test_models_that_forget_are_refused() -> None:
     windowed = dataclasses.replace(MODEL, windows=(8,))
     with pytest.raises(ValueError, match="windows forget"):
-        kv_cache_counting.count(windowed, (1, 2))
+        counting.count(windowed, (1, 2))

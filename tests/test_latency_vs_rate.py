@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import (
-    latency_vs_rate,
-    latency_vs_rate_azure,
-    latency_vs_rate_capacity,
-    latency_vs_rate_runs,
-    style,
+from experiments.plotting import style
+from experiments.serving.latency_vs_rate import (
+    azure,
+    capacity,
+    experiment,
+    runs,
+    settings,
 )
-from experiments import latency_vs_rate_settings as settings
-from experiments.latency_vs_rate import Config
-from experiments.latency_vs_rate_capacity import Curve
-from experiments.latency_vs_rate_panels import PANELS, savings
+from experiments.serving.latency_vs_rate.capacity import Curve
+from experiments.serving.latency_vs_rate.experiment import Config
+from experiments.serving.latency_vs_rate.panels import PANELS, savings
 from jaxkv import clock
 from jaxkv.workloads import lengths
 
@@ -25,26 +25,26 @@ CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
 
 def test_a_bound_is_passed_between_two_rates() -> None:
-    at = latency_vs_rate_capacity.at
+    at = capacity.at
     assert at(CURVE, 0.5).rate == pytest.approx(3)
     assert at(CURVE, 0.05 * 10**0.5).rate == pytest.approx(2.5)
     assert at(CURVE, 0.01).text == "< 1"
     assert at(CURVE, 9.0).text == "> 4"
     twice = CURVE._replace(rates=2 * CURVE.rates)
-    np.testing.assert_allclose(latency_vs_rate_capacity.ratios(twice, CURVE), 2)
+    np.testing.assert_allclose(capacity.ratios(twice, CURVE), 2)
 
 
 def test_more_rates_lie_where_bounds_are_passed() -> None:
-    between = latency_vs_rate_capacity.between
+    between = capacity.between
     np.testing.assert_allclose(between(CURVE, 3), [2.5, 3, 3.5])
     high = Curve(CURVE.rates, np.full(4, 5.0))
     np.testing.assert_allclose(between(high, 3), [0.25, 0.5, 0.75])
-    assert not latency_vs_rate_capacity.bears_all(CURVE)
-    assert latency_vs_rate_capacity.bears_all(Curve(CURVE.rates, np.full(4, 0.05)))
+    assert not capacity.bears_all(CURVE)
+    assert capacity.bears_all(Curve(CURVE.rates, np.full(4, 0.05)))
 
 
 def test_a_load_is_the_same_at_every_rate() -> None:
-    load = latency_vs_rate_runs.load(lengths.ALPACA, 4.0, 100.0, seed=1)
+    load = runs.load(lengths.ALPACA, 4.0, 100.0, seed=1)
     slow, fast = load.at(2.0), load.at(4.0)
     num = slow.prompt.shape[0]
     assert 150 < num < 250 < fast.prompt.shape[0]
@@ -60,7 +60,7 @@ def test_a_load_is_the_same_at_every_rate() -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    return latency_vs_rate.run(latency_vs_rate.CONFIGS["smoke"])
+    return experiment.run(experiment.CONFIGS["smoke"])
 
 
 def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
@@ -72,21 +72,21 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
     assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
     assert worse["normalised_s"] > 1.5 * two["normalised_s"]
     assert worse["batch"] < two["batch"]
-    most = latency_vs_rate.BEYOND * PANELS["12a"].axis
+    most = experiment.BEYOND * PANELS["12a"].axis
     # Little's law: where nobody gives way, a request runs a step for each token.
-    w = latency_vs_rate_runs.load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
+    w = runs.load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
     assert one["num_preempted"] == 0
     assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)
 
 
 def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
-    claims = latency_vs_rate.claims(rows)
+    claims = experiment.claims(rows)
     assert any("served at once by the paged system" in claim.claim for claim in claims)
-    assert latency_vs_rate.summary(rows)
+    assert experiment.summary(rows)
     files = style.render(
-        lambda axes: latency_vs_rate.plot(axes, rows),
-        panels=latency_vs_rate.PANELS,
+        lambda axes: experiment.plot(axes, rows),
+        panels=experiment.PANELS,
         size_inches=(1.0, 1.0),
     )
     # Panels that are not there leave no hole: one curve and the batches beside it.
@@ -96,11 +96,11 @@ def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() -> None:
     config = dataclasses.replace(
-        latency_vs_rate.CONFIGS["figure_12a"],
+        experiment.CONFIGS["figure_12a"],
         num_near=0,
         systems=settings.SYSTEMS[1:],
     )
-    found = latency_vs_rate.run(config)
+    found = experiment.run(config)
     assert len(found) == 4 * 8
     assert found[0]["processor_s"] < 90  # on one; compilation is in it
     ours = {x["system"]: x["batch"] for x in found if x["rate_per_s"] == 2.0}
@@ -131,13 +131,13 @@ def test_a_recording_is_replayed_whole(
 ) -> None:
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "azure_conv.csv").write_text(RECORDING)
-    monkeypatch.setenv(latency_vs_rate_azure.FOLDER, str(tmp_path))
-    monkeypatch.setattr(latency_vs_rate_azure, "MAX_SLOTS", 4)
-    monkeypatch.setattr(latency_vs_rate_azure, "HEAD", 2)
+    monkeypatch.setenv(azure.FOLDER, str(tmp_path))
+    monkeypatch.setattr(azure, "MAX_SLOTS", 4)
+    monkeypatch.setattr(azure, "HEAD", 2)
     config = dataclasses.replace(
-        latency_vs_rate.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
+        experiment.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
     )
-    found = latency_vs_rate.run(config)
+    found = experiment.run(config)
     assert [row["num_answered"] for row in found] == [3] * 4
     assert [row["num_rejected"] for row in found] == [0] * 4
     # 13.5 GB are read for each token at 2,039 GB/s, or at twice that.
@@ -145,18 +145,18 @@ def test_a_recording_is_replayed_whole(
     assert steps[0] == pytest.approx(13.48e9 / 2039e9, rel=0.05)
     assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01)
     assert steps[2] == pytest.approx(steps[0] * 26.03 / 13.48, rel=0.05)
-    assert latency_vs_rate.summary(found)
+    assert experiment.summary(found)
 
 
 def test_without_recordings_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(latency_vs_rate_azure.FOLDER, raising=False)
+    monkeypatch.delenv(azure.FOLDER, raising=False)
     with pytest.raises(ValueError, match="JAXKV_DATA names no folder"):
-        latency_vs_rate_azure.find("azure_conv")
-    monkeypatch.setenv(latency_vs_rate_azure.FOLDER, str(tmp_path))
+        azure.find("azure_conv")
+    monkeypatch.setenv(azure.FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match="there is no such file"):
-        latency_vs_rate_azure.find("azure_conv")
+        azure.find("azure_conv")
 
 
 @pytest.mark.parametrize(

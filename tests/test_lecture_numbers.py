@@ -7,16 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import catalogue, lecture_numbers, lecture_numbers_said, running
-from experiments.lecture_numbers import Config
+from experiments.cli import run
+from experiments.framework import registry
+from experiments.serving.lecture_numbers.experiment import (
+    CONFIGS,
+    Config,
+    Result,
+    claims,
+    run,
+)
+from experiments.serving.lecture_numbers.report import answers
 
 
 @pytest.fixture(scope="module")
-def result() -> lecture_numbers.Result:
-    return lecture_numbers.run(lecture_numbers.CONFIGS["paper"])
+def result() -> Result:
+    return run(CONFIGS["paper"])
 
 
-def test_bounds_of_the_table(result: lecture_numbers.Result) -> None:
+def test_bounds_of_the_table(result: Result) -> None:
     found = result.latencies
     assert found.num_devices.tolist() == [9, 1, 1, 1, 1]
     # 256 x 349.2 GB at 10 x 1,555 GB/s, and a little of keys and values.
@@ -26,14 +34,14 @@ def test_bounds_of_the_table(result: lecture_numbers.Result) -> None:
     np.testing.assert_allclose(found.turns_s, found.bound_s * found.used)
 
 
-def test_what_is_kept(result: lecture_numbers.Result) -> None:
+def test_what_is_kept(result: Result) -> None:
     assert (result.kept.small, result.kept.large) == (524_288, 819_200)
     assert result.kept.request == 2048 * 819_200
     left = 160e9 - 2 * 68_976_648_192
     assert result.kept.tokens_70b == pytest.approx(left / 327_680)
 
 
-def test_requests_a_second(result: lecture_numbers.Result) -> None:
+def test_requests_a_second(result: Result) -> None:
     # 338 tokens of 25.7 GB each, one request at a time.
     alone = 1555e9 / (338 * 2 * 12_851_609_600)
     assert result.requests.alone == pytest.approx(alone, rel=0.02)
@@ -42,7 +50,7 @@ def test_requests_a_second(result: lecture_numbers.Result) -> None:
     assert 1 < result.requests.together < result.requests.batch * alone
 
 
-def test_work_with_and_without_a_cache(result: lecture_numbers.Result) -> None:
+def test_work_with_and_without_a_cache(result: Result) -> None:
     growth = result.growth
     for i, t in enumerate(growth.length):
         squares = sum(x * x for x in range(1, t + 1))
@@ -53,26 +61,26 @@ def test_work_with_and_without_a_cache(result: lecture_numbers.Result) -> None:
 
 
 def test_no_claim_fails_and_two_cannot_be_compared(
-    result: lecture_numbers.Result,
+    result: Result,
 ) -> None:
-    verdicts = [claim.verdict for claim in lecture_numbers.claims(result)]
+    verdicts = [claim.verdict for claim in claims(result)]
     assert len(verdicts) == 15
     assert verdicts.count("differs") == 2
     assert "fails" not in verdicts
 
 
-def test_claims_notice_a_slower_card(result: lecture_numbers.Result) -> None:
-    slow = lecture_numbers.run(Config(device="t4"))
-    failed = [x for x in lecture_numbers.claims(slow) if x.verdict == "fails"]
+def test_claims_notice_a_slower_card(result: Result) -> None:
+    slow = run(Config(device="t4"))
+    failed = [x for x in claims(slow) if x.verdict == "fails"]
     # A 13B model does not fit, nor is it read 256 times in 7.6 s.
     assert any("fit one A100" in claim.claim for claim in failed)
     assert any("13b" in claim.claim for claim in failed)
     with pytest.raises(ValueError, match="tokens=0 must be"):
-        dataclasses.replace(lecture_numbers.CONFIGS["paper"], tokens=0)
+        dataclasses.replace(CONFIGS["paper"], tokens=0)
 
 
-def test_questions_are_answered_with_numbers(result: lecture_numbers.Result) -> None:
-    said = dict(lecture_numbers_said.answers(result))
+def test_questions_are_answered_with_numbers(result: Result) -> None:
+    said = dict(answers(result))
     assert said["Do we cache Q?"].startswith("No.")
     assert "524,288 bytes a token" in said["Do we cache Q?"]
     one = said["What happens at b = s = 1?"]
@@ -82,8 +90,8 @@ def test_questions_are_answered_with_numbers(result: lecture_numbers.Result) -> 
 
 
 def test_a_run_keeps_its_folder(tmp_path: Path) -> None:
-    experiment = catalogue.load("lecture_numbers")
-    answer = running.run(experiment, experiment.configs["smoke"], tmp_path / "run")
+    experiment = registry.load("lecture_numbers")
+    answer = run.run(experiment, experiment.configs["smoke"], tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "claims.json").read_text())
     assert len(kept) == len(answer.document["claims"]) == 15
     report = (tmp_path / "run" / "report.md").read_text()

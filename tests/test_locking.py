@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from experiments import catalogue, cli, documents, sweep_configs
-from experiments.catalogue import Experiment
+from experiments.cli import main
+from experiments.cli.train import configs
+from experiments.framework import config_json, registry
+from experiments.framework.registry import Experiment
 from scaling import locking
 
 ROOT = Path(__file__).parents[1]
@@ -131,19 +133,19 @@ def test_a_second_writer_is_refused_and_nothing_changes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load = catalogue.load
+    load = registry.load
     mine = ("made_up", "bench_made_up")
-    known = [catalogue.Entry(name, "Is it?", ("smoke",)) for name in mine]
-    monkeypatch.setattr(catalogue, "entries", lambda folder=None: known)
+    known = [registry.Entry(name, "Is it?", ("smoke",)) for name in mine]
+    monkeypatch.setattr(registry, "entries", lambda folder=None: known)
     monkeypatch.setattr(
-        catalogue, "load", lambda name: experiment if "made_up" in name else load(name)
+        registry, "load", lambda name: experiment if "made_up" in name else load(name)
     )
     monkeypatch.chdir(tmp_path)
     rows = [f"{n},{d},{2 + n**-0.3 + d**-0.3}" for n in (1, 2, 3) for d in (1, 2, 3)]
     Path("log.csv").write_text("\n".join(["N,D,loss", *rows]) + "\n")
     out = tmp_path / "out"
     process = hold(out)
-    status = cli.main(command.replace("OUT", str(out)).split())
+    status = main.main(command.replace("OUT", str(out)).split())
     said = capsys.readouterr()
     assert (status, said.out) == (2, "")
     line = f"{out}: process {process.pid} is writing here; one at a time"
@@ -155,9 +157,9 @@ def test_a_second_writer_is_refused_and_nothing_changes(
 def test_a_second_training_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = dataclasses.replace(
-        sweep_configs.TRAININGS["smoke"], num_steps=1_000_000, cooldown_steps=0
+        configs.TRAININGS["smoke"], num_steps=1_000_000, cooldown_steps=0
     )
-    (tmp_path / "long.json").write_text(documents.config_dumps(config))
+    (tmp_path / "long.json").write_text(config_json.config_dumps(config))
     command = [sys.executable, "-m", "experiments.cli", "train"]
     command += [str(tmp_path / "long.json"), "--out", str(out)]
     first = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)

@@ -3,27 +3,27 @@
 import numpy as np
 import pytest
 
-from experiments import mean_estimation
+from experiments.training.mean_estimation import experiment
 from tests.impatience import Impatient
 
 
 def test_the_slope_is_minus_one() -> None:
-    found = mean_estimation.run(mean_estimation.CONFIGS["smoke"])
+    found = experiment.run(experiment.CONFIGS["smoke"])
     assert found.slope_low < found.slope < found.slope_high
     assert found.slope_high - found.slope_low < 0.1
     assert found.slope == pytest.approx(-1, abs=0.05)
-    assert {claim.verdict for claim in mean_estimation.claims(found)} == {"holds"}
+    assert {claim.verdict for claim in experiment.claims(found)} == {"holds"}
 
 
 def test_ended_early_there_is_nothing_to_fit() -> None:
-    found = mean_estimation.run(mean_estimation.Config(), Impatient("means"))
+    found = experiment.run(experiment.Config(), Impatient("means"))
     assert len(found.error) == 2
     assert np.isnan(found.slope)
-    assert {claim.verdict for claim in mean_estimation.claims(found)} == {"fails"}
+    assert {claim.verdict for claim in experiment.claims(found)} == {"fails"}
 
 
 def test_bad_configs_are_refused() -> None:
     with pytest.raises(ValueError, match="num_sizes=2 must be at least 3"):
-        mean_estimation.Config(num_sizes=2)
+        experiment.Config(num_sizes=2)
     with pytest.raises(ValueError, match="max_samples=64 must be at least 8 times"):
-        mean_estimation.Config(max_samples=64)
+        experiment.Config(max_samples=64)

@@ -5,26 +5,23 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    memory_waste,
-    memory_waste_published,
-    results_page,
-    store,
-    style,
-)
-from experiments.latency_vs_rate_settings import SERVERS
-from experiments.memory_waste import Config
+from experiments.cli import results_page
+from experiments.framework import registry, run_folder
+from experiments.plotting import style
+from experiments.serving.latency_vs_rate.settings import SERVERS
+from experiments.serving.memory_waste import experiment
+from experiments.serving.memory_waste.experiment import Config
+from experiments.serving.memory_waste.published import USES
 
 PLACES = 15_728
 
 
 @pytest.fixture(scope="module")
-def result() -> memory_waste.Result:
-    return memory_waste.run(memory_waste.CONFIGS["smoke"])
+def result() -> experiment.Result:
+    return experiment.run(experiment.CONFIGS["smoke"])
 
 
-def test_every_place_is_something(result: memory_waste.Result) -> None:
+def test_every_place_is_something(result: experiment.Result) -> None:
     uses, batch = result.waste.uses, result.waste.batch
     np.testing.assert_allclose(uses.sum(axis=2), 1)
     assert uses.min() >= 0
@@ -37,7 +34,7 @@ def test_every_place_is_something(result: memory_waste.Result) -> None:
     assert (np.diff(batch[:, 0]) > 0).all()
 
 
-def test_memory_grows_with_requests(result: memory_waste.Result) -> None:
+def test_memory_grows_with_requests(result: experiment.Result) -> None:
     growth = result.growth
     assert result.weight_bytes + result.kv_bytes < result.memory_bytes
     full = result.weight_bytes + result.kv_bytes
@@ -49,23 +46,21 @@ def test_memory_grows_with_requests(result: memory_waste.Result) -> None:
     assert (np.diff(last) > 0).all()
 
 
-def test_it_is_drawn_and_judged(result: memory_waste.Result) -> None:
-    assert len(memory_waste.claims(result)) == 22
+def test_it_is_drawn_and_judged(result: experiment.Result) -> None:
+    assert len(experiment.claims(result)) == 22
     files = style.render(
-        lambda axes: memory_waste.plot(axes, result), panels=memory_waste.PANELS
+        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
     )
     assert all(files.values())
 
 
 def test_the_record_is_of_the_published_setting_and_says_what_misses() -> None:
     folder = results_page.RECORDS / "memory_waste"
-    ran = store.read(folder, catalogue.of_module(memory_waste))
-    assert ran.config == memory_waste.CONFIGS["paper"]
+    ran = run_folder.read(folder, registry.of_module(experiment))
+    assert ran.config == experiment.CONFIGS["paper"]
     found = 100 * ran.result.waste.uses.mean(axis=1)
     for i, name in enumerate(map(str, ran.result.system)):
-        for ours, published in zip(
-            found[i], memory_waste_published.USES[name], strict=True
-        ):
+        for ours, published in zip(found[i], USES[name], strict=True):
             if published is not None:
                 assert ours == pytest.approx(published, abs=3)
     said = (folder / "claims.json").read_text("utf-8")

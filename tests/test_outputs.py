@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compiling, store
+from experiments.cli import compilation_cache
+from experiments.framework import run_folder
 
 ROOT = Path(__file__).parents[1]
 FULL = "jaxkv: standard output: cannot be written: No space left on device\n"
@@ -53,10 +54,10 @@ def test_who_reads_no_more_is_told_nothing(words: str) -> None:
 def test_what_cannot_be_written_is_named_and_left(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match=f"{pipe}: cannot be written: it is no"):
-        store.write(pipe, "x")
+        run_folder.write(pipe, "x")
     assert pipe.is_fifo()
     with pytest.raises(ValueError, match=f"{tmp_path}/no/a.txt: cannot be written: No"):
-        store.write(tmp_path / "no" / "a.txt", "x")
+        run_folder.write(tmp_path / "no" / "a.txt", "x")
 
 
 COMPILE = """if True:
@@ -103,7 +104,7 @@ def test_a_cache_that_cannot_be_written_says_why() -> None:
         "Error writing persistent compilation cache entry for 'jit_f': OSError: "
         "[Errno 30] Read-only file system: '/there/jit_f-cache'"
     )
-    said = compiling.explain(warning, {"JAX_COMPILATION_CACHE_DIR": "/there"})
+    said = compilation_cache.explain(warning, {"JAX_COMPILATION_CACHE_DIR": "/there"})
     start = "/there: no place for compiled programs: Read-only file system; every start"
     assert said.startswith(start)
-    assert compiling.explain("another one") == "another one"
+    assert compilation_cache.explain("another one") == "another one"

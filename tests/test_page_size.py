@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import kernel_runs, page_size, page_size_serving, style
-from experiments.kernel_calls import Implementation, Run
-from experiments.page_size import CONFIGS, Config
-from experiments.page_size_serving import Serving
+from experiments.bench.kernels import runs
+from experiments.bench.kernels.calls import Implementation, Run
+from experiments.plotting import style
+from experiments.serving.page_size import experiment
+from experiments.serving.page_size.experiment import CONFIGS, Config
+from experiments.serving.page_size.serving import Serving, claims
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.timing import Timing
 
@@ -18,7 +20,7 @@ from pallas_kernels.bench.timing import Timing
 @pytest.mark.thorough
 def test_smoke_measures_every_shape() -> None:
     config = CONFIGS["smoke"]
-    result = page_size.run(config)
+    result = experiment.run(config)
     found = result.latency
     assert result.page_size.tolist() == [*config.page_sizes]
     assert found.batch.tolist() == [2, 2]
@@ -28,11 +30,11 @@ def test_smoke_measures_every_shape() -> None:
         assert (field > 0).all()
     assert (found.error < 1e-5).all()
     assert (result.device, result.clock, result.paged) == ("cpu", "wall", "reference")
-    for claim in page_size.claims(result):
+    for claim in experiment.claims(result):
         assert claim.verdict == "differs"
         assert claim.ours in found.ratio[:, 1]
     files = style.render(
-        lambda axes: page_size.plot(axes, result), panels=page_size.PANELS
+        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
     )
     assert files["figure.png"].startswith(b"\x89PNG")
 
@@ -56,7 +58,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         implement("cuDNN contiguous", 5.0),
         implement("XLA gather", 2.0),  # over pages, too
     ]
-    monkeypatch.setattr(kernel_runs, "of_attention", lambda: everyone)
+    monkeypatch.setattr(runs, "of_attention", lambda: everyone)
 
     def measure(call: Any, *, num_calls: int) -> Timing:
         seconds = call(0)
@@ -67,14 +69,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("made_up")
 def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
-    result = page_size.run(CONFIGS["smoke"])
+    result = experiment.run(CONFIGS["smoke"])
     assert result.latency.contiguous_s[:, 1].tolist() == [4.0, 4.0]
     assert result.latency.ratio[:, 1].tolist() == [1.5, 1.5]
     # What nobody takes is left out, and drawn as a gap.
     assert np.isnan(result.latency.ratio[:, 0]).all()
-    low, high = page_size.claims(result)
+    low, high = experiment.claims(result)
     assert (low.ours, high.ours, low.published, high.published) == (1.5, 1.5, 1.2, 1.26)
-    row, _ = page_size.metrics(result)["latency"]
+    row, _ = experiment.metrics(result)["latency"]
     assert row["ratio, 16"] == 1.5
     assert row["ratio, 16 / 16"] == 1.0
     assert math.isnan(row["ratio, 4"])
@@ -99,7 +101,7 @@ def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
     # 30 sequences hold 1.6 % of 15,728 places that the next steps fill.
     row = ("ShareGPT", 2.2, 16, 0.9, 30.0, 0.9713, 0.0143, 1.0)
     serving = Serving(*(np.array([x]) for x in row))
-    share, half = page_size_serving.claims(serving)[-2:]
+    share, half = claims(serving)[-2:]
     assert share.ours == pytest.approx(97.13 - 100 * 30 / 15728)
     assert (share.published, share.verdict) == (96.9, "holds")
     assert half.published == pytest.approx(100 * 30 * 8.5 / 15728)
@@ -110,13 +112,13 @@ def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
 @pytest.mark.slow
 def test_workloads_are_served_with_pages_of_every_size() -> None:
     config = dataclasses.replace(CONFIGS["paper"], hours=0.01, page_sizes=(16, 256))
-    result = page_size.run(config)
+    result = experiment.run(config)
     rows = result.serving
     assert rows.page_size.tolist() == [16, 256] * 4
     assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
     assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
     files = style.render(
-        lambda axes: page_size.plot(axes, result), panels=page_size.PANELS
+        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
     )
     assert files["figure.png"].startswith(b"\x89PNG")
-    assert len(page_size.metrics(result)["serving"]) == 8
+    assert len(experiment.metrics(result)["serving"]) == 8

@@ -4,16 +4,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import catalogue, page_tables, style
-from experiments.page_frames import Frames
-from experiments.sentences import Language, Scribe
+from experiments.framework import registry
+from experiments.harness.sentences import Language, Scribe
+from experiments.plotting import style
+from experiments.serving.page_tables.experiment import (
+    CONFIGS,
+    Config,
+    Result,
+    claims,
+    run,
+)
+from experiments.serving.page_tables.frames import Frames
 from jaxkv.memory import kv_pages
 from jaxkv.memory.page_pool import NO_PAGE
 
 
 @pytest.fixture(scope="module")
-def result() -> page_tables.Result:
-    return page_tables.run(page_tables.CONFIGS["smoke"])
+def result() -> Result:
+    return run(CONFIGS["smoke"])
 
 
 def rows(frames: Frames, slot: int) -> list[tuple[list[int], list[int]]]:
@@ -33,7 +41,7 @@ def uses(frames: Frames, i: int) -> dict[int, int]:
 
 
 @pytest.mark.thorough
-def test_one_request_takes_places_7_1_and_5(result: page_tables.Result) -> None:
+def test_one_request_takes_places_7_1_and_5(result: Result) -> None:
     assert rows(result.one, 0) == [
         ([7, 1], [4, 2]),
         ([7, 1], [4, 3]),
@@ -49,7 +57,7 @@ def test_one_request_takes_places_7_1_and_5(result: page_tables.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_two_requests_lie_in_one_pool(result: page_tables.Result) -> None:
+def test_two_requests_lie_in_one_pool(result: Result) -> None:
     a, b = rows(result.two, 0), rows(result.two, 1)
     assert a == [([7, 1], [4, 3]), ([7, 1], [4, 4]), ([7, 1, 3], [4, 4, 1]), ([], [])]
     assert b == [([], []), ([5, 2], [4, 1]), ([5, 2], [4, 2]), ([5, 2], [4, 3])]
@@ -61,7 +69,7 @@ def test_two_requests_lie_in_one_pool(result: page_tables.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_samples_part_at_their_first_own_word(result: page_tables.Result) -> None:
+def test_samples_part_at_their_first_own_word(result: Result) -> None:
     samples = result.samples
     assert rows(samples, 0) == [([7, 1], [4, 3]), ([7, 3], [4, 4])]
     assert rows(samples, 1) == [([7, 1], [4, 3]), ([7, 1], [4, 4])]
@@ -74,7 +82,7 @@ def test_samples_part_at_their_first_own_word(result: page_tables.Result) -> Non
 
 
 @pytest.mark.thorough
-def test_beams_share_and_free_pages(result: page_tables.Result) -> None:
+def test_beams_share_and_free_pages(result: Result) -> None:
     beams = result.beams
     pages = [[beams.pages(i, slot) for slot in range(4)] for i in range(4)]
     assert pages[0] == [[0, 1], [0, 6], [0, 3], [0, 2]]
@@ -96,7 +104,7 @@ def test_beams_share_and_free_pages(result: page_tables.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_pages_hold_what_the_tables_say(result: page_tables.Result) -> None:
+def test_pages_hold_what_the_tables_say(result: Result) -> None:
     for frames in result:
         num, slots = frames.length.shape
         for i, slot in np.ndindex(num, slots):
@@ -112,22 +120,22 @@ def test_pages_hold_what_the_tables_say(result: page_tables.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_claims_hold_but_for_the_order_of_reuse(result: page_tables.Result) -> None:
-    verdicts = [claim.verdict for claim in page_tables.claims(result)]
+def test_claims_hold_but_for_the_order_of_reuse(result: Result) -> None:
+    verdicts = [claim.verdict for claim in claims(result)]
     assert verdicts == ["holds"] * 7 + ["differs"]
 
 
 @pytest.mark.thorough
-def test_claims_notice_another_table(result: page_tables.Result) -> None:
+def test_claims_notice_another_table(result: Result) -> None:
     page_ids = result.one.page_ids.copy()
     page_ids[3, 0, 2] = 6
     other = result._replace(one=result.one._replace(page_ids=page_ids))
-    assert page_tables.claims(other)[0].verdict == "fails"
+    assert claims(other)[0].verdict == "fails"
 
 
 @pytest.mark.thorough
-def test_the_picture_draws(result: page_tables.Result) -> None:
-    experiment = catalogue.load("page_tables")
+def test_the_picture_draws(result: Result) -> None:
+    experiment = registry.load("page_tables")
     figure = style.render(
         lambda ax: experiment.plot(ax, result),
         panels=experiment.panels,
@@ -139,7 +147,7 @@ def test_the_picture_draws(result: page_tables.Result) -> None:
 
 def test_a_seed_is_refused_as_the_engine_would() -> None:
     with pytest.raises(ValueError, match=r"self\.seed=-1 must be in"):
-        page_tables.Config(seed=-1)
+        Config(seed=-1)
 
 
 def test_a_language_shares_weight_among_what_follows() -> None:

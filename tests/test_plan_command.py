@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import cli
+from experiments.cli import main
 from scaling.fits import fit as fits_fit
 from scaling.fits.fit import to_json
 from scaling.laws import published
@@ -29,7 +29,7 @@ def jaxkv(
     monkeypatch.setenv("COLUMNS", "80")
 
     def call(command: str, args: str) -> tuple[int, str, str]:
-        status = cli.main([command, *args.split()])
+        status = main.main([command, *args.split()])
         said = capsys.readouterr()
         return status, said.out, said.err
 

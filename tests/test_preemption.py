@@ -8,24 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    cli,
-    preemption,
-    preemption_moving,
-    preemption_replay,
-    preemption_serving,
-    store,
-    style,
-)
-from experiments.preemption_serving import Server, Servings, Way
-from experiments.progress import QUIET, Quiet
+from experiments.cli import main
+from experiments.framework import registry, run_folder
+from experiments.framework.progress import QUIET, Quiet
+from experiments.plotting import style
+from experiments.serving.preemption import experiment, moving, replay, serving
+from experiments.serving.preemption.serving import Server, Servings, Way
 from jaxkv.models import checkpoints
 from tests import engines
 from tests.impatience import Impatient
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-SMOKE = preemption.CONFIGS["smoke"]
+SMOKE = experiment.CONFIGS["smoke"]
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +33,24 @@ def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a small run."""
     out = tmp_path_factory.mktemp("runs") / "preemption"
     args = ["run", "preemption", "smoke", "--model", model, "--out", str(out)]
-    assert cli.main([*args, "--json"]) == 0
+    assert main.main([*args, "--json"]) == 0
     return out
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> preemption.Result:
+def whole(folder: Path) -> experiment.Result:
     """All that the folder holds."""
-    return store.read(folder, catalogue.load("preemption")).result
+    return run_folder.read(folder, registry.load("preemption")).result
 
 
 @pytest.fixture(scope="module")
-def result(model: str) -> preemption.Result:
+def result(model: str) -> experiment.Result:
     """A run without what needs programs of its own: the host's memory, and moves."""
     config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
-    return preemption.run(config)
+    return experiment.run(config)
 
 
-def served(result: preemption.Result) -> Servings:
+def served(result: experiment.Result) -> Servings:
     """All servings in one table."""
     parts = [x for x in result if isinstance(x, Servings) and len(x.name)]
     return Servings(*map(np.concatenate, zip(*parts, strict=True)))
@@ -94,10 +88,8 @@ def test_a_trace_is_read_as_by_hand() -> None:
         for row in cells
     ]
     ended = [["*" in c for c in row] for row in cells]
-    story = preemption_replay.read(
-        *(np.array(names), np.array(fed), np.array(ended)), page_size=4
-    )
-    assert story == preemption_replay.Story(
+    story = replay.read(*(np.array(names), np.array(fed), np.array(ended)), page_size=4)
+    assert story == replay.Story(
         num_preempted=2,
         num_returned=1,
         pages_moved=2 * 3,
@@ -109,7 +101,7 @@ def test_a_trace_is_read_as_by_hand() -> None:
 
 
 @pytest.mark.thorough
-def test_no_answer_depends_on_who_gives_way_or_how(result: preemption.Result) -> None:
+def test_no_answer_depends_on_who_gives_way_or_how(result: experiment.Result) -> None:
     all_ = served(result)
     assert len(all_.name) >= 18
     assert not all_.num_different.any()
@@ -120,7 +112,7 @@ def test_no_answer_depends_on_who_gives_way_or_how(result: preemption.Result) ->
 
 
 @pytest.mark.thorough
-def test_nobody_gives_way_where_there_is_room(result: preemption.Result) -> None:
+def test_nobody_gives_way_where_there_is_room(result: experiment.Result) -> None:
     roomy = rows(result.ways, name="room for all")
     assert not roomy.num_preempted.any()
     assert not roomy.num_recomputed.any()
@@ -132,7 +124,7 @@ def test_nobody_gives_way_where_there_is_room(result: preemption.Result) -> None
 
 @pytest.mark.thorough
 def test_with_enough_swap_space_nothing_is_computed_again(
-    result: preemption.Result,
+    result: experiment.Result,
 ) -> None:
     swap = rows(served(result), preemption="swap", host_pages=0)
     roomy = swap.swap_pages >= swap.pool_pages
@@ -149,7 +141,7 @@ def test_with_enough_swap_space_nothing_is_computed_again(
 
 @pytest.mark.thorough
 def test_nobody_new_before_those_who_gave_way_are_done(
-    result: preemption.Result,
+    result: experiment.Result,
 ) -> None:
     held = rows(result.ways, hold_new=True)
     assert held.preemption.tolist() == ["recompute", "swap"]
@@ -159,7 +151,7 @@ def test_nobody_new_before_those_who_gave_way_are_done(
 
 
 @pytest.mark.thorough
-def test_rules_choose_different_victims(result: preemption.Result) -> None:
+def test_rules_choose_different_victims(result: experiment.Result) -> None:
     for preemption_ in ("recompute", "swap"):
         rules = rows(result.victims, preemption=preemption_)
         assert len(rules.name) == 4
@@ -170,7 +162,7 @@ def test_rules_choose_different_victims(result: preemption.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_a_watermark_leaves_less_to_compute_again(result: preemption.Result) -> None:
+def test_a_watermark_leaves_less_to_compute_again(result: experiment.Result) -> None:
     marks = result.watermarks
     assert marks.watermark[0] == 0
     assert marks.num_fed[0] == rows(result.ways, name="recompute").num_fed
@@ -178,7 +170,7 @@ def test_a_watermark_leaves_less_to_compute_again(result: preemption.Result) -> 
 
 
 @pytest.mark.thorough
-def test_too_small_a_swap_space_lies_between(result: preemption.Result) -> None:
+def test_too_small_a_swap_space_lies_between(result: experiment.Result) -> None:
     spaces = result.spaces
     again = rows(result.ways, name="recompute")
     assert spaces.swap_pages[0] == 0
@@ -192,7 +184,7 @@ def test_too_small_a_swap_space_lies_between(result: preemption.Result) -> None:
 
 @pytest.mark.slow
 def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(
-    whole: preemption.Result,
+    whole: experiment.Result,
 ) -> None:
     assert whole.hosts.host_pages[0] == 0
     assert (whole.hosts.swap_pages == whole.hosts.swap_pages[0]).all()
@@ -203,7 +195,7 @@ def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(
 
 @pytest.mark.thorough
 def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(
-    result: preemption.Result,
+    result: experiment.Result,
 ) -> None:
     """The ways have the pool that they know of; here it is a part of a larger one."""
     for preemption_ in ("recompute", "swap"):
@@ -216,7 +208,7 @@ def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(
 
 
 @pytest.mark.slow
-def test_times_of_one_request(whole: preemption.Result) -> None:
+def test_times_of_one_request(whole: experiment.Result) -> None:
     moves = whole.moves
     assert moves.page_size.tolist() == list(SMOKE.page_sizes)
     assert (moves.num_tokens == moves.num_tokens[0]).all()
@@ -237,8 +229,8 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     assert verdicts.count("holds") == 4
     exact = {claim["claim"]: claim["ours"] for claim in claims}
     assert exact["no answer depends on who gives way, or how"] == 0
-    run = store.read(folder, catalogue.load("preemption"))
-    assert list(run.metrics) == list(preemption.Result._fields)
+    run = run_folder.read(folder, registry.load("preemption"))
+    assert list(run.metrics) == list(experiment.Result._fields)
     assert run.metrics["ways"][0]["name"] == "room for all"
     report = (folder / "report.md").read_text()
     for title in ("who gives way", "smaller pools", "swap space that is too small"):
@@ -250,18 +242,18 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
 @pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
-    result = preemption.run(config, Impatient(label))
+    result = experiment.run(config, Impatient(label))
     assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
-    claims = preemption.claims(result)
+    claims = experiment.claims(result)
     assert all(claim.verdict != "fails" for claim in claims)
-    assert preemption.metrics(result)["ways"][0]["num_preempted"] == 0
-    assert len(preemption.summary(result)) >= 1
+    assert experiment.metrics(result)["ways"][0]["num_preempted"] == 0
+    assert len(experiment.summary(result)) >= 1
     style.render(
-        lambda axes: preemption.plot(axes, result),
-        panels=preemption.PANELS,
-        size_inches=preemption.PANEL_SIZE_INCHES,
+        lambda axes: experiment.plot(axes, result),
+        panels=experiment.PANELS,
+        size_inches=experiment.PANEL_SIZE_INCHES,
     )
 
 
@@ -270,21 +262,21 @@ def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
     progress = Quiet()
     progress.stopped = True
     config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
-    result = preemption.run(config, progress)
-    assert preemption.claims(result) == []
-    assert preemption.summary(result) == []
+    result = experiment.run(config, progress)
+    assert experiment.claims(result) == []
+    assert experiment.summary(result) == []
     style.render(
-        lambda axes: preemption.plot(axes, result),
-        panels=preemption.PANELS,
-        size_inches=preemption.PANEL_SIZE_INCHES,
+        lambda axes: experiment.plot(axes, result),
+        panels=experiment.PANELS,
+        size_inches=experiment.PANEL_SIZE_INCHES,
     )
 
 
 def test_a_way_must_fit_its_engine(model: str) -> None:
     loaded = checkpoints.load_model(model)
-    requests, _ = preemption.workload(SMOKE, loaded)
+    requests, _ = experiment.workload(SMOKE, loaded)
     server = Server(loaded, requests, QUIET)
-    config = preemption_serving.bounds(preemption.bounds(SMOKE), 20, 4)
+    config = serving.bounds(experiment.bounds(SMOKE), 20, 4)
     with pytest.raises(ValueError, match="needs more pages"):
         server.serve("too large", [(Way("large", 21), config)])
 
@@ -304,27 +296,27 @@ def test_a_way_must_fit_its_engine(model: str) -> None:
 )
 def test_bad_configs_are_refused(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        preemption.Config(**fields)
+        experiment.Config(**fields)
 
 
 def test_the_model_must_be_long_enough(model: str) -> None:
     with pytest.raises(ValueError, match="513 tokens must be at most"):
-        preemption.run(preemption.Config(model=model))
+        experiment.run(experiment.Config(model=model))
 
 
 def test_moves_of_no_page_size_are_empty(model: str) -> None:
     loaded = checkpoints.load_model(model)
-    _, moved = preemption.workload(SMOKE, loaded)
-    moves = preemption_moving.measure(
+    _, moved = experiment.workload(SMOKE, loaded)
+    moves = moving.measure(
         *(loaded, moved, ()), repeats=1, numerics="fast", progress=QUIET
     )
     assert moves.recompute.size == moves.swap_through_host.size == 0
 
 
 def test_the_record_shows_what_makes_it_cheap() -> None:
-    folder = Path(preemption.__file__).parent / "records" / "preemption"
-    run = store.read(folder, catalogue.load("preemption"))
-    claims = preemption.claims(run.result)
+    folder = Path(experiment.__file__).parent / "records" / "preemption"
+    run = run_folder.read(folder, registry.load("preemption"))
+    claims = experiment.claims(run.result)
     verdicts = [claim.verdict for claim in claims]
     assert (verdicts.count("holds"), verdicts.count("fails")) == (4, 0)
     ways, hosts = run.result.ways, run.result.hosts

@@ -3,22 +3,22 @@
 import numpy as np
 import pytest
 
-from experiments import (
-    preemption,
-    preemption_results,
-    preemption_simulated,
-    style,
+from experiments.framework.report import Sheet
+from experiments.plotting import style
+from experiments.serving.preemption import (
+    experiment,
+    results,
+    simulated,
+    simulated_report,
 )
-from experiments import preemption_simulated_said as said
-from experiments.preemption_simulated import Simulated
-from experiments.reporting import Sheet
+from experiments.serving.preemption.simulated import Simulated
 
 
 def made_up() -> Simulated:
     """Rows in which what is computed again halves with each step of the watermark."""
     rows = []
-    for way in preemption_simulated.ways(3):
-        share = 0.2 / 2 ** preemption_simulated.WATERMARKS.index(way.watermark)
+    for way in simulated.ways(3):
+        share = 0.2 / 2 ** simulated.WATERMARKS.index(way.watermark)
         share *= 1.0 if way.victim == "latest" else 0.75
         latency = {"recompute": 0.05, "swap": 0.05}.get(way.preemption, 0.5)
         rows.append((*way, 10, share * (1 + (way.seed - 3) / 10), latency, 0.0))
@@ -26,15 +26,15 @@ def made_up() -> Simulated:
 
 
 def test_moving_a_page_is_two_transfers_a_layer() -> None:
-    assert preemption_simulated.page_bytes(16) == 13_107_200
-    assert preemption_simulated.swap_s(16) == pytest.approx(0.844e-3, rel=0.01)
+    assert simulated.page_bytes(16) == 13_107_200
+    assert simulated.swap_s(16) == pytest.approx(0.844e-3, rel=0.01)
     # 500 tokens are on 32 pages, which leave and come back.
-    assert preemption_simulated.bring_back_s(500, 16) == pytest.approx(0.054, rel=0.01)
-    assert preemption_simulated.recompute_s(512) == pytest.approx(0.0942, rel=0.01)
+    assert simulated.bring_back_s(500, 16) == pytest.approx(0.054, rel=0.01)
+    assert simulated.recompute_s(512) == pytest.approx(0.0942, rel=0.01)
 
 
 def test_claims_take_means_over_draws_and_compare_within_one() -> None:
-    found = {claim.claim: claim for claim in said.claims(made_up())}
+    found = {claim.claim: claim for claim in simulated_report.claims(made_up())}
     free = found["computed again with 0 of 983 pages kept free"]
     assert free.ours == pytest.approx(20 * 1.15)
     victims = found["choosing other victims saves half of the recomputation"]
@@ -46,22 +46,22 @@ def test_claims_take_means_over_draws_and_compare_within_one() -> None:
 
 
 def test_the_figure_and_tables_are_of_the_simulation() -> None:
-    result = preemption_results.simulated_only(made_up())
+    result = results.simulated_only(made_up())
     files = style.render(
-        lambda axes: preemption.plot(axes, result), panels=preemption.PANELS
+        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
     )
     assert files["figure.png"].startswith(b"\x89PNG")
-    sheets = [x for x in preemption.summary(result) if isinstance(x, Sheet)]
-    marks, sizes = preemption_simulated.WATERMARKS, preemption_simulated.PAGE_SIZES
+    sheets = [x for x in experiment.summary(result) if isinstance(x, Sheet)]
+    marks, sizes = simulated.WATERMARKS, simulated.PAGE_SIZES
     assert [len(x.rows) for x in sheets] == [len(marks), len(sizes)]
-    rows = preemption.metrics(result)["simulated"]
-    assert len(rows) == len(preemption_simulated.ways(0))
-    assert not said.claims(preemption_simulated.empty())[:-2]
+    rows = experiment.metrics(result)["simulated"]
+    assert len(rows) == len(simulated.ways(0))
+    assert not simulated_report.claims(simulated.empty())[:-2]
 
 
 @pytest.mark.slow
 def test_a_few_requests_are_served_in_every_way() -> None:
-    config = preemption.Config(simulated_requests=80)
-    found = preemption.run(config).simulated
+    config = experiment.Config(simulated_requests=80)
+    found = experiment.run(config).simulated
     assert (found.recomputed_share[found.preemption != "recompute"] == 0).all()
     assert np.isfinite(found.normalised_s).all()

@@ -7,16 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    cli,
-    prefix_caching,
-    prefix_caching_serving,
-    prefix_caching_workloads,
-    store,
-)
-from experiments.prefix_caching_results import curve
-from experiments.prefix_caching_serving import Server
+from experiments.cli import main
+from experiments.framework import registry, run_folder
+from experiments.serving.prefix_caching import experiment, serving, workloads
+from experiments.serving.prefix_caching.results import curve
+from experiments.serving.prefix_caching.serving import Server
 from tests import traces
 from tests.impatience import Impatient
 
@@ -35,26 +30,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = base / "small.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in TRACE))
     args = ["run", "prefix_caching", "smoke", "--trace", str(trace), "--json"]
-    assert cli.main([*args, "--out", str(base / "run")]) == 0
+    assert main.main([*args, "--out", str(base / "run")]) == 0
     return base / "run"
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> prefix_caching.Result:
-    return store.read(folder, catalogue.load("prefix_caching")).result
+def result(folder: Path) -> experiment.Result:
+    return run_folder.read(folder, registry.load("prefix_caching")).result
 
 
 @pytest.fixture(scope="module")
-def server(result: prefix_caching.Result) -> Server:
+def server(result: experiment.Result) -> Server:
     """The engine that the run had: its program is compiled by now."""
     most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
-    window = prefix_caching.CONFIGS["smoke"].window
-    return Server(prefix_caching_serving.bounds(int(most), int(longest), window))
+    window = experiment.CONFIGS["smoke"].window
+    return Server(serving.bounds(int(most), int(longest), window))
 
 
 @pytest.mark.thorough
 def test_a_small_run_holds_what_it_should(
-    folder: Path, result: prefix_caching.Result
+    folder: Path, result: experiment.Result
 ) -> None:
     claims = json.loads((folder / "claims.json").read_text())
     assert [claim["verdict"] for claim in claims] == ["holds"] * 9 + ["differs"] * 3
@@ -103,7 +98,7 @@ def test_depth_first_is_the_best_order_of_all(
     num_pages = sum(map(len, prompts))
     most = num_pages - len({page for prompt in prompts for page in prompt})
     walks = [order for order in found if is_walked(tuple(prompts[i] for i in order))]
-    assert tuple(prefix_caching_workloads.depth_first(prompts)) in walks
+    assert tuple(workloads.depth_first(prompts)) in walks
     assert {found[order] for order in walks} == {most}
     assert max(found.values()) == most
     assert min(found.values()) < most
@@ -154,7 +149,7 @@ POOL = 8
 @pytest.mark.parametrize("cached_first", [False, True])
 @pytest.mark.parametrize("rule", ["lru", "fifo"])
 def test_hits_are_those_counted_by_hand(
-    server: Server, cached_first: bool, rule: prefix_caching_serving.Eviction
+    server: Server, cached_first: bool, rule: serving.Eviction
 ) -> None:
     prompts, window = again_and_again(1), server.config.max_slots
     hits = server.serve(
@@ -172,7 +167,7 @@ def test_anyone_evicted_is_neither_rule(server: Server) -> None:
     prompts = again_and_again(1)
     found = [
         server.serve(prompts, num_pages=POOL, eviction=rule)
-        for rule in prefix_caching_serving.EVICTIONS
+        for rule in serving.EVICTIONS
     ]
     sums = {int(hits.num_cached.sum()) for hits in found if hits is not None}
     assert len(sums) == 3
@@ -181,8 +176,8 @@ def test_anyone_evicted_is_neither_rule(server: Server) -> None:
 def test_made_up_prompts_are_prefixes() -> None:
     """Equal ids stand behind equal ids, or a page would not be what its id says."""
     for load in (
-        prefix_caching_workloads.chats(7, 5, 0),
-        prefix_caching_workloads.few_shot(6, 9, 0),
+        workloads.chats(7, 5, 0),
+        workloads.few_shot(6, 9, 0),
     ):
         before: dict[int, tuple[int, ...]] = {}
         for ids in load.page_ids:
@@ -207,9 +202,9 @@ def test_what_cannot_be_served_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(prefix_caching_workloads.DATA, raising=False)
+    monkeypatch.delenv(workloads.DATA, raising=False)
     args = ["run", "prefix_caching", "smoke", "--out", str(tmp_path / "run")]
-    assert cli.main([*args, *arguments]) == 2
+    assert main.main([*args, *arguments]) == 2
     assert line in capsys.readouterr().err
 
 
@@ -217,7 +212,7 @@ def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
     with pytest.raises(ValueError, match="in common"):
-        prefix_caching_workloads.recorded(str(path))
+        workloads.recorded(str(path))
 
 
 @pytest.mark.thorough
@@ -228,20 +223,18 @@ def test_a_pool_that_is_too_small_is_refused(server: Server) -> None:
 
 @pytest.mark.thorough
 def test_a_run_that_is_stopped_keeps_what_it_has(server: Server) -> None:
-    config = prefix_caching.CONFIGS["smoke"]
+    config = experiment.CONFIGS["smoke"]
     progress = Impatient("serving")
-    assert prefix_caching.run(config, progress).runs.order.tolist() == ["depth_first"]
+    assert experiment.run(config, progress).runs.order.tolist() == ["depth_first"]
     assert server.serve([[1]], progress=progress) is None
 
 
 @pytest.mark.slow
 def test_the_recorded_prompts_have_what_was_counted() -> None:
-    load = prefix_caching_workloads.recorded(
-        str(traces.find("traces/mooncake_synthetic.jsonl"))
-    )
+    load = workloads.recorded(str(traces.find("traces/mooncake_synthetic.jsonl")))
     assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
     assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)
-    bounds = prefix_caching_serving.bounds(load.num_distinct + 1, load.longest, 1)
+    bounds = serving.bounds(load.num_distinct + 1, load.longest, 1)
     hits = Server(bounds).serve(load.page_ids)
     assert hits is not None
     assert hits.num_cached.sum() == load.num_pages - load.num_distinct

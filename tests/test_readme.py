@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import catalogue
+from experiments.framework import registry
 from tests import engines
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -49,7 +49,7 @@ def test_the_first_example_is_twelve_lines(blocks):
 
 def test_what_is_to_be_run_is_there() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    known = {x.name: x.configs for x in catalogue.entries()}
+    known = {x.name: x.configs for x in registry.entries()}
     configs = "|".join({config for each in known.values() for config in each})
     named = re.findall(rf"(?:jaxkv run |\| |, |^)`?([a-z_0-9]+) ({configs})\b`?", text)
     assert {name for name, _ in named} >= {"kv_cache", "prefix_caching", "sharing"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cli, results_page
+from experiments.cli import main, results_page
 
 
 @pytest.mark.thorough
@@ -33,7 +33,7 @@ def test_every_claim_of_every_record_stands_on_it_with_its_verdict(
     shutil.copytree(results_page.RECORDS / "sharing", tmp_path / "a" / "run")
     file = tmp_path / "page.md"
     flags = ["--folder", str(tmp_path), "--write", str(file), "--json"]
-    assert cli.main(["claims", *flags]) == 0
+    assert main.main(["claims", *flags]) == 0
     [record] = json.loads(capsys.readouterr().out)["records"]
     assert (record["experiment"], record["config"]) == ("sharing", "real")
     assert record["folder"] == "a/run"
@@ -50,9 +50,9 @@ def test_every_claim_of_every_record_stands_on_it_with_its_verdict(
 def test_a_folder_without_runs_and_a_broken_one_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["claims", "--folder", str(tmp_path)]) == 2
+    assert main.main(["claims", "--folder", str(tmp_path)]) == 2
     assert "holds no run folder" in capsys.readouterr().err
     (tmp_path / "claims.json").write_text("[{}]")
     (tmp_path / "env.json").write_text("{}")
-    assert cli.main(["claims", "--folder", str(tmp_path)]) == 2
+    assert main.main(["claims", "--folder", str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err

@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    rivals,
-    rivals_fits,
-    rivals_outcomes,
-    rivals_runs,
-    rivals_sides,
-    rivals_telling,
-    style,
+from experiments.framework import registry
+from experiments.framework.progress import Quiet
+from experiments.plotting import style
+from experiments.training.rivals import fits, outcomes, report
+from experiments.training.rivals import sides as rivals_sides
+from experiments.training.rivals.experiment import (
+    CONFIGS,
+    claims,
+    metrics,
+    plot,
+    run,
+    summary,
 )
-from experiments.progress import Quiet
+from experiments.training.rivals.runs import NUM_TRIALS, Trained, next_rate
+from experiments.training.rivals.sides import PAIRS, REFERENCE, Published
 from scaling.training import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -26,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("fast_compile")
 
 @pytest.mark.thorough
 def test_smoke_runs_to_a_verdict() -> None:
-    config = rivals.CONFIGS["smoke"]
-    result = rivals.run(config)
+    config = CONFIGS["smoke"]
+    result = run(config)
     assert list(result.sides) == ["transformer", "lstm"]
     runs = result.runs
     assert len(runs.loss) == 2 * 2 * 3
@@ -40,7 +44,7 @@ def test_smoke_runs_to_a_verdict() -> None:
             np.sum((result.trials.side == i) & (result.trials.size == size))
             for i in range(2)
         ]
-        assert counts == [rivals_runs.NUM_TRIALS] * 2
+        assert counts == [NUM_TRIALS] * 2
     assert np.all(runs.num_tokens == np.tile([5, 10, 20], 4) * 4 * 32)
     assert np.all(runs.flops > runs.flops_6nd)
     # Far better than knowing nothing, and no miracle.
@@ -52,11 +56,11 @@ def test_smoke_runs_to_a_verdict() -> None:
     np.testing.assert_allclose(apart.difference, apart.by_seed.mean(1))
     assert abs(longest[0, 0] - longest[0, 1]) > 1e-3
     # What is trained at a time changes nothing.
-    alone = rivals.run(dataclasses.replace(config, num_threads=1))
+    alone = run(dataclasses.replace(config, num_threads=1))
     for ours, theirs in zip(runs[:-1], alone.runs[:-1], strict=True):
         np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(result.places.loss, alone.places.loss)
-    experiment = catalogue.load("rivals")
+    experiment = registry.load("rivals")
     assert experiment.summary(result)
     assert experiment.metrics(result)["differences"]
     figure = style.render(lambda axes: experiment.plot(axes, result), panels=(2, 2))
@@ -71,21 +75,21 @@ class Impatient(Quiet):
 
 
 def test_what_was_done_before_an_early_end_is_told() -> None:
-    config = dataclasses.replace(rivals.CONFIGS["smoke"], num_threads=1)
-    result = rivals.run(config, Impatient())
+    config = dataclasses.replace(CONFIGS["smoke"], num_threads=1)
+    result = run(config, Impatient())
     assert set(result.runs.side) == {0}
     assert len(result.runs.loss) == 2 * 3
     assert len(result.differences.side) == 0
     assert np.isnan(result.places.lead[1])
-    assert rivals.claims(result) == []
-    assert rivals.summary(result)
-    assert style.render(lambda axes: rivals.plot(axes, result), panels=(2, 2))
+    assert claims(result) == []
+    assert summary(result)
+    assert style.render(lambda axes: plot(axes, result), panels=(2, 2))
     never = Quiet()
     never.stopped = True
-    nothing = rivals.run(config, never)
+    nothing = run(config, never)
     assert nothing.runs.loss.size == 0
-    assert rivals.metrics(nothing)["ratios"] == []
-    assert rivals.summary(nothing)
+    assert metrics(nothing)["ratios"] == []
+    assert summary(nothing)
 
 
 def rows(scale: float) -> list[dict[str, Any]]:
@@ -100,20 +104,20 @@ def rows(scale: float) -> list[dict[str, Any]]:
 
 
 def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
-    first, second = (rivals_fits.fit(rows(scale), "exact") for scale in (1.0, 3.0))
+    first, second = (fits.fit(rows(scale), "exact") for scale in (1.0, 3.0))
     assert first is not None
-    again = [rivals_fits.resampled(rows(x), "exact", 20, 0) for x in (1.0, 3.0)]
-    found = rivals_fits.ratio(first, second, (again[0], again[1]))
+    again = [fits.resampled(rows(x), "exact", 20, 0) for x in (1.0, 3.0)]
+    found = fits.ratio(first, second, (again[0], again[1]))
     np.testing.assert_allclose(found.ratio, 3, rtol=1e-3)
     # Drawn alike, the two sides keep their ratio; otherwise it spreads.
     np.testing.assert_allclose([found.low, found.high], 3, rtol=1e-3)
-    other = rivals_fits.resampled(rows(3.0), "exact", 20, 1)
-    apart = rivals_fits.ratio(first, second, (again[0], other))
+    other = fits.resampled(rows(3.0), "exact", 20, 1)
+    apart = fits.ratio(first, second, (again[0], other))
     assert apart.low[0] < 3 < apart.high[0]
     # The curve goes through the runs, and ends where they do.
-    curve = rivals_fits.curve(first)
+    curve = fits.curve(first)
     flops, loss = (np.array([row[x] for row in rows(1.0)]) for x in ("flops", "loss"))
-    best = rivals_fits.frontier(flops, loss)
+    best = fits.frontier(flops, loss)
     assert curve.flops[[0, -1]] == pytest.approx([flops.min(), flops.max()])
     near = np.interp(np.log(flops[best]), np.log(curve.flops), curve.loss)
     assert np.abs(near - loss[best]).max() < 3 * curve.residual < 0.06
@@ -122,7 +126,7 @@ def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
 def test_the_frontier_is_what_no_cheaper_run_has_reached() -> None:
     flops = np.array([4.0, 1.0, 2.0, 2.0, 8.0])
     loss = np.array([3.0, 5.0, 4.0, 3.5, 3.0])
-    assert rivals_fits.frontier(flops, loss).tolist() == [1, 3, 0]
+    assert fits.frontier(flops, loss).tolist() == [1, 3, 0]
 
 
 def changed(change: Callable[[int, float], float]) -> list[dict[str, Any]]:
@@ -138,15 +142,15 @@ def changed(change: Callable[[int, float], float]) -> list[dict[str, Any]]:
     ],
 )
 def test_a_ratio_that_the_runs_do_not_bear_is_refused(side, reason: str) -> None:
-    first, second = (rivals_fits.fit(x, "exact") for x in (rows(1.0), side))
-    found = rivals_fits.ratio(first, second)
+    first, second = (fits.fit(x, "exact") for x in (rows(1.0), side))
+    found = fits.ratio(first, second)
     assert reason in str(found.reason)
     assert np.isnan(found.ratio).all()
 
 
 def test_an_interval_without_bounds_is_not_identified() -> None:
-    first = rivals_fits.fit(rows(1.0), "exact")
-    found = rivals_fits.ratio(first, first, ([first, first], [first, None]))
+    first = fits.fit(rows(1.0), "exact")
+    found = fits.ratio(first, first, ([first, first], [first, None]))
     assert np.all(found.ratio == 1)
     assert np.isnan([found.low, found.high]).all()
 
@@ -162,16 +166,16 @@ def test_an_interval_without_bounds_is_not_identified() -> None:
 )
 def test_the_next_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
     trials = list(zip((1.0, 2.0, 4.0), losses, strict=True))
-    assert rivals_runs.next_rate(trials) == pytest.approx(expected)
+    assert next_rate(trials) == pytest.approx(expected)
 
 
 def test_sides_differ_in_what_their_names_say() -> None:
-    config = rivals.CONFIGS["cpu"]
+    config = CONFIGS["cpu"]
     sides = {
         name: rivals_sides.side(
             name, vocab_size=257, seq_len=256, head_dim=config.head_dim
         )
-        for name in (rivals_sides.REFERENCE, *rivals_sides.PAIRS)
+        for name in (REFERENCE, *PAIRS)
     }
     plain: Any = sides["transformer"].base
     for name, side in sides.items():
@@ -202,14 +206,14 @@ def test_sides_differ_in_what_their_names_say() -> None:
 )
 def test_what_cannot_be_compared_is_refused(change: dict, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        dataclasses.replace(rivals.CONFIGS["smoke"], **change)
+        dataclasses.replace(CONFIGS["smoke"], **change)
 
 
 def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
-    more, one = (rivals_sides.PAIRS[name] for name in ("lstm", "6 layers"))
+    more, one = (PAIRS[name] for name in ("lstm", "6 layers"))
 
-    def told(low: float, high: float, said: rivals_sides.Published) -> str:
-        return rivals_telling._direction({"low": low, "high": high}, said)
+    def told(low: float, high: float, said: Published) -> str:
+        return report._direction({"low": low, "high": high}, said)
 
     assert told(1.1, 2.0, more) == "shows"
     assert told(0.9, 2.0, more) == "is not decided"
@@ -222,7 +226,7 @@ def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
 
 
 def test_a_ratio_is_read_where_it_has_an_interval() -> None:
-    ratios = rivals_fits.Ratio(
+    ratios = fits.Ratio(
         loss=np.tile([2.5, 2.2, 1.9], (2, 2, 1)),
         ratio=np.tile([2.0, 3.0, 4.0], (2, 2, 1)),
         low=np.tile([1.0, 1.5, np.nan], (2, 2, 1)),
@@ -231,12 +235,12 @@ def test_a_ratio_is_read_where_it_has_an_interval() -> None:
     )
     unused: Any = None
     sides = np.array(["transformer", "lstm"])
-    result = rivals_outcomes.Result(sides, *5 * [unused], ratios)
-    [ending] = rivals_telling._endings(result, 0).values()
+    result = outcomes.Result(sides, *5 * [unused], ratios)
+    [ending] = report._endings(result, 0).values()
     assert (ending["loss"], ending["ratio"]) == (2.2, 3.0)
     assert (ending["low"], ending["high"]) == (1.5, 4.0)
     assert (ending["first_ratio"], ending["last_ratio"]) == (2.0, 4.0)
-    [open_ended] = rivals_telling._endings(result, 1).values()
+    [open_ended] = report._endings(result, 1).values()
     assert (open_ended["loss"], open_ended["ratio"]) == (1.9, 4.0)
 
 
@@ -246,24 +250,24 @@ def test_a_lead_from_late_context_is_told_window_by_window() -> None:
     hard = np.cumsum(rng.normal(size=(1, 32, 64)), axis=2)
     lead = np.linspace(0, -0.1, 64) + 0.01 * rng.normal(size=(1, 32, 64))
     trained: Any = {
-        (0, 9): rivals_runs.Trained([], [], hard + lead),
-        (1, 9): rivals_runs.Trained([], [], hard),
+        (0, 9): Trained([], [], hard + lead),
+        (1, 9): Trained([], [], hard),
     }
-    places = rivals_outcomes._places(trained, 2, 64)
+    places = outcomes._places(trained, 2, 64)
     assert places.lead[1] == pytest.approx(0.1 * 32 / 63, rel=0.05)
     assert places.lead_se[1] < 0.01 < places.gain_se[1]
-    assert rivals_telling._sign(places.lead[1], places.lead_se[1]) == "shows"
+    assert report._sign(places.lead[1], places.lead_se[1]) == "shows"
 
 
 def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
     nothing = np.full((2, 2, 40), np.nan)
     unused: Any = None
-    result = rivals_outcomes.Result(
+    result = outcomes.Result(
         np.array(["transformer", "lstm"]),
         *(unused, unused),
-        rivals_outcomes.Differences(*np.zeros((5, 0))),
-        rivals_outcomes.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
-        *(unused, rivals_fits.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
+        outcomes.Differences(*np.zeros((5, 0))),
+        outcomes.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
+        *(unused, fits.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
     )
-    assert rivals_telling.claims(result) == []
-    assert rivals_telling.metrics(result)["ratios"] == []
+    assert report.claims(result) == []
+    assert report.metrics(result)["ratios"] == []

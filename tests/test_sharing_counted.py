@@ -7,16 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import (
-    cli,
-    cost_models,
-    sharing,
-    sharing_counted,
-    sharing_translated,
-    simulating,
-)
-from experiments.sharing_counted import Counted
-from experiments.sharing_translated import Behind, Translated
+from experiments.cli import main
+from experiments.harness import cost_models, simulating_parts
+from experiments.serving.sharing import counted as sharing_counted
+from experiments.serving.sharing import experiment, translated
+from experiments.serving.sharing.counted import Counted
+from experiments.serving.sharing.translated import Behind, Translated
 from jaxkv.simulation.step import Work
 
 
@@ -30,8 +26,8 @@ def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
 
 
 def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() -> None:
-    def member(system: str) -> simulating.Members:
-        return sharing_translated._member(system, 341, 10.0, 3.0, seed=1)
+    def member(system: str) -> simulating_parts.Members:
+        return translated._member(system, 341, 10.0, 3.0, seed=1)
 
     ours, theirs = member("paged"), member("Orca (Oracle)")
     own = np.asarray(theirs.workload.prompt) - 341
@@ -70,23 +66,23 @@ def test_rates_at_equal_latency_are_compared() -> None:
     told = Translated(
         np.array([80]), np.ones((1, 3)), two, two, np.array([[20.0, 33.4]])
     )
-    (claim,) = sharing_translated.claims(told)
+    (claim,) = translated.claims(told)
     assert (claim.ours, claim.published) == pytest.approx((1.67, 1.67))
     assert claim.verdict == "differs"
-    assert sharing_translated.claims(sharing_translated.empty()) == []
+    assert translated.claims(translated.empty()) == []
 
 
 def test_a_config_must_ask_for_something() -> None:
     with pytest.raises(ValueError, match="nothing to share"):
-        sharing.Config(model="")
+        experiment.Config(model="")
     with pytest.raises(ValueError, match="num_simulated"):
-        sharing.Config(num_simulated=-1)
+        experiment.Config(num_simulated=-1)
 
 
 @pytest.mark.slow
 def test_a_simulated_run_counts_what_lengths_say(tmp_path: Path) -> None:
     args = ["run", "sharing", "paper", "--num-simulated", "48", "--json"]
-    assert cli.main([*args, "--out", str(tmp_path / "run")]) == 0
+    assert main.main([*args, "--out", str(tmp_path / "run")]) == 0
     claims = json.loads((tmp_path / "run" / "claims.json").read_text())
     forms = [x for x in claims if "full prompt pages" in x["claim"]]
     assert [x["ours"] < 1.0 for x in forms] == [True, True]

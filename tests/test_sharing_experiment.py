@@ -8,20 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import (
-    catalogue,
-    cli,
-    sharing,
-    sharing_groups,
-    sharing_lengths,
-    sharing_picture,
-    store,
-    style,
-)
-from experiments.progress import QUIET, Quiet
-from experiments.prompting import Request
-from experiments.sharing_lengths import Lengths
-from experiments.sharing_serving import Server
+from experiments.cli import main
+from experiments.framework import registry, run_folder
+from experiments.framework.progress import QUIET, Quiet
+from experiments.harness import length_distributions
+from experiments.harness.length_distributions import Lengths
+from experiments.harness.prompts import Request
+from experiments.plotting import style
+from experiments.serving.sharing import experiment, groups
+from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
+from experiments.serving.sharing.serving import Server
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
 from jaxkv.sampling.sampler import Sampling
@@ -29,7 +25,7 @@ from jaxkv.scheduling import fcfs
 from tests import engines
 from tests.impatience import Impatient
 
-SIZE = sharing.CONFIGS["smoke"].page_size
+SIZE = experiment.CONFIGS["smoke"].page_size
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +39,20 @@ def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a small run."""
     out = tmp_path_factory.mktemp("runs") / "sharing"
     args = ["run", "sharing", "smoke", "--model", model, "--out", str(out), "--json"]
-    assert cli.main(args) == 0
+    assert main.main(args) == 0
     return out
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> sharing.Result:
-    return store.read(folder, catalogue.load("sharing")).result
+def result(folder: Path) -> experiment.Result:
+    return run_folder.read(folder, registry.load("sharing")).result
 
 
 @pytest.fixture(scope="module")
 def server(model: str) -> Server:
     """The engine that the run had; its programs are compiled by now."""
-    smoke = sharing.CONFIGS["smoke"]
-    return Server(checkpoints.load_model(model), sharing.bounds(smoke))
+    smoke = experiment.CONFIGS["smoke"]
+    return Server(checkpoints.load_model(model), experiment.bounds(smoke))
 
 
 def request_of(num: int, sampling: Sampling) -> Request:
@@ -92,23 +88,27 @@ def test_the_saving_worked_by_hand(
     prompt: int, answer: int, n: int, share: float
 ) -> None:
     lengths = Lengths(np.array([prompt]), np.array([answer]))
-    assert sharing_lengths.saving(lengths, n, 16) == pytest.approx(share)
+    assert length_distributions.saving(lengths, n, 16) == pytest.approx(share)
     # A count of sets agrees, but for the step that reads the prompt.
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("law", [sharing_lengths.ALPACA, sharing_lengths.SHAREGPT])
+@pytest.mark.parametrize(
+    "law", [length_distributions.ALPACA, length_distributions.SHAREGPT]
+)
 @pytest.mark.parametrize("num", [1, 16, 300])
-def test_lengths_have_the_printed_means(law: sharing_lengths.Law, num: int) -> None:
-    lengths = sharing_lengths.draw(law, num, 1024, np.random.default_rng(3))
+def test_lengths_have_the_printed_means(
+    law: length_distributions.Law, num: int
+) -> None:
+    lengths = length_distributions.draw(law, num, 1024, np.random.default_rng(3))
     assert lengths.prompt.mean() == pytest.approx(law.prompt_mean, rel=0.05)
     assert lengths.answer.mean() == pytest.approx(law.answer_mean, rel=0.05)
     assert (lengths.prompt + lengths.answer).max() <= 1024
     assert lengths.prompt.min() >= 1
     assert lengths.answer.min() >= 2
     with pytest.raises(ValueError, match="do not fit max_length=100"):
-        sharing_lengths.draw(law, num, 100, np.random.default_rng(3))
+        length_distributions.draw(law, num, 100, np.random.default_rng(3))
 
 
 @pytest.mark.thorough
@@ -157,7 +157,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
 
 
 @pytest.mark.thorough
-def test_samples_save_what_lengths_say(result: sharing.Result) -> None:
+def test_samples_save_what_lengths_say(result: experiment.Result) -> None:
     samples = result.samples
     assert samples.lengths.tolist() == ["short", "short", "long", "long"]
     assert samples.num_sequences.tolist() == [4, 8, 4, 8]
@@ -168,7 +168,7 @@ def test_samples_save_what_lengths_say(result: sharing.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_beams_save_more_than_samples(result: sharing.Result) -> None:
+def test_beams_save_more_than_samples(result: experiment.Result) -> None:
     assert result.beams.num_sequences.tolist() == [4, 4]
     for name in ("short", "long"):
         assert result.samples.at(name, 4) < result.beams.at(name, 4) < 3 / 4
@@ -176,7 +176,7 @@ def test_beams_save_more_than_samples(result: sharing.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_prompts_of_eight_answers_are_read_once(result: sharing.Result) -> None:
+def test_prompts_of_eight_answers_are_read_once(result: experiment.Result) -> None:
     readings = result.readings
     assert readings.chunk_size.tolist() == [3, 64]
     assert readings.num_sequences.tolist() == [8, 8]
@@ -185,9 +185,9 @@ def test_prompts_of_eight_answers_are_read_once(result: sharing.Result) -> None:
 
 @pytest.mark.thorough
 def test_a_common_beginning_is_found_and_changes_no_answer(
-    result: sharing.Result,
+    result: experiment.Result,
 ) -> None:
-    smoke, prefixes = sharing.CONFIGS["smoke"], result.prefixes
+    smoke, prefixes = experiment.CONFIGS["smoke"], result.prefixes
     assert prefixes.prefix_tokens.tolist() == [33]
     assert prefixes.num_cached.tolist() == [32]  # its full pages
     assert prefixes.num_different.tolist() == [0]
@@ -200,14 +200,14 @@ def test_a_common_beginning_is_found_and_changes_no_answer(
 
 
 @pytest.mark.thorough
-def test_the_picture_shows_what_tables_hold(result: sharing.Result) -> None:
-    picture, rows = result.picture, sharing_picture.NUM_SEQUENCES
+def test_the_picture_shows_what_tables_hold(result: experiment.Result) -> None:
+    picture, rows = result.picture, NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
     assert [picture.num_pages(i)[0] for i in range(3)] == (
         (picture.page_ids != NO_PAGE).sum((1, 2)).tolist()
     )
     assert picture.num_pages(0)[0] == picture.num_pages(0)[1]
-    full = len(sharing_picture.PROMPT) // SIZE
+    full = len(PROMPT) // SIZE
     assert (samples[:, :full] == samples[0, :full]).all()
     own = samples[:, full:][samples[:, full:] != NO_PAGE]
     assert np.unique(own).size == own.size
@@ -215,10 +215,10 @@ def test_the_picture_shows_what_tables_hold(result: sharing.Result) -> None:
     for i, table in enumerate((apart, samples, beams)):
         for row in range(rows):
             text = "".join(picture.text[i, row, :full])
-            assert text == sharing_picture.PROMPT[: full * SIZE]
+            assert text == PROMPT[: full * SIZE]
             held = picture.num_filled[i, row][table[row] != NO_PAGE]
             assert (held[:-1] == SIZE).all()
-            assert held.sum() >= len(sharing_picture.PROMPT)
+            assert held.sum() >= len(PROMPT)
         # Who shares a page reads the same there, and shares all pages before it.
         for column, one, two in np.ndindex(table.shape[1], rows, rows):
             if table[one, column] == table[two, column] != NO_PAGE:
@@ -234,7 +234,7 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     ]
     assert "fails" not in verdicts
     assert verdicts.count("holds") == 4
-    run = store.read(folder, catalogue.load("sharing"))
+    run = run_folder.read(folder, registry.load("sharing"))
     assert run.metrics.keys() == {
         *("samples", "beams", "readings", "prefixes", "pictures"),
         *("simulated", "translations"),
@@ -252,22 +252,22 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
-    config = dataclasses.replace(sharing.CONFIGS["smoke"], model=model)
-    result = sharing.run(config, Impatient(label))
+    config = dataclasses.replace(experiment.CONFIGS["smoke"], model=model)
+    result = experiment.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
     assert len(result.prefixes.prefix_tokens) == 0
-    assert all(claim.verdict != "fails" for claim in sharing.claims(result))
-    assert sharing.metrics(result)["prefixes"] == []
-    assert len(sharing.summary(result)) >= 1
+    assert all(claim.verdict != "fails" for claim in experiment.claims(result))
+    assert experiment.metrics(result)["prefixes"] == []
+    assert len(experiment.summary(result)) >= 1
     for part in (result, result._replace(picture=_nothing(result.picture))):
         style.render(
-            lambda ax, part=part: sharing.plot(ax, part),
-            size_inches=sharing.PANEL_SIZE_INCHES,
+            lambda ax, part=part: experiment.plot(ax, part),
+            size_inches=experiment.PANEL_SIZE_INCHES,
         )
 
 
-def _nothing(picture: sharing_picture.Picture) -> sharing_picture.Picture:
-    return sharing_picture.Picture(*(leaf[:0] for leaf in picture))
+def _nothing(picture: Picture) -> Picture:
+    return Picture(*(leaf[:0] for leaf in picture))
 
 
 @pytest.mark.thorough
@@ -288,7 +288,7 @@ def test_settings_serve_the_same_requests(server: Server) -> None:
     """Whatever their number of answers, so that savings can be compared."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
     ask = Sampling(temperature=0.7)
-    savings = sharing_groups.serve_groups(
+    savings = groups.serve_groups(
         server, kinds, (2, 3), ask, beams=False, seed=1, progress=QUIET
     )
     assert savings.mean_prompt.tolist() == [14.5] * 2
@@ -314,21 +314,23 @@ def test_settings_serve_the_same_requests(server: Server) -> None:
 )
 def test_bad_configs_are_refused(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        sharing.Config(**fields)
+        experiment.Config(**fields)
 
 
 def test_the_model_must_be_long_enough(model: str) -> None:
     with pytest.raises(ValueError, match="max_length=1024 must be at most"):
-        sharing.run(sharing.Config(model=model))
-    smoke = dataclasses.replace(sharing.CONFIGS["smoke"], model=model, length_scale=1.0)
+        experiment.run(experiment.Config(model=model))
+    smoke = dataclasses.replace(
+        experiment.CONFIGS["smoke"], model=model, length_scale=1.0
+    )
     with pytest.raises(ValueError, match="do not fit max_length=208"):
-        sharing.run(smoke)
+        experiment.run(smoke)
 
 
 @pytest.mark.slow
 def test_real_claims_hold() -> None:
-    result = sharing.run(dataclasses.replace(sharing.CONFIGS["real"], repeats=1))
-    claims = sharing.claims(result)
+    result = experiment.run(dataclasses.replace(experiment.CONFIGS["real"], repeats=1))
+    claims = experiment.claims(result)
     assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
     assert len(claims) == 16
     assert not result.samples.num_preempted.any()

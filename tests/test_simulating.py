@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import cost_models, simulating
-from experiments.progress import Quiet
-from experiments.simulated import Served
-from experiments.simulating import Members
+from experiments.framework.progress import Quiet
+from experiments.harness import cost_models, simulating
+from experiments.harness.simulated import Served
+from experiments.harness.simulating_parts import Members
 from jaxkv import clock
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import outcomes, step

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from experiments import documents, store
-from experiments.catalogue import Experiment
-from experiments.claims import Relation, judge
+from experiments.framework import config_json, run_folder
+from experiments.framework.claims import Relation, judge
+from experiments.framework.registry import Experiment
 
 FILES = {
     *("config.json", "env.json", "result.npz", "claims.json"),
@@ -19,11 +19,11 @@ FILES = {
 }
 
 
-def make_run(folder: Path, experiment: Experiment, **changes: object) -> store.Run:
+def make_run(folder: Path, experiment: Experiment, **changes: object) -> run_folder.Run:
     config = dataclasses.replace(experiment.configs["smoke"], **changes)
-    store.begin(folder, experiment, config)
+    run_folder.begin(folder, experiment, config)
     result = experiment.run(config)
-    return store.finish(folder, experiment, result, duration_s=1.5)
+    return run_folder.finish(folder, experiment, result, duration_s=1.5)
 
 
 def test_a_run_folder_is_whole_and_reads_back(
@@ -32,7 +32,7 @@ def test_a_run_folder_is_whole_and_reads_back(
     made = make_run(tmp_path, experiment, name="a run", num_points=3)
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
-    run = store.read(tmp_path, experiment)
+    run = run_folder.read(tmp_path, experiment)
     assert run.config == made.config
     assert run.config.limit == math.inf
     np.testing.assert_array_equal(run.result.done, [0, 1, 2])
@@ -66,7 +66,7 @@ def test_a_figure_is_rebuilt_from_its_folder(
     make_run(tmp_path, experiment)
     before = (tmp_path / "figure.svg").read_bytes()
     (tmp_path / "figure.svg").unlink()
-    store.draw(store.read(tmp_path, experiment), experiment)
+    run_folder.draw(run_folder.read(tmp_path, experiment), experiment)
     assert (tmp_path / "figure.svg").read_bytes() == before
 
 
@@ -74,14 +74,14 @@ def test_a_new_run_leaves_nothing_of_the_old_one(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     make_run(tmp_path, experiment)
-    store.begin(tmp_path, experiment, experiment.configs["paper"])
+    run_folder.begin(tmp_path, experiment, experiment.configs["paper"])
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"config.json", "env.json", store.EARLIER}
+    assert names == {"config.json", "env.json", run_folder.EARLIER}
     assert json.loads((tmp_path / "env.json").read_text())["status"] == "running"
     result = experiment.run(experiment.configs["paper"])
-    store.finish(tmp_path, experiment, result, duration_s=1.0)
+    run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
     assert {path.name for path in tmp_path.iterdir()} == FILES
-    assert store.read(tmp_path, experiment).env["status"] == "done"
+    assert run_folder.read(tmp_path, experiment).env["status"] == "done"
 
 
 def test_an_abandoned_run_leaves_the_old_one(
@@ -89,14 +89,14 @@ def test_an_abandoned_run_leaves_the_old_one(
 ) -> None:
     make_run(tmp_path, experiment)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    store.begin(tmp_path, experiment, experiment.configs["paper"])
+    run_folder.begin(tmp_path, experiment, experiment.configs["paper"])
     # Killed; the next one finds what was put aside.
-    store.begin(tmp_path, experiment, experiment.configs["paper"])
-    store.abandon(tmp_path)
+    run_folder.begin(tmp_path, experiment, experiment.configs["paper"])
+    run_folder.abandon(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     new = tmp_path / "new"
-    store.begin(new, experiment, experiment.configs["paper"])
-    store.abandon(new)
+    run_folder.begin(new, experiment, experiment.configs["paper"])
+    run_folder.abandon(new)
     assert not new.exists()
 
 
@@ -108,9 +108,9 @@ def test_rows_are_kept_as_json_lines(tmp_path: Path, experiment: Experiment) -> 
         metrics=lambda result: {"rows": result},
         summary=lambda result: [],
     )
-    store.begin(tmp_path, rows, rows.configs["smoke"])
+    run_folder.begin(tmp_path, rows, rows.configs["smoke"])
     result = [{"loss": np.float32(0.5)}, {"loss": math.nan}]
-    run = store.finish(tmp_path, rows, result, duration_s=0.0)
+    run = run_folder.finish(tmp_path, rows, result, duration_s=0.0)
     assert (tmp_path / "runs.jsonl").read_text() == '{"loss": 0.5}\n{"loss": null}\n'
     assert run.result == [{"loss": 0.5}, {"loss": None}]
 
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_named(
     make_run(tmp_path, experiment)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=name) as error:
-        store.read(tmp_path, experiment)
+        run_folder.read(tmp_path, experiment)
     assert message in str(error.value)
 
 
@@ -145,43 +145,45 @@ def test_a_result_is_never_pickled(tmp_path: Path, experiment: Experiment) -> No
     class Odd(NamedTuple):
         thing: object
 
-    store.begin(tmp_path, experiment, experiment.configs["smoke"])
+    run_folder.begin(tmp_path, experiment, experiment.configs["smoke"])
     with pytest.raises(TypeError, match="field thing has dtype object"):
-        store.finish(tmp_path, experiment, Odd({}), duration_s=0.0)
+        run_folder.finish(tmp_path, experiment, Odd({}), duration_s=0.0)
 
 
 def test_a_missing_array_is_named(tmp_path: Path, experiment: Experiment) -> None:
     make_run(tmp_path, experiment)
     np.savez(tmp_path / "result.npz", time_s=np.zeros(1), done=np.zeros(1))
     with pytest.raises(ValueError, match=r"result\.npz: lacks tail\.p95_s"):
-        store.read(tmp_path, experiment)
+        run_folder.read(tmp_path, experiment)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    store.write(path, "old")
+    run_folder.write(path, "old")
     with pytest.raises(ValueError, match=r"config.json: cannot be written: 'utf-8'"):
-        store.write(path, "\ud800")
+        run_folder.write(path, "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    assert store.new_folder(tmp_path / "a" / "b", "made_up") == tmp_path / "a" / "b"
+    assert (
+        run_folder.new_folder(tmp_path / "a" / "b", "made_up") == tmp_path / "a" / "b"
+    )
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds something else"):
-        store.new_folder(tmp_path, "made_up")
+        run_folder.new_folder(tmp_path, "made_up")
     with pytest.raises(ValueError, match="is a file"):
-        store.new_folder(tmp_path / "notes.txt", "made_up")
+        run_folder.new_folder(tmp_path / "notes.txt", "made_up")
 
 
 def test_default_folders_do_not_collide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folders = [store.new_folder(None, "made_up")]
+    folders = [run_folder.new_folder(None, "made_up")]
     for _ in range(2):
-        folders.append(store.new_folder(None, "made_up"))
+        folders.append(run_folder.new_folder(None, "made_up"))
     assert len({*folders}) == 3
 
 
@@ -220,10 +222,10 @@ def test_a_verdict_follows_from_the_numbers(
 
 def test_documents_are_strict_json() -> None:
     value = {"a": np.float32(1.5), "b": [math.inf, np.arange(2)], "c": Path("x")}
-    assert json.loads(documents.dumps(value)) == {
+    assert json.loads(config_json.dumps(value)) == {
         "a": 1.5,
         "b": [None, [0, 1]],
         "c": "x",
     }
     with pytest.raises(TypeError, match="cannot be written"):
-        documents.dumps(object())
+        config_json.dumps(object())

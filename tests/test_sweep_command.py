@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from experiments import cli, documents, isoflop, sweep_configs, sweep_tables
+from experiments.cli import main
+from experiments.cli.train import configs
+from experiments.framework import config_json
+from experiments.harness import sweep_tables
+from experiments.training.isoflop import experiment
 from scaling.fits import result
 from scaling.sweeps.grid import SweepConfig
 from scaling.training.recipes import TrainConfig
@@ -16,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
-    assert cli.main([*args, "--json"]) == 0
+    assert main.main([*args, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -59,7 +63,7 @@ def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
 
 @pytest.mark.thorough
 def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
-    law = Path(isoflop.__file__).parent / "records" / "isoflop" / "fit.json"
+    law = Path(experiment.__file__).parent / "records" / "isoflop" / "fit.json"
     plan = answer(
         *(capsys, "plan", "--law", str(law)),
         *("--flops", "1e16", "--vocab-size", "257"),
@@ -86,11 +90,11 @@ def test_one_run_and_the_model_it_leaves(here: Path, capsys) -> None:
 def test_when_the_time_is_up_the_same_command_goes_on(
     command: str, here: Path, capsys
 ) -> None:
-    assert cli.main([command, "smoke", "--max-seconds", "1e-9"]) == 75
+    assert main.main([command, "smoke", "--max-seconds", "1e-9"]) == 75
     said = capsys.readouterr()
     assert "time is up; the same command goes on" in said.out
     assert said.err.count("time is up") == 1
-    assert cli.main([command, "smoke", "--max-seconds", "0"]) == 2
+    assert main.main([command, "smoke", "--max-seconds", "0"]) == 2
     assert "--max-seconds 0: must be above 0" in capsys.readouterr().err
 
 
@@ -98,11 +102,11 @@ def test_an_experiment_without_a_result_leaves_its_folder_alone(
     here: Path, capsys
 ) -> None:
     late = ["run", "isoflop", "smoke", "--max-seconds", "1e-9"]
-    assert cli.main([*late, "--folder", "kept"]) == 75
+    assert main.main([*late, "--folder", "kept"]) == 75
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("jaxkv: stopped; 0 runs are in ")
     assert said.endswith("kept, and the same command goes on")
-    assert cli.main(late) == 130  # nothing is kept for another call
+    assert main.main(late) == 130  # nothing is kept for another call
     assert not Path("runs").exists()
 
 
@@ -116,12 +120,12 @@ def test_bad_input_is_one_line(command: str, here: Path, capsys) -> None:
         (["odd.json"], "unknown field"),
         (["smoke", "--exekutor", "x"], "--ex"),
     ]:
-        assert cli.main([command, *args]) == 2
+        assert main.main([command, *args]) == 2
         said = capsys.readouterr().err
         assert message in said
         assert said.count("\n") == 1
     if command == "sweep":
-        assert cli.main(["sweep", "smoke", "--executor", "slurm"]) == 2
+        assert main.main(["sweep", "smoke", "--executor", "slurm"]) == 2
         said = capsys.readouterr().err
         assert "local" in said
         assert "None" not in said
@@ -135,7 +139,7 @@ def test_a_window_is_no_longer_than_the_text(here: Path, capsys) -> None:
         config = answer(capsys, command, "smoke", "--print-config")
         config["corpus"] |= {"pattern": "*.txt", "held_out": 0.3}
         Path("mine.json").write_text(json.dumps(config))
-        assert cli.main([command, "mine.json"]) == 2
+        assert main.main([command, "mine.json"]) == 2
         said = capsys.readouterr().err
         assert "seq_len=32 is longer than the" in said
         assert "tokens of the held-out side of" in said
@@ -144,12 +148,12 @@ def test_a_window_is_no_longer_than_the_text(here: Path, capsys) -> None:
 
 def test_shipped_configs_survive_json() -> None:
     for config_type, shipped in (
-        (SweepConfig, sweep_configs.SWEEPS),
-        (TrainConfig, sweep_configs.TRAININGS),
+        (SweepConfig, configs.SWEEPS),
+        (TrainConfig, configs.TRAININGS),
     ):
         for config in shipped.values():
-            text = documents.config_dumps(config)
-            assert documents.config_loads(config_type, text, "x") == config
+            text = config_json.config_dumps(config)
+            assert config_json.config_loads(config_type, text, "x") == config
 
 
 def test_the_table_fills_up() -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import documents
+from experiments.framework import config_json
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.logs import best_rates
@@ -396,7 +396,7 @@ def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
 
     wanted = count() + num_new
     path = out.with_suffix(".json")
-    path.write_text(documents.config_dumps(config))
+    path.write_text(config_json.config_dumps(config))
     args = [sys.executable, "-c", _CHILD, str(path), str(out)]
     with subprocess.Popen(args, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

@@ -1,0 +1,117 @@
+"""torch's FlexAttention: masks as code, compiled; contiguous, and over pages.
+
+One query row for a sequence takes its kernel for decoding, which splits the keys.
+"""
+
+import torch
+from torch.nn.attention.experimental._paged_attention import PagedAttention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from experiments.bench.kernels.peers.clock import Peer, Turn, Way, stopwatch
+from experiments.bench.kernels.peers.sdpa import Sdpa
+
+MAX_TABLE_BYTES = 2**32
+"""Of the tables that turn pages back to places, one entry a sequence and page."""
+
+
+class Flex(Sdpa):
+    """On contiguous keys and values."""
+
+    def __init__(self, num_threads):
+        super().__init__(num_threads)
+        self._attend = torch.compile(flex_attention, dynamic=False)
+
+    def ways(self, shape, turns):
+        """Yields the one way; its plan is the mask of blocks."""
+        torch.compiler.reset()  # else shape after shape counts as a recompilation
+        length, plan_s, mask = max(shape.lengths), None, None
+        if not (shape.is_equal and shape.rows == 1):
+            plan_s, mask = stopwatch(
+                lambda: create_block_mask(
+                    *(_seen(shape), shape.batch, None, shape.rows, length),
+                    device=self.device,
+                ),
+                self.device,
+            )
+
+        def call(turn):
+            return self._attend(turn.q, *turn.rest, block_mask=mask, enable_gqa=True)
+
+        yield Way("", call, plan_s)
+
+
+class FlexPaged(Peer):
+    """Over pages: a mask of blocks as long as pages, each page's place looked up."""
+
+    def __init__(self, num_threads):
+        super().__init__(num_threads)
+        self._attend = torch.compile(flex_attention, dynamic=False)
+
+    def draw(self, shape):
+        """Draws a turn: a pool of pages, and whose they are.
+
+        Raises:
+          ValueError: the tables back from pages to places would be too large.
+        """
+        tables, num_pages = shape.tables(may_share=False)
+        if 8 * shape.batch * num_pages > MAX_TABLE_BYTES:
+            raise ValueError(
+                f"{shape.batch} sequences by {num_pages} pages: tables are too large"
+            )
+        size = (1, shape.kv_heads, num_pages * shape.page_size, shape.head_dim)
+        k, v = shape.random(*size), shape.random(*size)
+        pages = PagedAttention(num_pages, shape.page_size, shape.batch, self.device)
+        for i, table in enumerate(tables):
+            ids = torch.tensor(table, device=self.device)
+            pages.page_table[i, : len(table)] = ids
+            place = torch.arange(len(table), device=self.device)
+            pages.physical_to_logical[i, ids] = place
+
+        def keys(i):
+            ids = torch.tensor(tables[i], device=self.device)
+            split = (shape.kv_heads, num_pages, shape.page_size, shape.head_dim)
+            return [x.view(split)[0, ids].flatten(0, 1) for x in (k, v)]
+
+        return Turn(shape.queries(), keys, k, v, pages)
+
+    def ways(self, shape, turns):
+        """Yields the one way; its plan is the mask, made and converted."""
+        torch.compiler.reset()
+        lengths = torch.tensor(shape.lengths, device=self.device)
+        length = -(-max(shape.lengths) // shape.page_size) * shape.page_size
+
+        def plan(pages):
+            mask = create_block_mask(
+                *(_seen(shape), shape.batch, None, shape.rows, length),
+                device=self.device,
+                BLOCK_SIZE=(128, shape.page_size),
+            )
+            return pages.convert_logical_block_mask(mask, kv_len=lengths)
+
+        masks = []
+        for turn in turns:
+            plan_s, mask = stopwatch(lambda turn=turn: plan(turn.rest[2]), self.device)
+            masks.append(mask)
+
+        def call(turn):
+            mask = masks[turns.index(turn)]
+            k, v, _ = turn.rest
+            return self._attend(turn.q, k, v, block_mask=mask, enable_gqa=True)
+
+        yield Way("", call, plan_s)
+
+
+def _seen(shape):
+    """Says of a row and a place whether one sees the other, as code."""
+    contexts = torch.tensor(shape.contexts, device=shape.device)
+    kin, last = shape.kin, shape.rows - 1
+
+    def causal(b, h, row, place):
+        return place <= contexts[b] + row
+
+    def tree(b, h, row, place):
+        node = (place - contexts[b]).clamp(0, last)
+        below = place <= contexts[b] + last
+        return (place < contexts[b]) | (below & kin[b, row.clamp(0, last), node])
+
+    return tree if shape.is_tree else causal

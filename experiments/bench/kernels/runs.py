@@ -1,0 +1,137 @@
+"""Everyone who is timed on a shape. Ours go through the doors, under every name there.
+
+Peers of jax are in `kernel_jax_peers`, those of other frameworks in `kernel_peers`.
+"""
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.kernels import calls
+from experiments.bench.kernels.calls import Implementation, Run
+from experiments.bench.kernels.peers import jax_peers
+from pallas_kernels.bench import CopyProblem, Problem, Spec
+from pallas_kernels.page_ops import copy
+from pallas_kernels.paged_attention import api, decode_plan, merging, row_packing
+
+
+def of(spec: Spec) -> list[Implementation]:
+    """All that do the work of a spec here, ours first."""
+    return of_copies() if spec.kind == "copy" else of_attention()
+
+
+def of_attention() -> list[Implementation]:
+    """All that attend to pages, ours first."""
+    names = typing.get_args(api.AttentionImplementation.__value__)
+    ours = [
+        Implementation(name, False, lambda problem, name=name: _ours(problem, name))
+        for name in names
+    ]
+    peers = {
+        "XLA gather": jax_peers.gather_and_sum,
+        "XLA contiguous": lambda problem: jax_peers.contiguous(problem, "xla"),
+        "XLA head-major": jax_peers.head_major,
+        "cuDNN contiguous": lambda problem: jax_peers.contiguous(problem, "cudnn"),
+        "Pallas Triton": jax_peers.triton,
+    }
+    return [*ours, *(Implementation(x, True, prepare) for x, prepare in peers.items())]
+
+
+def of_copies() -> list[Implementation]:
+    """All that copy pages, ours first; XLA's own way is our reference."""
+    names = typing.get_args(copy.CopyImplementation.__value__)
+    return [
+        Implementation(name, False, lambda problem, name=name: _copy(problem, name))
+        for name in names
+    ]
+
+
+def _ours(problem: Problem, name: Any) -> Run:
+    """Goes through the door; the plan, where there is one, is made before."""
+    q, k_pages = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
+    )
+
+    @jax.jit
+    def make_plan(page_ids, positions, slots, context, ancestors):
+        return api.make_plan(
+            *(q, k_pages, page_ids, positions, slots),
+            context=context,
+            ancestors=ancestors,
+            implementation=name,
+        )
+
+    def attend(
+        q, k_pages, v_pages, page_ids, positions, slots, context, ancestors, plan
+    ):
+        return api.paged_attention(
+            *(q, k_pages, v_pages, page_ids, positions, slots),
+            context=context,
+            ancestors=ancestors,
+            implementation=name,
+            plan=plan,
+        ).out
+
+    rest = (problem.positions, problem.slots, problem.context, problem.ancestors)
+    # It knows lengths and no pages: the same for all turns.
+    plan = make_plan(problem.page_ids[0], *rest)
+    turns = [
+        (problem.k_pages, problem.v_pages, page_ids, *rest, plan)
+        for page_ids in problem.page_ids
+    ]
+    run = calls.make_run(problem, attend, turns)
+    if plan is None:
+        return run
+    run = run._replace(plan=lambda index: make_plan(problem.page_ids[0], *rest))
+    # That of rows of slots with few of them; others leave nothing to merge.
+    if plan.few is not None:
+        run = run._replace(merge=merge_alone(problem, plan.few))
+    return run
+
+
+def merge_alone(problem: Problem, plan: decode_plan.Plan) -> Callable[[int], Any]:
+    """Makes a call that merges states of the shapes that the decode kernel leaves.
+
+    Args:
+      problem: what is attended to.
+      plan: made for it.
+    """
+    heads, schedule = problem.spec.heads, plan.schedule
+    blocks = jax.eval_shape(
+        lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
+        problem.q,
+    ).shape
+    parts = (*schedule.cut_of.shape, *blocks[2:])
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (blocks, blocks[:-1], parts, parts[:-1])
+    states = [
+        jax.random.normal(key, shape, jnp.float32)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+    merge = jax.jit(merging.merge_parts)
+    return lambda index: merge(*states, schedule.cut_of, schedule.cut_items)
+
+
+def _copy(problem: CopyProblem, name: Any) -> Run:
+    """Copies in place: every call takes the pages that the last one left."""
+    jitted = jax.jit(
+        lambda pages, source, target: copy.copy_pages(
+            pages, source, target, disjoint=True, implementation=name
+        ),
+        donate_argnums=0,
+    )
+    pages = [jnp.copy(problem.pages)]
+
+    def call(index: int) -> None:
+        pages[0] = jitted(pages[0], problem.source, problem.target)
+        pages[0].block_until_ready()
+
+    def error() -> float:
+        call(0)
+        wanted = problem.pages.at[problem.target].set(problem.pages[problem.source])
+        return 0.0 if bool(jnp.all(wanted == pages[0])) else float("nan")
+
+    return Run(call, error)

@@ -1,0 +1,291 @@
+"""How many steps of a scheduler does one simulate in a second, alone and mapped?
+
+Requests of lengths like ShareGPT's come to a simulated OPT-13B at rates up to its
+saturation. One run alone, all runs mapped together, and a plain-Python scheduler of the
+same policy take turns, from an idle machine each time; a row holds one round. Everyone
+keeps the same accounts: Python's is timed without them, too.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench.simulate import plain_scheduler
+from experiments.bench.simulate.plain_scheduler import Request
+from experiments.framework import QUIET, Part, Progress, Sheet, units
+from experiments.harness import (
+    Bounds,
+    Members,
+    cost_models,
+    length_distributions,
+    part_size,
+    stack,
+)
+from experiments.harness import Part as Runner
+from experiments.plotting import style
+from jaxkv import clock
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.simulation import state
+from jaxkv.workloads import Workload
+
+KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
+PLACES, PAGE_SIZE, MAX_LENGTH, TOKEN_BUDGET = 15_728, 16, 2048, 2048
+"""An A100 of 40 GB beside OPT-13B.
+
+Source: Kwon et al. 2023, arXiv:2309.06180, table 1.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is simulated, and how often."""
+
+    num_runs: int = 64
+    """Runs that are mapped together, at rates from `min_rate` to `max_rate`."""
+    num_steps: int = 4000
+    """Steps of each, from an idle machine on."""
+    min_rate: float = 0.5
+    """Requests per second."""
+    max_rate: float = 2.2
+    """Likewise: the machine serves about 2."""
+    max_slots: int = 64
+    """Sequences that run at once at most."""
+    head: int = 16
+    """Waiting requests that the policy sees."""
+    num_python: int = 8
+    """Runs, spread over the rates, that plain Python does."""
+    rounds: int = 3
+    """Turns that everyone has."""
+    seed: int = 0
+    """Of the requests."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be measured."""
+        for name in ("num_steps", "max_slots", "head", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 1 <= self.num_python <= self.num_runs:
+            raise ValueError(f"{self.num_python=} must be in [1, {self.num_runs=}]")
+        if not 0 < self.min_rate <= self.max_rate:
+            raise ValueError(f"{self.min_rate=} must be in (0, {self.max_rate=}]")
+
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(num_runs=2, num_steps=150, max_slots=8, num_python=2, rounds=1),
+}
+
+
+def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+    """Times everyone, round after round; ended early, it has whole rounds."""
+    everyone, rows = members(config), []
+    bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
+    middle = everyone[len(everyone) // 2]
+    start = time.perf_counter()
+    alone, parts = _runner([middle], bounds), _parts(everyone, bounds)
+    every = _runner(everyone, bounds)
+    for runner in (alone, every, *parts):
+        runner.start()
+    compile_s = time.perf_counter() - start
+    spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
+    chosen = [everyone[i] for i in spread]
+    for index in progress.track(range(config.rounds), "rounds", "rounds"):
+        progress.show("one run, then all together")
+        one, whole, split = _rate([alone]), _rate([every]), _rate(parts)
+        progress.show("plain Python")
+        python = _python_rate(chosen, config, accounts=True)
+        bare = _python_rate(chosen, config, accounts=False)
+        rows.append(
+            {
+                "round": index,
+                "steps_per_s": one.per_s,
+                "steps_per_s_vmapped": split.per_s,
+                "steps_per_s_vmapped_at_once": whole.per_s,
+                "steps_per_s_python": python.per_s,
+                "steps_per_s_python_bare": bare.per_s,
+                "steps_per_cpu_s": one.per_cpu_s,
+                "steps_per_cpu_s_vmapped": split.per_cpu_s,
+                "steps_per_cpu_s_vmapped_at_once": whole.per_cpu_s,
+                "steps_per_cpu_s_python": python.per_cpu_s,
+                "steps_per_cpu_s_python_bare": bare.per_cpu_s,
+                "first_calls_s": compile_s,
+            }
+        )
+    return rows
+
+
+class Rate(NamedTuple):
+    """Steps in a second, and in one of the processor's time: all threads, no waits."""
+
+    per_s: float
+    per_cpu_s: float
+
+
+def members(config: Config) -> list[Members]:
+    """One machine for each rate, with requests for all of its steps."""
+    capacity = state.Capacity.of(
+        num_pages=PLACES // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        max_length=MAX_LENGTH,
+        token_budget=TOKEN_BUDGET,
+    )
+    # A step takes less than 0.1 s; who has no requests left would do nothing.
+    num = int(config.max_rate * config.num_steps * 0.1) + 64
+    rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
+    policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
+    loads = [load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
+    return [Members(x, capacity, policy, cost) for x in loads]
+
+
+def load(rate: float, num: int, seed: int) -> Workload:
+    """Poisson arrivals, lengths like ShareGPT's."""
+    rng = np.random.default_rng(seed)
+    lengths = length_distributions.draw(
+        length_distributions.SHAREGPT, num, MAX_LENGTH, rng
+    )
+    mixed = rng.permutation(num)
+    return Workload(
+        arrival=jnp.asarray(
+            clock.from_seconds(np.cumsum(rng.exponential(1 / rate, num)))
+        ),
+        prompt=jnp.asarray(lengths.prompt[mixed], jnp.int32),
+        output=jnp.asarray(lengths.answer[mixed], jnp.int32),
+        samples=jnp.ones(num, jnp.int32),
+        clients=jnp.int32(interface.NO_LIMIT),
+    )
+
+
+def _runner(group: list[Members], bounds: Bounds) -> Runner:
+    return Runner(stack(group), bounds, 0.0, None)
+
+
+def _parts(everyone: list[Members], bounds: Bounds) -> list[Runner]:
+    """All runs as `simulating` divides them, in parts of one size."""
+    size = part_size(len(everyone), bounds.max_slots)
+    starts = range(0, len(everyone), size)
+    starts = [min(i, len(everyone) - size) for i in starts]
+    return [_runner(everyone[i : i + size], bounds) for i in starts]
+
+
+def _rate(runners: list[Runner]) -> Rate:
+    """Steps of all together, on as many threads as there are processors."""
+    for runner in runners:
+        runner.reset()
+    start, cpu = time.perf_counter(), time.process_time()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda runner: runner.advance(), runners))
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    num = sum(float(runner.num_steps().sum()) for runner in runners)
+    return Rate(num / seconds, num / cpu_s)
+
+
+def requests(workload: Workload) -> list[Request]:
+    """The same for plain Python."""
+    arrival = np.asarray(workload.arrival, np.int64)
+    times = arrival[:, 0] * clock.SECOND + arrival[:, 1]
+    columns = (times, np.asarray(workload.prompt), np.asarray(workload.output))
+    return [Request(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
+
+
+def price(cost: cost_models.Linear) -> plain_scheduler.Price:
+    """The same cost for plain Python."""
+    prefill, small, large = (
+        [float(x) for x in values]
+        for values in (cost.prefill, cost.decode, cost.decode_large)
+    )
+    least = float(cost.large)
+
+    def seconds(decodes: int, rows: int, decode_context: int, context: int) -> float:
+        if not decodes:
+            return prefill[0] + prefill[1] * rows
+        base, key, each = small if decodes < least else large
+        attended = decode_context + context
+        return base + key * attended + each * decodes + prefill[1] * rows
+
+    return seconds
+
+
+def plain_bounds(config: Config) -> plain_scheduler.Bounds:
+    """The same machine for plain Python."""
+    return plain_scheduler.Bounds(
+        num_pages=PLACES // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        token_budget=TOKEN_BUDGET,
+        max_slots=config.max_slots,
+        head=config.head,
+    )
+
+
+def _python_rate(chosen: list[Members], config: Config, *, accounts: bool) -> Rate:
+    """Steps of plain Python, one run after the other."""
+    num, seconds, cpu_s = 0, 0.0, 0.0
+    for member in chosen:
+        asks, cost = requests(member.workload), member.cost
+        assert isinstance(cost, cost_models.Linear)
+        costs, notes = price(cost), []
+        start, cpu = time.perf_counter(), time.process_time()
+        served = plain_scheduler.serve(
+            *(asks, plain_bounds(config), costs),
+            notes.append if accounts else None,
+            config.num_steps,
+        )
+        seconds += time.perf_counter() - start
+        cpu_s += time.process_time() - cpu
+        num += served.num_steps
+    return Rate(num / seconds, num / cpu_s)
+
+
+def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds, and how they compare."""
+    if not result:
+        return dict.fromkeys(KEYS)
+    names = [name for name in result[0] if name != "round"]
+    medians = {name: statistics.median(row[name] for row in result) for name in names}
+    ratios = [row[KEYS[1]] / row[KEYS[2]] for row in result]
+    return medians | {"ratio": statistics.median(ratios), "rounds": len(result)}
+
+
+def summary(result: list[dict[str, Any]]) -> list[Part]:
+    """Tells the rates, side by side."""
+    if not result:
+        return []
+    found = metrics(result)
+    python = found["steps_per_s_python"]
+    cpu = found["steps_per_cpu_s_python"]
+    names = {
+        "": "one run",
+        "_vmapped": "all mapped, in parts on all threads",
+        "_vmapped_at_once": "all mapped at once",
+        "_python": "plain Python",
+        "_python_bare": "plain Python, no accounts",
+    }
+    lines = []
+    for name, label in names.items():
+        here, of_cpu = found[f"steps_per_s{name}"], found[f"steps_per_cpu_s{name}"]
+        cells = [f"{here:,.0f}", f"{here / python:.2f}x", f"{of_cpu:,.0f}"]
+        lines.append([label, *cells, f"{of_cpu / cpu:.2f}x"])
+    note = (
+        f"medians of {found['rounds']} rounds; compiling and first calls, "
+        f"{units.seconds(found['first_calls_s'])}, stand apart."
+    )
+    heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
+    return [Sheet("steps of a scheduler in a second", heads, lines, note)]
+
+
+def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+    """Draws the rates of everyone."""
+    found, colors = metrics(result), style.colors()
+    labels = ["one run", "all mapped", "plain Python"]
+    values = [found[name] or 0.0 for name in KEYS]
+    bars = ax.barh(range(3), values, 0.7, color=[colors[5], colors[5], "0.7"])
+    ax.bar_label(bars, [units.rate(x) for x in values], fontsize=6, padding=2)
+    ax.set_yticks(range(3), labels)
+    ax.invert_yaxis()
+    ax.set_xlabel("steps per second")
+    ax.margins(x=0.15)

@@ -1,0 +1,199 @@
+"""Who takes part in the benchmark of training: us, and PyTorch in another process."""
+
+import functools
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench.decode import Answerer
+from jaxkv.models.config import ModelConfig
+from scaling.corpora import corpora
+from scaling.costs import devices
+from scaling.training import OptimizerConfig, Schedule, StepConfig, architectures
+from scaling.training.step import compiled, init
+
+if TYPE_CHECKING:
+    from experiments.bench.train.experiment import Config
+
+KINDS = {"eager": "PyTorch", "compiled": "PyTorch, compiled"}
+SCRIPT = Path(__file__).with_name("train_peer_script.py")
+NUM_CHECKED = 4
+"""Steps whose losses are compared."""
+RATE = 1e-3
+OPTIMIZER = OptimizerConfig(kind="adamw", max_grad_norm=math.inf)
+_PROBE = 2048
+
+
+class Case(NamedTuple):
+    """A model and the batches that it is trained on."""
+
+    model: ModelConfig
+    batch_size: int
+    seq_len: int
+
+    @classmethod
+    def of(cls, config: "Config", width: int) -> "Case":
+        """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
+        model = ModelConfig(
+            vocab_size=corpora.VOCAB_SIZE,
+            hidden_size=width,
+            num_layers=config.num_layers,
+            num_q_heads=width // config.head_dim,
+            num_kv_heads=width // config.head_dim,
+            head_dim=config.head_dim,
+            mlp_size=4 * width,
+            max_positions=config.seq_len,
+            norm="layer",
+            positions="learned",
+            activation="gelu_tanh",
+            gated=False,
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            family="gpt2",
+        )
+        return cls(model, config.batch_size, config.seq_len)
+
+
+class Ours:
+    """Our own steps, many of them a call. Making it compiles.
+
+    Args:
+      case: what is trained.
+      dtype: of the forward and backward pass.
+    """
+
+    name = "jaxkv"
+    version = f"jax {jax.__version__}"
+    optimizer = "optax"
+
+    def __init__(self, case: Case, dtype: Any = "float32"):
+        self.case = case
+        self._tokens = case.batch_size * case.seq_len
+        whole = architectures.training_flops(
+            case.model, batch=case.batch_size, sequence=case.seq_len
+        )
+        self.flops_per_token = whole / self._tokens
+        self._seed, self._dtype = jnp.int32(0), dtype
+        rng = np.random.default_rng(0)
+        num = max(100_000, 2 * case.seq_len + 2)
+        text = rng.integers(0, case.model.vocab_size, num, np.uint16)
+        self._stream = jnp.asarray(text)
+        how = StepConfig(dtype=dtype)
+        self._call = compiled(case.model, OPTIMIZER, case.batch_size, case.seq_len, how)
+        self._state = init(case.model, OPTIMIZER, self._seed)
+        self.params = self._state.params
+        start = time.perf_counter()
+        self.losses = [self._train(1)]
+        first_s = time.perf_counter() - start
+        start = time.perf_counter()
+        self.losses += [self._train(1) for _ in range(NUM_CHECKED - 1)]
+        later_s = (time.perf_counter() - start) / max(1, NUM_CHECKED - 1)
+        self.compile_s = max(0.0, first_s - later_s)
+        self._step_s = later_s
+
+    def windows(self) -> np.ndarray:
+        """The text of the steps that are compared, [steps, batch, seq_len + 1]."""
+        draw = functools.partial(
+            corpora.draw, batch_size=self.case.batch_size, seq_len=self.case.seq_len
+        )
+        steps = jnp.arange(NUM_CHECKED, dtype=jnp.int32)
+        return np.asarray(
+            jax.vmap(lambda step: draw(self._stream, self._seed, step))(steps)
+        )
+
+    def rate(self, seconds: float) -> float:
+        """Tokens per second of training on, in calls of a tenth of the time or so."""
+        start, num = time.perf_counter(), 0
+        while (taken := time.perf_counter() - start) < seconds or not num:
+            some = max(1, round(seconds / 10 / self._step_s))
+            before = time.perf_counter()
+            self._train(some)
+            self._step_s = (time.perf_counter() - before) / some
+            num += some
+        return num * self._tokens / taken
+
+    def utilisation(self, rate: float) -> float | None:
+        """Share of what the accelerator's data sheet promises; None on a CPU."""
+        if jax.default_backend() == "cpu":
+            return None
+        kind = jax.local_devices()[0].device_kind
+        try:
+            device = devices.find(kind.removeprefix("NVIDIA "))
+        except ValueError:  # no data sheet of it
+            return None
+        return rate * self.flops_per_token / device.rate(self._dtype)
+
+    def _train(self, num_steps: int) -> float:
+        schedule = Schedule.constant(RATE)
+        self._state, loss = self._call(
+            self._state, self._stream, schedule, self._seed, jnp.int32(num_steps)
+        )
+        return float(loss)
+
+
+class Rival(Answerer):
+    """PyTorch in a process of its own, as a context; leaving it ends the process.
+
+    Args:
+      kind: one of `KINDS`.
+      python: the interpreter that has it installed.
+      num_threads: processor threads that it may use.
+
+    Raises:
+      ValueError: the interpreter cannot be started.
+    """
+
+    def __init__(self, kind: str, python: Path, num_threads: int):
+        super().__init__(KINDS[kind], python, [str(SCRIPT), kind, str(num_threads)])
+
+    def prepare(self, ours: Ours, seconds: float) -> None:
+        """Has it build our model from our weights, and train our first steps."""
+        arrays: dict[str, Any] = {"windows": ours.windows()}
+        for path, leaf in jax.tree.leaves_with_path(ours.params):
+            name = ".".join(str(getattr(x, "key", getattr(x, "idx", ""))) for x in path)
+            arrays[name] = np.asarray(leaf)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "start.npz")
+            np.savez(file, **arrays)
+            said = self.ask(
+                {
+                    "file": str(file),
+                    "num_heads": ours.case.model.num_q_heads,
+                    "eps": ours.case.model.norm_eps,
+                    "learning_rate": RATE,
+                    "betas": [OPTIMIZER.beta1, OPTIMIZER.beta2],
+                    "weight_decay": OPTIMIZER.weight_decay,
+                    "trial_s": seconds / 4,
+                }
+            )
+        self.losses: list[float] = said["losses"]
+        self.compile_s: float = said["compile_s"]
+        self.optimizer = f"AdamW, {said['optimizer']}"
+
+    def rate(self, seconds: float) -> float:
+        """Tokens per second of training on.
+
+        Raises:
+          ValueError: the peer broke down; the line says what it said last.
+        """
+        return self.ask({"seconds": seconds})["tokens_per_s"]
+
+
+def product_rate(dtype: str = "float32", repeats: int = 8) -> float:
+    """Operations per second of products of square matrices, the best of some."""
+    x = jnp.ones((_PROBE, _PROBE), dtype)
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(x, x))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(product(x, x))
+        times.append(time.perf_counter() - start)
+    return 2 * _PROBE**3 / min(times)

@@ -1,0 +1,106 @@
+"""Standard output and error as they are found: closed, full, or with nobody to read.
+
+What goes wrong on standard error costs no work: a run of hours does not end because the
+disk of its log is full. On standard output it ends the command, in a line with a name.
+Warnings are a line each.
+"""
+
+import io
+import os
+import sys
+import warnings
+from collections.abc import Buffer, Callable
+from typing import Any, TextIO
+
+from experiments.cli import compilation_cache
+
+
+class Unwritable(Exception):
+    """Standard output cannot be written.
+
+    Attributes:
+      is_left: whether it is because who read it has gone, as `head` does.
+    """
+
+    def __init__(self, error: OSError):
+        super().__init__(f"standard output: cannot be written: {error.strerror}")
+        self.is_left = isinstance(error, BrokenPipeError)
+
+
+def prepare() -> None:
+    """Guards the streams of this process, and opens those that it began without.
+
+    Raises:
+      ValueError: standard output is closed.
+    """
+    is_closed = sys.stdout is None
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # the next file opened would be taken for it
+            os.open(os.devnull, os.O_RDWR)
+    sys.stderr = _guarded(sys.stderr, 2, lambda error: None)
+    if is_closed:
+        raise ValueError("standard output is closed; send it to a file or /dev/null")
+    sys.stdout = _guarded(sys.stdout, 1, _refuse)
+    hook: Any = _warn  # its type would be that of one function
+    warnings.showwarning = hook
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Prints a warning, in one line and once."""
+    said = compilation_cache.explain(" ".join(str(message).split()))
+    if said not in _warned:
+        _warned.add(said)
+        print("jaxkv: warning:", said, file=sys.stderr)
+
+
+_warned: set[str] = set()
+
+
+def _refuse(error: OSError) -> None:
+    raise Unwritable(error)
+
+
+def _guarded(
+    before: TextIO | None, number: int, failed: Callable[[OSError], None]
+) -> TextIO:
+    """The same stream, with a guard below its buffers."""
+    is_file = isinstance(before, io.TextIOWrapper)
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Guard(number, failed)),
+        encoding=before.encoding if is_file else "utf-8",
+        errors="replace",
+        line_buffering=before.line_buffering if is_file else True,
+        write_through=is_file and before.write_through,
+    )
+
+
+class _Guard(io.FileIO):
+    """A file that after a failure is one to nowhere.
+
+    Args:
+      number: of the file, which stays open.
+      failed: is told of the failure, and may raise what it likes.
+    """
+
+    def __init__(self, number: int, failed: Callable[[OSError], None]):
+        super().__init__(number, "w", closefd=False)
+        self._failed, self._is_lost = failed, False
+
+    def write(self, data: Buffer, /) -> int:
+        """Writes some of the bytes; says how many."""
+        try:
+            if not self._is_lost:
+                return super().write(data)
+        except OSError as error:
+            self._is_lost = True
+            self._failed(error)
+        return memoryview(data).nbytes

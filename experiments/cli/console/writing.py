@@ -1,0 +1,76 @@
+"""Writes answers to standard output while they grow: one after the other, for a person.
+
+Where it is no terminal nothing stands there but their texts, and headings between them.
+"""
+
+import os
+import sys
+
+from experiments.harness import showing
+
+
+class Writer:
+    """Writes texts that grow side by side one after the other.
+
+    The first that is not complete is live; what later ones have waits for its turn.
+    On a terminal the prompt stands before each answer, and nothing that a model says
+    can steer the terminal.
+    """
+
+    def __init__(self, prompts: tuple[str, ...], *, whole: bool = False):
+        """Begins with the first.
+
+        Args:
+          prompts: what each text goes on from.
+          whole: whether texts come whole, with their scores, and not as they grow.
+        """
+        self._prompts, self._whole = prompts, whole
+        self._waiting = [""] * len(prompts)
+        self._complete = [False] * len(prompts)
+        self._scores: list[float | None] = [None] * len(prompts)
+        self._turn, self._begun = 0, False
+        self._on_terminal = sys.stdout.isatty()
+        self._begin()
+
+    def __call__(
+        self, index: int, text: str, complete: bool, score: float | None = None
+    ) -> None:
+        """Takes new text of an answer, whether it is complete with it, and a score."""
+        self._waiting[index] += text
+        self._complete[index] |= complete
+        self._scores[index] = self._scores[index] if score is None else score
+        while self._turn < len(self._prompts):
+            self._begin()
+            if self._begun:
+                self._say(self._waiting[self._turn])
+                self._waiting[self._turn] = ""
+            if not self._complete[self._turn]:
+                return
+            self._say("\n")
+            self._turn, self._begun = self._turn + 1, False
+            self._begin()
+
+    def finish(self) -> None:
+        """Writes what still waits."""
+        for index in range(self._turn, len(self._prompts)):
+            self(index, "", True)
+
+    def _begin(self) -> None:
+        """Says what stands before the text in turn, once that can be known."""
+        if self._begun or self._turn == len(self._prompts):
+            return
+        if self._whole and not self._complete[self._turn]:
+            return
+        self._begun = True
+        if len(self._prompts) > 1:
+            score = self._scores[self._turn]
+            scored = "" if score is None else f", score {score:.3f}"
+            self._say(f"--- {self._turn + 1} of {len(self._prompts)}{scored} ---\n")
+        if self._on_terminal:
+            prompt = showing.visible(self._prompts[self._turn])
+            is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+            sys.stdout.write(prompt if is_plain else f"\033[1m{prompt}\033[0m")
+
+    def _say(self, text: str) -> None:
+        sys.stdout.write(showing.visible(text) if self._on_terminal else text)
+        sys.stdout.flush()

@@ -1,0 +1,5 @@
+"""`jaxkv cost`."""
+
+__all__ = [
+    "command",
+]

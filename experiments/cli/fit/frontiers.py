@@ -1,0 +1,294 @@
+"""What a log of runs says of the compute optimum before any law is fitted to it.
+
+Approach 2 wherever runs share budgets, by every method, and approach 1 where there are
+training curves: their exponents stand beside the fitted law's.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.framework import Progress
+from scaling.fits import FitResult
+from scaling.frontiers import Frontier, Groups, envelope, isoflop, parabola
+from scaling.frontiers import frontier as frontiers_frontier
+from scaling.frontiers.frontier import CHUNK, NEAR, Find, compare, disagreement
+from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, find_groups
+from scaling.logs import LETTERS, Log
+
+ENVELOPE = "envelope"
+PARABOLA = "parabola"
+CORRECTED = "parabola, corrected"
+PROJECTION, ROBUST = "projection", "projection, robust"
+ROBUST_RESAMPLES = 4 * CHUNK
+"""At most, since each takes several fits; the first ones of every method's."""
+NUM_BUDGETS = 500
+"""Of the envelope; more do not change its exponent in the third digit."""
+MAX_GROUPED = 2048
+"""Runs in isoFLOP groups; of more, so many drawn at random, from every group alike."""
+
+
+class Found(NamedTuple):
+    """Frontiers of a log.
+
+    Attributes:
+      groups: its isoFLOP groups; there may be none.
+      frontiers: by method.
+      windows: of parabolas through 3, 5 and 7 sizes, without intervals.
+      exponents: alpha and beta of the surface by projection; None if there is none, a
+        term of it vanishes, or it is in doubt.
+      notes: why something is not there, in sentences.
+      doubts: about the surface and between methods, in sentences.
+    """
+
+    groups: Groups
+    frontiers: list[Frontier]
+    windows: list[Frontier]
+    exponents: tuple[float, float] | None
+    notes: list[str]
+    doubts: list[str]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the methods warn of."""
+        said = [
+            line
+            for each in self.frontiers
+            for line in each.warnings
+            # An envelope always ends in its smallest and its largest size.
+            if each.method != ENVELOPE or "edge of the sizes" not in line
+        ]
+        said += self.doubts
+        return said + compare(self.windows, what="window of the parabola")
+
+
+def find(
+    log: Log,
+    *,
+    tolerance: float,
+    smoothing: float,
+    resamples: int,
+    level: float,
+    seed: int,
+    progress: Progress,
+) -> Found:
+    """Finds the frontiers that a log has.
+
+    Args:
+      log: the runs.
+      tolerance: of budgets in a group, as `grouping.find_groups` has it.
+      smoothing: of training curves, decades of FLOPs.
+      resamples: of every bootstrap.
+      level: of the intervals.
+      seed: of the draws.
+      progress: watches; once it is stopped, what was drawn is used.
+    """
+
+    def frontier(
+        method: str, found: Find, flops: np.ndarray, strata: np.ndarray
+    ) -> Frontier:
+        most = min(resamples, ROBUST_RESAMPLES) if method == ROBUST else resamples
+        return frontiers_frontier.frontier(
+            method,
+            found,
+            flops,
+            strata,
+            resamples=0 if progress.stopped else most,
+            level=level,
+            seed=seed,
+            track=lambda sizes: _track(sizes, method, progress),
+        )
+
+    if missing := [
+        x for x in ("num_params", "num_tokens", "loss") if x not in log.columns
+    ]:
+        nothing = Groups((), np.empty(0, int), len(log.runs))
+        said = " and ".join(LETTERS[x] for x in missing)
+        line = f"no isoFLOP groups, no envelope: the log has no {said}"
+        return Found(nothing, [], [], None, [line], [])
+    notes: list[str] = []
+    groups = _groups(log, tolerance, notes)
+    results: list[Frontier] = []
+    windows: list[Frontier] = []
+    doubts: list[str] = []
+    exponents = None
+    if len(groups.groups) < 2:
+        notes.append(
+            f"no isoFLOP groups: fewer than two budgets have {MIN_SIZES} "
+            f"sizes within {tolerance:.0%}"
+        )
+        groups = Groups((), np.empty(0, int), len(log.runs))
+    else:
+        surface = isoflop.surface(groups)
+        robust = isoflop.surface(groups, robust=True)
+        methods: list[tuple[str, Find]] = [
+            (PARABOLA, isoflop.by_parabola(groups)),
+            ("akima", isoflop.by_akima(groups)),
+            (PROJECTION, isoflop.by_projection(groups, surface)),
+            (ROBUST, isoflop.by_projection(groups, robust)),
+        ]
+        if num := groups.num_merged:
+            sizes = "size is" if num == 1 else "sizes are"
+            notes.append(
+                f"{num} {sizes} within {SAME_SIZE:.0%} of another in an "
+                "isoFLOP group, and merged with it"
+            )
+        if groups.num_left:
+            notes.append(f"{groups.num_left} runs are in no isoFLOP group")
+        flops, strata = groups.flops, groups.strata
+        results = [frontier(*method, flops, strata) for method in methods]
+        bare = [
+            (f"parabola of {window}", isoflop.by_parabola(groups, window))
+            for window in isoflop.WINDOWS
+            if max(group.sizes.size for group in groups.groups) >= window
+        ]
+        windows = [frontiers_frontier.frontier(*each, flops, strata) for each in bare]
+        doubts = [
+            f"projection: {line}" for line in isoflop.doubts(groups, surface, robust)
+        ]
+        doubts += disagreement(results)
+        if doubts:
+            notes.append(
+                "the bias of parabolas is not told or taken out: the surface that it "
+                "is computed from is in doubt"
+            )
+        elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
+            exponents = float(surface.alpha[0]), float(surface.beta[0])
+            corrected = isoflop.by_parabola(groups, None, exponents)
+            results.append(
+                frontiers_frontier.frontier(CORRECTED, corrected, flops, strata)
+            )
+    curves = log.curves
+    if curves is None and not log.has_one_row_per_run:
+        curves = log
+    if curves is not None:
+        results += _envelope(curves, smoothing, frontier, notes)
+    return Found(groups, results, windows, exponents, notes, doubts)
+
+
+def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
+    """Groups what runs ended at: of several rows of a run, the last."""
+    order = np.argsort(log.columns["flops"], kind="stable")
+    last = {log.runs[i]: int(i) for i in order}
+    rows = np.array(sorted(last.values()), int)
+    names = ("num_params", "num_tokens", "flops", "loss")
+
+    def group(rows: np.ndarray) -> Groups:
+        columns = (log.columns[name][rows] for name in names)
+        found = find_groups(*columns, tolerance=tolerance)
+        return found._replace(rows=rows[found.rows])
+
+    groups = group(rows)
+    num = groups.rows.size
+    if num <= MAX_GROUPED:
+        return groups
+    notes.append(
+        f"isoFLOP minima are found from {MAX_GROUPED:,} of {num:,} grouped runs"
+    )
+    places = np.random.default_rng(0).permutation(num)
+    # The n-th run of each group before the n + 1-th of any, up to the groups' shares.
+    strata = groups.strata[places]
+    order = np.argsort(strata, kind="stable")
+    first = np.searchsorted(strata[order], strata[order])
+    share = np.empty(num)
+    share[order] = (np.arange(num) - first) / np.bincount(strata)[strata[order]]
+    chosen = places[np.argsort(share, kind="stable")[:MAX_GROUPED]]
+    return group(np.sort(groups.rows[chosen]))._replace(num_left=groups.num_left)
+
+
+def _envelope(
+    curves: Log,
+    smoothing: float,
+    frontier: Callable[[str, Find, np.ndarray, np.ndarray], Frontier],
+    notes: list[str],
+) -> list[Frontier]:
+    columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
+    try:
+        read = envelope.read_off(
+            curves.labels(), *columns, num_budgets=NUM_BUDGETS, smoothing=smoothing
+        )
+    except ValueError as error:
+        notes.append(f"no envelope: {error}")
+        return []
+    strata = np.zeros(len(read.num_params), int)
+    return [frontier(ENVELOPE, envelope.envelope(read), read.flops, strata)]
+
+
+def _track(sizes: Any, method: str, progress: Progress) -> Any:
+    """Passes chunks of resamples on under a bar that counts resamples."""
+    sizes = [*sizes]
+    if not sizes:
+        return
+    update, done = progress.bar(method, sum(sizes), "resamples"), 0
+    for size in sizes:
+        if progress.stopped:
+            return
+        yield size
+        done += size
+        update(done)
+
+
+def expected_shift(found: Found) -> str:
+    """Says how far the parabola's vertices lie from the minima of the fitted surface.
+
+    Returns:
+      A sentence; empty where there is no parabola or no correction.
+    """
+    by_name = {each.method: each for each in found.frontiers}
+    plain, corrected = by_name.get(PARABOLA), by_name.get(CORRECTED)
+    if plain is None or corrected is None or found.exponents is None:
+        return ""
+    with np.errstate(invalid="ignore"):
+        ratio = plain.minima.num_params[0] / corrected.minima.num_params[0]
+    ratio = ratio[np.isfinite(ratio)]
+    if not ratio.size:
+        return ""
+    alpha, beta = found.exponents
+    off = 100 * (np.exp(np.log(ratio).mean()) - 1)
+    centred = 100 * (10 ** parabola.vertex_shift(alpha, beta, 1.0, 9) - 1)
+    return (
+        f"The surface by projection has alpha {alpha:.3f} and beta {beta:.3f}: there "
+        f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
+        "through 9 centred ones over two decades); `parabola, corrected` takes it out."
+    )
+
+
+def against(fit: FitResult, found: Found) -> list[str]:
+    """Warns where a law's optimum and a frontier's grow differently.
+
+    Args:
+      fit: of a law; one without an optimum is not compared.
+      found: the frontiers with intervals; an envelope, whose runs are not decayed, is
+        left out.
+    """
+    said = []
+    for each in found.frontiers:
+        ours, theirs = fit.exponent_intervals.get("a"), each.num_params
+        if ours is None or not (theirs and theirs.interval) or each.method == ENVELOPE:
+            continue
+        low, high = theirs.interval
+        apart = abs(fit.exponents["a"] - theirs.exponent)
+        if apart > NEAR and (low > ours[1] or high < ours[0]):
+            said.append(
+                f"{fit.law} has N* grow as C^{fit.exponents['a']:.3f}, {each.method} "
+                f"as C^{theirs.exponent:.3f}, outside of each other's intervals"
+            )
+    return said
+
+
+def to_json(each: Frontier) -> dict[str, Any]:
+    """Writes a frontier down as JSON values."""
+    laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
+    exponents = {name: law.exponent if law else None for name, law in laws.items()}
+    intervals = {
+        f"{name}_interval": law.interval if law else None for name, law in laws.items()
+    }
+    return {
+        "method": each.method,
+        **exponents,
+        **intervals,
+        "num_minima": int((each.minima.reason[0] == 0).sum()),
+        "num_budgets": len(each.flops),
+        "num_resamples": each.num_resamples,
+    }

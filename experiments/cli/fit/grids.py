@@ -1,0 +1,189 @@
+"""What a fit's figure is drawn from, computed before anything is drawn."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.cli.fit.frontiers import PARABOLA, Found
+from experiments.cli.fit.groups import Part
+from experiments.cli.fit.outcomes import Contour, Curve
+from scaling.fits import FitResult, profile
+from scaling.fits.fit import predict
+from scaling.frontiers import parabola
+from scaling.frontiers.groups import by_size
+from scaling.laws import published
+from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
+
+MAX_SIZES = 6
+"""Curves in one panel: as many as can be told apart."""
+NUM_POINTS = 80
+"""Of a curve."""
+NUM_CELLS = (41, 61)
+"""Of a contour, along each axis: for many runs, and for fewer than `FEW_RUNS`, whose
+valleys are narrow beside how far their resamples lie apart."""
+FEW_RUNS = 60
+MAX_ROWS = 1024
+"""Rows of which the objective is drawn over a plane: it takes time and memory by the
+row, and of more it hardly rises over the plane that resamples reach."""
+
+Columns = Mapping[str, np.ndarray]
+
+
+def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
+    """The first law's loss against compute, for some of the sizes that were run.
+
+    Returns:
+      The sizes, and lines with a row for each, not numbers where no run is near. None
+      for a law that reads more than N, D and C, or a log that lacks some of them, and
+      for groups, whose lines would be a thicket.
+    """
+    fit = parts[0].fits[0]
+    if len(parts) > 1 or not {*SIZES} <= columns.keys():
+        return np.empty(0), Curve(np.empty((0, 0)), np.empty((0, 0)))
+    n, d, c = (columns[name] for name in SIZES)
+    sizes = np.unique(n)
+    if sizes.size > MAX_SIZES:
+        places = np.linspace(0, sizes.size - 1, MAX_SIZES).round().astype(int)
+        sizes = sizes[places]
+    flops = np.geomspace(c.min() / 2, c.max() * 2, NUM_POINTS)
+    if not {*fit.inputs} <= {*SIZES}:
+        sizes = sizes[:0]
+    x = np.tile(flops, (sizes.size, 1))
+    y = np.full(x.shape, np.nan)
+    for i, size in enumerate(sizes):
+        tokens = flops / (_per_param_and_token(columns) * size)
+        ratio = tokens / size
+        near = (tokens > d.min() / 2) & (tokens < d.max() * 2)
+        near &= (ratio > (d / n).min() / 2) & (ratio < (d / n).max() * 2)
+        if near.any():
+            at = {
+                "num_params": np.full(near.sum(), size),
+                "num_tokens": tokens[near],
+                "flops": flops[near],
+            }
+            y[i, near] = predict(fit, at)[0]
+    return sizes, Curve(x, y)
+
+
+def frontier(parts: Sequence[Part], columns: Columns) -> Curve:
+    """The loss of the first law's compute optimum, a decade beyond the runs.
+
+    Of a log that has but one of N, D and C it is the law itself, against that one.
+    Lines of groups stand one after the other, with gaps between them.
+    """
+    lines = [_frontier(part.fits[0], part.rows, columns) for part in parts]
+    gap = np.array([np.nan])
+    x, y = (
+        [piece for each in axis for piece in (each, gap)]
+        for axis in zip(*lines, strict=True)
+    )
+    return Curve(np.concatenate(x[:-1]), np.concatenate(y[:-1]))
+
+
+def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> Curve:
+    law, mine = fit.find_law(), {name: x[rows] for name, x in columns.items()}
+    nothing = Curve(np.empty(0), np.empty(0))
+    if not {*SIZES} <= columns.keys():
+        there = [name for name in SIZES if name in columns]
+        if [*law.inputs] != there:
+            return nothing
+        seen = mine[there[0]]
+        x = np.geomspace(seen.min() / 2, seen.max() * 10, NUM_POINTS)
+        return Curve(x, predict(fit, {there[0]: x})[0])
+    if law.two_powers is None:
+        return nothing
+    flops = mine["flops"]
+    x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
+    by_6nd = x * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(mine)
+    loss = published.optimum(law, fit.coefficients, by_6nd).loss
+    return Curve(x, np.asarray(loss, float))
+
+
+def _per_param_and_token(columns: Columns) -> float:
+    """C / (N D) of the runs: 6, unless their FLOPs were counted some other way."""
+    n, d, c = (columns[name] for name in ("num_params", "num_tokens", "flops"))
+    return float(np.median(c / (n * d)))
+
+
+class Grouped(NamedTuple):
+    """IsoFLOP groups to draw.
+
+    Attributes:
+      group: of each run, -1 for none.
+      curves: parabolas of all sizes of a group, a row for each.
+      minima: of them; not numbers where there is none.
+    """
+
+    group: np.ndarray
+    curves: Curve
+    minima: Curve
+
+
+def parabolas_of(parts: Sequence[Part], is_fitted: np.ndarray) -> Grouped:
+    """The parabolas through a log's isoFLOP groups, those of all parts."""
+    group, num_groups = np.full(is_fitted.size, -1), 0
+    found = []
+    for part in parts:
+        each = _parabolas(part.found, int((part.rows & is_fitted).sum()))
+        there = each.group >= 0
+        each.group[there] += num_groups
+        group[part.rows & is_fitted] = each.group
+        num_groups += len(part.found.groups.groups)
+        found.append(each)
+    return Grouped(
+        group,
+        Curve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
+        Curve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
+    )
+
+
+def _parabolas(found: Found, num_runs: int) -> Grouped:
+    groups = found.groups.groups
+    group = np.full(num_runs, -1)
+    x = np.full((len(groups), NUM_POINTS), np.nan)
+    y = x.copy()
+    for i, each in enumerate(groups):
+        group[found.groups.rows[each.places]] = i
+        loss, weight = by_size(each, np.ones((1, each.places.size)))
+        vertex = parabola.fit(np.log10(each.sizes), loss, weight)
+        x[i] = np.geomspace(each.sizes[0], each.sizes[-1], NUM_POINTS)
+        y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
+    plain = [each for each in found.frontiers if each.method == PARABOLA]
+    if not plain:
+        return Grouped(group, Curve(x, y), Curve(np.empty(0), np.empty(0)))
+    best = plain[0].minima
+    return Grouped(group, Curve(x, y), Curve(best.num_params[0], best.loss[0]))
+
+
+def contour(fit: FitResult, columns: Columns) -> Contour:
+    """The objective over the plane of two coefficients; not of very many rows."""
+    names = profile.pair(fit)
+    if names is None:
+        none = np.empty(0)
+        return Contour("", "", none, none, np.empty((0, 0)), none, none)
+    places = [[*fit.coefficients].index(name) for name in names]
+    samples = fit.sampled()[:, places]
+    x, y = (_range(fit, place, samples[:, i]) for i, place in enumerate(places))
+    if fit.num_points > MAX_ROWS:
+        none = np.empty((0, 0))
+        return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
+    objective = profile.profile(fit, columns, names, x, y)
+    # Where a law is exact the least objective is rounding.
+    over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
+    return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])
+
+
+def _range(fit: FitResult, place: int, samples: np.ndarray) -> np.ndarray:
+    """The values of a coefficient to look at: about twice as wide as its samples."""
+    value = [*fit.coefficients.values()][place]
+    samples = samples[np.isfinite(samples)]
+    half = 0.0
+    if samples.size:
+        low, high = np.quantile(samples, (0.02, 0.98))
+        half = 1.5 * max(value - low, high - value)
+    elif np.isfinite(fit.covariance[place, place]):
+        half = 4 * float(np.sqrt(max(fit.covariance[place, place], 0.0)))
+    half = float(np.clip(half, 0.05 * abs(value) + 1e-6, 0.9 * abs(value) + 2e-6))
+    cells = NUM_CELLS[fit.num_points < FEW_RUNS]
+    return np.linspace(value - half, value + half, cells)

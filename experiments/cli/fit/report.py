@@ -1,0 +1,177 @@
+"""What a fit says: the keys of its document, and tables and sentences for a person."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.cli.fit.outcomes import Result
+from experiments.framework import Part, Sheet, units
+from scaling.fits import goodness
+
+MAX_ROWS = 25
+"""Held-out runs in a table; the largest by compute where there are more."""
+
+KEYS = (
+    *("law", "coefficients", "intervals", "exponents", "exponent_intervals"),
+    *("objective", "num_points", "status", "distinct_minima", "condition_number"),
+    *("bounds_hit", "warnings", "held_out", "residual_sizes"),
+)
+"""Of each fit in the document; `fit.json` has the others too."""
+
+
+OPTIONAL = ("group", "fixed", "bounds")
+"""And these, where there are such."""
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """The keys of the first fit; `fits` has all where there are several."""
+    document = json.loads(result.document)
+    fits = [_keys(document)] + [_keys(each) for each in document["others"]]
+    by = {"by": document["by"]} if "by" in document else {}
+    return {
+        **fits[0],
+        "warnings": fits[0]["warnings"] + document.get("log_warnings", []),
+        **by,
+        **({"fits": fits} if len(fits) > 1 or by else {}),
+        "count": document["count"],
+        "notes": document["notes"],
+        "frontiers": document["frontiers"],
+        "frontier_warnings": document["frontier_warnings"],
+    }
+
+
+def summary(result: Result) -> list[Part]:
+    """Tables of coefficients, laws, frontiers and held-out runs; doubts in words."""
+    document = json.loads(result.document)
+    fits = [document, *document["others"]]
+    parts: list[Part] = [_coefficients(fit) for fit in fits]
+    parts.append(_laws(fits, document["scored"]))
+    if document["frontiers"]:
+        parts.append(_frontiers(document))
+    if not result.is_fitted.all():
+        parts.append(_held_out(result))
+    warnings = [f"{_name(fit)}: {line}" for fit in fits for line in fit["warnings"]]
+    warnings = document.get("log_warnings", []) + warnings
+    parts.append(_lines("warnings", warnings + document["frontier_warnings"]))
+    return [*parts, _lines("how the log was read", document["notes"])]
+
+
+def _keys(fit: dict[str, Any]) -> dict[str, Any]:
+    return {key: fit[key] for key in KEYS} | {
+        key: fit[key] for key in OPTIONAL if fit.get(key)
+    }
+
+
+def _name(fit: dict[str, Any]) -> str:
+    """The law, and the group that it was fitted to."""
+    return f"{fit['law']}, {fit['group']}" if "group" in fit else fit["law"]
+
+
+def _coefficients(fit: dict[str, Any]) -> Sheet:
+    rows = []
+    for name, value in fit["coefficients"].items():
+        interval = _interval(fit["intervals"].get(name))
+        if name in fit.get("fixed", {}):
+            interval = "given"
+        rows.append((name, _short(value), interval))
+    for name, value in fit["exponents"].items():
+        interval = _interval(fit["exponent_intervals"].get(name))
+        rows.append((_OPTIMA[name], _short(value), interval))
+    level = f"{fit['level']:.0%} interval"
+    note = f"{fit['formula']}. {fit['source']}."
+    return Sheet(_name(fit), ("coefficient", "value", level), rows, note)
+
+
+_OPTIMA = {"a": "a: N* ~ C^a", "b": "b: D* ~ C^b"}
+
+
+def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
+    rows = []
+    for fit in fits:
+        held = fit["held_out"] or {}
+        rows.append(
+            (
+                _name(fit),
+                units.cell(fit["num_points"]),
+                units.cell(fit["objective"]),
+                goodness.percentages([*fit["residual_sizes"].values()]),
+                fit["status"],
+                units.cell(fit["distinct_minima"]),
+                units.cell(fit["condition_number"]),
+                units.cell(held.get("num_points")),
+                _percent(held.get("mean_error")),
+                _percent(held.get("worst_error")),
+                _percent(held.get("last_error"), "+"),
+                units.share(held.get("covered")),
+            )
+        )
+    heads = (
+        *("law", "runs", "objective", "off by: half, 90 %, all", "status", "minima"),
+        "condition",
+        *("held-out runs", "mean error", "worst", "largest run", "inside 90 %"),
+    )
+    note = (
+        f"{scored} Errors are of ln(fitted / seen); the sign is the largest run's. "
+        "Half of the fitted runs are off by less than the first number, nine tenths by "
+        "less than the second."
+    )
+    return Sheet("laws", heads, rows, note)
+
+
+def _frontiers(document: dict[str, Any]) -> Sheet:
+    rows = []
+    for each in document["frontiers"]:
+        rows.append(
+            (
+                ", ".join(filter(None, (each["method"], each.get("group")))),
+                f"{each['num_minima']} of {each['num_budgets']}",
+                units.cell(each["a"]),
+                _interval(each["a_interval"]),
+                units.cell(each["b"]),
+                units.cell(each["loss_exponent"]),
+            )
+        )
+    heads = ("method", "minima", "a", "interval of a", "b", "of L*")
+    note = "N* ~ C^a, D* ~ C^b, by least squares through the minima. "
+    return Sheet("optima", heads, rows, note + document["shift"])
+
+
+def _held_out(result: Result) -> Sheet:
+    held = np.flatnonzero(~result.is_fitted)
+    shown = held[np.argsort(-result.flops[held], kind="stable")][:MAX_ROWS]
+    rows = []
+    for i in shown:
+        cells = [units.cell(int(result.row[i]))]
+        sizes = (result.num_params, result.num_tokens, result.flops)
+        cells += [f"{x[i]:.3g}" if np.isfinite(x[i]) else "-" for x in sizes]
+        cells.append(units.cell(float(result.loss[i])))
+        for predicted in result.predicted:
+            off = float(np.log(predicted[i] / result.loss[i]))
+            cells.append(f"{predicted[i]:.4g} ({_percent(off, '+')})")
+        rows.append(cells)
+    left = len(held) - len(shown)
+    note = f"And {left} smaller ones." if left else ""
+    heads = ("row", "N", "D", "C", "seen", *(str(law) for law in result.laws))
+    return Sheet("held-out runs", heads, rows, note)
+
+
+def _lines(title: str, lines: Sequence[str]) -> Sheet:
+    rows = [(f"{i}.", line) for i, line in enumerate(lines, 1)]
+    return Sheet(title, ("", ""), rows)
+
+
+def _interval(pair: Sequence[float | None] | None) -> str:
+    if pair is None or None in pair:
+        return "-"
+    return " to ".join(map(_short, pair))
+
+
+def _short(value: float | None) -> str:
+    """Four digits; unlike counts, coefficients are not written in full."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{100 * value:{sign}.2f} %"

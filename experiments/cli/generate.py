@@ -1,0 +1,250 @@
+"""Answers prompts with a model on disk, live on the terminal: `jaxkv generate`.
+
+Only the standard library is imported up here: `--help` needs the options alone.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from typing import Annotated, Any, Literal
+
+from experiments.cli import parsing
+from experiments.cli.console import interrupts, writing
+from experiments.cli.run import Answer
+from experiments.harness import bundled
+
+STEPS_PER_CALL = 4
+"""Text comes this many tokens at a time; a benchmark would take more."""
+PAGE_SIZE = 16
+MAX_ANSWERS = 64
+"""To one prompt: each has a slot, and a slot has its pages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to answer, and how tokens are drawn."""
+
+    prompt: tuple[str, ...]
+    """Text to go on from; may be given several times."""
+    max_tokens: int = 128
+    """Tokens after which an answer ends."""
+    temperature: float = 0.8
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Most likely tokens kept; 0 keeps all."""
+    top_p: float = 0.95
+    """Probability that the kept tokens reach, in (0, 1]."""
+    min_p: float = 0.0
+    """Smallest probability kept, as a share of the largest, in [0, 1]."""
+    seed: int = 0
+    """Of the draws; the second prompt's is one more, and so on."""
+    stop: tuple[str, ...] = ()
+    """Text that ends an answer; may be given several times."""
+    n: int = 1
+    """Answers to each prompt."""
+    best_of: Annotated[int | None, parsing.without("n")] = None
+    """Answers drawn for each prompt, of which the n most likely ones are kept, the best
+    first."""
+    beam_width: Annotated[int | None, parsing.without("no search")] = None
+    """Searches with so many beams for the most likely answers, instead of drawing; the
+    n best are shown, each with its score, once the search has ended."""
+    length_penalty: float = 1.0
+    """Of beams: an answer scores its log-probability / its tokens to this power, so a
+    larger one favours long answers."""
+    early_stopping: Literal["false", "true", "never"] = "false"
+    """Whether beams end as soon as there are beam_width answers; false goes on while
+    better ones are likely, never while they are possible."""
+    chat: bool = False
+    """Whether a prompt is a message to a chat model, in its own format."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and pages."""
+
+
+def generate(model: str, options: Options) -> Answer:
+    """Answers the prompts, all at once, and streams the texts in their order.
+
+    Ctrl-C ends the answers with what they have.
+
+    Args:
+      model: a folder, or the name of a bundled model.
+      options: what to answer.
+
+    Returns:
+      The completions, with status 130 if they were ended early, 143 if by SIGTERM.
+
+    Raises:
+      ValueError: the model, a prompt or an option cannot be used.
+    """
+    asks = _asks(options)
+    num_drawn, num_kept = asks[0].num_sequences, options.n
+    # Answers stream as they grow, unless it is known only later which are kept.
+    is_ranked = options.beam_width is not None or num_drawn > num_kept
+    found: list[list[dict[str, Any]]] = [
+        [
+            {"text": "", "tokens": [], "reason": "cancelled"}
+            | {"sample": sample, "score": None, "prompt": i}
+            for sample in range(num_drawn)
+        ]
+        for i in range(len(asks))
+    ]
+    status, complete, keeps = 0, set(), None
+    engine, prompts = _engine(model, options)
+    for i, pair in enumerate(zip(prompts, asks, strict=True)):
+        engine.submit(*pair, request_id=i)
+    headings = tuple(text for text in options.prompt for _ in range(num_kept))
+    write, start_s = writing.Writer(headings, whole=is_ranked), time.perf_counter()
+    if options.beam_width is not None:
+        print("[searching: no text before the end]", file=sys.stderr)
+
+    def write_all(request: int) -> None:
+        for place, each in enumerate(found[request][:num_kept]):
+            write(request * num_kept + place, each["text"], True, each["score"])
+
+    with contextlib.ExitStack() as stack:
+        try:
+            for event in engine.stream():
+                if not keeps:  # all is compiled; from here on there is something
+                    keeps = interrupts.handling(interrupts.stop, _pass)
+                    stack.enter_context(keeps)
+                i, sample = event.request_id, event.sample
+                if options.beam_width is None:  # beams are no answers yet
+                    mine = found[i][sample]
+                    mine["text"] += event.text
+                    mine["tokens"] += event.tokens
+                    mine["reason"] = event.reason or mine["reason"]
+                if not is_ranked:
+                    is_over = event.reason is not None
+                    write(i * num_kept + sample, event.text, is_over)
+                if event.completion is not None:
+                    found[i] = [
+                        {name: getattr(each, name) for name in _TOLD} | {"prompt": i}
+                        for each in event.completion.answers
+                    ]
+                    complete.add(i)
+                    if is_ranked:
+                        write_all(i)
+        except KeyboardInterrupt as error:
+            status = getattr(error, "status", interrupts.STATUS)
+            if is_ranked:  # of those under way none is known to be the best
+                for i in range(len(asks)):
+                    if i not in complete:
+                        write_all(i)
+    write.finish()
+    completions = [each for answers in found for each in answers[:num_kept]]
+    print(_summary(completions, time.perf_counter() - start_s), file=sys.stderr)
+    return Answer({"completions": completions}, [], [], status)
+
+
+_TOLD = ("text", "tokens", "reason", "sample", "score")
+"""Fields of an answer that the document has, beside the number of its prompt."""
+
+
+def _asks(options: Options) -> list[Any]:
+    """What is asked for each prompt.
+
+    Raises:
+      ValueError: an option is out of its range, or means nothing beside another.
+    """
+    from jaxkv.sampling import Sampling
+
+    if not options.prompt:
+        raise ValueError("give at least one --prompt")
+    is_search = options.beam_width is not None
+    for name, nothing in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if value not in (nothing, getattr(Options, name)):
+            why = "beam search draws nothing" if is_search else "needs --beam-width"
+            raise ValueError(f"{flag} {value}: {why}")
+    asks = [
+        Sampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed + i,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            n=options.n,
+            best_of=options.best_of,
+            beam_width=options.beam_width,
+            length_penalty=options.length_penalty,
+            early_stopping=_EARLY_STOPPING[options.early_stopping],
+        )
+        for i in range(len(options.prompt))
+    ]
+    num_sequences = asks[0].num_sequences
+    if num_sequences > MAX_ANSWERS:
+        kind = "beams for" if is_search else "answers to"
+        raise ValueError(
+            f"{num_sequences} {kind} a prompt must be at most {MAX_ANSWERS}"
+        )
+    return asks
+
+
+_EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
+_ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
+"""Options of draws, and the values by which they are off."""
+_ONLY_SEARCHES = (("length_penalty", 1), ("early_stopping", "false"))
+
+
+def _pass(number: int) -> None:
+    """Hears Ctrl-C, which the handler has seen to."""
+
+
+def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
+    """Says in a line how it ended, and how well a single answer scores."""
+    num = sum(len(each["tokens"]) for each in completions)
+    reasons = ", ".join(dict.fromkeys(each["reason"] for each in completions))
+    said = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
+    if len(completions) == 1 and completions[0]["score"] is not None:
+        said += f"; score {completions[0]['score']:.3f}"
+    return f"[{said}]"
+
+
+def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
+    """Loads the model, encodes the prompts, and makes an engine that holds them."""
+    from jaxkv.engine import state
+    from jaxkv.models import checkpoints, transformer
+    from jaxkv.serving.engine import Engine
+
+    folder = bundled.folder_of(model)
+    loaded = checkpoints.load_model(folder, dtype=options.dtype)
+    tokenizer, shape = loaded.tokenizer, loaded.config
+    if tokenizer is None:
+        raise ValueError(f"{folder}: has no tokenizer that reads text")
+    if options.chat:
+        messages = [[{"role": "user", "content": text}] for text in options.prompt]
+        prompts = [tokenizer.encode_chat(message) for message in messages]
+    else:
+        prompts = [tokenizer.encode(text) for text in options.prompt]
+    # Powers of two: few configurations, so that a later start finds its programs.
+    longest = max(map(len, prompts)) + options.max_tokens
+    max_length = min(_power_of_two(max(longest, 256)), shape.max_positions)
+    num_beams = options.beam_width or 0
+    num_sequences = max(options.n, options.best_of or 0, num_beams)
+    max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
+    max_slots = max(max_slots, _power_of_two(num_sequences))
+    bounds = state.EngineConfig(
+        num_pages=max_slots * -(-max_length // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        max_slots=max_slots,
+        max_length=max_length,
+        max_stop_tokens=max(4, len(loaded.eos_ids)),
+        max_beams=_power_of_two(num_beams) if num_beams else 0,
+        steps_per_call=STEPS_PER_CALL,
+    )
+    engine = Engine(
+        loaded.params,
+        transformer.Forward(shape, bounds.numerics),
+        transformer.make_pages(shape, bounds, dtype=options.dtype),
+        bounds,
+        tokenizer=tokenizer,
+        eos_ids=loaded.eos_ids,
+        vocab_size=shape.vocab_size,
+    )
+    return engine, prompts
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()

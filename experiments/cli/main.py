@@ -1,0 +1,460 @@
+"""The only command line: `jaxkv`.
+
+Every command is a function from its arguments to an `Answer`; `main` prints that as
+one JSON document (`--json`) or as tables, and turns errors into exit statuses. Only
+the standard library is imported up here, so that `--help` answers at once: an
+experiment, and with it jax, is imported when its name has been read.
+
+To add a command, write such a function and give it a line in `_COMMANDS`. To add an
+experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME` too.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from experiments.cli import compilation_cache, run
+from experiments.cli.console import interrupts, outputs
+from experiments.cli.run import Answer
+from experiments.framework import config_json, refused, registry
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      args: the words after `jaxkv`; those of the process by default.
+
+    Returns:
+      0 when done, 2 on bad input, 1 on failure, 130 after Ctrl-C, 75 where the time
+      given was up and the same command goes on.
+    """
+    if args is None:  # the process is ours
+        try:
+            outputs.prepare()
+        except ValueError as error:
+            return _complain(error, 1)
+        with interrupts.leaving_at_once():
+            return main(sys.argv[1:])
+    as_json = "--json" in args
+    args = [arg for arg in args if arg != "--json"]
+    _prepare_streams(as_json)
+    try:
+        # Whatever else a library prints must not stand beside the document.
+        with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+            answer = _dispatch(args)
+        if answer is not None:
+            _print(answer, as_json)
+        sys.stdout.flush()
+        return 0 if answer is None else answer.status
+    except outputs.Unwritable as error:  # who reads no more is not told so
+        return 1 if error.is_left else _complain(error, 1)
+    except KeyboardInterrupt as error:
+        status = getattr(error, "status", interrupts.STATUS)
+        return _complain(str(error) or "interrupted", status)
+    except Exception as error:
+        if refused.is_refusal(error):
+            return _complain(error, 2)
+        traceback.print_exc()
+        return 1
+
+
+def _prepare_streams(as_json: bool) -> None:
+    """Lets no text fail for the encoding of where it goes; JSON is always UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if as_json and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
+def _dispatch(args: list[str]) -> Answer | None:
+    """Finds the command that the first word names, and calls it with the others."""
+    try:
+        name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
+        return _COMMANDS[name].call(args[1:])
+    except SystemExit:  # help was asked for, and has been printed
+        return None
+
+
+def _demo(args: list[str]) -> Answer:
+    return _lift_metrics(_experiment("demo", args, "jaxkv demo"))
+
+
+def _bench(args: list[str]) -> Answer:
+    known = [x for x in registry.entries() if x.name.startswith("bench_")]
+    questions = {x.name.removeprefix("bench_"): x.question for x in known}
+    name = _word(args, "benchmark", questions, "usage: jaxkv bench BENCHMARK [OPTIONS]")
+    return _lift_metrics(_experiment(f"bench_{name}", args[1:], f"jaxkv bench {name}"))
+
+
+def _run(args: list[str]) -> Answer:
+    args = [args[0].replace("-", "_"), *args[1:]] if _is_word(args) else args
+    questions = {x.name: x.question for x in registry.entries()}
+    name = _word(args, "experiment", questions, _RUN_USAGE)
+    return _experiment(name, args[1:], f"jaxkv run {name}")
+
+
+def _generate(args: list[str]) -> Answer:
+    import tyro
+
+    from experiments.cli import generate
+    from experiments.harness import bundled
+
+    prog, known = "jaxkv generate MODEL", ", ".join(bundled.names())
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError(f"which model? A folder, or one of: {known}")
+    flags = args[1:] if _is_word(args) else args
+    repeatable: Any = tyro.conf.UseAppendAction[generate.Options]
+    description = f"MODEL is a folder, or the name of a bundled model: {known}."
+    options: Any = _parse(repeatable, flags, prog, description)
+    compilation_cache.keep_programs()
+    return generate.generate(args[0], options)
+
+
+def _cost(args: list[str]) -> Answer:
+    from experiments.cli.cost import command as cost_command
+
+    prog = "jaxkv cost MODEL"
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError(
+            f"which model? A config.json, a folder, or {cost_command.names()}"
+        )
+    flags = args[1:] if _is_word(args) else args
+    description = (
+        f"MODEL is a config.json, a folder with one, or {cost_command.names()}."
+    )
+    options = _parse(cost_command.Options, flags, prog, description)
+    return cost_command.cost(args[0], options)
+
+
+def _fit(args: list[str]) -> Answer:
+    from experiments.cli.fit import command as fit_command
+
+    log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
+    base = fit_command.Config(log=log)
+    if (file := _value_of(flags, "--config")) is not None:
+        base = config_json.config_loads(
+            fit_command.Config, config_json.read_text(file), file
+        )
+        base = dataclasses.replace(base, log=log or base.log)
+    description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
+    where = "LOG/fit for a sweep, or a new one under runs/"
+    config, out, max_seconds = _parse_config(
+        base, flags, "jaxkv fit LOG", description, where
+    )
+    if not config.log:
+        raise ValueError("which log? A CSV, JSON, or the folder of a sweep")
+    compilation_cache.keep_programs()
+    is_sweep = out is None and Path(config.log).is_dir()
+    out = Path(config.log) / "fit" if is_sweep else out
+    experiment = fit_command.experiment(config.log)
+    answer = _lift_metrics(run.run(experiment, config, out, max_seconds))
+    if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
+        from experiments.framework import run_folder
+
+        run_folder.write(
+            Path(config.log) / "fit.json", config_json.read_text(out / "fit.json")
+        )
+    return answer
+
+
+def _train(args: list[str]) -> Answer:
+    return _configured("train", "training_one", args)
+
+
+def _sweep(args: list[str]) -> Answer:
+    return _configured("sweep", "sweeping", args)
+
+
+def _configured(command: str, module: str, args: list[str]) -> Answer:
+    """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
+    compilation_cache.keep_programs()
+    from experiments.cli.train import configs
+
+    shipped = {"train": configs.TRAININGS, "sweep": configs.SWEEPS}[command]
+    known, prog = ", ".join(shipped), f"jaxkv {command} CONFIG"
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError(f"which config? A JSON file, or one of: {known}")
+    found = importlib.import_module(f"experiments.{module}")
+    flags = args[1:] if _is_word(args) else args
+    description = f"CONFIG is a JSON file, or one of: {known}."
+    options: Any = _parse(found.Options, flags, prog, description)
+    return getattr(found, command)(args[0], options)
+
+
+def _plan(args: list[str]) -> Answer:
+    import tyro
+
+    from experiments.cli.plan import command as plan_command
+
+    repeatable: Any = tyro.conf.UseAppendAction[plan_command.Options]
+    description = "A budget becomes a device, N, D, a loss and an architecture."
+    return plan_command.plan(_parse(repeatable, args, "jaxkv plan", description))
+
+
+def _list(args: list[str]) -> Answer:
+    from experiments.framework import report
+
+    _parse(_NoOptions, args, "jaxkv list", "The experiments and their configs.")
+    known = registry.entries()
+    rows = [(x.name, " ".join(x.configs), x.question) for x in known]
+    sheet = report.Sheet("", ("experiment", "configs", "question"), rows)
+    line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
+    return Answer({"experiments": known}, [sheet], [line])
+
+
+def _claims(args: list[str]) -> Answer:
+    from experiments.cli import results_page
+
+    description = "Claims of run folders: what was published, ours, and the verdict."
+    options = _parse(results_page.Options, args, "jaxkv claims", description)
+    return results_page.claims(options.folder, options.write)
+
+
+class Command(NamedTuple):
+    """A command: what its line of help says, and what carries it out."""
+
+    help: str
+    call: Callable[[list[str]], Answer]
+
+
+_COMMANDS = {
+    "demo": Command("serve the bundled model: static batching against ours", _demo),
+    "list": Command("the experiments and their configs", _list),
+    "run": Command("run an experiment and keep its folder", _run),
+    "generate": Command("continue text with a model", _generate),
+    "bench": Command("measure speed on this machine", _bench),
+    "cost": Command("count a model's parameters, operations and bytes", _cost),
+    "train": Command("train one model", _train),
+    "sweep": Command("train many, for a law to be fitted to", _sweep),
+    "fit": Command("fit scaling laws to a log of training runs", _fit),
+    "plan": Command("choose the best model for a budget", _plan),
+    "claims": Command("what was published, ours, and the verdict", _claims),
+}
+
+_USAGE = """usage: jaxkv COMMAND [OPTIONS]
+
+Every command takes --help, and --json for one JSON document on standard output."""
+
+_RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
+       jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
+
+
+class _Asked(NamedTuple):
+    """What an experiment is run with: its config, and where and how long."""
+
+    config: Any
+    out: Path | None = None
+    max_seconds: float = math.inf
+
+
+def _experiment(name: str, args: list[str], prog: str) -> Answer:
+    """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
+    compilation_cache.keep_programs()
+    experiment = registry.load(name)
+    config_name = args[0] if _is_word(args) else None
+    if config_name is not None and config_name not in experiment.configs:
+        line = config_json.unknown("config", config_name, experiment.configs)
+        raise ValueError(f"{prog}: {line}")
+    return run.run(experiment, *_read_config(experiment, config_name, args, prog))
+
+
+def _read_config(
+    experiment: registry.Experiment,
+    config_name: str | None,
+    args: list[str],
+    prog: str,
+) -> _Asked:
+    """Reads what an experiment is run with from its arguments."""
+    base = experiment.configs[config_name or next(iter(experiment.configs))]
+    config_type: Any = type(base)
+    flags = args if config_name is None else args[1:]
+    file = _value_of(flags, "--config")
+    if file is not None:
+        if config_name is not None:
+            raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
+        base = config_json.config_loads(config_type, config_json.read_text(file), file)
+    description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
+    return _parse_config(base, flags, f"{prog} [CONFIG]", description)
+
+
+def _parse_config(
+    base: Any,
+    args: list[str],
+    prog: str,
+    description: str,
+    out: str = "a new one under runs/",
+) -> _Asked:
+    """Reads changes to a config, and the rest; `--config` has been seen to."""
+    config_type: Any = type(base)
+    if (plain := _plain(base, args)) is not None:
+        return plain
+
+    # Only here: a machine that is lent for a benchmark may not have it.
+    import tyro
+
+    from experiments.cli import parsing
+
+    bare = tyro.conf.arg(name="")  # the config's fields are flags without a prefix
+    no_none: Any = tyro.conf.DisallowNone  # a config's field may be changed to it
+    rest = [
+        ("out", Path | None, "Folder for the results.", out, None),
+        ("config", Path | None, _CONFIG_HELP, "the config named", None),
+        ("max_seconds", float, parsing.MAX_SECONDS, "no end", math.inf),
+    ]
+    options = dataclasses.make_dataclass(
+        "Options",
+        [
+            ("settings", Annotated[config_type, bare], base),
+            *(
+                (name, Annotated[kind, no_none, parsing.without(said, help)], default)
+                for name, kind, help, said, default in rest
+            ),
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+    parsed: Any = _parse(options, args, prog, description, ())
+    return _Asked(parsed.settings, parsed.out, parsed.max_seconds)
+
+
+_CONFIG_HELP = "A config.json to start from, in place of a named config."
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoOptions:
+    """A command that takes nothing but --help and --json."""
+
+
+def _lift_metrics(answer: Answer) -> Answer:
+    """Puts metrics beside the document's other keys, as a command of its own has."""
+    document = {k: v for k, v in answer.document.items() if k != "metrics"}
+    return answer._replace(document=document | answer.document["metrics"])
+
+
+def _is_word(args: list[str]) -> bool:
+    return bool(args) and not args[0].startswith("-")
+
+
+def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> str:
+    """Reads the first word as one of the choices, or prints help that lists them."""
+    if args[:1] in (["-h"], ["--help"]):
+        width = max(map(len, choices), default=0)
+        lines = [f"  {name:{width}}  {help}" for name, help in choices.items()]
+        print("\n".join([usage, "", *lines]))
+        raise SystemExit(0)
+    if not _is_word(args):
+        raise ValueError(f"which {kind}? One of: {', '.join(choices)}")
+    if args[0] not in choices:
+        raise ValueError(config_json.unknown(kind, args[0], choices))
+    return args[0]
+
+
+def _parse[T](
+    options: type[T],
+    args: list[str],
+    prog: str,
+    description: str,
+    markers: tuple[Any, ...] | None = None,
+) -> T:
+    """Parses flags into a dataclass; tyro's framed errors become one line."""
+    import tyro
+
+    if markers is None:  # what is not given is None, and nobody gives it
+        markers = (tyro.conf.DisallowNone,)
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                options,
+                args=args,
+                prog=prog,
+                description=description,
+                # A field of several types keeps the one that its default has.
+                config=(tyro.conf.AvoidSubcommands, *markers),
+            )
+    except SystemExit as done:
+        if done.code:
+            line = _one_line(errors.getvalue())
+            raise ValueError(f"{prog}: {line}") from None
+        raise
+
+
+def _one_line(framed: str) -> str:
+    """Takes what is wrong, and the nearest flags, out of a framed error of tyro's."""
+    # A title, then sections between rules; the frame is drawn only on a UTF-8 terminal.
+    lines = [line.strip("│ ") for line in framed.splitlines()]
+    sections: list[list[str]] = [[]]
+    for line in lines[1:]:
+        if line.strip("─-╰╯"):
+            sections[-1].append(line)
+        elif sections[-1]:
+            sections.append([])
+    said = re.sub(r"^Error parsing (settings(\.|: )?)?", "", " ".join(sections[0]))
+    said = re.sub("'None', |, 'None'", "", said)  # which no flag takes
+    near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]
+    if near and "Perhaps you meant" in framed:
+        said += f"; did you mean {' or '.join(dict.fromkeys(near))}?"
+    return said or " ".join(framed.split())
+
+
+def _value_of(args: list[str], flag: str) -> str | None:
+    """Looks ahead for the value of a flag, `--flag value` or `--flag=value`."""
+    for arg, following in zip(args, [*args, None][1:], strict=True):
+        if arg == flag:
+            return following
+        if arg.startswith(f"{flag}="):
+            return arg.partition("=")[2]
+    return None
+
+
+def _plain(base: Any, args: list[str]) -> _Asked | None:
+    """Reads what is asked if it is at most one `--out`, `--config`, `--max-seconds`."""
+    rest, found = list(args), {}
+    while rest:
+        flag, joined, value = rest.pop(0).partition("=")
+        if not joined and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+        if flag in found or flag not in _PLAIN or not value:
+            return None
+        found[flag] = value
+    try:
+        max_seconds = float(found.get("--max-seconds", "inf"))
+    except ValueError:
+        return None
+    out = found.get("--out")
+    return _Asked(base, None if out is None else Path(out), max_seconds)
+
+
+_PLAIN = ("--out", "--config", "--max-seconds")
+
+
+def _print(answer: Answer, as_json: bool) -> None:
+    if as_json:
+        print(config_json.dumps(answer.document))
+        return
+    from experiments.cli.console import printing
+
+    printing.print_parts(answer.parts)
+    if answer.parts and answer.lines:
+        print()
+    for line in answer.lines:
+        print(line)
+
+
+def _complain(what: object, status: int) -> int:
+    print("jaxkv:", refused.line(what), file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""`jaxkv plan`."""
+
+__all__ = [
+    "command",
+]

@@ -1,0 +1,177 @@
+"""Every claim that records of experiments judge, on one page.
+
+A record is a run folder that ships with the project, or any other one. The page is made
+from their `claims.json` alone, so that it cannot say what no run found.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from experiments.cli import parsing
+from experiments.cli.run import Answer
+from experiments.framework import Claim, config_json, registry, report
+
+RECORDS = Path(__file__).parent / "records"
+PAGE = Path(__file__).parent / "RESULTS.md"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `claims` takes."""
+
+    folder: Annotated[
+        Path | None, parsing.without("the records that ship with the project")
+    ] = None
+    """Where run folders lie."""
+    write: Annotated[Path | None, parsing.without("none")] = None
+    """File to write a page of all claims to."""
+
+
+class Record(NamedTuple):
+    """What a run folder says of itself."""
+
+    experiment: str
+    question: str
+    config: str
+    """Name of its config; "own" if it has none of the shipped ones."""
+    folder: str
+    """Its path, relative to the folder that was asked for."""
+    env: dict[str, Any]
+    claims: list[Claim]
+
+
+def find(folder: Path) -> list[Record]:
+    """Reads all run folders in a folder, in order of their paths.
+
+    Raises:
+      ValueError: there is none, or a file in one cannot be read as what it should be.
+    """
+    found = [read(path.parent, folder) for path in sorted(folder.rglob("claims.json"))]
+    if not found:
+        raise ValueError(f"{folder}: holds no run folder with a claims.json")
+    return found
+
+
+_OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
+"""What the page says of where a record was made."""
+
+
+def _claim(row: dict[str, Any]) -> Claim:
+    """Reads a claim, each field of its type; a number that was none is null."""
+    for name, hint in get_type_hints(Claim).items():
+        if row[name] is not None or hint is not float:
+            config_json.restore(hint, row[name], name)
+    return Claim(**row)
+
+
+def read(run: Path, root: Path) -> Record:
+    """Reads one run folder."""
+    try:
+        env, claimed, ours = (
+            json.loads(config_json.read_text(run / f"{name}.json"))
+            for name in ("env", "claims", "config")
+        )
+        for name, kind in _OF_ENV.items():
+            config_json.restore(kind, env[name], name)
+        claims = [_claim(x) for x in claimed]
+        experiment = registry.load(str(env["experiment"]))
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{run}: not a run folder: {error}") from None
+    names = (
+        name
+        for name, config in experiment.configs.items()
+        if json.loads(config_json.config_dumps(config)) == ours
+    )
+    return Record(
+        experiment=experiment.name,
+        question=experiment.question,
+        config=next(names, "own"),
+        folder=run.relative_to(root).as_posix(),
+        env=env,
+        claims=claims,
+    )
+
+
+def sheets(records: list[Record]) -> list[report.Part]:
+    """A table of each record's claims, for a person at a terminal."""
+    return [
+        report.Sheet(
+            f"{x.experiment} {x.config}",
+            ("verdict", "claim", "numbers"),
+            [(c.verdict, c.claim, report.claim_numbers(c)) for c in x.claims],
+        )
+        for x in records
+        if x.claims
+    ]
+
+
+def page(records: list[Record]) -> str:
+    """Writes the page in Markdown."""
+    verdicts = [claim.verdict for record in records for claim in record.claims]
+    counts = ", ".join(
+        f"{verdicts.count(name)} {word}"
+        for name, word in (
+            ("holds", "hold"),
+            ("differs", "differ"),
+            ("fails", "fail"),
+        )
+    )
+    said = [
+        "# Claims, and what we found",
+        f"{len(verdicts)} claims: {counts}. *Holds*: ours lies within the tolerance."
+        " *Fails*: it does not, under the same conditions. *Differs*: the conditions"
+        " cannot be compared, and the note says why. `jaxkv claims --write` makes this"
+        " page from the run folders in `experiments/records`.",
+    ]
+    for record in records:
+        if not record.claims:
+            continue
+        env = record.env
+        said.append(
+            f"## {record.question}\n\n`jaxkv run {record.experiment} {record.config}`,"
+            f" {env['started_at'][:10]}, {env['duration_s']:.0f} s, {env['cpu']}"
+            f" ({env['num_cpus']} cores). Folder: `records/{record.folder}`."
+        )
+        rows = ["| | claim | numbers | |", "|---|---|---|---|"]
+        for claim in record.claims:
+            cells = (
+                f"**{claim.verdict}**",
+                claim.claim,
+                report.claim_numbers(claim),
+                claim.note,
+            )
+            rows.append(
+                f"| {' | '.join(x.replace('|', chr(92) + '|') for x in cells)} |"
+            )
+        said.append("\n".join(rows))
+    return "\n\n".join(said) + "\n"
+
+
+def claims(folder: Path | None, write: Path | None) -> Answer:
+    """Carries out the command.
+
+    Args:
+      folder: where run folders lie; None means the records that ship.
+      write: file to write the page to.
+    """
+    records = find(RECORDS if folder is None else folder)
+    lines = []
+    if write is not None:
+        from experiments.framework import run_folder
+
+        run_folder.write(write, page(records))
+        lines.append(f"page: {write}")
+    document = {
+        "records": [
+            {
+                "experiment": x.experiment,
+                "config": x.config,
+                "folder": x.folder,
+                "claims": x.claims,
+            }
+            for x in records
+        ]
+    }
+    return Answer(document, sheets(records), lines)

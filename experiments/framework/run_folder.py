@@ -1,0 +1,402 @@
+"""Run folders: what was asked, on what, what came out, and the figure drawn from it.
+
+    config.json                  the config, as `--config` takes it back
+    env.json                     status, versions, device, processor, commit, time
+    result.npz or runs.jsonl     a result of arrays, or of rows
+    claims.json                  published numbers held against ours
+    figure.svg, figure.png       drawn from the files above, never from memory
+    report.md                    all of it for a reader
+    fit.json                     a fitted law, as `plan` reads it
+    sweep.json, prediction.json  what was trained, and what was foreseen
+
+Every file is written aside and renamed, so a reader never meets half of one. The status
+in `env.json` is "running" until the run is "done", was "interrupted", or has "failed".
+One process writes there at a time.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import typing
+from collections.abc import Generator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from experiments.framework import config_json, environment
+from experiments.framework import report as framework_report
+from experiments.framework.claims import Claim
+from experiments.framework.registry import Experiment
+from experiments.framework.report import Part, Verdicts
+from experiments.plotting import style
+from scaling import locking
+
+FILES = (
+    *("config.json", "env.json", "result.npz", "runs.jsonl", "claims.json"),
+    *("figure.svg", "figure.png", "report.md", "fit.json"),
+    *("sweep.json", "prediction.json"),
+)
+"""What a run folder may hold."""
+EARLIER = ".earlier"
+"""Where in the folder an earlier run waits until the new one is whole."""
+DEFAULT = Path("runs")
+"""Where run folders go that nobody gave a place."""
+
+Status = Literal["running", "done", "interrupted", "failed"]
+
+
+class Run(NamedTuple):
+    """A run folder, read back and checked.
+
+    Attributes:
+      folder: where it lies.
+      config: the config, of the experiment's type.
+      env: the content of `env.json`.
+      result: the result, of the experiment's type, arrays as NumPy's.
+      claims: the claims, judged anew from the result.
+      metrics: its numbers, computed anew from the result.
+      parts: what to tell a person of it.
+    """
+
+    folder: Path
+    config: Any
+    env: dict[str, Any]
+    result: Any
+    claims: list[Claim]
+    metrics: dict[str, Any]
+    parts: list[Part]
+
+
+@contextlib.contextmanager
+def claimed(out: Path | None, name: str) -> Generator[Path]:
+    """Has the folder of a run to itself, and makes it where it is missing.
+
+    Args:
+      out: where it should be, as `new_folder` takes it.
+      name: the experiment's name.
+
+    Yields:
+      The folder. If there is nothing in it in the end, it is gone.
+
+    Raises:
+      ValueError: another process writes there, or it cannot be used.
+    """
+    folder = new_folder(out, name)
+    lock = locking.WriterLock(folder)
+    try:
+        yield folder
+    finally:
+        lock.close()
+        _drop_empty(folder)
+
+
+def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) -> Path:
+    """Writes what a command without a run found into a folder.
+
+    Args:
+      folder: where; `None` picks a new one, `runs/NAME-DATE-TIME`.
+      name: of the command.
+      contents: text or bytes of each file, by its name.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: another process writes there, or it cannot be written.
+    """
+    folder = folder or new_folder(None, name)
+    with contextlib.closing(locking.WriterLock(folder)):
+        for file, content in contents.items():
+            write(folder / file, content)
+    return folder
+
+
+def new_folder(out: Path | None, name: str) -> Path:
+    """Chooses the folder of a run; `claimed` has it to itself.
+
+    Args:
+      out: where it should be: a new or empty folder, or an earlier run's, which is
+        then replaced. `None` makes a new one, `runs/NAME-DATE-TIME`.
+      name: the experiment's name.
+
+    Raises:
+      ValueError: `out` is a file, or holds something that is not a run.
+    """
+    if out is None:
+        return _stamped(name)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: is a file, not a folder")
+    if out.exists() and not _is_run(out) and _entries(out) - {locking.NAME}:
+        raise ValueError(f"{out}: holds something else than a run; name a new folder")
+    return out
+
+
+def _stamped(name: str) -> Path:
+    """Makes a folder that nobody else has, though they start in the same second."""
+    stamp, number = f"{name}-{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        out = DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            out.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ValueError(f"{out}: cannot be written: {error.strerror}") from None
+        else:
+            return out
+
+
+def begin(folder: Path, experiment: Experiment, config: Any) -> None:
+    """Writes what is known before the work: `config.json` and `env.json`.
+
+    What an earlier run left in the folder is put aside, so that the new config never
+    stands beside old results; `finish` deletes it, `abandon` puts it back.
+
+    Raises:
+      ValueError: the folder cannot be made, or nothing can be written there.
+    """
+    env = {"experiment": experiment.name, "status": "running"} | environment.describe()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / EARLIER).is_dir():  # the run that put it there was killed
+            abandon(folder)
+        if _is_run(folder):
+            (folder / EARLIER).mkdir()
+            _move(folder, folder / EARLIER)
+        write(folder / "config.json", config_json.config_dumps(config))
+        write(folder / "env.json", config_json.dumps(env))
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
+
+
+def abandon(folder: Path) -> None:
+    """Takes back what `begin` did: an earlier run is back, a new folder is gone."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    if (folder / EARLIER).is_dir():
+        _move(folder / EARLIER, folder)
+        (folder / EARLIER).rmdir()
+    _drop_empty(folder)
+
+
+def has_result(folder: Path) -> bool:
+    """Tells whether a run came as far as writing its result."""
+    return any((folder / name).exists() for name in ("result.npz", "runs.jsonl"))
+
+
+def mark(folder: Path, status: Status) -> None:
+    """Notes in `env.json` what became of a run that has no result."""
+    env = _env(folder) | {"status": status}
+    write(folder / "env.json", config_json.dumps(env))
+
+
+def finish(
+    folder: Path,
+    experiment: Experiment,
+    result: Any,
+    *,
+    duration_s: float,
+    interrupted: bool = False,
+) -> Run:
+    """Writes the result, reads it back, and derives everything else from that.
+
+    Args:
+      folder: a folder that `begin` prepared.
+      experiment: what was run.
+      result: what `experiment.run` returned.
+      duration_s: how long that took.
+      interrupted: whether it was stopped before its end.
+
+    Returns:
+      The run as it stands in the folder.
+
+    Raises:
+      TypeError: the result holds something that neither file can.
+    """
+    if isinstance(result, list):
+        rows = (config_json.dumps(row, indent=None) + "\n" for row in result)
+        write(folder / "runs.jsonl", "".join(rows))
+    else:
+        arrays = _flatten(result)
+        _write(folder / "result.npz", lambda file: np.savez_compressed(file, **arrays))
+    run = read(folder, experiment)
+    write(folder / "claims.json", config_json.dumps(run.claims))
+    for name, text in experiment.files(run.result).items():
+        write(folder / name, text)
+    draw(run, experiment)
+    status: Status = "interrupted" if interrupted else "done"
+    env = _env(folder) | {"status": status, "duration_s": duration_s}
+    report = framework_report.report(experiment.question, run.config, env, run.parts)
+    write(folder / "report.md", report)
+    # The last word: whoever reads "done" finds everything else.
+    write(folder / "env.json", config_json.dumps(env))
+    discard_earlier(folder)
+    return run._replace(env=env)
+
+
+def discard_earlier(folder: Path) -> None:
+    """Deletes the earlier run that `begin` put aside."""
+    shutil.rmtree(folder / EARLIER, ignore_errors=True)
+
+
+def read(folder: Path, experiment: Experiment) -> Run:
+    """Reads a run folder; nothing in it is believed unchecked or unpickled.
+
+    Args:
+      folder: a folder that `finish` completed.
+      experiment: what it is a run of.
+
+    Raises:
+      ValueError: a file is missing, or is not what it should be.
+    """
+    config_type = type(next(iter(experiment.configs.values())))
+    path = folder / "config.json"
+    config = config_json.config_loads(
+        config_type, config_json.read_text(path), str(path)
+    )
+    env = _object(folder / "env.json", config_json.read_text(folder / "env.json"))
+    if (
+        experiment.result_type is list
+        or typing.get_origin(experiment.result_type) is list
+    ):
+        path = folder / "runs.jsonl"
+        result: Any = [
+            _object(path, line) for line in config_json.read_text(path).splitlines()
+        ]
+    else:
+        result = _load_arrays(folder / "result.npz", experiment.result_type)
+    claims, parts = list(experiment.claims(result)), experiment.summary(result)
+    parts += [Verdicts(claims)] if claims else []
+    return Run(
+        folder=folder,
+        config=config,
+        env=env,
+        result=result,
+        claims=claims,
+        metrics=experiment.metrics(result),
+        parts=parts,
+    )
+
+
+def draw(run: Run, experiment: Experiment) -> None:
+    """Draws the figure of a run that was read, and writes it into its folder."""
+    figures = style.render(
+        lambda axes: experiment.plot(axes, run.result),
+        panels=experiment.panels,
+        size_inches=experiment.panel_size_inches,
+    )
+    for name, content in figures.items():
+        write(run.folder / name, content)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes a file aside and renames it into place.
+
+    Raises:
+      ValueError: it cannot be written; the file is as it was.
+    """
+    try:
+        data = content.encode() if isinstance(content, str) else content
+    except UnicodeEncodeError as error:  # what was asked for was no text
+        raise ValueError(f"{path}: cannot be written: {error}") from None
+    _write(path, lambda file: file.write(data))
+
+
+def _write(path: Path, fill: typing.Callable[[typing.BinaryIO], Any]) -> None:
+    if path.exists() and not path.is_file():  # a device would be gone
+        raise ValueError(f"{path}: cannot be written: it is no regular file")
+    aside = None
+    try:
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            fill(file)
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    except BaseException as error:
+        if aside is not None:
+            Path(aside).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _drop_empty(folder: Path) -> None:
+    """Deletes a folder that holds nothing, and the one of all runs with the last."""
+    with contextlib.suppress(OSError):  # one that holds something else stays
+        folder.rmdir()
+        if folder.parent == DEFAULT:
+            DEFAULT.rmdir()
+
+
+def _entries(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").exists() or (folder / EARLIER).exists()
+
+
+def _move(source: Path, target: Path) -> None:
+    for name in FILES:
+        if (source / name).exists():
+            os.replace(source / name, target / name)
+
+
+def _env(folder: Path) -> dict[str, Any]:
+    path = folder / "env.json"
+    # The run has started the devices by now; before it, asking would have.
+    return _object(path, config_json.read_text(path)) | {
+        "devices": environment.devices()
+    }
+
+
+def _object(path: Path, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds {type(value).__name__}, not an object")
+    return value
+
+
+def _flatten(result: Any, prefix: str = "") -> dict[str, Any]:
+    """Names every leaf of nested NamedTuples, `outer.inner`, as a NumPy array."""
+    arrays = {}
+    for name, value in result._asdict().items():
+        if hasattr(value, "_asdict"):
+            arrays |= _flatten(value, f"{prefix}{name}.")
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufcU":
+            raise TypeError(f"result field {prefix}{name} has dtype {array.dtype}")
+        arrays[prefix + name] = array
+    return arrays
+
+
+def _load_arrays(path: Path, result_type: Any) -> Any:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    return _unflatten(path, result_type, arrays, "")
+
+
+def _unflatten(
+    path: Path, hint: Any, arrays: dict[str, np.ndarray], prefix: str
+) -> Any:
+    values = {}
+    for name, inner in typing.get_type_hints(hint).items():
+        if hasattr(inner, "_fields"):
+            values[name] = _unflatten(path, inner, arrays, f"{prefix}{name}.")
+        elif prefix + name not in arrays:
+            raise ValueError(f"{path}: lacks {prefix}{name}")
+        else:
+            array = arrays[prefix + name]
+            values[name] = array.item() if inner in (bool, int, float, str) else array
+    return hint(**values)

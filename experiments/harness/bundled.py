@@ -1,0 +1,33 @@
+"""Where models lie: folders on disk, and the small ones that ship with the project."""
+
+from pathlib import Path
+
+from experiments.framework import config_json
+
+FOLDER = Path(__file__).parent / "models"
+
+
+def names() -> list[str]:
+    """Lists the models that ship with the project."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
+def folder_of(model: str) -> Path:
+    """Finds a model.
+
+    Args:
+      model: the path of a Hugging Face folder, or the name of a bundled model. Where
+        both exist, the path wins.
+
+    Returns:
+      Its folder.
+
+    Raises:
+      ValueError: there is neither; the line gives the nearest names.
+    """
+    if model and Path(model).is_dir():
+        return Path(model)
+    if model not in names():
+        line = config_json.unknown("model", model, names())
+        raise ValueError(f"{line}, or the path of a folder")
+    return FOLDER / model

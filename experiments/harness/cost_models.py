@@ -1,0 +1,294 @@
+"""Cost models by name: published fits, data sheets, and what this machine measured.
+
+Each is a pytree of arrays that prices the work of one step, so that `vmap` may sweep
+its leaves, with a word on where it holds and how far it is off its data.
+
+    opt-13b-a100-40gb          the step of figures 2, 12 and 13 of PagedAttention
+    distserve:opt-13b:1        published fits: model, tensor ways
+    roofline:opt-13b:a100-80gb:2   data sheets: model, device, number of devices
+    measured:FOLDER            fitted to a run folder of `jaxkv bench decode`
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from experiments.framework import config_json
+from jaxkv.simulation import Cost, Work
+from scaling.costs import devices, steps
+from scaling.shapes import Description, published
+
+
+class CostModel(NamedTuple):
+    """A cost, and what may be expected of it.
+
+    Attributes:
+      name: as `find` takes it.
+      cost: prices a step.
+      source: where its numbers come from.
+      validity: for which steps it was made.
+      error: the largest relative error on the data it was fitted to; None if these
+        are not published.
+    """
+
+    name: str
+    cost: Cost
+    source: str
+    validity: str
+    error: float | None
+
+
+class Linear(NamedTuple):
+    """Linear in counts, in other numbers for large batches.
+
+    A step that only reads prompts costs `prefill`; one that decodes costs `decode` and,
+    where it reads prompts too, the slopes of `prefill`: the constant is paid once.
+    """
+
+    prefill: Float[Array, " 3"]
+    """Seconds of a step, of a token, and of the square of a token."""
+    decode: Float[Array, " 3"]
+    """Seconds of a step, of a token attended to, and of a sequence."""
+    decode_large: Float[Array, " 3"]
+    """The same from `large` sequences on."""
+    large: Float[Array, ""]
+    copy_s: Float[Array, ""]
+    """Of a page copied in the pool."""
+    swap_s: Float[Array, ""]
+    """Of a page moved out of it, or back."""
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step."""
+        w = as_floats(work)
+        small = w.num_decodes < self.large
+        decode = jnp.where(small, self.decode, self.decode_large)
+        context = w.decode_context + w.prompt_context
+        decodes = decode[0] + decode[1] * context + decode[2] * w.num_decodes
+        reads = self.prefill[1] * w.num_prompt_rows
+        reads += self.prefill[2] * w.prompt_squares
+        feeds = jnp.where(w.num_decodes > 0, decodes, self.prefill[0]) + reads
+        feeds = jnp.where(w.num_decodes + w.num_prompt_rows > 0, feeds, 0.0)
+        return feeds + self.copy_s * w.num_copied + self.swap_s * w.num_swapped
+
+
+class Roofline(NamedTuple):
+    """The longer of the time of the products and the time of the memory."""
+
+    step: steps.StepCost
+    copy_s: Float[Array, ""]
+    """As in `Linear`."""
+    swap_s: Float[Array, ""]
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step, as `costs_steps.work` does from the slots apart."""
+        w, c = as_floats(work), self.step
+        tokens = w.num_decodes + w.num_prompt_rows
+        layers = jnp.sum(c.layers, dtype=jnp.float32)
+        # Queries of a chunk meet what is before them and themselves.
+        pairs = w.decode_context + (w.prompt_squares + w.num_prompt_rows) / 2
+        flops = (
+            tokens * c.flops_per_token
+            + w.num_drawn * c.flops_per_logit
+            + pairs * layers * c.flops_per_key
+        )
+        kept = (w.decode_context + w.prompt_context + tokens) * layers
+        met = 1.0 - (1.0 - c.expert_share) ** tokens
+        moved = c.weight_bytes + c.expert_bytes * met + c.kv_bytes * kept
+        seconds = jnp.maximum(flops / c.flops_per_s, moved / c.bytes_per_s)
+        feeds = jnp.where(tokens > 0, seconds + c.overhead_s, 0.0)
+        return feeds + self.copy_s * w.num_copied + self.swap_s * w.num_swapped
+
+
+def as_floats(work: Work) -> Work:
+    """The counts in float32: exact up to 16 million."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), work)
+
+
+def find(name: str) -> CostModel:
+    """Finds a cost model by its name, as the head of this file lists them.
+
+    Raises:
+      ValueError: there is none of that name, or it cannot be had.
+    """
+    kind, *rest = name.split(":")
+    if name == FIGURE_12:
+        return figure_12()
+    if kind == "distserve" and len(rest) == 2:
+        if name not in DISTSERVE:
+            raise ValueError(config_json.unknown("cost model", name, DISTSERVE))
+        return distserve(name)
+    if kind == "roofline" and len(rest) in (2, 3):
+        num = rest[2] if len(rest) == 3 else "1"
+        if not num.isdecimal() or int(num) < 1:
+            raise ValueError(f"{name!r}: the number of devices must be at least 1")
+        model, device = published.describe(rest[0]), devices.find(rest[1])
+        return roofline(model, device, num_devices=int(num), name=name)
+    if kind == "measured" and rest:
+        from experiments.harness import (
+            cost_fits,  # reads run folders, which others need not
+        )
+
+        return cost_fits.measured(Path(name.removeprefix("measured:")))
+    raise ValueError(
+        f"unknown cost model {name!r}; one of: {', '.join((FIGURE_12, *DISTSERVE))}, "
+        "roofline:MODEL:DEVICE[:NUM], measured:FOLDER"
+    )
+
+
+def linear(
+    prefill: tuple[float, ...],
+    decode: tuple[float, ...],
+    decode_large: tuple[float, ...] | None = None,
+    *,
+    large: float = 95.0,
+    scale: float = 1e-3,
+    copy_s: float = 0.0,
+    swap_s: float = 0.0,
+) -> Linear:
+    """Makes a `Linear` cost of coefficients, times `scale`: those of fits are in ms."""
+
+    def scaled(values: tuple[float, ...]) -> Array:
+        return jnp.asarray([x * scale for x in values], jnp.float32)
+
+    return Linear(
+        prefill=scaled(prefill),
+        decode=scaled(decode),
+        decode_large=scaled(decode_large or decode),
+        large=jnp.float32(large),
+        copy_s=jnp.float32(copy_s),
+        swap_s=jnp.float32(swap_s),
+    )
+
+
+FIGURE_12 = "opt-13b-a100-40gb"
+
+
+def figure_12(*, scale: float = 1.31) -> CostModel:
+    """The step of OPT-13B on one A100 of 40 GB, of which the paper prints no times.
+
+    DistServe's fit of its decoding on 80 GB, times the ratio of the bandwidths,
+    2.04 / 1.555 = 1.31; of prefill the slope only, since a mixed step pays the constant
+    once. By Little's law the paper's own figure 13 asks for 30.42 / (2 * 338) = 45.0 ms
+    a step at 2 requests/s; this gives 47.6.
+
+    Args:
+      scale: the ratio.
+    """
+    small, large = (23.475, 5.93e-4, 0.0607), (20.206, 4.91e-4, 0.120)
+    cost = linear((small[0], 0.1405, 0.0), small, large, scale=scale * 1e-3)
+    return CostModel(
+        name=FIGURE_12,
+        cost=cost,
+        source="DistServe's fit for OPT-13B, A100-80GB, times 1.31",
+        validity="OPT-13B in 16 bits on one A100 of 40 GB, prompts of some hundreds",
+        error=None,
+    )
+
+
+# Milliseconds: prefill; decode; decode from 95 sequences on.
+DISTSERVE: Mapping[str, tuple[tuple[float, ...], ...]] = {
+    "distserve:opt-13b:1": (
+        (22.05, 0.1405, 8.08e-6),
+        (23.48, 5.93e-4, 0.0607),
+        (20.21, 4.91e-4, 0.120),
+    ),
+    "distserve:opt-13b:2": (
+        (27.44, 0.0905, 8.45e-6),
+        (24.54, 2.24e-4, 0.0872),
+        (17.95, 4.57e-4, 0.112),
+    ),
+    "distserve:opt-13b:4": (
+        (30.54, 0.0515, 4.2e-7),
+        (25.90, 7.75e-5, 0.0553),
+        (23.88, 2.84e-4, 0.0628),
+    ),
+    "distserve:opt-66b:4": (
+        (42.97, 0.2129, 4.60e-5),
+        (39.58, 6.95e-4, 0.1358),
+        (40.86, 4.26e-4, 0.195),
+    ),
+    "distserve:opt-66b:8": (
+        (38.93, 0.1574, 4.5e-6),
+        (31.18, 2.76e-4, 0.0680),
+        (29.09, 6.03e-4, 0.139),
+    ),
+}
+"""Fits of vLLM's times on A100s of 80 GB by model and tensor ways.
+
+Source: github.com/LLMServe/DistServe, Apache-2.0, state of April 2025,
+simdistserve/estimators/profile_data/profiler-a100-80g.vllm.json; Zhong et al. 2024,
+arXiv:2401.09670, appendix A.
+"""
+
+
+def distserve(name: str) -> CostModel:
+    """One of DistServe's published fits.
+
+    Their simulator adds 1 ms for each pipeline stage, which is not in here.
+
+    Args:
+      name: a key of `DISTSERVE`.
+    """
+    return CostModel(
+        name=name,
+        cost=linear(*DISTSERVE[name]),
+        source="LLMServe/DistServe, profiler-a100-80g.vllm.json, April 2025",
+        validity="OPT in 16 bits on A100s of 80 GB; steps that read prompts or decode, "
+        "made for either apart; a mixed step is our sum of both",
+        error=None,
+    )
+
+
+def roofline(
+    model: Description,
+    device: devices.Device,
+    *,
+    num_devices: int = 1,
+    compute_share: float = 1.0,
+    bandwidth_share: float = 1.0,
+    overhead_s: float = 0.0,
+    copy_s: float = 0.0,
+    swap_s: float = 0.0,
+    name: str = "roofline",
+) -> CostModel:
+    """What a data sheet promises: weights, keys and values, products, an overhead.
+
+    Args:
+      model: its shape.
+      device: what it runs on.
+      num_devices: as for `costs_steps.step_cost`, like the next three.
+      compute_share: of the device's rate that is reached.
+      bandwidth_share: of its bandwidth.
+      overhead_s: of every step.
+      copy_s: seconds of a page copied in the pool.
+      swap_s: seconds of a page moved out of it, or back.
+      name: what to call it.
+
+    Raises:
+      ValueError: the model's layers have windows, so sums over the batch do not tell
+        what they attend to; or a number is out of range.
+    """
+    if any(model.windows):
+        raise ValueError(
+            f"{model.name}: layers with windows attend to less than the counts of a "
+            "step tell"
+        )
+    step = steps.step_cost(
+        *(model, device),
+        num_devices=num_devices,
+        compute_share=compute_share,
+        bandwidth_share=bandwidth_share,
+        overhead_s=overhead_s,
+    )
+    return CostModel(
+        name=name,
+        cost=Roofline(step, jnp.float32(copy_s), jnp.float32(swap_s)),
+        source=device.source,
+        validity="a lower bound where all shares are 1: devices never wait, kernels "
+        "reach the data sheet",
+        error=None,
+    )

@@ -1,0 +1,56 @@
+"""Models to measure: real ones, and real shapes with random weights."""
+
+from typing import Literal
+
+import jax
+
+from experiments.framework import config_json
+from experiments.harness import bundled
+from jaxkv.models import checkpoints, config, transformer
+
+RANDOM = {
+    "random-135m": config.ModelConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        num_layers=30,
+        num_q_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        mlp_size=1536,
+        max_positions=8192,
+        rope_theta=100_000.0,
+    ),
+    "random-tiny": config.ModelConfig(
+        vocab_size=257,
+        hidden_size=32,
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_size=64,
+        max_positions=1024,
+    ),
+}
+"""Shapes that are served with random weights: the values do not matter for speed."""
+
+
+def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loaded:
+    """Loads a model, or makes one up.
+
+    Args:
+      model: a folder, the name of a bundled model, or one of `RANDOM`.
+      dtype: of the weights.
+
+    Raises:
+      ValueError: there is no such model, or its folder cannot be read.
+    """
+    if model in RANDOM:
+        shape = RANDOM[model]
+        params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
+        return checkpoints.Loaded(shape, params, None, ())
+    try:
+        folder = bundled.folder_of(model)
+    except ValueError:
+        line = config_json.unknown("model", model, [*bundled.names(), *RANDOM])
+        raise ValueError(f"{line}, or the path of a folder") from None
+    return checkpoints.load_model(folder, dtype=dtype)

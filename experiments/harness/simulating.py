@@ -1,0 +1,148 @@
+"""Runs many simulations to their end, and hands back NumPy arrays.
+
+Members, each with its workload, bounds, policy and cost, are mapped together, in parts
+so small that XLA runs each on one thread. They advance some steps at a time, and of
+each step only what is asked for is kept: sums weighted by time, in float64.
+"""
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.framework import QUIET, Progress
+from experiments.harness import simulated
+from experiments.harness.simulated import Served
+from experiments.harness.simulating_parts import Bounds, Members, Part
+from jaxkv.workloads import Workload
+
+STEPS_PER_CALL = 1024
+_PLACES_TOGETHER = 1024
+"""Slots of all members of one program. XLA divides operations on more than some 20 kB
+over threads, and a hand-over takes longer than such work: see `experiments/LOG.md`."""
+
+
+def stack(members: Sequence[tuple[Any, ...]]) -> Members:
+    """Stacks members; workloads of fewer requests are filled up with none.
+
+    Args:
+      members: each as `Members`, or as a tuple of what that holds.
+
+    Raises:
+      ValueError: there are none, or policies or costs are not of one kind.
+    """
+    if not members:
+        raise ValueError("there is nothing to simulate")
+    alone = [Members(*member) for member in members]
+    for what in ("policy", "cost", "reservation"):
+        kinds = {jax.tree.structure(getattr(member, what)) for member in alone}
+        if len(kinds) > 1:
+            raise ValueError(f"a {what} of one kind cannot be mapped with another")
+    most = max(member.workload.prompt.shape[0] for member in alone)
+    filled = [x._replace(workload=fill(x.workload, most)) for x in alone]
+    return jax.tree.map(lambda *x: np.stack(x), *filled)
+
+
+def fill(workload: Workload, num: int) -> Workload:
+    """Adds requests of no sequences, which nobody serves, until there are `num`."""
+    short = num - workload.prompt.shape[0]
+
+    def padded(x: Any, value: int) -> Any:
+        widths = [(0, short)] + [(0, 0)] * (np.ndim(x) - 1)
+        return np.pad(np.asarray(x), widths, constant_values=value)
+
+    w = workload
+    return Workload(
+        arrival=padded(w.arrival, np.iinfo(np.int32).max),
+        prompt=padded(w.prompt, 1),
+        output=padded(w.output, 1),
+        samples=padded(w.samples, 0),
+        clients=w.clients,
+    )
+
+
+def simulate(
+    members: Members,
+    *,
+    max_slots: int,
+    max_samples: int = 1,
+    head: int | None = None,
+    since_s: float = 0.0,
+    until_s: float | None = None,
+    keep_trace: bool = False,
+    steps_per_call: int = STEPS_PER_CALL,
+    progress: Progress = QUIET,
+) -> Served:
+    """Serves every member's workload.
+
+    Args:
+      members: what is simulated.
+      max_slots: sequences that run at once at most.
+      max_samples: sequences that a request may have.
+      head: as for `simulation.step`; 16 changes little and is faster.
+      since_s: steps that start before do not count in means, totals and trace.
+      until_s: simulated time at which to stop; None serves everybody. What happens
+        later is not told, but preemptions of a request may be some steps ahead.
+      keep_trace: whether to keep what every step did.
+      steps_per_call: steps between two looks of the host.
+      progress: hears of it; when the person stops, what there is comes back.
+
+    Returns:
+      What became of the requests.
+
+    Raises:
+      RuntimeError: nothing moves any more, though somebody is still to be served.
+    """
+    members = jax.tree.map(np.asarray, members)
+    num = members.workload.prompt.shape[0]
+    size, num_threads = part_size(num, max_slots), os.cpu_count() or 1
+    num_parts = -(-num // size)
+    # Of equal size, so that they share a program; the last member may be there twice.
+    places = np.minimum(
+        np.arange(num_parts)[:, None] + num_parts * np.arange(size), num - 1
+    )
+    bounds = Bounds(max_slots, max_samples, head, steps_per_call, keep_trace)
+    runners = [
+        Part(jax.tree.map(lambda x, at=at: x[at], members), bounds, since_s, until_s)
+        for at in places
+    ]
+    for runner in runners:  # one after the other: the first one compiles for all
+        runner.start()
+    told = _Told(progress, runners)
+
+    def finish(runner: Part) -> Served:
+        while not runner.done.all() and not progress.stopped:
+            runner.advance()
+            told.say()
+        return runner.served()
+
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        results = list(pool.map(finish, runners))
+    every = np.arange(num)
+    keep = every % num_parts * size + every // num_parts
+    return simulated.join(results, keep)
+
+
+def part_size(num: int, max_slots: int) -> int:
+    """How many of `num` members should advance together, as one program."""
+    num_threads = os.cpu_count() or 1
+    turns = -(-num // (num_threads * max(_PLACES_TOGETHER // max_slots, 1)))
+    return -(-num // (num_threads * turns))
+
+
+class _Told:
+    """What the person is told, by several threads."""
+
+    def __init__(self, progress: Progress, runners: list[Part]) -> None:
+        self._runners, self._lock = runners, threading.Lock()
+        total = sum(float(runner.num_served.sum()) for runner in runners)
+        self._bar = progress.bar("simulated", total, "requests")
+
+    def say(self) -> None:
+        """Shows how far all are."""
+        with self._lock:
+            self._bar(sum(runner.num_behind() for runner in self._runners))

@@ -1,0 +1,191 @@
+"""Members of a simulation that advance together, and the sums over their steps."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from experiments.harness.simulated import Means, Served, Totals, Trace
+from jaxkv import clock
+from jaxkv.scheduling import interface
+from jaxkv.simulation import Capacity, Cost, Reservation, Simulation, outcomes, step
+from jaxkv.workloads import Workload
+
+
+class Members(NamedTuple):
+    """What is simulated, all leaves with a leading axis of members; see `stack`."""
+
+    workload: Workload
+    capacity: Capacity
+    policy: interface.Policy
+    cost: Cost
+    reservation: Reservation | None = None
+
+
+class Bounds(NamedTuple):
+    """What a program is compiled for."""
+
+    max_slots: int
+    max_samples: int
+    head: int | None
+    num_steps: int
+    keep_trace: bool
+
+
+@functools.partial(jax.jit, static_argnames="bounds")
+def _init(members: Members, bounds: Bounds) -> Simulation:
+    def one(member: Members) -> Simulation:
+        return step.init(
+            *(member.workload, member.capacity, member.policy),
+            max_slots=bounds.max_slots,
+            max_samples=bounds.max_samples,
+            head=bounds.head,
+            reservation=member.reservation,
+        )
+
+    return jax.vmap(one)(members)
+
+
+@functools.partial(jax.jit, static_argnames="bounds", donate_argnames="state")
+def _advance(
+    state: Simulation, members: Members, bounds: Bounds
+) -> tuple[Simulation, step.StepInfo]:
+    def one(state: Simulation, member: Members) -> tuple[Simulation, step.StepInfo]:
+        state, info = step.run_steps(
+            *(state, member.workload),
+            capacity=member.capacity,
+            policy=member.policy,
+            cost=member.cost,
+            num_steps=bounds.num_steps,
+            max_samples=bounds.max_samples,
+            head=bounds.head,
+            reservation=member.reservation,
+        )
+        if not bounds.keep_trace:  # what nobody reads is not computed either
+            info = info._replace(drew=jnp.zeros((bounds.num_steps, 0), jnp.int32))
+        return state, info
+
+    return jax.vmap(one)(state, members)
+
+
+class Part:
+    """Members that advance together."""
+
+    def __init__(
+        self, members: Members, bounds: Bounds, since_s: float, until_s: float | None
+    ) -> None:
+        # A loop of small operations: not for an accelerator, if there is one.
+        self._cpu = jax.local_devices(backend="cpu")[0]
+        self._members: Any = jax.device_put(members, self._cpu)
+        self._bounds = bounds
+        self._since_s = since_s
+        self._until_s = np.inf if until_s is None else until_s
+
+    def num_behind(self) -> float:
+        """Requests served, or behind the time at which to stop."""
+        share = self.num_done / np.maximum(self.num_served, 1)
+        share = np.maximum(share, np.minimum(self.clock_s / self._until_s, 1.0))
+        return float(np.sum(np.where(self.done, 1.0, share) * self.num_served))
+
+    def num_steps(self) -> Int[np.ndarray, " members"]:
+        """Steps that did something."""
+        return self._sums["steps"]
+
+    def start(self) -> None:
+        """Makes the idle machines, and takes the first steps, which compiles."""
+        self.reset()
+        self.advance()
+
+    def reset(self) -> None:
+        """Makes the idle machines."""
+        with jax.default_device(self._cpu):
+            self._state: Any = _init(self._members, self._bounds)
+        self._weighted: dict[str, np.ndarray] = {}
+        self._sums: dict[str, np.ndarray] = {}
+        self._infos: list[tuple[np.ndarray, step.StepInfo]] = []
+        self.num_served = np.asarray(self._state.num_served)
+        self.num_done = np.zeros_like(self.num_served)
+        self.clock_s = np.zeros(self.num_served.shape)
+        self.done = self.num_served == 0
+
+    def advance(self) -> None:
+        """Takes some steps, and adds up what they did."""
+        with jax.default_device(self._cpu):
+            self._state, info = _advance(self._state, self._members, self._bounds)
+        self._fold(jax.tree.map(np.asarray, info))
+        before = self.num_done, self.clock_s
+        self.num_done = np.asarray(self._state.num_done)
+        self.clock_s = clock.to_seconds(np.asarray(self._state.clock))
+        stuck = (before[0] == self.num_done) & (before[1] == self.clock_s)
+        self.done = self.num_done == self.num_served
+        self.done |= self.clock_s >= self._until_s
+        if (stuck & ~self.done).any():
+            raise RuntimeError(
+                "a simulation stands still: the policy admits nobody, or a step's "
+                "pages or rows do not fit its bounds"
+            )
+
+    def _fold(self, info: Any) -> None:
+        start_s = clock.to_seconds(info.start)
+        seconds = info.micros / clock.SECOND
+        counts = (start_s >= self._since_s) & (start_s < self._until_s)
+        weight, work = np.where(counts, seconds, 0.0), info.work
+        sizes = {
+            "batch": info.num_running,
+            "waiting": info.num_waiting,
+            "used_pages": info.used_pages,
+            "saved_pages": info.saved_pages,
+            **info.split._asdict(),
+        }
+        for name, values in sizes.items():
+            _add(self._weighted, name, np.sum(values * weight, axis=1))
+        amounts = {
+            "steps": info.micros > 0,
+            "decoded": work.num_decodes,
+            "read": work.num_prompt_rows,
+            "drawn": work.num_drawn,
+            "copied_pages": work.num_copied,
+            "swapped_pages": work.num_swapped,
+            "preempted": info.num_preempted,
+        }
+        for name, values in amounts.items():
+            total = np.sum(np.where(counts, values, 0), axis=1, dtype=np.int64)
+            _add(self._sums, name, total)
+        _add(self._sums, "busy_s", weight.sum(axis=1))
+        if self._bounds.keep_trace:
+            self._infos.append((start_s, info))
+
+    def served(self) -> Served:
+        """What became of the requests so far."""
+        found = outcomes.read(
+            self._state, self._members.workload, until_s=self._until_s, warns=False
+        )
+        busy_s = np.maximum(self._sums["busy_s"], np.finfo(float).tiny)
+        means = {name: x / busy_s for name, x in self._weighted.items()}
+        capacity = self._members.capacity
+        places = np.asarray(capacity.num_pages) * np.asarray(capacity.page_size)
+        shares = {x: means[x] / places for x in ("tokens", "reserved", "internal")}
+        external = np.where(
+            self._sums["busy_s"] > 0, 1.0 - sum(shares.values()), np.nan
+        )
+        return Served(
+            **found._asdict(),
+            end_s=np.minimum(self.clock_s, self._until_s),
+            means=Means(**means | shares, external=external),
+            totals=Totals(**self._sums),
+            trace=self._trace(),
+        )
+
+    def _trace(self) -> Trace | None:
+        if not self._bounds.keep_trace:
+            return None
+        start_s, infos = zip(*self._infos, strict=True)
+        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
+        return Trace(np.concatenate(start_s, axis=1), joined)
+
+
+def _add(sums: dict[str, np.ndarray], name: str, values: np.ndarray) -> None:
+    sums[name] = sums.get(name, np.zeros_like(values)) + values

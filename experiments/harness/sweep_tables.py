@@ -1,0 +1,59 @@
+"""The table of a sweep that is under way."""
+
+from pathlib import Path
+from typing import Any
+
+from experiments.framework import Progress, environment, units
+from scaling.sweeps import SweepConfig, sweep
+
+MAX_COLUMNS = 8
+"""Numbers of tokens that stand beside one another."""
+
+
+def run(config: SweepConfig, out: Path, progress: Progress) -> sweep.Outcome:
+    """Carries out a sweep under bars and a table of losses."""
+    described = environment.describe()
+    return sweep.sweep(
+        config,
+        out,
+        commit=described["commit"] or "",
+        environment={"environment": described},
+        progress=progress,
+        tell=lambda records: progress.show(table(records)),
+    )
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Lays out the best losses so far: models down, tokens or budgets across.
+
+    Where all rates that were tried failed or diverged, the cell says so.
+    """
+    sizes = sorted({(r["num_params"], r["hidden_size"]) for r in records})
+    tokens = sorted({r["num_tokens"] for r in records})
+    lines = []
+    if 0 < len(tokens) <= MAX_COLUMNS:
+        lines = ["params \\ tokens" + "".join(f"{units.cell(x):>12}" for x in tokens)]
+    for size, _ in sizes:
+        mine = [r for r in records if r["num_params"] == size]
+        if lines:
+            cells = [cell([r for r in mine if r["num_tokens"] == n]) for n in tokens]
+            lines.append(f"{units.cell(size):>15}" + "".join(f"{x:>12}" for x in cells))
+    if lines:
+        return "\n".join(lines)
+    # Budgets give every size numbers of tokens of its own.
+    for size, width in sizes:
+        mine = [r for r in records if r["num_params"] == size]
+        cells = []
+        for steps in sorted({r["num_steps"] for r in mine}):
+            here = [r for r in mine if r["num_steps"] == steps]
+            cells.append(f"{here[0]['flops']:.1e}: {cell(here)}")
+        lines.append(f"width {width}, {size:,} parameters   " + "   ".join(cells))
+    return "\n".join(lines)
+
+
+def cell(records: list[dict[str, Any]]) -> str:
+    """The best loss of some runs, or what became of them."""
+    done = [r["loss"] for r in records if r["status"] == "done"]
+    if done:
+        return f"{min(done):.4f}"
+    return records[-1]["status"] if records else "."

@@ -1,0 +1,118 @@
+"""What pictures of paged memory are made of: boxes, words, counts, lines.
+
+Everything is placed by hand on one axis whose units are inches, y downwards. Slots have
+colours; a page has those of the slots that read it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from experiments.plotting import style
+
+LINE, HALF = 0.097, 0.47
+"""Height of a line of text, and width of the first of two words in it."""
+TEXT, SMALL = 5.9, 5.3
+"""Sizes of words in pages, and of small notes."""
+GHOST, GREY, INK = "0.72", "0.45", "0.1"
+COPY = (0.835, 0.369, 0.0)  # the palette's vermilion
+
+
+class Box(NamedTuple):
+    """A rectangle in inches, from its upper left corner."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def badge(ax: Any, x: float, y: float, before: int, count: int) -> None:
+    """The reference count, and what it was if it fell."""
+    fell = before > count > 0
+    look = {"fontsize": 5.4, "fontweight": "bold", "va": "center_baseline"}
+    face = INK if count > 1 else COPY if fell else "0.6"
+    said = f"{before}→{count}" if fell else str(count)
+    pad = {"boxstyle": "round,pad=0.22,rounding_size=0.6", "facecolor": face}
+    ax.text(x, y, said, ha="center", color="white", bbox=pad | {"linewidth": 0}, **look)
+
+
+def tag(ax: Any, box: Box, text: str) -> None:
+    """Sets a small flag on the upper edge of a page."""
+    pad = {"boxstyle": "round,pad=0.15", "facecolor": COPY, "linewidth": 0}
+    ax.text(
+        *(box.x + box.width - 0.05, box.y, text),
+        **{"fontsize": 4.6, "color": "white", "ha": "right", "va": "center"},
+        bbox=pad,
+    )
+
+
+def colors(slot: int) -> tuple[float, float, float]:
+    """Returns the colour of a slot; they repeat after four."""
+    palette = style.colors()
+    return [palette[5], palette[3], palette[7], palette[1]][slot % 4]
+
+
+def pale(color: tuple[float, float, float]) -> tuple[float, ...]:
+    """Lightens a colour until words can stand on it."""
+    return tuple(0.8 + 0.2 * part for part in color)
+
+
+def rectangle(ax: Any, box: Box, **look: Any) -> None:
+    """Draws a box; `look` says how, as matplotlib patches take it."""
+    from matplotlib.patches import Rectangle
+
+    look = {"linewidth": 0.6} | look
+    ax.add_patch(Rectangle((box.x, box.y), box.width, box.height, **look))
+
+
+def stripes(ax: Any, box: Box, slots: Sequence[int]) -> None:
+    """Fills a box with the colours of several slots, side by side."""
+    width = box.width / max(1, len(slots))
+    for k, slot in enumerate(slots):
+        band = box._replace(x=box.x + k * width, width=width)
+        rectangle(ax, band, facecolor=pale(colors(slot)), linewidth=0)
+
+
+def frame(ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False) -> None:
+    """Draws the edge of a page: who reads it, and whether it is a fresh copy."""
+    edge: Any = INK if len(slots) > 1 else colors(slots[0]) if slots else "0.85"
+    strong = copied or len(slots) > 1
+    rectangle(
+        *(ax, box),
+        facecolor="none",
+        edgecolor=COPY if copied else edge,
+        linewidth=1.1 if strong else 0.6,
+    )
+
+
+def words(
+    ax: Any,
+    box: Box,
+    words: Sequence[str],
+    *,
+    bold: Sequence[int] = (),
+    color: str = INK,
+) -> None:
+    """Writes four words in two lines."""
+    if not any(words):
+        return
+    for k, word in enumerate(words):
+        line, half = divmod(k, 2)
+        x = box.x + 0.04 + half * HALF
+        y = box.y + box.height / 2 + (line - 0.5) * LINE
+        weight = "bold" if k in bold else "normal"
+        look = {"fontsize": TEXT, "va": "center_baseline", "fontweight": weight}
+        ax.text(x, y, word, color=color, **look)
+
+
+def arrow(ax: Any, start: tuple, end: tuple, color: tuple) -> None:
+    """Draws a curved arrow that starts and ends level."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    bend = (end[0] - start[0]) * 0.55
+    control = [start, (start[0] + bend, start[1]), (end[0] - bend, end[1]), end]
+    path = Path(control, [Path.MOVETO, *[Path.CURVE4] * 3])
+    look = {"facecolor": "none", "edgecolor": color, "linewidth": 0.8, "alpha": 0.8}
+    ax.add_patch(PathPatch(path, **look))
+    ax.plot(*end, marker=">", markersize=2.2, color=color)

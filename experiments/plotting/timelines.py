@@ -1,0 +1,99 @@
+"""Draws what a batch did: slots against steps, in the colours of the requests."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from experiments.plotting import style
+
+HELD = "0.82"
+"""The grey of a slot that is kept and does nothing."""
+
+_NUMBER = {"ha": "center", "va": "center_baseline", "fontsize": 5}
+
+
+class Span(NamedTuple):
+    """A stretch of steps in which a slot did one thing.
+
+    Attributes:
+      slot: which slot.
+      value: what it did: a request id, a truth value.
+      start: its first step.
+      end: the step after its last.
+    """
+
+    slot: int
+    value: int
+    start: int
+    end: int
+
+
+def spans(values: Int[np.ndarray, "steps slots"]) -> Iterator[Span]:
+    """Cuts every slot's column into stretches of equal values."""
+    for slot, column in enumerate(np.asarray(values).T):
+        cuts = np.flatnonzero(np.diff(column)) + 1
+        edges = [0, *cuts.tolist(), len(column)]
+        for start, end in itertools.pairwise(edges):
+            if end > start:
+                yield Span(slot, int(column[start]), start, end)
+
+
+def draw_slots(
+    ax: Any,
+    request_id: Int[np.ndarray, "steps slots"],
+    held: Bool[np.ndarray, "steps slots"],
+    num_rows: Int[np.ndarray, "steps slots"],
+    *,
+    num_steps: int,
+) -> None:
+    """Draws a batch: a bar for each request, its prompt darker, its number inside.
+
+    A slot that is kept for a finished request is grey and hatched; an idle one is
+    white.
+
+    Args:
+      ax: where to; slot 1 is on top, and one step is one unit wide.
+      request_id: of the request in each slot; -1 where there is none.
+      held: slots kept for a finished request.
+      num_rows: tokens fed; a step that feeds more than one reads a prompt.
+      num_steps: where the axis ends.
+    """
+    colors = style.colors()[1:]
+    held = held & (request_id < 0)
+    for span in spans(held.astype(np.int32)):
+        if span.value:
+            _bar(ax, span, facecolor="white", edgecolor=HELD, hatch="//////")
+    for span in spans(request_id):
+        if span.value >= 0:
+            color = colors[span.value % len(colors)]
+            _bar(ax, span, facecolor=color, edgecolor="white")
+            text = str(span.value + 1)
+            if span.end - span.start > 0.009 * len(text) * num_steps:
+                ink = "black" if _luminance(color) > 0.35 else "white"
+                center = ((span.start + span.end) / 2, span.slot + 1)
+                ax.text(*center, text, color=ink, **_NUMBER)
+    reads = np.where((request_id >= 0) & (num_rows > 1), request_id, -1)
+    for span in spans(reads):
+        if span.value >= 0:
+            _bar(ax, span, facecolor="black", alpha=0.4, linewidth=0)
+    num_slots = request_id.shape[1]
+    ax.set_xlim(0, num_steps)
+    ax.set_ylim(num_slots + 0.6, 0.4)
+    ax.set_yticks(range(1, num_slots + 1) if num_slots <= 16 else [1, num_slots])
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set_ylabel("slot")
+
+
+def _luminance(color: tuple[float, float, float]) -> float:
+    """How bright a colour is, in [0, 1] (Rec. 709 weights, gamma taken as 2)."""
+    return sum(w * x * x for w, x in zip((0.213, 0.715, 0.072), color, strict=True))
+
+
+def _bar(ax: Any, span: Span, **look: Any) -> None:
+    place = [(span.start, span.end - span.start)]
+    look = {"linewidth": 0.4} | look
+    ax.broken_barh(place, (span.slot + 0.56, 0.88), **look)

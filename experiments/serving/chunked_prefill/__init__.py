@@ -1,0 +1,5 @@
+"""Experiments serving chunked prefill."""
+
+__all__ = [
+    "policies",
+]

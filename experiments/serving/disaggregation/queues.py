@@ -1,0 +1,147 @@
+"""Reading prompts as a queue: the simulator beside formulas of M/D/1.
+
+Prompts of one length come at random and are read one a step. One machine takes D
+seconds for each. Two that share every layer take D / K. Two pipeline stages take D / 2
+each, one behind the other; the second never keeps anybody waiting, since what comes
+from the first comes at intervals of D / 2 at least.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.framework import QUIET, Progress
+from experiments.harness import Members, cost_models, simulating
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Capacity
+from jaxkv.workloads import metrics
+from jaxkv.workloads.arrivals import make, poisson
+
+PROMPT = 512
+SERVICE_S = 0.1
+"""D: nearly what DistServe's fit gives for 512 tokens of OPT-13B, 96 ms."""
+SPEED_UP = 1.5
+"""K, of two tensor ways; the paper draws 1.3 to 1.9."""
+MACHINES = ("one", "two tensor ways", "two pipeline stages")
+STEPS_PER_CALL = 4096
+MEMBERS_PER_CALL = 512
+WARM_UP = 1 / 16
+"""Of the requests: those who come first find emptier machines than others."""
+
+
+class Queues(NamedTuple):
+    """Machines under loads: [machines, loads]."""
+
+    rate: np.ndarray
+    """Requests a second; [loads]."""
+    formula_s: np.ndarray
+    """Mean time to the first token."""
+    simulated_s: np.ndarray
+    waiting_s: np.ndarray
+    """How much of the formula's is waiting."""
+    error_s: np.ndarray
+    """Standard error of what was simulated, over seeds."""
+
+
+def formula_s(machine: str, rate: float) -> float:
+    """Mean time to the first token.
+
+    One machine of 0.1 s at 5 requests/s: 0.1 + 5 * 0.01 / (2 * 0.5) = 0.15 s.
+
+    Args:
+      machine: one of `MACHINES`.
+      rate: requests a second.
+
+    Source: Zhong et al. 2024, arXiv:2401.09670, section 3.1, equations 1 to 3.
+    """
+    d, k, r = SERVICE_S, SPEED_UP, rate
+    if machine == "two tensor ways":
+        return d / k + r * d**2 / (2 * k * (k - r * d))
+    if machine == "two pipeline stages":
+        return d + r * d**2 / (4 * (2 - r * d))
+    return d + metrics.waiting_s(r, d)
+
+
+def measure(
+    loads: tuple[float, ...],
+    *,
+    num: int,
+    num_seeds: int,
+    seed: int,
+    progress: Progress = QUIET,
+) -> Queues:
+    """Simulates every machine under every load.
+
+    Args:
+      loads: R D, what one machine's time is taken up by, below 1.
+      num: requests of each seed.
+      num_seeds: how many.
+      seed: of the first.
+      progress: hears of it.
+    """
+    arrivals = {
+        (load, i): poisson(
+            np.random.default_rng((seed, i, round(1e6 * load))),
+            rate=load / SERVICE_S,
+            num=num,
+        )
+        for load in loads
+        for i in range(num_seeds)
+    }
+    stage_s = SERVICE_S / 2
+    came = np.stack(list(arrivals.values()))
+    one = _serve(came, SERVICE_S, progress)
+    tensor = _serve(came, SERVICE_S / SPEED_UP, progress)
+    stages = _serve(_serve(came, stage_s, progress), stage_s, progress)
+    first = round(WARM_UP * num)
+    means = [np.mean((x - came)[:, first:], axis=1) for x in (one, tensor, stages)]
+    each = np.stack(means).reshape(len(MACHINES), len(loads), num_seeds)
+    rates = np.array(loads) / SERVICE_S
+    formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINES])
+    shortest = np.array([SERVICE_S, SERVICE_S / SPEED_UP, SERVICE_S])
+    spread = each.std(axis=2, ddof=1) if num_seeds > 1 else np.full(each.shape[:2], 0.0)
+    return Queues(
+        rate=rates,
+        formula_s=formulas,
+        simulated_s=each.mean(axis=2),
+        waiting_s=formulas - shortest[:, None],
+        error_s=spread / np.sqrt(num_seeds),
+    )
+
+
+def worst(queues: Queues) -> float:
+    """The largest relative error of a mean waiting time."""
+    return float(
+        np.max(np.abs(queues.simulated_s - queues.formula_s) / queues.waiting_s)
+    )
+
+
+def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray:
+    """When every request of every member was done, its prompt being read."""
+    one = np.ones(came.shape[1], np.int32)
+    members = [
+        Members(
+            workload=make(arrival_s, PROMPT * one, one),
+            capacity=Capacity(
+                num_pages=jnp.int32(PROMPT),
+                page_size=jnp.int32(16),
+                max_length=jnp.int32(PROMPT + 1),
+                token_budget=jnp.int32(PROMPT),
+                max_swap_pages=jnp.int32(0),
+            ),
+            policy=fcfs.fcfs(),
+            cost=cost_models.linear((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),
+        )
+        for arrival_s in came
+    ]
+    parts = [
+        simulating.simulate(
+            simulating.stack(members[i : i + MEMBERS_PER_CALL]),
+            max_slots=1,
+            steps_per_call=STEPS_PER_CALL,
+            progress=progress,
+        ).finish_s
+        for i in range(0, len(members), MEMBERS_PER_CALL)
+    ]
+    return np.concatenate(parts)

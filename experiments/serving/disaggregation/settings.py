@@ -1,0 +1,131 @@
+"""Models, requests and objectives of DistServe's experiments.
+
+Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, figure 1.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from experiments.harness import cost_models
+from jaxkv.workloads import Objectives, lengths
+from scaling.costs import devices, parameters, serving
+from scaling.shapes import published
+
+DEVICE = "a100-80gb"
+MEMORY_SHARE = 0.9
+"""Of the cards' memory, weights and pages together: vLLM's default."""
+PAGE_SIZE = 16
+MAX_SLOTS = 256
+"""Sequences at once at most: vLLM's default."""
+MAX_LENGTH = 2048
+"""Tokens of OPT's longest sequence."""
+TOKEN_BUDGET = 2560
+"""Prompt tokens of a step: vLLM's default."""
+LINK = devices.find(DEVICE).link
+"""Bytes a second that one card sends to another, over NVLink."""
+MAX_INSTANCES = 4
+"""Of a phase, in a placement."""
+
+
+class Instance(NamedTuple):
+    """Cards that hold one copy of a model.
+
+    Attributes:
+      model: its name among the published fits, `opt-13b` or `opt-66b`.
+      ways: cards, of which each has a share of every layer.
+    """
+
+    model: str
+    ways: int
+
+    @property
+    def cost(self) -> cost_models.Linear:
+        """How long its steps take."""
+        found = cost_models.distserve(f"distserve:{self.model}:{self.ways}").cost
+        assert isinstance(found, cost_models.Linear)
+        return found
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that fit beside the weights.
+
+        OPT-13B on one card: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
+        """
+        shape = published.describe(self.model)
+        bytes_ = MEMORY_SHARE * devices.find(DEVICE).memory_bytes * self.ways
+        bytes_ -= 2 * parameters.parameters(shape).total
+        return int(bytes_ // (kv_bytes(self.model) * PAGE_SIZE))
+
+
+def kv_bytes(model: str) -> int:
+    """Bytes of K and V of one token: of OPT-66B 2 * 64 * 9216 * 2 = 2,359,296."""
+    return int(serving.kv_bytes_per_token(published.describe(model)))
+
+
+class Application(NamedTuple):
+    """What is asked of a model, and what users were promised.
+
+    Attributes:
+      model: its name.
+      law: lengths.
+      objectives: for the first token and for the others.
+      together: the cards that one copy has where both phases share it.
+      ways: numbers of cards among which each phase may choose alone.
+      ratio: published goodput over that of vLLM, lowest and highest.
+      where: in the paper.
+    """
+
+    model: str
+    law: lengths.Pair
+    objectives: Objectives
+    together: int
+    ways: tuple[int, ...]
+    ratio: tuple[float, float]
+    where: str
+
+
+def _law(
+    prompt: float, output: float, prompt_shape: float, output_shape: float
+) -> lengths.Pair:
+    return lengths.Pair(
+        prompt=lengths.Gamma(mean=prompt, shape=prompt_shape),
+        output=lengths.Gamma(mean=output, shape=output_shape),
+        max_prompt=MAX_LENGTH - 1,
+        max_length=MAX_LENGTH,
+        keeps_means=True,
+    )
+
+
+CHAT = _law(755.5, 200.3, 4.0, 1.3)
+"""ShareGPT as they cut it: the means are theirs, shapes are our choice, here and below.
+One card reads 1,400 tokens for OPT-13B within 0.25 s, which 90 % of its requests keep
+in the paper: so of prompts the shape is 2.5 at least."""
+CODE = _law(171.3, 98.2, 6.0, 2.0)
+"""HumanEval."""
+SUMMARIES = _law(1738.3, 90.7, 40.0, 2.0)
+"""LongBench; nearly all prompts are as long as OPT lets them be."""
+
+EXAMPLE = lengths.Pair(
+    prompt=lengths.Fixed(tokens=512), output=lengths.Fixed(tokens=64)
+)
+"""Of figure 1."""
+EXAMPLE_OBJECTIVES = Objectives(first_s=0.4, per_token_s=0.04)
+
+APPLICATIONS: Mapping[str, Application] = {
+    "chat, 13B": Application(
+        *("opt-13b", CHAT, Objectives(0.25, 0.1), 1, (1, 2, 4), (2.0, 4.6)),
+        where="section 6.2: chat, over all models",
+    ),
+    "chat, 66B": Application(
+        *("opt-66b", CHAT, Objectives(2.5, 0.15), 4, (4, 8), (2.0, 4.6)),
+        where="section 6.2: chat, over all models",
+    ),
+    "code, 66B": Application(
+        *("opt-66b", CODE, Objectives(0.125, 0.2), 4, (4, 8), (5.7, 5.7)),
+        where="section 6.2: code completion",
+    ),
+    "summaries, 66B": Application(
+        *("opt-66b", SUMMARIES, Objectives(15.0, 0.15), 4, (4, 8), (4.3, 4.3)),
+        where="section 6.2: summaries",
+    ),
+}

@@ -1,0 +1,120 @@
+"""Models, cards and loads of the paged-attention paper's serving experiments.
+
+Source: Kwon et al. 2023, arXiv:2309.06180, table 1 and section 6.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+from experiments.harness import cost_models
+from jaxkv.workloads import lengths
+from scaling.costs import devices, parameters, serving
+from scaling.shapes import Description, published
+
+type System = Literal[
+    "FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged"
+]
+SYSTEMS: tuple[System, ...] = get_args(System.__value__)
+"""From the least to the most that memory is used for."""
+ORCAS = SYSTEMS[1:4]
+
+PAGE_SIZE = 16
+"""Tokens: vLLM's default, section 7.2."""
+MAX_LENGTH = 2048
+"""Tokens of OPT's longest sequence."""
+
+DATA: Mapping[str, lengths.Pair] = {
+    "ShareGPT": lengths.SHAREGPT,
+    "Alpaca": lengths.ALPACA,
+}
+
+
+class Server(NamedTuple):
+    """One column of table 1.
+
+    Attributes:
+      name: the model's size.
+      model: its name among the known ones.
+      device: the card's.
+      num_devices: cards.
+      kv_gib: memory that the paper leaves for keys and values, in GiB.
+      hours: of load that is served.
+      axis: requests a second at which the drawn axis ends, by data.
+    """
+
+    name: str
+    model: str
+    device: str
+    num_devices: int
+    kv_gib: int
+    hours: float
+    axis: Mapping[str, float]
+
+    @property
+    def description(self) -> Description:
+        """The model's shape."""
+        return published.describe(self.model)
+
+    @property
+    def num_places(self) -> int:
+        """Tokens whose keys and values fit.
+
+        OPT-13B: 12 GiB / 800 KiB = 15,728.
+        """
+        each = serving.kv_bytes_per_token(self.description)
+        return int(self.kv_gib * 2**30 // each)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in half precision."""
+        return 2 * parameters.parameters(self.description).total
+
+
+SERVERS: Mapping[str, Server] = {
+    server.name: server
+    for server in (
+        Server(
+            *("13B", "opt-13b", "a100-40gb", 1, 12, 1.0),
+            axis={"ShareGPT": 2.0, "Alpaca": 30.0},
+        ),
+        Server(
+            *("66B", "opt-66b", "a100-40gb", 4, 21, 1.0),
+            axis={"ShareGPT": 1.0, "Alpaca": 20.0},
+        ),
+        Server(
+            *("175B", "opt-175b", "a100-80gb", 8, 264, 0.25),
+            axis={"ShareGPT": 2.5, "Alpaca": 20.0},
+        ),
+    )
+}
+
+
+def cost(server: Server) -> cost_models.Linear:
+    """How long its steps take, of which the paper prints nothing.
+
+    OPT-13B: see `cost_models.figure_12`. OPT-66B alike, of DistServe's fit for four
+    cards. For OPT-175B nothing is published: it is the fit of OPT-66B, with as many
+    bytes of keys and values a token and card, its other numbers times the ratio of the
+    bytes of weights on a card, 43.7 / 32.9 = 1.33.
+    """
+    if server.name == "13B":
+        found = cost_models.figure_12().cost
+        assert isinstance(found, cost_models.Linear)
+        return found
+    prefill, small, large = cost_models.DISTSERVE["distserve:opt-66b:4"]
+    there, here = devices.find("a100-80gb"), devices.find(server.device)
+    scale = 1e-3 * there.bandwidth / here.bandwidth
+    of = SERVERS["66B"]
+    ratio = server.weight_bytes / server.num_devices
+    ratio /= of.weight_bytes / of.num_devices
+
+    def heavier(step: float, token: float, sequence: float) -> tuple[float, ...]:
+        return step * ratio, token, sequence * ratio
+
+    return cost_models.linear(
+        # Of reading prompts the slope alone, as for OPT-13B.
+        (small[0] * ratio, prefill[1] * ratio, 0.0),
+        heavier(*small),
+        heavier(*large),
+        scale=scale,
+    )

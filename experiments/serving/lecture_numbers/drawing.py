@@ -1,0 +1,88 @@
+"""The figure of the lectures' numbers: latencies, caches and batches."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from experiments.plotting import style
+from experiments.serving.lecture_numbers import report
+
+if TYPE_CHECKING:
+    from experiments.serving.lecture_numbers.experiment import Growth, Result
+
+
+def draw(
+    axes: Any, result: "Result", batches: Sequence[int], contexts: Sequence[int]
+) -> None:
+    """Draws on an array of three axes."""
+    _latencies(axes[0], result)
+    _growth(axes[1], result.growth)
+    _intensity(axes[2], result, batches, contexts)
+
+
+def _latencies(ax: Any, result: "Result") -> None:
+    colors, places = style.colors(), range(len(result.latencies.model))
+    said = [report.lecture_s(result, i) for i in places]
+    ax.plot(places, said, "o", color="0.5", label="lecture")
+    ax.plot(places, result.latencies.bound_s, "o", color=colors[5], label="bound")
+    for x, low, high in zip(places, result.latencies.bound_s, said, strict=True):
+        ax.plot([x, x], [low, high], color="0.8", linewidth=0.8, zorder=0)
+        middle = math.sqrt(low * high)
+        ax.annotate(f"{100 * low / high:.0f} %", (x + 0.08, middle), va="center")
+    names = [str(name).removeprefix("gpt3-") for name in result.latencies.model]
+    ax.set_xticks(places, names)
+    ax.set_xlim(-0.4, len(names) - 0.4)
+    ax.set_yscale("log")
+    ax.set_ylabel(f"{result.latencies.tokens} tokens (s)")
+    ax.set_title("one request: share of the bandwidth")
+    ax.legend(loc="upper right")
+
+
+def _growth(ax: Any, growth: "Growth") -> None:
+    colors = style.colors()
+    for values, label, color in (
+        (growth.all_without, "all, no cache", colors[1]),
+        (growth.scores_without, "attention, no cache", colors[6]),
+        (growth.all_with, "all, cache", colors[2]),
+        (growth.scores_with, "attention, cache", colors[5]),
+    ):
+        ax.plot(growth.length, values, color=color, label=label)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlabel("tokens generated")
+    ax.set_ylim(top=1e4 * growth.all_without[-1])  # room for the legend
+    ax.set_ylabel("operations")
+    ax.set_title("LLaMA-7B with and without a cache")
+    ax.legend(loc="upper left")
+
+
+def _intensity(
+    ax: Any, result: "Result", batches: Sequence[int], contexts: Sequence[int]
+) -> None:
+    colors = style.colors()
+    for i, context in enumerate(contexts):
+        ax.plot(batches, result.intensity[i], color=colors[i + 1])
+        ax.annotate(
+            f"{context:,}",
+            (batches[-1], result.intensity[i][-1]),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            color=colors[i + 1],
+            annotation_clip=False,
+        )
+    ax.axhline(result.ridge, color="0.3", linewidth=0.8, linestyle="--")
+    ax.annotate(
+        f"{result.device}: {result.ridge:.0f}\nmemory binds below",
+        (1, result.ridge),
+        xytext=(3, 2),
+        textcoords="offset points",
+        va="bottom",
+        color="0.3",
+    )
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_ylim(top=max(float(result.intensity.max()), 4 * result.ridge))
+    ax.set_xlabel("batch (sequences)")
+    ax.set_ylabel("operations per byte")
+    ax.set_title("decoding LLaMA-7B, by tokens kept")

@@ -1,0 +1,272 @@
+"""Where do the words of a sequence lie in paged memory?
+
+Walks through PagedAttention frame by frame: the logical pages of a sequence, the page
+table with the physical page and how much of it is filled, and the physical pages with
+their reference counts. One word is a token and a page holds four. What comes next is
+known by heart, but everything drawn is read from the engine between two of its steps:
+tables and counts from its state, the words in physical pages from K, where they were
+written, and where the model looks for them.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.harness import Language
+from experiments.serving.page_tables import drawing
+from experiments.serving.page_tables.frames import MAX_LENGTH, Ask, Frames, Stage
+from jaxkv.sampling import Sampling
+
+PANEL_SIZE_INCHES = drawing.SIZE_INCHES
+
+NUM_PAGES, PAGE_SIZE = 9, 4
+"""The pool of the paper's figures."""
+WIDTH, NUM_BEAM_PAGES = 4, 17
+"""Beams, and the pages for them: a request is taken only if its worst case fits, in
+which no beam shares a page of its answer."""
+
+SENTENCES = {
+    "Alan Turing is a computer scientist and mathematician renowned for his work": 1.0,
+    "Four score and seven years ago our fathers brought forth on this": 0.5,
+    "Four score and seven years ago our mothers brought forth on this": 0.5,
+    "It was the best of times it was the worst": 1.0,
+}
+"""What is known by heart. After "our", both words are as likely."""
+
+PROMPT = "The young Alan Turing"
+_MACHINE = "imagined a machine that"
+_SYMBOLS = f"{_MACHINE} reads and writes symbols"
+STORIES = {
+    f"{_SYMBOLS} along one long tape": 0.090,
+    f"{_SYMBOLS} on an endless tape and moves": 0.042,
+    f"{_SYMBOLS} on an endless tape which never": 0.038,
+    f"{_SYMBOLS} in squares of paper ruled like": 0.036,
+    f"{_SYMBOLS} in squares of paper one after": 0.034,
+    f"{_MACHINE} follows a written rule": 0.18,
+    f"{_MACHINE} plays chess for you": 0.13,
+    "studied mathematics at Cambridge": 0.22,
+    "loved long distance running": 0.18,
+    "went to Princeton and worked there with Alonzo Church for two years": 0.05,
+}
+"""How the beams' prompt may go on. Beams 1 and 2 die out at the end of a page, twice;
+then all four continue beams 1 and 2, as in the paper's figure 9."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is left to chance: which of two words a sample takes."""
+
+    seed: int = 5
+    """Of the draws of the parallel samples; some let both take the same word."""
+
+    def __post_init__(self) -> None:
+        """Refuses a seed that the engine would refuse."""
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"{self.seed=} must be in [0, 2**64)")
+
+
+CONFIGS = {"smoke": Config()}
+
+
+class Result(NamedTuple):
+    """The four scenes."""
+
+    one: Frames
+    two: Frames
+    samples: Frames
+    beams: Frames
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Plays the scenes."""
+    language = Language(SENTENCES, MAX_LENGTH)
+    stage = Stage(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    progress.show("one request")
+    one = stage.play(
+        [Ask("Alan Turing is a computer scientist", Sampling.greedy(max_tokens=9))],
+        [
+            "The prompt is read: two pages, the second half full.",
+            "A word is written where there is room.",
+            "The second page is full.",
+            "Now the next page is taken, wherever it lies.",
+        ],
+        order=(7, 1, 5),
+    )
+    progress.show("two requests")
+    two = stage.play(
+        [
+            Ask("Four score and seven years ago our", Sampling.greedy(max_tokens=4)),
+            Ask("It was the best of", Sampling.greedy(max_tokens=9), step=1),
+        ],
+        [
+            "A's prompt is read.",
+            "B comes; its prompt is read while A goes on.",
+            "Pages lie in any order; only a sequence's last one has room.",
+            "A has ended: its pages are free, B goes on.",
+        ],
+        order=(7, 1, 5, 2, 3),
+    )
+    progress.show("two samples of one prompt")
+    samples = stage.play(
+        [
+            Ask(
+                "Four score and seven years ago our",
+                Sampling(n=2, seed=config.seed, max_tokens=9),
+            )
+        ],
+        [
+            "The prompt is read once; both samples share both pages.",
+            "Both write to page 1: A1 copies it first, A2 is then alone.",
+        ],
+        order=(7, 1, 3),
+    )
+    progress.show("beams")
+    told = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
+    beams = Stage(
+        Language(told, MAX_LENGTH),
+        num_pages=NUM_BEAM_PAGES,
+        page_size=PAGE_SIZE,
+        max_slots=WIDTH,
+        max_beams=WIDTH,
+    ).play(
+        [Ask(PROMPT, Sampling(beam_width=WIDTH, max_tokens=15))],
+        [
+            "",  # the prompt is read
+            "Four beams share the prompt, and each has written a word.",
+            *[""] * 9,
+            "Beams 0 to 2 share two more pages, beam 3 went its own way.",
+            "A word later the best continue beams 1, 1, 2, 2: only table rows move.",
+            "Each has written its word to a page of its own, freed just now.",
+        ],
+        # Hands out the pages that the paper's figure shows; those of the beams that
+        # die out on the way are the next to be used.
+        order=(0, 1, 6, 3, 2, 5, 4, 7, 8),
+    )
+    return Result(one, two, samples, beams)
+
+
+def plot(ax: Any, result: Result) -> None:
+    """Draws the scenes one below the other."""
+    drawing.draw(
+        ax,
+        [
+            ("One request: pages taken as it grows", result.one, ("A",)),
+            ("Two requests in one pool", result.two, ("A", "B")),
+            ("Two samples of one prompt: copy-on-write", result.samples, ("A1", "A2")),
+        ],
+        (f"Beam search of width {WIDTH}", result.beams, ("0", "1", "2", "3")),
+    )
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Gives tables and counts of every frame in short."""
+    return {
+        name: [
+            {
+                "frame": str(frames.caption[i]),
+                "pages": _each(frames, i, frames.pages),
+                "filled": _each(frames, i, frames.filled),
+                "references": " ".join(map(str, frames.ref[i])),
+            }
+            for i in range(len(frames.caption))
+        ]
+        for name, frames in result._asdict().items()
+    }
+
+
+def claims(result: Result) -> list[Claim]:
+    """Holds the tables behind the frames against those of the published figures."""
+    return [
+        _same(
+            "a page is taken when the one before is full: pages and filled counts",
+            "vLLM's announcement of PagedAttention (2023), walk-through of a request",
+            [
+                *({7: 4, 1: 2}, {7: 4, 1: 3}, {7: 4, 1: 4}),
+                {7: 4, 1: 4, 5: 1},
+            ],
+            [_row(result.one, i, 0) for i in range(4)],
+        ),
+        _same(
+            "7 words, then 8, then 9: pages and filled counts",
+            f"{_PAPER} 6",
+            [{7: 4, 1: 3}, {7: 4, 1: 4}, {7: 4, 1: 4, 3: 1}],
+            [_row(result.two, i, 0) for i in range(3)],
+        ),
+        _same(
+            "two requests in one pool: pages and filled counts",
+            f"{_PAPER} 7",
+            [{7: 4, 1: 4, 3: 1}, {5: 4, 2: 2}],
+            [_row(result.two, 2, slot) for slot in (0, 1)],
+        ),
+        _same(
+            "two samples share a prompt: references to its pages before",
+            f"{_PAPER} 8",
+            [{1: 2, 7: 2}],
+            [_uses(result.samples, 0)],
+        ),
+        _same(
+            "and after the first has copied the partial page to page 3",
+            f"{_PAPER} 8",
+            [{1: 1, 3: 1, 7: 2}],
+            [_uses(result.samples, 1)],
+        ),
+        _same(
+            "four beams share pages as the figure shows",
+            f"{_PAPER} 9",
+            [{0: 4, 1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}],
+            [_uses(result.beams, 1)],
+        ),
+        _same(
+            "when beams 1 and 2 alone go on, the pages of 0 and 3 are freed",
+            f"{_PAPER} 9",
+            [{0: 4, 1: 4, 3: 4, 6: 2, 7: 2}],
+            [_uses(result.beams, 2)],
+        ),
+        judge(
+            "all four then write to pages that were never used before",
+            source=f"{_PAPER} 9: pages 9 to 12",
+            published=4,
+            ours=sum(
+                int(result.beams.ref[:3, page].max() == 0)
+                for page in (result.beams.pages(3, slot)[-1] for slot in range(WIDTH))
+            ),
+            unit="pages",
+            differs="Pages freed last are handed out first here, so the same four are "
+            "used again, and nine pages in all.",
+        ),
+    ]
+
+
+_PAPER = "Kwon et al. 2023, arXiv:2309.06180, figure"
+
+
+def _same(
+    claim: str,
+    source: str,
+    published: list[dict[int, int]],
+    ours: list[dict[int, int]],
+) -> Claim:
+    """Counts the published entries, page and number, that are ours in that order."""
+    equal = sum(
+        len(theirs.items() & mine.items()) if [*theirs] == [*mine] else 0
+        for theirs, mine in zip(published, ours, strict=True)
+    )
+    total = sum(map(len, published))
+    return judge(claim, source=source, published=total, ours=equal, unit="entries")
+
+
+def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
+    """Pages of a slot in token order, and how much of each is filled."""
+    pages, filled = frames.pages(frame, slot), frames.filled(frame, slot)
+    return dict(zip(pages, filled, strict=True))
+
+
+def _uses(frames: Frames, frame: int) -> dict[int, int]:
+    """Pages in use, and their reference counts."""
+    return {p: int(n) for p, n in enumerate(frames.ref[frame]) if n}
+
+
+def _each(frames: Frames, frame: int, read: Any) -> str:
+    slots = range(frames.length.shape[1])
+    each = (" ".join(map(str, read(frame, slot))) for slot in slots)
+    return " | ".join(text or "-" for text in each)

@@ -1,0 +1,295 @@
+"""Bringing one request back: its tokens computed again, or its pages moved out and in.
+
+The paper's micro-benchmark (figure 19a) on this machine. Recomputing is one step of the
+engine that reads all tokens. Swapping is the two jitted parts that copy pages between
+the pool and the buffer beside it, and for host memory also the way from the buffer to
+NumPy arrays and back.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.framework import Progress
+from experiments.harness import Request
+from jaxkv.engine import EngineConfig, EngineState, requests, step
+from jaxkv.engine.state import NOBODY, Queue, init
+from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
+from jaxkv.models import checkpoints, transformer
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs
+from jaxkv.serving import host_swap, outputs
+
+POOL_TOKENS = 4096
+"""Token places in the pool, over which a request's pages are scattered."""
+
+
+class Moves(NamedTuple):
+    """Times of bringing one request back, an entry for each page size.
+
+    Attributes:
+      page_size: token places in a page: [sizes].
+      num_tokens: tokens of the request: [sizes].
+      num_bytes: of their K and V: [sizes].
+      recompute_s: reading the tokens again: [sizes, repeats].
+      out_s, in_s: pages into the buffer, and back: [sizes, repeats].
+      host_out_s, host_in_s: from the buffer into host memory, and back: the same.
+    """
+
+    page_size: np.ndarray
+    num_tokens: np.ndarray
+    num_bytes: np.ndarray
+    recompute_s: np.ndarray
+    out_s: np.ndarray
+    in_s: np.ndarray
+    host_out_s: np.ndarray
+    host_in_s: np.ndarray
+
+    @property
+    def recompute(self) -> np.ndarray:
+        """Median of recomputing, in seconds: [sizes]."""
+        return _median(self.recompute_s)
+
+    @property
+    def swap(self) -> np.ndarray:
+        """Median of moving into the buffer and back, in seconds: [sizes]."""
+        return _median(self.out_s + self.in_s)
+
+    @property
+    def swap_through_host(self) -> np.ndarray:
+        """The same by way of host memory: [sizes]."""
+        return _median(self.out_s + self.in_s + self.host_out_s + self.host_in_s)
+
+
+def measure(
+    model: checkpoints.Loaded,
+    request: Request,
+    page_sizes: Iterable[int],
+    *,
+    repeats: int,
+    numerics: Any,
+    progress: Progress,
+) -> Moves:
+    """Times all of it, one page size after the other.
+
+    Args:
+      model: the model.
+      request: whose tokens are brought back.
+      page_sizes: token places in a page.
+      repeats: measurements of each; one more is taken and not counted.
+      numerics: of the engine, see `EngineConfig`.
+      progress: shows a bar; if stopped, page sizes are left out.
+    """
+    rows = []
+    num_tokens = len(request.tokens)
+    for page_size in progress.track(page_sizes, "one request", "page sizes"):
+        num_pages = -(-num_tokens // page_size)
+        config = EngineConfig(
+            num_pages=max(POOL_TOKENS // page_size, num_pages + 1),
+            page_size=page_size,
+            max_slots=1,
+            max_length=num_tokens + 1,
+            max_sequences=2,
+            queue_capacity=2,
+            token_budget=num_tokens,
+            submit_width=1,
+            max_swap_pages=num_pages + 1,
+            numerics=numerics,
+        )
+        pages = transformer.make_pages(model.config, config)
+        num_bytes = num_tokens * sum(
+            leaf[:, 0].nbytes // page_size for leaf in jax.tree.leaves(pages)
+        )
+        times_s = (
+            _time_reading(model, request, config, repeats),
+            *_time_moves(pages, num_tokens, config, repeats),
+            *_time_host(pages, num_tokens, config, repeats),
+        )
+        rows.append((page_size, num_tokens, num_bytes, *times_s))
+    found = zip(*rows, strict=True) if rows else [()] * len(Moves._fields)
+    return Moves(*map(np.array, found))
+
+
+_step = jax.jit(
+    functools.partial(step.run_steps, num_steps=1),
+    static_argnames=("config", "forward"),
+    donate_argnames="state",
+)
+_submit = jax.jit(requests.submit, static_argnames="config", donate_argnames="state")
+_drain = jax.jit(requests.drain, donate_argnames="state")
+
+
+def _time_reading(
+    model: checkpoints.Loaded, request: Request, config: EngineConfig, repeats: int
+) -> list[float]:
+    """Times the one step that feeds all tokens of the request, which then ends."""
+    state = init(config, transformer.make_pages(model.config, config))
+    forward, policy = transformer.Forward(model.config, config.numerics), fcfs.fcfs()
+    ask, clock = Sampling.greedy(max_tokens=1), outputs.clock(0.0)
+    found = []
+    for _ in range(repeats + 1):
+        asked = outputs.make_requests(
+            *([request.tokens], [ask]),
+            config=config,
+            request_ids=[0],
+            eos_ids=model.eos_ids,
+            width=config.submit_width,
+        )
+        state, _ = _submit(state, asked, config=config)
+
+        def read(state: EngineState) -> tuple[EngineState, step.StepInfo]:
+            return _step(
+                *(model.params, state, clock),
+                config=config,
+                forward=forward,
+                policy=policy,
+            )
+
+        took_s, (state, info) = _timed(read, state)
+        if info.num_rows.sum() != len(request.tokens):
+            raise RuntimeError("the tokens were not read in one step")
+        state, _ = _drain(state)
+        found.append(took_s)
+    return found[1:]
+
+
+def _leave(
+    pages: kv_pages.Pages,
+    staging: swap_buffer.Staging,
+    pool: page_pool.Pool,
+    table: page_table.Table,
+) -> tuple[swap_buffer.Staging, page_pool.Pool, page_table.Table]:
+    """The first slot's request leaves the pool for the buffer, as in a step."""
+    row = jnp.zeros((1,), jnp.int32)
+    staging, left = swap_buffer.move_out(
+        *(staging, pages, table, jnp.zeros_like(table.page_ids), row, row),
+        page_size=pages.page_size,
+    )
+    return staging, *page_table.drop(pool, table, left)
+
+
+def _return(
+    pages: kv_pages.Pages,
+    staging: swap_buffer.Staging,
+    pool: page_pool.Pool,
+    table: page_table.Table,
+) -> tuple[kv_pages.Pages, swap_buffer.Staging, page_pool.Pool, page_table.Table]:
+    """It comes back to the slot."""
+    group = jnp.arange(2, dtype=jnp.int32)
+    pages, pool, table, staging = swap_buffer.move_in(
+        *(staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1]))
+    )
+    return pages, staging, pool, table
+
+
+_leave_jit = jax.jit(_leave, donate_argnames=("staging", "pool", "table"))
+_return_jit = jax.jit(_return, donate_argnames=("pages", "staging", "pool", "table"))
+
+
+def _time_moves(
+    pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Times the way into the buffer, and back, of pages scattered over the pool."""
+    rng = np.random.default_rng(0)
+    pages = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), pages
+    )
+    order = jnp.asarray(rng.permutation(config.num_pages), jnp.int32)
+    pool = page_pool.make_pool(config.num_pages, order)
+    table = page_table.make_table(1, config.max_pages_per_slot)
+    places = jnp.asarray([num_tokens], jnp.int32)
+    pool, table, _, enough = page_table.reserve(
+        *(pool, table, places, places),
+        page_size=config.page_size,
+        max_new_pages=config.max_pages_per_slot,
+    )
+    if not enough:
+        raise RuntimeError("the request does not fit the pool")
+    table = page_table.advance(table, places)
+    staging = _staging(pages, config)
+    before = _first_layer(pages, table)
+    out_s, in_s = [], []
+    for _ in range(repeats + 1):
+        took_s, (staging, pool, table) = _timed(_leave_jit, pages, staging, pool, table)
+        out_s.append(took_s)
+        took_s, (pages, staging, pool, table) = _timed(
+            _return_jit, pages, staging, pool, table
+        )
+        in_s.append(took_s)
+    np.testing.assert_array_equal(_first_layer(pages, table), before)
+    return out_s[1:], in_s[1:]
+
+
+def _time_host(
+    pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Times the way from the buffer into host memory, and back.
+
+    Another request, of one page, is the next to come back: so ours, behind it, leaves
+    the buffer. When that one is gone, ours is next.
+    """
+    num_pages = config.max_swap_pages - 1
+    staging = _staging(pages, config)
+    owner = np.array([0] + [1] * num_pages, np.int32)
+    ids = np.full(staging.page_ids.shape, page_pool.NO_PAGE, np.int32)
+    ids[0, 0], ids[1, :num_pages] = 0, np.arange(1, num_pages + 1)
+    state = init(config, pages)
+    sequences = state.sequences._replace(group=jnp.arange(2, dtype=jnp.int32))
+    state = state._replace(
+        sequences=sequences,
+        staging=staging._replace(
+            owner=jnp.asarray(owner),
+            page_ids=jnp.asarray(ids),
+            length=jnp.asarray([1, num_tokens], jnp.int32),
+        ),
+    )
+    space = host_swap.HostSpace(num_pages)
+    out_s, in_s = [], []
+    for _ in range(repeats + 1):
+        state = state._replace(queue=_queue(state, 0, 1))
+        took_s, state = _timed(space.exchange, state)
+        if space.num_used != num_pages:
+            raise RuntimeError(f"{space.num_used=} pages with the host")
+        out_s.append(took_s)
+        state = state._replace(queue=_queue(state, 1))
+        took_s, state = _timed(space.exchange, state)
+        if space.num_used:
+            raise RuntimeError(f"{space.num_used=} pages with the host")
+        in_s.append(took_s)
+    return out_s[1:], in_s[1:]
+
+
+def _queue(state: EngineState, *rows: int) -> Queue:
+    sequence = np.full(state.queue.sequence.shape, NOBODY, np.int32)
+    sequence[: len(rows)] = rows
+    return Queue(jnp.asarray(sequence), jnp.asarray(len(rows), jnp.int32))
+
+
+def _staging(pages: kv_pages.Pages, config: EngineConfig) -> swap_buffer.Staging:
+    return swap_buffer.make_staging(
+        pages,
+        num_places=config.max_swap_pages,
+        num_sequences=config.max_sequences,
+        pages_per_slot=config.max_pages_per_slot,
+    )
+
+
+def _first_layer(pages: kv_pages.Pages, table: page_table.Table) -> np.ndarray:
+    found = kv_pages.gather(pages, 0, table.page_ids)
+    return np.stack([np.asarray(x) for x in found])
+
+
+def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    jax.block_until_ready(args)
+    started = time.perf_counter()
+    found = jax.block_until_ready(call(*args))
+    return time.perf_counter() - started, found
+
+
+def _median(times_s: np.ndarray) -> np.ndarray:
+    return np.median(times_s, axis=1) if times_s.size else np.zeros(0)

@@ -1,0 +1,245 @@
+"""Do the cost formulas count what JAX and XLA count?
+
+Small models of each family that we can run, counted twice: by the formulas, and by what
+is there. Parameters by `jax.eval_shape`; operations by XLA's own analysis of the
+compiled forward pass and gradient; what is kept for the backward pass by the residuals
+of `jax.vjp`. Beside it stands what XLA plans for the compiled gradient, which computes
+some of that again and never holds all at once: no formula claims that number.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.framework import QUIET, Claim, Part, Progress, Sheet, judge
+from experiments.plotting import style
+
+FLOPS_TOLERANCE = 0.02
+"""Norms, activations and the softmax are counted by XLA alone."""
+
+
+_KEPT_SEQUENCE = 256
+"""Tokens of a sequence whose residuals are looked at: more than a tile of attention,
+which keeps the weights of shorter ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The models' size; small enough for one tile of attention."""
+
+    hidden_size: int = 256
+    """A multiple of 32: eight heads are even."""
+    num_layers: int = 2
+    """Layers, unrolled."""
+    batch: int = 4
+    """Sequences."""
+    sequence: int = 128
+    """Tokens; at most a tile, as XLA counts the body of a loop once."""
+    families: tuple[str, ...] = ("llama", "qwen2", "qwen3", "gpt2", "opt")
+    """Which models."""
+
+    def __post_init__(self) -> None:
+        """Refuses what would not be one tile, or no model."""
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            raise ValueError(f"{self.hidden_size=} must be a multiple of 32")
+        if not 1 <= self.sequence <= 128:
+            raise ValueError(f"{self.sequence=} must be in [1, 128]")
+        if self.num_layers < 1 or self.batch < 2:
+            raise ValueError(f"{self.num_layers=} must be at least 1, {self.batch=} 2")
+        if unknown := {*self.families} - _CHANGES.keys():
+            raise ValueError(f"families={sorted(unknown)} must be in {list(_CHANGES)}")
+
+
+_BIASED = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+_GPT = {"norm": "layer", "positions": "learned", "gated": False, "num_kv_heads": 8}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True, "tie_embeddings": False},
+    "qwen3": {"qk_norm": True, "head_dim": 64},
+    "gpt2": {**_GPT, **_BIASED, "activation": "gelu_tanh"},
+    "opt": {**_GPT, **_BIASED, "activation": "relu", "position_offset": 2},
+}
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(num_layers=1, families=("qwen3",)),
+}
+
+
+def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+    """Counts every model; ended early, it has those that are done."""
+    rows = []
+    for family in progress.track(config.families, "models", "models"):
+        rows.append(_row(config, family))
+    return rows
+
+
+def _row(config: Config, family: str) -> dict[str, Any]:
+    import jax
+
+    from jaxkv.models import transformer
+    from scaling.costs import flops, parameters, residuals
+    from scaling.shapes import from_model
+
+    model = _model(config, family)
+    shape = from_model.describe(model)
+    step = flops.training(shape, batch=config.batch, sequence=config.sequence)
+    listed = residuals.residuals(model, number_bytes=4)
+    forward, gradient = (_compiled(model, config, what) for what in ("forward", "grad"))
+    held = jax.tree.leaves(transformer.param_shapes(model))
+    more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
+    return {
+        "family": family,
+        "params": parameters.parameters(shape).total,
+        "params_jax": sum(x.size for x in held),
+        "forward_flops": step.forward,
+        "forward_flops_xla": _analysis(forward),
+        "training_flops": step.model,
+        "training_flops_xla": _analysis(gradient),
+        "kept_bytes": residuals.total(listed, config.batch * _KEPT_SEQUENCE),
+        # The difference of two batches leaves the weights out.
+        "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
+        "xla_temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def _model(config: Config, family: str) -> Any:
+    from jaxkv.models.config import ModelConfig
+
+    plain = ModelConfig(
+        vocab_size=256,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=config.hidden_size // 8,
+        mlp_size=8 * config.hidden_size // 3,
+        max_positions=max(config.sequence, _KEPT_SEQUENCE),
+    )
+    return dataclasses.replace(plain, **_CHANGES[family])
+
+
+def _compiled(model: Any, config: Config, what: str) -> Any:
+    """The forward pass, or the gradient of the mean loss, compiled from shapes."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkv.models import transformer
+    from scaling.training import objectives
+
+    def loss(params: Any, windows: Any) -> Any:
+        return jnp.mean(objectives.token_losses(params, windows, model=model))
+
+    width = config.sequence + (what == "grad")  # the last token is predicted only
+    tokens = jax.ShapeDtypeStruct((config.batch, width), jnp.int32)
+    forward = functools.partial(transformer.logits, config=model)
+    step = jax.value_and_grad(loss) if what == "grad" else forward
+    return jax.jit(step).lower(transformer.param_shapes(model), tokens).compile()
+
+
+def _kept(model: Any, sequence: int, batch: int) -> int:
+    """Bytes that the vjp of the forward pass holds, weights included; runs nothing."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkv.models import transformer
+
+    def pull(params: Any, tokens: Any) -> Any:
+        forward = functools.partial(transformer.logits, tokens=tokens, config=model)
+        return jax.vjp(forward, params)[1]
+
+    tokens = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
+    held = jax.eval_shape(pull, transformer.param_shapes(model), tokens)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
+
+
+def _analysis(compiled: Any) -> float:
+    return float(compiled.cost_analysis()["flops"])
+
+
+def claims(result: list[dict[str, Any]]) -> list[Claim]:
+    """Holds the formulas against what was counted."""
+    return [claim for row in result for claim in _claims(row)]
+
+
+def _claims(row: dict[str, Any]) -> Iterator[Claim]:
+    family = row["family"]
+    yield judge(
+        f"{family}: parameters",
+        source="jax.eval_shape of the model",
+        published=row["params_jax"],
+        ours=row["params"],
+        unit="1",
+    )
+    for what in ("forward", "training"):
+        yield judge(
+            f"{family}: operations, {what}",
+            source="XLA's cost analysis of the compiled program",
+            published=row[f"{what}_flops_xla"],
+            ours=row[f"{what}_flops"],
+            unit="FLOP",
+            tolerance=FLOPS_TOLERANCE * row[f"{what}_flops_xla"],
+        )
+    yield judge(
+        f"{family}: bytes kept for the backward pass",
+        source="residuals of jax.vjp of the forward pass",
+        published=row["kept_bytes_vjp"],
+        ours=row["kept_bytes"],
+        unit="B",
+        note=f"XLA plans {row['xla_temporary_bytes']:,} temporary bytes for the "
+        "compiled gradient, loss included.",
+    )
+
+
+def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gives the rows."""
+    return {"rows": result}
+
+
+def summary(result: list[dict[str, Any]]) -> list[Part]:
+    """Puts formulas beside counts."""
+    rows = [
+        (
+            row["family"],
+            f"{row['params']:,}",
+            f"{row['forward_flops'] / row['forward_flops_xla']:.4f}",
+            f"{row['training_flops'] / row['training_flops_xla']:.4f}",
+            f"{row['kept_bytes']:,}",
+            f"{row['kept_bytes'] / row['kept_bytes_vjp']:.4f}",
+            f"{row['xla_temporary_bytes']:,}",
+        )
+        for row in result
+    ]
+    heads = ("model", "parameters", "forward", "training", "kept bytes", "kept")
+    note = (
+        "Forward, training, kept: the formula over what was counted. Temporary: XLA's "
+        "plan for the compiled gradient."
+    )
+    return [Sheet("formula and count", (*heads, "temporary bytes"), rows, note)]
+
+
+def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+    """Draws the ratios of formula and count."""
+    pairs = {
+        "parameters": ("params", "params_jax"),
+        "forward": ("forward_flops", "forward_flops_xla"),
+        "training": ("training_flops", "training_flops_xla"),
+        "kept": ("kept_bytes", "kept_bytes_vjp"),
+    }
+    for place, (ours, counted) in enumerate(pairs.values()):
+        for i, row in enumerate(result):
+            shift = (i - (len(result) - 1) / 2) * 0.12
+            ax.plot(
+                place + shift,
+                row[ours] / row[counted],
+                "o",
+                color=style.colors()[i + 1],
+                label=row["family"] if place == 0 else None,
+            )
+    ax.axhspan(1 - FLOPS_TOLERANCE, 1 + FLOPS_TOLERANCE, color="0.93", zorder=0)
+    ax.axhline(1, color="0.6", linewidth=0.6, zorder=0)
+    ax.set_xticks(range(len(pairs)), list(pairs))
+    ax.set_ylim(0.95, 1.05)
+    ax.set_ylabel("formula / count")
+    ax.legend(loc="upper left", ncols=2)

@@ -1,0 +1,5 @@
+"""Experiments training fit coverage."""
+
+__all__ = [
+    "surfaces",
+]

@@ -1,0 +1,267 @@
+"""Do 90 % intervals of a fit hold the truth, and is what cannot be fitted doubted?
+
+Surfaces with known coefficients are fitted again and again. On sound ones the interval
+of the optimum's exponent `a = beta / (alpha + beta)`, of the floor E, and of the loss
+at ten times the largest compute should hold the truth in nine of ten, and nothing
+should be doubted. Ill-posed ones (collinear, few, spoilt, or with a term or floor that
+is next to nothing) should be doubted, unless all three intervals hold the truth.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.framework import QUIET, Claim, Part, Progress, Sheet, judge, units
+from experiments.plotting import style
+from experiments.training.fit_coverage import surfaces
+from scaling.fits import fit
+from scaling.laws import published
+
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (4.2, 2.6)
+QUANTITIES = ("a", "E", "loss at 10 C")
+SOUND = "sound"
+_ENOUGH = 200
+"""Surfaces from which on a share is judged."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How many surfaces of which size are fitted."""
+
+    sizes: tuple[int, ...] = (32, 240)
+    """Runs on a surface."""
+    num_datasets: int = 400
+    """Sound surfaces of each size and kind of noise."""
+    num_ill_posed: int = 60
+    """Surfaces of each ill-posed kind, of the first size."""
+    num_resamples: int = 400
+    """Resamples of each surface."""
+    seed: int = 1000
+    """Of the first surface; the next has the next."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be fitted or counted."""
+        if not self.sizes or min(self.sizes) < 10:
+            raise ValueError(f"{self.sizes=} must be numbers of at least 10")
+        if min(self.num_datasets, self.num_ill_posed) < 1 or self.num_resamples < 20:
+            raise ValueError(
+                f"{self.num_datasets=} and {self.num_ill_posed=} must be at least 1, "
+                f"{self.num_resamples=} at least 20"
+            )
+
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(sizes=(32,), num_datasets=6, num_ill_posed=1, num_resamples=50),
+}
+
+
+class Outcome(NamedTuple):
+    """What became of one surface: per quantity; and whether the fit was doubted."""
+
+    covered: np.ndarray
+    width: np.ndarray
+    doubted: bool
+
+
+def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+    """Fits all surfaces, a row for each kind; ended early, it has whole kinds."""
+    kinds: list[tuple[str, int, str, int]] = [
+        (SOUND, size, noise, config.num_datasets)
+        for size in config.sizes
+        for noise in ("student", "normal")
+    ]
+    kinds += [
+        (kind, config.sizes[0], "both", config.num_ill_posed)
+        for kind in surfaces.ILL_POSED
+    ]
+    total = sum(count for *_, count in kinds)
+    update, done, rows = progress.bar("surfaces", total, "surfaces"), 0, []
+    for kind, size, noise, count in kinds:
+        progress.show(f"{kind}, {size} runs, {noise} noise")
+        outcomes = []
+        for i in range(count):
+            if progress.stopped:
+                return rows
+            drawn = ("student", "normal")[i % 2] if noise == "both" else noise
+            outcomes.append(_fit(kind, size, drawn, config.seed + i, config))
+            done += 1
+            update(done)
+        rows.append(_row(kind, size, noise, outcomes))
+    return rows
+
+
+def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome:
+    truth = surfaces.COEFFICIENTS
+    if kind == SOUND:
+        data = surfaces.runs(size, seed=seed, noise=noise)
+    else:
+        data, truth = surfaces.ill_posed(kind, size, seed=seed, noise=noise)
+    result = fit.fit(
+        published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
+    )
+    flops = 10 * 6 * np.max(data["num_params"] * data["num_tokens"])
+    params = 0.1 * flops**0.5
+    target = {"num_params": [params], "num_tokens": [flops / (6 * params)]}
+    found = fit.predict(result, target, "confidence")
+    ends = np.array(
+        [
+            result.exponent_intervals["a"],
+            result.intervals["E"],
+            (found.low[0], found.high[0]),
+        ]
+    )
+    loss = surfaces.surface(params, flops / (6 * params), truth)
+    true = np.array(
+        [truth["beta"] / (truth["alpha"] + truth["beta"]), truth["E"], loss]
+    )
+    covered = (ends[:, 0] <= true) & (true <= ends[:, 1])
+    return Outcome(covered, ends[:, 1] - ends[:, 0], bool(result.warnings))
+
+
+def _row(kind: str, size: int, noise: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    covered = np.array([x.covered for x in outcomes])
+    width = np.median([x.width for x in outcomes], axis=0)
+    doubted = np.array([x.doubted for x in outcomes])
+    whole = covered.all(1)
+    row: dict[str, Any] = {
+        "kind": kind,
+        "runs": size,
+        "noise": noise,
+        "surfaces": len(outcomes),
+    }
+    row |= {
+        f"covers {x}": float(covered[:, i].mean()) for i, x in enumerate(QUANTITIES)
+    }
+    row |= {f"width {x}": float(width[i]) for i, x in enumerate(QUANTITIES)}
+    return row | {
+        "doubted": float(doubted.mean()),
+        "covers all": float(whole.mean()),
+        "neither": float(np.mean(~whole & ~doubted)),
+    }
+
+
+def _sound(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in result if row["kind"] == SOUND]
+
+
+def _ill_posed(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in result if row["kind"] != SOUND]
+
+
+def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+    """Draws the coverage of sound surfaces, and the fate of ill-posed ones."""
+    colors = style.colors()
+    sound, ill = _sound(result), _ill_posed(result)
+    left, right = axes
+    left.axhspan(0.86, 0.98, color="0.92")
+    left.axhline(0.9, color="0.6", linewidth=0.6)
+    for i, name in enumerate(QUANTITIES):
+        values = [row[f"covers {name}"] for row in sound]
+        places = np.arange(len(sound)) + 0.12 * (i - 1)
+        left.plot(places, values, "o", color=colors[i + 1], label=name)
+    left.set_xticks(
+        range(len(sound)), [f"{row['runs']} runs\n{row['noise']}" for row in sound]
+    )
+    left.set_ylim(0.8, 1.0)
+    left.set_ylabel("surfaces whose interval holds the truth")
+    left.set_title("sound surfaces, 90 % intervals", loc="left")
+    left.legend(ncols=3, loc="lower right")
+    names = [row["kind"] for row in ill]
+    doubted = np.array([row["doubted"] for row in ill])
+    neither = np.array([row["neither"] for row in ill])
+    unharmed = 1 - doubted - neither
+    right.barh(names, doubted, color=colors[5], label="doubted")
+    right.barh(names, unharmed, left=doubted, color=colors[3], label="covered")
+    right.barh(names, neither, left=1 - neither, color=colors[6], label="neither")
+    right.invert_yaxis()
+    right.set_xlim(0, 1)
+    right.set_xlabel("share of surfaces")
+    right.set_title("ill-posed surfaces", loc="left")
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    look = {"handlelength": 0.8, "handleheight": 0.8, "columnspacing": 1.0}
+    right.legend(ncols=3, fontsize=6, **place, **look)
+
+
+def claims(result: list[dict[str, Any]]) -> list[Claim]:
+    """Holds coverage against what the intervals promise."""
+
+    def few(count: int) -> str:
+        if count >= _ENOUGH:
+            return ""
+        return f"{count} surfaces are too few to tell one in twenty from chance."
+
+    found = [
+        judge(
+            f"90 % intervals of {name} hold the truth: {row['runs']} runs, "
+            f"{row['noise']} noise",
+            source="between 86 and 98 %, the bar set for 400 surfaces",
+            published=0.92,
+            ours=row[f"covers {name}"],
+            unit="1",
+            tolerance=0.06,
+            differs=few(row["surfaces"]),
+        )
+        for row in _sound(result)
+        for name in QUANTITIES
+    ]
+    found += [
+        judge(
+            f"sound fits are not doubted: {row['runs']} runs, {row['noise']} noise",
+            source="at most one in twenty, the bar set",
+            published=0.05,
+            ours=row["doubted"],
+            unit="1",
+            relation="at_most",
+            differs=few(row["surfaces"]),
+        )
+        for row in _sound(result)
+    ]
+    if ill := _ill_posed(result):
+        weights = [row["surfaces"] for row in ill]
+        share = np.average([row["neither"] for row in ill], weights=weights)
+        found.append(
+            judge(
+                "ill-posed surfaces that pass neither covered nor doubted",
+                source="at most one in twenty, the bar set",
+                published=0.05,
+                ours=float(share),
+                unit="1",
+                relation="at_most",
+                differs=few(sum(weights)),
+            )
+        )
+    return found
+
+
+def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gives all rows."""
+    return {"rows": result}
+
+
+def summary(result: list[dict[str, Any]]) -> list[Part]:
+    """Tells coverage and widths, then doubts."""
+    heads = ["runs", "noise", *(f"{x}: covers, width" for x in QUANTITIES), "doubted"]
+    lines = [
+        [
+            str(row["runs"]),
+            row["noise"],
+            *(
+                f"{units.share(row[f'covers {x}'])}, {row[f'width {x}']:.3g}"
+                for x in QUANTITIES
+            ),
+            units.share(row["doubted"]),
+        ]
+        for row in _sound(result)
+    ]
+    parts: list[Part] = [Sheet("sound surfaces, 90 % intervals", heads, lines)]
+    if ill := _ill_posed(result):
+        keys = ("covers all", "doubted", "neither")
+        rows = [[row["kind"], *(units.share(row[x]) for x in keys)] for row in ill]
+        title = (
+            f"ill-posed surfaces of {ill[0]['runs']} runs, {ill[0]['surfaces']} each"
+        )
+        parts.append(Sheet(title, ["kind", *keys], rows))
+    return parts

@@ -1,0 +1,7 @@
+"""Experiments training isoflop."""
+
+__all__ = [
+    "experiment",
+    "prediction",
+    "settings",
+]
