@@ -8,6 +8,9 @@ import jax
 HOPPER = "9.0"
 """Compute capability of GPUs that the Mosaic kernels are for: H100 and H200."""
 
+WGMMA_ROWS = 64
+"""Rows of one matrix product of a Hopper warpgroup."""
+
 _HOPPER_NAMES = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 

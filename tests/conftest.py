@@ -172,7 +172,7 @@ def metrics(result: Result) -> dict[str, Any]:
 def experiment() -> registry.Experiment:
     """A small experiment with everything an experiment can have."""
     module = types.SimpleNamespace(
-        __name__="experiments.made_up",
+        __name__="experiments.serving.made_up.experiment",
         __doc__="Does a made-up experiment leave a whole folder?\n\nMore words.",
         Config=Config,
         CONFIGS={"smoke": Config(), "paper": Config(num_points=9)},

@@ -28,7 +28,7 @@ from jaxkv.engine.state import (
 )
 from jaxkv.engine.step import StepInfo
 from jaxkv.memory import prefix_cache
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import sampler
 from jaxkv.sampling.sampler import Sampling
@@ -188,7 +188,7 @@ def start(
     config: EngineConfig, model: ModelConfig = MODEL, dtype: Any = "float32"
 ) -> EngineState:
     """An idle engine whose pages are full of NaN, which nobody may ever see."""
-    pages = transformer.make_pages(model, config, dtype=dtype)
+    pages = paged.make_pages(model, config, dtype=dtype)
     return init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
 
 
@@ -277,7 +277,7 @@ def serve(
     dtype = jax.tree.leaves(weights)[0].dtype
     state = start(config, model, dtype) if state is None else state
     policy = fcfs.fcfs() if policy is None else policy
-    forward = transformer.Forward(model, config.numerics)
+    forward = paged.PagedForward(model, config.numerics)
     for call in range(max_calls):
         if len(outcomes) == num:
             break

@@ -13,7 +13,7 @@ import pytest
 
 from jaxkv import decoding
 from jaxkv.memory import invariants, page_sharing
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import beam_search
 from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, Beams, Params
@@ -322,7 +322,7 @@ def search_with_pages(weights, prompt, params: Params, config: ModelConfig):
         num_pages=NUM_BEAMS * (num + LIMIT), page_size=1, max_length=num + LIMIT
     )
     cache = decoding.init_cache(
-        transformer.make_pages(config, engine),
+        paged.make_pages(config, engine),
         max_slots=NUM_BEAMS,
         max_length=num + LIMIT,
     )
@@ -340,7 +340,7 @@ def search_with_pages(weights, prompt, params: Params, config: ModelConfig):
             weights,
             cache._replace(pool=pool, table=table),
             jnp.where(prompt_token < 0, tokens, prompt_token),
-            forward=transformer.Forward(config),
+            forward=paged.PagedForward(config),
         )
         return (group, cache, logits), (tokens, parents, enough)
 

@@ -223,7 +223,7 @@ def test_help_says_what_holds_without_a_flag(jaxkv: Jaxkv, command: str) -> None
 
 def test_help_and_list_import_nothing_heavy() -> None:
     code = (
-        "import sys; from experiments import cli\n"
+        "import sys; from experiments.cli import main as cli\n"
         "for words in (['--help'], ['run', '--help'], ['list', '--json']):\n"
         "    assert cli.main(words) == 0\n"
         "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"

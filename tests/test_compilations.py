@@ -10,7 +10,7 @@ import pytest
 from jax import monitoring
 
 import jaxkv
-from jaxkv.models import transformer
+from jaxkv.models import paged
 from jaxkv.scheduling import interface, static_batching
 from tests import engines
 from tests.engines import MODEL
@@ -72,8 +72,8 @@ def every_mode(rng: np.random.Generator, ask: jaxkv.Sampling) -> jaxkv.Sampling:
 def make_engine(policy: interface.Policy | None = None) -> jaxkv.Engine:
     return jaxkv.Engine(
         engines.params(),
-        transformer.Forward(MODEL, BOUNDS.numerics),
-        transformer.make_pages(MODEL, BOUNDS),
+        paged.PagedForward(MODEL, BOUNDS.numerics),
+        paged.make_pages(MODEL, BOUNDS),
         BOUNDS,
         vocab_size=MODEL.vocab_size,
         policy=policy,

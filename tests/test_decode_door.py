@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv.engine import state
 from jaxkv.memory import kv_pages
-from jaxkv.models import config, transformer
+from jaxkv.models import config, paged, transformer
 from pallas_kernels.paged_attention import api, decode_plan, dispatch
 from pallas_kernels.paged_attention.hopper import decode
 from tests import emulating
@@ -117,9 +117,7 @@ def test_a_forward_pass_plans_once_for_all_layers(
 
     monkeypatch.setattr(decode_plan, "make_plan", counted)
     params = transformer.param_shapes(MODEL, dtype="bfloat16")
-    pages = jax.eval_shape(
-        lambda: transformer.make_pages(MODEL, CONFIG, dtype="bfloat16")
-    )
+    pages = jax.eval_shape(lambda: paged.make_pages(MODEL, CONFIG, dtype="bfloat16"))
     row = jax.ShapeDtypeStruct((16,), jnp.int32)
     blank: Any = kv_pages.Rows  # of shapes, not of arrays
     rows = blank(
@@ -129,7 +127,7 @@ def test_a_forward_pass_plans_once_for_all_layers(
         page_ids=jax.ShapeDtypeStruct((2, 4), jnp.int32),
         logit_rows=jax.ShapeDtypeStruct((2,), jnp.int32),
     )
-    forward = transformer.Forward(MODEL)
+    forward = paged.PagedForward(MODEL)
     lowered = jax.jit(forward, donate_argnums=1).trace(params, pages, rows)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert plans == [2]

@@ -10,12 +10,12 @@ import pytest
 
 from jaxkv import decoding
 from jaxkv.memory import invariants, kv_pages
-from jaxkv.models import transformer
+from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
 from tests import engines
 from tests.engines import MODEL
 
-FORWARD = transformer.Forward(MODEL)
+FORWARD = paged.PagedForward(MODEL)
 SLOTS, LENGTH, PAGE_SIZE = 3, 40, 4
 
 
@@ -172,7 +172,7 @@ def test_a_cache_past_the_models_positions() -> None:
 
     def step(config: ModelConfig) -> None:
         call = functools.partial(
-            decoding.decode_step, forward=transformer.Forward(config)
+            decoding.decode_step, forward=paged.PagedForward(config)
         )
         jax.eval_shape(call, transformer.param_shapes(config), cache, tokens)
 

@@ -20,7 +20,7 @@ from jaxkv.engine.state import (
     init,
 )
 from jaxkv.engine.step import run_steps
-from jaxkv.models import transformer
+from jaxkv.models import paged, transformer
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
 from tests import engines
@@ -74,7 +74,7 @@ def submitted(*asks: Ask) -> EngineState:
 
 def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
     """Some calls more; the infos as NumPy arrays, those of the last call."""
-    forward, info = transformer.Forward(MODEL, TIGHT.numerics), None
+    forward, info = paged.PagedForward(MODEL, TIGHT.numerics), None
     for _ in range(calls):
         state, info = engines.run_steps(
             *(engines.params(), state, engines.clock(seconds)),
@@ -497,7 +497,7 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
     state, info = engines.run_steps(
         *(engines.params(), state, engines.clock(0.0)),
         config=TIGHT,
-        forward=transformer.Forward(MODEL, TIGHT.numerics),
+        forward=paged.PagedForward(MODEL, TIGHT.numerics),
         policy=Hoarder(),
     )
     # Both got a slot, neither got a page; then nothing but growth is asked for.
@@ -516,7 +516,7 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
 @pytest.mark.thorough
 def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     fixed: dict[str, Any] = dict(
-        config=TIGHT, forward=transformer.Forward(MODEL, TIGHT.numerics), policy=FCFS
+        config=TIGHT, forward=paged.PagedForward(MODEL, TIGHT.numerics), policy=FCFS
     )
     alone = []
     for seed in range(8):
@@ -552,12 +552,12 @@ def assert_close(a: Any, b: Any) -> None:
 
 def test_sizes_without_a_run() -> None:
     config = dataclasses.replace(TIGHT, num_pages=10**6)
-    state = jax.eval_shape(lambda: init(config, transformer.make_pages(MODEL, config)))
+    state = jax.eval_shape(lambda: init(config, paged.make_pages(MODEL, config)))
     after, _ = jax.eval_shape(
         functools.partial(
             run_steps,
             config=config,
-            forward=transformer.Forward(MODEL, TIGHT.numerics),
+            forward=paged.PagedForward(MODEL, TIGHT.numerics),
             policy=FCFS,
         ),
         *(transformer.param_shapes(MODEL), state, jnp.zeros(2, jnp.int32)),
@@ -589,4 +589,4 @@ def test_bounds_out_of_range_are_refused(fields: dict, message: str) -> None:
 def test_pages_of_another_size_are_refused(field: str) -> None:
     other = dataclasses.replace(TIGHT, **{field: 5})
     with pytest.raises(ValueError, match=f"must be config.{field}=5"):
-        init(other, transformer.make_pages(MODEL, TIGHT))
+        init(other, paged.make_pages(MODEL, TIGHT))

@@ -91,4 +91,4 @@ def test_no_folder_is_computed_otherwise_than_by_transformers(tmp_path: Path) ->
     # Most of what is sane is served: refusing everything would pass, too.
     assert sum(each.kind == "equal" for each in verdicts.values()) > 0.3 * NUM
     families = {each.line for each in verdicts.values() if each.kind == "equal"}
-    assert families == {*checkpoints.hf_configs.FAMILIES}
+    assert families == {*checkpoints.configs.FAMILIES}

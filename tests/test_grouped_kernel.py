@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import devices
+from pallas_kernels import devices, tiling
 from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
 from pallas_kernels.grouped_matmul import api, mosaic_gpu
-from pallas_kernels.paged_attention import tiling
-from pallas_kernels.paged_attention.tiling import GroupedSizes
+from pallas_kernels.tiling import GroupedSizes
 from tests.emulating import emulator_of_races, watched_product
 from tests.grouped_cases import Case, assert_within_rule, exact, make_case, plain
 

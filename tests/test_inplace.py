@@ -17,7 +17,7 @@ from jaxkv import decoding
 from jaxkv.engine import step
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.memory import kv_pages
-from jaxkv.models import transformer
+from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.scheduling import fcfs, interface, static_batching
 from tests import engines
@@ -40,7 +40,7 @@ SMALL, LARGE = 1024, 16384
 
 
 def pages_of(model: ModelConfig, config: EngineConfig, dtype: Any = "float32") -> Any:
-    return jax.eval_shape(lambda: transformer.make_pages(model, config, dtype=dtype))
+    return jax.eval_shape(lambda: paged.make_pages(model, config, dtype=dtype))
 
 
 def bytes_of(tree: Any) -> int:
@@ -64,7 +64,7 @@ def steps(
     run = functools.partial(
         step.run_steps,
         config=config,
-        forward=transformer.Forward(model, numerics),
+        forward=paged.PagedForward(model, numerics),
         policy=fcfs.fcfs() if policy is None else policy,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -167,7 +167,7 @@ def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
 
 def test_decoding_without_a_scheduler_stays_in_place() -> None:
     config = dataclasses.replace(CONFIG, num_pages=LARGE)
-    forward, pages = transformer.Forward(MODEL), pages_of(MODEL, config)
+    forward, pages = paged.PagedForward(MODEL), pages_of(MODEL, config)
     cache = jax.eval_shape(
         functools.partial(decoding.init_cache, max_slots=4, max_length=256), pages
     )

@@ -89,7 +89,7 @@ def test_before_there_is_anything_to_keep_it_ends_at_once(
 # A library that lets no KeyboardInterrupt through, as a garbage collector's callback.
 STUBBORN = """if True:
     import time
-    from experiments import catalogue
+    from experiments.framework import registry
     def load(name):
         print("here", flush=True)
         while True:
@@ -97,7 +97,7 @@ STUBBORN = """if True:
                 time.sleep(60)
             except BaseException:
                 pass
-    catalogue.load = load
+    registry.load = load
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.serving import interrupts
 from tests import engines
 
@@ -36,9 +36,9 @@ def loaded() -> checkpoints.Loaded:
 
 def make_engine() -> jaxkv.Engine:
     config, params, tokenizer, _ = loaded()
-    pages = transformer.make_pages(config, BOUNDS)
+    pages = paged.make_pages(config, BOUNDS)
     return jaxkv.Engine(
-        *(params, transformer.Forward(config), pages, BOUNDS),
+        *(params, paged.PagedForward(config), pages, BOUNDS),
         tokenizer=tokenizer,
         policy=jaxkv.fcfs(preemption="swap"),
         keep_trace=True,

@@ -1,4 +1,4 @@
-"""The house keeps its shape: imports point one way, each library has one door."""
+"""The house keeps its shape: floors, faces, doors of libraries, sizes, no circle."""
 
 import ast
 import fnmatch
@@ -13,19 +13,60 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each package may import itself and those before it.
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
 
+# The rooms of each package, floor by floor: each imports only from floors below its own.
+FLOORS = {
+    "pallas_kernels": (
+        "devices quantizing online_softmax tiling",
+        "page_ops flash_attention grouped_matmul paged_attention",
+        "bench",
+    ),
+    "jaxkv": (
+        "arrays clock files validation",
+        "text memory",
+        "sampling scheduling",
+        "models workloads",
+        "decoding engine",
+        "simulation serving",
+    ),
+    "scaling": (
+        "locking shapes laws corpora",
+        "logs costs fits",
+        "frontiers training plan",
+        "sweeps",
+    ),
+    "experiments": (
+        "plotting",
+        "framework",
+        "harness",
+        "cli",
+        "training",
+        "bench",
+        "serving",
+    ),
+}
+
+MOST_IN_A_FOLDER, MOST_AT_A_ROOT = 14, 18
+
 # The only files that may import a library (or a part of one).
 DOORS = {
     "matplotlib": ("experiments/*",),
-    "tyro": ("experiments/cli.py", "experiments/flags.py"),
-    "flax": ("jaxkv/layers.py", "jaxkv/models.py", "scaling/architectures.py"),
-    "optax": ("scaling/optimizers.py", "jaxkv/checkpoints.py"),
-    "orbax": ("scaling/training.py", "jaxkv/snapshots.py"),
-    "safetensors": ("jaxkv/hf_weights.py",),
-    "tokenizers": ("jaxkv/tokenizing.py", "jaxkv/byte_pairs.py"),
-    "jinja2": ("jaxkv/chatting.py",),
-    "rich": ("experiments/*", "scaling/training.py"),
-    "ray": ("scaling/executing.py",),
-    "jax.experimental.pallas": ("pallas_kernels/*_mosaic_gpu.py",),
+    "tyro": ("experiments/cli/main.py", "experiments/cli/parsing.py"),
+    "flax": (
+        "jaxkv/models/layers.py",
+        "jaxkv/models/transformer.py",
+        "scaling/training/architectures.py",
+    ),
+    "optax": ("scaling/training/optimizers.py", "jaxkv/models/checkpoints.py"),
+    "orbax": ("scaling/training/train.py", "jaxkv/engine/snapshots.py"),
+    "safetensors": ("jaxkv/models/huggingface/weights.py",),
+    "tokenizers": ("jaxkv/text/tokenizer.py", "jaxkv/text/byte_pairs.py"),
+    "jinja2": ("jaxkv/text/chat_templates.py",),
+    "rich": ("experiments/*", "scaling/training/train.py"),
+    "ray": ("scaling/sweeps/executors.py",),
+    "jax.experimental.pallas": (
+        "pallas_kernels/paged_attention/hopper/*.py",
+        "pallas_kernels/*/*mosaic_gpu.py",
+    ),
     # Nothing is ever unpickled.
     "pickle": (),
 }
@@ -42,9 +83,19 @@ def sources() -> list[Path]:
     return [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every dotted name a file imports, with its line, lazy imports included."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+def module_of(path: Path) -> str:
+    """The dotted name of a file; of a package, that of its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sources()}
+
+
+def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
+    """Every dotted name a file imports, with its line."""
+    tree = ast.parse(path.read_text(), str(path))
+    for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -56,6 +107,14 @@ def is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
+def ours(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
+    """The modules of ours that a file imports, or takes a name from."""
+    for line, name in imports(path, lazy=lazy):
+        module = name if name in MODULES else name.rpartition(".")[0]
+        if module in MODULES:
+            yield line, module
+
+
 def test_imports_point_one_way() -> None:
     wrong = []
     for path in sources():
@@ -65,6 +124,72 @@ def test_imports_point_one_way() -> None:
             if any(is_in(name, module) for module in (*later, "tests")):
                 wrong.append(f"{place}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_import_from_lower_floors_only() -> None:
+    wrong = []
+    for package, floors in FLOORS.items():
+        floor = {name: i for i, names in enumerate(floors) for name in names.split()}
+        for module, path in MODULES.items():
+            home = module.split(".")
+            if home[0] != package or len(home) == 1:
+                continue
+            assert home[1] in floor, f"{module}: no floor is named for {home[1]}"
+            for line, other in ours(path):
+                there = other.split(".")
+                if there[0] != package or len(there) == 1 or there[1] == home[1]:
+                    continue
+                if floor[there[1]] >= floor[home[1]]:
+                    wrong.append(f"{module}:{line} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    # To import a module is to import the packages around it first.
+    edges = {}
+    for module, path in MODULES.items():
+        edges[module] = targets = set()
+        for _, other in ours(path, lazy=False):
+            while other:
+                if not is_in(module, other):
+                    targets.add(other)
+                other = other.rpartition(".")[0]
+    while leaves := [name for name, targets in edges.items() if not targets]:
+        for leaf in leaves:
+            del edges[leaf]
+        for targets in edges.values():
+            targets.difference_update(leaves)
+    assert not edges, sorted(edges)
+
+
+def test_a_room_is_entered_by_its_face() -> None:
+    """A face names its modules and things; nobody reaches for what it does not."""
+    wrong = []
+    for module, path in MODULES.items():
+        home = module.split(".")[:2]
+        for line, name in imports(path):
+            room, _, thing = name.rpartition(".")
+            parts = room.split(".")
+            if parts[0] not in PACKAGES or len(parts) < 2 or parts[:2] == home:
+                continue
+            if thing.startswith("_"):
+                wrong.append(f"{module}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_folders_hold_a_dozen_or_so() -> None:
+    full = []
+    for folder in {path.parent for path in sources()}:
+        held = [
+            path
+            for path in folder.iterdir()
+            if (path.suffix == ".py" and path.stem != "__init__")
+            or (path / "__init__.py").exists()
+        ]
+        most = MOST_AT_A_ROOT if folder.parent == ROOT else MOST_IN_A_FOLDER
+        if len(held) > most:
+            full.append(f"{folder.relative_to(ROOT)} holds {len(held)} of {most}")
+    assert not full, full
 
 
 def test_each_library_has_its_door() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.cli import run
+from experiments.cli import run as cli_run
 from experiments.framework import registry
 from experiments.serving.lecture_numbers.experiment import (
     CONFIGS,
@@ -91,7 +91,7 @@ def test_questions_are_answered_with_numbers(result: Result) -> None:
 
 def test_a_run_keeps_its_folder(tmp_path: Path) -> None:
     experiment = registry.load("lecture_numbers")
-    answer = run.run(experiment, experiment.configs["smoke"], tmp_path / "run")
+    answer = cli_run.run(experiment, experiment.configs["smoke"], tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "claims.json").read_text())
     assert len(kept) == len(answer.document["claims"]) == 15
     report = (tmp_path / "run" / "report.md").read_text()

@@ -160,7 +160,7 @@ def test_a_second_training_run_is_refused_and_the_first_goes_on(tmp_path: Path) 
         configs.TRAININGS["smoke"], num_steps=1_000_000, cooldown_steps=0
     )
     (tmp_path / "long.json").write_text(config_json.config_dumps(config))
-    command = [sys.executable, "-m", "experiments.cli", "train"]
+    command = [sys.executable, "-m", "experiments.cli.main", "train"]
     command += [str(tmp_path / "long.json"), "--out", str(out)]
     first = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
     try:

@@ -15,7 +15,7 @@ import jaxkv
 from jaxkv.memory import kv_pages
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.transformer import Forward
+from jaxkv.models.paged import PagedForward
 from scaling.training import dense_forward
 from tests import engines
 
@@ -28,7 +28,7 @@ ROWS = 24
 full_logits = jax.jit(transformer.logits, static_argnames="config")
 
 
-def feed(params: Any, pages: Any, rows: kv_pages.Rows, *, forward: Forward) -> Any:
+def feed(params: Any, pages: Any, rows: kv_pages.Rows, *, forward: PagedForward) -> Any:
     return forward(params, pages, rows)
 
 
@@ -71,7 +71,7 @@ def check_paged_equals_contiguous(
     page_ids: Any = np.full((3, width), -1, np.int32)
     slots = (2, 0)  # of the two sequences; slot 1 stays empty
     page_ids[slots, :] = rng.permutation(2 * width + 1)[:-1].reshape(2, width)
-    forward, done = Forward(config, numerics), [0, 0]
+    forward, done = PagedForward(config, numerics), [0, 0]
     num_steps = 0
     while min(done) < length:
         one_each = rng.random() < decode_share
@@ -153,14 +153,14 @@ TINY = ModelConfig(
 
 
 def test_equal_configs_are_the_same_static_argument() -> None:
-    same = Forward(ModelConfig(**vars(TINY)), "fast")
-    assert same == Forward(TINY)
-    assert hash(same) == hash(Forward(TINY))
-    assert same != Forward(TINY, "reproducible")
+    same = PagedForward(ModelConfig(**vars(TINY)), "fast")
+    assert same == PagedForward(TINY)
+    assert hash(same) == hash(PagedForward(TINY))
+    assert same != PagedForward(TINY, "reproducible")
     zero: Any = np.zeros(1, np.int32)
     rows = kv_pages.Rows(zero, zero, None, zero[None], zero)
     before = feed_fast_to_compile._cache_size()
-    for forward in (Forward(TINY), same):
+    for forward in (PagedForward(TINY), same):
         pages = kv_pages.make_pages(
             num_layers=1,
             num_pages=1,

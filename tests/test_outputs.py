@@ -17,7 +17,7 @@ CLOSED = "jaxkv: standard output is closed; send it to a file or /dev/null\n"
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     """Runs a line in which JAXKV is the command, and PIPESTATUS is told."""
-    jaxkv = f"{sys.executable} -m experiments.cli"
+    jaxkv = f"{sys.executable} -m experiments.cli.main"
     return subprocess.run(
         ["bash", "-c", line.replace("JAXKV", jaxkv)],
         cwd=ROOT,

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv import decoding
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import EngineConfig
-from jaxkv.models import transformer
+from jaxkv.models import paged, transformer
 from jaxkv.sampling import beam_search
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs, static_batching
@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
 TWO = np.arange(2)
 LOAD = arrivals.make(TWO * 0.5, TWO + 3, TWO + 2)
 BOUNDS = Capacity(*(jnp.int32(x) for x in (16, 4, 32, 8, 4)))
-FORWARD = transformer.Forward(MODEL)
+FORWARD = paged.PagedForward(MODEL)
 
 
 def on_host(tree: Any) -> Any:
@@ -48,7 +48,7 @@ def on_host(tree: Any) -> Any:
 
 
 def cache() -> decoding.Cache:
-    pages = transformer.make_pages(MODEL, CONFIG)
+    pages = paged.make_pages(MODEL, CONFIG)
     return decoding.init_cache(pages, max_slots=3, max_length=32)
 
 

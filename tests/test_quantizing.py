@@ -12,7 +12,7 @@ import pytest
 from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.memory import kv_pages
 from jaxkv.memory.kv_pages import Rows
-from jaxkv.models import interface, transformer
+from jaxkv.models import interface, paged
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops import write
 from pallas_kernels.paged_attention import api
@@ -299,11 +299,11 @@ def test_an_engine_with_8_bits_answers_alike_in_any_company(kind: Any) -> None:
 
 def empty(config: EngineConfig) -> EngineState:
     """An idle engine; 8-bit integers have no NaN to fill its pages with."""
-    return init(config, transformer.make_pages(engines.MODEL, config))
+    return init(config, paged.make_pages(engines.MODEL, config))
 
 
 def test_pages_and_configuration_must_agree() -> None:
-    pages = transformer.make_pages(engines.MODEL, CONFIG)
+    pages = paged.make_pages(engines.MODEL, CONFIG)
     config = dataclasses.replace(CONFIG, kv_dtype="int8")
     with pytest.raises(ValueError, match=r"='model' must be config\.kv_dtype='int8'"):
         init(config, pages)

@@ -22,7 +22,7 @@ import jaxkv
 from jaxkv import decoding, validation
 from jaxkv.engine.state import EngineConfig
 from jaxkv.memory import kv_pages, page_pool, page_table
-from jaxkv.models import transformer
+from jaxkv.models import paged
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.serving import device_memory, outputs
@@ -361,8 +361,8 @@ def test_other_functions_say_what_is_wrong(name: str) -> None:
 def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
     parts: dict[str, Any] = dict(
         params={},
-        forward=transformer.Forward(engines.MODEL),
-        pages=transformer.make_pages(engines.MODEL, BOUNDS),
+        forward=paged.PagedForward(engines.MODEL),
+        pages=paged.make_pages(engines.MODEL, BOUNDS),
         config=BOUNDS,
     )
     tries: tuple[tuple[str, Any, str], ...] = (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.engine.state import EngineConfig
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling import interface, static_batching
@@ -143,7 +143,7 @@ def test_a_cancelled_search_leaves_nothing() -> None:
     state, _ = engines.run_steps(
         *(loaded.params, state, engines.clock(0)),
         config=ROOMY,
-        forward=transformer.Forward(loaded.config, ROOMY.numerics),
+        forward=paged.PagedForward(loaded.config, ROOMY.numerics),
         policy=scheduling_fcfs.fcfs(),
     )
     assert int(state.pool.num_free) < ROOMY.num_pages

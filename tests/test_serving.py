@@ -13,7 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.serving import requests
 from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
 from tests import engines
@@ -949,8 +949,8 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     config, params, *_ = loaded()
     engine = jaxkv.Engine(
         params,
-        transformer.Forward(config),
-        transformer.make_pages(config, BOUNDS),
+        paged.PagedForward(config),
+        paged.make_pages(config, BOUNDS),
         BOUNDS,
     )
     refused(engine, "text", Sampling(), "there is no tokenizer; give token ids")
@@ -971,8 +971,8 @@ def test_too_many_end_tokens() -> None:
     with pytest.raises(ValueError, match=r"must be at most config\.max_stop_tokens=3"):
         jaxkv.Engine(
             params,
-            transformer.Forward(config),
-            transformer.make_pages(config, BOUNDS),
+            paged.PagedForward(config),
+            paged.make_pages(config, BOUNDS),
             BOUNDS,
             eos_ids=(1, 2, 3, 4),
         )

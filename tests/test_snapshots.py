@@ -21,7 +21,7 @@ import jaxkv
 from jaxkv.engine import snapshots, step
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory.kv_pages import Pages
-from jaxkv.models import transformer
+from jaxkv.models import paged
 from jaxkv.models.config import ModelConfig
 from jaxkv.scheduling import fcfs, interface, static_batching
 from tests import engines
@@ -70,7 +70,7 @@ def pages_of(
     config: EngineConfig, model: ModelConfig = MODEL, dtype: str = "float32"
 ) -> Pages:
     """The shapes of the pages, as someone has them who has no state yet."""
-    return jax.eval_shape(lambda: transformer.make_pages(model, config, dtype=dtype))
+    return jax.eval_shape(lambda: paged.make_pages(model, config, dtype=dtype))
 
 
 def go_on(
@@ -82,7 +82,7 @@ def go_on(
     """Runs a state, as many calls as are asked for, and drains it in between."""
     outcomes: dict[Any, engines.Outcome] = {}
     infos = []
-    forward = transformer.Forward(MODEL, config.numerics)
+    forward = paged.PagedForward(MODEL, config.numerics)
     for call in range(num_calls):
         state, info = run_steps(
             *(engines.params(), state, engines.clock(1.0 + call)),

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tiling
 from pallas_kernels.bench import problems, specs
 from pallas_kernels.bench.specs import Spec
-from pallas_kernels.paged_attention import api, tiling
+from pallas_kernels.paged_attention import api
 
 TINY = [spec for spec in specs.SETS["tiny"] if spec.kind != "copy"]
 OTHERS = [

@@ -13,7 +13,7 @@ import pytest
 from jaxkv.engine import step
 from jaxkv.engine.state import WAITING, EngineConfig, EngineState
 from jaxkv.memory import kv_pages
-from jaxkv.models import transformer
+from jaxkv.models import paged
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling.fcfs import victims
@@ -123,7 +123,7 @@ def steps(
         state, info = engines.run_steps(
             *(engines.params(), state, engines.clock(0)),
             config=config,
-            forward=transformer.Forward(MODEL, config.numerics),
+            forward=paged.PagedForward(MODEL, config.numerics),
             policy=policy,
         )
         engines.assert_sound(jax.tree.map(np.asarray, info))

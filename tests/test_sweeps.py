@@ -21,7 +21,7 @@ from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.logs import best_rates
 from scaling.sweeps import branching, executors, grid, planning, sweep
-from scaling.sweeps.folder import RECORD, SweepFolder, os
+from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import Cell, Lane, SweepConfig
 from scaling.training import objectives, train
 
@@ -367,9 +367,9 @@ def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
 _CHILD = """
 import sys, time
 from pathlib import Path
-from experiments import documents, progress
-from scaling import sweeps
-from scaling.sweep_grids import SweepConfig
+from experiments.framework import config_json, progress
+from scaling.sweeps import sweep
+from scaling.sweeps.grid import SweepConfig
 import jax
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -378,8 +378,8 @@ class Slow(progress.Quiet):
         print("begun", flush=True)
         return lambda done: time.sleep(0.05)
 
-config = documents.config_loads(SweepConfig, Path(sys.argv[1]).read_text(), "x")
-sweeps.sweep(config, Path(sys.argv[2]), progress=Slow())
+config = config_json.config_loads(SweepConfig, Path(sys.argv[1]).read_text(), "x")
+sweep.sweep(config, Path(sys.argv[2]), progress=Slow())
 """
 
 

@@ -205,7 +205,7 @@ def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     from jaxkv.engine import state
-    from jaxkv.models import checkpoints, transformer
+    from jaxkv.models import checkpoints, paged
     from jaxkv.serving.engine import Engine
 
     folder = bundled.folder_of(model)
@@ -236,8 +236,8 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     )
     engine = Engine(
         loaded.params,
-        transformer.Forward(shape, bounds.numerics),
-        transformer.make_pages(shape, bounds, dtype=options.dtype),
+        paged.PagedForward(shape, bounds.numerics),
+        paged.make_pages(shape, bounds, dtype=options.dtype),
         bounds,
         tokenizer=tokenizer,
         eos_ids=loaded.eos_ids,

@@ -13,8 +13,8 @@ from experiments.cli import parsing
 from experiments.cli.run import Answer
 from experiments.framework import Claim, config_json, registry, report
 
-RECORDS = Path(__file__).parent / "records"
-PAGE = Path(__file__).parent / "RESULTS.md"
+RECORDS = Path(__file__).parents[1] / "records"
+PAGE = Path(__file__).parents[1] / "RESULTS.md"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

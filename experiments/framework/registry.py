@@ -34,6 +34,9 @@ from typing import Any, NamedTuple
 from experiments.framework import config_json, report
 from experiments.plotting import style
 
+ROOT = Path(__file__).parents[1]
+"""The package of all experiments."""
+
 _NEEDED = {"Config", "CONFIGS", "run", "plot"}
 
 
@@ -44,11 +47,13 @@ class Entry(NamedTuple):
       name: the module's name in this package.
       question: the first line of its docstring.
       configs: the names in its `CONFIGS`, the default first.
+      module: where it lies.
     """
 
     name: str
     question: str
     configs: tuple[str, ...]
+    module: str = ""
 
 
 class Experiment(NamedTuple):
@@ -94,9 +99,9 @@ def entries(folder: Path | None = None) -> list[Entry]:
     Returns:
       One entry per module that has all parts of an experiment, sorted by name.
     """
-    paths = sorted((folder or Path(__file__).parent).glob("*.py"))
-    found = (_entry(path.stem, ast.parse(path.read_text("utf-8"))) for path in paths)
-    return [entry for entry in found if entry]
+    paths = (folder or ROOT).glob("*/*/experiment.py")
+    found = (_entry(path) for path in paths)
+    return sorted(entry for entry in found if entry)
 
 
 def find(name: str) -> Entry:
@@ -109,13 +114,10 @@ def find(name: str) -> Entry:
       ValueError: there is no such experiment; the line gives the nearest names.
     """
     stem = name.replace("-", "_")
-    path = Path(__file__).with_name(f"{stem}.py")
-    if stem.isidentifier() and path.exists():
-        entry = _entry(stem, ast.parse(path.read_text("utf-8")))
-        if entry is not None:
-            return entry
-    known = [entry.name for entry in entries()]
-    raise ValueError(config_json.unknown("experiment", name, known))
+    known = {entry.name: entry for entry in entries()}
+    if stem in known:
+        return known[stem]
+    raise ValueError(config_json.unknown("experiment", name, [*known]))
 
 
 def load(name: str) -> Experiment:
@@ -128,7 +130,7 @@ def load(name: str) -> Experiment:
       ValueError: there is no such experiment; the line gives the nearest names.
     """
     entry = find(name)
-    return of_module(importlib.import_module(f"experiments.{entry.name}"))
+    return of_module(importlib.import_module(entry.module))
 
 
 def of_module(module: Any) -> Experiment:
@@ -139,7 +141,7 @@ def of_module(module: Any) -> Experiment:
         return [*report.metric_sheets(config_json.plain(metrics(result)))]
 
     return Experiment(
-        name=module.__name__.rpartition(".")[2],
+        name=_name(*module.__name__.split(".")[-3:-1]),
         question=_first_line(module.__doc__),
         configs=module.CONFIGS,
         result_type=typing.get_type_hints(module.run)["return"],
@@ -154,8 +156,15 @@ def of_module(module: Any) -> Experiment:
     )
 
 
-def _entry(name: str, tree: ast.Module) -> Entry | None:
-    """Reads an entry off a module's syntax tree; `None` if it is no experiment."""
+def _name(kind: str, folder: str) -> str:
+    """The name of the experiment in a folder of a kind of experiments."""
+    return f"bench_{folder}" if kind == "bench" else folder
+
+
+def _entry(path: Path) -> Entry | None:
+    """Reads an entry off a module's text; `None` if it is no experiment."""
+    tree = ast.parse(path.read_text("utf-8"))
+    *_, kind, folder, _ = path.parts
     tops: dict[str, ast.AST] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -172,7 +181,9 @@ def _entry(name: str, tree: ast.Module) -> Entry | None:
         for key in configs.keys
         if isinstance(key, ast.Constant) and isinstance(key.value, str)
     )
-    return Entry(name, _first_line(ast.get_docstring(tree)), keys)
+    question = _first_line(ast.get_docstring(tree))
+    module = f"experiments.{kind}.{folder}.experiment"
+    return Entry(_name(kind, folder), question, keys, module)
 
 
 def _first_line(docstring: str | None) -> str:

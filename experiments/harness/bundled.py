@@ -4,7 +4,7 @@ from pathlib import Path
 
 from experiments.framework import config_json
 
-FOLDER = Path(__file__).parent / "models"
+FOLDER = Path(__file__).parents[1] / "models"
 
 
 def names() -> list[str]:

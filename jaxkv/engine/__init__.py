@@ -5,8 +5,6 @@ from jaxkv.engine.requests import cancel as cancel
 from jaxkv.engine.requests import drain as drain
 from jaxkv.engine.requests import submit as submit
 from jaxkv.engine.sampling_step import Answer as Answer
-from jaxkv.engine.snapshots import load_state as load_state
-from jaxkv.engine.snapshots import save_state as save_state
 from jaxkv.engine.state import NOBODY as NOBODY
 from jaxkv.engine.state import EngineConfig as EngineConfig
 from jaxkv.engine.state import EngineState as EngineState
@@ -25,10 +23,8 @@ __all__ = [
     "counts",
     "drain",
     "init",
-    "load_state",
     "requests",
     "run_steps",
-    "save_state",
     "state",
     "step",
     "submit",

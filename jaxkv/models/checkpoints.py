@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxkv.files import aside, blaming, read_json, read_text
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import configs, weights
-from jaxkv.models.transformer import Params
+from jaxkv.models.interface import Params
 from jaxkv.text import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 
 # Of a tokenizer that we do not read: the vocabulary is then not made of bytes.

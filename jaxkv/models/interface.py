@@ -15,6 +15,9 @@ from jaxkv.memory import kv_pages
 from pallas_kernels import quantizing
 from pallas_kernels.paged_attention import api, dispatch
 
+type Params = Any
+"""A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
+
 
 class ForwardResult(NamedTuple):
     """What a forward pass returns."""

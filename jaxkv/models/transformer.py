@@ -5,7 +5,6 @@ every row is one token; which sequence it belongs to is known to `attend` alone,
 same layers serve training (whole sequences) and the engine (packed rows over pages).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,31 +16,24 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.engine.state import EngineConfig
-from jaxkv.memory import kv_pages
-from jaxkv.models import interface, moe, rotary
+from jaxkv.models import moe, rotary
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
+from jaxkv.models.interface import Params
 from jaxkv.models.layers import Layer, Linear, Norm, Numerics
 from pallas_kernels.flash_attention import tiled
 
 __all__ = [
     "Attend",
     "Experts",
-    "Forward",
     "ModelConfig",
     "Outputs",
-    "Params",
     "RopeScaling",
     "init_params",
     "logits",
-    "make_pages",
     "outputs",
     "param_axes",
     "param_shapes",
 ]
-
-type Params = Any
-"""A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
 
 
 type Attend[C] = Callable[
@@ -124,7 +116,7 @@ def _split(config: ModelConfig, dtype) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param)
 
 
-def _merge(config: ModelConfig, params: Params) -> Transformer:
+def merge(config: ModelConfig, params: Params) -> Transformer:
     graph, _ = _split(config, jnp.float32)
     return nnx.merge(graph, nnx.State(params))
 
@@ -147,28 +139,6 @@ def param_axes(config: ModelConfig) -> Params:
     is_param = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=is_param)
     return nnx.to_pure_dict(axes)
-
-
-def make_pages(
-    config: ModelConfig, engine: EngineConfig, *, dtype: DTypeLike = "float32"
-) -> kv_pages.Pages:
-    """K and V arrays of a model for an engine.
-
-    Warns where the engine's `max_length` is past a model's rotary positions.
-
-    Raises:
-      ValueError: it is past a model's learned positions.
-    """
-    config.check_length(engine.max_length, "max_length")
-    return kv_pages.make_pages(
-        num_layers=config.num_layers,
-        num_pages=engine.num_pages,
-        num_kv_heads=config.num_kv_heads,
-        page_size=engine.page_size,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        kv_dtype=engine.kv_dtype,
-    )
 
 
 def logits(
@@ -206,7 +176,7 @@ def outputs(
     """
     batch, seq = tokens.shape
     config.check_length(seq, "seq")
-    model = _merge(config, params)
+    model = merge(config, params)
     position = jnp.arange(seq, dtype=jnp.int32)
 
     def attend(layer, q, k, v, carry):
@@ -228,59 +198,3 @@ def outputs(
     balance = jnp.mean(jnp.stack([moe.balance_loss(x) for x in routings]))
     loads = jnp.stack([moe.load(x) for x in routings])
     return Outputs(logits, config.experts.balance_weight * balance, loads)
-
-
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """The engine's forward pass for a `ModelConfig`: packed rows over pages.
-
-    An instance is hashable and equal to any other of the same config, so it is a static
-    argument that never causes a second compilation.
-    """
-
-    config: ModelConfig
-    numerics: Numerics = "fast"
-
-    def __call__(
-        self, params: Params, pages: kv_pages.Pages, rows: kv_pages.Rows
-    ) -> interface.ForwardResult:
-        """Writes the rows' K and V, attends over the pages, returns the wanted logits.
-
-        Args:
-          params: as `init_params` returns them.
-          pages: K and V arrays of `num_layers` layers.
-          rows: the packed rows of one step.
-
-        Returns:
-          Logits of `rows.logit_rows`, the written pages, and the hidden states of the
-          same rows.
-        """
-        model = _merge(self.config, params)
-        sees: Any = {"window": self.config.window, "numerics": self.numerics}
-        plan = interface.make_plan(
-            *(pages, rows),
-            num_q_heads=self.config.num_q_heads,
-            dtype=model.embed.weight[...].dtype,
-            **sees,
-        )
-
-        def attend(layer, q, k, v, pages):
-            out, pages = interface.attend(
-                pages,
-                layer,
-                *(x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1) for x in (q, k, v)),
-                rows,
-                plan=plan,
-                **sees,
-            )
-            return out.transpose(1, 2, 0).reshape(q.shape), pages
-
-        positions = jnp.maximum(rows.position, 0)
-        hidden, pages, _ = model.hidden(
-            *(rows.token, positions, attend, pages),
-            live=rows.position >= 0,
-            numerics=self.numerics,
-        )
-        wanted = jnp.maximum(rows.logit_rows, 0)
-        hidden = hidden[:, wanted]
-        return interface.ForwardResult(model.logits(hidden), pages, hidden.T)

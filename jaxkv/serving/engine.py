@@ -164,24 +164,20 @@ class Engine:
         Raises:
           ValueError: the folder or a field is not usable; the message says why.
         """
-        from jaxkv.models import (
-            checkpoints,
-            transformer,  # flax and tokenizers load only here
-        )
+        # Flax and tokenizers load only here.
+        from jaxkv.models import checkpoints, paged
 
         own = ("policy", "logits_fn", "keep_trace", "host_pages")
         rest = {name: fields.pop(name) for name in own if name in fields}
         config = EngineConfig(**fields)
         loaded = checkpoints.load_model(folder, dtype=dtype)
-        make = functools.partial(
-            transformer.make_pages, loaded.config, config, dtype=dtype
-        )
+        make = functools.partial(paged.make_pages, loaded.config, config, dtype=dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once, when they are made
             _check_room(jax.eval_shape(make), config)
         return cls(
             loaded.params,
-            transformer.Forward(loaded.config, config.numerics),
+            paged.PagedForward(loaded.config, config.numerics),
             make(),
             config,
             tokenizer=loaded.tokenizer,

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import devices
-from pallas_kernels.paged_attention import tiling
+from pallas_kernels import devices, tiling
 
 COLD = 4
 """Calls pass over so many times the last cache before they come back to a page."""

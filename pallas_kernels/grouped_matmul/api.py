@@ -13,9 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import devices
+from pallas_kernels import devices, tiling
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.paged_attention import tiling
 
 type GroupedImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""

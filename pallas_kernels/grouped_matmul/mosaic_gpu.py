@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.grouped_matmul.blocks import cut
-from pallas_kernels.paged_attention import GROUPED_DEPTH, WGMMA_ROWS, GroupedSizes
+from pallas_kernels.tiling import GROUPED_DEPTH, GroupedSizes
 
 type Ref = Any
 """A reference to memory, or a barrier, inside a kernel."""

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels import tiling
 from pallas_kernels.page_ops.copy import LINE_BYTES
-from pallas_kernels.paged_attention import tiling
 
 MAX_LINES = 256
 """Lines that one transfer can move."""

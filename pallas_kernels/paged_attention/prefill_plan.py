@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
+from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 TILE_ROWS = 2 * WGMMA_ROWS

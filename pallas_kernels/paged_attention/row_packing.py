@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-WGMMA_ROWS = 64
-"""Rows of one matrix product of a warpgroup."""
+from pallas_kernels.devices import WGMMA_ROWS
 
 
 class Packing(NamedTuple):

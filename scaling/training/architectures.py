@@ -109,9 +109,7 @@ def training_flops(
     ).model
 
 
-def sized[A: (models.ModelConfig, recurrent.RecurrentConfig)](
-    base: A, num_params: int
-) -> A:
+def sized[A: (ModelConfig, recurrent.RecurrentConfig)](base: A, num_params: int) -> A:
     """Finds the shape nearest to a number of parameters outside embeddings.
 
     A recurrent model has one dial, its hidden size. A transformer keeps `base`'s

@@ -5,7 +5,7 @@ import jax
 from experiments.bench.decode import watching
 from experiments.bench.decode.peers import Timing
 from jaxkv.engine import state
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.sampling import Sampling
 
 
@@ -26,8 +26,8 @@ class Ours:
     ):
         self._engine = watching.WatchedEngine(
             model.params,
-            transformer.Forward(model.config, bounds.numerics),
-            transformer.make_pages(model.config, bounds, dtype=dtype),
+            paged.PagedForward(model.config, bounds.numerics),
+            paged.make_pages(model.config, bounds, dtype=dtype),
             bounds,
             eos_ids=(),
             vocab_size=model.config.vocab_size,

@@ -85,7 +85,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         return lambda rows: np.array([fit(start, runs.drawn(row)) for row in rows])
 
     everyone = {OURS: ours} | {name: loop(fit) for name, fit in rivals}
-    levenberg_marquardt.optimising.compiled.cache_clear()
+    levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
         first_s, _ = _time(ours, drawn)
     found: dict[str, list[np.ndarray]] = {name: [] for name in everyone}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from experiments.bench.train.experiment import Config
 
 KINDS = {"eager": "PyTorch", "compiled": "PyTorch, compiled"}
-SCRIPT = Path(__file__).with_name("train_peer_script.py")
+SCRIPT = Path(__file__).with_name("peer_script.py")
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
 RATE = 1e-3

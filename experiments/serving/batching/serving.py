@@ -18,7 +18,7 @@ from experiments.serving.batching.sweeps import (
     Speeds,
 )
 from jaxkv.engine import state
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.serving.engine import Engine
@@ -122,8 +122,8 @@ def _engine(
     )
     return Engine(
         model.params,
-        transformer.Forward(model.config, bounds.numerics),
-        transformer.make_pages(model.config, bounds),
+        paged.PagedForward(model.config, bounds.numerics),
+        paged.make_pages(model.config, bounds),
         bounds,
         policy=policy,
         keep_trace=True,

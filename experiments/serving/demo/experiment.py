@@ -33,7 +33,7 @@ from experiments.harness.prompts import held_out, ragged
 from experiments.harness.servings import Served
 from experiments.plotting import style, timelines
 from jaxkv.engine import state
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving.engine import Engine
@@ -324,8 +324,8 @@ def _serve(
     )
     engine = Engine(
         model.params,
-        transformer.Forward(model.config, bounds.numerics),
-        transformer.make_pages(model.config, bounds),
+        paged.PagedForward(model.config, bounds.numerics),
+        paged.make_pages(model.config, bounds),
         bounds,
         tokenizer=model.tokenizer,
         eos_ids=model.eos_ids,

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from experiments.framework import Progress
 from jaxkv import decoding
 from jaxkv.engine import state
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
 
 PAGE_SIZE = 16
@@ -89,11 +89,11 @@ def _draw(
         queue_capacity=1,
         token_budget=1,
     )
-    forward = transformer.Forward(model.config)
+    forward = paged.PagedForward(model.config)
     taken = []
     for _ in range(repeats + 1):  # the first one compiles
         cache: Any = decoding.init_cache(
-            transformer.make_pages(model.config, bounds), max_slots=1, max_length=num
+            paged.make_pages(model.config, bounds), max_slots=1, max_length=num
         )
         token, drawn, seconds = jnp.asarray([start], jnp.int32), [], []
         for _ in range(num):
@@ -113,7 +113,7 @@ def _next(
     cache: decoding.Cache,
     token: jax.Array,
     *,
-    forward: transformer.Forward,
+    forward: paged.PagedForward,
 ) -> tuple[jax.Array, decoding.Cache]:
     logits, cache, _ = decoding.decode_step(params, cache, token, forward=forward)
     return jnp.argmax(logits, axis=1).astype(jnp.int32), cache

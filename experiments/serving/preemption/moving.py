@@ -20,7 +20,7 @@ from experiments.harness import Request
 from jaxkv.engine import EngineConfig, EngineState, requests, step
 from jaxkv.engine.state import NOBODY, Queue, init
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.serving import host_swap, outputs
@@ -101,7 +101,7 @@ def measure(
             max_swap_pages=num_pages + 1,
             numerics=numerics,
         )
-        pages = transformer.make_pages(model.config, config)
+        pages = paged.make_pages(model.config, config)
         num_bytes = num_tokens * sum(
             leaf[:, 0].nbytes // page_size for leaf in jax.tree.leaves(pages)
         )
@@ -128,8 +128,8 @@ def _time_reading(
     model: checkpoints.Loaded, request: Request, config: EngineConfig, repeats: int
 ) -> list[float]:
     """Times the one step that feeds all tokens of the request, which then ends."""
-    state = init(config, transformer.make_pages(model.config, config))
-    forward, policy = transformer.Forward(model.config, config.numerics), fcfs.fcfs()
+    state = init(config, paged.make_pages(model.config, config))
+    forward, policy = paged.PagedForward(model.config, config.numerics), fcfs.fcfs()
     ask, clock = Sampling.greedy(max_tokens=1), outputs.clock(0.0)
     found = []
     for _ in range(repeats + 1):

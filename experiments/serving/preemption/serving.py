@@ -13,7 +13,7 @@ from experiments.harness import Request, streaming
 from experiments.serving.preemption import replay
 from experiments.serving.preemption.replay import Story
 from jaxkv.engine import EngineConfig
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, victims
 from jaxkv.serving.engine import Engine
@@ -218,8 +218,8 @@ class Server:
             raise ValueError(f"{way.name}: needs more pages than {config=} has")
         return Engine(
             self.model.params,
-            transformer.Forward(self.model.config, config.numerics),
-            transformer.make_pages(self.model.config, config),
+            paged.PagedForward(self.model.config, config.numerics),
+            paged.make_pages(self.model.config, config),
             config,
             tokenizer=self.model.tokenizer,
             eos_ids=self.model.eos_ids,

@@ -26,18 +26,12 @@ from experiments.serving.sharing import (
     simulated_drawing,
 )
 from experiments.serving.sharing import translated as sharing_translated
-from experiments.serving.sharing.counted import Counted, count, empty, table
+from experiments.serving.sharing.counted import Counted
 from experiments.serving.sharing.groups import Readings, Savings
 from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture, take
 from experiments.serving.sharing.prefixes import Prefixes, serve_prefixes
 from experiments.serving.sharing.serving import Server
-from experiments.serving.sharing.translated import (
-    SECONDS,
-    Translated,
-    empty,
-    table,
-    translate,
-)
+from experiments.serving.sharing.translated import Translated
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
@@ -157,12 +151,14 @@ class Result(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves by a model, and simulates; ended early, it has what is done."""
-    counted, translated = empty(), empty()
+    counted, translated = sharing_counted.empty(), sharing_translated.empty()
     if config.num_simulated:
         num, seed = config.num_simulated, config.seed
-        counted = count(num, seed, progress)
+        counted = sharing_counted.count(num, seed, progress)
         if not progress.stopped:
-            translated = translate(config.prefixes, SECONDS, seed, progress)
+            translated = sharing_translated.translate(
+                config.prefixes, sharing_translated.SECONDS, seed, progress
+            )
     served = _serve(config, progress) if config.model else _nothing()
     return Result(**served, counted=counted, translated=translated)
 
@@ -247,8 +243,8 @@ def claims(result: Result) -> list[Claim]:
 def metrics(result: Result) -> dict[str, Any]:
     """Lists every setting, a row each."""
     tables = {
-        "simulated": table(result.counted),
-        "translations": table(result.translated),
+        "simulated": sharing_counted.table(result.counted),
+        "translations": sharing_translated.table(result.translated),
     }
     return numbers.metrics(**_served(result)) | tables
 

@@ -24,7 +24,7 @@ from jaxkv.engine.requests import drain, submit
 from jaxkv.engine.state import FINISHED, Sequences, init
 from jaxkv.engine.step import StepInfo
 from jaxkv.memory import page_table
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, paged
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import outputs
 
@@ -88,12 +88,12 @@ class Server:
             )
         self.model, self.config = model, config
         self.tokenizer: Any = model.tokenizer
-        self._forward = transformer.Forward(model.config, config.numerics)
+        self._forward = paged.PagedForward(model.config, config.numerics)
         self.clear()
 
     def clear(self) -> None:
         """Empties it, the prefix cache included."""
-        pages = transformer.make_pages(self.model.config, self.config)
+        pages = paged.make_pages(self.model.config, self.config)
         self._state = init(self.config, pages)
 
     def calls(

@@ -14,7 +14,8 @@ from experiments.framework import Progress
 from jaxkv.models import Experts, ModelConfig, transformer
 from scaling.corpora import corpora, streams
 from scaling.training import OptimizerConfig, TrainConfig, architectures, objectives
-from scaling.training.train import Progress, train_in_memory
+from scaling.training.train import Progress as TrainingProgress
+from scaling.training.train import train_in_memory
 
 Kind = Literal["dense", "mixture", "unbalanced"]
 """`unbalanced`: a mixture trained without the load-balancing loss."""
@@ -146,7 +147,7 @@ def train(
     shapes: Shapes,
     corpus: corpora.CorpusConfig,
     num_windows: int,
-    progress: Progress,
+    progress: TrainingProgress,
 ) -> tuple[Run, transformer.Params] | None:
     """Trains and scores one model; nothing if it was stopped before its end.
 

@@ -138,7 +138,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             progress.show(shown)
         return progress.stopped
 
-    def train(pair: tuple[int, int]) -> "rivals_runs.Trained | None":
+    def train(pair: tuple[int, int]) -> "runs.Trained | None":
         if progress.stopped:
             return None
         return runs.train(sides[pair[0]], pair[1], corpus, budget, told)

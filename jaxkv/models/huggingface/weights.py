@@ -27,7 +27,7 @@ from jaxkv.models.huggingface.tensors import (
     join,
     split,
 )
-from jaxkv.models.transformer import Params
+from jaxkv.models.interface import Params
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

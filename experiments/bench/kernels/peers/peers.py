@@ -12,7 +12,7 @@ from experiments.bench.kernels.calls import MAX_ERROR, Implementation, Run
 from experiments.bench.kernels.peers import peer_script
 from pallas_kernels.bench import Problem, Timing
 
-SCRIPT = Path(__file__).with_name("kernel_peer_script.py")
+SCRIPT = Path(__file__).with_name("peer_script.py")
 
 
 def start(

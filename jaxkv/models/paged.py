@@ -1,0 +1,115 @@
+"""A model for the engine: its pages, and its forward pass over packed rows."""
+
+import dataclasses
+from typing import Any, Literal, Protocol
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxkv.memory import kv_pages
+from jaxkv.models import interface, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.interface import Params
+from jaxkv.models.layers import Numerics
+
+
+class Bounds(Protocol):
+    """What of an `EngineConfig` says how many K and V there are."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Token places in a page."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a sequence at most."""
+        ...
+
+    @property
+    def kv_dtype(self) -> Literal["model", "int8", "fp8"]:
+        """As `kv_pages.make_pages` takes it."""
+        ...
+
+
+def make_pages(
+    config: ModelConfig, engine: Bounds, *, dtype: DTypeLike = "float32"
+) -> kv_pages.Pages:
+    """K and V arrays of a model for an engine.
+
+    Warns where the engine's `max_length` is past a model's rotary positions.
+
+    Raises:
+      ValueError: it is past a model's learned positions.
+    """
+    config.check_length(engine.max_length, "max_length")
+    return kv_pages.make_pages(
+        num_layers=config.num_layers,
+        num_pages=engine.num_pages,
+        num_kv_heads=config.num_kv_heads,
+        page_size=engine.page_size,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        kv_dtype=engine.kv_dtype,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedForward:
+    """The engine's forward pass for a `ModelConfig`: packed rows over pages.
+
+    An instance is hashable and equal to any other of the same config, so it is a static
+    argument that never causes a second compilation.
+    """
+
+    config: ModelConfig
+    numerics: Numerics = "fast"
+
+    def __call__(
+        self, params: Params, pages: kv_pages.Pages, rows: kv_pages.Rows
+    ) -> interface.ForwardResult:
+        """Writes the rows' K and V, attends over the pages, returns the wanted logits.
+
+        Args:
+          params: as `init_params` returns them.
+          pages: K and V arrays of `num_layers` layers.
+          rows: the packed rows of one step.
+
+        Returns:
+          Logits of `rows.logit_rows`, the written pages, and the hidden states of the
+          same rows.
+        """
+        model = transformer.merge(self.config, params)
+        sees: Any = {"window": self.config.window, "numerics": self.numerics}
+        plan = interface.make_plan(
+            *(pages, rows),
+            num_q_heads=self.config.num_q_heads,
+            dtype=model.embed.weight[...].dtype,
+            **sees,
+        )
+
+        def attend(layer, q, k, v, pages):
+            out, pages = interface.attend(
+                pages,
+                layer,
+                *(x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1) for x in (q, k, v)),
+                rows,
+                plan=plan,
+                **sees,
+            )
+            return out.transpose(1, 2, 0).reshape(q.shape), pages
+
+        positions = jnp.maximum(rows.position, 0)
+        hidden, pages, _ = model.hidden(
+            *(rows.token, positions, attend, pages),
+            live=rows.position >= 0,
+            numerics=self.numerics,
+        )
+        wanted = jnp.maximum(rows.logit_rows, 0)
+        hidden = hidden[:, wanted]
+        return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
