@@ -1,7 +1,7 @@
 """A model for the engine: its pages, and its forward pass over packed rows."""
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -13,6 +13,7 @@ from jaxkv.models.interface import Params
 from jaxkv.models.layers import Numerics
 
 
+@runtime_checkable
 class Bounds(Protocol):
     """What of an `EngineConfig` says how many K and V there are."""
 
