@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from experiments.bench.decode import experiment
 from experiments.framework import registry, run_folder
 from experiments.harness import cost_models
 
@@ -22,7 +21,7 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     Raises:
       ValueError: the folder is no such run, or has no rows of the implementation.
     """
-    ran = run_folder.read(folder, registry.of_module(experiment))
+    ran = run_folder.read(folder, registry.load("bench_decode"))
     rows = [
         row
         for row in ran.result
