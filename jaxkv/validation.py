@@ -5,7 +5,9 @@ and 1.5 pages are none. What passes comes back as Python's own number, so that N
 and JAX's scalars can stand wherever theirs do.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -109,6 +111,90 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
     raise ValueError(f"{name}={shown(value)} must be {', '.join(first)} or {last}")
 
 
+def at_least(owner: object, *names: str, low: int | float = 1) -> None:
+    """Checks fields of a config: numbers, or tuples of them, of `low` or more.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: the smallest allowed.
+
+    Raises:
+      ValueError: names the first field that has less, or NaN.
+    """
+    _entries(owner, names, lambda x: x >= low, f"at least {low}")
+
+
+def above(
+    owner: object, *names: str, low: int | float = 0, finite: bool = False
+) -> None:
+    """Checks fields of a config: numbers, or tuples of them, greater than `low`.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: what they exceed.
+      finite: whether infinity is refused too.
+
+    Raises:
+      ValueError: names the first field that has `low`, less or NaN.
+    """
+    allowed = f"above {low}" + (" and finite" if finite else "")
+    _entries(owner, names, lambda x: x > low and (x < math.inf or not finite), allowed)
+
+
+def within(
+    owner: object, *names: str, low: int | float, high: int | float, ends: str = "[]"
+) -> None:
+    """Checks fields of a config: numbers, or tuples of them, of an interval.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: where the interval begins.
+      high: where it ends.
+      ends: a bracket at each end: "[" and "]" if it is part, "(" and ")" if not.
+
+    Raises:
+      ValueError: names the first field that leaves it, or has NaN.
+    """
+
+    def inside(x: Any) -> bool:
+        above_low = x >= low if ends[0] == "[" else x > low
+        return above_low and (x <= high if ends[1] == "]" else x < high)
+
+    _entries(owner, names, inside, f"in {ends[0]}{low}, {high}{ends[1]}")
+
+
+def ascending(
+    owner: object,
+    *names: str,
+    low: int | float = -math.inf,
+    least: int = 1,
+    strictly: bool = True,
+) -> None:
+    """Checks fields of a config: tuples of numbers, each greater than the one before.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: the smallest number allowed.
+      least: the fewest numbers.
+      strictly: whether two may not be equal.
+
+    Raises:
+      ValueError: names the first field that has fewer, or others.
+    """
+    order = "ascending" if strictly else "in order"
+    count = f"{least} or more, " if least > 1 else ""
+    start = f", from {low}" if low > -math.inf else ""
+    for name in names:
+        values = attrgetter(name)(owner)
+        ordered = sorted({*values} if strictly else values) == [*values]
+        if len(values) < least or not ordered or not all(x >= low for x in values):
+            raise ValueError(f"{name}={shown(values)} must be {count}{order}{start}")
+
+
 def tokens(name: str, value: object) -> np.ndarray:
     """Checks a sequence of token ids, as yet of any size.
 
@@ -168,6 +254,17 @@ def seconds(name: str, value: object) -> float:
         high=INT32 - 1.0,
         hint="in [0, 2**31 - 1] seconds",
     )
+
+
+def _entries(
+    owner: object, names: Sequence[str], fits: Callable[[Any], bool], allowed: str
+) -> None:
+    """Refuses the first field with an entry that does not fit."""
+    for name in names:
+        value = attrgetter(name)(owner)
+        entries = value if isinstance(value, tuple | list) else (value,)
+        if not all(map(fits, entries)):
+            raise ValueError(f"{name}={shown(value)} must be {allowed}")
 
 
 def _plain(value: object) -> Any:

@@ -23,7 +23,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from experiments.framework import config_json, registry
+from experiments.framework import config_json, registry, study
 from experiments.framework.claims import Claim, judge
 from experiments.framework.progress import QUIET, Progress
 
@@ -169,11 +169,9 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 @pytest.fixture
-def experiment() -> registry.Experiment:
+def experiment() -> study.Experiment:
     """A small experiment with everything an experiment can have."""
     module = types.SimpleNamespace(
-        __name__="experiments.serving.made_up.experiment",
-        __doc__="Does a made-up experiment leave a whole folder?\n\nMore words.",
         Config=Config,
         CONFIGS={"smoke": Config(), "paper": Config(num_points=9)},
         run=run,
@@ -182,18 +180,20 @@ def experiment() -> registry.Experiment:
         metrics=metrics,
         PANELS=(1, 1),
     )
-    return registry.of_module(module)
+    question = "Does a made-up experiment leave a whole folder?"
+    return study.Experiment("made_up", question, study.of_module(module))
 
 
 @pytest.fixture
 def here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: registry.Experiment
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: study.Experiment
 ) -> Path:
     """An empty folder to be in, with that experiment in the catalogue as made_up."""
-    entry = registry.Entry("made_up", experiment.question, tuple(experiment.configs))
+    configs = tuple(experiment.configs)
+    entry = registry.Entry("made_up", experiment.question, configs, "")
     known = [*registry.entries(), entry]
     load = registry.load
-    monkeypatch.setattr(registry, "entries", lambda folder=None: known)
+    monkeypatch.setattr(registry, "entries", lambda: known)
     monkeypatch.setattr(
         registry, "load", lambda name: experiment if name == "made_up" else load(name)
     )

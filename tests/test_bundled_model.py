@@ -53,7 +53,7 @@ def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
     # The same command again finds the work done.
     again = experiment.run(config)
     assert again.bits_per_byte == result.bits_per_byte
-    named = registry.load("bundled-model").metrics(result)
+    named = registry.load("bundled-model").studies[0].metrics(result)
     assert named["held_out_bits_per_byte"] == result.bits_per_byte
 
 

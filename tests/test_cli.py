@@ -14,7 +14,7 @@ import pytest
 
 from experiments.cli import main
 from experiments.framework import registry, run_folder
-from experiments.framework.registry import Experiment
+from experiments.framework.study import Experiment
 
 Jaxkv = Callable[..., tuple[int, str, str]]
 
@@ -146,6 +146,12 @@ def test_a_failure_keeps_its_traceback_and_status_1(jaxkv: Jaxkv) -> None:
     assert "invalid literal" in err
 
 
+def running_by(experiment: Experiment, run: Callable[..., Any]) -> Experiment:
+    """The same experiment, its only study carried out by another function."""
+    (study,) = experiment.studies
+    return experiment._replace(studies=(study._replace(run=run),))
+
+
 def test_ctrl_c_keeps_what_there_is(
     jaxkv: Jaxkv, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +165,9 @@ def test_ctrl_c_keeps_what_there_is(
                 yield item
 
         monkeypatch.setattr(progress, "track", track)
-        return experiment.run(config, progress)
+        return experiment.studies[0].run(config, progress)
 
-    interrupted = experiment._replace(run=run)
+    interrupted = running_by(experiment, run)
     monkeypatch.setattr(registry, "load", lambda name: interrupted)
     before = signal.getsignal(signal.SIGINT)
     status, out, err = jaxkv("run", "made_up", "--json")
@@ -180,7 +186,7 @@ def test_a_second_ctrl_c_stops_at_once(
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    interrupted = experiment._replace(run=run)
+    interrupted = running_by(experiment, run)
     monkeypatch.setattr(registry, "load", lambda name: interrupted)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (130, "")
@@ -240,23 +246,25 @@ def test_help_and_list_import_nothing_heavy() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("entry", registry.entries(), ids=lambda entry: entry.name)
-def test_every_experiment_is_what_its_text_says(entry: registry.Entry) -> None:
+def test_every_experiment_is_as_the_catalogue_says(entry: registry.Entry) -> None:
     experiment = registry.load(entry.name)
-    assert entry.question
-    assert entry.question == experiment.question
-    assert entry.configs == tuple(experiment.configs)
-    assert len({type(config) for config in experiment.configs.values()}) == 1
-    fields = experiment.configs[entry.configs[0]].__dataclass_fields__
-    assert not fields.keys() & {"config", "out", "json", "help", "max_seconds"}
+    assert entry.question.endswith("?")
+    assert sorted(entry.configs) == sorted(experiment.configs)
+    assert entry.configs[0] == next(iter(experiment.configs))
+    for study in experiment.studies:
+        assert {type(config) for config in study.configs.values()} == {
+            study.config_type
+        }
+        assert not study.fields & {"config", "out", "json", "help", "max_seconds"}
+    # Else a config.json could be of either.
+    fields = {frozenset(study.fields) for study in experiment.studies}
+    assert len(fields) == len(experiment.studies)
 
 
-def test_the_catalogue_reads_text_alone(tmp_path: Path) -> None:
-    (tmp_path / "whole.py").write_text(
-        '"""Is it found?"""\nimport no_such_module\nclass Config: ...\n'
-        'CONFIGS: dict = {"smoke": Config(), "real": Config()}\n'
-        "def run(config): ...\ndef plot(ax, result): ...\n"
-    )
-    (tmp_path / "part.py").write_text('"""No."""\ndef run(config): ...\n')
-    assert registry.entries(tmp_path) == [
-        registry.Entry("whole", "Is it found?", ("smoke", "real"))
-    ]
+def test_the_catalogue_has_every_experiment_in_order() -> None:
+    known = registry.entries()
+    assert [entry.name for entry in known] == sorted(entry.name for entry in known)
+    root = Path(registry.__file__).parents[2]
+    found = (root / "experiments").glob("*/*/experiment.py")
+    modules = {".".join(path.relative_to(root).with_suffix("").parts) for path in found}
+    assert modules == {entry.module for entry in known}

@@ -18,8 +18,9 @@ def test_formulas_count_what_is_there(config: str) -> None:
     for row in rows:
         assert row["xla_temporary_bytes"] > 0
     experiment = registry.load("cost_check")
-    assert experiment.summary(rows)
-    figure = style.render(lambda ax: experiment.plot(ax, rows))
+    (study,) = experiment.studies
+    assert study.tell(rows)
+    figure = style.render(lambda ax: study.plot(ax, rows))
     assert b"training" in figure["figure.svg"]
     # An operation more in a hundred is noticed, a byte is.
     off = [{**row, "kept_bytes": row["kept_bytes"] + 1} for row in rows]

@@ -163,7 +163,10 @@ DEAF = """if True:
     def run(config, progress):
         print("here", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
-    catalogue.load = lambda name: load(name)._replace(run=run)
+    def deaf(name):
+        found = load(name)
+        return found._replace(studies=(found.studies[0]._replace(run=run),))
+    catalogue.load = deaf
 """
 
 
@@ -242,12 +245,13 @@ PATIENT = """if True:
     from experiments import catalogue
     load = catalogue.load
     def waiting(experiment):
+        (study,) = experiment.studies
         def run(config, progress):
             print("here", flush=True)
             while not progress.has_stopped:
                 time.sleep(0.01)
-            return experiment.run(config)
-        return experiment._replace(run=run)
+            return study.run(config)
+        return experiment._replace(studies=(study._replace(run=run),))
     catalogue.load = lambda name: waiting(load(name))
 """
 

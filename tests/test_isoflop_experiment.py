@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = dataclasses.replace(
         isoflop_experiment.CONFIGS["smoke"], folder=str(out / "sweep"), keep_models=True
     )
-    experiment = registry.of_module(isoflop_experiment)
+    experiment = registry.load("isoflop")
     run_folder.begin(out / "run", experiment, config)
     run_folder.finish(
         out / "run", experiment, isoflop_experiment.run(config), duration_s=1.0
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
-    run = run_folder.read(folder / "run", registry.of_module(isoflop_experiment))
+    run = run_folder.read(folder / "run", registry.load("isoflop"))
     names = ("runs.jsonl", "sweep.json", "cosine.json", "prediction.json", "fit.json")
     for name in names:
         assert (folder / "run" / name).stat().st_size > 0
@@ -58,9 +58,7 @@ def test_it_was_foreseen_before(folder: Path) -> None:
     truth = folder / "sweep" / "held_out.json"
     assert prediction.stat().st_mtime < truth.stat().st_mtime
     before = prediction.read_bytes()
-    config = run_folder.read(
-        folder / "run", registry.of_module(isoflop_experiment)
-    ).config
+    config = run_folder.read(folder / "run", registry.load("isoflop")).config
     again = isoflop_experiment.run(
         config
     )  # nothing is trained, and nothing foreseen, twice
@@ -144,7 +142,7 @@ def test_seeds_spread_is_pooled() -> None:
 
 @pytest.mark.slow
 def test_the_learning_rate_experiment_runs(tmp_path: Path) -> None:
-    experiment = registry.of_module(learning_rate_experiment)
+    experiment = registry.load("learning_rate")
     config = learning_rate_experiment.CONFIGS["smoke"]
     run_folder.begin(tmp_path / "run", experiment, config)
     result = learning_rate_experiment.run(config)

@@ -18,7 +18,7 @@ import pytest
 from experiments.cli import main
 from experiments.cli.train import configs
 from experiments.framework import config_json, registry
-from experiments.framework.registry import Experiment
+from experiments.framework.study import Experiment
 from scaling import locking
 
 ROOT = Path(__file__).parents[1]
@@ -135,8 +135,8 @@ def test_a_second_writer_is_refused_and_nothing_changes(
 ) -> None:
     load = registry.load
     mine = ("made_up", "bench_made_up")
-    known = [registry.Entry(name, "Is it?", ("smoke",)) for name in mine]
-    monkeypatch.setattr(registry, "entries", lambda folder=None: known)
+    known = [registry.Entry(name, "Is it?", ("smoke",), "") for name in mine]
+    monkeypatch.setattr(registry, "entries", lambda: known)
     monkeypatch.setattr(
         registry, "load", lambda name: experiment if "made_up" in name else load(name)
     )

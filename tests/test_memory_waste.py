@@ -56,7 +56,7 @@ def test_it_is_drawn_and_judged(result: experiment.Result) -> None:
 
 def test_the_record_is_of_the_published_setting_and_says_what_misses() -> None:
     folder = results_page.RECORDS / "memory_waste"
-    ran = run_folder.read(folder, registry.of_module(experiment))
+    ran = run_folder.read(folder, registry.load("memory_waste"))
     assert ran.config == experiment.CONFIGS["paper"]
     found = 100 * ran.result.waste.uses.mean(axis=1)
     for i, name in enumerate(map(str, ran.result.system)):

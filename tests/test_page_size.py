@@ -1,6 +1,7 @@
 """What pages cost: it measures what it says, and takes what a device has."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 
 from experiments.bench.kernels import runs
 from experiments.bench.kernels.calls import Implementation, Run
+from experiments.framework import config_json
+from experiments.framework.study import Experiment
 from experiments.plotting import style
-from experiments.serving.page_size import experiment
-from experiments.serving.page_size.experiment import CONFIGS, Config
-from experiments.serving.page_size.serving import Serving, claims
+from experiments.serving.page_size import attention, serving
+from experiments.serving.page_size.attention import CONFIGS, Config
+from experiments.serving.page_size.experiment import STUDIES
+from experiments.serving.page_size.serving import Result, Serving
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.timing import Timing
 
@@ -20,7 +24,7 @@ from pallas_kernels.bench.timing import Timing
 @pytest.mark.thorough
 def test_smoke_measures_every_shape() -> None:
     config = CONFIGS["smoke"]
-    result = experiment.run(config)
+    result = attention.run(config)
     found = result.latency
     assert result.page_size.tolist() == [*config.page_sizes]
     assert found.batch.tolist() == [2, 2]
@@ -30,12 +34,10 @@ def test_smoke_measures_every_shape() -> None:
         assert (field > 0).all()
     assert (found.error < 1e-5).all()
     assert (result.device, result.clock, result.paged) == ("cpu", "wall", "reference")
-    for claim in experiment.claims(result):
+    for claim in attention.claims(result):
         assert claim.verdict == "differs"
         assert claim.ours in found.ratio[:, 1]
-    files = style.render(
-        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
-    )
+    files = style.render(lambda axes: attention.plot(axes, result), panels=(1, 2))
     assert files["figure.png"].startswith(b"\x89PNG")
 
 
@@ -69,14 +71,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("made_up")
 def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
-    result = experiment.run(CONFIGS["smoke"])
+    result = attention.run(CONFIGS["smoke"])
     assert result.latency.contiguous_s[:, 1].tolist() == [4.0, 4.0]
     assert result.latency.ratio[:, 1].tolist() == [1.5, 1.5]
     # What nobody takes is left out, and drawn as a gap.
     assert np.isnan(result.latency.ratio[:, 0]).all()
-    low, high = experiment.claims(result)
+    low, high = attention.claims(result)
     assert (low.ours, high.ours, low.published, high.published) == (1.5, 1.5, 1.2, 1.26)
-    row, _ = experiment.metrics(result)["latency"]
+    row, _ = attention.metrics(result)["latency"]
     assert row["ratio, 16"] == 1.5
     assert row["ratio, 16 / 16"] == 1.0
     assert math.isnan(row["ratio, 4"])
@@ -100,8 +102,8 @@ def test_what_cannot_be_measured_is_refused(fields: dict, message: str) -> None:
 def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
     # 30 sequences hold 1.6 % of 15,728 places that the next steps fill.
     row = ("ShareGPT", 2.2, 16, 0.9, 30.0, 0.9713, 0.0143, 1.0)
-    serving = Serving(*(np.array([x]) for x in row))
-    share, half = claims(serving)[-2:]
+    result = Result(Serving.of([row]))
+    share, half = serving.claims(result)[-2:]
     assert share.ours == pytest.approx(97.13 - 100 * 30 / 15728)
     assert (share.published, share.verdict) == (96.9, "holds")
     assert half.published == pytest.approx(100 * 30 * 8.5 / 15728)
@@ -111,14 +113,26 @@ def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
 
 @pytest.mark.slow
 def test_workloads_are_served_with_pages_of_every_size() -> None:
-    config = dataclasses.replace(CONFIGS["paper"], hours=0.01, page_sizes=(16, 256))
-    result = experiment.run(config)
+    config = serving.Config(hours=0.01, page_sizes=(16, 256))
+    result = serving.run(config)
     rows = result.serving
     assert rows.page_size.tolist() == [16, 256] * 4
     assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
     assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
-    files = style.render(
-        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
-    )
+    study = serving.STUDY
+    files = style.render(lambda axes: study.plot(axes, result), panels=study.panels)
     assert files["figure.png"].startswith(b"\x89PNG")
-    assert len(experiment.metrics(result)["serving"]) == 8
+    assert len(study.metrics(result)["serving"]) == 8
+
+
+def test_an_older_config_chooses_its_study() -> None:
+    experiment = Experiment("page_size", "How large?", STUDIES)
+    plain = json.loads(config_json.config_dumps(Config()))
+    for hours, kind in ((0.0, Config), (0.25, serving.Config)):
+        text = json.dumps(plain | {"hours": hours, "seed": 3})
+        config = experiment.config_loads(text, "config.json")
+        assert type(config) is kind
+        assert config.page_sizes == Config().page_sizes
+    assert (config.hours, config.seed) == (0.25, 3)
+    with pytest.raises(ValueError, match="unknown field 'hourz'; did you mean hours"):
+        experiment.config_loads('{"hours": 1, "hourz": 2}', "config.json")

@@ -11,16 +11,8 @@ import pytest
 from experiments.framework import registry
 from experiments.framework.progress import Quiet
 from experiments.plotting import style
-from experiments.training.rivals import fits, outcomes, report
+from experiments.training.rivals import experiment, fits, outcomes, report
 from experiments.training.rivals import sides as rivals_sides
-from experiments.training.rivals.experiment import (
-    CONFIGS,
-    claims,
-    metrics,
-    plot,
-    run,
-    summary,
-)
 from experiments.training.rivals.runs import NUM_TRIALS, Trained, next_rate
 from experiments.training.rivals.sides import PAIRS, REFERENCE, Published
 from scaling.training import architectures
@@ -30,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("fast_compile")
 
 @pytest.mark.thorough
 def test_smoke_runs_to_a_verdict() -> None:
-    config = CONFIGS["smoke"]
-    result = run(config)
+    config = experiment.CONFIGS["smoke"]
+    result = experiment.run(config)
     assert list(result.sides) == ["transformer", "lstm"]
     runs = result.runs
     assert len(runs.loss) == 2 * 2 * 3
@@ -56,14 +48,14 @@ def test_smoke_runs_to_a_verdict() -> None:
     np.testing.assert_allclose(apart.difference, apart.by_seed.mean(1))
     assert abs(longest[0, 0] - longest[0, 1]) > 1e-3
     # What is trained at a time changes nothing.
-    alone = run(dataclasses.replace(config, num_threads=1))
+    alone = experiment.run(dataclasses.replace(config, num_threads=1))
     for ours, theirs in zip(runs[:-1], alone.runs[:-1], strict=True):
         np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(result.places.loss, alone.places.loss)
-    experiment = registry.load("rivals")
-    assert experiment.summary(result)
-    assert experiment.metrics(result)["differences"]
-    figure = style.render(lambda axes: experiment.plot(axes, result), panels=(2, 2))
+    (study,) = registry.load("rivals").studies
+    assert study.tell(result)
+    assert study.metrics(result)["differences"]
+    figure = style.render(lambda axes: study.plot(axes, result), panels=(2, 2))
     assert b"compute" in figure["figure.svg"]
 
 
@@ -75,21 +67,21 @@ class Impatient(Quiet):
 
 
 def test_what_was_done_before_an_early_end_is_told() -> None:
-    config = dataclasses.replace(CONFIGS["smoke"], num_threads=1)
-    result = run(config, Impatient())
+    config = dataclasses.replace(experiment.CONFIGS["smoke"], num_threads=1)
+    result = experiment.run(config, Impatient())
     assert set(result.runs.side) == {0}
     assert len(result.runs.loss) == 2 * 3
     assert len(result.differences.side) == 0
     assert np.isnan(result.places.lead[1])
-    assert claims(result) == []
-    assert summary(result)
-    assert style.render(lambda axes: plot(axes, result), panels=(2, 2))
+    assert experiment.claims(result) == []
+    assert experiment.summary(result)
+    assert style.render(lambda axes: experiment.plot(axes, result), panels=(2, 2))
     never = Quiet()
     never.stopped = True
-    nothing = run(config, never)
+    nothing = experiment.run(config, never)
     assert nothing.runs.loss.size == 0
-    assert metrics(nothing)["ratios"] == []
-    assert summary(nothing)
+    assert experiment.metrics(nothing)["ratios"] == []
+    assert experiment.summary(nothing)
 
 
 def rows(scale: float) -> list[dict[str, Any]]:
@@ -170,7 +162,7 @@ def test_the_next_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
 
 
 def test_sides_differ_in_what_their_names_say() -> None:
-    config = CONFIGS["cpu"]
+    config = experiment.CONFIGS["cpu"]
     sides = {
         name: rivals_sides.side(
             name, vocab_size=257, seq_len=256, head_dim=config.head_dim
@@ -206,7 +198,7 @@ def test_sides_differ_in_what_their_names_say() -> None:
 )
 def test_what_cannot_be_compared_is_refused(change: dict, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        dataclasses.replace(CONFIGS["smoke"], **change)
+        dataclasses.replace(experiment.CONFIGS["smoke"], **change)
 
 
 def test_verdicts_follow_from_intervals_and_what_was_published() -> None:

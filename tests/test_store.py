@@ -11,7 +11,7 @@ import pytest
 
 from experiments.framework import config_json, run_folder
 from experiments.framework.claims import Relation, judge
-from experiments.framework.registry import Experiment
+from experiments.framework.study import Experiment
 
 FILES = {
     *("config.json", "env.json", "result.npz", "claims.json"),
@@ -22,7 +22,7 @@ FILES = {
 def make_run(folder: Path, experiment: Experiment, **changes: object) -> run_folder.Run:
     config = dataclasses.replace(experiment.configs["smoke"], **changes)
     run_folder.begin(folder, experiment, config)
-    result = experiment.run(config)
+    result = experiment.study_of(config).run(config)
     return run_folder.finish(folder, experiment, result, duration_s=1.5)
 
 
@@ -66,7 +66,7 @@ def test_a_figure_is_rebuilt_from_its_folder(
     make_run(tmp_path, experiment)
     before = (tmp_path / "figure.svg").read_bytes()
     (tmp_path / "figure.svg").unlink()
-    run_folder.draw(run_folder.read(tmp_path, experiment), experiment)
+    run_folder.draw(run_folder.read(tmp_path, experiment))
     assert (tmp_path / "figure.svg").read_bytes() == before
 
 
@@ -78,7 +78,7 @@ def test_a_new_run_leaves_nothing_of_the_old_one(
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"config.json", "env.json", run_folder.EARLIER}
     assert json.loads((tmp_path / "env.json").read_text())["status"] == "running"
-    result = experiment.run(experiment.configs["paper"])
+    result = experiment.studies[0].run(experiment.configs["paper"])
     run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert run_folder.read(tmp_path, experiment).env["status"] == "done"
@@ -101,13 +101,14 @@ def test_an_abandoned_run_leaves_the_old_one(
 
 
 def test_rows_are_kept_as_json_lines(tmp_path: Path, experiment: Experiment) -> None:
-    rows = experiment._replace(
-        result_type=list[dict],
+    study = experiment.studies[0]._replace(
+        result=list[dict],
         plot=lambda ax, result: ax.plot([row["loss"] or 0 for row in result]),
         claims=lambda result: [],
         metrics=lambda result: {"rows": result},
         summary=lambda result: [],
     )
+    rows = experiment._replace(studies=(study,))
     run_folder.begin(tmp_path, rows, rows.configs["smoke"])
     result = [{"loss": np.float32(0.5)}, {"loss": math.nan}]
     run = run_folder.finish(tmp_path, rows, result, duration_s=0.0)

@@ -19,12 +19,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from experiments.cli import compilation_cache, run
 from experiments.cli.console import interrupts, outputs
 from experiments.cli.run import Answer
 from experiments.framework import config_json, refused, registry
+
+if TYPE_CHECKING:
+    from experiments.framework import Experiment
 
 
 def main(args: list[str] | None = None) -> int:
@@ -209,7 +212,9 @@ def _list(args: list[str]) -> Answer:
     rows = [(x.name, " ".join(x.configs), x.question) for x in known]
     sheet = report.Sheet("", ("experiment", "configs", "question"), rows)
     line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
-    return Answer({"experiments": known}, [sheet], [line])
+    names = ("name", "question", "configs")
+    rows = [{name: getattr(x, name) for name in names} for x in known]
+    return Answer({"experiments": rows}, [sheet], [line])
 
 
 def _claims(args: list[str]) -> Answer:
@@ -269,20 +274,19 @@ def _experiment(name: str, args: list[str], prog: str) -> Answer:
 
 
 def _read_config(
-    experiment: registry.Experiment,
+    experiment: "Experiment",
     config_name: str | None,
     args: list[str],
     prog: str,
 ) -> _Asked:
     """Reads what an experiment is run with from its arguments."""
     base = experiment.configs[config_name or next(iter(experiment.configs))]
-    config_type: Any = type(base)
     flags = args if config_name is None else args[1:]
     file = _value_of(flags, "--config")
     if file is not None:
         if config_name is not None:
             raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
-        base = config_json.config_loads(config_type, config_json.read_text(file), file)
+        base = experiment.config_loads(config_json.read_text(file), file)
     description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
     return _parse_config(base, flags, f"{prog} [CONFIG]", description)
 

@@ -69,21 +69,19 @@ def _claim(row: dict[str, Any]) -> Claim:
 def read(run: Path, root: Path) -> Record:
     """Reads one run folder."""
     try:
-        env, claimed, ours = (
+        env, claimed = (
             json.loads(config_json.read_text(run / f"{name}.json"))
-            for name in ("env", "claims", "config")
+            for name in ("env", "claims")
         )
         for name, kind in _OF_ENV.items():
             config_json.restore(kind, env[name], name)
         claims = [_claim(x) for x in claimed]
         experiment = registry.load(str(env["experiment"]))
+        where = run / "config.json"
+        ours = experiment.config_loads(config_json.read_text(where), str(where))
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None
-    names = (
-        name
-        for name, config in experiment.configs.items()
-        if json.loads(config_json.config_dumps(config)) == ours
-    )
+    names = (name for name, config in experiment.configs.items() if config == ours)
     return Record(
         experiment=experiment.name,
         question=experiment.question,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.cli.console import interrupts
-from experiments.framework import Experiment, refused
+from experiments.framework import refused
 
 if TYPE_CHECKING:
     from experiments.cli.console import Terminal
-    from experiments.framework import Run
+    from experiments.framework import Experiment, Run
 
 
 class Answer(NamedTuple):
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
 
 def run(
-    experiment: Experiment,
+    experiment: "Experiment",
     config: Any,
     out: Path | None,
     max_seconds: float = math.inf,
@@ -94,14 +94,14 @@ def run(
 
 
 def _carry_out(
-    experiment: Experiment, config: Any, folder: Path, bars: "Terminal"
+    experiment: "Experiment", config: Any, folder: Path, bars: "Terminal"
 ) -> "Run":
     """Runs it and writes what came of it."""
     from experiments.framework import run_folder
 
     run_folder.begin(folder, experiment, config)
     started = time.monotonic()
-    result = experiment.run(config, bars)
+    result = experiment.study_of(config).run(config, bars)
     duration_s = time.monotonic() - started
     bars.show("drawing")
     was_stopped = bars.has_stopped  # from here on all is done

@@ -103,11 +103,19 @@ def config_loads[T](config_type: type[T], text: str, where: str) -> T:
       ValueError: not JSON, an unknown or missing field, a value of the wrong type,
         or one that the config refuses; one line that says where.
     """
+    return restore(config_type, loads(text, where), where)
+
+
+def loads(text: str, where: str) -> Any:
+    """Reads a JSON document.
+
+    Raises:
+      ValueError: it is none; the line begins with `where`.
+    """
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
-    return restore(config_type, data, where)
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> str:

@@ -1,107 +1,224 @@
-"""The experiments there are: one module per question, found without importing them.
+"""The experiments there are, found without importing them.
 
-An experiment is a module of this package with, at its top level:
-
-    the first line of the docstring    the question it answers
-    class Config                       a frozen keyword-only dataclass
-    CONFIGS = {"smoke": Config(...)}   a dict literal; the first entry is the default
-    def run(config, progress=QUIET) -> Result
-                                       the work, see `progress.py`; a `Result` is a
-                                       NamedTuple of arrays, numbers and strings, or
-                                       of such NamedTuples, or a list of dicts (rows)
-    def plot(ax, result) -> None       draws on the axes it is given
-
-and, where they have something to say,
-
-    def claims(result) -> list[Claim]  published numbers held against ours
-    def metrics(result) -> dict        what its JSON document shows
-    def summary(result) -> list[Part]  what a person is told, see `reporting.py`; the
-                                       metrics as tables by default
-    PANELS = (rows, columns)           more than one panel: `plot` gets an array
-    PANEL_SIZE_INCHES = (3.4, 2.4)     another size for each
-    def files(result) -> dict          text of further files, by name in `store.FILES`
-
-`Config` must not use the names `config` and `out`: the command line has them.
+To add one, give it a line here; its module is as `study` says, or, in the older way,
+has `CONFIGS`, `run(config, progress)`, `plot(axes, result)` and what `Study` names.
 """
 
-import ast
 import importlib
-import typing
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from experiments.framework import config_json, report
-from experiments.plotting import style
+from experiments.framework import config_json
 
-ROOT = Path(__file__).parents[1]
-"""The package of all experiments."""
-
-_NEEDED = {"Config", "CONFIGS", "run", "plot"}
+if TYPE_CHECKING:
+    from experiments.framework.study import Experiment
 
 
 class Entry(NamedTuple):
-    """What is known of an experiment from its text alone.
+    """What is known of an experiment before it is imported.
 
     Attributes:
-      name: the module's name in this package.
-      question: the first line of its docstring.
-      configs: the names in its `CONFIGS`, the default first.
-      module: where it lies.
+      name: as the command line has it.
+      question: in a line.
+      configs: the names of its configs, the default first.
+      module: where its studies are.
     """
 
     name: str
     question: str
     configs: tuple[str, ...]
-    module: str = ""
+    module: str
 
 
-class Experiment(NamedTuple):
-    """An imported experiment, its optional parts filled in.
+_ENTRIES = (
+    Entry(
+        "batching",
+        "What is gained when requests come and go while others run?",
+        ("smoke", "paper", "real"),
+        "experiments.serving.batching.experiment",
+    ),
+    Entry(
+        "bench_decode",
+        "How many tokens a second does the engine serve, and how many do others?",
+        ("real", "smoke"),
+        "experiments.bench.decode.experiment",
+    ),
+    Entry(
+        "bench_fit",
+        "How fast is a bootstrap of the Chinchilla law, and does each resample end "
+        "lower?",
+        ("real", "quick", "smoke"),
+        "experiments.bench.fit.experiment",
+    ),
+    Entry(
+        "bench_kernels",
+        "How fast are the kernels, and how near to what the device can do at all?",
+        ("real", "quick", "grid", "smoke"),
+        "experiments.bench.kernels.experiment",
+    ),
+    Entry(
+        "bench_simulate",
+        "How many steps of a scheduler does one simulate in a second, alone and "
+        "mapped?",
+        ("real", "smoke"),
+        "experiments.bench.simulate.experiment",
+    ),
+    Entry(
+        "bench_train",
+        "How many tokens a second do we train on, and how many does PyTorch?",
+        ("real", "gpu", "smoke"),
+        "experiments.bench.train.experiment",
+    ),
+    Entry(
+        "bundled_model",
+        "How well does a small byte-level model learn Python's standard library?",
+        ("smoke", "shipped"),
+        "experiments.training.bundled_model.experiment",
+    ),
+    Entry(
+        "chatbot",
+        "How much load does paged memory let a chat service serve that reads its "
+        "history?",
+        ("smoke", "paper"),
+        "experiments.serving.chatbot.experiment",
+    ),
+    Entry(
+        "chunked_prefill",
+        "What do users feel of how prompts are read, and what does reading in "
+        "chunks buy?",
+        ("smoke", "paper"),
+        "experiments.serving.chunked_prefill.experiment",
+    ),
+    Entry(
+        "cost_check",
+        "Do the cost formulas count what JAX and XLA count?",
+        ("real", "smoke"),
+        "experiments.training.cost_check.experiment",
+    ),
+    Entry(
+        "demo",
+        "How much faster does continuous batching serve the same requests?",
+        ("real", "smoke"),
+        "experiments.serving.demo.experiment",
+    ),
+    Entry(
+        "disaggregation",
+        "What does it buy to read prompts on other cards than those that decode?",
+        ("smoke", "paper"),
+        "experiments.serving.disaggregation.experiment",
+    ),
+    Entry(
+        "experts",
+        "What does a mixture of experts gain over a dense model of equal active "
+        "compute?",
+        ("smoke", "cpu", "gpu"),
+        "experiments.training.experts.experiment",
+    ),
+    Entry(
+        "fit_coverage",
+        "Do 90 % intervals of a fit hold the truth, and is what cannot be fitted "
+        "doubted?",
+        ("real", "smoke"),
+        "experiments.training.fit_coverage.experiment",
+    ),
+    Entry(
+        "flash_attention",
+        "What does attention in tiles save, and whom does it serve?",
+        ("smoke", "real"),
+        "experiments.serving.flash_attention.experiment",
+    ),
+    Entry(
+        "isoflop",
+        "What do small models say of the best size for a budget, and of a larger "
+        "one's loss?",
+        ("smoke", "cpu", "gpu"),
+        "experiments.training.isoflop.experiment",
+    ),
+    Entry(
+        "known_entropy",
+        "Do models approach a language's entropy as the law says, and never pass it?",
+        ("cpu", "smoke", "gpu"),
+        "experiments.training.known_entropy.experiment",
+    ),
+    Entry(
+        "kv_cache",
+        "What does a token cost with and without keys and values that are kept?",
+        ("smoke", "real"),
+        "experiments.serving.kv_cache.experiment",
+    ),
+    Entry(
+        "latency_vs_rate",
+        "How much load does paged memory let a card serve before latencies grow?",
+        ("smoke", "paper", "figure_12a", "azure"),
+        "experiments.serving.latency_vs_rate.experiment",
+    ),
+    Entry(
+        "learning_rate",
+        "How does the best learning rate change with the width of a model?",
+        ("smoke", "cpu", "gpu"),
+        "experiments.training.learning_rate.experiment",
+    ),
+    Entry(
+        "lecture_numbers",
+        "Do the lectures' own numbers on serving follow from memory and bandwidth?",
+        ("paper", "smoke"),
+        "experiments.serving.lecture_numbers.experiment",
+    ),
+    Entry(
+        "mean_estimation",
+        "Does the error of a mean fall as one over the number of samples?",
+        ("smoke", "paper"),
+        "experiments.training.mean_estimation.experiment",
+    ),
+    Entry(
+        "memory_waste",
+        "What is the memory of a serving card good for, and how much of it is wasted?",
+        ("paper", "smoke"),
+        "experiments.serving.memory_waste.experiment",
+    ),
+    Entry(
+        "page_size",
+        "What does it cost that keys and values lie in pages, and how large should "
+        "pages be?",
+        ("smoke", "real", "paper"),
+        "experiments.serving.page_size.experiment",
+    ),
+    Entry(
+        "page_tables",
+        "Where do the words of a sequence lie in paged memory?",
+        ("smoke",),
+        "experiments.serving.page_tables.experiment",
+    ),
+    Entry(
+        "preemption",
+        "What does it cost when requests give way, and what makes it cheap?",
+        ("real", "smoke", "paper"),
+        "experiments.serving.preemption.experiment",
+    ),
+    Entry(
+        "prefix_caching",
+        "How much of what prompts have in common does a prefix cache find, at "
+        "which size?",
+        ("real", "smoke"),
+        "experiments.serving.prefix_caching.experiment",
+    ),
+    Entry(
+        "rivals",
+        "Does the transformer win over its rivals, and at what compute to equal loss?",
+        ("smoke", "cpu", "gpu"),
+        "experiments.training.rivals.experiment",
+    ),
+    Entry(
+        "sharing",
+        "How much K and V memory do sequences with a common beginning share?",
+        ("real", "paper", "smoke"),
+        "experiments.serving.sharing.experiment",
+    ),
+)
 
-    Attributes:
-      name: the module's name in this package.
-      question: the first line of its docstring.
-      configs: configs by name, the default first; all of one type.
-      result_type: what `run` returns: a NamedTuple class, or `list` for rows.
-      run: does the work, `run(config, progress) -> result`.
-      plot: draws a result on given axes.
-      claims: the claims of a result.
-      metrics: the numbers of a result.
-      summary: what to tell a person of a result, before the claims.
-      panels: rows and columns of axes of its figure.
-      panel_size_inches: width and height of each.
-      files: further files of a result, as text by name.
-    """
 
-    name: str
-    question: str
-    configs: dict[str, Any]
-    result_type: Any
-    run: Callable[..., Any]
-    plot: Callable[[Any, Any], None]
-    claims: Callable[[Any], list[Any]]
-    metrics: Callable[[Any], dict[str, Any]]
-    summary: Callable[[Any], list[report.Part]]
-    panels: tuple[int, int]
-    panel_size_inches: tuple[float, float]
-    files: Callable[[Any], dict[str, str]] = lambda result: {}
-
-
-def entries(folder: Path | None = None) -> list[Entry]:
-    """Lists the experiments of a folder by name, reading text only.
-
-    Nothing is imported, so this takes milliseconds however heavy the experiments are.
-
-    Args:
-      folder: where to look; this package by default.
-
-    Returns:
-      One entry per module that has all parts of an experiment, sorted by name.
-    """
-    paths = (folder or ROOT).glob("*/*/experiment.py")
-    found = (_entry(path) for path in paths)
-    return sorted(entry for entry in found if entry)
+def entries() -> tuple[Entry, ...]:
+    """The experiments there are, sorted by name."""
+    return _ENTRIES
 
 
 def find(name: str) -> Entry:
@@ -113,14 +230,14 @@ def find(name: str) -> Entry:
     Raises:
       ValueError: there is no such experiment; the line gives the nearest names.
     """
-    stem = name.replace("-", "_")
     known = {entry.name: entry for entry in entries()}
-    if stem in known:
-        return known[stem]
-    raise ValueError(config_json.unknown("experiment", name, [*known]))
+    entry = known.get(name.replace("-", "_"))
+    if entry is None:
+        raise ValueError(config_json.unknown("experiment", name, known))
+    return entry
 
 
-def load(name: str) -> Experiment:
+def load(name: str) -> "Experiment":
     """Imports an experiment.
 
     Args:
@@ -129,62 +246,8 @@ def load(name: str) -> Experiment:
     Raises:
       ValueError: there is no such experiment; the line gives the nearest names.
     """
+    from experiments.framework import study
+
     entry = find(name)
-    return of_module(importlib.import_module(entry.module))
-
-
-def of_module(module: Any) -> Experiment:
-    """Reads an experiment off its module."""
-    metrics = getattr(module, "metrics", lambda result: {})
-
-    def tables(result: Any) -> list[report.Part]:
-        return [*report.metric_sheets(config_json.plain(metrics(result)))]
-
-    return Experiment(
-        name=_name(*module.__name__.split(".")[-3:-1]),
-        question=_first_line(module.__doc__),
-        configs=module.CONFIGS,
-        result_type=typing.get_type_hints(module.run)["return"],
-        run=module.run,
-        plot=module.plot,
-        claims=getattr(module, "claims", lambda result: []),
-        metrics=metrics,
-        summary=getattr(module, "summary", tables),
-        panels=getattr(module, "PANELS", (1, 1)),
-        panel_size_inches=getattr(module, "PANEL_SIZE_INCHES", style.PANEL_SIZE_INCHES),
-        files=getattr(module, "files", lambda result: {}),
-    )
-
-
-def _name(kind: str, folder: str) -> str:
-    """The name of the experiment in a folder of a kind of experiments."""
-    return f"bench_{folder}" if kind == "bench" else folder
-
-
-def _entry(path: Path) -> Entry | None:
-    """Reads an entry off a module's text; `None` if it is no experiment."""
-    tree = ast.parse(path.read_text("utf-8"))
-    *_, kind, folder, _ = path.parts
-    tops: dict[str, ast.AST] = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            tops[node.name] = node
-        elif isinstance(node, ast.Assign):
-            tops |= {x.id: node.value for x in node.targets if isinstance(x, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            tops[node.target.id] = node.value or node
-    configs = tops.get("CONFIGS")
-    if not tops.keys() >= _NEEDED or not isinstance(configs, ast.Dict):
-        return None
-    keys = tuple(
-        key.value
-        for key in configs.keys
-        if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    )
-    question = _first_line(ast.get_docstring(tree))
-    module = f"experiments.{kind}.{folder}.experiment"
-    return Entry(_name(kind, folder), question, keys, module)
-
-
-def _first_line(docstring: str | None) -> str:
-    return (docstring or "").strip().partition("\n")[0]
+    studies = study.of_module(importlib.import_module(entry.module))
+    return study.Experiment(entry.name, entry.question, studies)

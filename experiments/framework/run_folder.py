@@ -15,7 +15,6 @@ One process writes there at a time.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -27,11 +26,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.framework import config_json, environment
+from experiments.framework import config_json, environment, table
 from experiments.framework import report as framework_report
 from experiments.framework.claims import Claim
-from experiments.framework.registry import Experiment
 from experiments.framework.report import Part, Verdicts
+from experiments.framework.study import Experiment, Study
 from experiments.plotting import style
 from scaling import locking
 
@@ -54,6 +53,7 @@ class Run(NamedTuple):
 
     Attributes:
       folder: where it lies.
+      study: what it is a run of.
       config: the config, of the experiment's type.
       env: the content of `env.json`.
       result: the result, of the experiment's type, arrays as NumPy's.
@@ -63,6 +63,7 @@ class Run(NamedTuple):
     """
 
     folder: Path
+    study: Study
     config: Any
     env: dict[str, Any]
     result: Any
@@ -207,7 +208,7 @@ def finish(
     Args:
       folder: a folder that `begin` prepared.
       experiment: what was run.
-      result: what `experiment.run` returned.
+      result: what the study's `run` returned.
       duration_s: how long that took.
       interrupted: whether it was stopped before its end.
 
@@ -225,9 +226,9 @@ def finish(
         _write(folder / "result.npz", lambda file: np.savez_compressed(file, **arrays))
     run = read(folder, experiment)
     write(folder / "claims.json", config_json.dumps(run.claims))
-    for name, text in experiment.files(run.result).items():
+    for name, text in run.study.files(run.result).items():
         write(folder / name, text)
-    draw(run, experiment)
+    draw(run)
     status: Status = "interrupted" if interrupted else "done"
     env = _env(folder) | {"status": status, "duration_s": duration_s}
     report = framework_report.report(experiment.question, run.config, env, run.parts)
@@ -253,41 +254,37 @@ def read(folder: Path, experiment: Experiment) -> Run:
     Raises:
       ValueError: a file is missing, or is not what it should be.
     """
-    config_type = type(next(iter(experiment.configs.values())))
     path = folder / "config.json"
-    config = config_json.config_loads(
-        config_type, config_json.read_text(path), str(path)
-    )
+    config = experiment.config_loads(config_json.read_text(path), str(path))
+    study = experiment.study_of(config)
     env = _object(folder / "env.json", config_json.read_text(folder / "env.json"))
-    if (
-        experiment.result_type is list
-        or typing.get_origin(experiment.result_type) is list
-    ):
+    if list in (study.result, typing.get_origin(study.result)):
         path = folder / "runs.jsonl"
         result: Any = [
             _object(path, line) for line in config_json.read_text(path).splitlines()
         ]
     else:
-        result = _load_arrays(folder / "result.npz", experiment.result_type)
-    claims, parts = list(experiment.claims(result)), experiment.summary(result)
+        result = _load_arrays(folder / "result.npz", study.result)
+    claims, parts = study.claims(result), study.tell(result)
     parts += [Verdicts(claims)] if claims else []
     return Run(
         folder=folder,
+        study=study,
         config=config,
         env=env,
         result=result,
         claims=claims,
-        metrics=experiment.metrics(result),
+        metrics=study.metrics(result),
         parts=parts,
     )
 
 
-def draw(run: Run, experiment: Experiment) -> None:
+def draw(run: Run) -> None:
     """Draws the figure of a run that was read, and writes it into its folder."""
     figures = style.render(
-        lambda axes: experiment.plot(axes, run.result),
-        panels=experiment.panels,
-        size_inches=experiment.panel_size_inches,
+        lambda axes: run.study.plot(axes, run.result),
+        panels=run.study.panels,
+        size_inches=run.study.panel_size_inches,
     )
     for name, content in figures.items():
         write(run.folder / name, content)
@@ -355,20 +352,17 @@ def _env(folder: Path) -> dict[str, Any]:
 
 
 def _object(path: Path, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    value = config_json.loads(text, str(path))
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {type(value).__name__}, not an object")
     return value
 
 
 def _flatten(result: Any, prefix: str = "") -> dict[str, Any]:
-    """Names every leaf of nested NamedTuples, `outer.inner`, as a NumPy array."""
+    """Names every leaf of nested records, `outer.inner`, as a NumPy array."""
     arrays = {}
-    for name, value in result._asdict().items():
-        if hasattr(value, "_asdict"):
+    for name, value in table.parts(result).items():
+        if table.is_compound(type(value)):
             arrays |= _flatten(value, f"{prefix}{name}.")
             continue
         array = np.asarray(value)
@@ -392,7 +386,7 @@ def _unflatten(
 ) -> Any:
     values = {}
     for name, inner in typing.get_type_hints(hint).items():
-        if hasattr(inner, "_fields"):
+        if table.is_compound(inner):
             values[name] = _unflatten(path, inner, arrays, f"{prefix}{name}.")
         elif prefix + name not in arrays:
             raise ValueError(f"{path}: lacks {prefix}{name}")

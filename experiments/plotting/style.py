@@ -13,6 +13,7 @@ STYLE: dict[str, Any] = {
     "axes.linewidth": 0.6,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.titlelocation": "left",
     "axes.titlesize": 8,
     "figure.constrained_layout.use": True,
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same on every machine
@@ -102,6 +103,12 @@ def shades(values: Any) -> Any:
     spread = np.ptp(values) if len(values) else 0.0
     share = (values - values.min()) / spread if spread else np.ones(len(values))
     return matplotlib.colormaps["viridis_r"](0.15 + 0.85 * share)
+
+
+def powers_of_two(ax: Any) -> None:
+    """Makes the horizontal axis one of powers of two, in plain numbers."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def plain_log(axis: Any) -> None:

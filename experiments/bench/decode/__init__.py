@@ -4,6 +4,5 @@ from experiments.bench.decode.peers import Answerer as Answerer
 
 __all__ = [
     "Answerer",
-    "experiment",
     "peers",
 ]

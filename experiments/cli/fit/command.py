@@ -8,13 +8,15 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from experiments.cli.fit.outcomes import Result
-from experiments.framework import QUIET, Progress, config_json, registry
-from experiments.plotting import style
+from experiments.framework import QUIET, Progress, config_json
+
+if TYPE_CHECKING:
+    from experiments.framework import Experiment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,28 +154,27 @@ def _number(text: str, flag: str, form: str) -> float:
     return value
 
 
-def experiment(log: str) -> registry.Experiment:
+def experiment(log: str) -> "Experiment":
     """Describes fits to logs as an experiment, so that they leave a run folder.
 
     Args:
       log: the log of its config.
     """
     from experiments.cli.fit import drawing, report
+    from experiments.framework import study
 
-    return registry.Experiment(
-        name="fit",
-        question="What do the losses of these runs say about larger ones?",
+    fits = study.Study(
         configs={"fit": Config(log=log)},
-        result_type=Result,
+        result=Result,
         run=run,
         plot=drawing.plot,
-        claims=lambda result: [],
         metrics=report.metrics,
         summary=report.summary,
         panels=(2, 2),
-        panel_size_inches=style.PANEL_SIZE_INCHES,
         files=lambda result: {"fit.json": result.document},
     )
+    question = "What do the losses of these runs say about larger ones?"
+    return study.Experiment("fit", question, (fits,))
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:

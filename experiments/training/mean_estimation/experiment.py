@@ -6,17 +6,27 @@ Here it is simulated, and both the law and a free power law are fitted to what c
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.framework import (
+    QUIET,
+    Ours,
+    Progress,
+    Record,
+    Study,
+    beside,
+    column,
+    ours,
+)
 from experiments.plotting import style
+from jaxkv import validation
 from scaling.fits import fit
 from scaling.laws import published
 
 SIGMA = 2.0
-_SOURCE = "the lectures: ln error = -ln n + 2 ln sigma"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +46,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be simulated."""
-        if self.num_sizes < 3 or self.num_means < 2 or self.num_resamples < 2:
-            raise ValueError(
-                f"{self.num_sizes=} must be at least 3, {self.num_means=} and "
-                f"{self.num_resamples=} at least 2"
-            )
+        validation.at_least(self, "num_sizes", low=3)
+        validation.at_least(self, "num_means", "num_resamples", low=2)
         if self.max_samples < 8 * self.num_sizes:
             raise ValueError(
                 f"{self.max_samples=} must be at least 8 times {self.num_sizes=}"
@@ -53,18 +60,15 @@ CONFIGS = {
 }
 
 
-class Result(NamedTuple):
+class Result(Record):
     """Errors by number of samples, and what was fitted to them."""
 
-    num_samples: np.ndarray
-    error: np.ndarray
-    """Mean squared error of the means."""
-    slope: float
-    """Of ln error against ln n, by a power law; with its 90 % interval."""
-    slope_low: float
-    slope_high: float
-    sigma_squared: float
-    """By the law with slope -1."""
+    num_samples: np.ndarray = column("of each mean")
+    error: np.ndarray = column("mean squared error of the means")
+    slope: float = column("of ln error against ln n, by a power law")
+    slope_low: float = column("where its 90 % interval begins")
+    slope_high: float = column("where it ends")
+    sigma_squared: float = column("by the law with slope -1")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -75,25 +79,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     for size in progress.track(sizes, "means", "sizes"):
         drawn = rng.exponential(SIGMA, (config.num_means, int(size)))
         errors.append(np.mean((drawn.mean(1) - SIGMA) ** 2))
-    data = {"num_samples": sizes[: len(errors)], "loss": np.array(errors)}
+    sizes, error = sizes[: len(errors)], np.array(errors)
     if len(errors) < 3:
-        return Result(data["num_samples"], data["loss"], *[np.nan] * 4)
-    power = fit.fit(
-        published.find("power").over("num_samples"),
-        data,
-        loss="mse",
-        bootstrap=config.num_resamples,
-    )
+        return Result(sizes, error, *[np.nan] * 4)
+    data = {"num_samples": sizes, "loss": error}
+    law = published.find("power").over("num_samples")
+    power = fit.fit(law, data, loss="mse", bootstrap=config.num_resamples)
     law = fit.fit(published.find("mean-estimation"), data, loss="mse")
     low, high = power.intervals["b"]
-    return Result(
-        data["num_samples"],
-        data["loss"],
-        -power.coefficients["b"],
-        -high,
-        -low,
-        law.coefficients["sigma_squared"],
-    )
+    slope = -power.coefficients["b"]
+    return Result(sizes, error, slope, -high, -low, law.coefficients["sigma_squared"])
 
 
 def plot(ax: Any, result: Result) -> None:
@@ -107,34 +102,12 @@ def plot(ax: Any, result: Result) -> None:
     ax.set_ylabel("mean squared error")
 
 
-def claims(result: Result) -> list[Claim]:
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
     """Holds the slope and the size of the error against the formula."""
-    half = (result.slope_high - result.slope_low) / 2
-    return [
-        judge(
-            "the error falls with slope -1, to within the 90 % interval's width",
-            source=_SOURCE,
-            published=-1,
-            ours=result.slope,
-            unit="1",
-            tolerance=2 * half if half > 0 else 0.0,
-        ),
-        judge(
-            "its size is the variance of one sample",
-            source=_SOURCE,
-            published=SIGMA**2,
-            ours=result.sigma_squared,
-            unit="1",
-            tolerance=0.05 * SIGMA**2,
-        ),
-    ]
+    width = result.slope_high - result.slope_low
+    yield ours("slope", result.slope, tolerance=width if width > 0 else 0.0)
+    yield ours("size", result.sigma_squared)
 
 
-def metrics(result: Result) -> dict[str, Any]:
-    """Gives the slope with its interval."""
-    return {
-        "slope": result.slope,
-        "slope_low": result.slope_low,
-        "slope_high": result.slope_high,
-        "sigma_squared": result.sigma_squared,
-    }
+STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot, claims=claims),)

@@ -1,0 +1,258 @@
+"""Results: what each value means, its unit and how it is told, declared once.
+
+From the declarations follow the arrays of a run folder, the JSON of its metrics and the
+tables of its report. A `Table` has rows: its columns are arrays, their first axis the
+rows. A `Record` has one of each: numbers, texts, arrays, tables, other records.
+
+    class Serving(Table):
+        \"\"\"What became of every load.\"\"\"
+
+        data: Texts = column("whose lengths")
+        rate: Floats = column("arrivals", heading="requests/s", form="{:.2f}")
+        finish_s: Floats = column("from arrival to answer")
+
+        @property
+        @shown(heading="over the first")
+        def ratio(self) -> np.ndarray:
+            return self.finish_s / self.finish_s[0]
+
+Units stand in names: one that ends in `_s`, `_per_s`, `_bytes`, `_share` or
+`_utilisation` is written with its unit, and its heading goes without.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from experiments.framework import config_json, report, units
+
+type Form = str | Callable[[Any], str]
+
+Floats = Float[np.ndarray, " rows"]
+Ints = Int[np.ndarray, " rows"]
+Bools = Bool[np.ndarray, " rows"]
+Texts = Annotated[np.ndarray, "text"]
+
+
+class Column(NamedTuple):
+    """How a value is told.
+
+    Attributes:
+      heading: over it in a table; its name in words by default.
+      form: how a cell is written: a format such as "{:.2f}", or a function of the value
+        or None; by default as its name's unit asks.
+      key: its name in JSON; its own by default.
+      of: what is told of a row's array, such as `np.median`; a list of all by default.
+      is_told: whether it stands in JSON and tables that do not name their columns.
+    """
+
+    heading: str = ""
+    form: Form | None = None
+    key: str = ""
+    of: Callable[[np.ndarray], Any] | None = None
+    is_told: bool = True
+
+
+def column(meaning: str, **told: Any) -> Any:
+    """Declares a value of a record or a column of a table.
+
+    Args:
+      meaning: what it is, for who reads the code.
+      told: how it is told, as `Column` has it.
+    """
+    del meaning
+    return dataclasses.field(metadata={"column": Column(**told)})
+
+
+def shown[F: Callable[..., Any]](**told: Any) -> Callable[[F], F]:
+    """Has a property told like a column, behind those; stands below `@property`."""
+
+    def declare(function: F) -> F:
+        vars(function)["column"] = Column(**told)
+        return function
+
+    return declare
+
+
+@typing.dataclass_transform(
+    frozen_default=True, eq_default=False, field_specifiers=(column,)
+)
+class Record:
+    """Values by name, each declared by `column`; a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        """Makes the subclass a dataclass."""
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
+
+    @classmethod
+    def columns(cls) -> dict[str, Column]:
+        """All that is declared, by name: fields in order, then properties `shown`."""
+        fields: Mapping[str, Any] = vars(cls).get("__dataclass_fields__", {})
+        found = {x: fields[x].metadata.get("column", Column()) for x in fields}
+        for name, value in vars(cls).items():
+            if isinstance(value, property) and hasattr(value.fget, "column"):
+                found[name] = vars(value.fget)["column"]
+        return found
+
+
+class Table(Record):
+    """A record whose columns have a value, or an array, for each row.
+
+    Raises:
+      ValueError: columns differ in length, or are not of their kind.
+    """
+
+    def __post_init__(self) -> None:
+        """Makes arrays of the columns, each of the kind that is declared."""
+        hints = kinds(type(self))
+        for name, value in parts(self).items():
+            object.__setattr__(self, name, _of_kind(name, value, hints[name]))
+        lengths = {name: len(value) for name, value in parts(self).items()}
+        if len({*lengths.values()}) > 1:
+            raise ValueError(f"columns of {type(self).__name__} differ: {lengths}")
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(next(iter(parts(self).values())))
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Self:
+        """Makes a table of rows: values in the columns' order, or by their names."""
+        names = [*kinds(cls)]
+        kept = [
+            [x[name] for name in names] if isinstance(x, Mapping) else x for x in rows
+        ]
+        if any(len(row) != len(names) for row in kept):
+            raise ValueError(f"a row of {cls.__name__} must have {', '.join(names)}")
+        columns = zip(*kept, strict=True) if kept else [[] for _ in names]
+        return cls(*columns)
+
+    @classmethod
+    def joined(cls, tables: Iterable[Self]) -> Self:
+        """Puts the rows of tables behind each other."""
+        kept = [[*parts(each).values()] for each in tables if len(each)]
+        columns = zip(*kept, strict=True)
+        return cls(*map(np.concatenate, columns)) if kept else cls.of([])
+
+    def where(self, **wanted: object) -> Self:
+        """The rows whose columns, or properties, have these values."""
+        here = np.ones(len(self), bool)
+        for name, value in wanted.items():
+            here &= np.asarray(getattr(self, name) == value)
+        return self.at(here)
+
+    def at(self, rows: Any) -> Self:
+        """The rows of a mask, or of indices in their order."""
+        return type(self)(*(values[rows] for values in parts(self).values()))
+
+    def distinct(self, name: str) -> list[Any]:
+        """The values of a column, each once, in their order."""
+        return [*dict.fromkeys(getattr(self, name).tolist())]
+
+    def rows(self, *names: str) -> list[dict[str, Any]]:
+        """The rows for JSON, by key: of all columns, or those named."""
+        told = _told(self, names)
+        keys = [said.key or name for name, said, _ in told]
+        columns = (values for *_, values in told)
+        return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def sheet(self, title: str, *names: str, note: str = "") -> report.Sheet:
+        """The rows for a person: of all columns, or those named."""
+        told = _told(self, names)
+        heads = [_heading(name, said) for name, said, _ in told]
+        columns = ([written(name, said, x) for x in xs] for name, said, xs in told)
+        return report.Sheet(title, heads, [*zip(*columns, strict=True)], note)
+
+
+def parts(value: Any) -> dict[str, Any]:
+    """The values of a record, or of a NamedTuple, by name."""
+    if isinstance(value, Record):
+        return {name: getattr(value, name) for name in kinds(type(value))}
+    return value._asdict()
+
+
+def kinds(kind: Any) -> dict[str, Any]:
+    """The types of what a class of records or NamedTuples holds, by name."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def is_compound(kind: Any) -> bool:
+    """Whether a type is one of records or NamedTuples."""
+    is_record = isinstance(kind, type) and issubclass(kind, Record)
+    return is_record or hasattr(kind, "_fields")
+
+
+def metrics(result: Any) -> dict[str, Any]:
+    """What JSON tells of a record: values by key, tables as rows, no arrays."""
+    if not isinstance(result, Record):
+        return {}
+    found = {}
+    for name, said in result.columns().items():
+        value = getattr(result, name)
+        if isinstance(value, Table):
+            found[said.key or name] = value.rows()
+        elif isinstance(value, Record):
+            found[said.key or name] = metrics(value)
+        elif said.is_told and np.ndim(value) == 0:
+            found[said.key or name] = np.asarray(value).item()
+    return found
+
+
+def sheets(result: Any) -> list[report.Part]:
+    """What a report tells of a record: its values, then each table that has rows."""
+    declared = result.columns() if isinstance(result, Record) else {}
+    plain, found = [], []
+    for name, said in declared.items():
+        value = getattr(result, name)
+        if isinstance(value, Table):
+            found += [value.sheet(said.heading or name)] if len(value) else []
+        elif isinstance(value, Record):
+            found += sheets(value)
+        elif said.is_told and np.ndim(value) == 0:
+            plain.append((_heading(name, said), written(name, said, value)))
+    first = [report.Sheet("", ("metric", "value"), plain)] if plain else []
+    return [*first, *found]
+
+
+def written(name: str, said: Column, value: Any) -> str:
+    """A value as a cell has it; "-" where there is none."""
+    value = config_json.plain(value)
+    if isinstance(said.form, str):
+        return "-" if value is None else said.form.format(value)
+    return said.form(value) if said.form else units.named(name, value)[1]
+
+
+def _heading(name: str, said: Column) -> str:
+    return said.heading or units.named(name, 0.0)[0]
+
+
+def _told(table: Table, names: Sequence[str]) -> list[tuple[str, Column, list[Any]]]:
+    """Name, declaration and values of the columns named, or of all that are told."""
+    declared = table.columns()
+    found = []
+    for name in names or [name for name, said in declared.items() if said.is_told]:
+        said, values = declared.get(name, Column()), getattr(table, name)
+        told = values if said.of is None else np.array([said.of(x) for x in values])
+        found.append((name, said, told.tolist()))
+    return found
+
+
+_KINDS = {"float": "f", "int": "iu", "bool": "b", "text": "U"}
+
+
+def _of_kind(name: str, value: Any, hint: Any) -> np.ndarray:
+    """A column as an array of its kind; whole floats become integers."""
+    array = np.asarray([*value] if isinstance(value, tuple) else value)
+    declared = getattr(hint, "__metadata__", None) or getattr(hint, "dtypes", ())
+    first = declared[0] if isinstance(declared, tuple) and declared else ""
+    wanted = next((x for x in _KINDS if str(first).startswith(x)), "")
+    if not wanted or array.dtype.kind in _KINDS[wanted]:
+        return array
+    cast = array.astype({"text": str}.get(wanted, wanted))
+    if array.size and not (cast == array).all():
+        raise ValueError(f"column {name} must hold {wanted}s, not {array.dtype}")
+    return cast

@@ -1,0 +1,311 @@
+"""How long does attention over pages take, and over contiguous memory?
+
+One decode step, batch and context as in the paper's figure, over pages of every size
+against the fastest attention there is here over contiguous memory. Both are held
+against float64, and timed in turns. Where a page holds a whole sequence there is no
+table to follow: the price that is left is that of another kernel.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from experiments.bench.kernels import MAX_ERROR, Run, runs
+from experiments.framework import (
+    QUIET,
+    Ints,
+    Ours,
+    Progress,
+    Record,
+    Study,
+    Table,
+    beside,
+    column,
+    ours,
+    table,
+)
+from experiments.plotting import style
+from jaxkv import validation
+from pallas_kernels import devices
+from pallas_kernels.bench import Heads, Problem, Spec, problems, timing
+
+PAPER_PAGE_SIZE = 16
+"""vLLM's, and the default of section 7.2."""
+CONTIGUOUS = ("XLA head-major", "XLA contiguous", "cuDNN contiguous")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Shapes of a decode step."""
+
+    batches: tuple[int, ...] = (8, 32)
+    """Sequences."""
+    contexts: tuple[int, ...] = (64, 128, 256)
+    """Tokens that each has, the new one among them; ascending."""
+    page_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Token places in a page; ascending."""
+    num_q_heads: int = 40
+    """Query heads; those of OPT-13B, of which the paper takes most of its numbers."""
+    num_kv_heads: int = 40
+    """Key and value heads."""
+    head_dim: int = 128
+    """Elements of a head."""
+    repeats: int = 5
+    """Rounds, in which everyone is timed in turn."""
+    num_calls: int = 3
+    """Calls of a round, of which the median counts."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be measured."""
+        validation.ascending(self, "batches", "contexts", "page_sizes", low=1)
+        validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim", "repeats")
+        validation.at_least(self, "num_calls", low=2)
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
+            )
+
+
+CONFIGS = {
+    "smoke": Config(
+        batches=(2,),
+        contexts=(32, 64),
+        page_sizes=(4, 16),
+        num_q_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        repeats=2,
+        num_calls=2,
+    ),
+    "real": Config(),
+}
+
+
+Times = Float[np.ndarray, "rows page_sizes"]
+
+
+class Latency(Table):
+    """A row for each case, a batch and a context; a number for each page size.
+
+    NaN where nobody here attends to pages of that size.
+    """
+
+    batch: Ints = column("sequences")
+    context: Ints = column("tokens of each")
+    paged_s: Times = column("seconds of attention over pages")
+    contiguous_s: Times = column(
+        "beside each page size, in the same rounds; the fastest way counts"
+    )
+    ratio: Times = column("median over the rounds of paged by contiguous")
+    error: Times = column("of the paged one, from float64")
+
+
+class Result(Record):
+    """What was measured, and where."""
+
+    device: str = column("kind of it")
+    clock: str = column("as that of `benchmarking.Timing`")
+    paged: str = column("the implementation")
+    page_size: np.ndarray = column("token places in a page")
+    latency: Latency = column("what was measured")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Measures case after case; ended early, it has what is done."""
+    target = devices.current()
+    on_gpu = target.platform == "gpu"
+    paged = "mosaic_gpu" if on_gpu else "reference"
+    rows = []
+    cases = [(b, n) for b in config.batches for n in config.contexts]
+    for batch, context in progress.track(cases, "shapes", "shapes"):
+        cells: list[Cell] = []
+        contiguous = None
+        for page_size in config.page_sizes:
+            progress.show(f"{batch} sequences of {context}, pages of {page_size}")
+            spec = Spec(
+                kind="decode",
+                batch=batch,
+                context=context - 1,
+                heads=Heads(config.num_q_heads, config.num_kv_heads, config.head_dim),
+                page_size=page_size,
+                dtype="bfloat16" if on_gpu else "float32",
+            )
+            turns = timing.num_turns(spec.bytes, target.kind)
+            problem = problems.make(spec, num_turns=turns)
+            contiguous = contiguous or _fastest(problem)
+            cells.append(_measure(problem, (paged, contiguous), config))
+        rows.append((batch, context, *zip(*cells, strict=True)))
+    return Result(
+        device=target.kind,
+        clock=timing.measure_empty(num_calls=2).clock,
+        paged=paged,
+        page_size=np.asarray(config.page_sizes),
+        latency=Latency.of(rows),
+    )
+
+
+type Cell = tuple[float, float, float, float]
+"""Seconds over pages and without, their ratio, and the error of the first."""
+
+
+def _fastest(problem: Problem) -> str:
+    """Names the fastest way to attend to contiguous memory, of those that are right.
+
+    Raises:
+      RuntimeError: none is.
+    """
+    seconds = {
+        name: timing.measure(run.call, num_calls=2).seconds
+        for name in CONTIGUOUS
+        if (run := _prepare(problem, name)) and _is_right(problem, run)
+    }
+    if not seconds:
+        raise RuntimeError(f"{problem.spec.name}: nobody is right without pages")
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
+    """Times both in turns; NaN where the first does not take such pages.
+
+    Raises:
+      RuntimeError: it takes them, and its answer is wrong.
+    """
+    paged, contiguous = (_prepare(problem, name) for name in names)
+    if paged is None or contiguous is None:
+        return math.nan, math.nan, math.nan, math.nan
+    if not _is_right(problem, paged):
+        raise RuntimeError(f"{problem.spec.name}: {names[0]} is wrong")
+    rounds = np.asarray(
+        [
+            [
+                timing.measure(run.call, num_calls=config.num_calls).seconds
+                for run in (paged, contiguous)
+            ]
+            for _ in range(config.repeats)
+        ]
+    )
+    paged_s, contiguous_s = np.median(rounds, axis=0).tolist()
+    ratio = float(np.median(rounds[:, 0] / rounds[:, 1]))
+    return paged_s, contiguous_s, ratio, paged.error()
+
+
+def _prepare(problem: Problem, name: str) -> Run | None:
+    """Makes a run; None for one that refuses."""
+    everyone = {x.name: x for x in runs.of_attention()}
+    try:
+        return everyone[name].prepare(problem)
+    except ValueError:  # pages of such a size; a GPU that is not there
+        return None
+
+
+def _is_right(problem: Problem, run: Run) -> bool:
+    return run.error() <= MAX_ERROR[problem.spec.dtype]
+
+
+def _paper_column(result: Result) -> int:
+    """The page size of the paper, or the one nearest to it."""
+    return int(np.argmin(np.abs(result.page_size - PAPER_PAGE_SIZE)))
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Gives the ratio of every case and page size, and the times at the paper's."""
+    found, column = result.latency, _paper_column(result)
+    sizes = result.page_size.tolist()
+    usual = sizes[column]
+    rows = [
+        {"sequences": row["batch"], "tokens": row["context"]}
+        | {f"paged_s, pages of {usual}": row["paged_s"][column]}
+        | {"contiguous_s": row["contiguous_s"][column]}
+        | {f"ratio, {n}": x for n, x in zip(sizes, row["ratio"], strict=True)}
+        # The largest page holds all of a sequence side by side: what is left of the
+        # ratio there is the kernel's, and the rest the table's.
+        | {f"ratio, {usual} / {sizes[-1]}": row["ratio"][column] / row["ratio"][-1]}
+        for row in found.rows()
+    ]
+    return table.metrics(result) | {"latency": rows}
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds the published price of pages against ours."""
+    found, column = result.latency, _paper_column(result)
+    ratios = found.ratio[:, column]
+    known = ratios[np.isfinite(ratios)]
+    low, high = (known.min(), known.max()) if known.size else (math.nan, math.nan)
+    spread = f"Ours: {low:.2f} to {high:.2f} over all shapes"
+    if known.size and np.isfinite(found.ratio[:, -1]).all():
+        alone = float(np.nanmedian(ratios / found.ratio[:, -1]))
+        whole = int(result.page_size[-1])
+        spread += f"; {alone:.2f} times, in the middle, what pages of {whole} take"
+    here, on_gpu = "is jnp against jnp on", "runs against cuDNN's and XLA's on"
+    words: dict[str, Any] = {
+        "size": int(result.page_size[column]),
+        "peers": on_gpu if result.paged == "mosaic_gpu" else here,
+        "device": result.device,
+        "spread": spread,
+    }
+    yield ours("price", float(low), which="where it costs least", **words)
+    yield ours("price", float(high), which="where it costs most", **words)
+
+
+DASHES = ("-", "--", ":", "-.")
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws the ratio against the page size, and times as the paper does."""
+    ratios, times = axes
+    column = _paper_column(result)
+    found, colors = result.latency, style.colors()
+    batches, contexts = found.distinct("batch"), found.distinct("context")
+    cycle = itertools.cycle((colors[5], colors[6], colors[3], colors[1]))
+    looks = dict(zip(batches, cycle, strict=False))
+    for row in found.rows():
+        batch, context = row["batch"], row["context"]
+        ratios.plot(
+            result.page_size,
+            row["ratio"],
+            color=looks[batch],
+            linestyle=DASHES[contexts.index(context) % len(DASHES)],
+            marker="o",
+            label=f"{batch} x {context}",
+        )
+    for batch in batches:
+        mine, look = found.where(batch=batch), {"color": looks[batch], "marker": "o"}
+        paged, contiguous = mine.paged_s[:, column], mine.contiguous_s[:, column]
+        times.plot(mine.context, 1e3 * paged, label=f"{batch} sequences", **look)
+        times.plot(mine.context, 1e3 * contiguous, linestyle=":", **look)
+    ratios.axhline(1, color="0.6", linewidth=0.8)
+    style.powers_of_two(ratios)
+    ratios.set(
+        title="time over that of contiguous attention",
+        xlabel="token places in a page",
+        ylabel="paged / contiguous",
+        ylim=(0, 1.45 * ratios.get_ylim()[1]),
+    )
+    times.set(
+        title=f"pages of {result.page_size[column]} (dotted: contiguous)",
+        xlabel="tokens of each sequence",
+        ylabel="ms",
+        ylim=(0, times.get_ylim()[1]),
+    )
+    if batches:
+        title = "sequences x tokens"
+        ratios.legend(title=title, fontsize=6, ncols=len(batches), loc="upper center")
+        times.legend()
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=Result,
+    run=run,
+    plot=plot,
+    claims=claims,
+    metrics=metrics,
+    panels=(1, 2),
+    switch=("hours", False),
+)

@@ -1,0 +1,110 @@
+"""Columns are declared once: arrays, JSON and tables follow."""
+
+import math
+
+import numpy as np
+import pytest
+from jaxtyping import Float
+
+from experiments.framework import run_folder, table
+from experiments.framework.report import Sheet
+from experiments.framework.table import (
+    Bools,
+    Floats,
+    Ints,
+    Record,
+    Table,
+    Texts,
+    column,
+    shown,
+)
+
+
+class Loads(Table):
+    """Made-up loads."""
+
+    data: Texts = column("whose lengths")
+    rate: Floats = column("arrivals", heading="requests/s", form="{:.2f}")
+    finish_s: Float[np.ndarray, "rows repeats"] = column("to the end", of=np.median)
+    num: Ints = column("requests", key="requests")
+    ended: Bools = column("whether all did", is_told=False)
+
+    @property
+    @shown(heading="over the first")
+    def ratio(self) -> np.ndarray:
+        """Rates over the first."""
+        return self.rate / self.rate[:1].sum()
+
+
+class Tail(Record):
+    """A part of a result."""
+
+    p95_s: float = column("the tail")
+
+
+class Result(Record):
+    """A made-up result."""
+
+    slope: float = column("of something")
+    curve: np.ndarray = column("drawn, not told")
+    secret: str = column("kept, not told", is_told=False)
+    loads: Loads = column("all of them", heading="all loads")
+    tail: Tail = column("of the latencies")
+
+
+@pytest.fixture
+def loads() -> Loads:
+    rows = [("a", 2, [0.1, 0.2, 0.9], 3, True), ("b", 5.0, [1, 2, 3], 4, False)]
+    return Loads.of(rows)
+
+
+def test_rows_and_tables_follow_from_the_columns(loads: Loads) -> None:
+    assert loads.rows() == [
+        {"data": "a", "rate": 2.0, "finish_s": 0.2, "requests": 3, "ratio": 1.0},
+        {"data": "b", "rate": 5.0, "finish_s": 2.0, "requests": 4, "ratio": 2.5},
+    ]
+    sheet = loads.sheet("made up", "data", "rate", "finish_s", "ratio", note="So.")
+    assert sheet.columns == ["data", "requests/s", "finish", "over the first"]
+    assert sheet.rows[0] == ("a", "2.00", "200 ms", "1")
+    assert (sheet.title, sheet.note) == ("made up", "So.")
+    assert loads.rows("ended") == [{"ended": True}, {"ended": False}]
+
+
+def test_rows_are_chosen_joined_and_named(loads: Loads) -> None:
+    assert loads.where(data="b", ended=False).num.tolist() == [4]
+    assert len(loads.where(data="b", num=3)) == 0
+    both = Loads.joined([loads, Loads.of([]), loads.at([1, 0])])
+    assert both.data.tolist() == ["a", "b", "b", "a"]
+    assert both.distinct("num") == [3, 4]
+    row = {"data": "c", "rate": 1, "finish_s": [1.0], "num": 2, "ended": True}
+    assert Loads.of([row]).data.tolist() == ["c"]
+
+
+def test_columns_are_of_their_kind_even_without_rows() -> None:
+    none = Loads.joined([])
+    kinds = [x.dtype.kind for x in (none.data, none.rate, none.num, none.ended)]
+    assert kinds == ["U", "f", "i", "b"]
+    with pytest.raises(ValueError, match="column num must hold ints, not float64"):
+        Loads.of([("a", 1, [1.0], 1.5, True)])
+    with pytest.raises(ValueError, match="columns of Loads differ"):
+        Loads(*map(np.array, (["a"], [1.0, 2.0], [[1.0]], [1], [True])))
+    with pytest.raises(ValueError, match="a row of Loads must have data, rate"):
+        Loads.of([("a", 1)])
+
+
+def test_a_result_is_kept_and_told(loads: Loads, tmp_path) -> None:
+    result = Result(math.nan, np.arange(3), "x", loads, Tail(0.5))
+    arrays = run_folder._flatten(result)
+    assert arrays["loads.finish_s"].shape == (2, 3)
+    np.savez(tmp_path / "result.npz", **arrays)
+    again = run_folder._load_arrays(tmp_path / "result.npz", Result)
+    assert (again.tail.p95_s, again.secret) == (0.5, "x")
+    assert again.loads.rows() == loads.rows()
+    told = table.metrics(again)
+    assert [*told] == ["slope", "loads", "tail"]
+    assert told["tail"] == {"p95_s": 0.5}
+    assert table.sheets(again) == [
+        Sheet("", ("metric", "value"), [("slope", "-")]),
+        loads.sheet("all loads"),
+        Sheet("", ("metric", "value"), [("p95", "500 ms")]),
+    ]
