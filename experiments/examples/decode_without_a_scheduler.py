@@ -1,0 +1,52 @@
+"""A jitted decode loop over paged K and V, for research on decoding itself."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+from jaxkv import decoding
+from jaxkv.models import checkpoints, paged
+
+MODEL = "experiments/models/stdlib-bytes"
+
+
+def main(model: str = MODEL, prompt: str = "def main(", num_tokens: int = 24) -> str:
+    """Continues a prompt greedily, in one compiled program.
+
+    Args:
+      model: a Hugging Face folder whose tokens are bytes.
+      prompt: what is continued.
+      num_tokens: how long the answer is.
+
+    Returns:
+      The answer.
+    """
+    loaded = checkpoints.load_model(model)
+    step = paged.PagedForward(loaded.config)
+    cache = decoding.init_cache(
+        paged.make_pages(loaded.config, jaxkv.EngineConfig(num_pages=32)),
+        max_slots=1,
+        max_length=128,
+    )
+
+    @jax.jit
+    def greedy(params, cache, prompt, length):
+        def one(carry, _):
+            token, cache = carry
+            logits, cache, _ = decoding.decode_step(params, cache, token, forward=step)
+            return (jnp.argmax(logits, axis=-1).astype(jnp.int32), cache), token
+
+        logits, cache, _ = decoding.prefill(params, cache, prompt, length, forward=step)
+        first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jax.lax.scan(one, (first, cache), None, length=num_tokens)[1]
+
+    tokens = jnp.asarray([list(prompt.encode())], jnp.int32)
+    length = jnp.asarray([tokens.shape[1]], jnp.int32)
+    answer = greedy(loaded.params, cache, tokens, length)[:, 0]
+    return bytes(answer.tolist()).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:2]))
