@@ -2,16 +2,14 @@
 
 A value is checked by its type as well as its range: True is no count, "5" is no number,
 and 1.5 pages are none. What passes comes back as Python's own number, so that NumPy's
-and JAX's scalars can stand wherever theirs do.
+and JAX's scalars can stand wherever theirs do. Both are loaded where they are asked
+for: configs are checked by programs that compute nothing with them.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
-
-import jax
-import jax.core
-import jax.numpy as jnp
-import numpy as np
 
 INT32 = 2**31
 """What int32 counts stay below."""
@@ -109,7 +107,91 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
     raise ValueError(f"{name}={shown(value)} must be {', '.join(first)} or {last}")
 
 
-def tokens(name: str, value: object) -> np.ndarray:
+def at_least(owner: object, *names: str, low: int | float = 1) -> None:
+    """Checks fields of a config: numbers, or tuples of them, of `low` or more.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: the smallest allowed.
+
+    Raises:
+      ValueError: names the first field that has less, or NaN.
+    """
+    _entries(owner, names, lambda x: x >= low, f"at least {low}")
+
+
+def above(
+    owner: object, *names: str, low: int | float = 0, finite: bool = False
+) -> None:
+    """Checks fields of a config: numbers, or tuples of them, greater than `low`.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: what they exceed.
+      finite: whether infinity is refused too.
+
+    Raises:
+      ValueError: names the first field that has `low`, less or NaN.
+    """
+    allowed = f"above {low}" + (" and finite" if finite else "")
+    _entries(owner, names, lambda x: x > low and (x < math.inf or not finite), allowed)
+
+
+def within(
+    owner: object, *names: str, low: int | float, high: int | float, ends: str = "[]"
+) -> None:
+    """Checks fields of a config: numbers, or tuples of them, of an interval.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: where the interval begins.
+      high: where it ends.
+      ends: a bracket at each end: "[" and "]" if it is part, "(" and ")" if not.
+
+    Raises:
+      ValueError: names the first field that leaves it, or has NaN.
+    """
+
+    def inside(x: Any) -> bool:
+        above_low = x >= low if ends[0] == "[" else x > low
+        return above_low and (x <= high if ends[1] == "]" else x < high)
+
+    _entries(owner, names, inside, f"in {ends[0]}{low}, {high}{ends[1]}")
+
+
+def ascending(
+    owner: object,
+    *names: str,
+    low: int | float = -math.inf,
+    least: int = 1,
+    strictly: bool = True,
+) -> None:
+    """Checks fields of a config: tuples of numbers, each greater than the one before.
+
+    Args:
+      owner: what has the fields.
+      names: the fields, with dots where they are fields of fields.
+      low: the smallest number allowed.
+      least: the fewest numbers.
+      strictly: whether two may not be equal.
+
+    Raises:
+      ValueError: names the first field that has fewer, or others.
+    """
+    order = "ascending" if strictly else "in order"
+    count = f"{least} or more, " if least > 1 else ""
+    start = f", from {low}" if low > -math.inf else ""
+    for name in names:
+        values = attrgetter(name)(owner)
+        ordered = sorted({*values} if strictly else values) == [*values]
+        if len(values) < least or not ordered or not all(x >= low for x in values):
+            raise ValueError(f"{name}={shown(values)} must be {count}{order}{start}")
+
+
+def tokens(name: str, value: object) -> Any:
     """Checks a sequence of token ids, as yet of any size.
 
     Args:
@@ -117,11 +199,15 @@ def tokens(name: str, value: object) -> np.ndarray:
       value: what was passed: a sequence or an array of integers of one axis.
 
     Returns:
-      The ids, as integers of some width, or as objects where no width holds them.
+      The ids, a NumPy array `[tokens]` of integers of some width, or of objects where
+      no width holds them.
 
     Raises:
       ValueError: it is no such sequence.
     """
+    import jax
+    import numpy as np
+
     refused = ValueError(f"{name}={shown(value)} must be a sequence of token ids")
     if isinstance(value, np.ndarray | jax.Array):
         ids = np.asarray(value)
@@ -141,12 +227,14 @@ def tokens(name: str, value: object) -> np.ndarray:
         return np.array(value, object)
 
 
-def floating(name: str, value: Any) -> np.dtype:
-    """Checks a floating type, by its name or itself.
+def floating(name: str, value: Any) -> Any:
+    """Checks a floating type, by its name or itself; gives NumPy's.
 
     Raises:
       ValueError: it is none.
     """
+    import jax.numpy as jnp
+
     try:
         dtype = jnp.dtype(value)
     except TypeError:
@@ -170,9 +258,25 @@ def seconds(name: str, value: object) -> float:
     )
 
 
+def _entries(
+    owner: object, names: Sequence[str], fits: Callable[[Any], bool], allowed: str
+) -> None:
+    """Refuses the first field with an entry that does not fit."""
+    for name in names:
+        value = attrgetter(name)(owner)
+        entries = value if isinstance(value, tuple | list) else (value,)
+        if not all(map(fits, entries)):
+            raise ValueError(f"{name}={shown(value)} must be {allowed}")
+
+
 def _plain(value: object) -> Any:
     """A NumPy or JAX scalar as Python's own; anything else as it is."""
-    if type(value) in (bool, int, float) or isinstance(value, jax.core.Tracer):
+    if type(value) in (bool, int, float):
+        return value
+    import jax.core
+    import numpy as np
+
+    if isinstance(value, jax.core.Tracer):
         return value
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
         value = value.item()

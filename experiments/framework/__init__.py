@@ -2,8 +2,6 @@
 
 from experiments.framework.claims import Claim as Claim
 from experiments.framework.claims import judge as judge
-from experiments.framework.progress import QUIET as QUIET
-from experiments.framework.progress import Progress as Progress
 from experiments.framework.registry import Experiment as Experiment
 from experiments.framework.report import Excerpts as Excerpts
 from experiments.framework.report import Part as Part
@@ -12,12 +10,10 @@ from experiments.framework.report import Verdicts as Verdicts
 from experiments.framework.run_folder import Run as Run
 
 __all__ = [
-    "QUIET",
     "Claim",
     "Excerpts",
     "Experiment",
     "Part",
-    "Progress",
     "Run",
     "Sheet",
     "Verdicts",

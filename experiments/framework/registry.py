@@ -6,7 +6,7 @@ An experiment is a module of this package with, at its top level:
     class Config                       a frozen keyword-only dataclass
     CONFIGS = {"smoke": Config(...)}   a dict literal; the first entry is the default
     def run(config, progress=QUIET) -> Result
-                                       the work, see `progress.py`; a `Result` is a
+                                       the work, see `jaxkv.progress`; a `Result` is a
                                        NamedTuple of arrays, numbers and strings, or
                                        of such NamedTuples, or a list of dicts (rows)
     def plot(ax, result) -> None       draws on the axes it is given

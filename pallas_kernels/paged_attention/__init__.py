@@ -4,15 +4,9 @@ from pallas_kernels.paged_attention.api import AttentionState as AttentionState
 from pallas_kernels.paged_attention.api import make_plan as make_plan
 from pallas_kernels.paged_attention.api import merge_states as merge_states
 from pallas_kernels.paged_attention.api import paged_attention as paged_attention
-from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS as WGMMA_ROWS
-from pallas_kernels.paged_attention.tiling import GROUPED_DEPTH as GROUPED_DEPTH
-from pallas_kernels.paged_attention.tiling import GroupedSizes as GroupedSizes
 
 __all__ = [
-    "GROUPED_DEPTH",
-    "WGMMA_ROWS",
     "AttentionState",
-    "GroupedSizes",
     "api",
     "decode_plan",
     "dispatch",
@@ -21,5 +15,4 @@ __all__ = [
     "merging",
     "paged_attention",
     "row_packing",
-    "tiling",
 ]

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.bench.kernels import MAX_ERROR, Run, runs
-from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.framework import Claim, judge
 from experiments.serving.page_size import drawing
 from experiments.serving.page_size import serving as page_size_serving
 from experiments.serving.page_size.serving import Serving, empty, measure
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.bench import Heads, Problem, Spec, problems, timing
 
@@ -61,15 +63,12 @@ class Config:
             values = getattr(self, name)
             if not values or min(values) < 1 or sorted(set(values)) != [*values]:
                 raise ValueError(f"{name}={values} must be ascending, above 0")
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim", "repeats")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
             )
-        if self.num_calls < 2:
-            raise ValueError(f"{self.num_calls=} must be at least 2")
+        validation.at_least(self, "num_calls", low=2)
         if not self.hours >= 0 or self.seed < 0:
             raise ValueError(f"{self.hours, self.seed=} must be at least 0")
 

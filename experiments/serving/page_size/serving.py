@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.framework import Claim, judge
 from experiments.harness import Members, simulating
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.framework import Claim, judge
 from experiments.plotting import style
+from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
 from scaling.laws import published
 

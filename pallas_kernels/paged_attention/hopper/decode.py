@@ -14,11 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import decode_plan, merging, row_packing
 from pallas_kernels.paged_attention.decode_plan import Plan
 from pallas_kernels.paged_attention.hopper import decode_body
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
-from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 

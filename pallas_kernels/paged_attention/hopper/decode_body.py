@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import decode_plan
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
 from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
-from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 OUT_COLUMNS = 128

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.row_packing import WGMMA_ROWS
+from pallas_kernels.devices import WGMMA_ROWS
 
 type Ref = Any
 """A reference to memory, or a barrier, inside a kernel."""

@@ -1,0 +1,75 @@
+"""Checks of configs' fields: what passes, and the line that refuses."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from jaxkv import validation
+
+CONFIG = SimpleNamespace(
+    count=3,
+    none=0,
+    share=0.5,
+    whole=1.0,
+    nan=math.nan,
+    inf=math.inf,
+    sizes=(1, 2, 4),
+    equal=(2, 2),
+    falling=(3, 2),
+    empty=(),
+    inner=SimpleNamespace(top=0),
+)
+
+
+def test_fields_that_fit_pass():
+    validation.at_least(CONFIG, "count", "sizes", "empty")
+    validation.at_least(CONFIG, "none", "inner.top", low=0)
+    validation.above(CONFIG, "share", "sizes", "inf")
+    validation.within(CONFIG, "share", "none", "whole", low=0, high=1)
+    validation.within(CONFIG, "share", low=0, high=1, ends="()")
+    validation.ascending(CONFIG, "sizes", low=1, least=3)
+    validation.ascending(CONFIG, "equal", low=1, strictly=False)
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "how", "line"),
+    [
+        ("at_least", "none", {}, "none=0 must be at least 1"),
+        ("at_least", "nan", {}, "nan=nan must be at least 1"),
+        ("at_least", "inner.top", {"low": 0.5}, "inner.top=0 must be at least 0.5"),
+        ("at_least", "sizes", {"low": 2}, "sizes=(1, 2, 4) must be at least 2"),
+        ("above", "none", {}, "none=0 must be above 0"),
+        ("above", "nan", {}, "nan=nan must be above 0"),
+        ("above", "inf", {"finite": True}, "inf=inf must be above 0 and finite"),
+        ("within", "count", {"low": 0, "high": 1}, "count=3 must be in [0, 1]"),
+        (
+            "within",
+            "whole",
+            {"low": 0, "high": 1, "ends": "()"},
+            "whole=1.0 must be in (0, 1)",
+        ),
+        (
+            "within",
+            "none",
+            {"low": 0, "high": 1, "ends": "(]"},
+            "none=0 must be in (0, 1]",
+        ),
+        ("within", "nan", {"low": 0, "high": 1}, "nan=nan must be in [0, 1]"),
+        ("ascending", "falling", {}, "falling=(3, 2) must be ascending"),
+        ("ascending", "equal", {"low": 1}, "equal=(2, 2) must be ascending, from 1"),
+        (
+            "ascending",
+            "falling",
+            {"low": 1, "strictly": False},
+            "falling=(3, 2) must be in order, from 1",
+        ),
+        ("ascending", "empty", {}, "empty=() must be ascending"),
+        ("ascending", "sizes", {"least": 4}, "sizes=(1, 2, 4) must be 4 or more, "),
+        ("ascending", "sizes", {"low": 2}, "must be ascending, from 2"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(check, name, how, line):
+    with pytest.raises(ValueError, match=re.escape(line)):
+        getattr(validation, check)(CONFIG, name, **how)
