@@ -1,4 +1,4 @@
-"""Simulated time: whole seconds and microseconds, in two int32.
+"""Time as the engine and the simulation count it: seconds and microseconds, two int32.
 
 One int32 of microseconds is full after 36 minutes, and a float32 clock is good to a
 tenth of a millisecond after a quarter of an hour; this one is exact for 68 years.
@@ -46,8 +46,10 @@ def later(first: Int32[Array, " 2"], second: Int32[Array, " 2"]) -> Int32[Array,
     return jnp.where(is_past(second, first), first, second)
 
 
-def from_seconds(seconds: Num[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape 2"]:
-    """Rounds seconds in float64 to microseconds, on the host."""
+def from_seconds(
+    seconds: int | float | Num[np.ndarray, "*shape"],
+) -> Int32[np.ndarray, "*shape 2"]:
+    """Rounds seconds in float64 to the nearest microsecond, on the host."""
     micros = np.round(np.asarray(seconds, np.float64) * SECOND).astype(np.int64)
     return np.stack([micros // SECOND, micros % SECOND], axis=-1).astype(np.int32)
 

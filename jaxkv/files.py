@@ -1,7 +1,7 @@
-"""Files of a folder that comes from elsewhere: read with blame, written aside.
+"""Files and folders: read with blame, written aside and renamed.
 
-Whatever goes wrong with a file becomes one ValueError line that names it, and a folder
-that is written appears whole or not at all.
+Whatever goes wrong with a file becomes one ValueError line that names it, and what is
+written appears whole or not at all: nobody ever meets half of it.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_CHARACTERS = 2**28
 """Of a text: far more than any tokenizer takes."""
@@ -32,13 +32,33 @@ def read_text(path: Path) -> str:
         return text
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Reads a file that holds one JSON object."""
-    with blaming(path):
-        value = json.loads(read_text(path))
-        if not isinstance(value, dict):
-            raise ValueError("must hold a JSON object")
-        return value
+    return parse_object(read_text(path), path)
+
+
+def parse_json(text: str, where: object) -> Any:
+    """Reads a JSON document.
+
+    Args:
+      text: the document.
+      where: what a message calls it, such as its path or its line.
+
+    Raises:
+      ValueError: it is none; one line that says where.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+
+
+def parse_object(text: str, where: object) -> dict[str, Any]:
+    """Reads a JSON document that is an object; arguments and errors as `parse_json`."""
+    value = parse_json(text, where)
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: holds {type(value).__name__}, not an object")
+    return value
 
 
 @contextlib.contextmanager
@@ -102,6 +122,49 @@ def make_sure_of_room(folder: Path, num_bytes: int) -> None:
 
 
 @contextlib.contextmanager
+def writing(path: Path, *errors: type[Exception], comfort: str = "") -> Generator[None]:
+    """Turns what goes wrong where a file or folder is written into one ValueError line.
+
+    Args:
+      path: what is written.
+      *errors: what a library raises, beside `OSError`.
+      comfort: what the line says after the reason.
+    """
+    try:
+        yield
+    except (OSError, *errors) as error:
+        reason = system_reason(error)
+        raise ValueError(f"{path}: cannot be written: {reason}{comfort}") from None
+
+
+def write_aside(path: Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
+    """Writes a file beside its place, and renames it.
+
+    Args:
+      path: where the file will be, in a folder that is there.
+      content: what it will hold, text as UTF-8; or what writes that into an open file.
+
+    Raises:
+      ValueError: it cannot be written, in one line; what was there before is kept.
+    """
+    if path.exists() and not path.is_file():  # a device would be gone
+        raise ValueError(f"{path}: cannot be written: it is no regular file")
+    new = None
+    try:
+        with writing(path, UnicodeEncodeError):
+            data = content.encode() if isinstance(content, str) else content
+            handle, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            with os.fdopen(handle, "wb") as file:
+                data(file) if callable(data) else file.write(data)
+            os.chmod(new, 0o644)
+            os.replace(new, path)
+    except BaseException:
+        if new is not None:
+            Path(new).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
 def aside(folder: Path, *errors: type[Exception]) -> Generator[Path]:
     """Gives a new folder to fill, which then takes the place of `folder`.
 
@@ -112,13 +175,10 @@ def aside(folder: Path, *errors: type[Exception]) -> Generator[Path]:
     Raises:
       ValueError: it cannot be written, in one line; what was there before is kept.
     """
-    try:
+    with writing(folder, *errors):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as new:
             yield new
-    except (OSError, *errors) as error:
-        reason = system_reason(error)
-        raise ValueError(f"{folder}: cannot be written: {reason}") from None
 
 
 @contextlib.contextmanager

@@ -2,18 +2,14 @@
 
 A value is checked by its type as well as its range: True is no count, "5" is no number,
 and 1.5 pages are none. What passes comes back as Python's own number, so that NumPy's
-and JAX's scalars can stand wherever theirs do.
+and JAX's scalars can stand wherever theirs do. Both are loaded where they are asked
+for: configs are checked by programs that compute nothing with them.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
-
-import jax
-import jax.core
-import jax.numpy as jnp
-import numpy as np
 
 INT32 = 2**31
 """What int32 counts stay below."""
@@ -195,7 +191,7 @@ def ascending(
             raise ValueError(f"{name}={shown(values)} must be {count}{order}{start}")
 
 
-def tokens(name: str, value: object) -> np.ndarray:
+def tokens(name: str, value: object) -> Any:
     """Checks a sequence of token ids, as yet of any size.
 
     Args:
@@ -203,11 +199,15 @@ def tokens(name: str, value: object) -> np.ndarray:
       value: what was passed: a sequence or an array of integers of one axis.
 
     Returns:
-      The ids, as integers of some width, or as objects where no width holds them.
+      The ids, a NumPy array `[tokens]` of integers of some width, or of objects where
+      no width holds them.
 
     Raises:
       ValueError: it is no such sequence.
     """
+    import jax
+    import numpy as np
+
     refused = ValueError(f"{name}={shown(value)} must be a sequence of token ids")
     if isinstance(value, np.ndarray | jax.Array):
         ids = np.asarray(value)
@@ -227,12 +227,14 @@ def tokens(name: str, value: object) -> np.ndarray:
         return np.array(value, object)
 
 
-def floating(name: str, value: Any) -> np.dtype:
-    """Checks a floating type, by its name or itself.
+def floating(name: str, value: Any) -> Any:
+    """Checks a floating type, by its name or itself; gives NumPy's.
 
     Raises:
       ValueError: it is none.
     """
+    import jax.numpy as jnp
+
     try:
         dtype = jnp.dtype(value)
     except TypeError:
@@ -269,7 +271,12 @@ def _entries(
 
 def _plain(value: object) -> Any:
     """A NumPy or JAX scalar as Python's own; anything else as it is."""
-    if type(value) in (bool, int, float) or isinstance(value, jax.core.Tracer):
+    if type(value) in (bool, int, float):
+        return value
+    import jax.core
+    import numpy as np
+
+    if isinstance(value, jax.core.Tracer):
         return value
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
         value = value.item()

@@ -1,12 +1,25 @@
 """What a function that is being traced will run on."""
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 
 HOPPER = "9.0"
 """Compute capability of GPUs that the Mosaic kernels are for: H100 and H200."""
+NUM_CORES = 132
+"""Multiprocessors of an H100 or H200."""
+SMEM_BYTES = 232_448
+"""Shared memory that a kernel may ask for there."""
+L2_BYTES = {"NVIDIA H200": 62_914_560, "NVIDIA H100 80GB HBM3": 52_428_800}
+"""Last cache before memory: a cold measurement passes over several times as much."""
+WGMMA_ROWS = 64
+"""Rows of one product of the tensor cores."""
+LINE_BYTES = 128
+"""A line of the layout in which the tensor cores read and the copy engine moves."""
+ROW_ALIGNMENT = 8
+"""Rows that the copy engine counts in."""
 
 WGMMA_ROWS = 64
 """Rows of one matrix product of a Hopper warpgroup."""
@@ -48,6 +61,31 @@ def current() -> Target:
         num_cores=int(getattr(device, "core_count", None) or 1),
         capability=str(getattr(device, "compute_capability", None) or ""),
     )
+
+
+def choose(
+    implementation: str | None, refusal: Callable[[], str | None]
+) -> Literal["reference", "mosaic_gpu"]:
+    """Names the implementation that serves a call of an operation that has two.
+
+    Args:
+      implementation: "reference", "mosaic_gpu", or None for the best that works.
+      refusal: says in a clause why the Mosaic kernel does not take the call on a
+        Hopper GPU, or None.
+
+    Raises:
+      ValueError: one is asked for that is unknown, or that cannot serve the call.
+    """
+    if implementation not in (None, "reference", "mosaic_gpu"):
+        raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
+    if implementation == "reference":
+        return "reference"
+    reason = why_not_hopper(current()) or refusal()
+    if reason is None:
+        return "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        raise ValueError(f"{implementation=}: {reason}; 'reference' takes it")
+    return "reference"
 
 
 def why_not_hopper(target: Target) -> str | None:

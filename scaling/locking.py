@@ -9,6 +9,8 @@ import warnings
 from pathlib import Path
 from typing import IO
 
+from jaxkv import files
+
 NAME = ".lock"
 """The file in the folder that the system's lock is on; it says who has it."""
 
@@ -31,10 +33,8 @@ class WriterLock:
 
     def __init__(self, folder: Path):
         self._path = Path(folder).absolute() / NAME
-        try:
+        with files.writing(folder):
             self._file = self._take(folder)
-        except OSError as error:
-            raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
         """Lets another process in."""

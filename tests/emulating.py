@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import decode_plan, prefill_plan
+from pallas_kernels.paged_attention.dispatch import Tilings
 from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.kernel_cases import Case
@@ -22,6 +23,7 @@ SMALL = Tiling(num_programs=3, stages=2)
 TWO = Tiling(num_programs=4, stages=2, block_rows=128)
 TILES = Tiling(num_programs=2, stages=2, block_rows=128)
 """Of the prefill kernel: tiles of 128 rows and, small, of 64 keys."""
+TILINGS = Tilings(decode=SMALL, prefill=TILES)
 
 # Which of them comes first is up to the version of jax and to the threads.
 NOTICED = (

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import clock
 from jaxkv.engine import requests as engine_requests
 from jaxkv.engine import step as engine_step
 from jaxkv.engine.requests import Requests
@@ -194,24 +195,14 @@ def start(
 
 def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
     """Requests as the engine takes them, `submit_width` rows of NumPy arrays."""
-    requests = outputs.make_requests(
+    return outputs.make_requests(
         [ask.prompt for ask in asks],
         [ask.sampling for ask in asks],
         config=config,
         request_ids=[ask.request_id for ask in asks],
+        arrivals_s=[ask.arrival_s for ask in asks],
         width=config.submit_width,
     )
-    # The engine's own way of writing a time truncates; here it is to be exact.
-    arrival: Any = np.zeros((config.submit_width, 2), np.int32)
-    rows = (ask for ask in asks for _ in range(ask.sampling.num_sequences))
-    for row, ask in enumerate(rows):
-        arrival[row] = clock(ask.arrival_s)
-    return requests._replace(arrival=arrival)
-
-
-def clock(seconds: float) -> np.ndarray:
-    """Seconds as the engine counts them: seconds and microseconds."""
-    return np.array(divmod(round(seconds * 1e6), 10**6), np.int32)
 
 
 def assert_sound(info: StepInfo) -> None:
@@ -289,7 +280,7 @@ def serve(
             begun = np.asarray(taken) & (requests.params.sample == 0)
             waiting = waiting[int(begun.sum()) :]
         state, info = (run_steps_as_served if as_served else run_steps)(
-            *(weights, state, clock(call * step_s)),
+            *(weights, state, clock.from_seconds(call * step_s)),
             config=config,
             forward=forward,
             policy=policy,

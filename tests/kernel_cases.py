@@ -74,15 +74,13 @@ def make_case(
     dtype: str = "bfloat16",
     seed: int = 0,
     padding: int = 0,
-    sharing: tuple[int, ...] = (),
-    shared_pages: int = 0,
     **features: Any,
 ) -> Case:
     """Makes a case from (places before, rows) of each slot.
 
     Pages are scattered over a pool with strangers; every place that no row sees holds
     NaN, and every id that no row needs is wild. With `decode` a slot of no row gets one
-    of position -1. The slots in `sharing` have their first `shared_pages` in common.
+    of position -1.
     """
     rng = np.random.default_rng(seed)
     rounded = lambda *shape: np.asarray(  # noqa: E731
@@ -126,9 +124,6 @@ def make_case(
         dtype=dtype,
         **features,
     )
-    if sharing:
-        shared = case.page_ids[sharing[0], :shared_pages]
-        case.page_ids[list(sharing), :shared_pages] = shared
     if case.alibi is not None:
         assert len(case.alibi) == kv_heads * group
     needed = np.zeros((len(slots), width), bool)

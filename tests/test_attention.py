@@ -433,7 +433,7 @@ def test_misuse_is_told_in_one_line() -> None:
     case, _ = plain()
     with pytest.raises(ValueError, match="implementation='cuda' must be None, 'refer"):
         inspect.unwrap(api.choose)(case.q, case.k_pages, implementation="cuda")
-    on_cpu = "'mosaic_gpu': the default backend is cpu, not a GPU; 'reference' takes"
+    on_cpu = "'mosaic_gpu': the device is a cpu, not a GPU; 'reference' takes"
     refused(on_cpu, implementation="mosaic_gpu")
     refused("q_heads=3 must be a multiple of kv_heads=2", q=jnp.zeros((68, 3, 8)))
     refused("window=0 must be at least 1, or None", window=0)

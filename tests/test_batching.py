@@ -131,7 +131,7 @@ def test_what_a_run_leaves(result: Result) -> None:
         ({"clients": (9,)}, "must be at most self.max_slots=8"),
         ({"num_places": 31}, "must hold a prompt and its longest output, 32 tokens"),
         ({"num_requests": 0}, "num_requests=0 must be at least 1"),
-        ({"mean_output_tokens": 0.0}, "self.mean_output_tokens=0.0 must be"),
+        ({"mean_output_tokens": 0.0}, "mean_output_tokens=0.0 must be"),
     ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, Any], line: str) -> None:

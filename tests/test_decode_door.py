@@ -11,11 +11,13 @@ import pytest
 from jaxkv.engine import state
 from jaxkv.memory import kv_pages
 from jaxkv.models import config, paged, transformer
-from pallas_kernels.paged_attention import api, decode_plan, dispatch
+from pallas_kernels import devices
+from pallas_kernels.paged_attention import api, decode_plan
 from pallas_kernels.paged_attention.hopper import decode
 from tests import emulating
 from tests.test_attention import make_case
 
+H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 MODEL = config.ModelConfig(
     vocab_size=64,
     hidden_size=128,
@@ -34,7 +36,7 @@ CONFIG = state.EngineConfig(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the door believe that programs are made for an H200."""
-    monkeypatch.setattr(api, "device", lambda: ("gpu", "9.0"))
+    monkeypatch.setattr(devices, "current", lambda: H200)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -62,7 +64,7 @@ def test_what_is_out_of_its_range_goes_to_the_reference(change, reason: str) -> 
 
 
 def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "device", lambda: ("gpu", "8.0"))
+    monkeypatch.setattr(devices, "current", lambda: H200._replace(capability="8.0"))
     q = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((5, 2, 16, 64), jnp.bfloat16)
     assert api.choose(q, k) == "reference"
@@ -89,11 +91,12 @@ def test_the_door_opens_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         *narrow, *rest, implementation="reference", **features
     )
     attend = decode.attend
-    monkeypatch.setattr(dispatch, "decode_tiling", lambda head_dim: emulating.SMALL)
     with emulating.emulator_of_races() as interpret:
         emulated = functools.partial(attend, interpret=interpret)
         monkeypatch.setattr(decode, "attend", emulated)
-        found = api.paged_attention(*narrow, *rest, **features)
+        found = api.paged_attention(
+            *narrow, *rest, **features, tiling=emulating.TILINGS
+        )
         found = jax.block_until_ready(found)
     assert found.out.dtype == jnp.bfloat16
     np.testing.assert_allclose(

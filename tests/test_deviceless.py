@@ -159,4 +159,4 @@ def test_the_engine_keeps_its_pages_in_place_on_an_h200(
     assert names == {"copy_part"} | attends
     for kernel in report.kernels:
         assert kernel.spill_stores == kernel.spill_loads == 0
-        assert kernel.smem_bytes <= deviceless.MAX_SMEM_BYTES
+        assert kernel.smem_bytes <= devices.SMEM_BYTES

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.clock import from_seconds
 from jaxkv.engine.state import (
     CANCELLED,
     EMPTY,
@@ -77,7 +78,7 @@ def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
     forward, info = paged.PagedForward(MODEL, TIGHT.numerics), None
     for _ in range(calls):
         state, info = engines.run_steps(
-            *(engines.params(), state, engines.clock(seconds)),
+            *(engines.params(), state, from_seconds(seconds)),
             config=TIGHT,
             forward=forward,
             policy=policy,
@@ -495,7 +496,7 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
     asks = [greedy(1, [3] * 5, 4), greedy(2, [3] * 5, 4)]
     state = submitted(*asks)
     state, info = engines.run_steps(
-        *(engines.params(), state, engines.clock(0.0)),
+        *(engines.params(), state, from_seconds(0.0)),
         config=TIGHT,
         forward=paged.PagedForward(MODEL, TIGHT.numerics),
         policy=Hoarder(),
@@ -528,7 +529,7 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
         donate_argnums=1,
         compiler_options=engines.FAST_COMPILE,
     )
-    num_preempted, clock = 0, engines.clock(0.0)
+    num_preempted, clock = 0, from_seconds(0.0)
     for _ in range(8):
         together, infos = run_together(engines.params(), together, clock)
         num_preempted += int(infos.num_preempted.sum())

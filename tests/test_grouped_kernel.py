@@ -10,29 +10,29 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import devices, tiling
+from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
-from pallas_kernels.grouped_matmul import api, mosaic_gpu
-from pallas_kernels.tiling import GroupedSizes
+from pallas_kernels.grouped_matmul import api, blocks, mosaic_gpu
+from pallas_kernels.grouped_matmul.blocks import Tiling
 from tests.emulating import emulator_of_races, watched_product
 from tests.grouped_cases import Case, assert_within_rule, exact, make_case, plain
 
-ONE = GroupedSizes(64, 64, 2, 2, "reasoned")
-TWO = GroupedSizes(128, 128, 3, 8, "reasoned")
+ONE = Tiling(64, 64, 2, 2)
+TWO = Tiling(128, 128, 3)
 HOPPER = Target("gpu", "NVIDIA H200", 132, "9.0")
 WHY_NOT = deviceless.available()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
-def emulate(case: Case, sizes: GroupedSizes, **options: Any) -> Any:
+def emulate(case: Case, tiling: Tiling, **options: Any) -> Any:
     """Runs the kernel on two programs; raises what the emulator finds."""
     options = {"dtype": case.x.dtype, "num_programs": 2} | options
     with emulator_of_races() as interpret, pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "wgmma", watched_product)
         run = jax.jit(
             lambda *arrays: mosaic_gpu.multiply(
-                *arrays, sizes=sizes, interpret=interpret, **options
+                *arrays, tiling=tiling, interpret=interpret, **options
             )
         )
         return jax.block_until_ready(run(case.x, case.w, case.group_sizes))
@@ -68,7 +68,7 @@ def test_weights_that_lie_the_other_way() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "num_rows"),
+    ("tiling", "num_rows"),
     [
         ([1], 1),
         ([0, 0, 5], 40),
@@ -79,8 +79,8 @@ def test_weights_that_lie_the_other_way() -> None:
     ],
 )
 @pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one", "two"])
-def test_more_groups(sizes: list[int], num_rows: int, tiles: GroupedSizes) -> None:
-    case = make_case(sizes, num_rows=num_rows, num_columns=128)
+def test_more_groups(tiling: list[int], num_rows: int, tiles: Tiling) -> None:
+    case = make_case(tiling, num_rows=num_rows, num_columns=128)
     assert_within_rule(emulate(case, tiles), exact(case), plain(case))
 
 
@@ -150,7 +150,7 @@ def test_without_a_bug_nothing_is_caught() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_columns=192 of sizes\.columns=128"):
+    with pytest.raises(ValueError, match=r"num_columns=192 of tiling\.columns=128"):
         emulate(EDGES, TWO)
 
 
@@ -159,8 +159,8 @@ def test_the_door_lowers_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "current", lambda: HOPPER)
     arrays: Any = shapes(40, 3, 128, 192)
 
-    def both(x: Any, w: Any, sizes: Any) -> Any:
-        out, back = jax.vjp(lambda x, w: api.grouped_matmul(x, w, sizes), x, w)
+    def both(x: Any, w: Any, tiling: Any) -> Any:
+        out, back = jax.vjp(lambda x, w: api.grouped_matmul(x, w, tiling), x, w)
         return back(out)
 
     traced = jax.jit(both).trace(*arrays)
@@ -178,8 +178,8 @@ def shapes(rows: int, groups: int, width: int, columns: int, dtype: Any = None) 
 
 
 def test_sizes_suit_what_there_is_to_do() -> None:
-    def choose(rows: int, groups: int, columns: int) -> GroupedSizes:
-        return tiling.grouped_sizes(
+    def choose(rows: int, groups: int, columns: int) -> Tiling:
+        return blocks.choose_tiling(
             num_rows=rows, num_groups=groups, num_columns=columns, num_cores=132
         )
 
@@ -190,9 +190,9 @@ def test_sizes_suit_what_there_is_to_do() -> None:
     assert choose(16384, 8, 1408)[:2] == (128, 128)
     for rows in (1, 100, 10_000):
         for columns in (64, 192, 4096):
-            sizes = choose(rows, 16, columns)
-            assert columns % sizes.columns == 0
-            assert sizes.smem_bytes() <= tiling.MAX_SMEM_BYTES
+            tiling = choose(rows, 16, columns)
+            assert columns % tiling.columns == 0
+            assert tiling.smem_bytes() <= devices.SMEM_BYTES - 2048
 
 
 @pytest.mark.thorough
@@ -219,17 +219,17 @@ def test_nothing_spills_at_any_size(
     columns: int, block_rows: int, transposed: bool, dtype: str
 ) -> None:
     operands = jnp.float16 if dtype == "float16" else jnp.bfloat16
-    sizes = tiling.grouped_sizes(
+    tiling = blocks.choose_tiling(
         num_rows=block_rows * 1000, num_groups=1000, num_columns=columns, num_cores=1
     )
-    assert sizes[:2] == (block_rows, columns)
+    assert tiling[:2] == (block_rows, columns)
     x, w, group_sizes = shapes(500, 8, 512, 512, operands)
     report = deviceless.compile(
         lambda *arrays: mosaic_gpu.multiply(
             *arrays,
             transposed=transposed,
             dtype=jnp.dtype(dtype),
-            sizes=sizes,
+            tiling=tiling,
             num_programs=132,
         ),
         *(x, w, group_sizes),
@@ -241,7 +241,7 @@ def assert_fits(report: deviceless.Report) -> None:
     (kernel,) = report.kernels
     assert kernel.name.startswith("grouped_product")
     assert kernel.spill_stores == kernel.spill_loads == 0
-    assert kernel.smem_bytes <= deviceless.MAX_SMEM_BYTES
+    assert kernel.smem_bytes <= devices.SMEM_BYTES
     assert kernel.instructions["wgmma"] >= 4
     assert kernel.instructions["tma_load"] >= 2
     assert kernel.instructions["tma_store"] >= 7

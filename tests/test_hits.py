@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import clock
 from jaxkv.engine import prefix_caching, step
 from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.memory import kv_pages, page_pool, prefix_cache
@@ -121,7 +122,7 @@ def serve(
                 model.submit(ask)
             waiting = waiting[begun:]
         state, info = program(
-            *(None, before_call(state), engines.clock(0)),
+            *(None, before_call(state), clock.from_seconds(0)),
             config=config,
             forward=Sum(),
             policy=policy,

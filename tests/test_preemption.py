@@ -10,11 +10,11 @@ import pytest
 
 from experiments.cli import main
 from experiments.framework import registry, run_folder
-from experiments.framework.progress import QUIET, Quiet
 from experiments.plotting import style
 from experiments.serving.preemption import experiment, moving, replay, serving
 from experiments.serving.preemption.serving import Server, Servings, Way
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Quiet
 from tests import engines
 from tests.impatience import Impatient
 
@@ -288,8 +288,8 @@ def test_a_way_must_fit_its_engine(model: str) -> None:
         ({"repeats": 0}, "repeats=0 must be at least 1"),
         ({"prompt_tokens": (9, 8)}, "must be in order"),
         ({"pool_share": 0.0}, r"pool_share=0\.0 must be in"),
-        ({"pool_shares": (1.5,)}, "must lie in"),
-        ({"swap_shares": (-0.1,)}, "must lie in"),
+        ({"pool_shares": (1.5,)}, "must be in"),
+        ({"swap_shares": (-0.1,)}, "must be in"),
         ({"page_sizes": (0,)}, "must be at least 1"),
         ({"sigma": float("nan")}, "sigma=nan must be at least 0"),
     ],

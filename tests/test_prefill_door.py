@@ -8,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, dispatch
 from pallas_kernels.paged_attention.hopper import decode, prefill
 from tests import emulating
 from tests.kernel_cases import assert_within_rule, make_case
+
+H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The door believes in an H200; its kernels are emulated, and say who ran."""
     ran: list[str] = []
-    monkeypatch.setattr(api, "device", lambda: ("gpu", "9.0"))
-    monkeypatch.setattr(dispatch, "decode_tiling", lambda head_dim: emulating.SMALL)
-    monkeypatch.setattr(dispatch, "prefill_tiling", lambda head_dim: emulating.TILES)
+    monkeypatch.setattr(devices, "current", lambda: H200)
     with emulating.emulator_of_races() as interpret:
         for module in (decode, prefill):
             attend = functools.partial(module.attend, interpret=interpret)
@@ -55,6 +56,7 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
             window=case.window,
             sinks=arrays["sinks"],
             implementation="mosaic_gpu",
+            tiling=emulating.TILINGS,
         )
 
     found = jax.block_until_ready(attend(arrays))
@@ -78,6 +80,28 @@ def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
         )
 
     return jax.eval_shape(plan, row, row)
+
+
+def test_a_tiling_that_is_not_the_plan_s_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "current", lambda: H200)
+    case = make_case([(7, 2)], page_size=16, kv_heads=1, group=2)
+    arrays = case.arrays()
+    q, k, v, ids, *rows = (
+        arrays[name]
+        for name in ("q", "k_pages", "v_pages", "page_ids", "positions", "slots")
+    )
+    plan = api.make_plan(q, k, ids, *rows, tiling=emulating.TILINGS)
+    own = api.make_plan(q, k, ids, *rows)
+    assert plan is not None
+    assert own is not None
+    assert plan.tiling == emulating.TILINGS
+    assert own.tiling == dispatch.default_tilings(64)
+    with pytest.raises(ValueError, match="must be that of the plan"):
+        api.paged_attention(
+            *(q, k, v, ids, *rows), plan=plan, tiling=dispatch.default_tilings(64)
+        )
 
 
 def test_what_shapes_decide_runs_one_kernel() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import clock
 from jaxkv.engine.state import EngineConfig
 from jaxkv.models import checkpoints, paged
 from jaxkv.sampling.sampler import Sampling
@@ -141,7 +142,7 @@ def test_a_cancelled_search_leaves_nothing() -> None:
     state = engines.start(ROOMY, loaded.config)
     state, _ = engines.submit(state, engines.requests_of([search], ROOMY), config=ROOMY)
     state, _ = engines.run_steps(
-        *(loaded.params, state, engines.clock(0)),
+        *(loaded.params, state, clock.from_seconds(0)),
         config=ROOMY,
         forward=paged.PagedForward(loaded.config, ROOMY.numerics),
         policy=scheduling_fcfs.fcfs(),

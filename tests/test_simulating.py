@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.framework.progress import Quiet
 from experiments.harness import cost_models, simulating
 from experiments.harness.simulated import Served
 from experiments.harness.simulating_parts import Members
 from jaxkv import clock
+from jaxkv.progress import Quiet
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.state import Capacity, Simulation

@@ -389,6 +389,9 @@ def test_time_passes_in_microseconds() -> None:
     assert clock.tolist() == [86_400 * 400 + 1501, 250_000]
     times = np.array([0.0, 1.9999996, 12.5])
     np.testing.assert_array_equal(from_seconds(times), [[0, 0], [2, 0], [12, 500_000]])
+    # 2.3 - 2 is below 0.3, and what is cut off there is a whole microsecond.
+    assert from_seconds(2.3).tolist() == [2, 300_000]
+    assert from_seconds(2.0**31 - 1).tolist() == [2**31 - 1, 0]
     later = functools.partial(jaxkv_clock.later, jnp.asarray([5, 7], jnp.int32))
     assert later(jnp.asarray([5, 8], jnp.int32)).tolist() == [5, 8]
     assert later(jnp.asarray([4, 9], jnp.int32)).tolist() == [5, 7]

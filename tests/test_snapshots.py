@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxkv
+from jaxkv import clock
 from jaxkv.engine import snapshots, step
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory.kv_pages import Pages
@@ -85,7 +86,7 @@ def go_on(
     forward = paged.PagedForward(MODEL, config.numerics)
     for call in range(num_calls):
         state, info = run_steps(
-            *(engines.params(), state, engines.clock(1.0 + call)),
+            *(engines.params(), state, clock.from_seconds(1.0 + call)),
             config=config,
             forward=forward,
             policy=policy,

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tiling
 from pallas_kernels.bench import problems, specs
 from pallas_kernels.bench.specs import Spec
 from pallas_kernels.paged_attention import api
@@ -147,15 +146,3 @@ def test_shapes_without_sense_are_refused() -> None:
         make(kind="decode", batch=0)
     with pytest.raises(ValueError, match=r"self\.shared=24 must be whole pages"):
         make(kind="prefix", batch=1, context=40, shared=24)
-
-
-def test_tuned_sizes_fit_an_h200() -> None:
-    for (_, head_dim), sizes in tiling.DECODE.items():
-        assert sizes.smem_bytes(head_dim) <= tiling.MAX_SMEM_BYTES
-    assert tiling.DECODE["NVIDIA H200", 128] in tiling.DECODE_CANDIDATES
-    assert tiling.decode_sizes("NVIDIA H100 80GB HBM3", 128).tile == 64
-    with pytest.raises(ValueError, match="head_dim=96"):
-        tiling.decode_sizes("NVIDIA H200", 96)
-    assert {sizes.source for sizes in tiling.DECODE.values()} <= {
-        *("measured", "reasoned")
-    }

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import clock
 from jaxkv.engine import step
 from jaxkv.engine.state import WAITING, EngineConfig, EngineState
 from jaxkv.memory import kv_pages
@@ -121,7 +122,7 @@ def steps(
     """The state after every single step."""
     for _ in range(num):
         state, info = engines.run_steps(
-            *(engines.params(), state, engines.clock(0)),
+            *(engines.params(), state, clock.from_seconds(0)),
             config=config,
             forward=paged.PagedForward(MODEL, config.numerics),
             policy=policy,

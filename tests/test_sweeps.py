@@ -18,6 +18,7 @@ import pytest
 
 from experiments.framework import config_json
 from jaxkv.models.config import ModelConfig
+from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.logs import best_rates
 from scaling.sweeps import branching, executors, grid, planning, sweep
@@ -74,7 +75,7 @@ def losses(folder: Path) -> dict[str, Any]:
     return {row["run_id"]: (row["loss"], row["status"]) for row in rows}
 
 
-class Stopping:
+class Stopping(Quiet):
     """Progress that asks to stop after some reports."""
 
     def __init__(self, after: int):
@@ -142,7 +143,7 @@ def test_cosines_of_two_lengths_share_the_warm_up(
     assert found.items() <= both.items()
     assert not both.keys() & losses(whole.log).keys()
     run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
-    corpus = executors.open_corpus(cosine)
+    corpus = executors.open_corpus(cosine.corpus)
     (run_id,) = found
     trained = train.train_in_memory(run, corpus)
     score = objectives.score_stream(
@@ -283,7 +284,7 @@ def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
     monkeypatch.setattr(branching, "_program", lambda *args: compiled_first)
     lane = grid.Lane(1e-2, 0)
     run = grid.train_config(config, grid.cells(config)[0], lane)
-    corpus = executors.open_corpus(config)
+    corpus = executors.open_corpus(config.corpus)
     found = branching.speed([run], corpus, is_vmapped=False, patience_s=0.1)
     assert found > 1000  # with it, 4 steps in 0.4 s
 
@@ -367,7 +368,8 @@ def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
 _CHILD = """
 import sys, time
 from pathlib import Path
-from experiments.framework import config_json, progress
+from experiments.framework import config_json
+from jaxkv import progress
 from scaling.sweeps import sweep
 from scaling.sweeps.grid import SweepConfig
 import jax

@@ -21,6 +21,7 @@ import pytest
 
 from jaxkv.models import transformer
 from jaxkv.models.config import ModelConfig
+from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.training import objectives, optimizers, step, train
 from scaling.training.recipes import OptimizerConfig, Schedule, TrainConfig
@@ -58,7 +59,7 @@ def config(tmp_path: Path) -> TrainConfig:
     )
 
 
-class Stopping:
+class Stopping(Quiet):
     """Progress that asks to stop after some reports, or raises what it is given."""
 
     def __init__(self, after: int, error: BaseException | None = None):

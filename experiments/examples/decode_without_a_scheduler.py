@@ -1,7 +1,5 @@
 """A jitted decode loop over paged K and V, for research on decoding itself."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 
@@ -49,4 +47,4 @@ def main(model: str = MODEL, prompt: str = "def main(", num_tokens: int = 24) ->
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:2]))
+    print(main())

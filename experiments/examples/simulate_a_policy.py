@@ -50,9 +50,7 @@ def main() -> np.ndarray:
     """Sweeps three limits and three loads, and returns the median seconds per token."""
     rates, most = (1.0, 4.0, 16.0), jnp.asarray([2, 8, 32], jnp.int32)
     loads = [
-        arrivals.open_loop(
-            np.random.default_rng(0), lengths.ALPACA, rate=rate, num=200
-        )
+        arrivals.open_loop(np.random.default_rng(0), lengths.ALPACA, rate=rate, num=200)
         for rate in rates
     ]
     loads = jax.tree.map(lambda *each: jnp.stack(each), *loads)

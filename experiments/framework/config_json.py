@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxkv import files
+
 MAX_CHARACTERS = 2**26
 """Of a file that is read whole: far more than any config takes."""
 
@@ -103,19 +105,7 @@ def config_loads[T](config_type: type[T], text: str, where: str) -> T:
       ValueError: not JSON, an unknown or missing field, a value of the wrong type,
         or one that the config refuses; one line that says where.
     """
-    return restore(config_type, loads(text, where), where)
-
-
-def loads(text: str, where: str) -> Any:
-    """Reads a JSON document.
-
-    Raises:
-      ValueError: it is none; the line begins with `where`.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
+    return restore(config_type, files.parse_json(text, where), where)
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> str:

@@ -17,7 +17,6 @@ One process writes there at a time.
 import contextlib
 import os
 import shutil
-import tempfile
 import typing
 from collections.abc import Generator, Mapping
 from datetime import datetime
@@ -32,6 +31,7 @@ from experiments.framework.claims import Claim
 from experiments.framework.report import Part, Verdicts
 from experiments.framework.study import Experiment, Study
 from experiments.plotting import style
+from jaxkv import files
 from scaling import locking
 
 FILES = (
@@ -223,7 +223,9 @@ def finish(
         write(folder / "runs.jsonl", "".join(rows))
     else:
         arrays = _flatten(result)
-        _write(folder / "result.npz", lambda file: np.savez_compressed(file, **arrays))
+        files.write_aside(
+            folder / "result.npz", lambda file: np.savez_compressed(file, **arrays)
+        )
     run = read(folder, experiment)
     write(folder / "claims.json", config_json.dumps(run.claims))
     for name, text in run.study.files(run.result).items():
@@ -257,11 +259,13 @@ def read(folder: Path, experiment: Experiment) -> Run:
     path = folder / "config.json"
     config = experiment.config_loads(config_json.read_text(path), str(path))
     study = experiment.study_of(config)
-    env = _object(folder / "env.json", config_json.read_text(folder / "env.json"))
+    env_path = folder / "env.json"
+    env = files.parse_object(config_json.read_text(env_path), env_path)
     if list in (study.result, typing.get_origin(study.result)):
         path = folder / "runs.jsonl"
         result: Any = [
-            _object(path, line) for line in config_json.read_text(path).splitlines()
+            files.parse_object(line, path)
+            for line in config_json.read_text(path).splitlines()
         ]
     else:
         result = _load_arrays(folder / "result.npz", study.result)
@@ -296,29 +300,7 @@ def write(path: Path, content: str | bytes) -> None:
     Raises:
       ValueError: it cannot be written; the file is as it was.
     """
-    try:
-        data = content.encode() if isinstance(content, str) else content
-    except UnicodeEncodeError as error:  # what was asked for was no text
-        raise ValueError(f"{path}: cannot be written: {error}") from None
-    _write(path, lambda file: file.write(data))
-
-
-def _write(path: Path, fill: typing.Callable[[typing.BinaryIO], Any]) -> None:
-    if path.exists() and not path.is_file():  # a device would be gone
-        raise ValueError(f"{path}: cannot be written: it is no regular file")
-    aside = None
-    try:
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            fill(file)
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
-    except BaseException as error:
-        if aside is not None:
-            Path(aside).unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
+    files.write_aside(path, content)
 
 
 def _drop_empty(folder: Path) -> None:
@@ -346,16 +328,8 @@ def _move(source: Path, target: Path) -> None:
 def _env(folder: Path) -> dict[str, Any]:
     path = folder / "env.json"
     # The run has started the devices by now; before it, asking would have.
-    return _object(path, config_json.read_text(path)) | {
-        "devices": environment.devices()
-    }
-
-
-def _object(path: Path, text: str) -> dict[str, Any]:
-    value = config_json.loads(text, str(path))
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds {type(value).__name__}, not an object")
-    return value
+    env = files.parse_object(config_json.read_text(path), path)
+    return env | {"devices": environment.devices()}
 
 
 def _flatten(result: Any, prefix: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from experiments.framework import config_json, report, table
 from experiments.framework.claims import Claim
 from experiments.plotting import style
+from jaxkv import files
 
 
 class Study(NamedTuple):
@@ -97,7 +98,7 @@ class Experiment(NamedTuple):
 
         It is of the first that has all of its fields, or else most of them.
         """
-        data = config_json.loads(text, where)
+        data = files.parse_json(text, where)
         names = {*data} if isinstance(data, dict) else set()
         everyone = set[str]().union(*(study.fields for study in self.studies))
         for study in self.studies:

@@ -1,11 +1,11 @@
 """Cost models fitted to what `jaxkv bench decode` measured on a machine."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from scipy import optimize
 
 from experiments.framework import registry, run_folder
 from experiments.harness import cost_models
@@ -70,22 +70,19 @@ def _nonnegative(
     """Fits relative errors by least squares, with coefficients of at least 0.
 
     Features that the rows cannot tell apart, as context and batch where all prompts are
-    equally long, are not used together: of sets that fit alike the last ones count.
+    equally long, are not used together: the last ones count.
 
     Returns:
       The coefficients, and the largest relative error.
     """
     scaled = features / seconds[:, None]
-    num, candidates = features.shape[1], []
-    for size in range(1, num + 1):
-        for columns in map(list, itertools.combinations(range(num), size)):
-            chosen = scaled[:, columns]
-            norms = np.linalg.norm(chosen, axis=0)
-            found, _, rank, _ = np.linalg.lstsq(chosen / norms, np.ones(len(seconds)))
-            if rank == size and (found >= 0).all():
-                full = np.zeros(num)
-                full[columns] = found / norms
-                misfit = float(np.sum((scaled @ full - 1) ** 2))
-                candidates.append((round(misfit, 9), size, -len(candidates), full))
-    best = min(candidates, key=lambda candidate: candidate[:3])[-1]
+    norms = np.linalg.norm(scaled, axis=0)
+    apart: list[int] = []
+    for column in reversed(range(features.shape[1])):
+        both = [column, *apart]
+        if np.linalg.matrix_rank(scaled[:, both] / norms[both]) == len(both):
+            apart = both
+    best = np.zeros(features.shape[1])
+    found, _ = optimize.nnls(scaled[:, apart] / norms[apart], np.ones(len(seconds)))
+    best[apart] = found / norms[apart]
     return best, float(np.abs(scaled @ best - 1).max())

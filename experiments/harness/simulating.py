@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.framework import QUIET, Progress
 from experiments.harness import simulated
 from experiments.harness.simulated import Served
 from experiments.harness.simulating_parts import Bounds, Members, Part
+from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from experiments.framework import Progress
 from experiments.harness import showing
 from experiments.harness.prompts import Request
+from jaxkv.progress import Progress
 from jaxkv.serving import Completion
 from jaxkv.serving.engine import Engine
 

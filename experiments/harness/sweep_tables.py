@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from experiments.framework import Progress, environment, units
+from experiments.framework import environment, units
+from jaxkv.progress import Progress
 from scaling.sweeps import SweepConfig, sweep
 
 MAX_COLUMNS = 8

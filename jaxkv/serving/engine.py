@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxkv import validation
+from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, step
 from jaxkv.engine import requests as engine_requests
 from jaxkv.engine.requests import Requests, drain
@@ -371,7 +372,7 @@ class Engine:
                 if requests is not None:
                     self._state, _ = _submit(self._state, requests, config=config)
                     ledger.hand_over(batch)
-                clock = outputs.clock(self.now())
+                clock = from_seconds(self.now())
                 self._state, info = _run_steps(
                     self.params, self._state, clock, policy=self.policy, **self._static
                 )
@@ -390,7 +391,7 @@ class Engine:
         kind = jax.tree.structure(self.policy)
         if kind in self._compiled:
             return
-        state, config, clock = self._state, self.config, outputs.clock(0.0)
+        state, config, clock = self._state, self.config, from_seconds(0.0)
         blank = self._record(0, [0], Sampling.greedy())
         names = np.full(config.max_sequences, -1, np.int32)
         programs = (

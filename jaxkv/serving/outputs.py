@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv import validation
+from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests, state
 from jaxkv.engine.step import StepInfo
 from jaxkv.sampling import Sampling, beam_search, random_keys, sampler
@@ -286,7 +286,7 @@ def make_requests(
         beam_width=column([ask.beam_width or 0 for ask in asks]),
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
-        arrival=column([clock(time_s) for time_s in arrivals_s]).reshape(width, 2),
+        arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
     )
 
 
@@ -328,12 +328,6 @@ _STOPPING: dict[bool | str, int] = {
 def scores(ask: Sampling) -> bool:
     """Whether a request needs log-probabilities of its tokens, told or not."""
     return ask.logprobs is not None or (ask.best_of or 0) > ask.n
-
-
-def clock(seconds: float) -> np.ndarray:
-    """Seconds as two integers: seconds and microseconds."""
-    whole = int(seconds)
-    return np.array([whole, int((seconds - whole) * 1e6)], np.int32)
 
 
 def emitted(

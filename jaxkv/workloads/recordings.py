@@ -15,7 +15,6 @@ arXiv:2401.17644; Qin et al. 2025 (Mooncake), FAST.
 """
 
 import csv
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int32, Int64
 
+from jaxkv import files
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.lengths import LONGEST, Lengths
 
@@ -163,11 +163,7 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
 
     Source: the choice of turns is that of vLLM's `benchmarks/benchmark_serving.py`.
     """
-    try:
-        entries = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        line = str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"{path}: {line}") from None
+    entries = files.parse_json(_text(path), path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: holds {type(entries).__name__}, not a list")
     found = []
@@ -244,12 +240,7 @@ def _json_lines(text: str) -> Iterator[_Row]:
     for line, content in enumerate(text.splitlines(), 1):
         if not content.strip():
             continue
-        try:
-            row = json.loads(content)
-        except (ValueError, RecursionError):
-            raise ValueError(f"line {line}: not JSON") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"line {line}: holds {type(row).__name__}, not an object")
+        row = files.parse_object(content, f"line {line}")
         seconds = _number(row, "timestamp", line, _milliseconds)
         start = seconds if start is None else start
         prompt = _number(row, "input_length", line, _whole)

@@ -20,9 +20,6 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-MAX_SMEM_BYTES = 232_448
-"""Shared memory that a kernel may ask for on an H200."""
-
 _TARGET = Path(__file__).parents[1] / "h200.txtpb"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
 _TOOLKITS = ("/usr/local/cuda",)
@@ -43,7 +40,7 @@ class Kernel(NamedTuple):
       registers: of every thread at the launch.
       spill_stores: bytes of registers that a thread writes to memory for want of room.
       spill_loads: bytes that it reads back.
-      smem_bytes: shared memory of a block, at most `MAX_SMEM_BYTES`.
+      smem_bytes: shared memory of a block, at most `targets.SMEM_BYTES`.
       instructions: how often some stand in the code: `wgmma` (matrix products),
         `tma_load` and `tma_store` (bulk copies), `barrier_wait`.
     """

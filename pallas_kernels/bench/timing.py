@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import devices, tiling
+from pallas_kernels import devices
 
 COLD = 4
 """Calls pass over so many times the last cache before they come back to a page."""
@@ -83,7 +83,7 @@ def num_turns(num_bytes: int, kind: str) -> int:
       num_bytes: that one call moves.
       kind: of device; one whose cache is not known is measured warm.
     """
-    return max(1, -(-COLD * tiling.L2_BYTES.get(kind, 0) // num_bytes))
+    return max(1, -(-COLD * devices.L2_BYTES.get(kind, 0) // num_bytes))
 
 
 def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:

@@ -13,8 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import devices, tiling
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels import devices
+from pallas_kernels.grouped_matmul import blocks, reference
 
 type GroupedImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""
@@ -99,17 +99,10 @@ def choose(
     Raises:
       ValueError: one is asked for that is unknown, or that cannot serve the call.
     """
-    if implementation not in (None, "reference", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
-    if implementation == "reference":
-        return "reference"
     wanted = x.dtype if preferred_element_type is None else preferred_element_type
-    reason = _why_not_mosaic(x, w, wanted, numerics)
-    if reason is None:
-        return "mosaic_gpu"
-    if implementation == "mosaic_gpu":
-        raise ValueError(f"implementation='mosaic_gpu': {reason}; 'reference' takes it")
-    return "reference"
+    return devices.choose(
+        implementation, lambda: _why_not_mosaic(x, w, wanted, numerics)
+    )
 
 
 def _check(x: Array, w: Array, group_sizes: Array) -> None:
@@ -135,8 +128,6 @@ def _why_not_mosaic(
 ) -> str | None:
     """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
     dtype = jnp.dtype(preferred_element_type)
-    if (reason := devices.why_not_hopper(devices.current())) is not None:
-        return reason
     if numerics != "fast":
         return f"{numerics=} needs blocks that do not depend on the other rows"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -171,7 +162,7 @@ def _multiply(
     )
 
     num_cores = devices.current().num_cores
-    sizes = tiling.grouped_sizes(
+    tiling = blocks.choose_tiling(
         num_rows=x.shape[0],
         num_groups=w.shape[0],
         num_columns=w.shape[1 if transposed else 2],
@@ -181,7 +172,7 @@ def _multiply(
         *(x, w, group_sizes),
         transposed=transposed,
         dtype=way.dtype,
-        sizes=sizes,
+        tiling=tiling,
         num_programs=num_cores,
     )
 

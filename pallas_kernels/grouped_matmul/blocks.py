@@ -1,13 +1,75 @@
 """Rows of groups, cut into blocks that each belong to one group.
 
 Rows are sorted by group, so a group is a run of rows; blocks tile every run, and one
-more, the rest, which belongs to nobody.
+more, the rest, which belongs to nobody. A block of rows and a stretch of columns is
+what a program of the kernel multiplies at a time.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
+
+from pallas_kernels import devices
+
+DEPTH = 64
+"""Numbers of a row that are multiplied at a time: 128 bytes, a line of the layout in
+which the tensor cores read."""
+_BARRIER_BYTES = 2048
+"""Shared memory that is left for barriers."""
+
+
+class Tiling(NamedTuple):
+    """Sizes that change the kernel's speed and nothing of its meaning.
+
+    Attributes:
+      block_rows: rows of a block, 64 for each warpgroup that multiplies.
+      columns: columns of an item.
+      stages: tiles of rows and weights in shared memory.
+      panel: stretches of columns that programs side by side go through together.
+    """
+
+    block_rows: int
+    columns: int
+    stages: int
+    panel: int = 8
+
+    def smem_bytes(self) -> int:
+        """Shared memory of rows, weights and results, barriers aside.
+
+        (128, 256, 4): 4 * 384 * 64 * 2 + 2 * 128 * 128 = 229,376.
+        """
+        ring = self.stages * (self.block_rows + self.columns) * DEPTH * 2
+        return ring + 2 * self.block_rows * devices.LINE_BYTES
+
+
+def choose_tiling(
+    *, num_rows: int, num_groups: int, num_columns: int, num_cores: int
+) -> Tiling:
+    """Chooses sizes by what there is to multiply. Unmeasured: reasoned.
+
+    Two warpgroups where groups have more than 64 rows on average, else one. Columns as
+    wide as leaves an item for every multiprocessor; then as many stages as fit.
+
+    Args:
+      num_rows: rows of all groups.
+      num_groups: groups, 1 or more.
+      num_columns: of the result, a multiple of 64.
+      num_cores: multiprocessors.
+    """
+    block_rows = 128 if num_rows > 64 * num_groups else 64
+    least = min(num_groups, num_rows)
+    num_blocks = max(least, num_rows // block_rows)
+    fitting = [c for c in (256, 128, 64) if num_columns % c == 0]
+    columns = next(
+        (c for c in fitting if num_blocks * (num_columns // c) >= num_cores),
+        fitting[-1],
+    )
+    for stages in (8, 7, 6, 5, 4):
+        tiling = Tiling(block_rows, columns, stages)
+        if tiling.smem_bytes() <= devices.SMEM_BYTES - _BARRIER_BYTES:
+            return tiling
+    raise AssertionError("4 stages of any of these sizes fit")
 
 
 class Blocks(NamedTuple):

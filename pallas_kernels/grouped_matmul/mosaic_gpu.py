@@ -23,17 +23,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.devices import WGMMA_ROWS
-from pallas_kernels.grouped_matmul.blocks import cut
-from pallas_kernels.tiling import GROUPED_DEPTH, GroupedSizes
+from pallas_kernels.devices import LINE_BYTES, ROW_ALIGNMENT, WGMMA_ROWS
+from pallas_kernels.grouped_matmul.blocks import DEPTH, Tiling, cut
 
 type Ref = Any
 """A reference to memory, or a barrier, inside a kernel."""
-
-ALIGN = 8
-"""The copy engine finds rows by their eighth."""
-LINE_BYTES = 128
-"""Results leave in columns of so many bytes."""
 
 
 class _Inputs(NamedTuple):
@@ -77,7 +71,7 @@ def multiply(
     *,
     transposed: bool = False,
     dtype: Any,
-    sizes: GroupedSizes,
+    tiling: Tiling,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> Float[Array, "rows columns"]:
@@ -90,7 +84,7 @@ def multiply(
       group_sizes: rows of each group, 0 or more, together at most `rows`.
       transposed: how the weights lie.
       dtype: of the result, of 16 or 32 bits; sums have 32.
-      sizes: of the tiles.
+      tiling: of the tiles.
       num_programs: programs, one for each multiprocessor.
       interpret: how to emulate the kernel on a CPU; False compiles it.
 
@@ -98,23 +92,26 @@ def multiply(
       The products; 0 in rows past the last group, whatever `x` holds there.
 
     Raises:
-      ValueError: sizes that do not divide the weights.
+      ValueError: a tiling that does not divide the weights.
     """
-    depth, (num_rows, width) = GROUPED_DEPTH, x.shape
+    depth, (num_rows, width) = DEPTH, x.shape
     num_columns = w.shape[1 if transposed else 2]
-    if width % depth or num_columns % sizes.columns:
+    if width % depth or num_columns % tiling.columns:
         raise ValueError(
             f"{width=} must be a multiple of {depth} and {num_columns=} of "
-            f"{sizes.columns=}"
+            f"{tiling.columns=}"
         )
     if num_rows == 0:
         return jnp.zeros((0, num_columns), dtype)
-    padded = -(-num_rows // ALIGN) * ALIGN
+    padded = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
     x = jnp.pad(x, [(0, padded - num_rows), (0, 0)])
     blocks = cut(
-        group_sizes, num_rows=num_rows, block_rows=sizes.block_rows, align=ALIGN
+        group_sizes,
+        num_rows=num_rows,
+        block_rows=tiling.block_rows,
+        align=ROW_ALIGNMENT,
     )
-    num_warpgroups = sizes.block_rows // WGMMA_ROWS
+    num_warpgroups = tiling.block_rows // WGMMA_ROWS
     line = LINE_BYTES // jnp.dtype(dtype).itemsize
 
     def grouped_product(*references):
@@ -123,8 +120,8 @@ def multiply(
         warpgroup = lax.axis_index("warpgroup")
         many, few = (248, 40) if num_warpgroups == 1 else (240, 24)
         options: Any = {
-            "columns": sizes.columns,
-            "panel": sizes.panel,
+            "columns": tiling.columns,
+            "panel": tiling.panel,
             "transposed": transposed,
         }
 
@@ -136,15 +133,15 @@ def multiply(
         @pl.when(warpgroup == num_warpgroups)
         def _():
             plgpu.set_max_registers(few, action="decrease")
-            _produce(inputs, shared, num_columns // sizes.columns, **options)
+            _produce(inputs, shared, num_columns // tiling.columns, **options)
 
     def tiled(dtype: Any) -> Any:
         """The layout in which the tensor cores read."""
         line = LINE_BYTES // jnp.dtype(dtype).itemsize
         return [plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(LINE_BYTES)]  # ty: ignore[abstract-class-instantiation]
 
-    stages, lanes = sizes.stages, (num_warpgroups, WGMMA_ROWS)
-    tile = (sizes.columns, depth) if transposed else (depth, sizes.columns)
+    stages, lanes = tiling.stages, (num_warpgroups, WGMMA_ROWS)
+    tile = (tiling.columns, depth) if transposed else (depth, tiling.columns)
     shared = _Shared(
         x=plgpu.SMEM((stages, *lanes, depth), x.dtype, transforms=tiled(x.dtype)),
         w=plgpu.SMEM((stages, *tile), w.dtype, transforms=tiled(x.dtype)),
@@ -175,7 +172,7 @@ def _walk(inputs: _Inputs, num_stretches: int, panel: int, visit) -> Any:
     """
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     num_groups, num_blocks = inputs.w.shape[0], inputs.num[0]
-    num_steps = inputs.x.shape[1] // GROUPED_DEPTH
+    num_steps = inputs.x.shape[1] // DEPTH
     per_panel = num_blocks * panel
     num_items = num_blocks * num_stretches
 
@@ -191,7 +188,7 @@ def _walk(inputs: _Inputs, num_stretches: int, panel: int, visit) -> Any:
             block=block,
             column=nth * panel + within - block * width,
             group=group,
-            first=pl.multiple_of(inputs.first[block], ALIGN),
+            first=pl.multiple_of(inputs.first[block], ROW_ALIGNMENT),
             steps=jnp.where(is_rest, 0, num_steps),
             ring=ring,
         )
@@ -285,7 +282,7 @@ def _consume(
 
         shape = (WGMMA_ROWS, columns)
         sums = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-        first = pl.multiple_of(item.first + warpgroup * WGMMA_ROWS, ALIGN)
+        first = pl.multiple_of(item.first + warpgroup * WGMMA_ROWS, ROW_ALIGNMENT)
         low = jnp.clip(inputs.begin[item.block] - first, 0, WGMMA_ROWS)
         high = jnp.clip(inputs.end[item.block] - first, 0, WGMMA_ROWS)
         _send(sums, out, shared, first, item.column * columns, low, high)

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import devices
+from pallas_kernels.devices import LINE_BYTES
 
 type CopyImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape.
@@ -20,10 +21,6 @@ type CopyImplementation = Literal["reference", "mosaic_gpu"]
 "mosaic_gpu" needs a Hopper GPU, pages of a multiple of 128 bytes, and that no page is
 both read and written: `disjoint`, or an `origin`.
 """
-
-
-LINE_BYTES = 128
-"""The Mosaic GPU kernel moves pages in lines of this size."""
 
 
 def copy_pages(
@@ -57,22 +54,18 @@ def copy_pages(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
-    if implementation not in (None, "reference", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
     read = pages if origin is None else origin
     if read.shape[1:] != pages.shape[1:] or read.dtype != pages.dtype:
         raise ValueError(
             f"{read.shape[1:]=}, {read.dtype=} must be {pages.shape[1:]=}, "
             f"{pages.dtype=}"
         )
-    if implementation != "reference":
-        reason = _why_not_mosaic(pages, disjoint or origin is not None)
-        if reason is None:
-            from pallas_kernels.page_ops import copy_mosaic_gpu
+    apart = disjoint or origin is not None
+    chosen = devices.choose(implementation, lambda: _why_not_mosaic(pages, apart))
+    if chosen == "mosaic_gpu":
+        from pallas_kernels.page_ops import copy_mosaic_gpu
 
-            return copy_mosaic_gpu.copy_pages(pages, source, target, origin=origin)
-        if implementation is not None:
-            raise ValueError(f"{implementation=} does not take this call: {reason}")
+        return copy_mosaic_gpu.copy_pages(pages, source, target, origin=origin)
     return _copy(pages, source, target, read)
 
 
@@ -98,8 +91,6 @@ def _copy(
 def _why_not_mosaic(pages: Shaped[Array, "pages ..."], disjoint: bool) -> str | None:
     """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
     page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
-    if (reason := devices.why_not_hopper(devices.current())) is not None:
-        return reason
     if page_bytes == 0 or page_bytes % LINE_BYTES:
         return f"{page_bytes=} must be a positive multiple of {LINE_BYTES}"
     if not disjoint:

@@ -21,9 +21,6 @@ from pallas_kernels.paged_attention.page_blocks import Memory
 type AttentionImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""
 
-CAPABILITY = "9.0"
-"""GPUs that the Mosaic kernels are for, by CUDA compute capability: H100 and H200."""
-
 
 class AttentionState(NamedTuple):
     """Attention of rows over some keys, ready to be merged with that over others."""
@@ -54,6 +51,7 @@ def paged_attention(
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
     plan: dispatch.StepPlan | None = None,
+    tiling: dispatch.Tilings | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
 
@@ -92,6 +90,8 @@ def paged_attention(
         or 256 places, and at most 64 query heads for a KV head.
       plan: `make_plan` of the same rows, so that the layers of a model share it; None
         makes one where one is needed.
+      tiling: sizes that change the speed of "mosaic_gpu" and nothing of the meaning;
+        None takes the plan's, else `routing.default_tilings`.
 
     Returns:
       Output in the type of q, and the log-sum-exp in float32 (float64 if q is).
@@ -120,6 +120,8 @@ def paged_attention(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
     if chosen == "mosaic_gpu":
+        if plan is not None and tiling not in (None, plan.tiling):
+            raise ValueError(f"{tiling=} must be that of the plan, {plan.tiling}")
         if plan is None:
             plan = make_plan(
                 *(q, k_pages, page_ids, positions, slots),
@@ -127,6 +129,7 @@ def paged_attention(
                 ancestors=ancestors,
                 window=window,
                 implementation=implementation,
+                tiling=tiling,
             )
         assert plan is not None
         out, lse = dispatch.attend(
@@ -173,6 +176,7 @@ def make_plan(
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
+    tiling: dispatch.Tilings | None = None,
 ) -> dispatch.StepPlan | None:
     """Prepares what a kernel needs once a step, whatever the layer.
 
@@ -188,6 +192,7 @@ def make_plan(
       window: latest keys seen.
       numerics: as will be asked for.
       implementation: likewise.
+      tiling: sizes of the kernels, which the plan keeps.
 
     Returns:
       The plan; None where the reference will serve the call, which needs none.
@@ -208,6 +213,7 @@ def make_plan(
         context=context,
         ancestors=ancestors,
         window=window,
+        tiling=tiling,
     )
 
 
@@ -223,36 +229,19 @@ def choose(
     Raises:
       ValueError: one is asked for that is unknown, or that cannot serve the call.
     """
-    if implementation not in (None, "reference", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
-    if implementation == "reference":
-        return "reference"
-    kind, capability = device()
-    if kind != "gpu":
-        reason = f"the default backend is {kind}, not a GPU"
-    elif capability != CAPABILITY:
-        reason = f"the GPU has compute capability {capability}, not {CAPABILITY}"
-    elif numerics != "fast":
-        reason = f"{numerics=} needs sums that do not depend on the other rows"
-    else:
-        reason = decode_plan.why_not(
+
+    def refusal() -> str | None:
+        if numerics != "fast":
+            return f"{numerics=} needs sums that do not depend on the other rows"
+        return decode_plan.why_not(
             q_dtype=str(q.dtype),
             page_dtype=str(k_pages.dtype),
             group=q.shape[1] // k_pages.shape[1],
             head_dim=q.shape[2],
             page_size=k_pages.shape[2],
         )
-    if reason is None:
-        return "mosaic_gpu"
-    if implementation == "mosaic_gpu":
-        raise ValueError(f"implementation='mosaic_gpu': {reason}; 'reference' takes it")
-    return "reference"
 
-
-def device() -> tuple[str, str]:
-    """Platform and compute capability of the device that programs are made for."""
-    target = devices.current()
-    return target.platform, target.capability
+    return devices.choose(implementation, refusal)
 
 
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:

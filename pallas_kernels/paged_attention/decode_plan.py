@@ -74,14 +74,10 @@ def make_plan(
     kv_heads: int,
     group: int,
     tiling: Tiling,
-    first: Int[Array, " rows"] | None = None,
-    end: Int[Array, " rows"] | None = None,
     context: Int[Array, " slots"] | None = None,
     ancestors: Bool[Array, "rows columns"] | None = None,
     window: int | None = None,
-    rows_per_slot: int | None = None,
     max_rows_per_slot: int | None = None,
-    sort: bool = False,
 ) -> Plan:
     """Packs the rows and cuts the work.
 
@@ -90,22 +86,17 @@ def make_plan(
 
     Args:
       positions: position of each row; -1 for a padding row.
-      slots: slot of each row, the rows of a slot side by side unless `sort`; None where
-        row i is slot i.
+      slots: slot of each row, the rows of a slot side by side; None where row i is
+        slot i.
       num_slots: slots, static.
       kv_heads: KV heads, static.
       group: query heads that share a KV head, at most `tiling.block_rows`, static.
       tiling: sizes; the same for plan and kernel.
-      first: no row sees a place below this one, at least 0; None means 0.
-      end: nor this one and those above, ancestors apart; None means no bound.
       context: see above.
       ancestors: see above.
       window: a row sees places above its position - window; None means all.
-      rows_per_slot: rows that slots have as a rule, as the nodes of a tree: blocks are
-        no longer than that, so that little of them is padding. None means any number.
       max_rows_per_slot: live rows that no slot has more of, so that fewer blocks are
         enough. None means any number.
-      sort: allows the rows of a slot to lie anywhere.
 
     Returns:
       The plan.
@@ -120,21 +111,20 @@ def make_plan(
         packed = row_packing.one_row_a_slot(live)
     else:
         live &= slots >= 0
-        tokens = min(tiling.block_rows // group, rows_per_slot or positions.shape[0])
+        tokens = min(tiling.block_rows // group, positions.shape[0])
         packed = row_packing.pack_rows(
             *(slots, live),
             num_slots=num_slots,
             tokens=tokens,
             max_rows=max_rows_per_slot,
-            sort=sort,
         )
-    start = jnp.zeros_like(positions) if first is None else first
+    start = jnp.zeros_like(positions)
     if window is not None:
         start = jnp.maximum(start, positions - window + 1)
     limit, lines = positions + 1, []
     if context is not None:
         limit = context if slots is None else context[jnp.where(live, slots, 0)]
-    past = limit = limit if end is None else jnp.minimum(limit, end)
+    past = limit
     if ancestors is not None:
         column = jnp.arange(1, ancestors.shape[1] + 1, dtype=jnp.int32)
         past += jnp.max(jnp.where(ancestors, column, 0), axis=1, initial=0)

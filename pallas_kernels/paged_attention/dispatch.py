@@ -7,8 +7,10 @@ known on the device alone: then both kernels run, each with the other's rows lef
 its plan, and the second writes into the result of the first.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import devices
@@ -20,9 +22,39 @@ PACKED_ROWS = 128
 the tensor cores, or one tile of queries that would be shared by as many heads."""
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tilings:
+    """Sizes of both kernels; in a pytree part of its structure."""
+
+    decode: Tiling
+    """Of slots with few rows, and of trees."""
+    prefill: Tiling
+    """Of the other slots: `block_rows` is 128."""
+
+
+def default_tilings(head_dim: int) -> Tilings:
+    """The tilings that are used where none are given.
+
+    Args:
+      head_dim: 64, 128 or 256.
+
+    Returns:
+      Those of the device that a trace is made for, or of an H200 where it is no GPU.
+    """
+    target = devices.current()
+    num_cores = target.num_cores if target.platform == "gpu" else devices.NUM_CORES
+    return Tilings(
+        decode=stream_k.default_tiling(head_dim=head_dim, num_programs=num_cores),
+        prefill=prefill_plan.default_tiling(head_dim=head_dim, num_programs=num_cores),
+    )
+
+
 class StepPlan(NamedTuple):
     """What the kernels need of a step, whatever the layer."""
 
+    tiling: Tilings
+    """Sizes that the plan was made with, and that the kernels have."""
     few: decode_plan.Plan | None
     """Rows of slots with few of them, and of trees; None where there can be none."""
     many: prefill_plan.Plan | None
@@ -40,6 +72,7 @@ def make_plan(
     context: Int[Array, " slots"] | None = None,
     ancestors: Bool[Array, "rows columns"] | None = None,
     window: int | None = None,
+    tiling: Tilings | None = None,
 ) -> StepPlan:
     """Divides the rows among the kernels, and plans for each.
 
@@ -57,8 +90,9 @@ def make_plan(
       context: see `planning.make_plan`.
       ancestors: see there.
       window: see there.
+      tiling: sizes of the kernels; None takes `default_tilings`.
     """
-    few, small = PACKED_ROWS // group, decode_tiling(head_dim)
+    few, tiling = PACKED_ROWS // group, tiling or default_tilings(head_dim)
     is_all_few = slots is None or context is not None or positions.shape[0] <= few
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
     if is_all_few or slots is None:
@@ -66,29 +100,29 @@ def make_plan(
             *(positions, slots),
             kv_heads=kv_heads,
             group=group,
-            tiling=small,
+            tiling=tiling.decode,
             context=context,
             ancestors=ancestors,
             **options,
         )
-        return StepPlan(plan, None)
+        return StepPlan(tiling, plan, None)
     if num_slots == 1:
         few = 0
     many = prefill_plan.make_plan(
-        *(positions, slots), few=few, tiling=prefill_tiling(head_dim), **options
+        *(positions, slots), few=few, tiling=tiling.prefill, **options
     )
     if few == 0:
-        return StepPlan(None, many)
+        return StepPlan(tiling, None, many)
     left = prefill_plan.left_out(positions, slots, num_slots=num_slots, few=few)
     plan = decode_plan.make_plan(
         *(left, slots),
         kv_heads=kv_heads,
         group=group,
-        tiling=small,
+        tiling=tiling.decode,
         max_rows_per_slot=few,
         **options,
     )
-    return StepPlan(plan, many)
+    return StepPlan(tiling, plan, many)
 
 
 def attend(
@@ -119,36 +153,22 @@ def attend(
       ValueError: types or sizes that the kernels do not take.
     """
     # Pallas loads only where it runs.
-    from pallas_kernels.paged_attention.hopper import decode, prefill
+    from pallas_kernels.paged_attention.hopper import decode as hopper_decode
+    from pallas_kernels.paged_attention.hopper import prefill as hopper_prefill
 
-    arrays, head_dim, others = (q, k_pages, v_pages, page_ids), q.shape[2], None
+    arrays, others = (q, k_pages, v_pages, page_ids), None
     if plan.few is not None:
-        out, lse = decode.attend(
-            *arrays, plan.few, tiling=decode_tiling(head_dim), **features
+        out, lse = hopper_decode.attend(
+            *arrays, plan.few, tiling=plan.tiling.decode, **features
         )
         others = out.astype(q.dtype), lse
     if plan.many is not None:
-        others = prefill.attend(
+        others = hopper_prefill.attend(
             *(*arrays, plan.many),
             window=window,
             others=others,
-            tiling=prefill_tiling(head_dim),
+            tiling=plan.tiling.prefill,
             **features,
         )
     assert others is not None
     return others
-
-
-def decode_tiling(head_dim: int) -> Tiling:
-    """Sizes of the decode kernel on the target; the same for plan and kernel."""
-    return stream_k.default_tiling(head_dim=head_dim, num_programs=_num_cores())
-
-
-def prefill_tiling(head_dim: int) -> Tiling:
-    """Sizes of the prefill kernel on the target; the same for plan and kernel."""
-    return prefill_plan.default_tiling(head_dim=head_dim, num_programs=_num_cores())
-
-
-def _num_cores() -> int:
-    target = devices.current()
-    return target.num_cores if target.platform == "gpu" else 132

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.devices import ROW_ALIGNMENT, WGMMA_ROWS
 
 
 class Packing(NamedTuple):
@@ -33,7 +33,7 @@ class Packing(NamedTuple):
 def num_block_rows(*, tokens: int, group: int) -> int:
     """Counts the packed rows of a block, padding included.
 
-    Memory holds multiples of 8, what a transfer can move. Beyond one matrix product
+    Memory holds multiples of what a transfer can move. Beyond one matrix product
     they are whole ones, a warpgroup each.
 
     Args:
@@ -43,7 +43,7 @@ def num_block_rows(*, tokens: int, group: int) -> int:
     Returns:
       A multiple of 8 up to 64, else a multiple of 64.
     """
-    unit = 8 if tokens * group <= WGMMA_ROWS else WGMMA_ROWS
+    unit = ROW_ALIGNMENT if tokens * group <= WGMMA_ROWS else WGMMA_ROWS
     return -(-tokens * group // unit) * unit
 
 
@@ -86,18 +86,16 @@ def pack_rows(
     num_slots: int,
     tokens: int,
     max_rows: int | None = None,
-    sort: bool = False,
 ) -> Packing:
     """Packs the rows of each slot, in their order, into blocks of `tokens`.
 
     Args:
       slots: slot of each row, in [0, num_slots) where live; the live rows of a slot
-        side by side, unless `sort`.
+        side by side.
       live: whether the row is packed at all.
       num_slots: slots, static.
       tokens: rows of one slot in a block, static.
       max_rows: live rows that no slot has more of, static; None means any number.
-      sort: brings the rows of a slot together first, for slots in any order.
 
     Returns:
       The packing, of at most `max_blocks` blocks; those in use come first.
@@ -107,10 +105,6 @@ def pack_rows(
     if max_rows is not None:
         num_blocks = min(num_blocks, num_slots * -(-max_rows // tokens))
     index = jnp.arange(num_rows, dtype=jnp.int32)
-    order = index
-    if sort:
-        order = jnp.argsort(jnp.where(live, slots, num_slots)).astype(jnp.int32)
-        slots, live = slots[order], live[order]
     slots = jnp.where(live, slots, -1).astype(jnp.int32)
     # The slot of the live row before, over any rows between that are not.
     latest = lax.cummax(jnp.where(live, index, -1))
@@ -123,10 +117,8 @@ def pack_rows(
     block = jnp.where(live, block, num_blocks)
     token = jnp.where(live, token, 0)
     row = jnp.full((num_blocks, tokens), num_rows, jnp.int32)
-    row = row.at[block, token].set(order, mode="drop")  # blocks, if left out
+    row = row.at[block, token].set(index, mode="drop")  # blocks, if left out
     slot = jnp.zeros((num_blocks,), jnp.int32).at[block].set(slots, mode="drop")
-    if sort:
-        block, token = (jnp.zeros_like(x).at[order].set(x) for x in (block, token))
     return Packing(row, slot, block, token)
 
 

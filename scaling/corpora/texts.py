@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
+from jaxkv import validation
 from jaxkv.text import NUM_BYTES
 
 END = NUM_BYTES
@@ -67,8 +68,7 @@ class CorpusConfig:
 
     def __post_init__(self):
         """Refuses a split that leaves a side empty, and impossible tokens."""
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"{self.held_out=} must be in (0, 1)")
+        validation.within(self, "held_out", low=0, high=1, ends="()")
         if self.tokenizer == "bytes" and self.vocab_size != VOCAB_SIZE:
             raise ValueError(f"{self.vocab_size=} of bytes must be {VOCAB_SIZE}")
         if self.tokenizer == "bpe" and not (
@@ -78,8 +78,7 @@ class CorpusConfig:
                 f"{self.vocab_size=} of byte pairs must be in "
                 f"({VOCAB_SIZE}, {MAX_VOCAB_SIZE}]"
             )
-        if self.num_unique_tokens < 0:
-            raise ValueError(f"{self.num_unique_tokens=} must be at least 0")
+        validation.at_least(self, "num_unique_tokens", low=0)
 
 
 STANDARD_LIBRARY = CorpusConfig()

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxkv import validation
 from scaling.corpora import streams
 
 _SCANNED = 2**24
@@ -41,10 +42,8 @@ class TokenFileConfig:
                 raise ValueError(f"{path}: a file of tokens ends in .bin or .npy")
         if self.dtype not in ("uint16", "uint32"):
             raise ValueError(f"{self.dtype=} must be 'uint16' or 'uint32'")
-        if self.vocab_size < 2:
-            raise ValueError(f"{self.vocab_size=} must be at least 2")
-        if not 0 < self.held_out_share < 1:
-            raise ValueError(f"{self.held_out_share=} must be in (0, 1)")
+        validation.at_least(self, "vocab_size", low=2)
+        validation.within(self, "held_out_share", low=0, high=1, ends="()")
         if self.bytes_per_token < 0 or self.num_unique_tokens < 0:
             raise ValueError(
                 f"{self.bytes_per_token=} and {self.num_unique_tokens=} must be at "

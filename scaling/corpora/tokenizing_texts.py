@@ -7,8 +7,6 @@ digest of all that decides them, which is written aside and renamed.
 import contextlib
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt16
 
+from jaxkv import files
 from jaxkv.text import ByteTokenizer, Tokenizer, byte_pairs
 from scaling.corpora import streams, texts
 from scaling.corpora.texts import END, CorpusConfig, Document, Split
@@ -86,7 +85,7 @@ def _byte_pairs(split: Split, vocab_size: int, cache: Path) -> _BytePairs:
         return _read(folder)
     found = _learn(split, vocab_size)
     # Without a place to keep them they are learnt again: slower, not wrong.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(ValueError):
         _write(folder, found)
     return found
 
@@ -120,17 +119,12 @@ def _read(folder: Path) -> _BytePairs:
 
 
 def _write(folder: Path, found: _BytePairs) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".aside-"))
-    try:
+    # If another run was faster, it has written the same.
+    with files.aside(folder) as new:
         for name, text in found.tokenizer.files().items():
-            (aside / name).write_text(text, encoding="utf-8")
+            (new / name).write_text(text, encoding="utf-8")
         for side in Split._fields:
-            np.save(aside / f"{side}.npy", getattr(found, side))
-        # Fails if another run was faster; both have written the same.
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            np.save(new / f"{side}.npy", getattr(found, side))
 
 
 def _reordered(

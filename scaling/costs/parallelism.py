@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxkv import validation
 from scaling.shapes import Description, LatentAttention
 
 
@@ -35,9 +36,9 @@ class Layout:
 
     def __post_init__(self):
         """Refuses degrees that cannot be."""
-        for name in ("tensor", "pipeline", "ulysses", "ring", "expert", "data"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(
+            self, "tensor", "pipeline", "ulysses", "ring", "expert", "data"
+        )
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"{self.zero=} must be 0, 1, 2 or 3")
         if self.sequence and self.tensor == 1:

@@ -5,10 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import betainc
 from jaxtyping import Float
+from scipy import special
 
 # Where doubt begins: of sound surfaces (`experiments/fit_coverage.py`), of 32 and 240
 # runs with normal or heavy-tailed noise, fewer than one in a hundred is beyond these.
@@ -107,9 +106,7 @@ def chance(ratio: float, freedom: int, freedom_below: int) -> float:
       freedom: of the upper one, at least 1.
       freedom_below: of the lower one, at least 1.
     """
-    x = freedom_below / (freedom_below + freedom * max(ratio, 0.0))
-    halves = (jnp.float32(n / 2) for n in (freedom_below, freedom))
-    return float(betainc(*halves, jnp.float32(x)))
+    return float(special.fdtrc(freedom, freedom_below, max(ratio, 0.0)))
 
 
 def _left(y: np.ndarray, columns: np.ndarray) -> float:

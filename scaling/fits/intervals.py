@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from scipy import special
 
 from scaling.fits.levenberg_marquardt import Loss, Problem
 from scaling.laws import evaluation
@@ -57,15 +58,7 @@ def student(level: float, freedom: int) -> float:
 
     With 27 degrees of freedom and a level of 0.9, 1.7033.
     """
-    half = (freedom + 1) / 2
-    log_scale = math.lgamma(half) - math.lgamma(freedom / 2)
-    scale = math.exp(log_scale) / math.sqrt(freedom * math.pi)
-    # With t = sqrt(freedom) tan(angle) the density becomes a power of a cosine.
-    angle = np.linspace(0, math.pi / 2, 20_001)
-    density = scale * math.sqrt(freedom) * np.cos(angle) ** (freedom - 1)
-    steps = (density[1:] + density[:-1]) / 2 * np.diff(angle)
-    within = 2 * np.concatenate([[0.0], np.cumsum(steps)])
-    return math.sqrt(freedom) * math.tan(float(np.interp(level, within, angle)))
+    return float(special.stdtrit(freedom, (1 + level) / 2))
 
 
 def curvature(

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from scaling.logs import files
 from scaling.logs.files import RawRow, RawTable
 
@@ -78,9 +79,7 @@ class Columns:
     def __post_init__(self) -> None:
         if self.count not in get_args(Count):
             raise ValueError(f"{self.count=} must be one of {get_args(Count)}")
-        for name in ("n_unit", "d_unit", "c_unit", "loss_unit"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        validation.above(self, "n_unit", "d_unit", "c_unit", "loss_unit", finite=True)
 
 
 class Roles(NamedTuple):

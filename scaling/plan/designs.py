@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxkv import validation
 from scaling.costs import Attention, parameters
 from scaling.costs.flops import training
 from scaling.shapes import Description, HeadAttention
@@ -45,10 +46,7 @@ class Family:
 
     def __post_init__(self):
         """Refuses sizes that cannot be."""
-        for name in ("vocab_size", "sequence"):
-            if not 1 <= getattr(self, name) <= _MOST:
-                value = getattr(self, name)
-                raise ValueError(f"{name}={value} must be in [1, {_MOST}]")
+        validation.within(self, "vocab_size", "sequence", low=1, high=_MOST)
 
 
 class Design(NamedTuple):

@@ -13,6 +13,8 @@ used by a token, j the width of an expert.
 import dataclasses
 from typing import Literal
 
+from jaxkv import validation
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadAttention:
@@ -29,7 +31,7 @@ class HeadAttention:
 
     def __post_init__(self):
         """Refuses head counts that cannot be."""
-        _at_least_one(self, "num_q_heads", "num_kv_heads", "head_dim")
+        validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
@@ -72,7 +74,7 @@ class LatentAttention:
     def __post_init__(self):
         """Refuses widths that cannot be."""
         names = ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
-        _at_least_one(self, *names)
+        validation.at_least(self, *names)
         if self.q_rank is not None and self.q_rank < 1:
             raise ValueError(f"{self.q_rank=} must be at least 1, or None")
 
@@ -109,11 +111,10 @@ class Experts:
 
     def __post_init__(self):
         """Refuses counts that cannot be."""
-        _at_least_one(self, "num_experts", "top_k", "size")
+        validation.at_least(self, "num_experts", "top_k", "size")
         if self.top_k > self.num_experts:
             raise ValueError(f"{self.top_k=} must be at most {self.num_experts=}")
-        if self.shared_size < 0:
-            raise ValueError(f"{self.shared_size=} must be at least 0")
+        validation.at_least(self, "shared_size", low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,10 +152,8 @@ class Description:
     def __post_init__(self):
         """Refuses shapes that cannot be, and fills in one entry per layer."""
         names = ("vocab_size", "hidden_size", "num_layers", "mlp_size")
-        _at_least_one(self, *names, "norms_per_layer")
-        for name in ("position_rows", "num_ahead_layers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        validation.at_least(self, *names, "norms_per_layer")
+        validation.at_least(self, "position_rows", "num_ahead_layers", low=0)
         per_layer = {
             "mixture_layers": self.mixture_layers or (self.experts is not None,),
             "windows": self.windows or (None,),
@@ -179,9 +178,3 @@ class Description:
     def num_dense_layers(self) -> int:
         """Layers whose FFN is a plain one."""
         return self.num_layers - self.num_mixture_layers
-
-
-def _at_least_one(config: object, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")

@@ -5,7 +5,6 @@ scaling, soft caps) is passed over. A key that is left out means what transforme
 it to mean.
 """
 
-import json
 from pathlib import Path
 
 from jaxkv import files
@@ -22,13 +21,7 @@ def load(path: Path) -> Description:
         the line names the file, and the key with what it should be.
     """
     file = path / "config.json" if path.is_dir() else path
-    text = files.read_text(file)
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file}: holds {type(raw).__name__}, not an object")
+    raw = files.read_json(file)
     name = (
         path.stem if path.is_file() and path.stem != "config" else path.resolve().name
     )

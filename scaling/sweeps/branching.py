@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,26 @@ import numpy as np
 
 from jaxkv.models import transformer
 from scaling.corpora import Corpus
-from scaling.training import Schedule, TrainConfig, objectives, train
+from scaling.training import Schedule, TrainConfig, train
+from scaling.training.step import compiled
 
 Status = Literal["done", "diverged", "failed"]
 SPACING = 1.1
 """Ratio of the steps at which the training loss is noted."""
 _FIRST_REPORT = 10
+
+
+class Scored(Protocol):
+    """What a run is worth, as whoever trains it wants to know it."""
+
+    @property
+    def loss(self) -> float:
+        """Of held-out text, in nats per token; not finite if the run broke down."""
+        ...
+
+
+type Scorer = Callable[[TrainConfig, transformer.Params], Any]
+"""Scores the parameters that a run ended with; returns a `Scored`."""
 
 
 class Finished(NamedTuple):
@@ -33,7 +47,7 @@ class Finished(NamedTuple):
     Attributes:
       run: what it was.
       status: what became of it.
-      score: of held-out text; None unless done.
+      score: what the scorer made of it; None unless done.
       curve: middle of a stretch of steps, and the mean loss of the stretch.
       seconds: of training, what it shares with other runs included.
       params: as NumPy arrays; None unless done.
@@ -42,7 +56,7 @@ class Finished(NamedTuple):
 
     run: TrainConfig
     status: Status
-    score: objectives.StreamScore | None
+    score: Any
     curve: list[tuple[float, float]]
     seconds: float
     params: transformer.Params | None
@@ -90,7 +104,7 @@ def run(
     corpus: Corpus,
     *,
     is_vmapped: bool,
-    num_eval_windows: int,
+    score: Scorer,
     advance: Callable[[int], bool] = lambda steps: True,
     half: Half | None = None,
 ) -> Iterator[Finished]:
@@ -102,7 +116,7 @@ def run(
         one at a time.
       corpus: the text, its stream on the device.
       is_vmapped: whether the runs of a length are one program over all of them.
-      num_eval_windows: held-out windows to score on.
+      score: is asked what each run is worth that did not diverge in training.
       advance: is told how many steps were taken, over all runs, and says whether to
         go on.
       half: where an earlier call with the same runs was stopped.
@@ -134,7 +148,7 @@ def run(
             if not goes_on:
                 raise Stopped(Half(i, lanes, end))
             for j, each in enumerate(runs):
-                yield _finish(each, end, j, corpus, is_vmapped, num_eval_windows)
+                yield _finish(each, end, j, is_vmapped, score)
                 done += 1
             end = None
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -246,27 +260,20 @@ def _finish(
     run: TrainConfig,
     end: Lanes,
     lane: int,
-    corpus: Corpus,
     is_vmapped: bool,
-    num_eval_windows: int,
+    score: Scorer,
 ) -> Finished:
     curve = [*end.curves[lane]]
-    score = params = None
+    scored = params = None
     if end.alive[lane]:
         params = end.state.params
         if is_vmapped:
             params = jax.tree.map(lambda x: x[lane], params)
-        score = objectives.score_stream(
-            params,
-            corpus.held_out,
-            model=run.model,
-            seq_len=run.seq_len,
-            num_windows=num_eval_windows,
-        )
+        scored = score(run, params)
         params = jax.tree.map(np.asarray, params)
-    if score is None or not math.isfinite(score.loss):
+    if scored is None or not math.isfinite(scored.loss):
         return Finished(run, "diverged", None, curve, end.seconds, None)
-    return Finished(run, "done", score, curve, end.seconds, params)
+    return Finished(run, "done", scored, curve, end.seconds, params)
 
 
 def _reports(step: int, until: int) -> Iterator[int]:
@@ -293,13 +300,5 @@ def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
 @functools.cache
 def _program(model, optimizer, batch_size, seq_len, is_vmapped):
     """One program for a model, whatever the rates, seeds and numbers of steps."""
-    call = functools.partial(
-        train.steps,
-        model=model,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        seq_len=seq_len,
-    )
-    return jax.jit(
-        jax.vmap(call, in_axes=(0, None, 0, 0, None)) if is_vmapped else call
-    )
+    call = compiled(model, optimizer, batch_size, seq_len)
+    return jax.jit(jax.vmap(call, (0, None, 0, 0, None))) if is_vmapped else call

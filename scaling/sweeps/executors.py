@@ -21,6 +21,7 @@ from scaling.sweeps import branching, grid
 from scaling.sweeps.branching import Finished
 from scaling.sweeps.grid import Cell, Group, SweepConfig
 from scaling.sweeps.paused import load, save
+from scaling.training import TrainConfig, objectives
 
 _PATIENCE_S = 2.0
 """How long each way of carrying out several runs is tried."""
@@ -55,9 +56,9 @@ class Choice(NamedTuple):
     reason: str
 
 
-def open_corpus(config: SweepConfig) -> Corpus:
+def open_corpus(config: corpora.AnyCorpus) -> Corpus:
     """Opens the text and puts its stream on the device."""
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open(config)
     return corpus._replace(stream=jnp.asarray(corpus.stream))
 
 
@@ -154,12 +155,25 @@ def _run(
         horizons,
         corpus,
         is_vmapped=is_vmapped,
-        num_eval_windows=config.num_eval_windows,
+        score=functools.partial(score, config, corpus),
         advance=advance,
         half=half,
     )
     for finished in found:
         yield made(config, corpus, finished)
+
+
+def score(
+    config: SweepConfig, corpus: Corpus, run: TrainConfig, params: transformer.Params
+) -> objectives.StreamScore:
+    """Scores a run as all of a sweep are scored."""
+    return objectives.score_stream(
+        params,
+        corpus.held_out,
+        model=run.model,
+        seq_len=run.seq_len,
+        num_windows=config.num_eval_windows,
+    )
 
 
 def connect(config: SweepConfig) -> Any:
@@ -252,7 +266,7 @@ def _on_worker(config: SweepConfig, part: Group) -> list[Made]:
 
 @functools.lru_cache(maxsize=1)
 def _opened(config: SweepConfig) -> Corpus:
-    return open_corpus(config)
+    return open_corpus(config.corpus)
 
 
 def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:

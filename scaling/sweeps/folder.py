@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxkv import files
 from scaling import locking
-from scaling.logs import files
+from scaling.logs import files as logs_files
 
 HEADER = "sweep.json"
 
@@ -93,16 +94,15 @@ class SweepFolder:
     def __init__(self, out: Path):
         self.path = Path(out).absolute()
         self.known: dict[str, dict[str, Any]] = {}
-        self._runs = self.path / files.RUNS
-        self._curves = self.path / files.CURVES
+        self._runs = self.path / logs_files.RUNS
+        self._curves = self.path / logs_files.CURVES
         self._lock = locking.WriterLock(out)
         try:
-            self._mend()
-        except BaseException as error:
+            with files.writing(out):
+                self._mend()
+        except BaseException:
             self.close()
-            if not isinstance(error, OSError):
-                raise
-            raise ValueError(f"{out}: cannot be written: {error.strerror}") from None
+            raise
 
     def close(self) -> None:
         """Lets another process in."""
@@ -111,17 +111,12 @@ class SweepFolder:
     def header(self) -> dict[str, Any]:
         """Reads sweep.json; empty if there is none."""
         path = self.path / HEADER
-        if not path.exists():
-            return {}
-        try:
-            return json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from None
+        return files.read_json(path) if path.exists() else {}
 
     def write_header(self, header: dict[str, Any]) -> None:
         """Replaces sweep.json, in one piece."""
         text = json.dumps(header, indent=2, default=str)
-        self._replace(self.path / HEADER, text + "\n")
+        files.write_aside(self.path / HEADER, text + "\n")
 
     def add(self, record: dict[str, Any], curve: Iterable[dict[str, Any]]) -> None:
         """Writes a run that is over, unless it is there already.
@@ -143,7 +138,7 @@ class SweepFolder:
         kept = [row for row in rows if row["run_id"] in self.known]
         if len(kept) < len(rows):
             text = "".join(json.dumps(row) + "\n" for row in kept)
-            self._replace(self._curves, text)
+            files.write_aside(self._curves, text)
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """Reads a file's whole lines, and cuts off the last one if it is not whole."""
@@ -167,27 +162,18 @@ class SweepFolder:
         data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         if not data:
             return
+        num = len(self.known)
+        comfort = f"; the {num} runs before are kept, and the same command goes on"
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         before = os.fstat(handle).st_size
         try:
-            written = 0
-            while written < len(data):
-                written += os.write(handle, data[written:])
-            os.fsync(handle)
-        except OSError as error:
+            with files.writing(path, comfort=comfort):
+                written = 0
+                while written < len(data):
+                    written += os.write(handle, data[written:])
+                os.fsync(handle)
+        except ValueError:
             os.ftruncate(handle, before)
-            raise ValueError(
-                f"{path}: cannot be written: {error.strerror}; the "
-                f"{len(self.known)} runs before are kept, and the same command goes on"
-            ) from None
+            raise
         finally:
             os.close(handle)
-
-    def _replace(self, path: Path, text: str) -> None:
-        aside = path.with_name(path.name + ".new")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(path)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise ValueError(f"{path}: cannot be written: {error.strerror}") from None

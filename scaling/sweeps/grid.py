@@ -12,9 +12,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from jaxkv import validation
 from scaling.corpora import corpora
 from scaling.costs import parameters
-from scaling.training import OptimizerConfig, TrainConfig, architectures
+from scaling.training import OptimizerConfig, TrainConfig, architectures, recipes
 
 ADAMW = OptimizerConfig(kind="adamw")
 
@@ -79,22 +80,19 @@ class SweepConfig:
             raise ValueError(f"{self.models=} must name a model")
         if not (self.budgets or self.num_tokens):
             raise ValueError("budgets or num_tokens must not be empty")
-        for name in ("budgets", "num_tokens", "learning_rates"):
-            if not all(0 < x < math.inf for x in getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        validation.above(self, "budgets", "num_tokens", "learning_rates", finite=True)
         rates = self.learning_rates
         if not rates or [*rates] != sorted({*rates}):
             raise ValueError(f"{self.learning_rates=} must rise")
         if not self.seeds or len({*self.seeds}) < len(self.seeds):
             raise ValueError(f"{self.seeds=} must be different ones")
-        for name in ("base_width", "batch_size", "seq_len", "num_eval_windows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_extensions", "num_repeated", "warmup_steps", "min_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        if not 0 <= self.cooldown <= 1:
-            raise ValueError(f"{self.cooldown=} must be in [0, 1]")
+        validation.at_least(
+            self, "base_width", "batch_size", "seq_len", "num_eval_windows"
+        )
+        validation.at_least(
+            self, "max_extensions", "num_repeated", "warmup_steps", "min_steps", low=0
+        )
+        validation.within(self, "cooldown", low=0, high=1)
         low, high = self.tokens_per_param
         if not 0 <= low < high:
             raise ValueError(f"{self.tokens_per_param=} must rise from 0 or more")
@@ -286,4 +284,4 @@ def flops(config: SweepConfig, groups: list[Group]) -> Iterator[float]:
 def steps_taken(config: SweepConfig, horizons: tuple[int, ...]) -> int:
     """Counts the steps of a trunk and its branches."""
     cooled = [_steps_of_fall(config, n) for n in horizons]
-    return horizons[-1] - cooled[-1] + sum(cooled)
+    return recipes.steps_taken(horizons, cooled)

@@ -5,12 +5,12 @@ half.json       what else `branching.Half` holds
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxkv import files
 from scaling.sweeps.branching import Half, Lanes
 from scaling.training import train
 
@@ -23,23 +23,14 @@ def save(folder: Path, half: Half) -> None:
     Raises:
       ValueError: there is no room.
     """
-    aside = folder.with_name(folder.name + ".new")
-    shutil.rmtree(aside, ignore_errors=True)
     rest: dict[str, Any] = {"horizon": half.horizon}
-    try:
-        aside.mkdir(parents=True)
+    with files.aside(folder) as new:
         for name, lanes in half._asdict().items():
             if isinstance(lanes, Lanes):
-                train.save(aside / name, lanes.state)
-                rest[name] = lanes._replace(state=None, alive=lanes.alive.tolist())
-        rest = {x: y._asdict() if isinstance(y, Lanes) else y for x, y in rest.items()}
-        (aside / _REST).write_text(json.dumps(rest), "utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.replace(folder)
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+                train.save(new / name, lanes.state)
+                kept = lanes._replace(state=None, alive=lanes.alive.tolist())
+                rest[name] = kept._asdict()
+        (new / _REST).write_text(json.dumps(rest), "utf-8")
 
 
 def load(folder: Path, like: train.TrainState) -> Half | None:
@@ -68,7 +59,7 @@ def load(folder: Path, like: train.TrainState) -> Half | None:
         )
 
     try:
-        rest = json.loads((folder / _REST).read_text("utf-8"))
+        rest = files.read_json(folder / _REST)
         trunk = lanes("trunk")
         if trunk is None:
             raise ValueError("no trunk")

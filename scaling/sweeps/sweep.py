@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
 from jaxkv.text.tokenizer import ByteTokenizer
 from scaling.corpora import Corpus, CorpusConfig, streams
 from scaling.sweeps import executors, grid, planning
 from scaling.sweeps.executors import Choice, Made
 from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import Group, SweepConfig
-from scaling.training import architectures, train
+from scaling.training import architectures
 
 # What all runs of a folder have in common; the rest of a config may grow.
 _COMMON = (
@@ -62,7 +63,7 @@ def sweep(
     *,
     commit: str = "",
     environment: dict[str, Any] | None = None,
-    progress: train.Progress | None = None,
+    progress: Progress = QUIET,
     tell: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> Outcome:
     """Carries out a sweep, or what is left of it.
@@ -88,7 +89,7 @@ def sweep(
     """
     started = time.monotonic()
     executors.connect(config)  # before jax has threads, which a fork may not like
-    corpus = executors.open_corpus(config)
+    corpus = executors.open_corpus(config.corpus)
     for run in grid.cells(config)[:1]:  # refuses what no run of it could be
         lane = grid.Lane(config.learning_rates[0], config.seeds[0])
         grid.train_config(config, run, lane)
@@ -101,7 +102,7 @@ def sweep(
         tell([*folder.known.values()])
         failed_round = -1
         while groups := planning.next_groups(config, folder.known, corpus.digest):
-            if is_stopped := progress is not None and progress.stopped:
+            if is_stopped := progress.stopped:
                 break
             if len(folder.known) == failed_round:
                 raise RuntimeError("a round of runs left no record")
@@ -169,20 +170,20 @@ def _made(
     corpus: Corpus,
     choice: Choice,
     paused: Path,
-    progress: train.Progress | None,
+    progress: Progress,
 ) -> Iterator[Made]:
     """Carries out a round under a bar that counts operations."""
     total = sum(grid.flops(config, groups))
-    update = None if progress is None else progress.bar("runs", total / 1e9, "GFLOP")
+    update = progress.bar("runs", total / 1e9, "GFLOP")
     done = 0.0
 
     def advance(steps: int, model: architectures.Architecture) -> bool:
         nonlocal done
         per_token = grid.count(model, config.seq_len).flops_per_token
         done += steps * config.batch_size * config.seq_len * per_token / 1e9
-        if steps and update is not None:
+        if steps:
             update(min(done, total / 1e9))
-        return progress is None or not progress.stopped
+        return not progress.stopped
 
     if config.executor == "ray":
         return executors.on_ray(config, groups, advance)
@@ -210,9 +211,6 @@ def _save(folder: Path, made: Made, is_bytes: bool) -> None:
     tokenizer = None
     if is_bytes:
         tokenizer = ByteTokenizer(model.vocab_size)
-    try:
-        checkpoints.save_model(
-            folder, model, made.params, tokenizer=tokenizer, overwrite=True
-        )
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
+    checkpoints.save_model(
+        folder, model, made.params, tokenizer=tokenizer, overwrite=True
+    )

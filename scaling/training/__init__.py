@@ -5,6 +5,7 @@ from scaling.training.recipes import OptimizerConfig as OptimizerConfig
 from scaling.training.recipes import Schedule as Schedule
 from scaling.training.recipes import StepConfig as StepConfig
 from scaling.training.recipes import TrainConfig as TrainConfig
+from scaling.training.recipes import steps_taken as steps_taken
 from scaling.training.recurrent import RecurrentConfig as RecurrentConfig
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "TrainConfig",
     "architectures",
     "objectives",
+    "recipes",
     "step",
+    "steps_taken",
     "train",
 ]

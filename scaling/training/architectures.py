@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import transformer
+from jaxkv.models import transformer as models_transformer
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.transformer import Params, outputs
 from scaling.costs import flops
 from scaling.costs import parameters as costs_parameters
 from scaling.costs.parameters import Parameters
@@ -38,6 +39,40 @@ class Output(NamedTuple):
     auxiliary: Float[Array, ""]
 
 
+def transformer(
+    width: int,
+    *,
+    num_heads: int,
+    num_layers: int,
+    mlp_size: int,
+    vocab_size: int,
+    seq_len: int,
+    **others: Any,
+) -> ModelConfig:
+    """Gives the shape of a transformer whose heads each have their own K and V.
+
+    Args:
+      width: a multiple of `num_heads`, which share it.
+      num_heads: of each layer.
+      num_layers: of the model.
+      mlp_size: width of the MLP.
+      vocab_size: of the corpus.
+      seq_len: longest sequence.
+      **others: further fields of the config.
+    """
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        num_layers=num_layers,
+        num_q_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=width // num_heads,
+        mlp_size=mlp_size,
+        max_positions=seq_len,
+        **others,
+    )
+
+
 def servable(config: Architecture) -> ModelConfig:
     """Returns the config of a model that can be saved and served.
 
@@ -49,20 +84,20 @@ def servable(config: Architecture) -> ModelConfig:
     return config
 
 
-def init_params(config: Architecture, key: Array) -> transformer.Params:
+def init_params(config: Architecture, key: Array) -> Params:
     """Random parameters, float32, as nested dicts."""
     if isinstance(config, recurrent.RecurrentConfig):
         return recurrent.init_params(config, key)
-    return transformer.init_params(config, key)
+    return models_transformer.init_params(config, key)
 
 
-def param_shapes(config: Architecture) -> transformer.Params:
+def param_shapes(config: Architecture) -> Params:
     """The same tree holding `jax.ShapeDtypeStruct`s; allocates nothing."""
     return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
 
 def forward(
-    params: transformer.Params, tokens: Int[Array, "batch seq"], *, config: Architecture
+    params: Params, tokens: Int[Array, "batch seq"], *, config: Architecture
 ) -> Output:
     """Runs a model over whole sequences, each from its beginning."""
     if isinstance(config, recurrent.RecurrentConfig):
@@ -71,7 +106,7 @@ def forward(
     if config.experts is None:
         logits = dense_forward.logits(params, tokens, config=config)
         return Output(logits, jnp.zeros((), logits.dtype))
-    found = transformer.outputs(params, tokens, config=config)
+    found = outputs(params, tokens, config=config)
     return Output(found.logits, found.auxiliary)
 
 

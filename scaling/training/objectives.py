@@ -7,7 +7,7 @@ how the text is cut into tokens.
 import functools
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,14 @@ class StreamScore(NamedTuple):
     num_tokens: int
     windows: Float[np.ndarray, " windows"]
     positions: Float[np.ndarray, " places"]
+
+    @classmethod
+    def of(cls, losses: Float[np.ndarray, "windows places"]) -> "StreamScore":
+        """Sums up what `stream_losses` found."""
+        means = losses.mean(1)
+        num = len(means)
+        se = float(means.std(ddof=1) / math.sqrt(num)) if num > 1 else math.inf
+        return cls(float(means.mean()), se, losses.size, means, losses.mean(0))
 
 
 def token_losses(
@@ -181,6 +189,13 @@ def stream_windows(
 
 
 def score_stream(
+    params: transformer.Params, held_out: UInt[np.ndarray, " tokens"], **how: Any
+) -> StreamScore:
+    """Scores windows of a held-out stream; arguments as those of `stream_losses`."""
+    return StreamScore.of(stream_losses(params, held_out, **how))
+
+
+def stream_losses(
     params: transformer.Params,
     held_out: UInt[np.ndarray, " tokens"],
     *,
@@ -189,8 +204,8 @@ def score_stream(
     num_windows: int,
     carry: int = 0,
     batch_size: int = 64,
-) -> StreamScore:
-    """Scores windows of a held-out stream, the same ones for every model.
+) -> Float[np.ndarray, "windows places"]:
+    """Finds the nats of each token of windows of a held-out stream.
 
     Nothing is carried from window to window: the first prediction of each is made from
     one token, as in training. So the loss is that of a reader of short pieces, above
@@ -205,6 +220,9 @@ def score_stream(
       carry: predictions at the start of each window that are made but not counted, so
         that all that count have at least `carry` + 1 tokens to go by; in [0, seq_len).
       batch_size: windows per forward pass.
+
+    Returns:
+      The losses, without the first `carry` of each window.
 
     Raises:
       ValueError: the stream is shorter than one window, holds a token that the model
@@ -223,11 +241,7 @@ def score_stream(
         fill = ((0, batch_size - len(batch)), (0, 0))
         found = np.asarray(losses(params, jnp.asarray(np.pad(batch, fill))), np.float64)
         parts.append(found[: len(batch), carry:])
-    every = np.concatenate(parts)
-    means = every.mean(1)
-    num = len(means)
-    se = float(means.std(ddof=1) / math.sqrt(num)) if num > 1 else math.inf
-    return StreamScore(float(means.mean()), se, every.size, means, every.mean(0))
+    return np.concatenate(parts)
 
 
 @functools.cache

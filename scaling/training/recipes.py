@@ -4,11 +4,13 @@ Plain values; `training` carries them out.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from jaxkv import validation
 from scaling.corpora import corpora
 from scaling.training import architectures
 
@@ -34,13 +36,9 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Refuses what no optimizer takes."""
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-        if self.weight_decay < 0:
-            raise ValueError(f"{self.weight_decay=} must be at least 0")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"{self.max_grad_norm=} must be above 0")
+        validation.within(self, "beta1", "beta2", "momentum", low=0, high=1, ends="[)")
+        validation.at_least(self, "weight_decay", low=0)
+        validation.above(self, "max_grad_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +57,7 @@ class StepConfig:
 
     def __post_init__(self):
         """Refuses counts that cannot be."""
-        for name in ("accumulation", "num_devices"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, "accumulation", "num_devices")
 
     def check(self, batch_size: int) -> None:
         """Refuses a batch that cannot be divided.
@@ -125,10 +121,8 @@ class TrainConfig:
                     f"{name}={getattr(self, name)} must be in [0, {self.num_steps=}]"
                 )
         self.how.check(self.batch_size)
-        if not 0 <= self.final_share <= 1:
-            raise ValueError(f"{self.final_share=} must be in [0, 1]")
-        if not self.learning_rate > 0:
-            raise ValueError(f"{self.learning_rate=} must be above 0")
+        validation.within(self, "final_share", low=0, high=1)
+        validation.above(self, "learning_rate")
         if self.seq_len > self.model.max_positions:
             raise ValueError(
                 f"{self.seq_len=} must be at most {self.model.max_positions=}"
@@ -137,6 +131,16 @@ class TrainConfig:
             raise ValueError(
                 f"{self.model.vocab_size=} must be at least {self.corpus.vocab_size=}"
             )
+
+
+def steps_taken(lengths: Sequence[int], cooldowns: Sequence[int]) -> int:
+    """Counts the steps of runs of rising length: of a trunk and its branches.
+
+    Args:
+      lengths: steps of each run.
+      cooldowns: the last of them, which it shares with no longer one.
+    """
+    return lengths[-1] - cooldowns[-1] + sum(cooldowns)
 
 
 class Schedule(NamedTuple):

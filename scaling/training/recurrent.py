@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv import validation
 from jaxkv.models import Params
 
 NUM_GATES = {"lstm": 4, "gru": 3}
@@ -47,9 +48,9 @@ class RecurrentConfig:
 
     def __post_init__(self):
         """Refuses shapes that cannot be."""
-        for name in ("vocab_size", "hidden_size", "num_layers", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(
+            self, "vocab_size", "hidden_size", "num_layers", "max_positions"
+        )
 
 
 def init_params(config: RecurrentConfig, key: Array) -> Params:

@@ -7,17 +7,16 @@
 Small files are written aside and renamed; a reader never meets half of one.
 """
 
-import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt16
 
+from jaxkv import files
 from scaling import locking
 
 _NUM_KEPT = 2
@@ -69,10 +68,14 @@ class RunFolder:
             return []
         lines = self._curve.read_text("utf-8").splitlines(keepends=True)
         # A killed run may have left half a line.
-        whole = [_read(self._curve, line) for line in lines if line.endswith("\n")]
+        whole = [
+            files.parse_object(line, self._curve)
+            for line in lines
+            if line.endswith("\n")
+        ]
         kept = [line for line in whole if line["step"] <= step]
-        with _writing(self._curve):
-            _write(self._curve, "".join(json.dumps(line) + "\n" for line in kept))
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        files.write_aside(self._curve, text)
         return kept
 
     def report(self, line: dict[str, Any]) -> None:
@@ -84,7 +87,7 @@ class RunFolder:
         text = json.dumps(line) + "\n"
         comfort = "; the last checkpoint is kept, and the same command goes on"
         with (
-            _writing(self._curve, comfort),
+            files.writing(self._curve, comfort=comfort),
             self._curve.open("a", encoding="utf-8") as file,
         ):
             file.write(text)
@@ -94,15 +97,15 @@ class RunFolder:
         described = json.loads(json.dumps(described))
         file = self._curve.with_name("config.json")
         if file.exists():
-            before = _read(file, file.read_text("utf-8"))
+            before = files.read_json(file)
             first_step = before.pop("first_step", 0)
             if differs := _differences(before, described):
                 raise ValueError(f"{out}: holds another run; differs in {differs}")
         else:
             described |= {"first_step": first_step}
-            with _writing(file):
+            with files.writing(file):
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
-                _write(file, json.dumps(described, indent=2) + "\n")
+            files.write_aside(file, json.dumps(described, indent=2) + "\n")
         # What a killed run was writing when it ended.
         for entry in self._checkpoints.iterdir():
             if not entry.name.isdigit():
@@ -129,32 +132,3 @@ def _differences(before: Any, now: Any, name: str = "") -> list[str]:
         for key in keys
     )
     return [difference for part in found for difference in part]
-
-
-def _read(path: Path, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: holds {type(found).__name__}, not an object")
-    return found
-
-
-@contextlib.contextmanager
-def _writing(path: Path, comfort: str = "") -> Generator[None]:
-    """Says in a line that a file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        line = f"{path}: cannot be written: {error.strerror}{comfort}"
-        raise ValueError(line) from None
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".new")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ import orbax.checkpoint as ocp
 
 from jaxkv.files import make_sure_of_room, silencing_orbax, system_reason
 from jaxkv.models import transformer
+from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
 from scaling.training import run_folder
 from scaling.training.recipes import Schedule, TrainConfig
 from scaling.training.step import TrainState, compiled, init, steps
 
 __all__ = [
-    "Progress",
     "Result",
     "TrainState",
     "init",
@@ -36,26 +36,6 @@ __all__ = [
     "train",
     "train_in_memory",
 ]
-
-
-@runtime_checkable
-class Progress(Protocol):
-    """Who is told how far a run is, and may ask it to stop; `experiments` has one."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether to save and return after this piece of work."""
-        ...
-
-    def bar(
-        self, label: str, total: float | None, unit: str
-    ) -> Callable[[float], None]:
-        """Opens a bar; the function returned takes how much is done, of `total`."""
-        ...
-
-    def show(self, content: str) -> None:
-        """Replaces the text under the bars."""
-        ...
 
 
 class Result(NamedTuple):
@@ -88,7 +68,7 @@ def train(
     out: Path,
     *,
     start: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
 ) -> Result:
     """Trains a model in a folder, or takes up the run that the folder holds.
 
@@ -126,7 +106,7 @@ def _train(
     corpus: streams.Corpus,
     folder: run_folder.RunFolder,
     state: TrainState,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Result:
     """Trains from a state, or from the last checkpoint if there is one."""
     if (last := folder.last_step()) is not None:
@@ -149,7 +129,7 @@ def train_in_memory(
     corpus: streams.Corpus,
     *,
     start: TrainState | None = None,
-    progress: Progress | None = None,
+    progress: Progress = QUIET,
 ) -> Result:
     """Trains a model without leaving anything on disk.
 
@@ -194,7 +174,7 @@ class _Run:
         corpus: streams.Corpus,
         state: TrainState,
         first_step: int,
-        progress: Progress | None,
+        progress: Progress,
     ):
         if corpus.vocab_size > config.model.vocab_size:
             raise ValueError(
@@ -222,7 +202,7 @@ class _Run:
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
         started = time.monotonic()
         while (step := int(self.state.step)) < config.num_steps:
-            if self._progress is not None and self._progress.stopped:
+            if self._progress.stopped:
                 self.status = "stopped"
                 return
             end = _next_stop(step, config)
@@ -247,12 +227,9 @@ class _Run:
     def tell(self, line: dict[str, Any]) -> None:
         """Shows who watches how far the run is."""
         self._update(line["tokens"])
-        if self._progress is not None:
-            self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
+        self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
 
     def _open_bar(self) -> Callable[[float], None]:
-        if self._progress is None:
-            return lambda done: None
         num_steps = self._config.num_steps - self._first
         total = num_steps * self._config.batch_size * self._config.seq_len
         return self._progress.bar("training", total, "tokens")

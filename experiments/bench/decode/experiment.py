@@ -20,10 +20,12 @@ import numpy as np
 from experiments.bench.decode import peers
 from experiments.bench.decode.ours import Ours
 from experiments.bench.decode.peers import Timing
-from experiments.framework import QUIET, Part, Progress, Sheet, units
+from experiments.framework import Part, Sheet, units
 from experiments.harness import model_shapes
+from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
 
 PANELS = (1, 2)
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
@@ -59,9 +61,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
-        for name in ("prompt_tokens", "page_size", "steps_per_call", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(
+            self, "prompt_tokens", "page_size", "steps_per_call", "rounds"
+        )
         if self.output_tokens <= self.steps_per_call:
             raise ValueError(
                 f"{self.output_tokens=} must be more than {self.steps_per_call=}: "

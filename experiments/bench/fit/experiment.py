@@ -18,9 +18,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.bench.fit import peers
 from experiments.bench.fit.peers import Runs
-from experiments.framework import QUIET, Part, Progress, Sheet, units
+from experiments.framework import Part, Sheet, units
 from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, observe
 from scaling.laws import evaluation, published
@@ -47,8 +49,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured."""
-        if self.num_points < 16:
-            raise ValueError(f"{self.num_points=} must be at least 16")
+        validation.at_least(self, "num_points", low=16)
         if not 1 <= self.num_pieces <= self.num_resamples:
             raise ValueError(
                 f"{self.num_pieces=} must be in [1, {self.num_resamples=}]"

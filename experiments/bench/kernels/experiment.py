@@ -23,7 +23,9 @@ from experiments.bench.kernels import drawing, grouped, runs, sheets
 from experiments.bench.kernels.budget import Budget
 from experiments.bench.kernels.calls import MAX_ERROR, Implementation, Run
 from experiments.bench.kernels.peers.peers import start
-from experiments.framework import QUIET, Part, Progress
+from experiments.framework import Part
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.bench import (
     Ceilings,
@@ -66,10 +68,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured."""
-        if self.num_calls < 2:
-            raise ValueError(f"{self.num_calls=} must be at least 2")
-        if not self.max_s > 0:
-            raise ValueError(f"{self.max_s=} must be above 0")
+        validation.at_least(self, "num_calls", low=2)
+        validation.above(self, "max_s")
 
 
 CONFIGS = {

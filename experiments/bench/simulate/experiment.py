@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import Request
-from experiments.framework import QUIET, Part, Progress, Sheet, units
+from experiments.framework import Part, Sheet, units
 from experiments.harness import (
     Bounds,
     Members,
@@ -29,7 +29,8 @@ from experiments.harness import (
 )
 from experiments.harness import Part as Runner
 from experiments.plotting import style
-from jaxkv import clock
+from jaxkv import clock, validation
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import state
 from jaxkv.workloads import Workload
@@ -67,9 +68,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured."""
-        for name in ("num_steps", "max_slots", "head", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, "num_steps", "max_slots", "head", "rounds")
         if not 1 <= self.num_python <= self.num_runs:
             raise ValueError(f"{self.num_python=} must be in [1, {self.num_runs=}]")
         if not 0 < self.min_rate <= self.max_rate:

@@ -15,7 +15,9 @@ from typing import Any, Literal
 from experiments.bench.decode import peers as decode_peers
 from experiments.bench.train import peers as train_peers
 from experiments.bench.train.peers import Ours, Rival
-from experiments.framework import QUIET, Part, Progress, Sheet, units
+from experiments.framework import Part, Sheet, units
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 ROW = ("implementation", "width", "tokens_per_s", "flops_per_s", "compile_s", "ratio")
 COLORS = {"jaxkv": "#0072b2", "PyTorch": "#e69f00", "PyTorch, compiled": "0.6"}
@@ -46,13 +48,12 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be trained."""
-        for name in ("num_layers", "head_dim", "batch_size", "seq_len", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(
+            self, "num_layers", "head_dim", "batch_size", "seq_len", "rounds"
+        )
         if not self.width or any(x < 1 or x % self.head_dim for x in self.width):
             raise ValueError(f"{self.width=} must be multiples of {self.head_dim=}")
-        if not self.seconds > 0:
-            raise ValueError(f"{self.seconds=} must be above 0")
+        validation.above(self, "seconds")
 
 
 CONFIGS = {

@@ -40,15 +40,13 @@ class Case(NamedTuple):
     @classmethod
     def of(cls, config: "Config", width: int) -> "Case":
         """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
-        model = ModelConfig(
-            vocab_size=corpora.VOCAB_SIZE,
-            hidden_size=width,
+        model = architectures.transformer(
+            width,
+            num_heads=width // config.head_dim,
             num_layers=config.num_layers,
-            num_q_heads=width // config.head_dim,
-            num_kv_heads=width // config.head_dim,
-            head_dim=config.head_dim,
             mlp_size=4 * width,
-            max_positions=config.seq_len,
+            vocab_size=corpora.VOCAB_SIZE,
+            seq_len=config.seq_len,
             norm="layer",
             positions="learned",
             activation="gelu_tanh",

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from experiments.cli.fit.outcomes import Result
-from experiments.framework import QUIET, Progress, config_json
+from experiments.framework import config_json
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 if TYPE_CHECKING:
     from experiments.framework import Experiment
@@ -88,12 +90,9 @@ class Config:
     def __post_init__(self) -> None:
         if not self.laws:
             raise ValueError(f"{self.law=} must name a law")
-        if self.bootstrap < 0:
-            raise ValueError(f"{self.bootstrap=} must be at least 0")
-        if not 0 < self.level < 1:
-            raise ValueError(f"{self.level=} must be in (0, 1)")
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"{self.tolerance=} must be in [0, 1)")
+        validation.at_least(self, "bootstrap", low=0)
+        validation.within(self, "level", low=0, high=1, ends="()")
+        validation.within(self, "tolerance", low=0, high=1, ends="[)")
         if not self.smoothing >= 0:
             raise ValueError(f"{self.smoothing=} must be at least 0")
         if self.where and self.hold_out:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Progress
+from jaxkv.progress import Progress
 from scaling.fits import FitResult
 from scaling.frontiers import Frontier, Groups, envelope, isoflop, parabola
 from scaling.frontiers import frontier as frontiers_frontier

@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from experiments.cli.fit import frontiers, laws
 from experiments.cli.fit.command import Config
 from experiments.cli.fit.frontiers import Found
-from experiments.framework import Progress
+from jaxkv.progress import Progress
 from scaling.fits import FitResult
 from scaling.laws import Law
 from scaling.logs import Log

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from experiments.cli.fit.command import Config
-from experiments.framework import Progress
+from jaxkv.progress import Progress
 from scaling.fits import FitResult, HeldOut, diagnostics, prediction
 from scaling.fits import fit as fits_fit
 from scaling.fits.fit import scored

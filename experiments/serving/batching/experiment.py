@@ -15,10 +15,12 @@ mean 128, as published: there each limit keeps the outputs up to it.
 import dataclasses
 from typing import Any
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, units
+from experiments.framework import Claim, Part, Sheet, units
 from experiments.serving.batching import claims as batching_claims
 from experiments.serving.batching import drawing, lectures, serving, sweeps
 from experiments.serving.batching.sweeps import SYSTEMS, Result
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 PANELS = (4, 2)
 PANEL_SIZE_INCHES = (3.4, 1.8)
@@ -54,9 +56,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be simulated."""
-        for name in ("prompt_tokens", "num_requests", "num_seeds", "max_slots"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(
+            self, "prompt_tokens", "num_requests", "num_seeds", "max_slots"
+        )
         for name, least in (("limits", 1), ("deviations", 0), ("clients", 1)):
             values = getattr(self, name)
             if not values or min(values) < least or sorted(set(values)) != [*values]:
@@ -68,8 +70,7 @@ class Config:
             )
         if self.clients[-1] > self.max_slots:
             raise ValueError(f"{self.clients=} must be at most {self.max_slots=}")
-        if self.mean_output_tokens < 1:
-            raise ValueError(f"{self.mean_output_tokens=} must be at least 1")
+        validation.at_least(self, "mean_output_tokens")
 
     @property
     def longest(self) -> int:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from experiments.framework import Progress
 from experiments.harness import bundled
 from experiments.harness.prompts import held_out
 from experiments.serving.batching import sweeps
@@ -19,6 +18,7 @@ from experiments.serving.batching.sweeps import (
 )
 from jaxkv.engine import state
 from jaxkv.models import checkpoints, paged
+from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.serving.engine import Engine

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.framework import Progress
 from experiments.harness import Served, cost_models, simulating
 from experiments.serving.batching import lectures
+from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.simulation import Capacity, Cost, step
 from jaxkv.workloads import Workload, arrivals, lengths

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, judge, units
+from experiments.framework import Claim, Part, Sheet, judge, units
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import capacity, runs, settings
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import arrivals, lengths
 
 PANELS = (1, 2)
@@ -44,9 +46,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
-        for name in ("hours", "most"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        validation.above(self, "hours", "most")
         if self.rounds_before < 0 or self.seed < 0:
             raise ValueError(f"{self.rounds_before, self.seed=} must be at least 0")
         if self.num_rates < 2 or self.num_near < 0:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress
+from experiments.framework import Claim, Part
 from experiments.serving.chunked_prefill import drawing, published, runs, settings
 from experiments.serving.chunked_prefill.runs import Loads, Timeline
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 PANELS = (2, 2)
 PANEL_SIZE_INCHES = (3.8, 2.6)
@@ -54,11 +56,8 @@ class Config:
                 f"{self.budgets=} must be at least {settings.MAX_SLOTS}, a token for "
                 "each who decodes"
             )
-        for name in ("share", "seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.seed < 0:
-            raise ValueError(f"{self.seed=} must be at least 0")
+        validation.above(self, "share", "seconds")
+        validation.at_least(self, "seed", low=0)
 
 
 CONFIGS = {

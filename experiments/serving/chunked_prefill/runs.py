@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.framework import QUIET, Progress
 from experiments.harness import Served, simulating
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import Data, Model, System
 from jaxkv import clock
+from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import arrivals, metrics
 
 HEAD = 16

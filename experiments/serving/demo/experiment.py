@@ -18,22 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import (
-    QUIET,
-    Claim,
-    Excerpts,
-    Part,
-    Progress,
-    Sheet,
-    judge,
-    units,
-)
+from experiments.framework import Claim, Excerpts, Part, Sheet, judge, units
 from experiments.harness import Request, bundled, servings, showing, streaming
 from experiments.harness.prompts import held_out, ragged
 from experiments.harness.servings import Served
 from experiments.plotting import style, timelines
+from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints, paged
+from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving.engine import Engine
@@ -82,16 +75,13 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses lengths that do not fit."""
-        for name in ("num_requests", "max_slots", "page_size", "steps_per_call"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("sigma", "seed"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        for name in ("prompt_tokens", "output_tokens"):
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ValueError(f"{name}={low, high} must be in order, from 1")
+        validation.at_least(
+            self, "num_requests", "max_slots", "page_size", "steps_per_call"
+        )
+        validation.at_least(self, "sigma", "seed", low=0)
+        validation.ascending(
+            self, "prompt_tokens", "output_tokens", low=1, strictly=False
+        )
         longest = self.prompt_tokens[1] + self.output_tokens[1]
         if longest > self.max_length:
             raise ValueError(

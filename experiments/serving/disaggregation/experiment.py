@@ -8,12 +8,14 @@ with the times of steps that its authors published, and queues beside their form
 import dataclasses
 from typing import Any, NamedTuple
 
-from experiments.framework import QUIET, Claim, Part, Progress
+from experiments.framework import Claim, Part
 from experiments.serving.disaggregation import drawing, published, runs, settings
 from experiments.serving.disaggregation.instances import Role, Split
 from experiments.serving.disaggregation.queues import Queues, measure
 from experiments.serving.disaggregation.runs import Asked, Loads
 from experiments.serving.disaggregation.settings import Application, Instance
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 PANELS = (2, 3)
 PANEL_SIZE_INCHES = (3.2, 2.5)
@@ -53,13 +55,9 @@ class Config:
             raise ValueError(f"{self.links=} must be above 0 bytes per second")
         if not (self.queue_loads and all(0 < x < 1 for x in self.queue_loads)):
             raise ValueError(f"{self.queue_loads=} must lie in (0, 1)")
-        for name in ("queue_requests", "queue_seeds"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 2")
-        if not self.seconds > 0:
-            raise ValueError(f"{self.seconds=} must be above 0")
-        if self.seed < 0:
-            raise ValueError(f"{self.seed=} must be at least 0")
+        validation.at_least(self, "queue_requests", "queue_seeds", low=2)
+        validation.above(self, "seconds")
+        validation.at_least(self, "seed", low=0)
 
 
 CONFIGS = {

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.framework import QUIET, Progress
 from experiments.harness import Members, simulating
 from experiments.serving.chunked_prefill import policies
 from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import Instance
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import interface
 from jaxkv.simulation import Capacity, Cost, Work
 from jaxkv.workloads import arrivals, lengths

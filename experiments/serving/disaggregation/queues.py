@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import QUIET, Progress
 from experiments.harness import Members, cost_models, simulating
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity
 from jaxkv.workloads import metrics

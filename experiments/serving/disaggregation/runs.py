@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.framework import QUIET, Progress
 from experiments.serving.disaggregation import instances, settings
 from experiments.serving.disaggregation.instances import Answers, Job, Requests, Split
 from experiments.serving.disaggregation.settings import Application, Instance
+from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import lengths, metrics
 
 SHARE = 0.9

@@ -22,14 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.framework import Claim, judge
 from experiments.plotting import style
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
+from pallas_kernels import devices
 from pallas_kernels.flash_attention.tiled import TILE, flash_attention
 from pallas_kernels.paged_attention import api
 
 PANELS = (1, 3)
-NUM_CORES = 132
-"""Streaming multiprocessors of an H100 or H200, for the count of pieces of work."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,9 @@ class Config:
             values = getattr(self, name)
             if len(values) < 2 or min(values) < 1 or sorted(set(values)) != [*values]:
                 raise ValueError(f"{name}={values} must be at least two, ascending")
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(
+            self, "num_q_heads", "num_kv_heads", "head_dim", "page_size", "repeats"
+        )
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
@@ -295,7 +296,8 @@ def metrics(result: Result) -> dict[str, Any]:
             "tiles / paged": result.one_flash_s[i] / result.one_paged_s[i],
             "pieces of work, keys whole": result.num_kv_heads,
             "pieces of work, keys split": min(
-                NUM_CORES, result.num_kv_heads * (-(-int(result.context[i]) // 64))
+                devices.NUM_CORES,
+                result.num_kv_heads * (-(-int(result.context[i]) // 64)),
             ),
         }
         for i in range(len(result.context))

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, judge, units
+from experiments.framework import Claim, Part, Sheet, judge, units
 from experiments.harness import bundled
 from experiments.serving.kv_cache import counting, drawing
 from experiments.serving.kv_cache.counting import Counted
 from experiments.serving.kv_cache.timing import Timed, time_both
+from jaxkv import validation
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
 from scaling.shapes import huggingface, published
 
 PANELS = (2, 2)
@@ -55,8 +57,7 @@ class Config:
                 raise ValueError(
                     f"{name}={values} must be two or more, ascending, from {least}"
                 )
-        if self.repeats < 1:
-            raise ValueError(f"{self.repeats=} must be at least 1")
+        validation.at_least(self, "repeats")
 
 
 CONFIGS = {

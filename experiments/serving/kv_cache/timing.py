@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments.framework import Progress
 from jaxkv import decoding
 from jaxkv.engine import state
 from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
+from jaxkv.progress import Progress
 
 PAGE_SIZE = 16
 

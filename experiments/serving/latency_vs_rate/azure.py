@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Part, Progress, Sheet, units
+from experiments.framework import Part, Sheet, units
 from experiments.harness import cost_models, simulated, simulating, simulating_parts
+from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity
 from jaxkv.workloads import recordings

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, units
+from experiments.framework import Claim, Part, Sheet, units
 from experiments.serving.latency_vs_rate import (
     azure,
     capacity,
@@ -25,6 +25,8 @@ from experiments.serving.latency_vs_rate import (
 )
 from experiments.serving.latency_vs_rate.panels import PANELS as FIGURES
 from experiments.serving.latency_vs_rate.panels import Panel
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 PANELS = drawing.GRID
 PANEL_SIZE_INCHES = (2.6, 1.9)
@@ -69,8 +71,7 @@ class Config:
         ):
             if unknown := sorted({*getattr(self, name)} - {*known}):
                 raise ValueError(f"{name}={unknown} must be in {[*known]}")
-        if not 0 < self.hours_share <= 24:
-            raise ValueError(f"{self.hours_share=} must be in (0, 24]")
+        validation.within(self, "hours_share", low=0, high=24, ends="(]")
         if self.num_rates < 2 or self.num_near < 0:
             raise ValueError(
                 f"{self.num_rates=} must be at least 2, {self.num_near=} 0"

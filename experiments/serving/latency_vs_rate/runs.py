@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import QUIET, Progress
 from experiments.harness import simulated, simulating, simulating_parts
 from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Server, System
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.simulation import Capacity, Cost, contiguous
 from jaxkv.workloads import arrivals, lengths

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, units
+from experiments.framework import Claim, Part, Sheet, units
 from experiments.harness import length_distributions
 from experiments.serving.lecture_numbers import drawing, report
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from scaling.costs import Device, devices, flops, parameters, serving
 from scaling.shapes import Description, published
 
@@ -46,9 +48,7 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what cannot be generated."""
         devices.find(self.device)
-        for name in ("tokens", "prompt_tokens", "answer_tokens"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, "tokens", "prompt_tokens", "answer_tokens")
 
 
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}

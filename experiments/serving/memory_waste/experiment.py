@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, units
+from experiments.framework import Claim, Part, Sheet, units
 from experiments.harness import simulating
 from experiments.serving.latency_vs_rate import Load, Setting, runs, settings
 from experiments.serving.memory_waste import drawing, published
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation import Cost, Work
 from scaling.costs import devices, serving
 
@@ -51,8 +53,7 @@ class Config:
             raise ValueError(f"{self.rate=} must be in (0, 100] requests a second")
         if not 0 <= self.warm_up_s < 3600 * self.hours <= 86_400:
             raise ValueError(f"{self.warm_up_s=} must lie within {self.hours=}")
-        if self.num_seeds < 1:
-            raise ValueError(f"{self.num_seeds=} must be at least 1")
+        validation.at_least(self, "num_seeds")
         if not self.step_scales or min(self.step_scales) <= 0:
             raise ValueError(f"{self.step_scales=} must be above 0, at least one")
 

@@ -11,10 +11,11 @@ written, and where the model looks for them.
 import dataclasses
 from typing import Any, NamedTuple
 
-from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.framework import Claim, judge
 from experiments.harness import Language
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import MAX_LENGTH, Ask, Frames, Stage
+from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
 PANEL_SIZE_INCHES = drawing.SIZE_INCHES

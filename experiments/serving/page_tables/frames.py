@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness import Language, Scribe
+from jaxkv import clock
 from jaxkv.engine import EngineConfig, EngineState
 from jaxkv.engine.requests import submit
 from jaxkv.engine.state import init
@@ -151,7 +152,7 @@ class Stage:
         for step, caption in enumerate(captions):
             before = state
             state, info = self._run(
-                *(None, state, outputs.clock(float(step))),
+                *(None, state, clock.from_seconds(float(step))),
                 config=config,
                 forward=Scribe(language=self.language),
                 policy=fcfs.fcfs(),

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress
+from experiments.framework import Claim, Part
 from experiments.harness import Request, bundled, prompts
 from experiments.serving.preemption import (
     drawing,
@@ -30,8 +30,10 @@ from experiments.serving.preemption import (
 )
 from experiments.serving.preemption.results import Result
 from experiments.serving.preemption.serving import Server, Way
+from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import victims
 
@@ -96,26 +98,17 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what does not fit, or leaves nothing to measure."""
         counts = ("num_requests", "repeats", "move_tokens", "move_repeats", "page_size")
-        for name in (*counts, "max_slots", "steps_per_call"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("prompt_tokens", "output_tokens"):
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ValueError(f"{name}={low, high} must be in order, from 1")
-        for name in ("sigma", "seed", "simulated_requests"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        for name in ("pool_share", "host_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be in (0, 1]")
-        if not all(0 < share <= 1 for share in self.pool_shares):
-            raise ValueError(f"{self.pool_shares=} must lie in (0, 1]")
-        for name in ("watermark_shares", "swap_shares", "host_shares"):
-            if not all(0 <= share <= 1 for share in getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
-        if not all(size >= 1 for size in self.page_sizes):
-            raise ValueError(f"{self.page_sizes=} must be at least 1")
+        validation.at_least(self, *counts, "max_slots", "steps_per_call")
+        validation.ascending(
+            self, "prompt_tokens", "output_tokens", low=1, strictly=False
+        )
+        validation.at_least(self, "sigma", "seed", "simulated_requests", low=0)
+        validation.within(self, "pool_share", "host_share", low=0, high=1, ends="(]")
+        validation.within(self, "pool_shares", low=0, high=1, ends="(]")
+        validation.within(
+            self, "watermark_shares", "swap_shares", "host_shares", low=0, high=1
+        )
+        validation.at_least(self, "page_sizes")
 
     @property
     def max_length(self) -> int:

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Progress
 from experiments.harness import Request
+from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, requests, step
 from jaxkv.engine.state import NOBODY, Queue, init
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
 from jaxkv.models import checkpoints, paged
+from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.serving import host_swap, outputs
@@ -130,7 +131,7 @@ def _time_reading(
     """Times the one step that feeds all tokens of the request, which then ends."""
     state = init(config, paged.make_pages(model.config, config))
     forward, policy = paged.PagedForward(model.config, config.numerics), fcfs.fcfs()
-    ask, clock = Sampling.greedy(max_tokens=1), outputs.clock(0.0)
+    ask, clock = Sampling.greedy(max_tokens=1), from_seconds(0.0)
     found = []
     for _ in range(repeats + 1):
         asked = outputs.make_requests(

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from experiments.framework import Progress
 from experiments.harness import Request, streaming
 from experiments.serving.preemption import replay
 from experiments.serving.preemption.replay import Story
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints, paged
+from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, victims
 from jaxkv.serving.engine import Engine

@@ -11,9 +11,9 @@ from typing import NamedTuple, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import QUIET, Progress
 from experiments.harness import Members, simulating
 from experiments.serving.latency_vs_rate import runs, settings
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, victims
 from jaxkv.workloads import arrivals
 from scaling.costs import serving

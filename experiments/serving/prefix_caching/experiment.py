@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress
+from experiments.framework import Claim, Part
 from experiments.serving.prefix_caching import drawing, published, serving, workloads
 from experiments.serving.prefix_caching.results import Loads, Runs, columns
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction, Server
 from experiments.serving.prefix_caching.workloads import Prompts
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 PANEL_SIZE_INCHES = drawing.SIZE_INCHES
 
@@ -55,16 +57,11 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to serve, or no cache."""
-        for name in ("num_users", "num_tasks", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        for name in ("num_turns", "num_questions", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, "num_users", "num_tasks", "seed", low=0)
+        validation.at_least(self, "num_turns", "num_questions", "window")
         if not (self.trace or self.num_users or self.num_tasks):
             raise ValueError("trace, num_users and num_tasks leave no prompts")
-        if not all(0 < share < 1 for share in self.shares):
-            raise ValueError(f"{self.shares=} must lie in (0, 1)")
+        validation.within(self, "shares", low=0, high=1, ends="()")
         if not self.evictions or not {*self.evictions} <= {*EVICTIONS}:
             raise ValueError(f"{self.evictions=} must be of {', '.join(EVICTIONS)}")
 

@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
-from experiments.framework import QUIET, Progress
 from jaxkv.engine import EngineConfig, EngineState, step
 from jaxkv.engine.requests import Requests, drain, submit
 from jaxkv.engine.state import FINISHED, init
 from jaxkv.memory import Prefixes, kv_pages, page_pool
 from jaxkv.models import ForwardResult
+from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import outputs

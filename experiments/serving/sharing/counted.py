@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Claim, Part, Progress, Sheet, judge, units
+from experiments.framework import Claim, Part, Sheet, judge, units
 from experiments.harness import (
     cost_models,
     length_distributions,
@@ -19,6 +19,7 @@ from experiments.harness import (
 )
 from experiments.serving.sharing import groups
 from experiments.serving.sharing.published import DATA, PAPER, POINT, SAMPLES, share
+from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity
 from jaxkv.workloads import arrivals, metrics

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress
+from experiments.framework import Claim, Part
 from experiments.harness import Law, Lengths, bundled, length_distributions, prompts
 from experiments.serving.sharing import counted as sharing_counted
 from experiments.serving.sharing import (
@@ -32,8 +32,10 @@ from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture, take
 from experiments.serving.sharing.prefixes import Prefixes, serve_prefixes
 from experiments.serving.sharing.serving import Server
 from experiments.serving.sharing.translated import Translated
+from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
 PANEL_SIZE_INCHES = drawing.SIZE_INCHES
@@ -85,30 +87,23 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to share, or does not fit."""
-        if self.num_simulated < 0:
-            raise ValueError(f"{self.num_simulated=} must be at least 0")
+        validation.at_least(self, "num_simulated", low=0)
         if not (self.model or self.num_simulated):
             raise ValueError("model and num_simulated leave nothing to share")
         counts = ("num_short", "num_long", "num_prefixed", "repeats", "page_size")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, *counts)
         if self.max_slots < NUM_SEQUENCES:
             raise ValueError(f"{self.max_slots=} must be at least 4")
         for name in ("answers", "widths"):
             sizes = getattr(self, name)
             if not sizes or not all(2 <= size <= self.max_slots for size in sizes):
                 raise ValueError(f"{name}={sizes} must lie in [2, {self.max_slots=}]")
-        for name in ("prefixes", "chunk_sizes"):
-            if not all(size >= 1 for size in getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, "prefixes", "chunk_sizes")
         low, high = self.own_tokens
         if not 1 <= low <= high:
             raise ValueError(f"{self.own_tokens=} must be in order, from 1")
-        if not 0 < self.length_scale <= 1:
-            raise ValueError(f"{self.length_scale=} must be in (0, 1]")
-        if self.seed < 0:
-            raise ValueError(f"{self.seed=} must be at least 0")
+        validation.within(self, "length_scale", low=0, high=1, ends="(]")
+        validation.at_least(self, "seed", low=0)
         longest = max((0, *self.prefixes)) + 2 * high
         if longest > self.max_length:
             raise ValueError(

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Progress
 from experiments.harness import Lengths, Request, length_distributions
 from experiments.harness.prompts import held_out
 from experiments.serving.sharing.serving import Served, Server
+from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 

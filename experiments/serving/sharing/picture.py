@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from experiments.framework import Progress
 from experiments.harness import Request
 from experiments.serving.sharing import serving
 from experiments.serving.sharing.serving import Server
 from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE
+from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling, beam_search
 
 PROMPT = '''def read_lines(path):

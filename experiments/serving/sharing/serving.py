@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from experiments.framework import QUIET, Progress
 from experiments.harness import Request
+from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState
 from jaxkv.engine import counts as engine_counts
 from jaxkv.engine import step as engine_step
@@ -25,6 +25,7 @@ from jaxkv.engine.state import FINISHED, Sequences, init
 from jaxkv.engine.step import StepInfo
 from jaxkv.memory import page_table
 from jaxkv.models import checkpoints, paged
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import outputs
 
@@ -105,7 +106,7 @@ class Server:
         """
         config, waiting = self.config, list(enumerate(requests))
         policy = fcfs.fcfs() if policy is None else policy
-        clock = outputs.clock(0.0)
+        clock = from_seconds(0.0)
         unfinished = 0
         while waiting or unfinished:
             batch = waiting[: _num_that_fit([r for _, r in waiting], config)]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.framework import Claim, Part, Progress, Sheet, judge, units
+from experiments.framework import Claim, Part, Sheet, judge, units
 from experiments.harness import cost_models, simulating, simulating_parts
 from experiments.serving.sharing import groups
 from experiments.serving.sharing.counted import (
@@ -23,6 +23,7 @@ from experiments.serving.sharing.counted import (
     capacity,
 )
 from experiments.serving.sharing.published import PAPER, SPEED_UPS
+from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Cost, Work, contiguous
 from jaxkv.workloads import arrivals, lengths, metrics

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import QUIET, Progress
 from experiments.training.bundled_model import model_card
+from jaxkv import validation
 from jaxkv.models import checkpoints
 from jaxkv.models.config import ModelConfig
+from jaxkv.progress import QUIET, Progress
 from jaxkv.text import tokenizer
 from scaling.corpora import corpora
 from scaling.training import TrainConfig, architectures, objectives, train
@@ -42,8 +43,7 @@ class Config:
 
     def __post_init__(self):
         """Refuses a cool-down that is none."""
-        if self.cooldown_steps < 1:
-            raise ValueError(f"{self.cooldown_steps=} must be at least 1")
+        validation.at_least(self, "cooldown_steps")
         if self.trunk.cooldown_steps:
             raise ValueError(f"{self.trunk.cooldown_steps=} must be 0")
         if not isinstance(self.trunk.corpus, corpora.CorpusConfig):

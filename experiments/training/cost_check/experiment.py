@@ -12,8 +12,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, judge
+from experiments.framework import Claim, Part, Sheet, judge
 from experiments.plotting import style
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 
 FLOPS_TOLERANCE = 0.02
 """Norms, activations and the softmax are counted by XLA alone."""
@@ -43,8 +45,7 @@ class Config:
         """Refuses what would not be one tile, or no model."""
         if self.hidden_size < 32 or self.hidden_size % 32:
             raise ValueError(f"{self.hidden_size=} must be a multiple of 32")
-        if not 1 <= self.sequence <= 128:
-            raise ValueError(f"{self.sequence=} must be in [1, 128]")
+        validation.within(self, "sequence", low=1, high=128)
         if self.num_layers < 1 or self.batch < 2:
             raise ValueError(f"{self.num_layers=} must be at least 1, {self.batch=} 2")
         if unknown := {*self.families} - _CHANGES.keys():

@@ -9,17 +9,18 @@ The mixture holds more weights, which this count of compute does not see: memory
 serving the bytes of every expert that some token of the batch meets.
 """
 
-import concurrent.futures
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Progress
 from experiments.training.experts import drawing, fits, report, runs
 from experiments.training.experts.runs import PAIR, Job, Kind, Run, Shapes
-from jaxkv.models import transformer
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
+from scaling.sweeps import executors, workers
 
 PANELS = (1, 2)
 
@@ -61,8 +62,7 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, widths]")
         if len(self.learning_rates) > 1 and not self.num_tuned:
             raise ValueError("several learning rates need num_tuned of at least 1")
-        if self.num_threads < 1:
-            raise ValueError(f"{self.num_threads=} must be at least 1")
+        validation.at_least(self, "num_threads")
         if self.num_windows < 2 or self.num_resamples < 2:
             raise ValueError(
                 f"{self.num_windows=} and {self.num_resamples=} must be at least 2"
@@ -128,28 +128,26 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     found: list[Run] = []
     router = None
     plan = _Plan(config, found)
-    shared = runs.Shared(progress, plan.num_tokens())
-
-    def train(job: Job) -> tuple[Run, transformer.Params] | None:
-        if progress.stopped:
-            return None
-        return runs.train(
-            *job,
-            shapes=config.shapes,
-            corpus=config.corpus,
-            num_windows=config.num_windows,
-            progress=shared,
-        )
-
-    with concurrent.futures.ThreadPoolExecutor(config.num_threads) as pool:
-        # What is trained after the tuning follows from all of it.
-        for jobs in (plan.tuning, plan.rest):
-            for done in pool.map(train, jobs()):
-                if done is None:
-                    continue
-                found.append(done[0])
-                if done[0].kind == "mixture":
-                    router = done[1]["layers"][0]["mixture"]["router"]["weight"]
+    corpus = executors.open_corpus(config.corpus)
+    all_workers = workers.Workers(
+        corpus,
+        functools.partial(runs.score, corpus, config.num_windows),
+        progress,
+        num_steps=plan.num_steps(),
+        num_threads=config.num_threads,
+    )
+    train = functools.partial(
+        runs.train,
+        shapes=config.shapes,
+        corpus=config.corpus,
+        workers=all_workers,
+    )
+    # What is trained after the tuning follows from all of it.
+    for jobs in (plan.tuning, plan.rest):
+        for done, params in all_workers.map(train, jobs()):
+            found.append(done)
+            if done.kind == "mixture":
+                router = params["layers"][0]["mixture"]["router"]["weight"]
     error = np.nan
     if router is not None:
         error = fits.routing_error(np.asarray(router), top_k=config.shapes.top_k)
@@ -202,14 +200,10 @@ class _Plan:
         free: Kind = "unbalanced"
         return [*jobs, (free, self.shown, self.rate(free, self.shown), 0)]
 
-    def num_tokens(self) -> int:
-        """Tokens of all runs."""
-        shapes = self.config.shapes
-        steps = sum(
-            runs.num_steps(width, shapes)
-            for _, width, *_ in (*self.tuning(), *self.rest())
-        )
-        return steps * shapes.batch_size * shapes.seq_len
+    def num_steps(self) -> int:
+        """Steps of all runs."""
+        jobs = (*self.tuning(), *self.rest())
+        return sum(runs.num_steps(width, self.config.shapes) for _, width, *_ in jobs)
 
     @property
     def shown(self) -> int:

@@ -2,20 +2,16 @@
 
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Progress
 from jaxkv.models import Experts, ModelConfig, transformer
 from scaling.corpora import corpora, streams
+from scaling.sweeps import Finished, Workers
 from scaling.training import OptimizerConfig, TrainConfig, architectures, objectives
-from scaling.training.train import Progress as TrainingProgress
-from scaling.training.train import train_in_memory
 
 Kind = Literal["dense", "mixture", "unbalanced"]
 """`unbalanced`: a mixture trained without the load-balancing loss."""
@@ -72,44 +68,6 @@ class Run(NamedTuple):
     """[mixtures, experts], share of held-out tokens; [0, 0] of a dense model."""
 
 
-class Shared:
-    """One bar for the runs of several threads.
-
-    Args:
-      progress: who is told in the end.
-      num_tokens: of all runs together.
-    """
-
-    def __init__(self, progress: Progress, num_tokens: int):
-        self._progress, self._lock, self._done = progress, threading.Lock(), 0.0
-        self._update = progress.bar("training", num_tokens, "tokens")
-
-    @property
-    def stopped(self) -> bool:
-        """Whether all should stop."""
-        return self._progress.stopped
-
-    def bar(
-        self, label: str, total: float | None, unit: str
-    ) -> Callable[[float], None]:
-        """Counts a run's tokens with those of the others."""
-        before = 0.0
-
-        def update(done: float) -> None:
-            nonlocal before
-            with self._lock:
-                self._done += done - before
-                before = done
-                self._update(self._done)
-
-        return update
-
-    def show(self, content: str) -> None:
-        """Passes a line on."""
-        with self._lock:
-            self._progress.show(content)
-
-
 def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
     """Gives the model of a kind and width."""
     size = shapes.mlp_ratio * width
@@ -118,15 +76,13 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
     )
     if kind == "unbalanced":
         experts = dataclasses.replace(experts, balance_weight=0.0)
-    return ModelConfig(
-        vocab_size=corpora.VOCAB_SIZE,
-        hidden_size=width,
+    return architectures.transformer(
+        width,
+        num_heads=width // _HEAD_DIM,
         num_layers=shapes.num_layers,
-        num_q_heads=width // _HEAD_DIM,
-        num_kv_heads=width // _HEAD_DIM,
-        head_dim=_HEAD_DIM,
         mlp_size=size,
-        max_positions=shapes.seq_len,
+        vocab_size=corpora.VOCAB_SIZE,
+        seq_len=shapes.seq_len,
         experts=None if kind == "dense" else experts,
     )
 
@@ -138,22 +94,54 @@ def num_steps(width: int, shapes: Shapes) -> int:
     return max(4, round(tokens / (shapes.batch_size * shapes.seq_len)))
 
 
-def train(
-    kind: Kind,
-    width: int,
-    learning_rate: float,
-    seed: int,
-    *,
-    shapes: Shapes,
-    corpus: corpora.CorpusConfig,
+class Score(NamedTuple):
+    """What a run is worth.
+
+    Attributes:
+      loss: nats per token of held-out text.
+      loss_se: its standard error.
+      loads: see `Run`.
+    """
+
+    loss: float
+    loss_se: float
+    loads: np.ndarray
+
+
+def score(
+    corpus: streams.Corpus,
     num_windows: int,
-    progress: TrainingProgress,
-) -> tuple[Run, transformer.Params] | None:
-    """Trains and scores one model; nothing if it was stopped before its end.
+    run: TrainConfig,
+    params: transformer.Params,
+) -> Score:
+    """Scores a run, and counts what its experts got."""
+    found = objectives.score_stream(
+        params,
+        corpus.held_out,
+        model=run.model,
+        seq_len=run.seq_len,
+        num_windows=num_windows,
+    )
+    loads = np.zeros((0, 0))
+    if isinstance(run.model, ModelConfig) and run.model.experts is not None:
+        windows = objectives.stream_windows(
+            corpus.held_out, seq_len=run.seq_len, num_windows=min(num_windows, 64)
+        )
+        output = _outputs(run.model)(params, jnp.asarray(windows[:, :-1]))
+        loads = np.asarray(output.loads, np.float64)
+    return Score(found.loss, found.loss_se, loads)
+
+
+def train(
+    job: Job, *, shapes: Shapes, corpus: corpora.CorpusConfig, workers: Workers
+) -> tuple[Run, transformer.Params]:
+    """Trains and scores one model.
 
     Raises:
-      ValueError: the text is missing or too short, or the run diverged.
+      ValueError: the run diverged.
+      branching.Stopped: somebody asked to stop before its end.
     """
+    kind, width, learning_rate, seed = job
     model, steps = make_model(kind, width, shapes), num_steps(width, shapes)
     config = TrainConfig(
         model=model,
@@ -166,47 +154,34 @@ def train(
         warmup_steps=steps // 10,
         cooldown_steps=steps // 5,
         seed=seed,
-        report_every=-(-steps // 8),
-        checkpoint_every=steps,
     )
-    text = _corpus(corpus)
-    done = train_in_memory(config, text, progress=progress)
-    if done.status == "stopped":
-        return None
-    if done.status == "diverged":
+    [done] = workers.train([config], _shown)
+    if done.score is None or done.params is None:
         raise ValueError(f"{kind} of width {width} diverged at {learning_rate=}")
-    score = objectives.score_stream(
-        *(done.params, text.held_out),
-        model=model,
-        seq_len=shapes.seq_len,
-        num_windows=num_windows,
-    )
     counted = architectures.parameters(model)
     flops = architectures.training_flops(
         model, batch=shapes.batch_size, sequence=shapes.seq_len
     )
-    loads = np.zeros((0, 0))
-    if kind != "dense":
-        windows = objectives.stream_windows(
-            text.held_out, seq_len=shapes.seq_len, num_windows=min(num_windows, 64)
-        )
-        found = _outputs(model)(done.params, jnp.asarray(windows[:, :-1])).loads
-        loads = np.asarray(found, np.float64)
     run = Run(
-        *(kind, width, learning_rate, seed, counted.total, counted.matmul),
+        kind=kind,
+        width=width,
+        learning_rate=learning_rate,
+        seed=seed,
+        num_params=counted.total,
+        num_active=counted.matmul,
         num_tokens=steps * shapes.batch_size * shapes.seq_len,
         flops=float(steps) * flops,
-        loss=score.loss,
-        loss_se=score.loss_se,
-        seconds=done.curve[-1]["duration_s"],
-        loads=loads,
+        loss=done.score.loss,
+        loss_se=done.score.loss_se,
+        seconds=done.seconds,
+        loads=done.score.loads,
     )
     return run, done.params
 
 
-@functools.cache
-def _corpus(config: corpora.CorpusConfig) -> streams.Corpus:
-    return corpora.open(config)
+def _shown(end: Finished) -> str:
+    loss = np.nan if end.score is None else end.score.loss
+    return f"width {end.run.model.hidden_size}: {loss:.3f} nats a token"
 
 
 @functools.cache

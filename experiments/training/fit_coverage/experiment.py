@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, judge, units
+from experiments.framework import Claim, Part, Sheet, judge, units
 from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
+from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
 from scaling.laws import published
 

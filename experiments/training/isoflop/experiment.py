@@ -13,10 +13,11 @@ import dataclasses
 import math
 from typing import Any
 
-from experiments.framework import QUIET, Claim, Part, Progress
+from experiments.framework import Claim, Part
 from experiments.training.isoflop import drawing, report, runs
 from experiments.training.isoflop.outcomes import Result
 from experiments.training.isoflop.settings import Settings
+from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 
 PANELS = (2, 3)

@@ -9,15 +9,16 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.framework import Progress, config_json, environment, run_folder
+from experiments.framework import config_json, environment, run_folder
 from experiments.training.isoflop.settings import Settings, shape
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
+from jaxkv.progress import Progress
 from jaxkv.text import tokenizer
 from scaling.corpora import Corpus
 from scaling.sweeps import branching, executors, grid
 from scaling.sweeps.sweep import model_folder
-from scaling.training import TrainConfig, objectives
+from scaling.training import TrainConfig
 from scaling.training import train as training_train
 from scaling.training.train import Result
 
@@ -60,7 +61,7 @@ def train(
         if results[-1].status == "stopped":
             return Truth(None, [])
     if not path.exists():
-        corpus = executors.open_corpus(sweep)
+        corpus = executors.open_corpus(sweep.corpus)
         records = [
             _record(config, corpus, run, result)
             for run, result in zip(runs, results, strict=True)
@@ -91,13 +92,7 @@ def _record(
     is_done = result.status == "done"
     score = None
     if is_done:
-        score = objectives.score_stream(
-            result.params,
-            corpus.held_out,
-            model=run.model,
-            seq_len=run.seq_len,
-            num_windows=config.num_eval_windows,
-        )
+        score = executors.score(config.sweep, corpus, run, result.params)
     finished = branching.Finished(
         run=run,
         status="done" if is_done else "diverged",

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from experiments.cli.fit import frontiers
-from experiments.framework import Progress
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import prediction
 from experiments.training.isoflop.settings import BASE_WIDTH, Settings
+from jaxkv.progress import Progress
 from scaling.logs.log import Log
 from scaling.sweeps import SweepConfig
 from scaling.sweeps.sweep import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.cli.fit import command, frontiers
-from experiments.framework import QUIET, Progress, config_json, run_folder
+from experiments.framework import config_json, run_folder
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import held_out, horizons, outcomes
 from experiments.training.isoflop.outcomes import Line, Points, Rates, Result
@@ -19,6 +19,7 @@ from experiments.training.isoflop.prediction import (
     rows_of,
 )
 from experiments.training.isoflop.settings import Settings
+from jaxkv.progress import QUIET, Progress
 from scaling.fits import result
 from scaling.frontiers import Frontier
 from scaling.laws import published

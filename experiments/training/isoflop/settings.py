@@ -2,9 +2,11 @@
 
 import dataclasses
 
+from jaxkv import validation
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.sweeps import SweepConfig, grid
+from scaling.training import architectures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +51,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be foreseen."""
-        if not self.held_out_factor > 1:
-            raise ValueError(f"{self.held_out_factor=} must be above 1")
-        if not 0 < self.level < 1:
-            raise ValueError(f"{self.level=} must be in (0, 1)")
-        if self.bootstrap < 2:
-            raise ValueError(f"{self.bootstrap=} must be at least 2")
+        validation.above(self, "held_out_factor", low=1)
+        validation.within(self, "level", low=0, high=1, ends="()")
+        validation.at_least(self, "bootstrap", low=2)
         if len(self.budgets) < 3:
             raise ValueError(f"{self.budgets=} must be at least three")
         if self.keep_models and not self.folder:
@@ -92,15 +91,13 @@ BASE_WIDTH = 32
 def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     """A Llama of some width: heads of 16 or so, an MLP of 8/3 of the width."""
     heads = max(1, width // 16)
-    return ModelConfig(
-        vocab_size=corpora.VOCAB_SIZE,
-        hidden_size=width,
+    return architectures.transformer(
+        width,
+        num_heads=heads,
         num_layers=num_layers,
-        num_q_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width // heads,
         mlp_size=8 * max(1, round(width / 3)),
-        max_positions=seq_len,
+        vocab_size=corpora.VOCAB_SIZE,
+        seq_len=seq_len,
     )
 
 

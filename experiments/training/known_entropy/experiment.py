@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Progress, judge
+from experiments.framework import Claim, judge
 from experiments.plotting import style
 from experiments.training.known_entropy.counts import Counts, count
 from experiments.training.known_entropy.fits import Fit, fit
 from experiments.training.known_entropy.runs import Recipe, Runs, model, train
+from jaxkv.progress import QUIET, Progress
 from scaling.corpora.languages import LanguageConfig
 from scaling.corpora.languages import language as languages_language
 

@@ -9,16 +9,19 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Progress
-from jaxkv.models import config
-from scaling.corpora import corpora
+from jaxkv.models import config, transformer
+from jaxkv.progress import Progress
 from scaling.corpora.languages.language import LanguageConfig, code_lengths
-from scaling.training import OptimizerConfig, Schedule, architectures, objectives
-from scaling.training.train import init, steps
+from scaling.sweeps import branching, executors, workers
+from scaling.training import (
+    OptimizerConfig,
+    TrainConfig,
+    architectures,
+    objectives,
+    steps_taken,
+)
 
 COOLDOWN = 0.2
 _OPTIMIZER = OptimizerConfig(kind="muon", weight_decay=0.0)
@@ -69,15 +72,13 @@ class Runs(NamedTuple):
 
 def model(width: int, num_layers: int, vocab_size: int, seq_len: int):
     """A small transformer with two heads, and an MLP of three times its width."""
-    return config.ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
+    return architectures.transformer(
+        width,
+        num_heads=2,
         num_layers=num_layers,
-        num_q_heads=2,
-        num_kv_heads=2,
-        head_dim=width // 2,
         mlp_size=3 * width,
-        max_positions=seq_len,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
     )
 
 
@@ -95,71 +96,73 @@ def train(
       shapes: of the models.
       lengths: numbers of tokens.
       recipe: of all runs.
-      progress: told of the tokens; may stop between runs.
+      progress: told of the steps; may stop them.
 
     Returns:
       The runs that were finished.
     """
-    corpus = corpora.open(language)
-    stream, rows = jnp.asarray(corpus.stream), []
+    corpus = executors.open_corpus(language)
     nats = _own_losses(language, corpus.held_out, recipe)
-    ends = sorted({_num_steps(length, recipe) for length in lengths})
-    each = sum(ends) * COOLDOWN + ends[-1] * (1 - COOLDOWN)
-    update = progress.bar("training", len(shapes) * each, "steps")
-    done = 0.0
-    for shape in shapes:
-        call = jax.jit(
-            functools.partial(
-                steps,
-                model=shape,
-                optimizer=_OPTIMIZER,
-                batch_size=recipe.batch_size,
-                seq_len=recipe.seq_len,
-            )
-        )
-        seed = jnp.int32(recipe.seed)
-        trunk, at = init(shape, _OPTIMIZER, seed), 0
-        for end in ends:
-            if progress.stopped:
-                return _columns(rows)
-            stable = end - max(1, round(end * COOLDOWN))
-            if stable > at:
-                schedule = _schedule(shape, recipe, ends[0], 0, end)
-                trunk, _ = call(trunk, stream, schedule, seed, jnp.int32(stable - at))
-                at = stable
-            schedule = _schedule(shape, recipe, ends[0], end - at, end)
-            branch, _ = call(trunk, stream, schedule, seed, jnp.int32(end - at))
-            tokens = end * recipe.batch_size * recipe.seq_len
-            rows.append(_scored(shape, branch.params, tokens, corpus, nats, recipe))
-            done = len(rows) // len(ends) * each + _spent(ends, len(rows) % len(ends))
-            update(done)
-            progress.show(
-                f"width {shape.hidden_size}, {tokens:,} tokens: {rows[-1][3]:.4f} nats"
-            )
+    per_step = recipe.batch_size * recipe.seq_len
+    ends = sorted({max(2, round(length / per_step)) for length in lengths})
+    chains = [[_config(language, x, recipe, ends[0], n) for n in ends] for x in shapes]
+    all_workers = workers.Workers(
+        corpus,
+        functools.partial(_score, corpus.held_out, nats, recipe),
+        progress,
+        num_steps=sum(
+            steps_taken(ends, [run.cooldown_steps for run in runs]) for runs in chains
+        ),
+    )
+    rows: list[tuple[float, ...]] = []
+
+    def work(runs: Sequence[TrainConfig]) -> None:
+        for finished in all_workers.train(runs, _shown):
+            shape, tokens = finished.run.model, finished.run.num_steps * per_step
+            sizes = (shape.hidden_size, architectures.parameters(shape).total, tokens)
+            rows.append((*sizes, *(finished.score or _Score(*[np.nan] * 4))))
+
+    for _ in all_workers.map(work, chains):
+        pass
     return _columns(rows)
 
 
-def _num_steps(length: int, recipe: Recipe) -> int:
-    return max(2, round(length / (recipe.batch_size * recipe.seq_len)))
+class _Score(NamedTuple):
+    """Columns of `Runs`."""
+
+    loss: float
+    loss_se: float
+    excess: float
+    excess_se: float
 
 
-def _spent(ends: Sequence[int], num: int) -> float:
-    return sum(ends[:num]) * COOLDOWN + (ends[num - 1] * (1 - COOLDOWN) if num else 0)
-
-
-def _schedule(
-    shape: config.ModelConfig, recipe: Recipe, first: int, cooldown: int, end: int
-) -> Schedule:
-    """The schedule of a trunk, or of a branch that ends at a step.
-
-    The warm-up is an eighth of the first, shortest run, so that all share the trunk.
-    """
-    rate = recipe.learning_rate * 16 / shape.hidden_size
-    return Schedule.constant(rate)._replace(
-        warmup=jnp.int32(max(1, first // 8)),
-        cooldown=jnp.int32(cooldown),
-        end=jnp.int32(end),
+def _config(
+    language: LanguageConfig,
+    shape: config.ModelConfig,
+    recipe: Recipe,
+    first: int,
+    num_steps: int,
+) -> TrainConfig:
+    """A run; the warm-up is an eighth of the shortest one, so all share the trunk."""
+    return TrainConfig(
+        model=shape,
+        corpus=language,
+        optimizer=_OPTIMIZER,
+        batch_size=recipe.batch_size,
+        seq_len=recipe.seq_len,
+        num_steps=num_steps,
+        learning_rate=recipe.learning_rate * 16 / shape.hidden_size,
+        warmup_steps=max(1, first // 8),
+        cooldown_steps=max(1, round(num_steps * COOLDOWN)),
+        seed=recipe.seed,
     )
+
+
+def _shown(finished: branching.Finished) -> str:
+    run, scored = finished.run, finished.score
+    tokens = run.num_steps * run.batch_size * run.seq_len
+    loss = scored.loss if scored else np.nan
+    return f"width {run.model.hidden_size}, {tokens:,} tokens: {loss:.4f} nats"
 
 
 def _own_losses(
@@ -175,22 +178,25 @@ def _own_losses(
     return nats[place - (len(held_out) - len(nats))].mean(1)
 
 
-def _scored(shape, params, tokens, corpus, nats, recipe) -> tuple[float, ...]:
-    score = objectives.score_stream(
+def _score(
+    held_out: np.ndarray,
+    nats: np.ndarray,
+    recipe: Recipe,
+    run: TrainConfig,
+    params: transformer.Params,
+) -> _Score:
+    found = objectives.score_stream(
         params,
-        corpus.held_out,
-        model=shape,
+        held_out,
+        model=run.model,
         seq_len=recipe.seq_len,
         num_windows=recipe.num_windows,
         carry=recipe.carry,
         batch_size=256,
     )
-    excess = score.windows - nats
-    return (
-        *(shape.hidden_size, architectures.parameters(shape).total, tokens),
-        *(score.loss, score.loss_se),
-        *(float(excess.mean()), float(excess.std(ddof=1) / len(excess) ** 0.5)),
-    )
+    excess = found.windows - nats
+    excess_se = float(excess.std(ddof=1) / len(excess) ** 0.5)
+    return _Score(found.loss, found.loss_se, float(excess.mean()), excess_se)
 
 
 def _columns(rows: list[tuple[float, ...]]) -> Runs:

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import QUIET, Claim, Part, Progress, Sheet, judge, units
+from experiments.framework import Claim, Part, Sheet, judge, units
 from experiments.harness import sweep_tables
 from experiments.plotting import style
 from experiments.training.isoflop import prediction, settings
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.fits import intervals
 from scaling.sweeps import SweepConfig
@@ -55,8 +57,7 @@ class Config:
             raise ValueError(f"{self.widths=}, {self.num_tokens=} must be at least two")
         if len(self.learning_rates) < 2:
             raise ValueError(f"{self.learning_rates=} must be at least two")
-        if not 0 < self.level < 1:
-            raise ValueError(f"{self.level=} must be in (0, 1)")
+        validation.within(self, "level", low=0, high=1, ends="()")
         _ = self.sweep  # refuses the rest
 
     @property

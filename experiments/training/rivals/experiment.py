@@ -7,15 +7,16 @@ size and as many seeds. Each side is a curve through the best of its runs by com
 the verdict is a ratio of compute with its interval, not the outcome of two runs.
 """
 
-import concurrent.futures
 import dataclasses
-import threading
+import functools
 
-from experiments.framework import QUIET, Progress
-from experiments.training.rivals import drawing, outcomes, report
+from experiments.training.rivals import drawing, outcomes, report, runs
 from experiments.training.rivals.outcomes import Result
 from experiments.training.rivals.sides import REFERENCE, side
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
+from scaling.sweeps import executors, workers
 
 PANELS = (2, 2)
 
@@ -65,14 +66,19 @@ class Config:
             raise ValueError(f"{self.sizes=} must be different, at least one")
         if [*self.horizons] != sorted({*self.horizons}) or min(self.horizons) < 5:
             raise ValueError(f"{self.horizons=} must rise from at least 5")
+        validation.within(
+            self,
+            "warmup_steps",
+            low=0,
+            high=min(self.trial_steps, self.horizons[0]),
+        )
         if (
             not self.seeds
             or len({*self.seeds}) < len(self.seeds)
             or min(self.seeds) < 0
         ):
             raise ValueError(f"{self.seeds=} must be different, at least one, from 0")
-        if self.num_threads < 1:
-            raise ValueError(f"{self.num_threads=} must be at least 1")
+        validation.at_least(self, "num_threads")
         if self.seq_len < 4 or self.num_windows < 2 or self.num_resamples < 2:
             raise ValueError(
                 f"{self.seq_len=} must be at least 4, {self.num_windows=} and "
@@ -110,10 +116,8 @@ CONFIGS = {
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all sides; ended early, it has the pairs of side and size done by then."""
-    from experiments.training.rivals import runs
-
     names = (REFERENCE, *config.sides)
-    corpus = corpora.open(config.corpus)
+    corpus = executors.open_corpus(config.corpus)
     sides = [
         side(
             name,
@@ -127,25 +131,19 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         **{name: getattr(config, name) for name in runs.Budget._fields}
     )
     plan = [(i, size) for i in range(len(sides)) for size in config.sizes]
-    update = progress.bar("training", len(plan) * budget.num_steps(), "steps")
-    done, lock = 0, threading.Lock()
+    all_workers = workers.Workers(
+        corpus,
+        functools.partial(runs.score, corpus, budget),
+        progress,
+        num_steps=len(plan) * budget.num_steps(),
+        num_threads=config.num_threads,
+    )
 
-    def told(steps: int, shown: str) -> bool:
-        nonlocal done
-        with lock:
-            done += steps
-            update(done)
-            progress.show(shown)
-        return progress.stopped
+    def train(pair: tuple[int, int]) -> tuple[tuple[int, int], runs.Trained]:
+        i, size = pair
+        return pair, runs.train(sides[i], size, budget, all_workers)
 
-    def train(pair: tuple[int, int]) -> "runs.Trained | None":
-        if progress.stopped:
-            return None
-        return runs.train(sides[pair[0]], pair[1], corpus, budget, told)
-
-    with concurrent.futures.ThreadPoolExecutor(config.num_threads) as pool:
-        found = zip(plan, pool.map(train, plan), strict=True)
-        trained = {pair: each for pair, each in found if each is not None}
+    trained = dict(all_workers.map(train, plan))
     return outcomes.collect(
         *(names, trained),
         seq_len=config.seq_len,

@@ -5,25 +5,22 @@ falls to zero, so that each loss is that of a finished run (Hägele et al. 2024,
 arXiv:2405.18392, section 3).
 """
 
-import functools
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.training.rivals.sides import Side
-from scaling.corpora import Corpus
-from scaling.training import Schedule, architectures, objectives
-from scaling.training.step import TrainState, compiled, init
+from jaxkv.models import transformer
+from scaling.corpora import corpora, streams
+from scaling.sweeps import Finished, Workers
+from scaling.training import TrainConfig, architectures, objectives, steps_taken
 
 
 class Budget(NamedTuple):
     """What every run of every side has alike.
 
     Attributes:
+      corpus: what is learned.
       batch_size: windows per step.
       seq_len: predictions per window.
       horizons: steps of the finished runs, rising.
@@ -33,6 +30,7 @@ class Budget(NamedTuple):
       seeds: of parameters and the order of the text; the first chooses the rate.
     """
 
+    corpus: corpora.CorpusConfig
     batch_size: int
     seq_len: int
     horizons: tuple[int, ...]
@@ -43,8 +41,7 @@ class Budget(NamedTuple):
 
     def num_steps(self) -> int:
         """Steps that one side takes at one size, trials included."""
-        branches = sum(h - _left(h) for h in self.horizons)
-        whole = _left(self.horizons[-1]) + branches
+        whole = steps_taken(self.horizons, [_cooldown(h) for h in self.horizons])
         return NUM_TRIALS * self.trial_steps + len(self.seeds) * whole
 
 
@@ -71,58 +68,96 @@ it. A side whose best is an edge at last is said to be so in the report.
 """
 
 
-def train(
-    side: Side,
-    num_params: int,
-    corpus: Corpus,
-    budget: Budget,
-    told: Callable[[int, str], bool],
-) -> Trained | None:
+class TokenLosses(NamedTuple):
+    """Nats of every token of the held-out windows, `[windows, seq]`."""
+
+    losses: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """Their mean."""
+        return float(self.losses.mean())
+
+
+def score(
+    corpus: streams.Corpus, budget: Budget, run: TrainConfig, params: transformer.Params
+) -> TokenLosses:
+    """Scores a run, few windows at a time: they stay in a processor's cache."""
+    losses = objectives.stream_losses(
+        params,
+        corpus.held_out,
+        model=run.model,
+        seq_len=budget.seq_len,
+        num_windows=budget.num_windows,
+        batch_size=16,
+    )
+    return TokenLosses(losses)
+
+
+def train(side: Side, num_params: int, budget: Budget, workers: Workers) -> Trained:
     """Tunes the rate, then trains to every horizon.
 
     Args:
       side: what to train.
       num_params: outside embeddings, what its shape comes near to.
-      corpus: text, held-out text.
       budget: the same for all sides.
-      told: called after each piece of training with its steps and what to show;
-        returns whether to stop.
+      workers: trains, and scores with `score`.
 
-    Returns:
-      The runs; None if it was told to stop before they were finished.
+    Raises:
+      branching.Stopped: somebody asked to stop before all was finished.
     """
-    run = _Runs(side, num_params, corpus, budget)
+    base: Any = side.base
+    model = architectures.sized(base, num_params)
+    name = f"{side.name}, {num_params:,}"
+
+    def config(num_steps: int, rate: float, seed: int) -> TrainConfig:
+        return TrainConfig(
+            model=model,
+            corpus=budget.corpus,
+            optimizer=side.optimizer,
+            batch_size=budget.batch_size,
+            seq_len=budget.seq_len,
+            num_steps=num_steps,
+            learning_rate=rate,
+            warmup_steps=budget.warmup_steps,
+            cooldown_steps=_cooldown(num_steps),
+            seed=seed,
+        )
+
+    def tried(end: Finished) -> str:
+        return f"{name}: rate {end.run.learning_rate:.2g}, loss {_loss(end):.3f}"
+
+    def trained(end: Finished) -> str:
+        return f"{name}: {_loss(end):.3f} at {end.run.num_steps}"
+
     trials: list[tuple[float, float]] = []
-    rates, seed = list(side.rates), budget.seeds[0]
-    start = run.start(seed)
+    rates = list(side.rates)
     for count in range(NUM_TRIALS):
         if count == len(rates):
             rates.append(next_rate(trials))
-        end = run.finished(start, (0, budget.trial_steps), rates[count], seed)
-        loss = run.score(end)
-        trials.append((rates[count], loss))
-        shown = f"{side.name}, {num_params:,}: rate {rates[count]:.2g}, loss {loss:.3f}"
-        if told(budget.trial_steps, shown):
-            return None
+        trial = config(budget.trial_steps, rates[count], budget.seeds[0])
+        [end] = workers.train([trial], tried)
+        trials.append((rates[count], _loss(end)))
     finite = [trial for trial in trials if np.isfinite(trial[1])]
     rate = min(finite or trials, key=lambda trial: trial[1])[0]
+    windows = objectives.stream_windows(
+        workers.corpus.held_out, seq_len=budget.seq_len, num_windows=budget.num_windows
+    )
     rows, longest = [], []
     for seed in budget.seeds:
-        state, done, losses = run.start(seed), 0, np.zeros((0, 0))
-        for horizon in budget.horizons:
-            started, left = time.monotonic(), _left(horizon)
-            part = (done, left, budget.horizons[-1])
-            state = run.steps(state, part, rate, seed)
-            branch = run.finished(state, (left, horizon), rate, seed)
-            losses = run.losses(branch)
-            seconds = time.monotonic() - started
-            rows.append({"seed": seed} | run.row(horizon, rate, losses, seconds))
-            shown = f"{side.name}, {num_params:,}: {losses.mean():.3f} at {horizon}"
-            if told(horizon - done, shown):
-                return None
-            done = left
+        losses = np.full((len(windows), budget.seq_len), np.nan)
+        runs = [config(horizon, rate, seed) for horizon in budget.horizons]
+        for end in workers.train(runs, trained):
+            losses = np.full_like(losses, np.nan)
+            if end.score is not None:
+                losses = end.score.losses
+            rows.append({"seed": seed} | _row(end, losses))
         longest.append(losses)
     return Trained(rows, trials, np.array(longest))
+
+
+def _loss(end: Finished) -> float:
+    return np.nan if end.score is None else end.score.loss
 
 
 def next_rate(trials: list[tuple[float, float]]) -> float:
@@ -142,85 +177,28 @@ def next_rate(trials: list[tuple[float, float]]) -> float:
     return float(np.sqrt(rates[best] * rates[beside]))
 
 
-def _left(horizon: int) -> int:
-    """Where the branch to a horizon leaves the trunk."""
-    return horizon - max(1, horizon // 5)
+def _cooldown(num_steps: int) -> int:
+    """Steps in which a run's rate falls, its last fifth."""
+    return max(1, num_steps // 5)
 
 
-class _Runs:
-    """Compiled once for a side and size; every schedule is an argument."""
-
-    def __init__(self, side: Side, num_params: int, corpus: Corpus, budget: Budget):
-        base: Any = side.base
-        self.model = architectures.sized(base, num_params)
-        self.side, self.corpus, self.budget = side, corpus, budget
-        self.call = compiled(
-            self.model, side.optimizer, budget.batch_size, budget.seq_len
-        )
-        self.stream = jnp.asarray(corpus.stream)
-        self.windows = objectives.stream_windows(
-            corpus.held_out, seq_len=budget.seq_len, num_windows=budget.num_windows
-        )
-        self.token_losses = jax.jit(
-            functools.partial(objectives.token_losses, model=self.model)
-        )
-
-    def start(self, seed: int) -> TrainState:
-        return init(self.model, self.side.optimizer, jnp.int32(seed))
-
-    def steps(
-        self, state: Any, part: tuple[int, int, int], rate: float, seed: int, fall=0
-    ) -> Any:
-        """Goes from one step to another on a schedule that ends at the third."""
-        start, until, end = part
-        if start == until:
-            return state
-        counts = (self.budget.warmup_steps, fall, end)
-        schedule = Schedule(
-            jnp.float32(rate),
-            *map(jnp.int32, counts),
-            final_share=jnp.float32(0),
-            is_cosine=jnp.bool_(False),
-        )
-        count = jnp.int32(until - start)
-        return self.call(state, self.stream, schedule, jnp.int32(seed), count)[0]
-
-    def finished(
-        self, state: Any, part: tuple[int, int], rate: float, seed: int
-    ) -> Any:
-        """Takes a state to the end of a schedule that falls over its last fifth."""
-        fall = part[1] - _left(part[1])
-        return self.steps(state, (*part, part[1]), rate, seed, fall)
-
-    def losses(self, state: Any) -> np.ndarray:
-        # Few at a time: what lies between stays in a processor's cache.
-        size, parts = 16, []
-        for start in range(0, len(self.windows), size):
-            batch = self.windows[start : start + size]
-            whole = np.pad(batch, ((0, size - len(batch)), (0, 0)))
-            found = self.token_losses(state.params, jnp.asarray(whole))
-            parts.append(np.asarray(found, np.float64)[: len(batch)])
-        return np.concatenate(parts)
-
-    def score(self, state: Any) -> float:
-        return float(self.losses(state).mean())
-
-    def row(self, horizon: int, rate: float, losses: Any, seconds: float) -> dict:
-        budget, counts = self.budget, architectures.parameters(self.model)
-        tokens = horizon * budget.batch_size * budget.seq_len
-        step = architectures.training_flops(
-            self.model, batch=budget.batch_size, sequence=budget.seq_len
-        )
-        means = losses.mean(1)
-        return {
-            "num_params": counts.total,
-            "num_params_non_embedding": counts.non_embedding,
-            "hidden_size": self.model.hidden_size,
-            "num_tokens": tokens,
-            "flops": float(step) * horizon,
-            "flops_6nd": 6.0 * counts.non_embedding * tokens,
-            "loss": float(means.mean()),
-            "loss_se": float(means.std(ddof=1) / np.sqrt(len(means))),
-            "learning_rate": rate,
-            "seconds": seconds,
-        }
+def _row(end: Finished, losses: np.ndarray) -> dict[str, Any]:
+    run = end.run
+    counts = architectures.parameters(run.model)
+    tokens = run.num_steps * run.batch_size * run.seq_len
+    step = architectures.training_flops(
+        run.model, batch=run.batch_size, sequence=run.seq_len
+    )
+    means = losses.mean(1)
+    return {
+        "num_params": counts.total,
+        "num_params_non_embedding": counts.non_embedding,
+        "hidden_size": run.model.hidden_size,
+        "num_tokens": tokens,
+        "flops": float(step) * run.num_steps,
+        "flops_6nd": 6.0 * counts.non_embedding * tokens,
+        "loss": float(means.mean()),
+        "loss_se": float(means.std(ddof=1) / np.sqrt(len(means))),
+        "learning_rate": run.learning_rate,
+        "seconds": end.seconds,
+    }

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Integer
 
+from jaxkv import validation
 from scaling.corpora import streams
 from scaling.corpora.languages import hidden_markov, kgrams, markov
 
@@ -58,9 +59,7 @@ class LanguageConfig:
             raise ValueError(f"{self.kind=} is no kind of language")
         if not 2 <= self.vocab_size <= 2**16:
             raise ValueError(f"{self.vocab_size=} must be in [2, 65536]")
-        for name in ("order", "num_states", "num_tokens", "num_held_out"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        validation.at_least(self, "order", "num_states", "num_tokens", "num_held_out")
         for name in ("exponent", "sharpness", "seed", "num_unique_tokens"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(

@@ -1,9 +1,10 @@
 """How a run tells a person how far it is, and hears that it should stop."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Progress(Protocol):
     """What a run is given to report to.
 
@@ -17,7 +18,7 @@ class Progress(Protocol):
         ...
 
     def bar(
-        self, label: str, total: float | None, unit: str
+        self, label: str, total: int | float | None, unit: str
     ) -> Callable[[float], None]:
         """Opens a bar; the function returned takes how much is done, of `total`."""
         ...
@@ -37,7 +38,7 @@ class Quiet:
     stopped = False
 
     def bar(
-        self, label: str, total: float | None, unit: str
+        self, label: str, total: int | float | None, unit: str
     ) -> Callable[[float], None]:
         """Opens nothing."""
         return lambda done: None
