@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention.hopper import shared_prefix
-from tests.emulating import SMALL, emulator_of_races
-from tests.kernel_cases import assert_within_rule, make_case
+from tests.support.emulating import SMALL, emulator_of_races
+from tests.support.kernel_cases import assert_within_rule, make_case
 
 
 @pytest.mark.thorough

@@ -13,8 +13,8 @@ from jaxkv.memory import kv_pages
 from jaxkv.models import config, transformer
 from pallas_kernels.paged_attention import api, decode_plan, dispatch
 from pallas_kernels.paged_attention.hopper import decode
-from tests import emulating
-from tests.test_attention import make_case
+from tests.support import emulating
+from tests.support.attention_cases import make_case
 
 MODEL = config.ModelConfig(
     vocab_size=64,

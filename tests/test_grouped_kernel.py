@@ -16,8 +16,14 @@ from pallas_kernels.devices import Target
 from pallas_kernels.grouped_matmul import api, mosaic_gpu
 from pallas_kernels.paged_attention import tiling
 from pallas_kernels.paged_attention.tiling import GroupedSizes
-from tests.emulating import emulator_of_races, watched_product
-from tests.grouped_cases import Case, assert_within_rule, exact, make_case, plain
+from tests.support.emulating import emulator_of_races, watched_product
+from tests.support.grouped_cases import (
+    Case,
+    assert_within_rule,
+    exact,
+    make_case,
+    plain,
+)
 
 ONE = GroupedSizes(64, 64, 2, 2, "reasoned")
 TWO = GroupedSizes(128, 128, 3, 8, "reasoned")

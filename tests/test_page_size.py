@@ -11,16 +11,19 @@ from experiments.bench.kernels import runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.plotting import style
 from experiments.serving.page_size import experiment
-from experiments.serving.page_size.experiment import CONFIGS, Config
+from experiments.serving.page_size.experiment import CONFIGS
 from experiments.serving.page_size.serving import Serving, claims
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.timing import Timing
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 @pytest.mark.thorough
 def test_smoke_measures_every_shape() -> None:
     config = CONFIGS["smoke"]
-    result = experiment.run(config)
+    result = smoke.run("page_size").result
     found = result.latency
     assert result.page_size.tolist() == [*config.page_sizes]
     assert found.batch.tolist() == [2, 2]
@@ -30,13 +33,10 @@ def test_smoke_measures_every_shape() -> None:
         assert (field > 0).all()
     assert (found.error < 1e-5).all()
     assert (result.device, result.clock, result.paged) == ("cpu", "wall", "reference")
-    for claim in experiment.claims(result):
-        assert claim.verdict == "differs"
-        assert claim.ours in found.ratio[:, 1]
-    files = style.render(
-        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
-    )
-    assert files["figure.png"].startswith(b"\x89PNG")
+    # Of pages of 16, the paper's: each the middle of two rounds.
+    assert result.page_size[1] == 16
+    low, high = experiment.claims(result)
+    assert (low.ours, high.ours) == (*sorted(found.ratio[:, 1].tolist()),)
 
 
 @pytest.fixture
@@ -80,21 +80,6 @@ def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
     assert row["ratio, 16"] == 1.5
     assert row["ratio, 16 / 16"] == 1.0
     assert math.isnan(row["ratio, 4"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(contexts=(64, 32)), "must be ascending"),
-        (dict(page_sizes=()), "must be ascending"),
-        (dict(num_q_heads=3), "must be a multiple of"),
-        (dict(repeats=0), "repeats=0 must be at least 1"),
-        (dict(num_calls=1), "num_calls=1 must be at least 2"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Config(), **fields)
 
 
 def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:

@@ -24,6 +24,9 @@ from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.training import objectives, optimizers, step, train
 from scaling.training.recipes import OptimizerConfig, Schedule, TrainConfig
+from tests.support import mutation
+from tests.support.folders import ROOT
+from tests.support.mutation import Bug
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 MODEL = ModelConfig(
@@ -385,7 +388,7 @@ def test_a_killed_process_loses_at_most_the_interval(
     )
     # Compiled as `fast_compile` has it here, or roundings would differ.
     env = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(ROOT),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     for num_lines in (5, 40, 90):
@@ -405,3 +408,21 @@ def test_a_killed_process_loses_at_most_the_interval(
     result = train.train(config, out)
     assert equal(result.params, unbroken.params)
     assert without_time(result.curve) == without_time(unbroken.curve)
+
+
+@pytest.mark.parametrize(
+    ("name", "removed", "added"),
+    [
+        ("score", "[: len(batch)] * count", "[: len(batch)]"),
+        ("score", "nats / num_tokens", "nats / counts.size"),
+        ("score", "corpora.num_bytes(documents)", "num_tokens"),
+        ("cut", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
+        ("cut", "[np.int32(corpora.END)], text]", "text[:1], text]"),
+    ],
+)
+def test_a_seeded_bug_of_a_score_is_noticed(
+    name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = test_score_counts_every_byte_and_end_once
+    bug = Bug(objectives, name, removed, added, check, (Path(),))
+    mutation.assert_noticed(monkeypatch, bug)
