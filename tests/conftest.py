@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import signal
 import sys
 import tempfile
 import types
@@ -51,6 +52,18 @@ def _keep_programs() -> None:
 _keep_programs()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    """Has Ctrl-C interrupt, here and in the processes that tests start.
+
+    What starts the tests may ignore it, as `make test &` does. The program
+    honours that, and tests would wait for an end that nobody asked for.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 _MAPS = Path("/proc/self/maps")
 _num_tests = itertools.count(1)
 
@@ -96,12 +109,24 @@ def as_users_have_it() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives all tests of a file to one worker: they share fixtures and programs."""
+    """Gives all tests of a file to one worker: they share fixtures and programs.
+
+    What every experiment is asked goes where the tests of that experiment go: a smoke
+    run is made once.
+    """
     if config.getoption("dist") != "load":
         return None  # Somebody asked for another way.
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log)
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            stem = Path(file).stem.removeprefix("test_").removesuffix("_experiment")
+            if stem == "experiments" and "smoke" in test:
+                return test.partition("[")[2].rstrip("]")
+            return stem
+
+    return ByFile(config, log)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

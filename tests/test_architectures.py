@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from scaling.training import architectures, objectives, optimizers
 from scaling.training.recipes import OptimizerConfig
 from scaling.training.recurrent import NUM_GATES, RecurrentConfig
 from scaling.training.step import init
+from tests.support.folders import GOLDEN
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -90,7 +90,7 @@ def torch_params(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", NUM_GATES)
 def test_the_equations_and_gradients_are_those_of_pytorch(kind: Any) -> None:
-    golden = Path(__file__).parent / "golden/recurrent.json"
+    golden = GOLDEN / "recurrent.json"
     expected = json.loads(golden.read_text())[kind]
     config = RecurrentConfig(
         vocab_size=7,

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.test_attention import attend, check, make_case, oracle
+from tests.support.attention_cases import attend, check, make_case, oracle
 
 RUNS = [(0, 5), (61, 70), (0, 0), (17, 3)]
 HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)

@@ -13,8 +13,15 @@ import pytest
 import pallas_kernels
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.api import AttentionState, merge_states
-from tests import gathering
-from tests.test_attention import Case, assert_same, attend, check, make_case, oracle
+from tests.support import gathering
+from tests.support.attention_cases import (
+    Case,
+    assert_same,
+    attend,
+    check,
+    make_case,
+    oracle,
+)
 
 ALL: dict[str, Any] = dict(softcap=3.0, sinks=True, alibi=True, window=40, scale=0.4)
 

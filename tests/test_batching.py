@@ -2,8 +2,6 @@
 
 import dataclasses
 import heapq
-import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +10,14 @@ from experiments.plotting import style
 from experiments.serving.batching import experiment, lectures, sweeps
 from experiments.serving.batching.experiment import CONFIGS, Config
 from experiments.serving.batching.sweeps import Result
+from tests.support import smoke
 
 SMOKE = CONFIGS["smoke"]
 
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    return experiment.run(SMOKE)
+    return smoke.run("batching").result
 
 
 @pytest.mark.thorough
@@ -103,40 +102,11 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_run_leaves(result: Result) -> None:
-    verdicts = {claim.claim: claim.verdict for claim in experiment.claims(result)}
-    assert len(verdicts) == 14
-    assert "fails" not in verdicts.values()
-    # These loads are not the published ones.
-    assert verdicts["continuous batching is never slower than static batching"] == (
-        "differs"
-    )
-    found = experiment.metrics(result)
-    assert found["limits"][-1]["gain"] > found["limits"][0]["gain"] > 1
-    assert len(experiment.summary(result)) == 6
-    files = style.render(
-        lambda axes: experiment.plot(axes, result),
-        panels=experiment.PANELS,
-        size_inches=experiment.PANEL_SIZE_INCHES,
-    )
-    assert files["figure.png"].startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"limits": ()}, "limits=() must be ascending, from 1"),
-        ({"limits": (8, 4)}, "limits=(8, 4) must be ascending"),
-        ({"deviations": (-1.0,)}, "deviations=(-1.0,) must be ascending, from 0"),
-        ({"clients": (9,)}, "must be at most self.max_slots=8"),
-        ({"num_places": 31}, "must hold a prompt and its longest output, 32 tokens"),
-        ({"num_requests": 0}, "num_requests=0 must be at least 1"),
-        ({"mean_output_tokens": 0.0}, "mean_output_tokens=0.0 must be"),
-    ],
-)
-def test_settings_out_of_range_are_refused(change: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(line)):
-        dataclasses.replace(SMOKE, **change)
+def test_more_room_gains_more(result: Result) -> None:
+    found = experiment.metrics(result)["limits"]
+    best, *_, least = result.limits.means()[::-1]  # paged and static batching
+    assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
+    assert found[-1]["gain"] > found[0]["gain"] > 1
 
 
 def test_an_unknown_machine_is_refused() -> None:

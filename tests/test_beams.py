@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +16,9 @@ from jaxkv.models import checkpoints, paged
 from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import beam_search
 from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, Beams, Params
-from tests import engines
+from tests.support import engines
+from tests.support.searches import EXPECTED, GOLDEN, LIMIT, NUM_BEAMS
 
-GOLDEN = Path(__file__).parent / "golden"
-EXPECTED = np.load(GOLDEN / "beams.npz")
 RULES = (ESTIMATE, FULL, NEVER)
 
 type Model = Callable[[tuple[int, ...]], np.ndarray]
@@ -304,9 +302,6 @@ def test_a_history_may_begin_with_the_prompt() -> None:
 def test_no_beams_are_refused() -> None:
     with pytest.raises(ValueError, match="max_beams=0 must be at least 1"):
         beam_search.make_beams(0)
-
-
-NUM_BEAMS, LIMIT = 6, 16
 
 
 @functools.partial(

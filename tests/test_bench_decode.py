@@ -145,21 +145,6 @@ def test_the_hosts_share_worked_by_hand() -> None:
     assert watching.host_share(calls[:1]) is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ({"batch": ()}, "self.batch"),
-        ({"batch": (0,)}, "self.batch"),
-        ({"rounds": 0}, "rounds=0"),
-        ({"output_tokens": 16}, "self.output_tokens=16 must be more than"),
-        ({"token_budget": 16}, "self.token_budget=16"),
-    ],
-)
-def test_settings_that_cannot_be(fields: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        experiment.Config(**fields)
-
-
 def test_the_model_must_hold_the_tokens() -> None:
     config = experiment.Config(model="random-tiny", prompt_tokens=1000)
     with pytest.raises(ValueError, match="max_positions=1024"):

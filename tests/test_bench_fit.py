@@ -9,7 +9,7 @@ import pytest
 from experiments.bench.fit import experiment, peers
 from experiments.cli import main
 from experiments.training.fit_coverage import surfaces
-from tests.impatience import Impatient
+from tests.support.impatience import Impatient
 
 
 def test_rows_for_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from jaxkv.scheduling import fcfs
 from jaxkv.simulation.state import Capacity, Events, Simulation
 from jaxkv.simulation.step import init, run_steps
 from jaxkv.workloads.arrivals import Workload
-from tests.engines import FAST_COMPILE
+from tests.support.engines import FAST_COMPILE
 
 NUM = 40
 COST = cost_models.linear((8.0, 0.25, 0.0), (8.0, 0.0, 0.5))

@@ -11,7 +11,7 @@ import pytest
 from experiments.bench.train import experiment, peers
 from experiments.cli import main
 from experiments.plotting import style
-from tests.impatience import Impatient
+from tests.support.impatience import Impatient
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 

@@ -16,6 +16,8 @@ from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.training import objectives
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 
 @pytest.mark.thorough
 def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:

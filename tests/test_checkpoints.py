@@ -21,8 +21,8 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import configs
 from jaxkv.models.huggingface.tensors import embed_and_head
 from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
+from tests.support.folders import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 WEIGHTS = "model.safetensors"
 SMALL = ModelConfig(

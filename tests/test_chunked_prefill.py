@@ -1,21 +1,19 @@
 """Prompts read whole, in chunks, beside those who decode: rules, prices, claims."""
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.framework import registry, run_folder
 from experiments.harness import cost_models
-from experiments.serving.chunked_prefill import experiment as chunked_prefill_experiment
-from experiments.serving.chunked_prefill import runs, settings
-from experiments.serving.chunked_prefill.experiment import CONFIGS, Config, Result
+from experiments.serving.chunked_prefill import experiment, runs, settings
 from experiments.serving.chunked_prefill.policies import Apart, reading
 from jaxkv.simulation.step import Work
-from tests.test_scheduling import counts, plan_of
+from tests.support import smoke
+from tests.support.plans import counts, plan_of
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
 DECODES = [(6, 5, 2), (9, 8, 3)]
 
@@ -77,12 +75,12 @@ def test_settings_are_the_papers() -> None:
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
-    return chunked_prefill_experiment.run(CONFIGS["smoke"])
+def result() -> experiment.Result:
+    return smoke.run("chunked_prefill").result
 
 
 @pytest.mark.thorough
-def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
+def test_stalls_are_seen_where_they_should_be(result: experiment.Result) -> None:
     line = result.timeline
     longest = {}
     for way in settings.WAYS:
@@ -97,34 +95,37 @@ def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
 
 
 @pytest.mark.thorough
-def test_the_tail_grows_with_the_budget(result: Result) -> None:
-    assert np.diff(result.budgets.tbt_p99_s)[0] > 0
+def test_the_tail_is_a_step_that_fills_the_budget(
+    result: experiment.Result,
+) -> None:
+    # Alone, without those few who decode beside it.
+    yi, budgets = settings.MODELS["Yi-34B"], (256, 2048)
+    full_s = [settings.prompt_s(yi, budget) for budget in budgets]
+    assert result.budgets.budget.tolist() == [*budgets]
+    np.testing.assert_allclose(result.budgets.tbt_p99_s, full_s, rtol=0.1)
+    np.testing.assert_allclose(result.budgets.longest_s, full_s, rtol=0.15)
     assert (result.loads.preempted == 0).all()
     assert {*result.loads.system} == {system.name for system in settings.SYSTEMS}
 
 
 @pytest.mark.thorough
-def test_claims_and_figure_come_back_from_the_folder(
-    result: Result, tmp_path: Path
-) -> None:
-    experiment = registry.load("chunked_prefill")
-    run_folder.begin(tmp_path, experiment, experiment.configs["smoke"])
-    run: Any = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
-    verdicts = {claim.claim: claim.verdict for claim in run.claims}
-    assert verdicts["chunks of 2,048 cost next to nothing"] == "holds"
-    assert sum(x == "differs" for x in verdicts.values()) == 10
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
+    said = smoke.ours(experiment.claims(result))
+    whole_s = settings.prompt_s(settings.MODELS["Yi-34B"], 8192)
 
+    def extra(chunk: int) -> float:
+        """Each further step of a prompt of 8,192 tokens pays for itself, in %."""
+        return 100 * (-(-8192 // chunk) - 1) * settings.OVERHEAD_S / whole_s
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(models=("GPT-5",)), "must be of Yi-34B, Mistral-7B"),
-        (dict(shares=(0.5, 0.1)), "must be several, ascending"),
-        (dict(budgets=(64, 128)), "a token for each who decodes"),
-        (dict(seconds=0.0), "seconds=0.0 must be above 0"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Config(), **fields)
+    small = said["chunks of 512 cost at most so much more than the whole prompt"]
+    large = said["chunks of 2,048 cost next to nothing"]
+    assert (small, large) == pytest.approx((extra(512), extra(2048)), rel=1e-4)
+    odd = said["chunks of 257 cost more than chunks of 256"]
+    assert odd == pytest.approx(0, abs=1e-3)  # as many steps: there are no tiles
+    for name in ("mixed only", "chunks only", "both"):
+        here = result.ways.system == name
+        for what, column in (
+            ("median time to the first token", result.ways.ttft_s),
+            ("P99 time between tokens", result.ways.tbt_p99_s),
+        ):
+            assert [said[f"openchat, {name}: {what}"]] == column[here].tolist()

@@ -4,34 +4,29 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.cli import main
 from experiments.framework import registry, run_folder
 from experiments.framework.study import Experiment
-
-Jaxkv = Callable[..., tuple[int, str, str]]
+from tests.support.commands import (
+    Command,
+    assert_nothing_heavy_is_imported,
+    assert_refused,
+    command,
+)
 
 
 @pytest.fixture
-def jaxkv(here: Path, capsys: pytest.CaptureFixture[str]) -> Jaxkv:
+def jaxkv(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs a command in an empty folder, with one experiment more in the catalogue."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        status = main.main(list(args))
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
+    return command(capsys)
 
 
-def test_run_prints_one_document_and_keeps_a_folder(jaxkv: Jaxkv) -> None:
+def test_run_prints_one_document_and_keeps_a_folder(jaxkv: Command) -> None:
     status, out, _ = jaxkv("run", "made_up", "paper", "--load.rate", "4", "--json")
     assert status == 0
     document = json.loads(out)
@@ -41,7 +36,7 @@ def test_run_prints_one_document_and_keeps_a_folder(jaxkv: Jaxkv) -> None:
     assert config["load"]["rate"] == 4.0
 
 
-def test_any_config_file_runs_again(jaxkv: Jaxkv) -> None:
+def test_any_config_file_runs_again(jaxkv: Command) -> None:
     jaxkv("run", "made-up", "--num-points", "7", "--name", "x", "--out", "first")
     again = ("run", "made_up", "--config", "first/config.json", "--out", "second")
     assert jaxkv(*again)[0] == 0
@@ -53,7 +48,7 @@ def test_any_config_file_runs_again(jaxkv: Jaxkv) -> None:
 
 
 def test_run_says_it_plainly_to_a_person(
-    jaxkv: Jaxkv, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, out, err = jaxkv("run", "made_up", "--out", "here")
@@ -78,7 +73,7 @@ report: here/report.md
     )
 
 
-def test_list_names_every_experiment(jaxkv: Jaxkv) -> None:
+def test_list_names_every_experiment(jaxkv: Command) -> None:
     status, out, _ = jaxkv("list", "--json")
     assert status == 0
     assert json.loads(out)["experiments"][-1] == {
@@ -109,16 +104,14 @@ def test_list_names_every_experiment(jaxkv: Jaxkv) -> None:
         ("bench no_such_thing", "unknown benchmark 'no_such_thing'"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) -> None:
+def test_bad_input_is_one_line_and_status_2(
+    jaxkv: Command, args: str, line: str
+) -> None:
     Path("bad.json").write_text('{"load": {"rat": 4}}')
-    status, out, err = jaxkv(*args.split(), "--json")
-    assert (status, out) == (2, "")
-    assert line in err
-    assert err.startswith("jaxkv: ")
-    assert err.count("\n") == 1
+    assert_refused(jaxkv, args, line)
 
 
-def test_a_run_that_comes_to_nothing_leaves_the_earlier_one(jaxkv: Jaxkv) -> None:
+def test_a_run_that_comes_to_nothing_leaves_the_earlier_one(jaxkv: Command) -> None:
     jaxkv("run", "made_up", "--out", "here")
     before = {path: path.read_bytes() for path in Path("here").iterdir()}
     for name, status in (("refused", 2), ("broken", 1)):
@@ -130,7 +123,7 @@ def test_a_run_that_comes_to_nothing_leaves_the_earlier_one(jaxkv: Jaxkv) -> Non
 
 @pytest.mark.parametrize("width", ["40", "80", "120"])
 def test_what_is_printed_fits_and_steers_nothing(
-    jaxkv: Jaxkv, width: str, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, width: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
     for args in (("list",), ("run", "made_up")):
@@ -139,7 +132,7 @@ def test_what_is_printed_fits_and_steers_nothing(
         assert "\x1b" not in out + err
 
 
-def test_a_failure_keeps_its_traceback_and_status_1(jaxkv: Jaxkv) -> None:
+def test_a_failure_keeps_its_traceback_and_status_1(jaxkv: Command) -> None:
     status, out, err = jaxkv("run", "made_up", "--name", "broken", "--json")
     assert (status, out) == (1, "")
     assert "Traceback" in err
@@ -153,7 +146,7 @@ def running_by(experiment: Experiment, run: Callable[..., Any]) -> Experiment:
 
 
 def test_ctrl_c_keeps_what_there_is(
-    jaxkv: Jaxkv, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(config: Any, progress: Any) -> Any:
         real = progress.track
@@ -180,7 +173,7 @@ def test_ctrl_c_keeps_what_there_is(
 
 
 def test_a_second_ctrl_c_stops_at_once(
-    jaxkv: Jaxkv, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(config: Any, progress: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
@@ -195,7 +188,7 @@ def test_a_second_ctrl_c_stops_at_once(
 
 
 def test_a_full_disk_is_one_line_and_status_2(
-    jaxkv: Jaxkv, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -213,7 +206,7 @@ def test_a_full_disk_is_one_line_and_status_2(
     "args",
     ["--help", "run --help", "bench --help", "list --help", "run made_up --help"],
 )
-def test_help_is_status_0(jaxkv: Jaxkv, args: str) -> None:
+def test_help_is_status_0(jaxkv: Command, args: str) -> None:
     status, out, _ = jaxkv(*args.split())
     assert status == 0
     assert "usage: jaxkv" in out
@@ -222,26 +215,13 @@ def test_help_is_status_0(jaxkv: Jaxkv, args: str) -> None:
 @pytest.mark.parametrize(
     "command", ["sweep", "train", "plan", "cost", "generate", "claims", "fit", "demo"]
 )
-def test_help_says_what_holds_without_a_flag(jaxkv: Jaxkv, command: str) -> None:
+def test_help_says_what_holds_without_a_flag(jaxkv: Command, command: str) -> None:
     _, out, _ = jaxkv(command, "--help")
     assert "None" not in out
 
 
 def test_help_and_list_import_nothing_heavy() -> None:
-    code = (
-        "import sys; from experiments.cli import main as cli\n"
-        "for words in (['--help'], ['run', '--help'], ['list', '--json']):\n"
-        "    assert cli.main(words) == 0\n"
-        "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=60,
-    )
+    assert_nothing_heavy_is_imported("--help", "run --help", "list --json")
 
 
 @pytest.mark.thorough

@@ -16,10 +16,9 @@ from experiments.cli.fit import command as fit_command
 from experiments.cli.plan import command as plan_command
 from experiments.cli.train import command as train_command
 from experiments.cli.train import configs, sweep
-from experiments.framework import config_json, registry
+from experiments.framework import config_json
 from experiments.harness import bundled
-
-RECORDS = Path(registry.__file__).parent / "records"
+from tests.support.folders import RECORDS
 
 OPTIONS = {
     "cost": cost_command.Options,

@@ -5,153 +5,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 import pytest
 
-from jaxkv.engine.state import EngineConfig
 from jaxkv.sampling.sampler import Sampling
-from jaxkv.scheduling import fcfs
-from tests import engines, margins
-from tests.engines import MODEL, Ask, Outcome, Run
-from tests.test_groups import pages_of
-
-ROOT = Path(__file__).parents[1]
-
-
-class Place(NamedTuple):
-    """Where a workload is served: static bounds, and how the policy decides."""
-
-    max_slots: int
-    page_size: int
-    num_pages: int
-    token_budget: int
-    chunk_size: int | None
-    prefix_cache: bool
-    max_swap_pages: int = 0
-    victim: Any = "latest"
-
-
-# Sequences have up to 63 places. Pools of just so many force preemption wherever more
-# than one slot is there; tiles of 64 rows hold from a thirtieth of a step to all of it.
-PLACES = {
-    "crowd": Place(8, 4, 16, 40, 8, False),
-    "alone": Place(1, 16, 4, 24, None, False),
-    "trickle": Place(3, 64, 3, 3, 32, False),
-    "flood": Place(8, 16, 6, 200, None, True, 5, "fewest_pages"),
-    "squeeze": Place(3, 4, 17, 70, 32, True, 20, "cheapest"),
-    "squeeze that keeps nothing": Place(3, 4, 17, 70, 32, False, 0, "least_computed"),
-    "pages of one token": Place(3, 1, 120, 64, 8, True),
-    "plenty": Place(8, 64, 8, 64, 32, False),
-    "alone by the token": Place(1, 4, 16, 1, 8, True),
-}
-QUICK = ("crowd", "alone", "flood")
-ROOM_FOR_THREE = tuple(name for name in PLACES if PLACES[name].max_slots >= 3)
-
-
-def config_of(place: Place, numerics: Any = "reproducible") -> EngineConfig:
-    return EngineConfig(
-        num_pages=place.num_pages,
-        page_size=place.page_size,
-        max_slots=place.max_slots,
-        max_length=MODEL.max_positions,
-        max_sequences=16,
-        queue_capacity=16,
-        token_budget=place.token_budget,
-        max_logit_rows=place.max_slots + 5,
-        max_stop_tokens=2,
-        max_logprobs=2,
-        prefix_cache=place.prefix_cache,
-        max_swap_pages=place.max_swap_pages,
-        submit_width=16,
-        steps_per_call=8,
-        numerics=numerics,
-        seed=12345,
-        debug=True,
-    )
-
-
-def workload(seed: int) -> list[Ask]:
-    return engines.random_asks(np.random.default_rng([seed, 1]), 10, scores=True)
-
-
-def groups(seed: int) -> list[Ask]:
-    """Requests of up to three answers, most of which begin with one of two texts."""
-    rng = np.random.default_rng([seed, 2])
-    texts = rng.integers(0, MODEL.vocab_size, (2, 20)).tolist()
-    asks = []
-    for ask in engines.random_asks(
-        rng, 16, max_prompt=10, max_answer=14, scores=True, max_n=3
-    ):
-        begin = texts[rng.integers(2)][: rng.integers(12, 21)]
-        asks.append(ask._replace(prompt=begin + ask.prompt))
-    places = [PLACES[name] for name in ROOM_FOR_THREE]
-    return [ask for ask in asks if all(fits(ask, place) for place in places)]
-
-
-def fits(ask: Ask, place: Place) -> bool:
-    """Whether a request's worst case fits a place."""
-    return pages_of(ask, place.page_size) <= place.num_pages
-
-
-def serve(
-    asks: Sequence[Ask], place: Place, seed: int, numerics: str = "reproducible"
-) -> Run:
-    """Serves a workload in an order, and with arrivals, of the place's own."""
-    rng = np.random.default_rng([seed, place.max_slots, place.page_size])
-    arrivals = np.sort(rng.uniform(0, 0.2, len(asks)))
-    order = rng.permutation(len(asks))
-    arriving = [
-        asks[index]._replace(arrival_s=arrival_s)
-        for index, arrival_s in zip(order.tolist(), arrivals.tolist(), strict=True)
-    ]
-    return engines.serve(
-        arriving,
-        config_of(place, numerics),
-        fcfs.fcfs(
-            chunk_size=place.chunk_size,
-            victim=place.victim,
-            preemption="swap" if place.max_swap_pages else "recompute",
-            hold_new=False,
-            cached_first=place.prefix_cache,
-        ),
-        as_served=True,
-        step_s=0.05,
-        weights=engines.params(
-            MODEL, "float64" if jax.config.x64_enabled else "float32"
-        ),
-    )
-
-
-def assert_same_bits(a: Outcome, b: Outcome) -> None:
-    """Everything but the times and what was computed twice."""
-    for name in ("tokens", "reason", "logprobs", "prompt_logprobs", "top_ids"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
-    np.testing.assert_array_equal(a.top_logprobs, b.top_logprobs)
-
-
-def check_workloads(
-    seeds: Sequence[int],
-    names: Sequence[str],
-    make: Callable[[int], list[Ask]] = workload,
-) -> dict[str, int]:
-    """Serves every workload at every place; returns how often somebody gave way."""
-    num_preempted = dict.fromkeys(names, 0)
-    for seed in seeds:
-        asks = make(seed)
-        first: dict[int, Outcome] = {}
-        for name in names:
-            run = serve(asks, PLACES[name], seed)
-            num_preempted[name] += int(run.info.num_preempted.sum())
-            first = first or run.outcomes
-            assert len(first) == len(run.outcomes)
-            for request_id, outcome in run.outcomes.items():
-                assert_same_bits(outcome, first[request_id])
-    return num_preempted
+from tests.support import engines, margins
+from tests.support.batches import (
+    PLACES,
+    QUICK,
+    ROOM_FOR_THREE,
+    check_workloads,
+    config_of,
+    groups,
+    serve,
+    workload,
+)
+from tests.support.engines import MODEL, Ask
+from tests.support.folders import ROOT
 
 
 @pytest.mark.thorough

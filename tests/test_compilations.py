@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from jax import monitoring
 import jaxkv
 from jaxkv.models import paged
 from jaxkv.scheduling import interface, static_batching
-from tests import engines
-from tests.engines import MODEL
+from tests.support import engines
+from tests.support.engines import MODEL
+from tests.support.folders import TOKENIZED
 
 PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
 MOVE = "jit(move)"
@@ -140,7 +140,7 @@ def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:
 
 def test_loading_the_same_folder_twice_compiles_once() -> None:
     # `Forward` and `EngineConfig` are compared by value, never by identity.
-    folder = Path(__file__).parent / "golden" / "tokenized"
+    folder = TOKENIZED
     one, two = (
         jaxkv.Engine.load(folder, num_pages=8, max_length=32)._static for _ in range(2)
     )

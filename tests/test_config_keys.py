@@ -1,7 +1,6 @@
 """Every key of a config.json is read, known to be harmless, or refused by name."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from jaxkv.models.huggingface import harmless as huggingface_harmless
 from jaxkv.models.huggingface.families import FAMILIES
 from scaling.costs import parameters
 from scaling.shapes import from_model
+from tests.support.folders import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 HARMLESS = {key for keys in huggingface_harmless.KEYS.values() for key in keys}

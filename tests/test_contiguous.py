@@ -14,9 +14,9 @@ from jaxkv.simulation import step as simulation_step
 from jaxkv.simulation.state import Capacity, Events, Simulation
 from jaxkv.simulation.step import init
 from jaxkv.workloads.arrivals import Workload
-from tests.buddies import Buddies
-from tests.engines import FAST_COMPILE
-from tests.test_simulation import COST
+from tests.support.buddies import Buddies
+from tests.support.engines import FAST_COMPILE
+from tests.support.simulations import COST
 
 find = jax.jit(
     lambda idle, start, num, order: contiguous.place(

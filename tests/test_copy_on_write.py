@@ -22,7 +22,7 @@ from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.swap_buffer import Staging
 from jaxkv.serving import host_swap
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 
 SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
 GROUPS = (0, 0, 0, 3, 3, 5)

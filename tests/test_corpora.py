@@ -15,6 +15,8 @@ from jaxkv.models import transformer
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora, streams
 from scaling.training import objectives
+from tests.support import mutation
+from tests.support.mutation import Bug
 
 
 @pytest.fixture
@@ -313,3 +315,19 @@ def test_score_of_a_stream() -> None:
     held_out[4] = 9
     with pytest.raises(ValueError, match=r"token 9 is not below model.vocab_size=7"):
         score(params)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added"),
+    [
+        ("means.std(ddof=1) / math.sqrt(num)", "means.std(ddof=1)"),
+        ("found[: len(batch), carry:]", "found[: len(batch)]"),
+        ("found[: len(batch), carry:]", "found[:, carry:]"),
+        ("every.size, means", "len(windows) * seq_len, means"),
+    ],
+)
+def test_a_seeded_bug_of_a_streams_score_is_noticed(
+    removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug = Bug(objectives, "score_stream", removed, added, test_score_of_a_stream)
+    mutation.assert_noticed(monkeypatch, bug)

@@ -1,41 +1,35 @@
 """`jaxkv cost`: its document, its words, its figure, and what it refuses."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.cli import main
-
-Cost = Callable[..., tuple[int, str, str]]
+from tests.support.commands import (
+    Command,
+    assert_nothing_heavy_is_imported,
+    assert_refused,
+    command,
+)
 
 
 @pytest.fixture
 def cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Cost:
+) -> Command:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*args: str) -> tuple[int, str, str]:
-        status = main.main(["cost", *args])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
+    return command(capsys, "cost")
 
 
-def document(cost: Cost, *args: str) -> dict[str, Any]:
+def document(cost: Command, *args: str) -> dict[str, Any]:
     status, out, err = cost(*args, "--json")
     assert status == 0, err
     return json.loads(out)
 
 
-def test_the_document_of_llama_2_7b(cost: Cost) -> None:
+def test_the_document_of_llama_2_7b(cost: Command) -> None:
     found = document(cost, "llama-2-7b", "--sequence", "2048")
     assert found["num_params"]["total"] == 6_738_415_616
     assert found["num_params"]["non_embedding"] == 6_476_271_616
@@ -58,7 +52,7 @@ def test_the_document_of_llama_2_7b(cost: Cost) -> None:
     }
 
 
-def test_one_layer_as_the_assignment_asks(cost: Cost) -> None:
+def test_one_layer_as_the_assignment_asks(cost: Command) -> None:
     found = document(cost, "llama-2-7b")["one_layer"]
     assert found["num_params"] == 202_383_360
     assert found["forward_flops"] == 1_932_735_283_200
@@ -68,7 +62,7 @@ def test_one_layer_as_the_assignment_asks(cost: Cost) -> None:
     assert mixed["num_params"] == 11_507_286_272
 
 
-def test_a_layout_divides_and_sends(cost: Cost) -> None:
+def test_a_layout_divides_and_sends(cost: Command) -> None:
     args = ("--parallel", "tp=8,sp,pp=2", "--device", "h100", "--zero", "1")
     found = document(cost, "llama-2-7b", *args, "--attention", "causal")
     assert found["num_devices"] == 16
@@ -79,7 +73,7 @@ def test_a_layout_divides_and_sends(cost: Cost) -> None:
     assert found["memory_bytes"]["weights"] < 2 * 6_738_415_616 / 15
 
 
-def test_tables_and_words_say_the_same(cost: Cost) -> None:
+def test_tables_and_words_say_the_same(cost: Command) -> None:
     status, out, _ = cost("llama-2-7b", "--checkpoint", "boundary")
     assert status == 0
     said = " ".join(out.split())
@@ -97,7 +91,7 @@ def test_tables_and_words_say_the_same(cost: Cost) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_mixture_is_explained_by_its_own_numbers(cost: Cost) -> None:
+def test_a_mixture_is_explained_by_its_own_numbers(cost: Command) -> None:
     _, out, _ = cost("mixtral-8x7b")
     said = " ".join(out.split())
     assert "Of 46.7 G parameters a token uses 12.88 G" in said
@@ -108,7 +102,7 @@ def test_a_mixture_is_explained_by_its_own_numbers(cost: Cost) -> None:
     assert found["comms_bytes"]["expert"]["forward"] == 32 * 4096 * 2 * 2 * 4096 * 2
 
 
-def test_every_name_is_answered(cost: Cost) -> None:
+def test_every_name_is_answered(cost: Command) -> None:
     for name in ("deepseek-v3", "gemma-2-9b", "stdlib-bytes"):
         status, out, err = cost(name)
         assert status == 0, err
@@ -116,7 +110,7 @@ def test_every_name_is_answered(cost: Cost) -> None:
         assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_file_and_a_folder_are_read(cost: Cost, tmp_path: Path) -> None:
+def test_a_file_and_a_folder_are_read(cost: Command, tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 4096,
@@ -134,7 +128,7 @@ def test_a_file_and_a_folder_are_read(cost: Cost, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_figure_and_the_document_are_kept(cost: Cost) -> None:
+def test_the_figure_and_the_document_are_kept(cost: Command) -> None:
     found = document(cost, "smollm2-135m", "--plot", "--out", "here")
     kept = json.loads(Path("here/cost.json").read_text())
     assert kept["num_params"] == found["num_params"]
@@ -176,7 +170,7 @@ def test_the_figure_and_the_document_are_kept(cost: Cost) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    cost: Cost, args: str, line: str, tmp_path: Path
+    cost: Command, args: str, line: str, tmp_path: Path
 ) -> None:
     Path("bad.json").write_text("{")
     Path("mamba.json").write_text('{"model_type": "mamba"}')
@@ -185,23 +179,8 @@ def test_bad_input_is_one_line_and_status_2(
     Path("two.json").write_text(json.dumps(two))
     layers = {"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3}
     Path("layers.json").write_text(json.dumps(layers))
-    status, out, err = cost(*args.split(), "--json")
-    assert (status, out) == (2, "")
-    assert line in err
-    assert err.count("\n") == 1
+    assert_refused(cost, args, line)
 
 
 def test_no_jax_is_woken_for_an_answer() -> None:
-    code = (
-        "import sys; from experiments import cli\n"
-        "assert cli.main(['cost', 'deepseek-v3', '--json']) == 0\n"
-        "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=60,
-    )
+    assert_nothing_heavy_is_imported("cost deepseek-v3 --json")

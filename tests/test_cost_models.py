@@ -9,6 +9,7 @@ from experiments.harness import cost_fits, cost_models
 from jaxkv.simulation.step import Work
 from scaling.costs import devices, steps
 from scaling.shapes import published
+from tests.support.folders import RECORDS
 
 
 def work(**counts: float) -> Work:
@@ -79,7 +80,7 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
 
 
 def test_a_measured_run_gives_back_its_own_times() -> None:
-    folder = cost_fits.Path(__file__).parents[1] / "experiments/records/bench_decode"
+    folder = RECORDS / "bench_decode"
     found = cost_fits.measured(folder)
     assert found.error is not None
     assert 0 < found.error < 0.1

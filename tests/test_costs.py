@@ -13,6 +13,7 @@ from jaxkv.models.config import ModelConfig
 from scaling.costs import parameters, serving
 from scaling.shapes import from_model, huggingface, published
 from scaling.shapes.description import Description, Experts, HeadAttention
+from tests.support.folders import GOLDEN
 
 # Total parameters, and bytes of K and V of a token in 16 bits.
 PUBLISHED = {
@@ -149,9 +150,7 @@ def test_our_own_models_hold_as_many(name: str) -> None:
     assert total == sum(x.size for x in jax.tree.leaves(made))
 
 
-COUNTED = json.loads(
-    (Path(__file__).parent / "golden/hf_parameter_counts.json").read_text()
-)
+COUNTED = json.loads((GOLDEN / "hf_parameter_counts.json").read_text())
 """Models of every family that transformers 5.23 built on its meta device: the keys of
 their config.json that matter, and the sizes of all tensors. Buffers are the routing
 corrections."""

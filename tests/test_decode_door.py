@@ -14,8 +14,8 @@ from jaxkv.models import config, paged, transformer
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, decode_plan
 from pallas_kernels.paged_attention.hopper import decode
-from tests import emulating
-from tests.test_attention import make_case
+from tests.support import emulating
+from tests.support.attention_cases import make_case
 
 H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 MODEL = config.ModelConfig(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention.stream_k import Tiling
-from tests.emulating import SMALL, TWO, run
-from tests.kernel_cases import assert_within_rule, make_case
+from tests.support.emulating import SMALL, TWO, run
+from tests.support.kernel_cases import assert_within_rule, make_case
 
 
 @pytest.mark.thorough

@@ -12,8 +12,8 @@ from jaxkv import decoding
 from jaxkv.memory import invariants, kv_pages
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
-from tests import engines
-from tests.engines import MODEL
+from tests.support import engines
+from tests.support.engines import MODEL
 
 FORWARD = paged.PagedForward(MODEL)
 SLOTS, LENGTH, PAGE_SIZE = 3, 40, 4

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from experiments.cli import main
-from experiments.framework import registry
 from experiments.framework.report import Sheet
 from experiments.harness import prompts, servings
 from experiments.plotting import style, timelines
@@ -19,28 +18,24 @@ from jaxkv.engine import step
 from jaxkv.progress import Quiet
 from jaxkv.serving.outputs import Answer, Completion
 from jaxkv.text.tokenizer import ByteTokenizer
-from tests import engines
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    return engines.save_tiny_model(folder, max_positions=64)
+def model() -> str:
+    return smoke.model(64)
 
 
 @pytest.fixture(scope="module")
-def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a small demo."""
-    out = tmp_path_factory.mktemp("runs") / "demo"
-    assert main.main(["demo", "smoke", "--model", model, "--out", str(out)]) == 0
-    return out
+def folder() -> Path:
+    return smoke.run("demo").folder
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> experiment.Result:
-    from experiments.framework import run_folder
-
-    return run_folder.read(folder, registry.load("demo")).result
+def result() -> experiment.Result:
+    return smoke.run("demo").result
 
 
 @pytest.mark.thorough

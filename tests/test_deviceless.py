@@ -15,7 +15,7 @@ from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.page_ops import copy_mosaic_gpu
 from pallas_kernels.page_ops.copy import copy_pages
-from tests import test_inplace
+from tests.support import engine_programs
 
 WHY_NOT = deviceless.available()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -126,8 +126,8 @@ def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
         pages = kv_pages.Pages(leaf, leaf)
         report = deviceless.compile(run, pages, ids(8), ids(8), donate_argnums=0)
         assert len(report.kernels) == num_kernels
-        assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)
-        assert not test_inplace.large_copies(report.text, pages)
+        assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
+        assert not engine_programs.large_copies(report.text, pages)
 
 
 @needs_compiler
@@ -147,14 +147,14 @@ def test_the_engine_keeps_its_pages_in_place_on_an_h200(
 
     64 rows of two query heads a KV head are few; more may hold a chunk.
     """
-    model = dataclasses.replace(test_inplace.MODEL, head_dim=head_dim)
-    config = dataclasses.replace(test_inplace.CONFIG, token_budget=token_budget)
-    run, arguments, pages = test_inplace.steps(
-        test_inplace.LARGE, model=model, config=config, dtype=dtype
+    model = dataclasses.replace(engine_programs.MODEL, head_dim=head_dim)
+    config = dataclasses.replace(engine_programs.CONFIG, token_budget=token_budget)
+    run, arguments, pages = engine_programs.steps(
+        engine_programs.LARGE, model=model, config=config, dtype=dtype
     )
     report = deviceless.compile(run, *arguments, donate_argnums=1)
-    assert report.temp_bytes < 0.05 * test_inplace.bytes_of(pages)
-    assert not test_inplace.large_copies(report.text, pages)
+    assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
+    assert not engine_programs.large_copies(report.text, pages)
     names = {kernel.name.rpartition("_")[0] for kernel in report.kernels}
     assert names == {"copy_part"} | attends
     for kernel in report.kernels:

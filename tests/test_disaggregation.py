@@ -1,28 +1,27 @@
 """Phases on cards of their own: what passes between them, what is chosen, queues."""
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.framework import registry, run_folder
 from experiments.harness import cost_models
-from experiments.serving.disaggregation import experiment as disaggregation_experiment
 from experiments.serving.disaggregation import instances, runs, settings
-from experiments.serving.disaggregation.experiment import Config
+from experiments.serving.disaggregation import queues as disaggregation_queues
 from experiments.serving.disaggregation.instances import (
     Answers,
     Received,
     Requests,
     Split,
 )
-from experiments.serving.disaggregation.queues import formula_s, measure
+from experiments.serving.disaggregation.queues import MACHINES, measure
 from experiments.serving.disaggregation.settings import Instance
 from jaxkv.simulation.step import Work
 from jaxkv.workloads import lengths, metrics
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
 ONE = Instance("opt-13b", 1)
 
@@ -122,11 +121,11 @@ def test_the_placement_that_bears_most_a_card_is_chosen(
 
 
 def test_queues_wait_as_long_as_formulas_say() -> None:
-    assert formula_s("one", 5.0) == pytest.approx(0.15)
+    assert disaggregation_queues.formula_s("one", 5.0) == pytest.approx(0.15)
     # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
-    found = formula_s("two pipeline stages", 5.0)
+    found = disaggregation_queues.formula_s("two pipeline stages", 5.0)
     assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
-    found = formula_s("two tensor ways", 5.0)
+    found = disaggregation_queues.formula_s("two tensor ways", 5.0)
     assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
     queues = measure((0.3,), num=1000, num_seeds=16, seed=1)
     off = np.abs(queues.simulated_s - queues.formula_s)
@@ -135,25 +134,18 @@ def test_queues_wait_as_long_as_formulas_say() -> None:
 
 
 @pytest.mark.slow
-def test_smoke_comes_back_from_the_folder(tmp_path: Path) -> None:
-    experiment = registry.load("disaggregation")
-    config = experiment.configs["smoke"]
-    result = disaggregation_experiment.run(config)
-    run_folder.begin(tmp_path, experiment, config)
-    run = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
-    assert sum(claim.verdict == "holds" for claim in run.claims) >= 2
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(applications=("chess",)), "must be of chat, 13B"),
-        (dict(shares=(0.5,)), "must be several, ascending"),
-        (dict(links=(0.0,)), "must be above 0 bytes"),
-        (dict(queue_loads=(1.0,)), "must lie in"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Config(), **fields)
+def test_claims_are_what_the_result_holds() -> None:
+    kept = smoke.run("disaggregation")
+    said, queues = smoke.ours(kept.claims), kept.result.queues
+    # Keys and values of OPT-66B: 64 layers of 9,216, in two bytes each.
+    size = 512 * 2 * 64 * 9216 * 2 / 2**30
+    assert said["keys and values of 512 tokens of OPT-66B"] == size == 1.125
+    assert said["so 10 requests/s need"] == 11.25
+    off = "mean waiting time of a queue of prompts, {}: off the formula by"
+    for i, machine in enumerate(MACHINES):
+        formula_s = [
+            disaggregation_queues.formula_s(machine, rate)
+            for rate in np.asarray(queues.rate).tolist()
+        ]
+        apart = abs(queues.simulated_s[i] - formula_s) / queues.waiting_s[i]
+        assert said[off.format(machine)] == pytest.approx(100 * apart.max())

@@ -16,7 +16,6 @@ from jaxkv.engine.state import (
     FINISHED,
     RUNNING,
     WAITING,
-    EngineConfig,
     EngineState,
     init,
 )
@@ -24,45 +23,15 @@ from jaxkv.engine.step import run_steps
 from jaxkv.models import paged, transformer
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
-from tests import engines
-from tests.engines import MODEL, Ask, Run
-
-# Sixteen pages hold one sequence of full length: the smallest pool there may be.
-TIGHT = EngineConfig(
-    num_pages=16,
-    page_size=4,
-    max_slots=8,
-    max_length=64,
-    max_sequences=16,
-    queue_capacity=12,
-    token_budget=12,
-    max_logit_rows=11,
-    max_stop_tokens=3,
-    max_logprobs=2,
-    submit_width=8,
-    steps_per_call=4,
-    debug=True,
-)
-ROOMY = dataclasses.replace(TIGHT, num_pages=56)
-"""Three sequences of full length, and a rest."""
-FCFS = fcfs.fcfs()
-
-
-@functools.cache
-def workload(seed: int = 0, num: int = 24) -> tuple[Ask, ...]:
-    return tuple(engines.random_asks(np.random.default_rng(seed), num, scores=True))
+from tests.support import engines
+from tests.support.asks import singles
+from tests.support.engines import FCFS, MODEL, ROOMY, TIGHT, Ask, Run, greedy, run_on
 
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0) -> Run:
     policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
-    return engines.serve(workload(), TIGHT, policy)
-
-
-def greedy(request_id: int, prompt: list[int], max_tokens: int, **fields: Any) -> Ask:
-    arrival_s = fields.pop("arrival_s", 0.0)
-    ask = Sampling.greedy(max_tokens=max_tokens, **fields)
-    return Ask(request_id, prompt, ask, arrival_s)
+    return engines.serve(singles(), TIGHT, policy)
 
 
 def submitted(*asks: Ask) -> EngineState:
@@ -73,28 +42,13 @@ def submitted(*asks: Ask) -> EngineState:
     return state
 
 
-def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
-    """Some calls more; the infos as NumPy arrays, those of the last call."""
-    forward, info = paged.PagedForward(MODEL, TIGHT.numerics), None
-    for _ in range(calls):
-        state, info = engines.run_steps(
-            *(engines.params(), state, from_seconds(seconds)),
-            config=TIGHT,
-            forward=forward,
-            policy=policy,
-        )
-        info = jax.tree.map(np.asarray, info)
-        engines.assert_sound(info)
-    return state, info
-
-
 POLICIES = [(None, 0), (1, 0), (5, 3)]
 
 
 @pytest.mark.parametrize(("chunk_size", "watermark"), POLICIES)
 def test_tokens_equal_those_of_a_plain_loop(chunk_size, watermark) -> None:
     run = served(chunk_size, watermark)
-    engines.assert_equal_plain(run, workload(), TIGHT)
+    engines.assert_equal_plain(run, singles(), TIGHT)
     reasons = {outcome.reason for outcome in run.outcomes.values()}
     assert reasons == {"stop", "length"}
 
@@ -103,7 +57,7 @@ def test_tokens_equal_those_of_a_plain_loop(chunk_size, watermark) -> None:
 def test_scores_equal_those_of_a_full_forward_pass(chunk_size, watermark) -> None:
     run = served(chunk_size, watermark)
     assert any(each.num_recomputed for each in run.outcomes.values())
-    for ask in workload():
+    for ask in singles():
         got = run.outcomes[ask.request_id]
         law = engines.logprobs_of(ask, got.tokens)
         place = np.arange(len(law) - 1)
@@ -149,7 +103,7 @@ def test_rows_keep_to_the_budget_and_decoding_comes_first(
     chunk_size, watermark
 ) -> None:
     info = served(chunk_size, watermark).info
-    prompts = {ask.request_id: len(ask.prompt) for ask in workload()}
+    prompts = {ask.request_id: len(ask.prompt) for ask in singles()}
     assert (info.num_rows.sum(axis=1) <= TIGHT.token_budget).all()
     assert (info.num_rows.sum(axis=1) > 0).sum() >= len(info.enough) - 4
     known, length = dict(prompts), dict.fromkeys(prompts, 0)
@@ -199,7 +153,7 @@ def test_preempted_requests_count_what_they_compute_again() -> None:
         for name, num in zip(names.tolist(), rows.tolist(), strict=True):
             if name >= 0:
                 fed[name] += num
-    for ask in workload():
+    for ask in singles():
         outcome = served().outcomes[ask.request_id]
         once = len(ask.prompt) + len(outcome.tokens) - 1
         assert fed[ask.request_id] == once + outcome.num_recomputed
@@ -252,7 +206,7 @@ def test_ends() -> None:
 @pytest.mark.thorough
 def test_static_batching() -> None:
     config = ROOMY
-    asks = list(workload())
+    asks = list(singles())
     run = engines.serve(asks, config, static_batching.static())
     engines.assert_equal_plain(run, asks, config)
     info = run.info
@@ -468,14 +422,14 @@ def test_an_infinity_in_the_head_ends_everybody(value: float) -> None:
     weights = dict(engines.params())
     # One token's logits: of this alone the others would not have told.
     weights["head"] = {"weight": weights["head"]["weight"].at[60, 3].set(value)}
-    run = engines.serve(workload(), TIGHT, weights=weights)
+    run = engines.serve(singles(), TIGHT, weights=weights)
     assert {each.reason for each in run.outcomes.values()} == {"nan"}
     assert not any(run.tokens.values())
 
 
 def test_weights_of_nothing_but_nan_end_everybody() -> None:
     weights = jax.tree.map(lambda x: x * jnp.nan, engines.params())
-    asks = list(workload())
+    asks = list(singles())
     run = engines.serve(asks, TIGHT, weights=weights)
     assert {each.reason for each in run.outcomes.values()} == {"nan"}
     assert not any(run.tokens.values())

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.memory import kv_pages
-from tests import engines
+from tests.support import engines
 
 # Slow, because the quick suite runs the README, which shows the same.
 pytestmark = pytest.mark.slow

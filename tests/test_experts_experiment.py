@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
-from experiments.plotting import style
 from experiments.training.experts import experiment, fits, runs
 from jaxkv.progress import Quiet
 from scaling.training import architectures
+from tests.support import smoke
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -27,8 +27,8 @@ def test_pairs_cost_the_same_but_for_the_router() -> None:
 
 @pytest.mark.slow
 def test_smoke_compares_all_pairs() -> None:
-    config = experiment.CONFIGS["smoke"]
-    found = experiment.run(config)
+    kept = smoke.run("experts")
+    found = kept.result
     assert found.kind.tolist() == 3 * ["dense", "mixture"] + ["unbalanced"]
     assert found.is_fitted.tolist() == 6 * [True] + [False]
     assert (np.diff(found.flops[0:6:2]) > 0).all()
@@ -37,9 +37,8 @@ def test_smoke_compares_all_pairs() -> None:
     assert found.loads.shape == (2, 1, 4)
     np.testing.assert_allclose(found.loads.mean(axis=2), 1)
     assert found.curve_loss.shape == (2, 50, 3)
-    verdicts = {claim.claim: claim.verdict for claim in experiment.claims(found)}
-    assert verdicts.pop(next(iter(verdicts))) == "holds"  # the formula of routing
-    numbers = experiment.metrics(found)
+    assert kept.claims[0].verdict == "holds"  # the formula of routing
+    numbers = kept.metrics
     assert len(numbers["runs"]) == 7
     by_layer = [(row["balancing"], row["layer"]) for row in numbers["imbalance"]]
     assert by_layer == [("with", 1), ("without", 1)]
@@ -50,7 +49,6 @@ def test_smoke_compares_all_pairs() -> None:
     for sheet in sheets:
         assert all(len(row) == len(sheet.columns) for row in sheet.rows)
         assert "{" not in str(sheet)
-    assert style.render(lambda axes: experiment.plot(axes, found), panels=(1, 2))
 
 
 def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
@@ -87,18 +85,3 @@ def test_shares_of_a_router_are_the_formula() -> None:
     router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
     assert fits.routing_error(router, top_k=2) < 1e-6
     assert fits.routing_error(router, top_k=1) == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ({"widths": (16, 24)}, "must be three or more"),
-        ({"widths": (12, 24, 32)}, "must be multiples of 8"),
-        ({"num_tuned": 0}, "need num_tuned of at least 1"),
-        ({"learning_rates": ()}, "must be above 0"),
-        ({"num_threads": 0}, "must be at least 1"),
-    ],
-)
-def test_bad_configs_are_refused(fields: dict, line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        experiment.Config(**fields)

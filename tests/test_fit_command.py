@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from experiments.cli import main
-from experiments.cli.fit import command, drawing, frontiers, grids
+from experiments.cli.fit import command as fit_command
+from experiments.cli.fit import drawing, frontiers, grids
 from experiments.cli.fit.report import metrics, summary
 from experiments.training.fit_coverage import surfaces
 from jaxkv.progress import Quiet
@@ -21,7 +21,8 @@ from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json
 from scaling.laws.published import CHINCHILLA
 from scaling.logs.log import read
-from tests import traces
+from tests.support import traces
+from tests.support.commands import Command, assert_refused, command
 
 ALPHA, BETA = 0.36, 0.38
 
@@ -59,25 +60,16 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Jaxkv = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
 def jaxkv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Jaxkv:
+) -> Command:
     monkeypatch.chdir(tmp_path)
-
-    def call(*args: str) -> tuple[int, str, str]:
-        status = main.main(list(args))
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
+    return command(capsys)
 
 
 @pytest.mark.thorough
-def test_a_sweep_is_fitted_without_flags(jaxkv: Jaxkv, sweep: Path) -> None:
+def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
     args = ("fit", str(sweep), "--count", "non-embedding", "--bootstrap", "200")
     status, out, err = jaxkv(*args, "--out", "here", "--json")
     assert status == 0, err
@@ -129,7 +121,7 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Jaxkv, sweep: Path) -> None:
 def test_published_coefficients_come_out_of_published_runs() -> None:
     path = traces.find("losses/gadre_c4.csv")
     rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
-    config = command.Config(
+    config = fit_command.Config(
         log=str(path),
         law="over-training",
         where=rule,
@@ -137,7 +129,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
         space="linear",
         bootstrap=0,
     )
-    document = json.loads(command.run(config).document)
+    document = json.loads(fit_command.run(config).document)
     published = {"a": 113.69, "b": 189.52, "eta": -0.24247, "E": 1.50825}
     for name, value in published.items():
         assert document["coefficients"][name] == pytest.approx(value, rel=1e-4)
@@ -158,13 +150,13 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
 
 @pytest.mark.thorough
 def test_laws_stand_side_by_side(sweep: Path) -> None:
-    config = command.Config(
+    config = fit_command.Config(
         log=str(sweep),
         law="chinchilla, kaplan-d",
         hold_out="flops > 5e15",
         bootstrap=0,
     )
-    result = command.run(config)
+    result = fit_command.run(config)
     document = metrics(result)
     assert [fit["law"] for fit in document["fits"]] == ["chinchilla", "kaplan-d"]
     assert [fit["held_out"]["num_points"] for fit in document["fits"]] == [7, 7]
@@ -176,7 +168,7 @@ def test_laws_stand_side_by_side(sweep: Path) -> None:
     assert "kaplan-d" in said
 
 
-def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Jaxkv) -> None:
+def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Command) -> None:
     sizes = np.geomspace(1e7, 1e10, 12)
     rows = "".join(f"{n!r},{(8.8e13 / n) ** 0.076!r}\n" for n in sizes.tolist())
     Path("log.csv").write_text(f"params,loss\n{rows}")
@@ -197,7 +189,7 @@ def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Jaxkv) -> None:
 
 @pytest.mark.thorough
 def test_each_group_is_fitted_by_itself(
-    jaxkv: Jaxkv, tmp_path: Path, sweep: Path
+    jaxkv: Command, tmp_path: Path, sweep: Path
 ) -> None:
     lines = ["N,D,data,loss"]
     rng = np.random.default_rng(1)
@@ -249,7 +241,7 @@ def test_each_group_is_fitted_by_itself(
 
 
 @pytest.mark.thorough
-def test_given_coefficients_reach_report_and_plan(jaxkv: Jaxkv, sweep: Path) -> None:
+def test_given_coefficients_reach_report_and_plan(jaxkv: Command, sweep: Path) -> None:
     args = ("fit", str(sweep), "--count", "non-embedding", "--bootstrap", "50")
     more = ("--fix", "E=1.6", "--bound", "alpha=0.1:0.5", "--out", "o", "--json")
     status, out, err = jaxkv(*args, *more)
@@ -271,8 +263,10 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
     d = np.geomspace(1e9, 1e11, 30).tolist()
     rows = "".join(f"a,1e8,{x!r},{loss(1e8, x)!r}\n" for x in d)
     (tmp_path / "log.csv").write_text(f"run,N,D,loss\n{rows}")
-    config = command.Config(log=str(tmp_path / "log.csv"), law="kaplan-d", bootstrap=0)
-    document = json.loads(command.run(config).document)
+    config = fit_command.Config(
+        log=str(tmp_path / "log.csv"), law="kaplan-d", bootstrap=0
+    )
+    document = json.loads(fit_command.run(config).document)
     assert document["frontiers"] == []
     assert (
         "no envelope: curves of 1 size: below 3, the best one has no neighbour on "
@@ -294,8 +288,8 @@ class Impatient(Quiet):
 
 @pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
-    config = command.Config(log=str(sweep), law="chinchilla,kaplan-d")
-    result = command.run(config, Impatient())
+    config = fit_command.Config(log=str(sweep), law="chinchilla,kaplan-d")
+    result = fit_command.run(config, Impatient())
     document = json.loads(result.document)
     for fit in (document, *document["others"]):
         assert fit["samples"] is None
@@ -329,8 +323,8 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
     monkeypatch.setattr(frontiers, "MAX_GROUPED", 28)
     monkeypatch.setattr(profile, "profile", None)  # it is not called
-    config = command.Config(log=str(sweep), bootstrap=50)
-    result = command.run(config)
+    config = fit_command.Config(log=str(sweep), bootstrap=50)
+    result = fit_command.run(config)
     document = json.loads(result.document)
     assert document["notes"][2:] == [
         abridged(34),
@@ -394,8 +388,8 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         rows = np.stack([n, flops, seen], 1)
         log = tmp_path / f"log{scale}.csv"
         np.savetxt(log, rows, "%.10g", ",", header="N,C,loss", comments="")
-        config = command.Config(log=str(log), bootstrap=100)
-        document = json.loads(command.run(config).document)
+        config = fit_command.Config(log=str(log), bootstrap=100)
+        document = json.loads(fit_command.run(config).document)
         found = {each["method"]: each["a"] for each in document["frontiers"]}
         is_sound = scale == 1
         assert ("parabola, corrected" in found) == is_sound
@@ -456,11 +450,10 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         ("log.csv --loss-unit -1", "loss_unit=-1.0 must be above 0"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(jaxkv: Jaxkv, args: str, line: str) -> None:
+def test_bad_input_is_one_line_and_status_2(
+    jaxkv: Command, args: str, line: str
+) -> None:
     Path("log.csv").write_text("N,D,loss\n1,2,3\n4,5,3\n1,7,2\n")
     Path("bad.csv").write_text("N,D,loss\n1,2,3\n4,5,x\n")
-    status, out, err = jaxkv("fit", *args.split(), "--json")
-    assert (status, out) == (2, "")
-    assert line in err
-    assert err.count("\n") == 1
+    assert_refused(jaxkv, f"fit {args}", line)
     assert not Path("runs").exists()

@@ -1,24 +1,19 @@
 """The study of coverage runs, judges only what it can tell, and holds."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from experiments.cli import main
 from experiments.training.fit_coverage import experiment, surfaces
 from jaxkv.progress import Quiet
+from tests.support import smoke
 
 
-def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["run", "fit_coverage", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert main.main(args) == 0
-    document = json.loads(capsys.readouterr().out)
-    rows = document["metrics"]["rows"]
+def test_every_kind_of_surface_is_fitted() -> None:
+    kept = smoke.run("fit_coverage")
+    rows = kept.metrics["rows"]
     assert [row["kind"] for row in rows] == ["sound", "sound", *surfaces.ILL_POSED]
     assert all(0 <= row["neither"] <= 1 - row["doubted"] for row in rows)
     # Six surfaces tell nothing of one in ten.
-    assert {claim["verdict"] for claim in document["claims"]} == {"differs"}
+    assert {claim.verdict for claim in kept.claims} == {"differs"}
 
 
 class Hasty(Quiet):

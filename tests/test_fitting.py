@@ -19,7 +19,7 @@ from scaling.fits import (
     profile,
 )
 from scaling.laws import evaluation, published
-from tests import engines, test_engine
+from tests.support import engines
 
 CHINCHILLA = published.CHINCHILLA
 HOFFMANN = published.CONSTANTS["hoffmann-tex"]
@@ -242,9 +242,9 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
 @pytest.mark.slow
 def test_an_engine_in_float32_beside_a_fit(runs: dict) -> None:
     asks = engines.random_asks(np.random.default_rng(0), 4)
-    before = engines.serve(asks, test_engine.TIGHT, fcfs.fcfs())
+    before = engines.serve(asks, engines.TIGHT, fcfs.fcfs())
     fit.fit(CHINCHILLA, runs)
-    after = engines.serve(asks, test_engine.TIGHT, fcfs.fcfs())
+    after = engines.serve(asks, engines.TIGHT, fcfs.fcfs())
     assert not jax.config.jax_enable_x64
     assert jax.tree.map(lambda x: x.dtype, after.state) == jax.tree.map(
         lambda x: x.dtype, before.state

@@ -13,7 +13,7 @@ from scaling.fits import diagnostics, goodness
 from scaling.fits import fit as fits_fit
 from scaling.fits.fit import HeldOut, compare, rollout
 from scaling.laws import published
-from tests.test_laws import COLUMNS, EXAMPLES, plainly
+from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 # The others compile as long and add little; they run with the slow tests.
 QUICK = ("chinchilla", "kaplan")

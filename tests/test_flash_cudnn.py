@@ -13,7 +13,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from pallas_kernels import devices
 from pallas_kernels.flash_attention import tiled
 from pallas_kernels.flash_attention.tiled import flash_attention
-from tests.test_flash import draw, plain, total
+from tests.support.flash_cases import draw, plain, total
 
 
 @pytest.fixture

@@ -21,11 +21,12 @@ import numpy as np
 import pytest
 
 from jaxkv.models import checkpoints, transformer
-from tests import engines
+from tests.support import engines
+from tests.support.folders import GOLDEN
 
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
 SEED = int(os.environ.get("JAXKV_PEER_SEED", "0"))
-SCRIPT = Path(__file__).parent / "golden" / "make_folders.py"
+SCRIPT = GOLDEN / "make_folders.py"
 NUM = 300
 TOLERANCE = 1e-4
 """Of the largest logit, and of the margin below which a greedy token may differ."""

@@ -4,7 +4,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -12,28 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.cli import compilation_cache, generate, main
+from experiments.cli import compilation_cache, generate
 from experiments.cli.console import writing
 from experiments.harness import bundled, showing
 from jaxkv.models import checkpoints, transformer
 from jaxkv.serving import engine
 from jaxkv.serving.outputs import Event
-from tests import engines
+from tests.support import engines, folders
+from tests.support.commands import Command, assert_refused, command
 
-TOKENIZED = str(Path(__file__).parent / "golden" / "tokenized")
-LLAMA = str(Path(__file__).parent / "golden" / "llama")
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
-Jaxkv = Callable[..., tuple[int, str, str]]
+TOKENIZED = str(folders.TOKENIZED)
+LLAMA = str(folders.GOLDEN / "llama")
 
 
 @pytest.fixture
-def jaxkv(capsys: pytest.CaptureFixture[str]) -> Jaxkv:
-    def call(*args: str) -> tuple[int, str, str]:
-        status = main.main(["generate", *args])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
+def jaxkv(capsys: pytest.CaptureFixture[str]) -> Command:
+    return command(capsys, "generate")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.thorough
-def test_the_bundled_model_goes_on_greedily(jaxkv: Jaxkv) -> None:
+def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
     prompt, num = "import os\n\ndef ", 12
     flags = ("--prompt", prompt, "--max-tokens", str(num), "--temperature", "0")
     status, out, _ = jaxkv("stdlib-bytes", *flags, "--json")
@@ -63,7 +59,7 @@ def test_the_bundled_model_goes_on_greedily(jaxkv: Jaxkv) -> None:
 
 
 @pytest.mark.thorough
-def test_several_prompts_stream_in_their_order(jaxkv: Jaxkv) -> None:
+def test_several_prompts_stream_in_their_order(jaxkv: Command) -> None:
     flags = ["--prompt", "import ", "--prompt", "class A", "--max-tokens", "12"]
     status, out, err = jaxkv("stdlib-bytes", *flags)
     assert status == 0
@@ -74,7 +70,7 @@ def test_several_prompts_stream_in_their_order(jaxkv: Jaxkv) -> None:
 
 
 @pytest.mark.thorough
-def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Jaxkv) -> None:
+def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Command) -> None:
     def answer(*flags: str) -> dict:
         words = ("--prompt", "import ", "--max-tokens", "12", "--temperature", "1")
         out = jaxkv("stdlib-bytes", *words, *flags, "--json")[1]
@@ -90,7 +86,7 @@ def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Jaxkv) -> None
 
 
 @pytest.mark.thorough
-def test_several_answers_to_each_prompt(jaxkv: Jaxkv) -> None:
+def test_several_answers_to_each_prompt(jaxkv: Command) -> None:
     def completions(*flags: str) -> list[dict]:
         return json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])["completions"]
 
@@ -109,7 +105,7 @@ def test_several_answers_to_each_prompt(jaxkv: Jaxkv) -> None:
 
 
 @pytest.mark.thorough
-def test_the_best_of_several_answers(jaxkv: Jaxkv) -> None:
+def test_the_best_of_several_answers(jaxkv: Command) -> None:
     one = ("--prompt", "import ", "--max-tokens", "12")
     document = json.loads(jaxkv("stdlib-bytes", *one, "--n", "4", "--json")[1])
     drawn = document["completions"]
@@ -126,7 +122,7 @@ def test_the_best_of_several_answers(jaxkv: Jaxkv) -> None:
 
 
 @pytest.mark.thorough
-def test_the_best_beams_of_each_prompt(jaxkv: Jaxkv, tiny: str) -> None:
+def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
     both = (*("--prompt", "import "), *("--prompt", "class A"), "--max-tokens", "12")
     search = ("--beam-width", "4", "--n", "3", "--length-penalty", "0.5")
     status, out, err = jaxkv(tiny, *both, *search)
@@ -148,7 +144,7 @@ def test_the_best_beams_of_each_prompt(jaxkv: Jaxkv, tiny: str) -> None:
 
 
 @pytest.mark.thorough
-def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Jaxkv) -> None:
+def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Command) -> None:
     flags = ("--prompt", "import ", "--prompt", "class A", "--max-tokens", "12")
     found = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
     assert found == "[stop; 1 tokens in 2.0 s; score -0.500]"
@@ -233,18 +229,13 @@ def said(found: list[dict]) -> str:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    jaxkv: Jaxkv, tmp_path: Path, args: str, line: str
+    jaxkv: Command, tmp_path: Path, args: str, line: str
 ) -> None:
-    words = [str(tmp_path) if word == "EMPTY" else word for word in args.split()]
-    status, out, err = jaxkv(*words, "--json")
-    assert (status, out) == (2, "")
-    assert line in err
-    assert err.startswith("jaxkv: ")
-    assert err.count("\n") == 1
+    assert_refused(jaxkv, args.replace("EMPTY", str(tmp_path)), line)
 
 
 def test_ctrl_c_keeps_the_words_so_far(
-    jaxkv: Jaxkv, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say = writing.Writer.__call__
 
@@ -263,7 +254,7 @@ def test_ctrl_c_keeps_the_words_so_far(
 
 
 def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
-    jaxkv: Jaxkv, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = engine.Engine.stream
 
@@ -287,7 +278,7 @@ def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
 
 @pytest.mark.thorough
 def test_ctrl_c_keeps_the_searches_that_have_ended(
-    jaxkv: Jaxkv, tiny: str, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = engine.Engine.stream
 
@@ -361,15 +352,15 @@ def test_programs_are_kept_where_nobody_said_otherwise(tmp_path: Path) -> None:
     assert environ == {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
 
 
-def test_help_imports_nothing_heavy(jaxkv: Jaxkv) -> None:
+def test_help_imports_nothing_heavy(jaxkv: Command) -> None:
     import subprocess
 
     code = (
-        "import sys; from experiments import cli\n"
+        "import sys; from experiments.cli import main as cli\n"
         "assert cli.main(['generate', '--help']) == 0\n"
         "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    folder = Path(__file__).parents[1]
+    folder = folders.ROOT
     command = [sys.executable, "-c", code]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)

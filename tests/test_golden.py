@@ -1,7 +1,6 @@
 """Our arithmetic against transformers', on tiny models of every family."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ from jaxtyping import Array, Int32
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface.families import FAMILIES
-from tests import engines
+from tests.support import engines
+from tests.support.folders import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 
 

@@ -15,7 +15,14 @@ from pallas_kernels.devices import Target
 from pallas_kernels.grouped_matmul import api, reference
 from pallas_kernels.grouped_matmul import blocks as grouped_matmul_blocks
 from pallas_kernels.grouped_matmul.api import grouped_matmul
-from tests.grouped_cases import Case, assert_within_rule, exact, make_case, plain, wide
+from tests.support.grouped_cases import (
+    Case,
+    assert_within_rule,
+    exact,
+    make_case,
+    plain,
+    wide,
+)
 
 CASES = {
     "some empty": make_case([3, 0, 17, 1, 0, 9], num_rows=37, dtype="float32"),

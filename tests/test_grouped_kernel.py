@@ -15,8 +15,14 @@ from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
 from pallas_kernels.grouped_matmul import api, blocks, mosaic_gpu
 from pallas_kernels.grouped_matmul.blocks import Tiling
-from tests.emulating import emulator_of_races, watched_product
-from tests.grouped_cases import Case, assert_within_rule, exact, make_case, plain
+from tests.support.emulating import emulator_of_races, watched_product
+from tests.support.grouped_cases import (
+    Case,
+    assert_within_rule,
+    exact,
+    make_case,
+    plain,
+)
 
 ONE = Tiling(64, 64, 2, 2)
 TWO = Tiling(128, 128, 3)

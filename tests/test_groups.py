@@ -9,46 +9,29 @@ import pytest
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import outputs
-from tests import engines
-from tests.engines import MODEL, Ask, Run
-from tests.test_engine import ROOMY, TIGHT, run_on
-
-
-@functools.cache
-def workload(seed: int = 0, num: int = 16) -> tuple[Ask, ...]:
-    """Requests of which some want up to four answers, each fit for the tight pool."""
-    rng = np.random.default_rng([seed, 5])
-    asks = engines.random_asks(
-        rng, num, max_prompt=20, max_answer=12, scores=True, max_n=3
-    )
-    return tuple(ask for ask in asks if pages_of(ask) <= TIGHT.num_pages)
-
-
-def pages_of(ask: Ask, page_size: int = TIGHT.page_size) -> int:
-    """Most pages that a request can need."""
-    shared = len(ask.prompt) // page_size
-    limit = min(len(ask.prompt) + ask.sampling.max_tokens, TIGHT.max_length)
-    return shared + ask.sampling.num_sequences * (-(-(limit - 1) // page_size) - shared)
+from tests.support import engines
+from tests.support.asks import groups
+from tests.support.engines import MODEL, ROOMY, TIGHT, Ask, Run, run_on
 
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0, seed: int = 0) -> Run:
     policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
-    return engines.serve(workload(seed), TIGHT, policy)
+    return engines.serve(groups(seed), TIGHT, policy)
 
 
 @pytest.mark.parametrize(("chunk_size", "watermark"), [(None, 0), (1, 0), (5, 3)])
 def test_every_answer_equals_that_of_a_plain_loop(chunk_size, watermark) -> None:
     run = served(chunk_size, watermark)
-    engines.assert_equal_plain(run, workload(), TIGHT)
+    engines.assert_equal_plain(run, groups(), TIGHT)
     assert run.info.num_preempted.sum() > 3
     assert run.info.num_copied.sum() > 3
-    assert len(run.outcomes) > len(workload()) + 5
+    assert len(run.outcomes) > len(groups()) + 5
 
 
 def test_static_batching_forks_too() -> None:
-    run = engines.serve(workload(), ROOMY, static_batching.static())
-    engines.assert_equal_plain(run, workload(), ROOMY)
+    run = engines.serve(groups(), ROOMY, static_batching.static())
+    engines.assert_equal_plain(run, groups(), ROOMY)
     assert not run.info.num_preempted.any()
 
 

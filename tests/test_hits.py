@@ -23,9 +23,9 @@ from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.serving.engine import Engine
-from tests import engines, traces
-from tests.engines import Ask, Outcome
-from tests.hit_model import HitModel
+from tests.support import engines, traces
+from tests.support.engines import Ask, Outcome
+from tests.support.hit_model import HitModel
 
 VOCAB = 61
 

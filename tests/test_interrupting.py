@@ -17,9 +17,9 @@ from experiments.framework import registry, run_folder
 from experiments.training.bundled_model import experiment
 from scaling.training import train
 from scaling.training.step import init
-from tests import engines
+from tests.support import engines
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 120
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -31,7 +31,7 @@ def start() -> Iterator[Start]:
     begun = []
 
     def popen(*args: str, code: str = "") -> subprocess.Popen[str]:
-        lines = ["import sys", "from experiments import cli", code]
+        lines = ["import sys", "from experiments.cli import main as cli", code]
         command = [sys.executable, "-c", "\n".join([*lines, "sys.exit(cli.main())"])]
         process = subprocess.Popen(
             [*command, *args],
@@ -205,7 +205,7 @@ def test_an_answer_ends_with_what_it_has(
     (completion,) = json.loads(out)["completions"]
     assert completion["reason"] == "cancelled"
     assert completion["tokens"]
-    assert err.strip().startswith("[cancelled; ")
+    assert err.splitlines()[-1].startswith("[cancelled; ")
 
 
 SLOW = """if True:

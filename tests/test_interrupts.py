@@ -17,10 +17,11 @@ import jaxkv
 from jaxkv import Sampling
 from jaxkv.models import checkpoints, paged
 from jaxkv.serving import interrupts
-from tests import engines
+from tests.support import engines
+from tests.support.folders import TOKENIZED
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-FOLDER = Path(__file__).parent / "golden" / "tokenized"
+FOLDER = TOKENIZED
 BOUNDS = dataclasses.replace(
     engines.SERVED, prefix_cache=True, max_beams=3, max_swap_pages=20
 )

@@ -1,6 +1,6 @@
 """`isoflop` and `learning_rate`: what is foreseen is foreseen first, and kept."""
 
-import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from experiments.cli import generate
-from experiments.framework import registry, run_folder
 from experiments.training.isoflop import experiment as isoflop_experiment
 from experiments.training.isoflop.prediction import (
     average,
@@ -22,43 +21,54 @@ from experiments.training.isoflop.prediction import (
 from experiments.training.isoflop.settings import nearest, shape
 from experiments.training.learning_rate import experiment as learning_rate_experiment
 from scaling.sweeps import grid
+from tests.support import smoke
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of `isoflop smoke` that keeps its sweep."""
-    out = tmp_path_factory.mktemp("isoflop")
-    config = dataclasses.replace(
-        isoflop_experiment.CONFIGS["smoke"], folder=str(out / "sweep"), keep_models=True
-    )
-    experiment = registry.load("isoflop")
-    run_folder.begin(out / "run", experiment, config)
-    run_folder.finish(
-        out / "run", experiment, isoflop_experiment.run(config), duration_s=1.0
-    )
-    return out
+def folder() -> Path:
+    """Where the smoke run keeps its sweep."""
+    return Path(smoke.run("isoflop").config.folder)
 
 
 @pytest.mark.slow
 def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
-    run = run_folder.read(folder / "run", registry.load("isoflop"))
-    names = ("runs.jsonl", "sweep.json", "cosine.json", "prediction.json", "fit.json")
-    for name in names:
-        assert (folder / "run" / name).stat().st_size > 0
+    run = smoke.run("isoflop")
     assert run.metrics["held_out_factor"] == pytest.approx(2, rel=0.1)
     assert {"truth", "error_share", "is_inside"} <= run.metrics.keys()
-    assert len(run.claims) == 6
+    found, said = run.metrics, smoke.ours(run.claims)
+    assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
+    missed = abs(found["predicted"] - found["truth"])
+    gain = found["best_fitted_loss"] - found["truth"]
+    foreseen = "the law foresees a larger run's loss, as a share of what it gains"
+    assert said[foreseen] == pytest.approx(abs(missed / gain))
+    inside = "the truth lies in the 90 % interval that was told before"
+    assert said[inside] == (found["low"] <= found["truth"] <= found["high"])
     assert run.metrics["cosine_runs"] == 9
-    assert run.metrics["interior_minima"] >= 2
+    assert found["interior_minima"] == interior_minima(run.result.runs)
+
+
+def interior_minima(log: str) -> int:
+    """Budgets whose parabola through ln N opens upward and turns between two sizes."""
+    by_budget: dict[int, dict[int, list[float]]] = {}
+    for row in map(json.loads, log.splitlines()):
+        budget = round(4 * math.log(row["flops"]))  # they are 1.6 times apart
+        sizes = by_budget.setdefault(budget, {})
+        sizes.setdefault(row["num_params"], []).append(row["loss"])
+    num = 0
+    for sizes in by_budget.values():
+        x = np.log([*sizes])
+        a, b, _ = np.polyfit(x, [np.mean(each) for each in sizes.values()], 2)
+        num += bool(a > 0 and x.min() < -b / (2 * a) < x.max())
+    return num
 
 
 @pytest.mark.slow
 def test_it_was_foreseen_before(folder: Path) -> None:
-    prediction = folder / "sweep" / "prediction.json"
-    truth = folder / "sweep" / "held_out.json"
+    prediction = folder / "prediction.json"
+    truth = folder / "held_out.json"
     assert prediction.stat().st_mtime < truth.stat().st_mtime
     before = prediction.read_bytes()
-    config = run_folder.read(folder / "run", registry.load("isoflop")).config
+    config = smoke.run("isoflop").config
     again = isoflop_experiment.run(
         config
     )  # nothing is trained, and nothing foreseen, twice
@@ -73,8 +83,8 @@ def test_it_was_foreseen_before(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_engine_serves_what_was_trained(folder: Path) -> None:
     options = generate.Options(prompt=("def ",), max_tokens=4)
-    models = folder / "sweep" / "models"
-    rows = rows_of(folder / "sweep")
+    models = folder / "models"
+    rows = rows_of(folder)
     assert {x.name for x in models.iterdir()} == {
         *(row["run_id"] for row in rows),
         "held_out",
@@ -141,10 +151,16 @@ def test_seeds_spread_is_pooled() -> None:
 
 
 @pytest.mark.slow
-def test_the_learning_rate_experiment_runs(tmp_path: Path) -> None:
-    experiment = registry.load("learning_rate")
-    config = learning_rate_experiment.CONFIGS["smoke"]
-    run_folder.begin(tmp_path / "run", experiment, config)
-    result = learning_rate_experiment.run(config)
-    run = run_folder.finish(tmp_path / "run", experiment, result, duration_s=1.0)
-    assert run.metrics["runs"] >= 8
+def test_the_learning_rate_experiment_trains_the_whole_grid() -> None:
+    config, found = (
+        learning_rate_experiment.CONFIGS["smoke"],
+        smoke.run("learning_rate").result,
+    )
+    runs = [*zip(found.width.tolist(), found.num_tokens.tolist(), strict=True)]
+    cells = list(itertools.product(config.widths, config.num_tokens))
+    assert {*runs} == {*cells}
+    # Two rates of each, and one more where the better of them lay at the end.
+    for cell in cells:
+        here = [run == cell for run in runs]
+        rates = found.learning_rate[here]
+        assert len(rates) == len({*rates}) == 2 + config.max_extensions

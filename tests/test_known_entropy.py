@@ -1,34 +1,26 @@
 """The experiment on known entropy: its smoke run, its stop, and its judgement."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments.framework import registry, run_folder
-from experiments.training.known_entropy import experiment as known_entropy_experiment
-from experiments.training.known_entropy.experiment import (
-    CONFIGS,
-    Config,
-    Fit,
-    Result,
-    metrics,
-    run,
-)
+from experiments.training.known_entropy import experiment
+from experiments.training.known_entropy.experiment import CONFIGS
 from experiments.training.known_entropy.runs import model, train
 from jaxkv.progress import QUIET, Quiet
 from scaling.corpora.languages.language import LanguageConfig
+from tests.support import smoke
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
-    return run(CONFIGS["smoke"])
+def result() -> experiment.Result:
+    return smoke.run("known_entropy").result
 
 
-def test_no_loss_lies_below_the_floor(result: Result) -> None:
+def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
     runs, floor = result.runs, result.optima[-1]
     assert runs.width.tolist() == [8] * 4 + [16] * 4
     assert runs.num_tokens.tolist() == [2**12, 2**13, 2**14, 2**15] * 2
@@ -41,27 +33,27 @@ def test_no_loss_lies_below_the_floor(result: Result) -> None:
     np.testing.assert_allclose(
         runs.loss - runs.excess, (runs.loss - runs.excess)[0], rtol=1e-6
     )
-    claims = known_entropy_experiment.claims(result)
+    claims = experiment.claims(result)
     assert [claim.verdict for claim in claims if "below" in claim.claim] == [
         "holds"
     ] * 2
 
 
-def test_a_leak_is_noticed(result: Result) -> None:
+def test_a_leak_is_noticed(result: experiment.Result) -> None:
     """Losses moved below the floor, as a model's that sees what it predicts."""
     moved = result.runs._replace(
         loss=result.runs.loss - 1, excess=result.runs.excess - 1
     )
-    found = known_entropy_experiment.claims(result._replace(runs=moved))
+    found = experiment.claims(result._replace(runs=moved))
     assert [claim.verdict for claim in found[:2]] == ["fails"] * 2
 
 
-def test_a_floor_must_be_covered_or_doubted(result: Result) -> None:
+def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
     floor = result.optima[-1]
     fit = result.fit._replace(floor_low=floor - 0.1, floor_high=floor + 0.1)
 
-    def verdict(fit: Fit) -> str:
-        return known_entropy_experiment.claims(result._replace(fit=fit))[-2].verdict
+    def verdict(fit: experiment.Fit) -> str:
+        return experiment.claims(result._replace(fit=fit))[-2].verdict
 
     assert verdict(fit._replace(identified=True)) == "holds"
     wrong = fit._replace(floor_high=floor - 0.05)
@@ -70,7 +62,7 @@ def test_a_floor_must_be_covered_or_doubted(result: Result) -> None:
 
 
 def test_counting_pays_half_a_nat_for_each_parameter(
-    result: Result,
+    result: experiment.Result,
 ) -> None:
     counts = result.counts
     assert counts.num_free == 15
@@ -79,12 +71,10 @@ def test_counting_pays_half_a_nat_for_each_parameter(
     assert last == pytest.approx(7.5, rel=0.15)
 
 
-def test_it_is_drawn_and_read_back(result, tmp_path: Path) -> None:
-    experiment = registry.load("known_entropy")
-    run_folder.begin(tmp_path, experiment, CONFIGS["smoke"])
-    kept = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
-    assert kept.metrics["floor"] == result.optima[-1]
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+def test_the_floor_of_the_folder_is_the_last_optimum(
+    result: experiment.Result,
+) -> None:
+    assert smoke.run("known_entropy").metrics["floor"] == result.optima[-1]
 
 
 class Stopping(Quiet):
@@ -107,10 +97,10 @@ class Stopping(Quiet):
 
 def test_stopped_early_it_keeps_what_it_has() -> None:
     # The first of them is the independent source's.
-    found = run(CONFIGS["smoke"], Stopping(3))
+    found = experiment.run(CONFIGS["smoke"], Stopping(3))
     assert len(found.runs.loss) == 2
     assert not found.fit.identified
-    assert metrics(found)["floor"] == found.optima[-1]
+    assert experiment.metrics(found)["floor"] == found.optima[-1]
 
 
 def test_branches_are_runs_of_their_own() -> None:
@@ -128,8 +118,8 @@ def test_branches_are_runs_of_their_own() -> None:
 
 def test_impossible_configs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"widths=.* must be multiples of 4"):
-        Config(widths=(6,))
+        experiment.Config(widths=(6,))
     with pytest.raises(ValueError, match=r"num_tokens=.* must be at least the longest"):
-        Config(lengths=(2**30,))
+        experiment.Config(lengths=(2**30,))
     with pytest.raises(ValueError, match=r"source.kind='markov' must be zipf"):
-        Config(source=LanguageConfig(kind="markov"))
+        experiment.Config(source=LanguageConfig(kind="markov"))

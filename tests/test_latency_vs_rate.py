@@ -16,10 +16,12 @@ from experiments.serving.latency_vs_rate import (
     settings,
 )
 from experiments.serving.latency_vs_rate.capacity import Curve
-from experiments.serving.latency_vs_rate.experiment import Config
 from experiments.serving.latency_vs_rate.panels import PANELS, savings
 from jaxkv import clock
 from jaxkv.workloads import lengths
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
 CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
@@ -60,7 +62,7 @@ def test_a_load_is_the_same_at_every_rate() -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    return experiment.run(experiment.CONFIGS["smoke"])
+    return smoke.run("latency_vs_rate").result
 
 
 def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
@@ -157,20 +159,3 @@ def test_without_recordings_one_line_says_so(
     monkeypatch.setenv(azure.FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match="there is no such file"):
         azure.find("azure_conv")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"panels": ("12g",)}, "must be in"),
-        ({"systems": ("vLLM",)}, "must be in"),
-        ({"hours_share": 0.0}, "hours_share=0.0 must be in"),
-        ({"num_rates": 1}, "num_rates=1 must be"),
-        ({"num_near": -1}, "num_near=-1 0"),
-        ({"traces": ("azure_conv",), "device": "a900"}, "unknown device"),
-        ({"traces": ("azure_conv",), "models": ("llama-2-70b",)}, "do not fit 1 x"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Config(), **changes)

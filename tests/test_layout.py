@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.folders import ROOT
 
 # Each package may import itself and those before it.
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
@@ -238,3 +238,9 @@ def test_top_level_holds_only_what_it_should() -> None:
     if top != ROOT or not tracked:
         pytest.skip("nothing is tracked by git here")
     assert tracked == TOP_LEVEL
+
+
+def test_no_test_file_imports_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        parts = [part for _, name in imports(path) for part in name.split(".")]
+        assert not [part for part in parts if part.startswith("test_")], path

@@ -20,8 +20,10 @@ from experiments.cli.train import configs
 from experiments.framework import config_json, registry
 from experiments.framework.study import Experiment
 from scaling import locking
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 HOLD = """if True:
     import sys, time
     from pathlib import Path

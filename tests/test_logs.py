@@ -11,7 +11,7 @@ import pytest
 
 from scaling.logs import doubts, files, rules
 from scaling.logs.log import Columns, read
-from tests import traces
+from tests.support import traces
 
 RUNS = [
     {

@@ -19,10 +19,10 @@ from jaxkv.models.transformer import Experts
 from jaxkv.scheduling import fcfs
 from scaling.costs import parameters
 from scaling.shapes import from_model, huggingface
-from tests import engines, test_company, test_models
-from tests.engines import Ask
+from tests.support import batches, engines, paged_models
+from tests.support.engines import Ask
+from tests.support.folders import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 EXPERTS = Experts(
@@ -203,9 +203,9 @@ def test_gradients_equal_finite_differences() -> None:
 @pytest.mark.thorough
 def test_padding_pages_and_company_change_no_logit() -> None:
     loaded = checkpoints.load_model(GOLDEN / "qwen2_moe")
-    test_models.check_paged_equals_contiguous(
+    paged_models.check_paged_equals_contiguous(
         *(loaded.config, loaded.params),
-        feed=test_models.feed_fast_to_compile,
+        feed=paged_models.feed_fast_to_compile,
         page_size=4,
         seed=1,
         decode_share=0.4,
@@ -218,9 +218,9 @@ def test_padding_pages_and_company_change_no_logit() -> None:
 def test_paged_equals_contiguous_everywhere(name: str, numerics: str) -> None:
     loaded = checkpoints.load_model(GOLDEN / name)
     for seed, page_size in enumerate((1, 4, 24, 64)):
-        test_models.check_paged_equals_contiguous(
+        paged_models.check_paged_equals_contiguous(
             *(loaded.config, loaded.params),
-            feed=test_models.feed_as_served,
+            feed=paged_models.feed_as_served,
             page_size=page_size,
             numerics=numerics,
             seed=seed,
@@ -231,7 +231,7 @@ def test_paged_equals_contiguous_everywhere(name: str, numerics: str) -> None:
 def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     return engines.serve(
         asks,
-        test_company.config_of(test_company.PLACES[name]),
+        batches.config_of(batches.PLACES[name]),
         fcfs.fcfs(chunk_size=8, hold_new=False),
         model=ONE_LAYER,
         as_served=as_served,
@@ -250,10 +250,10 @@ def test_the_engine_serves_it_to_the_same_bits_in_any_company(
     seeds: range, others: str, as_served: bool
 ) -> None:
     """All at once, with too few pages, and each request alone."""
-    config = test_company.config_of(test_company.PLACES["crowd"])
+    config = batches.config_of(batches.PLACES["crowd"])
     num_preempted = 0
     for seed in seeds:
-        asks = test_company.workload(seed)
+        asks = batches.workload(seed)
         crowd = serve(asks, "crowd", as_served)
         num_preempted += int(crowd.info.num_preempted.sum())
         expected = engines.plain(asks, config, model=ONE_LAYER)
@@ -263,7 +263,7 @@ def test_the_engine_serves_it_to_the_same_bits_in_any_company(
         assert got == expected
         for ask in asks:
             alone = serve([ask], others, as_served).outcomes[ask.request_id]
-            test_company.assert_same_bits(crowd.outcomes[ask.request_id], alone)
+            batches.assert_same_bits(crowd.outcomes[ask.request_id], alone)
     assert num_preempted >= len(seeds)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,92 +16,17 @@ from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.paged import PagedForward
 from scaling.training import dense_forward
-from tests import engines
+from tests.support import engines
+from tests.support.folders import GOLDEN
+from tests.support.paged_models import (
+    check_paged_equals_contiguous,
+    feed_as_served,
+    feed_fast_to_compile,
+)
 
-GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "mistral", "gpt2", "opt")
 PAGE_SIZES = (4, 16, 24, 64, 1, 5, 128)
 OTHERS = ("bfloat16", "sharded", "tokenized")
-ROWS = 24
-
-full_logits = jax.jit(transformer.logits, static_argnames="config")
-
-
-def feed(params: Any, pages: Any, rows: kv_pages.Rows, *, forward: PagedForward) -> Any:
-    return forward(params, pages, rows)
-
-
-_compiled = functools.partial(
-    jax.jit, feed, static_argnames="forward", donate_argnames="pages"
-)
-feed_fast_to_compile: Any = _compiled(compiler_options=engines.FAST_COMPILE)
-feed_as_served = _compiled()
-
-
-def check_paged_equals_contiguous(
-    config: ModelConfig,
-    params: Any,
-    *,
-    feed: Any,
-    page_size: int,
-    numerics: Any = "fast",
-    seed: int,
-    decode_share: float,
-) -> None:
-    """Feeds sequences piece by piece, in random company, and compares every logit.
-
-    A share of the steps feeds one row a slot, by the program for that.
-    """
-    rng = np.random.default_rng(seed)
-    length = min(config.max_positions, 70)
-    tokens = rng.integers(0, config.vocab_size, (2, length)).astype(np.int32)
-    expected = np.asarray(full_logits(params, tokens, config=config))
-
-    width = -(-length // page_size)
-    pages = kv_pages.make_pages(
-        num_layers=config.num_layers,
-        num_pages=2 * width + 1,
-        num_kv_heads=config.num_kv_heads,
-        page_size=page_size,
-        head_dim=config.head_dim,
-        dtype="float32",
-    )
-    pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
-    page_ids: Any = np.full((3, width), -1, np.int32)
-    slots = (2, 0)  # of the two sequences; slot 1 stays empty
-    page_ids[slots, :] = rng.permutation(2 * width + 1)[:-1].reshape(2, width)
-    forward, done = PagedForward(config, numerics), [0, 0]
-    num_steps = 0
-    while min(done) < length:
-        one_each = rng.random() < decode_share
-        fed: list[tuple[int, int]] = []
-        for which in rng.permutation(2).tolist():
-            most = 1 if one_each else ROWS - len(fed) - 2
-            num = int(rng.integers(0, min(most, length - done[which]) + 1))
-            fed += [(which, done[which] + place) for place in range(num)]
-            done[which] += num
-        num_rows = 3 if one_each else ROWS
-        fields: Any = np.full((4, num_rows), -1, np.int32)
-        for row, (which, place) in enumerate(fed):
-            row = slots[which] if one_each else row
-            fields[:, row] = tokens[which, place], place, slots[which], row
-        token, position, slot, logit_rows = fields
-        rows = kv_pages.Rows(
-            token=np.maximum(token, 0),
-            position=position,
-            slot=None if one_each else slot,
-            page_ids=page_ids,
-            logit_rows=logit_rows,
-        )
-        result = feed(params, pages, rows, forward=forward)
-        pages = result.pages
-        logits = np.asarray(result.logits)
-        for row, (which, place) in enumerate(fed):
-            row = slots[which] if one_each else row
-            want = expected[which, place]
-            np.testing.assert_allclose(logits[row], want, rtol=0, atol=1e-4)
-        num_steps += 1
-    assert num_steps > 5
 
 
 @pytest.mark.thorough
@@ -202,10 +126,10 @@ def test_shapes_and_axes_match_the_parameters() -> None:
 def test_half_precision_weights_give_float32_logits() -> None:
     params = engines.params(TINY, "bfloat16")
     tokens = np.arange(8, dtype=np.int32)[None]
-    logits = full_logits(params, tokens, config=TINY)
+    logits = engines.full_logits(params, tokens, config=TINY)
     assert logits.dtype == jnp.float32
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    expected = full_logits(wide, tokens, config=TINY)
+    expected = engines.full_logits(wide, tokens, config=TINY)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
 
 
@@ -215,8 +139,8 @@ def test_keys_outside_the_window_change_nothing() -> None:
     tokens = np.arange(10, dtype=np.int32)[None]
     changed = tokens.copy()
     changed[0, 4] = 0
-    a = full_logits(params, tokens, config=config)
-    b = full_logits(params, changed, config=config)
+    a = engines.full_logits(params, tokens, config=config)
+    b = engines.full_logits(params, changed, config=config)
     # One layer, so place 4 reaches places 4, 5 and 6.
     differs = np.asarray(jnp.any(a != b, axis=2))[0]
     assert np.flatnonzero(differs).tolist() == [4, 5, 6]

@@ -9,8 +9,8 @@ import pytest
 
 from experiments.cli import compilation_cache
 from experiments.framework import run_folder
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).parents[1]
 FULL = "jaxkv: standard output: cannot be written: No space left on device\n"
 CLOSED = "jaxkv: standard output is closed; send it to a file or /dev/null\n"
 

@@ -20,8 +20,8 @@ from jaxkv.serving import outputs
 from jaxkv.simulation import contiguous, step
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import arrivals
-from tests import engines
-from tests.engines import MODEL
+from tests.support import engines
+from tests.support.engines import MODEL
 
 CONFIG = EngineConfig(
     num_pages=16,

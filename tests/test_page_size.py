@@ -1,6 +1,5 @@
 """What pages cost: it measures what it says, and takes what a device has."""
 
-import dataclasses
 import json
 import math
 from typing import Any
@@ -19,12 +18,15 @@ from experiments.serving.page_size.experiment import STUDIES
 from experiments.serving.page_size.serving import Result, Serving
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.timing import Timing
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 @pytest.mark.thorough
 def test_smoke_measures_every_shape() -> None:
     config = CONFIGS["smoke"]
-    result = attention.run(config)
+    result = smoke.run("page_size").result
     found = result.latency
     assert result.page_size.tolist() == [*config.page_sizes]
     assert found.batch.tolist() == [2, 2]
@@ -34,11 +36,10 @@ def test_smoke_measures_every_shape() -> None:
         assert (field > 0).all()
     assert (found.error < 1e-5).all()
     assert (result.device, result.clock, result.paged) == ("cpu", "wall", "reference")
-    for claim in attention.claims(result):
-        assert claim.verdict == "differs"
-        assert claim.ours in found.ratio[:, 1]
-    files = style.render(lambda axes: attention.plot(axes, result), panels=(1, 2))
-    assert files["figure.png"].startswith(b"\x89PNG")
+    # Of pages of 16, the paper's: each the middle of two rounds.
+    assert result.page_size[1] == 16
+    low, high = attention.claims(result)
+    assert (low.ours, high.ours) == (*sorted(found.ratio[:, 1].tolist()),)
 
 
 @pytest.fixture
@@ -82,21 +83,6 @@ def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
     assert row["ratio, 16"] == 1.5
     assert row["ratio, 16 / 16"] == 1.0
     assert math.isnan(row["ratio, 4"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(contexts=(64, 32)), "must be ascending"),
-        (dict(page_sizes=()), "must be ascending"),
-        (dict(num_q_heads=3), "must be a multiple of"),
-        (dict(repeats=0), "repeats=0 must be at least 1"),
-        (dict(num_calls=1), "num_calls=1 must be at least 2"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Config(), **fields)
 
 
 def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:

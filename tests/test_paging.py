@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxkv.memory import page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 
 NUM_PAGES, ROWS, WIDTH = 24, 4, 5
 allocate = jax.jit(page_pool.allocate, static_argnames="max_pages")

@@ -1,39 +1,31 @@
 """`jaxkv plan`: the lecture's case, fits with intervals, and what it refuses."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.cli import main
 from scaling.fits import fit as fits_fit
 from scaling.fits.fit import to_json
 from scaling.laws import published
 from scaling.plan import budgets
+from tests.support.commands import Command, assert_refused, command
 
 GPUS = "--gpu a100:4.0:312 --gpu v100:2.5:125 --gpu t4:1.0:65 --mfu 0.4"
 LECTURE = f"{GPUS} --budget-usd 5e6"
 SMALL = "--vocab-size 256 --sequence 128 --tie-embeddings --attention causal"
 
-Jaxkv = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def jaxkv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Jaxkv:
+) -> Command:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 
-    def call(command: str, args: str) -> tuple[int, str, str]:
-        status = main.main([command, *args.split()])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
+    return lambda name, args: command(capsys, name)(*args.split())
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +49,13 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def document(jaxkv: Jaxkv, args: str) -> dict[str, Any]:
+def document(jaxkv: Command, args: str) -> dict[str, Any]:
     status, out, err = jaxkv("plan", f"{args} --json")
     assert status == 0, err
     return json.loads(out)
 
 
-def test_the_lecture_s_case(jaxkv: Jaxkv) -> None:
+def test_the_lecture_s_case(jaxkv: Command) -> None:
     found = document(jaxkv, LECTURE)
     assert found["device"] == "a100"
     assert found["flops"] == pytest.approx(5.616e23, rel=1e-12)
@@ -94,7 +86,7 @@ def test_the_lecture_s_case(jaxkv: Jaxkv) -> None:
     assert found["exact_optimum"]["loss"] <= shape["loss"]
 
 
-def test_it_is_explained_step_by_step(jaxkv: Jaxkv) -> None:
+def test_it_is_explained_step_by_step(jaxkv: Command) -> None:
     status, out, _ = jaxkv("plan", f"{LECTURE} --days 60")
     assert status == 0
     said = " ".join(out.split())
@@ -113,7 +105,7 @@ def test_it_is_explained_step_by_step(jaxkv: Jaxkv) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_days_and_devices_give_each_other(jaxkv: Jaxkv) -> None:
+def test_days_and_devices_give_each_other(jaxkv: Command) -> None:
     days = document(jaxkv, f"{LECTURE} --days 60")
     assert days["num_devices"] == 869
     assert days["duration_s"] == pytest.approx(days["device_s"] / 869, rel=1e-12)
@@ -127,7 +119,7 @@ def test_days_and_devices_give_each_other(jaxkv: Jaxkv) -> None:
     assert both["cost_usd"] == pytest.approx(64 * 240 * 2, rel=1e-12)
 
 
-def test_operations_alone_are_a_budget(jaxkv: Jaxkv) -> None:
+def test_operations_alone_are_a_budget(jaxkv: Command) -> None:
     found = document(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
     assert found["num_params"] == pytest.approx(4.036e10, rel=1e-3)
     assert (found["device"], found["cost_usd"], found["device_s"]) == (None, None, None)
@@ -140,7 +132,7 @@ def test_operations_alone_are_a_budget(jaxkv: Jaxkv) -> None:
     )
 
 
-def test_serving_and_repetition(jaxkv: Jaxkv) -> None:
+def test_serving_and_repetition(jaxkv: Command) -> None:
     plain = document(jaxkv, LECTURE)
     served = document(jaxkv, f"{LECTURE} --inference-tokens 2e12")
     assert served["num_params"] < plain["num_params"]
@@ -169,7 +161,7 @@ def test_serving_and_repetition(jaxkv: Jaxkv) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_fit_brings_intervals_and_its_count(jaxkv: Jaxkv, fit: Path) -> None:
+def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
     found = document(jaxkv, args)
     truth = published.optimum(
@@ -197,7 +189,7 @@ def test_a_fit_brings_intervals_and_its_count(jaxkv: Jaxkv, fit: Path) -> None:
     assert "90% interval of the law" in " ".join(out.split())
 
 
-def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Jaxkv, fit: Path) -> None:
+def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> None:
     found = document(jaxkv, "--target-loss 2.0 --gpu a100:4.0:312 --days 30")
     assert found["target_loss"] == 2.0
     assert found["flops"] == pytest.approx(4.249004e22, rel=1e-6)
@@ -237,7 +229,7 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Jaxkv, fit: Path) -> Non
     assert limited["flops"] > document(jaxkv, limits[:42])["flops"]
 
 
-def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Jaxkv, fit: Path) -> None:
+def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Command, fit: Path) -> None:
     plain = json.loads((fit / "fit.json").read_text())
     other = plain | {"group": "b", "coefficients": plain["coefficients"] | {"E": 1.5}}
     other["fixed"] = {"E": 1.5}
@@ -262,7 +254,7 @@ def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Jaxkv, fit: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_folder(jaxkv: Jaxkv) -> None:
+def test_the_folder(jaxkv: Command) -> None:
     found = document(jaxkv, f"{LECTURE} --plot --out here")
     kept = json.loads(Path("here/plan.json").read_text())
     assert kept["num_params"] == found["num_params"]
@@ -345,12 +337,9 @@ def test_the_folder(jaxkv: Jaxkv) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    jaxkv: Jaxkv, fit: Path, args: str, line: str
+    jaxkv: Command, fit: Path, capsys: pytest.CaptureFixture[str], args: str, line: str
 ) -> None:
     Path("bad.json").write_text("{")
     odd = json.loads((fit / "fit.json").read_text()) | {"shape": {"vocab_size": "9"}}
     Path("odd.json").write_text(json.dumps(odd))
-    status, out, err = jaxkv("plan", f"{args} --json")
-    assert (status, out) == (2, ""), err
-    assert line in err
-    assert err.count("\n") == 1
+    assert_refused(command(capsys, "plan"), args, line)

@@ -11,6 +11,8 @@ import pytest
 from pallas_kernels.paged_attention import decode_plan, row_packing, stream_k
 from pallas_kernels.paged_attention.stream_k import Tiling
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 MAKE_PLAN = jax.jit(
     decode_plan.make_plan,
     static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),

@@ -3,12 +3,16 @@
 import inspect
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from jaxkv.scheduling import static_batching, victims
+from jaxkv.scheduling import fcfs as scheduling_fcfs
+from jaxkv.scheduling import interface, static_batching, victims
 from jaxkv.scheduling.fcfs import fcfs
-from tests.test_scheduling import check, counts, plan_of
+from tests.support import mutation
+from tests.support.mutation import Bug
+from tests.support.plans import check, counts, plan_of
 
 READER, SHORT, LONG = (16, 2, 4), (6, 5, 2), (12, 11, 3)
 """(known, written, pages): one has read little of its prompt, two decode."""
@@ -48,6 +52,13 @@ def test_three_pages_are_missing(victim: Any, out: list[int]) -> None:
     line: Any = [(17, 8, 2), LONG, (16, 14, 4), SHORT]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
     assert plan.preempt.tolist() == [bool(each) for each in out]
+
+
+@pytest.mark.parametrize("victim", victims.NAMES)
+def test_of_equals_the_later_gives_way(victim: Any) -> None:
+    line: Any = [(9, 8, 2), SHORT, SHORT, SHORT]
+    plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
+    assert plan.preempt.tolist() == [False, False, False, True]
 
 
 def test_where_nobody_frees_enough_the_largest_gives_way_first() -> None:
@@ -158,3 +169,101 @@ def test_rules_that_do_not_exist_are_refused(fields: dict, message: str) -> None
     with pytest.raises(ValueError, match=message):
         # Without the type checks that tests run under, as a user would call it.
         inspect.unwrap(fcfs)(**fields)
+
+
+BUGS = {
+    "the first may be a victim": Bug(
+        victims,
+        "ranks",
+        "jnp.where(_first_group(c), _LAST, keys[victim])",
+        "keys[victim]",
+        test_the_first_never_gives_way_and_groups_go_as_one,
+        ("least_computed",),
+    ),
+    "the earliest of equals": Bug(
+        victims,
+        "ranks",
+        "place[:, None] < place[None, :]",
+        "place[:, None] > place[None, :]",
+        test_of_equals_the_later_gives_way,
+        ("cheapest",),
+    ),
+    "just enough is too little": Bug(
+        victims,
+        "ranks",
+        "frees >= shortage",
+        "frees > shortage",
+        test_three_pages_are_missing,
+        ("cheapest", [0, 1, 0, 0]),
+    ),
+    "the smallest of those that do not suffice": Bug(
+        victims,
+        "ranks",
+        "_LAST // 2 - frees",
+        "_LAST // 2 + frees",
+        test_where_nobody_frees_enough_the_largest_gives_way_first,
+    ),
+    "tokens for pages": Bug(
+        victims,
+        "ranks",
+        "by_group(c.owned_pages)",
+        "by_group(c.owned_tokens)",
+        test_one_gives_way,
+        ("fewest_pages", [0, 0, 1, 0]),
+    ),
+    "pages to move cost what they took to compute": Bug(
+        scheduling_fcfs.FCFS,
+        "_needed",
+        "jnp.where(self.swap, c.swap_pages, cost)",
+        "cost",
+        test_when_pages_move_the_cheapest_has_the_fewest_to_move,
+    ),
+    "a full buffer has room": Bug(
+        scheduling_fcfs,
+        "_swapped",
+        " & ~scheduling.any_of_group(counts, preempt & ~fits)",
+        "",
+        test_pages_are_kept_as_far_as_there_is_room,
+    ),
+    "the last page of the buffer is never used": Bug(
+        scheduling_fcfs,
+        "_swapped",
+        "<= counts.free_swap_pages",
+        "< counts.free_swap_pages",
+        test_pages_are_kept_as_far_as_there_is_room,
+    ),
+    "what comes back is fed": Bug(
+        interface,
+        "share_budget",
+        "admit & ~c.waiting_swapped",
+        "admit",
+        test_who_comes_back_gets_pages_and_no_rows,
+    ),
+    "new requests are held for ever": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "self.hold & away",
+        "self.hold",
+        test_new_requests_wait_while_one_that_gave_way_runs,
+    ),
+    "one that runs again is forgotten": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "jnp.any(c.running & c.preempted) | ",
+        "",
+        test_new_requests_wait_while_one_that_gave_way_runs,
+    ),
+    "a prefix overtakes a preempted request": Bug(
+        scheduling_fcfs,
+        "_order",
+        "jnp.where(c.waiting_preempted, NO_LIMIT, key)",
+        "key",
+        test_the_longest_prefix_comes_first_if_asked_for,
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    with jax.disable_jit():  # else the right program would be found compiled
+        mutation.assert_noticed(monkeypatch, bug)

@@ -5,8 +5,8 @@ import pytest
 
 from pallas_kernels.paged_attention.hopper import prefill_body, softmax
 from pallas_kernels.paged_attention.stream_k import Tiling
-from tests.emulating import NOTICED, run_prefill, seed_bug
-from tests.kernel_cases import assert_within_rule, make_case
+from tests.support.emulating import NOTICED, run_prefill, seed_bug
+from tests.support.kernel_cases import assert_within_rule, make_case
 
 K_FULL = "plgpu.barrier_wait(shared.k_full.at[stage])"
 V_FREE = "plgpu.barrier_arrive(shared.v_free.at[stage])"

@@ -11,8 +11,8 @@ import pytest
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, dispatch
 from pallas_kernels.paged_attention.hopper import decode, prefill
-from tests import emulating
-from tests.kernel_cases import assert_within_rule, make_case
+from tests.support import emulating
+from tests.support.kernel_cases import assert_within_rule, make_case
 
 H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention.stream_k import Tiling
-from tests.emulating import TILES, run_prefill
-from tests.kernel_cases import assert_within_rule, exact, make_case
+from tests.support.emulating import TILES, run_prefill
+from tests.support.kernel_cases import assert_within_rule, exact, make_case
 
 WIDE = Tiling(num_programs=3, tile=128, stages=2, block_rows=128)
 

@@ -21,8 +21,8 @@ from jaxkv.memory import (
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.prefix_cache import Prefixes
-from tests.engines import FAST_COMPILE
-from tests.oracle import Oracle
+from tests.support.engines import FAST_COMPILE
+from tests.support.oracle import Oracle
 
 NUM_PAGES, ROWS, SIZE, LENGTH = 12, 3, 2, 7
 compiled: Any = partial(jax.jit, compiler_options=FAST_COMPILE)

@@ -16,8 +16,8 @@ from jaxkv.models import interface, paged
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops import write
 from pallas_kernels.paged_attention import api
-from tests import engines, gathering
-from tests.test_attention import Case, check, make_case, oracle
+from tests.support import engines, gathering
+from tests.support.attention_cases import Case, check, make_case, oracle
 
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
 attend = jax.jit(

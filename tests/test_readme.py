@@ -1,16 +1,15 @@
 """The README's Python blocks are one program, and it runs."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.framework import registry
-from tests import engines
+from tests.support import engines
+from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")

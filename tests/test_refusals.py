@@ -10,7 +10,6 @@ import random
 import re
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +26,8 @@ from jaxkv.models.config import Experts, ModelConfig, RopeScaling
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.serving import device_memory, outputs
 from jaxkv.workloads import arrivals, lengths
-from tests import engines
+from tests.support import engines
+from tests.support.folders import TOKENIZED
 
 # What is passed here is what no annotation allows.
 api: Any = types.SimpleNamespace(
@@ -44,7 +44,7 @@ api: Any = types.SimpleNamespace(
     poisson=arrivals.poisson,
 )
 pytestmark = pytest.mark.usefixtures("fast_compile", "as_users_have_it")
-FOLDER = Path(__file__).parent / "golden" / "tokenized"
+FOLDER = TOKENIZED
 BOUNDS = engines.SERVED
 PROMPTS: list[Any] = ["def bisect_left(a", "import os\n", [5, 6, 7]]
 GREEDY = Sampling.greedy(max_tokens=9)

@@ -1,6 +1,5 @@
 """Plans worked by hand: counts in, decisions out."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,121 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling import interface, static_batching
 from jaxkv.scheduling.fcfs import fcfs
-from jaxkv.scheduling.interface import Counts, Plan
-
-LINE = 4
-PAGE_SIZE = 4
-
-
-def counts(
-    line: list[tuple[int, int, int] | str | None] = [],  # noqa: B006
-    waiting: list[int] = [],  # noqa: B006
-    *,
-    free_pages: int,
-    token_budget: int = 12,
-    arrived: list[bool] | None = None,
-    scored: tuple[list[int], list[int]] = ([], []),
-    spare_logit_rows: int = 0,
-    free_swap_pages: int = 0,
-    max_length: int = 32,
-    **fields: list[int],
-) -> Counts:
-    """Counts of four places in line and four at the head of the queue.
-
-    Args:
-      line: for each place (tokens known, tokens written, pages held), None where it is
-        empty, the pages held as text where its sequence has finished.
-      waiting: tokens of each waiting request.
-      free_pages: as in `Counts`.
-      token_budget: as in `Counts`.
-      arrived: which of the waiting have arrived; None means all.
-      scored: places in line, and in the queue, whose prompts are scored.
-      spare_logit_rows: as in `Counts`.
-      free_swap_pages: as in `Counts`.
-      max_length: as in `Counts`.
-      **fields: other fields of `Counts`; else everybody stands alone.
-    """
-    rows = [each if isinstance(each, tuple) else (0, 0, 0) for each in line]
-    rows += [(0, 0, 0)] * (LINE - len(rows))
-    known: Any = np.array(rows, np.int32).T
-    num_tokens, length, num_pages = known
-    held: Any = np.zeros(LINE, bool)
-    for place, each in enumerate(line):
-        if isinstance(each, str):
-            held[place], num_pages[place] = True, int(each)
-    here: Any = np.zeros(LINE, bool)
-    here[: len(waiting)] = True if arrived is None else arrived
-    tokens: Any = np.zeros(LINE, np.int32)
-    tokens[: len(waiting)] = waiting
-
-    def marked(places: list[int]) -> Any:
-        return np.isin(np.arange(LINE), places)
-
-    runs = [isinstance(each, tuple) for each in line] + [False] * LINE
-    running: Any = np.array(runs[:LINE])
-    limits: Any = np.array([free_pages, spare_logit_rows, free_swap_pages], np.int32)
-    alone: Any = np.arange(LINE, dtype=np.int32)
-    more: Any = {
-        name: np.array(each, bool if isinstance(each[0], bool) else np.int32)
-        for name, each in fields.items()
-    }
-    return Counts(
-        running=running,
-        held=held,
-        group=alone,
-        num_tokens=num_tokens,
-        length=length,
-        num_pages=num_pages,
-        owned_pages=num_pages,
-        owned_tokens=length,
-        swap_pages=num_pages,
-        copies=0 * alone,
-        preempted=marked([]),
-        scored_prompt=marked(scored[0]),
-        waiting=here,
-        waiting_tokens=tokens,
-        waiting_cached=0 * alone,
-        waiting_slots=np.minimum(tokens, 1),
-        waiting_pages=-(-tokens // PAGE_SIZE),
-        waiting_scored_prompt=marked(scored[1]),
-        waiting_preempted=marked([]),
-        waiting_swapped=marked([]),
-        free_pages=limits[0],
-        free_swap_pages=limits[2],
-        page_size=PAGE_SIZE,
-        max_length=max_length,
-        token_budget=token_budget,
-        spare_logit_rows=limits[1],
-    )._replace(**more)
-
-
-@functools.cache
-def compiled(page_size: int, max_length: int) -> Any:
-    """The sizes that the engine knows statically stay static."""
-
-    def decide(arrays: dict, policy) -> Plan:
-        sizes = dict(page_size=page_size, max_length=max_length)
-        return interface.schedule(Counts(**arrays, **sizes), policy)
-
-    return jax.jit(decide)
-
-
-def plan_of(counts: Counts, policy: interface.Policy) -> Plan:
-    arrays = counts._asdict()
-    sizes = int(arrays.pop("page_size")), int(arrays.pop("max_length"))
-    arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
-    arrays["token_budget"] = jnp.asarray(counts.token_budget, jnp.int32)
-    return compiled(*sizes)(arrays, policy)
-
-
-def check(plan: Plan, **expected: list) -> None:
-    """Compares the fields named; all others, and all places beyond, must be zero."""
-    for name, value in plan._asdict().items():
-        want = [int(each) for each in expected.get(name, [])]
-        want += [0] * (LINE - len(want))
-        assert np.asarray(value).astype(int).tolist() == want, name
+from tests.support import mutation
+from tests.support.mutation import Bug
+from tests.support.plans import check, counts, plan_of
 
 
 def test_an_idle_engine_admits_until_the_budget_is_used_up() -> None:
@@ -148,6 +38,9 @@ def test_the_latest_gives_way_and_nobody_is_admitted() -> None:
     c = counts(line, waiting=[1], free_pages=0, token_budget=6)
     plan = plan_of(c, fcfs())
     check(plan, preempt=[0, 0, 1], places=[8, 12], num_rows=[1, 5])
+    # Not for want of a row, a page or a slot: the one that is left out has freed them.
+    plan = plan_of(counts(line, waiting=[1], free_pages=0), fcfs())
+    check(plan, preempt=[0, 0, 1], places=[8, 12], num_rows=[1, 8])
 
 
 def test_everybody_behind_the_first_who_does_not_fit_gives_way() -> None:
@@ -159,7 +52,7 @@ def test_everybody_behind_the_first_who_does_not_fit_gives_way() -> None:
 
 def test_empty_places_in_line_change_nothing() -> None:
     line: list = [None, (8, 7, 2), None, (9, 8, 2)]
-    plan = plan_of(counts(line, waiting=[4, 4, 4], free_pages=3), fcfs())
+    plan = plan_of(counts(line, waiting=[4, 4, 4], free_pages=9), fcfs())
     check(
         plan,
         places=[0, 8, 0, 9],
@@ -168,6 +61,11 @@ def test_empty_places_in_line_change_nothing() -> None:
         head_places=[4, 4],
         head_rows=[4, 4],
     )
+
+
+def test_requests_are_admitted_as_far_as_the_pages_go() -> None:
+    plan = plan_of(counts(waiting=[4, 4, 1], free_pages=2), fcfs())
+    check(plan, admit=[1, 1], head_places=[4, 4], head_rows=[4, 4])
 
 
 def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
@@ -274,10 +172,10 @@ def test_a_request_is_admitted_with_all_of_its_sequences() -> None:
 def test_parameters_are_swept_by_vmap() -> None:
     c = counts([(7, 6, 2)], waiting=[9, 3], free_pages=4)
     values = [(None, 0), (2, 0), (5, 1), (1, 4)]
-    policies = [fcfs(chunk_size=chunk, watermark=mark) for chunk, mark in values]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *policies)
+    members = [fcfs(chunk_size=chunk, watermark=mark) for chunk, mark in values]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
     together = jax.vmap(lambda policy: plan_of(c, policy))(stacked)
-    for index, policy in enumerate(policies):
+    for index, policy in enumerate(members):
         alone = plan_of(c, policy)
         for a, b in zip(alone, together, strict=True):
             np.testing.assert_array_equal(a, b[index])
@@ -330,3 +228,113 @@ def test_static_serves_a_pool_smaller_than_the_longest_sequence() -> None:
     c = counts(waiting=[5, 1], free_pages=3, max_length=17)
     plan = plan_of(c, static_batching.static())
     check(plan, admit=[1, 0], head_places=[12], head_rows=[5])
+
+
+BUGS = {
+    "decodes cost no budget": Bug(
+        interface,
+        "share_budget",
+        " - jnp.sum(decodes, dtype=jnp.int32)",
+        "",
+        test_whoever_decodes_is_served_before_prompts,
+    ),
+    "chunks of any size": Bug(
+        interface,
+        "share_budget",
+        "jnp.minimum(prompts, jnp.asarray(chunk_size, jnp.int32))",
+        "prompts",
+        test_a_chunk_size_leaves_rows_for_those_behind,
+    ),
+    "logits for all": Bug(
+        interface,
+        "share_budget",
+        "_fill(jnp.where(scored, prompts, 0), c.spare_logit_rows)",
+        "prompts",
+        test_scored_prompts_feed_no_more_rows_than_have_logits,
+    ),
+    "the budget is used up too soon": Bug(
+        interface,
+        "_fill",
+        "jnp.cumsum(want, dtype=jnp.int32) - want",
+        "jnp.cumsum(want, dtype=jnp.int32)",
+        test_an_idle_engine_admits_until_the_budget_is_used_up,
+    ),
+    "copies need no page": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        " + c.copies",
+        "",
+        test_copies_are_granted_with_growth,
+    ),
+    "half of a group is preempted": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "runs &= ~scheduling.any_of_group(c, c.running & ~runs)",
+        "",
+        test_a_group_gives_way_as_one,
+    ),
+    "no watermark": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "free - self.watermark",
+        "free",
+        test_the_watermark_stays_free_at_admission,
+        (2, 0),
+    ),
+    "a watermark for an idle engine": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "jnp.where(~jnp.any(runs) & first, free, free - self.watermark)",
+        "free - self.watermark",
+        test_the_first_of_an_idle_engine_may_take_every_page,
+    ),
+    "admission beside a preemption": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "c.waiting & ~jnp.any(preempt)",
+        "c.waiting",
+        test_the_latest_gives_way_and_nobody_is_admitted,
+    ),
+    "slots of finished sequences are free": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "runs | c.held",
+        "runs",
+        test_full_slots_admit_nobody,
+    ),
+    "each request has all free slots": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "jnp.cumsum(c.waiting_slots, dtype=jnp.int32)",
+        "c.waiting_slots",
+        test_empty_places_in_line_change_nothing,
+    ),
+    "each request has all free pages": Bug(
+        scheduling_fcfs.FCFS,
+        "_plan",
+        "jnp.cumsum(c.waiting_pages, dtype=jnp.int32)",
+        "c.waiting_pages",
+        test_requests_are_admitted_as_far_as_the_pages_go,
+    ),
+    "small requests overtake": Bug(
+        scheduling_fcfs,
+        "_leading",
+        "jnp.cumsum(~mask, dtype=jnp.int32) == 0",
+        "mask",
+        test_nobody_overtakes_a_request_that_has_not_arrived,
+    ),
+    "static batching lets requests join": Bug(
+        static_batching.Static,
+        "plan",
+        "c.waiting & ~busy & (fits | first)",
+        "c.waiting & (fits | first)",
+        test_static_admits_nobody_into_a_batch,
+        ([(5, 4, 5)],),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    with jax.disable_jit():  # else the right program would be found compiled
+        mutation.assert_noticed(monkeypatch, bug)

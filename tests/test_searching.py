@@ -1,107 +1,22 @@
 """Beam search in the engine: transformers' answers, in any company."""
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv import clock
-from jaxkv.engine.state import EngineConfig
 from jaxkv.models import checkpoints, paged
 from jaxkv.sampling.sampler import Sampling
-from jaxkv.scheduling import fcfs as scheduling_fcfs
-from jaxkv.scheduling import interface, static_batching
-from jaxkv.scheduling.fcfs import FCFS
+from jaxkv.scheduling import static_batching
+from jaxkv.scheduling.fcfs import fcfs
 from jaxkv.serving import outputs
-from tests import engines
-from tests.engines import Ask, Run
-from tests.test_beams import EXPECTED, GOLDEN, LIMIT
+from tests.support import engines
+from tests.support.engines import Ask
+from tests.support.searches import GOLDEN, MOODY, ROOMY, TIGHT, asks, check, serve
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-
-ROOMY = EngineConfig(
-    num_pages=64,
-    page_size=4,
-    max_slots=12,
-    max_length=64,
-    max_sequences=48,
-    queue_capacity=40,
-    token_budget=16,
-    max_stop_tokens=2,
-    max_beams=6,
-    prefix_cache=True,
-    submit_width=12,
-    steps_per_call=4,
-    debug=True,
-)
-TIGHT = dataclasses.replace(ROOMY, num_pages=31)
-RULES = (False, True, "never")
-
-
-@functools.cache
-def asks(name: str) -> tuple[Ask, ...]:
-    """All searches of the golden file, and between them requests that draw."""
-    prompt, stops = (EXPECTED[f"{name}_{part}"] for part in ("prompt", "stops"))
-    found = []
-    for i, (width, penalty, rule) in enumerate(EXPECTED["settings"].tolist()):
-        sampling = Sampling(
-            beam_width=int(width),
-            n=int(width),
-            length_penalty=penalty,
-            early_stopping=RULES[int(rule)],
-            stop_tokens=tuple(int(stop) for stop in stops if stop >= 0),
-            max_tokens=LIMIT,
-        )
-        found.append(Ask(i, prompt.tolist(), sampling))
-        others = Sampling(n=1 + i % 3, max_tokens=5 + i % 7, seed=i)
-        found.append(Ask(100 + i, prompt.tolist()[: 1 + i % 9], others))
-    return tuple(found)
-
-
-def serve(name: str, config: EngineConfig, num: int = 54, **fields: Any) -> Run:
-    loaded = checkpoints.load_model(GOLDEN / name)
-    return engines.serve(
-        asks(name)[:num], config, model=loaded.config, weights=loaded.params, **fields
-    )
-
-
-def check(name: str, run: Run, num: int = 54) -> None:
-    tokens, scores = (EXPECTED[f"{name}_{part}"] for part in ("tokens", "scores"))
-    for ask in asks(name)[:num:2]:
-        i = ask.request_id
-        for beam, answer in enumerate(engines.names_of([ask])):
-            want = [int(token) for token in tokens[i, beam] if token >= 0]
-            assert run.tokens[answer] == want, (i, beam)
-            assert run.outcomes[answer].score == pytest.approx(
-                float(scores[i, beam]), abs=1e-4
-            )
-
-
-class Moody(NamedTuple):
-    """First come, first served, but every few steps it believes that pages are gone.
-
-    Whoever gives way then is swapped out, if there is room for its pages.
-    """
-
-    most: jax.Array
-    holds_finished = False
-
-    def plan(self, counts: interface.Counts) -> interface.Plan:
-        age = jnp.sum(counts.length, dtype=jnp.int32) % 5
-        held = jnp.sum(counts.owned_pages, dtype=jnp.int32)
-        missing = jnp.where(age == 0, self.most + held // 3, 0)
-        free = counts.free_pages - missing
-        return self.fcfs().plan(counts._replace(free_pages=free))
-
-    def fcfs(self) -> FCFS:
-        return scheduling_fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False)
-
-
-MOODY = Moody(jnp.asarray(4, jnp.int32))
 
 
 @pytest.mark.thorough
@@ -145,7 +60,7 @@ def test_a_cancelled_search_leaves_nothing() -> None:
         *(loaded.params, state, clock.from_seconds(0)),
         config=ROOMY,
         forward=paged.PagedForward(loaded.config, ROOMY.numerics),
-        policy=scheduling_fcfs.fcfs(),
+        policy=fcfs(),
     )
     assert int(state.pool.num_free) < ROOMY.num_pages
     assert state.slots.sequence.max() >= 0

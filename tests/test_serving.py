@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,10 +15,11 @@ from jaxkv import Sampling
 from jaxkv.models import checkpoints, paged
 from jaxkv.serving import requests
 from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
-from tests import engines
+from tests.support import engines
+from tests.support.folders import TOKENIZED
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-FOLDER = Path(__file__).parent / "golden" / "tokenized"
+FOLDER = TOKENIZED
 BOUNDS = engines.SERVED
 PROMPTS = ("def bisect_left(a", "import os\n", "class Heap:", "x", "naïve ☃ café")
 

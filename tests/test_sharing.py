@@ -8,14 +8,12 @@ import pytest
 
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs
-from tests import engines
-from tests.engines import Ask, Run
-from tests.test_engine import ROOMY, TIGHT
-from tests.test_groups import pages_of
+from tests.support import engines
+from tests.support.asks import alike
+from tests.support.engines import CACHED, ROOMY, TIGHT, Ask, Run
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
-CACHED = dataclasses.replace(TIGHT, prefix_cache=True)
 LARGE = dataclasses.replace(ROOMY, prefix_cache=True, token_budget=32)
 """Nothing needs to be given up, and two prompts are read in one step."""
 SYSTEM = list(range(20, 33))
@@ -23,32 +21,18 @@ SYSTEM = list(range(20, 33))
 
 
 @functools.cache
-def workload(seed: int = 0, num: int = 24) -> tuple[Ask, ...]:
-    """Requests of every kind; most begin with one of two texts."""
-    rng = np.random.default_rng([seed, 9])
-    texts = [rng.integers(0, 61, 18).tolist() for _ in range(2)]
-    asks = []
-    for ask in engines.random_asks(
-        rng, num, max_prompt=10, max_answer=10, scores=True, max_n=3
-    ):
-        begin = texts[rng.integers(2)][: rng.integers(8, 19)]
-        asks.append(ask._replace(prompt=begin + ask.prompt))
-    return tuple(ask for ask in asks if pages_of(ask) <= TIGHT.num_pages)
-
-
-@functools.cache
 def served(
     chunk_size: int | None = None, numerics: str = "fast", on: bool = True
 ) -> Run:
     config = dataclasses.replace(TIGHT, prefix_cache=on, numerics=numerics)
-    return engines.serve(workload(), config, fcfs.fcfs(chunk_size=chunk_size))
+    return engines.serve(alike(), config, fcfs.fcfs(chunk_size=chunk_size))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
     run = served(chunk_size)
-    engines.assert_equal_plain(run, workload(), CACHED)
+    engines.assert_equal_plain(run, alike(), CACHED)
     assert sum(each.num_cached for each in run.outcomes.values()) > 40
     assert run.info.num_preempted.sum() > 3
 

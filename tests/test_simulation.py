@@ -19,10 +19,14 @@ from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.serving import outputs
+from jaxkv.simulation import apply_plan, batch
 from jaxkv.simulation import state as simulation_state
 from jaxkv.simulation import step as simulation_step
 from jaxkv.workloads import arrivals
-from tests.engines import FAST_COMPILE
+from tests.support import mutation
+from tests.support.engines import FAST_COMPILE
+from tests.support.mutation import Bug
+from tests.support.simulations import COST, Cost, capacity, run_simulation, workload
 
 VOCAB = 4099
 """So many that two sequences hardly ever draw the same token."""
@@ -33,61 +37,15 @@ def forward(params: Any, pages: Any, rows: Any) -> ForwardResult:
     return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], VOCAB)), pages)
 
 
-class Cost(NamedTuple):
-    """Seconds of a step, and what its work adds."""
-
-    base: jax.Array
-
-    def __call__(self, work: simulation_step.Work) -> jax.Array:
-        rows = work.num_prompt_rows + work.num_swapped
-        return self.base * (1.0 + 0.01 * rows.astype(jnp.float32))
-
-
-COST = Cost(jnp.float32(0.01))
-
 run_engine = jax.jit(
     engine_step.run_steps,
     static_argnames=("config", "forward", "num_steps"),
     donate_argnames="state",
     compiler_options=FAST_COMPILE,
 )
-run_simulation = jax.jit(
-    simulation_step.run_steps,
-    static_argnames=("num_steps", "max_samples", "head"),
-    compiler_options=FAST_COMPILE,
-)
 submit = jax.jit(
     engine_requests.submit, static_argnames="config", donate_argnames="state"
 )
-
-
-def workload(
-    seed: int, num: int, *, max_samples: int = 1, rate: float = 200.0, longest: int = 30
-) -> arrivals.Workload:
-    """Requests of up to `longest` tokens each way, some of which come at once."""
-    rng = np.random.default_rng(seed)
-    arrival = np.cumsum(rng.exponential(1 / rate, num))
-    arrival[:3] = 0
-
-    def draw(most: int) -> jax.Array:
-        return jnp.asarray(rng.integers(1, most + 1, num), jnp.int32)
-
-    return arrivals.Workload(
-        arrival=jnp.asarray(from_seconds(arrival)),
-        prompt=draw(longest),
-        output=draw(longest),
-        samples=draw(max_samples),
-        clients=jnp.int32(interface.NO_LIMIT),
-    )
-
-
-def capacity(config: EngineConfig) -> simulation_state.Capacity:
-    return simulation_state.Capacity(
-        *(
-            jnp.int32(getattr(config, name))
-            for name in simulation_state.Capacity._fields
-        )
-    )
 
 
 def events(state: simulation_state.Simulation) -> simulation_state.Events:
@@ -327,6 +285,8 @@ def test_a_closed_loop_holds_as_many_requests_as_it_has_clients() -> None:
     assert int(state.num_done) == 12
     in_system = np.asarray(infos.num_running + infos.num_waiting)
     assert in_system.max() == 3
+    assert int(infos.num_running.max()) == 3
+    assert int(infos.num_waiting.min()) == 0
     # Nobody idles while somebody has not asked yet.
     done = np.cumsum(np.asarray(infos.num_finished))
     assert (in_system[1:][done[:-1] <= 12 - 3] == 3).all()
@@ -395,3 +355,70 @@ def test_time_passes_in_microseconds() -> None:
     later = functools.partial(jaxkv_clock.later, jnp.asarray([5, 7], jnp.int32))
     assert later(jnp.asarray([5, 8], jnp.int32)).tolist() == [5, 8]
     assert later(jnp.asarray([4, 9], jnp.int32)).tolist() == [5, 7]
+
+
+BUGS = {
+    "the last token has a place": Bug(
+        batch,
+        "split",
+        "jnp.maximum(limit - 1, line.length)",
+        "limit",
+        test_places_are_split_into_what_they_are_good_for,
+    ),
+    "places ahead count as tokens": Bug(
+        batch,
+        "split",
+        "tokens = within(line.length)",
+        "tokens = within(line.places)",
+        test_places_are_split_into_what_they_are_good_for,
+    ),
+    "clients ask as soon as they like": Bug(
+        apply_plan,
+        "arrive",
+        "comes &= index < state.num_done + workload.clients",
+        "",
+        test_a_closed_loop_holds_as_many_requests_as_it_has_clients,
+    ),
+    "who finishes is never counted": Bug(
+        apply_plan,
+        "retire",
+        "state.num_done + jnp.sum(over, dtype=jnp.int32)",
+        "state.num_done",
+        test_who_can_never_fit_is_rejected_and_the_others_are_served,
+    ),
+    "those behind the queue are not waiting": Bug(
+        simulation_step,
+        "_all_waiting",
+        "info.num_waiting + come - behind.num_taken",
+        "info.num_waiting",
+        test_everybody_who_has_come_is_counted_as_waiting,
+        (None,),
+    ),
+    "requests come before their time": Bug(
+        apply_plan,
+        "arrive",
+        "comes &= clocks.is_past(workload.arrival[request], state.clock)",
+        "",
+        test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
+    ),
+    "an idle machine waits step by step": Bug(
+        simulation_step,
+        "_step",
+        "jnp.where(idle, clocks.later(clock, w.arrival[upcoming]), clock)",
+        "clock",
+        test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        bug.noticed_by(*bug.arguments)
+        # A program of its own, that of the right functions being compiled.
+        mine = functools.partial(simulate)
+        patch.setitem(globals(), "run", jax.jit(mine, compiler_options=FAST_COMPILE))
+        mutation.seed(patch, bug)
+        with pytest.raises(AssertionError):
+            bug.noticed_by(*bug.arguments)

@@ -25,8 +25,9 @@ from jaxkv.memory.kv_pages import Pages
 from jaxkv.models import paged
 from jaxkv.models.config import ModelConfig
 from jaxkv.scheduling import fcfs, interface, static_batching
-from tests import engines
-from tests.engines import MODEL, Ask
+from tests.support import engines
+from tests.support.engines import MODEL, Ask
+from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -157,7 +158,7 @@ def test_another_process_goes_on_bit_for_bit(numerics: Any, tmp_path: Path) -> N
     code = "import sys; from tests import test_snapshots as t; t.main(*sys.argv[1:])"
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), numerics],
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         check=True,
         timeout=120,
     )

@@ -13,6 +13,8 @@ from pallas_kernels.bench import problems, specs
 from pallas_kernels.bench.specs import Spec
 from pallas_kernels.paged_attention import api
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 TINY = [spec for spec in specs.SETS["tiny"] if spec.kind != "copy"]
 OTHERS = [
     Spec(

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +21,9 @@ from scaling.training import step as training_step
 from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
 from scaling.training.recurrent import RecurrentConfig
 from scaling.training.step import TrainState, compiled, init
+from tests.support import mutation
+from tests.support.folders import ROOT
+from tests.support.mutation import Bug
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 TRANSFORMER = ModelConfig(
@@ -171,7 +174,7 @@ for accumulation in (1, 2):
 @pytest.mark.slow
 def test_two_devices_train_as_one() -> None:
     env = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(ROOT),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
@@ -231,3 +234,22 @@ def test_schedules_rise_stay_and_fall() -> None:
     close(rates(schedule="cosine"), [*rise, 1, *half])
     end = [0.2 + 0.8 * x for x in half]
     close(rates(schedule="cosine", final_share=0.2), [*rise, 1, *end])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("removed", "added"),
+    [
+        # Every piece counts like a whole batch, or the last one for all.
+        ("x / np.float32(how.accumulation)", "x"),
+        ("jax.tree.map(jnp.add, total, (nats, grads))", "(nats, grads)"),
+    ],
+)
+def test_pieces_of_a_batch_that_are_weighed_wrongly_are_noticed(
+    removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_step, "compiled", inspect.unwrap(compiled))
+    check = test_how_a_step_is_computed_changes_roundings_alone
+    arguments = StepConfig(accumulation=2), 1e-6
+    bug = Bug(training_step, "_gradient", removed, added, check, arguments)
+    mutation.assert_noticed(monkeypatch, bug)

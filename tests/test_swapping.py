@@ -19,9 +19,9 @@ from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling.fcfs import victims
 from jaxkv.serving import host_swap
-from tests import engines, test_groups, test_searching, test_sharing
-from tests.engines import MODEL, Ask, Run
-from tests.test_engine import TIGHT, greedy
+from tests.support import engines, searches
+from tests.support.asks import alike, groups
+from tests.support.engines import CACHED, MODEL, TIGHT, Ask, Run, greedy
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -30,7 +30,7 @@ NARROW = dataclasses.replace(SWAP, max_swap_pages=3)
 """A buffer that some requests are too large for."""
 fcfs = functools.partial(scheduling_fcfs.fcfs, stackable=True)
 """Every rule is in the program, so that all policies here share one."""
-ASKS = test_groups.workload(1, 30)
+ASKS = groups(1, 30)
 
 
 @functools.cache
@@ -224,19 +224,19 @@ def test_several_answers_leave_and_return_together(chunk_size: int | None) -> No
 
 @pytest.mark.slow
 def test_beams_leave_and_return_as_if_nothing_had_happened() -> None:
-    config = dataclasses.replace(test_searching.TIGHT, max_swap_pages=64)
+    config = dataclasses.replace(searches.TIGHT, max_swap_pages=64)
 
-    run = test_searching.serve("llama", config, policy=test_searching.MOODY)
-    test_searching.check("llama", run)
+    run = searches.serve("llama", config, policy=searches.MOODY)
+    searches.check("llama", run)
     assert run.info.num_swapped_out.sum() > 40
 
 
 @pytest.mark.slow
 def test_a_prefix_cache_beside_the_buffer() -> None:
-    config = dataclasses.replace(test_sharing.CACHED, max_swap_pages=24)
+    config = dataclasses.replace(CACHED, max_swap_pages=24)
     policy = fcfs(preemption="swap", hold_new=False, cached_first=True)
-    run = engines.serve(test_sharing.workload(), config, policy)
-    engines.assert_equal_plain(run, test_sharing.workload(), config)
+    run = engines.serve(alike(), config, policy)
+    engines.assert_equal_plain(run, alike(), config)
     assert run.info.num_swapped_out.sum() > 3
     assert sum(each.num_cached for each in run.outcomes.values()) > 40
 

@@ -11,10 +11,10 @@ from experiments.cli import main
 from experiments.cli.train import configs
 from experiments.framework import config_json
 from experiments.harness import sweep_tables
-from experiments.training.isoflop import experiment
 from scaling.fits import result
 from scaling.sweeps.grid import SweepConfig
 from scaling.training.recipes import TrainConfig
+from tests.support.folders import RECORDS
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -63,7 +63,7 @@ def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
 
 @pytest.mark.thorough
 def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
-    law = Path(experiment.__file__).parent / "records" / "isoflop" / "fit.json"
+    law = RECORDS / "isoflop" / "fit.json"
     plan = answer(
         *(capsys, "plan", "--law", str(law)),
         *("--flops", "1e16", "--vocab-size", "257"),

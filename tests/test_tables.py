@@ -12,7 +12,7 @@ import pytest
 from jaxkv.memory import invariants, page_pool, page_sharing, page_table
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 

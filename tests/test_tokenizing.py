@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 
 from jaxkv.text import chat_templates
 from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
+from tests.support.folders import TOKENIZED
 
-FOLDER = Path(__file__).parent / "golden" / "tokenized"
+FOLDER = TOKENIZED
 EXPECTED: dict[str, Any] = json.loads((FOLDER / "expected_text.json").read_text())
 AWKWARD = "naïve 漢字 \U0001f469\u200d\U0001f680 e\u0301 \ufffd.\n"
 

@@ -25,6 +25,9 @@ from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.training import objectives, optimizers, step, train
 from scaling.training.recipes import OptimizerConfig, Schedule, TrainConfig
+from tests.support import mutation
+from tests.support.folders import ROOT
+from tests.support.mutation import Bug
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 MODEL = ModelConfig(
@@ -380,13 +383,13 @@ def test_a_killed_process_loses_at_most_the_interval(
     out = tmp_path / "killed"
     program = (
         "import sys, pathlib\n"
-        "from jaxkv.models import *\nfrom scaling.corpora import *\n"
-        "from scaling.recipes import *\nfrom scaling import training\n"
-        f"training.train({config!r}, pathlib.Path({str(out)!r}))\n"
+        "from jaxkv.models.config import *\nfrom scaling.corpora.corpora import *\n"
+        "from scaling.training.recipes import *\nfrom scaling.training import train\n"
+        f"train.train({config!r}, pathlib.Path({str(out)!r}))\n"
     )
     # Compiled as `fast_compile` has it here, or roundings would differ.
     env = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(ROOT),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     for num_lines in (5, 40, 90):
@@ -406,3 +409,21 @@ def test_a_killed_process_loses_at_most_the_interval(
     result = train.train(config, out)
     assert equal(result.params, unbroken.params)
     assert without_time(result.curve) == without_time(unbroken.curve)
+
+
+@pytest.mark.parametrize(
+    ("name", "removed", "added"),
+    [
+        ("score", "[: len(batch)] * count", "[: len(batch)]"),
+        ("score", "nats / num_tokens", "nats / counts.size"),
+        ("score", "corpora.num_bytes(documents)", "num_tokens"),
+        ("cut", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
+        ("cut", "[np.int32(corpora.END)], text]", "text[:1], text]"),
+    ],
+)
+def test_a_seeded_bug_of_a_score_is_noticed(
+    name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = test_score_counts_every_byte_and_end_once
+    bug = Bug(objectives, name, removed, added, check, (Path(),))
+    mutation.assert_noticed(monkeypatch, bug)

@@ -22,7 +22,7 @@ from jaxkv.workloads.lengths import (
     Pair,
     Uniform,
 )
-from tests import traces
+from tests.support import traces
 
 # Not its annotations, which the tests check, but what it checks itself.
 make: Any = inspect.unwrap(arrivals.make)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.sampling import sampler
-from tests import engines
-from tests.engines import MODEL, Ask
+from tests.support import engines
+from tests.support.engines import MODEL, Ask
 
 
 def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:

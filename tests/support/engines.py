@@ -1,5 +1,6 @@
 """Tiny models, random requests, and the plain loop that every engine must equal."""
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -66,6 +67,27 @@ SERVED = EngineConfig(
 )
 """Bounds of a small engine behind the facade, shared so that its programs are."""
 
+# Sixteen pages hold one sequence of full length: the smallest pool there may be.
+TIGHT = EngineConfig(
+    num_pages=16,
+    page_size=4,
+    max_slots=8,
+    max_length=64,
+    max_sequences=16,
+    queue_capacity=12,
+    token_budget=12,
+    max_logit_rows=11,
+    max_stop_tokens=3,
+    max_logprobs=2,
+    submit_width=8,
+    steps_per_call=4,
+    debug=True,
+)
+ROOMY = dataclasses.replace(TIGHT, num_pages=56)
+"""Three sequences of full length, and a rest."""
+CACHED = dataclasses.replace(TIGHT, prefix_cache=True)
+FCFS = fcfs.fcfs()
+
 FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -96,6 +118,12 @@ class Ask(NamedTuple):
     prompt: list[int]
     sampling: Sampling
     arrival_s: float = 0.0
+
+
+def greedy(request_id: int, prompt: list[int], max_tokens: int, **fields: Any) -> Ask:
+    arrival_s = fields.pop("arrival_s", 0.0)
+    ask = Sampling.greedy(max_tokens=max_tokens, **fields)
+    return Ask(request_id, prompt, ask, arrival_s)
 
 
 class Outcome(NamedTuple):
@@ -296,6 +324,21 @@ def serve(
     return Run(outcomes, jax.tree.map(lambda *x: np.concatenate(x), *infos), state)
 
 
+def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
+    """Some calls more; the infos as NumPy arrays, those of the last call."""
+    forward, info = paged.PagedForward(MODEL, TIGHT.numerics), None
+    for _ in range(calls):
+        state, info = run_steps(
+            *(params(), state, clock.from_seconds(seconds)),
+            config=TIGHT,
+            forward=forward,
+            policy=policy,
+        )
+        info = jax.tree.map(np.asarray, info)
+        assert_sound(info)
+    return state, info
+
+
 def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
     """As many requests from the first on as one call of `submit` can take."""
     rows = np.cumsum([ask.sampling.num_sequences for ask in asks])
@@ -449,3 +492,10 @@ def logprobs_of(
     wide = np.asarray(logits, np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+
+
+def pages_of(ask: Ask, page_size: int = TIGHT.page_size) -> int:
+    """Most pages that a request can need."""
+    shared = len(ask.prompt) // page_size
+    limit = min(len(ask.prompt) + ask.sampling.max_tokens, TIGHT.max_length)
+    return shared + ask.sampling.num_sequences * (-(-(limit - 1) // page_size) - shared)

@@ -21,8 +21,8 @@ import numpy as np
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.engine.step import StepInfo
 from jaxkv.memory.prefix_cache import Prefixes
-from tests.engines import Ask
-from tests.oracle import Oracle
+from tests.support.engines import Ask
+from tests.support.oracle import Oracle
 
 type Key = tuple[int, tuple[int, ...]]
 """Salt, and all tokens up to the end of a page."""

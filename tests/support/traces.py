@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.folders import ROOT
+
 
 def folders() -> list[Path]:
     """Where data may lie: in the folder JAXKV_DATA, or else beside the checkout."""
     if named := os.environ.get("JAXKV_DATA"):
         return [Path(named)]
-    return [Path(__file__).resolve().parents[2] / "shared" / "data"]
+    return [ROOT.parent / "shared" / "data"]
 
 
 def find(name: str) -> Path:

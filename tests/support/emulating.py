@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention import decode_plan, prefill_plan
 from pallas_kernels.paged_attention.dispatch import Tilings
 from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
-from tests.kernel_cases import Case
+from tests.support.kernel_cases import Case
 
 SMALL = Tiling(num_programs=3, stages=2)
 TWO = Tiling(num_programs=4, stages=2, block_rows=128)

@@ -1,0 +1,156 @@
+"""Attention over scattered pages, and the loops in float64 that it must equal."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention.api import AttentionState
+
+attend = jax.jit(
+    api.paged_attention,
+    static_argnames=("scale", "window", "softcap", "numerics", "implementation"),
+)
+
+
+NOWHERE = (-1, -7, 10**6, 2**31 - 1)
+"""Ids that name no page."""
+
+
+class Case(NamedTuple):
+    """Arguments of the door, in its order, as NumPy arrays."""
+
+    q: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    page_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray | None
+
+
+def oracle(
+    case: Case,
+    *,
+    context: np.ndarray | None = None,
+    ancestors: np.ndarray | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the door promises, one row, one head, one key at a time, in float64."""
+    rows, q_heads, head_dim = case.q.shape
+    kv_heads, page_size = case.k_pages.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    out = np.zeros(case.q.shape)
+    lse = np.full((rows, q_heads), -np.inf)
+    for row in np.flatnonzero(case.positions >= 0):
+        slot = row if case.slots is None else case.slots[row]
+        position = case.positions[row]
+        if ancestors is None:
+            places = np.arange(position + 1)
+        else:
+            assert context is not None
+            places = np.arange(context[slot] + ancestors.shape[1])
+            kin = places[context[slot] :] - context[slot]
+            seen = np.concatenate([np.ones(context[slot], bool), ancestors[row, kin]])
+            places = places[seen]
+        if window is not None:
+            places = places[places > position - window]
+        if not len(places):
+            continue
+        pages = case.page_ids[slot, places // page_size]
+        for head in range(q_heads):
+            address = pages, head // (q_heads // kv_heads), places % page_size
+            keys, values = case.k_pages[address], case.v_pages[address]
+            scores = keys.astype(float) @ case.q[row, head].astype(float) * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            if alibi is not None:
+                scores = scores + alibi[head] * (places - position)
+            if sinks is not None:  # one more key, whose value is 0
+                scores = np.append(scores, sinks[head])
+                values = np.append(values, np.zeros((1, head_dim)), axis=0)
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ values.astype(float) / weights.sum()
+            lse[row, head] = scores.max() + np.log(weights.sum())
+    return out, lse
+
+
+def make_case(
+    rng: np.random.Generator,
+    runs: list[tuple[int, int]],
+    *,
+    page_size: int = 4,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 8,
+    padding: int = 0,
+    decode: bool = False,
+    window: int | None = None,
+) -> Case:
+    """Rows over sequences in scattered pages, with NaN wherever no row may look.
+
+    Args:
+      rng: where everything is drawn from.
+      runs: for each slot, the position of its first row and how many rows it has.
+      page_size: of the pages.
+      kv_heads: of the pages.
+      group: query heads for each of them.
+      head_dim: of all heads.
+      padding: rows without a slot, put between the runs.
+      decode: whether row i is slot i.
+      window: places that no row sees behind it hold NaN, too, and pages of such places
+        alone are not mapped; None keeps all places.
+    """
+    lengths = [start + num if num else 0 for start, num in runs]
+    num_pages = [-(-length // page_size) for length in lengths]
+    width = max(num_pages) + 2
+    total = sum(num_pages) + 3
+    free = rng.permutation(total).tolist()
+    page_ids = rng.choice(NOWHERE, (len(runs), width)).astype(np.int32)
+    shape = (total, kv_heads, page_size, head_dim)
+    k_pages, v_pages = (np.full(shape, np.nan, np.float32) for _ in range(2))
+    for slot, num in enumerate(num_pages):
+        begin = 0 if window is None else max(0, runs[slot][0] - window + 1)
+        kept = slice(min(begin // page_size, num), num)
+        page_ids[slot, kept] = [free.pop() for _ in page_ids[slot, kept]]
+        places = np.arange(begin, lengths[slot])
+        address = page_ids[slot, places // page_size], slice(None), places % page_size
+        for pages in (k_pages, v_pages):
+            pages[address] = rng.normal(size=(len(places), kv_heads, head_dim))
+    # A stale id beyond the end, of a page that another slot still uses.
+    page_ids[0, -1] = page_ids[-1, 0]
+
+    chunks = [
+        [(slot, start + row) for row in range(num)]
+        for slot, (start, num) in enumerate(runs)
+    ]
+    if decode:
+        assert all(num <= 1 for _, num in runs)
+        rows = [chunk[0] if chunk else (-1, -1) for chunk in chunks]
+    else:
+        order = rng.permutation(len(chunks))
+        gaps = rng.multinomial(padding, np.ones(len(chunks) + 1) / (len(chunks) + 1))
+        rows = [(-1, -1)] * gaps[-1]
+        for gap, index in zip(gaps[:-1], order, strict=True):
+            rows = rows + [(-1, -1)] * gap + chunks[index]
+    slots, positions = np.array(rows, np.int32).T
+    q = rng.normal(size=(len(rows), kv_heads * group, head_dim)).astype(np.float32)
+    return Case(q, k_pages, v_pages, page_ids, positions, None if decode else slots)
+
+
+def check(state: AttentionState, expected: tuple, tolerance: float = 2e-5) -> None:
+    """Compares, with exact zeros and infinities where nothing is seen."""
+    out, lse = expected
+    assert np.isfinite(state.out).all()
+    np.testing.assert_allclose(state.out, out, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(state.lse, lse, rtol=0, atol=tolerance)
+    assert not np.asarray(state.out)[np.isneginf(lse)].any()
+
+
+def assert_same(a: AttentionState, b: AttentionState) -> None:
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)

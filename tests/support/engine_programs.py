@@ -1,0 +1,96 @@
+"""The engine's program, compiled from shapes, and the copies in its text."""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.engine import step
+from jaxkv.engine.state import EngineConfig, init
+from jaxkv.models import paged, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.scheduling import fcfs, interface
+from tests.support import engines
+
+MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=3,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=32,
+    max_positions=256,
+)
+
+
+CONFIG = EngineConfig(
+    page_size=16, max_slots=4, max_length=256, token_budget=64, steps_per_call=4
+)
+
+
+SMALL, LARGE = 1024, 16384
+"""Pages in the two pools; 12.6 and 201 MB."""
+
+
+def pages_of(model: ModelConfig, config: EngineConfig, dtype: Any = "float32") -> Any:
+    return jax.eval_shape(lambda: paged.make_pages(model, config, dtype=dtype))
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def steps(
+    num_pages: int,
+    numerics: Any = "fast",
+    policy: interface.Policy | None = None,
+    *,
+    model: ModelConfig = MODEL,
+    config: EngineConfig = CONFIG,
+    dtype: Any = "float32",
+) -> tuple[Any, Any, Any]:
+    """Returns `run_steps`, the shapes of its arguments, and those of its pages."""
+    config = dataclasses.replace(config, num_pages=num_pages, numerics=numerics)
+    pages = pages_of(model, config, dtype)
+    # The pages as an argument: `init` would allocate them.
+    state = jax.eval_shape(functools.partial(init, config), pages)
+    run = functools.partial(
+        step.run_steps,
+        config=config,
+        forward=paged.PagedForward(model, numerics),
+        policy=fcfs.fcfs() if policy is None else policy,
+    )
+    clock = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return run, (transformer.param_shapes(model, dtype=dtype), state, clock), pages
+
+
+def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """The program of `run_steps`, and the shapes of its pages."""
+    run, arguments, pages = steps(*args, **options)
+    lowered = jax.jit(run, donate_argnums=1).lower(*arguments)
+    # Where arrays live is settled before LLVM sees the program.
+    return lowered.compile(engines.FAST_COMPILE), pages
+
+
+def temporary_bytes(program: Any) -> int:
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def copies(program: Any, pages: Any) -> list[str]:
+    """Copies in the program of anything as large as the keys, whatever its shape."""
+    return large_copies(program.as_text(), pages)
+
+
+def large_copies(text: str, pages: Any) -> list[str]:
+    size = math.prod(pages.k.shape)
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"= \w+\[([\d,]*)\]\S* copy(-start)?\(", line)
+        if match and math.prod(int(n) for n in match[1].split(",") if n) >= size:
+            found.append(line.strip())
+    return found

@@ -1,0 +1,94 @@
+"""A model over pages against the same model over whole sequences."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.memory import kv_pages
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.paged import PagedForward
+from tests.support import engines
+
+ROWS = 24
+
+
+def feed(params: Any, pages: Any, rows: kv_pages.Rows, *, forward: PagedForward) -> Any:
+    return forward(params, pages, rows)
+
+
+_compiled = functools.partial(
+    jax.jit, feed, static_argnames="forward", donate_argnames="pages"
+)
+feed_fast_to_compile: Any = _compiled(compiler_options=engines.FAST_COMPILE)
+
+
+feed_as_served = _compiled()
+
+
+def check_paged_equals_contiguous(
+    config: ModelConfig,
+    params: Any,
+    *,
+    feed: Any,
+    page_size: int,
+    numerics: Any = "fast",
+    seed: int,
+    decode_share: float,
+) -> None:
+    """Feeds sequences piece by piece, in random company, and compares every logit.
+
+    A share of the steps feeds one row a slot, by the program for that.
+    """
+    rng = np.random.default_rng(seed)
+    length = min(config.max_positions, 70)
+    tokens = rng.integers(0, config.vocab_size, (2, length)).astype(np.int32)
+    expected = np.asarray(engines.full_logits(params, tokens, config=config))
+
+    width = -(-length // page_size)
+    pages = kv_pages.make_pages(
+        num_layers=config.num_layers,
+        num_pages=2 * width + 1,
+        num_kv_heads=config.num_kv_heads,
+        page_size=page_size,
+        head_dim=config.head_dim,
+        dtype="float32",
+    )
+    pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
+    page_ids: Any = np.full((3, width), -1, np.int32)
+    slots = (2, 0)  # of the two sequences; slot 1 stays empty
+    page_ids[slots, :] = rng.permutation(2 * width + 1)[:-1].reshape(2, width)
+    forward, done = PagedForward(config, numerics), [0, 0]
+    num_steps = 0
+    while min(done) < length:
+        one_each = rng.random() < decode_share
+        fed: list[tuple[int, int]] = []
+        for which in rng.permutation(2).tolist():
+            most = 1 if one_each else ROWS - len(fed) - 2
+            num = int(rng.integers(0, min(most, length - done[which]) + 1))
+            fed += [(which, done[which] + place) for place in range(num)]
+            done[which] += num
+        num_rows = 3 if one_each else ROWS
+        fields: Any = np.full((4, num_rows), -1, np.int32)
+        for row, (which, place) in enumerate(fed):
+            row = slots[which] if one_each else row
+            fields[:, row] = tokens[which, place], place, slots[which], row
+        token, position, slot, logit_rows = fields
+        rows = kv_pages.Rows(
+            token=np.maximum(token, 0),
+            position=position,
+            slot=None if one_each else slot,
+            page_ids=page_ids,
+            logit_rows=logit_rows,
+        )
+        result = feed(params, pages, rows, forward=forward)
+        pages = result.pages
+        logits = np.asarray(result.logits)
+        for row, (which, place) in enumerate(fed):
+            row = slots[which] if one_each else row
+            want = expected[which, place]
+            np.testing.assert_allclose(logits[row], want, rtol=0, atol=1e-4)
+        num_steps += 1
+    assert num_steps > 5

@@ -1,0 +1,125 @@
+"""Counts written by hand, and the plan that a policy makes of them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.scheduling import interface
+from jaxkv.scheduling.interface import Counts, Plan
+
+LINE = 4
+
+
+PAGE_SIZE = 4
+
+
+def counts(
+    line: list[tuple[int, int, int] | str | None] = [],  # noqa: B006
+    waiting: list[int] = [],  # noqa: B006
+    *,
+    free_pages: int,
+    token_budget: int = 12,
+    arrived: list[bool] | None = None,
+    scored: tuple[list[int], list[int]] = ([], []),
+    spare_logit_rows: int = 0,
+    free_swap_pages: int = 0,
+    max_length: int = 32,
+    **fields: list[int],
+) -> Counts:
+    """Counts of four places in line and four at the head of the queue.
+
+    Args:
+      line: for each place (tokens known, tokens written, pages held), None where it is
+        empty, the pages held as text where its sequence has finished.
+      waiting: tokens of each waiting request.
+      free_pages: as in `Counts`.
+      token_budget: as in `Counts`.
+      arrived: which of the waiting have arrived; None means all.
+      scored: places in line, and in the queue, whose prompts are scored.
+      spare_logit_rows: as in `Counts`.
+      free_swap_pages: as in `Counts`.
+      max_length: as in `Counts`.
+      **fields: other fields of `Counts`; else everybody stands alone.
+    """
+    rows = [each if isinstance(each, tuple) else (0, 0, 0) for each in line]
+    rows += [(0, 0, 0)] * (LINE - len(rows))
+    known: Any = np.array(rows, np.int32).T
+    num_tokens, length, num_pages = known
+    held: Any = np.zeros(LINE, bool)
+    for place, each in enumerate(line):
+        if isinstance(each, str):
+            held[place], num_pages[place] = True, int(each)
+    here: Any = np.zeros(LINE, bool)
+    here[: len(waiting)] = True if arrived is None else arrived
+    tokens: Any = np.zeros(LINE, np.int32)
+    tokens[: len(waiting)] = waiting
+
+    def marked(places: list[int]) -> Any:
+        return np.isin(np.arange(LINE), places)
+
+    runs = [isinstance(each, tuple) for each in line] + [False] * LINE
+    running: Any = np.array(runs[:LINE])
+    limits: Any = np.array([free_pages, spare_logit_rows, free_swap_pages], np.int32)
+    alone: Any = np.arange(LINE, dtype=np.int32)
+    more: Any = {
+        name: np.array(each, bool if isinstance(each[0], bool) else np.int32)
+        for name, each in fields.items()
+    }
+    return Counts(
+        running=running,
+        held=held,
+        group=alone,
+        num_tokens=num_tokens,
+        length=length,
+        num_pages=num_pages,
+        owned_pages=num_pages,
+        owned_tokens=length,
+        swap_pages=num_pages,
+        copies=0 * alone,
+        preempted=marked([]),
+        scored_prompt=marked(scored[0]),
+        waiting=here,
+        waiting_tokens=tokens,
+        waiting_cached=0 * alone,
+        waiting_slots=np.minimum(tokens, 1),
+        waiting_pages=-(-tokens // PAGE_SIZE),
+        waiting_scored_prompt=marked(scored[1]),
+        waiting_preempted=marked([]),
+        waiting_swapped=marked([]),
+        free_pages=limits[0],
+        free_swap_pages=limits[2],
+        page_size=PAGE_SIZE,
+        max_length=max_length,
+        token_budget=token_budget,
+        spare_logit_rows=limits[1],
+    )._replace(**more)
+
+
+@functools.cache
+def compiled(page_size: int, max_length: int) -> Any:
+    """The sizes that the engine knows statically stay static."""
+
+    def decide(arrays: dict, policy) -> Plan:
+        sizes = dict(page_size=page_size, max_length=max_length)
+        return interface.schedule(Counts(**arrays, **sizes), policy)
+
+    return jax.jit(decide)
+
+
+def plan_of(counts: Counts, policy: interface.Policy) -> Plan:
+    arrays = counts._asdict()
+    sizes = int(arrays.pop("page_size")), int(arrays.pop("max_length"))
+    arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
+    arrays["token_budget"] = jnp.asarray(counts.token_budget, jnp.int32)
+    return compiled(*sizes)(arrays, policy)
+
+
+def check(plan: Plan, **expected: list) -> None:
+    """Compares the fields named; all others, and all places beyond, must be zero."""
+    for name, value in plan._asdict().items():
+        want = [int(each) for each in expected.get(name, [])]
+        want += [0] * (LINE - len(want))
+        assert np.asarray(value).astype(int).tolist() == want, name

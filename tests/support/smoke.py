@@ -1,0 +1,119 @@
+"""The smoke run of every experiment: once in a process, in a folder of its own."""
+
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.cli import run as cli_run
+from experiments.framework import registry, run_folder
+from experiments.framework.claims import Claim
+from tests.support import engines
+
+QUICK = {
+    *("bench_fit", "cost_check", "fit_coverage", "known_entropy", "latency_vs_rate"),
+    *("lecture_numbers", "mean_estimation", "memory_waste"),
+}
+"""Whose smoke run takes a few seconds."""
+SLOW = {
+    *("bench_simulate", "chatbot", "disaggregation", "experts", "isoflop"),
+    *("learning_rate", "preemption"),
+}
+"""Whose smoke run takes a minute or more."""
+
+TRACE = [
+    {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [0, 1, 2]},
+    {"timestamp": 5, "input_length": 700, "output_length": 1, "hash_ids": [3, 4]},
+    {"timestamp": 9, "input_length": 1536, "output_length": 2, "hash_ids": [0, 1, 5]},
+]
+"""A recording: 8 chunks, 2 of them known."""
+
+
+@functools.cache
+def folder() -> Path:
+    """Where the runs lie; it goes with the process."""
+    _folder = tempfile.TemporaryDirectory(prefix="jaxkv-smoke-")
+    _kept.append(_folder)
+    return Path(_folder.name)
+
+
+_kept: list[tempfile.TemporaryDirectory] = []
+
+
+@functools.cache
+def model(max_positions: int) -> str:
+    """A tiny model with room for so many tokens."""
+    return engines.save_tiny_model(
+        folder() / f"model_{max_positions}", max_positions=max_positions
+    )
+
+
+def _served(max_positions: int) -> Callable[[Any], dict[str, Any]]:
+    return lambda config: {"model": model(max_positions)}
+
+
+def _recorded(config: Any) -> dict[str, Any]:
+    path = folder() / "small.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TRACE))
+    return {"trace": str(path)}
+
+
+def _swept(config: Any) -> dict[str, Any]:
+    return {"folder": str(folder() / "sweep"), "keep_models": True}
+
+
+def _trained(config: Any) -> dict[str, Any]:
+    # A small text: the standard library takes a second to read.
+    text = folder() / "text"
+    text.mkdir()
+    for i in range(30):
+        (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x\n" * 20)
+    corpus = dataclasses.replace(
+        config.trunk.corpus, pattern=f"{text}/*.py", held_out=0.2
+    )
+    return {
+        "trunk": dataclasses.replace(config.trunk, corpus=corpus),
+        "folder": str(folder() / "trained"),
+        "export": str(folder() / "exported"),
+    }
+
+
+CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "bundled_model": _trained,
+    "demo": _served(64),
+    "isoflop": _swept,
+    "preemption": _served(72),
+    "prefix_caching": _recorded,
+    "sharing": _served(208),
+}
+"""What differs from the smoke config: small models, and what lies elsewhere."""
+
+
+def ours(claims: Iterable[Claim]) -> dict[str, float]:
+    """Our numbers by statement: what a test asserts, whatever the verdict."""
+    listed = list(claims)
+    found = {claim.claim: claim.ours for claim in listed}
+    assert len(found) == len(listed)
+    return found
+
+
+@functools.cache
+def run(name: str) -> run_folder.Run:
+    """The run folder of an experiment's smoke config, read back."""
+    experiment = registry.load(name)
+    config = experiment.configs["smoke"]
+    config = dataclasses.replace(config, **CHANGES.get(name, lambda _: {})(config))
+    out = folder() / "runs" / name
+    option = "jax_disable_most_optimizations"
+    before = jax.config.values[option]
+    jax.config.update(option, True)
+    try:
+        cli_run.run(experiment, config, out)
+    finally:
+        jax.config.update(option, before)
+    return run_folder.read(out, experiment)

@@ -1,0 +1,198 @@
+"""What every experiment promises, asked of each; its findings have their own tests."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.framework import config_json, registry, run_folder
+from tests.support import smoke
+from tests.support.folders import RECORDS
+
+
+def marked(name: str) -> Any:
+    mark = pytest.mark.slow if name in smoke.SLOW else pytest.mark.thorough
+    return pytest.param(name, marks=() if name in smoke.QUICK else mark)
+
+
+@pytest.mark.parametrize("name", [marked(each.name) for each in registry.entries()])
+def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(name: str) -> None:
+    kept, experiment = smoke.run(name), registry.load(name)
+    further = kept.study.files(kept.result)
+    result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
+    files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}
+    assert files.keys() == {
+        *("config.json", "env.json", "claims.json", "figure.svg", "figure.png"),
+        *("report.md", result, *further),
+    }
+    assert kept.env["experiment"] == name
+    assert kept.env["status"] == "done"
+    # All but the result and the config follows from these two.
+    assert files["claims.json"].decode() == config_json.dumps(kept.claims)
+    for file, text in further.items():
+        assert files[file].decode() == text
+    run_folder.draw(kept)
+    assert (kept.folder / "figure.svg").read_bytes() == files["figure.svg"]
+    assert len(files["figure.png"]) > 10_000
+    report = files["report.md"].decode()
+    assert report.startswith(f"# {experiment.question}\n")
+    for claim in kept.claims:
+        assert f"* **{claim.verdict}**: {claim.claim}; " in report
+    assert config_json.dumps(kept.metrics)
+    assert len(kept.parts) > bool(kept.claims)
+
+
+def test_records_are_of_experiments_that_there_are() -> None:
+    known = {each.name for each in registry.entries()}
+    assert {record_of(name)[0] for name in RECORDED} <= known
+    assert len(RECORDED) > 20
+
+
+RECORDED = sorted(path.parent.name for path in RECORDS.glob("*/claims.json"))
+
+
+def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
+    """A record's experiment, and the claims that it ships."""
+    env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
+    claims = json.loads((RECORDS / name / "claims.json").read_text("utf-8"))
+    return env["experiment"], claims
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_record_is_judged_again_as_it_was(name: str) -> None:
+    experiment, shipped = record_of(name)
+    kept = run_folder.read(RECORDS / name, registry.load(experiment))
+    again = json.loads(config_json.dumps(kept.claims))
+    assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
+    for ours, theirs in zip(again, shipped, strict=True):
+        for key in ("ours", "published"):
+            ours_, theirs_ = (
+                np.array(row.pop(key), float) for row in (ours, dict(theirs))
+            )
+            np.testing.assert_allclose(ours_, theirs_, rtol=1e-12, err_msg=key)
+            del theirs[key]
+        assert ours == theirs
+
+
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "batching": [
+        ({"limits": ()}, "limits=() must be ascending, from 1"),
+        ({"limits": (8, 4)}, "limits=(8, 4) must be ascending"),
+        ({"deviations": (-1.0,)}, "deviations=(-1.0,) must be ascending, from 0"),
+        ({"clients": (9,)}, "must be at most self.max_slots=8"),
+        ({"num_places": 31}, "must hold a prompt and its longest output, 32 tokens"),
+        ({"num_requests": 0}, "num_requests=0 must be at least 1"),
+        ({"mean_output_tokens": 0.0}, "self.mean_output_tokens=0.0 must be"),
+    ],
+    "bench_decode": [
+        ({"batch": ()}, "self.batch"),
+        ({"batch": (0,)}, "self.batch"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"output_tokens": 16}, "self.output_tokens=16 must be more than"),
+        ({"token_budget": 16}, "self.token_budget=16"),
+    ],
+    "chatbot": [
+        ({"hours": 0.0}, "hours=0.0 must be above 0"),
+        ({"num_rates": 1}, "must be at least 2"),
+        ({"rounds_before": -1.0}, "must be at least 0"),
+    ],
+    "chunked_prefill": [
+        ({"models": ("GPT-5",)}, "must be of Yi-34B, Mistral-7B"),
+        ({"shares": (0.5, 0.1)}, "must be several, ascending"),
+        ({"budgets": (64, 128)}, "a token for each who decodes"),
+        ({"seconds": 0.0}, "seconds=0.0 must be above 0"),
+    ],
+    "cost_check": [
+        ({"hidden_size": 100}, "hidden_size=100"),
+        ({"sequence": 256}, "sequence=256"),
+        ({"families": ("mamba",)}, "mamba"),
+        ({"batch": 1}, "batch=1"),
+    ],
+    "disaggregation": [
+        ({"applications": ("chess",)}, "must be of chat, 13B"),
+        ({"shares": (0.5,)}, "must be several, ascending"),
+        ({"links": (0.0,)}, "must be above 0 bytes"),
+        ({"queue_loads": (1.0,)}, "must lie in"),
+    ],
+    "experts": [
+        ({"widths": (16, 24)}, "must be three or more"),
+        ({"widths": (12, 24, 32)}, "must be multiples of 8"),
+        ({"num_tuned": 0}, "need num_tuned of at least 1"),
+        ({"learning_rates": ()}, "must be above 0"),
+        ({"num_threads": 0}, "must be at least 1"),
+    ],
+    "flash_attention": [
+        ({"lengths": (4,)}, "at least two, ascending"),
+        ({"contexts": (8, 4)}, "at least two, ascending"),
+        ({"num_q_heads": 3}, "must be a multiple of"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+    ],
+    "latency_vs_rate": [
+        ({"panels": ("12g",)}, "must be in"),
+        ({"systems": ("vLLM",)}, "must be in"),
+        ({"hours_share": 0.0}, "hours_share=0.0 must be in"),
+        ({"num_rates": 1}, "num_rates=1 must be"),
+        ({"num_near": -1}, "num_near=-1 0"),
+        ({"traces": ("azure_conv",), "device": "a900"}, "unknown device"),
+        ({"traces": ("azure_conv",), "models": ("llama-2-70b",)}, "do not fit 1 x"),
+    ],
+    "memory_waste": [
+        ({"rate": 0.0}, "rate=0.0 must be in"),
+        ({"warm_up_s": 4000.0}, "must lie within"),
+        ({"num_seeds": 0}, "num_seeds=0 must be"),
+        ({"step_scales": (0.0,)}, "must be above 0"),
+    ],
+    "page_size": [
+        ({"contexts": (64, 32)}, "must be ascending"),
+        ({"page_sizes": ()}, "must be ascending"),
+        ({"num_q_heads": 3}, "must be a multiple of"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"num_calls": 1}, "num_calls=1 must be at least 2"),
+    ],
+    "preemption": [
+        ({"num_requests": 0}, "num_requests=0 must be at least 1"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"prompt_tokens": (9, 8)}, "must be in order"),
+        ({"pool_share": 0.0}, "pool_share=0.0 must be in"),
+        ({"pool_shares": (1.5,)}, "must lie in"),
+        ({"swap_shares": (-0.1,)}, "must lie in"),
+        ({"page_sizes": (0,)}, "must be at least 1"),
+        ({"sigma": float("nan")}, "sigma=nan must be at least 0"),
+    ],
+    "rivals": [
+        ({"sides": ("mamba",)}, "sides='mamba' must be in"),
+        ({"sides": ("lstm", "lstm")}, "must be different names"),
+        ({"sizes": (9, 9)}, "must be different"),
+        ({"horizons": (20, 10)}, "must rise"),
+        ({"seeds": (1, 1)}, "must be different"),
+        ({"num_threads": 0}, "must be at least 1"),
+    ],
+    "sharing": [
+        ({"answers": (1, 2)}, "answers=(1, 2) must lie in"),
+        ({"answers": (9,)}, "answers=(9,) must lie in"),
+        ({"widths": ()}, "widths=() must lie in"),
+        ({"max_slots": 3}, "max_slots=3 must be at least 4"),
+        ({"num_long": 0}, "num_long=0 must be at least 1"),
+        ({"prefixes": (0,)}, "prefixes=(0,) must be at least 1"),
+        ({"own_tokens": (9, 8)}, "must be in order"),
+        ({"length_scale": 0.0}, "length_scale=0.0 must be in"),
+        ({"prefixes": (1000,)}, "may need 1128 tokens"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "line"),
+    [(name, *case) for name, cases in REFUSED.items() for case in cases],
+)
+def test_a_config_of_what_cannot_be_run_is_refused(
+    name: str, fields: dict[str, Any], line: str
+) -> None:
+    config = registry.load(name).configs["smoke"]
+    base = config if name in ("batching", "rivals") else type(config)()
+    with pytest.raises(ValueError, match=re.escape(line)):
+        dataclasses.replace(base, **fields)

@@ -1,0 +1,91 @@
+"""What is drawn for an interval, and how wide it is then: exact, then with bugs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from scaling.fits import intervals, levenberg_marquardt, observations
+from scaling.laws.published import CHINCHILLA
+from tests.support import mutation
+from tests.support.mutation import Bug
+
+RUN = np.repeat(np.arange(12), 1 + np.arange(12) % 3)
+"""The run of every row: one to three rows of each."""
+
+
+def test_a_resample_draws_whole_runs_as_many_as_there_are() -> None:
+    rng = np.random.default_rng(0)
+    data = {
+        "num_params": 10 ** rng.uniform(7, 10, len(RUN)),
+        "num_tokens": 10 ** rng.uniform(9, 11, len(RUN)),
+        "loss": rng.uniform(2, 4, len(RUN)),
+    }
+    weights = rng.uniform(0.5, 2, len(RUN))
+    seen = observations.observe(CHINCHILLA, data, weights, RUN + 100)
+    drawn = levenberg_marquardt.draw_weights(seen, 400, rng)
+    counts = drawn / seen.weights
+    np.testing.assert_allclose(counts, np.round(counts), atol=1e-9)
+    by_run = np.stack([counts[:, RUN == run].mean(axis=1) for run in range(12)], axis=1)
+    np.testing.assert_allclose(by_run[:, RUN], counts)  # all rows of a run alike
+    np.testing.assert_allclose(by_run.sum(axis=1), 12)
+    # Each run comes once on average, and is left out of (1 - 1/12)^12 of all resamples.
+    assert by_run.mean(axis=0) == pytest.approx(np.ones(12), abs=0.2)
+    left_out = np.mean(np.isclose(by_run, 0))
+    assert left_out == pytest.approx((11 / 12) ** 12, abs=0.03)
+
+
+def test_an_interval_is_what_its_level_says() -> None:
+    samples = np.stack([np.arange(101.0), 2 * np.arange(101.0)], axis=1)
+    middle = np.array([50.0, 100.0])
+    low, high = intervals.from_samples(
+        middle, samples, 0.9, loss="huber", num_points=30, k=3
+    )
+    np.testing.assert_allclose([low, high], [[5, 10], [95, 190]])
+    # Least squares: sqrt(30 / 27) * 1.7033 / 1.6449 times as wide.
+    wider = math.sqrt(30 / 27) * 1.7033 / 1.6449
+    low, high = intervals.from_samples(
+        middle, samples, 0.9, loss="mse", num_points=30, k=3
+    )
+    np.testing.assert_allclose(low, middle - wider * 0.9 * middle, atol=0.01)
+    np.testing.assert_allclose(high, middle + wider * 0.9 * middle, atol=0.01)
+    assert intervals.student(0.9, 27) == pytest.approx(1.7033, abs=1e-4)
+    assert intervals.student(0.95, 2) == pytest.approx(4.3027, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added"),
+    [
+        ("int(seen.cluster.max()) + 1", "len(seen.cluster)"),
+        ("counts[:, seen.cluster] * seen.weights", "counts[:, seen.cluster] * 1.0"),
+        ("multinomial(num_runs,", "multinomial(num_runs - 1,"),
+        (
+            "np.full(num_runs, 1 / num_runs)",
+            "np.bincount(seen.cluster) / len(seen.cluster)",
+        ),
+    ],
+)
+def test_a_seeded_bug_of_resamples_is_noticed(
+    removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = test_a_resample_draws_whole_runs_as_many_as_there_are
+    mutation.assert_noticed(
+        monkeypatch, Bug(levenberg_marquardt, "draw_weights", removed, added, check)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "removed", "added"),
+    [
+        ("from_samples", "(1 - level) / 2, (1 + level) / 2", "1 - level, level"),
+        ("from_samples", "axis=0", "axis=-1"),
+        ("from_samples", 'loss == "mse"', 'loss == "lms"'),
+        ("widening", "num_points - k", "num_points"),
+        ("widening", "student(level, freedom)", "normal"),
+    ],
+)
+def test_a_seeded_bug_of_intervals_is_noticed(
+    name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = test_an_interval_is_what_its_level_says
+    mutation.assert_noticed(monkeypatch, Bug(intervals, name, removed, added, check))
