@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from experiments.cli import run as cli_run
-from experiments.framework import registry
-from experiments.serving.lecture_numbers.experiment import (
+from experiments.counting.lecture_numbers.experiment import (
     CONFIGS,
     Config,
     Result,
     claims,
     run,
 )
-from experiments.serving.lecture_numbers.report import answers
+from experiments.counting.lecture_numbers.report import answers
+from experiments.framework import registry
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from experiments.cli import main
-from experiments.cli.train import configs
+from experiments.cli import main, results_page
 from experiments.framework import config_json
 from experiments.harness import sweep_tables
-from experiments.training.isoflop import experiment
 from scaling.fits import result
+from scaling.sweeps import family
 from scaling.sweeps.grid import SweepConfig
 from scaling.training.recipes import TrainConfig
 
@@ -63,7 +62,7 @@ def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
 
 @pytest.mark.thorough
 def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
-    law = Path(experiment.__file__).parent / "records" / "isoflop" / "fit.json"
+    law = results_page.RECORDS / "isoflop" / "fit.json"
     plan = answer(
         *(capsys, "plan", "--law", str(law)),
         *("--flops", "1e16", "--vocab-size", "257"),
@@ -148,8 +147,8 @@ def test_a_window_is_no_longer_than_the_text(here: Path, capsys) -> None:
 
 def test_shipped_configs_survive_json() -> None:
     for config_type, shipped in (
-        (SweepConfig, configs.SWEEPS),
-        (TrainConfig, configs.TRAININGS),
+        (SweepConfig, family.SWEEPS),
+        (TrainConfig, family.TRAININGS),
     ):
         for config in shipped.values():
             text = config_json.config_dumps(config)

@@ -8,6 +8,7 @@ __all__ = [
     "SweepConfig",
     "branching",
     "executors",
+    "family",
     "folder",
     "grid",
     "sweep",

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.counting.lecture_numbers import drawing, report
 from experiments.framework import QUIET, Claim, Part, Progress, Sheet, units
 from experiments.harness import length_distributions
-from experiments.serving.lecture_numbers import drawing, report
 from scaling.costs import Device, devices, flops, parameters, serving
 from scaling.shapes import Description, published
 
