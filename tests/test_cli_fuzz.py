@@ -15,9 +15,9 @@ from experiments.cli.cost import command as cost_command
 from experiments.cli.fit import command as fit_command
 from experiments.cli.plan import command as plan_command
 from experiments.cli.train import command as train_command
-from experiments.cli.train import configs, sweep
 from experiments.framework import config_json
 from experiments.harness import bundled
+from scaling.sweeps import family
 from tests.support.folders import RECORDS
 
 OPTIONS = {
@@ -25,8 +25,8 @@ OPTIONS = {
     "plan": plan_command.Options,
     "fit": fit_command.Config,
     "generate": generate.Options,
-    "train": train_command.Options,
-    "sweep": sweep.Options,
+    "train": train_command.TrainOptions,
+    "sweep": train_command.SweepOptions,
     "claims": results_page.Options,
 }
 OF_RUNS = ("out", "config", "max_seconds", "load.rate", "limit", "name")
@@ -159,10 +159,10 @@ class Fuzz:
         return [self._file(), "--prompt", self._value()]
 
     def _train(self) -> list[str]:
-        return self._trained(configs.TRAININGS["smoke"])
+        return self._trained(family.TRAININGS["smoke"])
 
     def _sweep(self) -> list[str]:
-        return self._trained(configs.SWEEPS["smoke"])
+        return self._trained(family.SWEEPS["smoke"])
 
     def _trained(self, config: Any) -> list[str]:
         if self._rng.random() < 0.4:

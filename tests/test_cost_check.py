@@ -2,9 +2,9 @@
 
 import pytest
 
+from experiments.counting.cost_check.experiment import CONFIGS, claims, run
 from experiments.framework import registry
 from experiments.plotting import style
-from experiments.training.cost_check.experiment import CONFIGS, claims, run
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ FLOORS = {
         "framework",
         "harness",
         "cli",
-        "training",
+        "training counting",
         "bench",
         "serving",
         "examples",

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.serving.lecture_numbers import experiment, report
-from experiments.serving.lecture_numbers.experiment import Config
+from experiments.counting.lecture_numbers import experiment, report
+from experiments.counting.lecture_numbers.experiment import Config
 
 
 @pytest.fixture(scope="module")

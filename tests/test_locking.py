@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from experiments.cli import main
-from experiments.cli.train import configs
 from experiments.framework import config_json, registry
 from experiments.framework.study import Experiment
 from scaling import locking
+from scaling.sweeps import family
 from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -159,7 +159,7 @@ def test_a_second_writer_is_refused_and_nothing_changes(
 def test_a_second_training_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = dataclasses.replace(
-        configs.TRAININGS["smoke"], num_steps=1_000_000, cooldown_steps=0
+        family.TRAININGS["smoke"], num_steps=1_000_000, cooldown_steps=0
     )
     (tmp_path / "long.json").write_text(config_json.config_dumps(config))
     command = [sys.executable, "-m", "experiments.cli.main", "train"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from experiments.cli import main
-from experiments.cli.train import configs
 from experiments.framework import config_json
 from experiments.harness import sweep_tables
 from scaling.fits import result
+from scaling.sweeps import family
 from scaling.sweeps.grid import SweepConfig
 from scaling.training.recipes import TrainConfig
 from tests.support.folders import RECORDS
@@ -148,8 +148,8 @@ def test_a_window_is_no_longer_than_the_text(here: Path, capsys) -> None:
 
 def test_shipped_configs_survive_json() -> None:
     for config_type, shipped in (
-        (SweepConfig, configs.SWEEPS),
-        (TrainConfig, configs.TRAININGS),
+        (SweepConfig, family.SWEEPS),
+        (TrainConfig, family.TRAININGS),
     ):
         for config in shipped.values():
             text = config_json.config_dumps(config)

@@ -11,7 +11,6 @@ experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import math
 import re
@@ -171,27 +170,29 @@ def _fit(args: list[str]) -> Answer:
 
 
 def _train(args: list[str]) -> Answer:
-    return _configured("train", "training_one", args)
+    return _configured("train", args)
 
 
 def _sweep(args: list[str]) -> Answer:
-    return _configured("sweep", "sweeping", args)
+    return _configured("sweep", args)
 
 
-def _configured(command: str, module: str, args: list[str]) -> Answer:
+def _configured(name: str, args: list[str]) -> Answer:
     """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
     compilation_cache.keep_programs()
-    from experiments.cli.train import configs
+    from experiments.cli.train import command
 
-    shipped = {"train": configs.TRAININGS, "sweep": configs.SWEEPS}[command]
-    known, prog = ", ".join(shipped), f"jaxkv {command} CONFIG"
+    shipped, options_type, call = {
+        "train": (command.TRAININGS, command.TrainOptions, command.train),
+        "sweep": (command.SWEEPS, command.SweepOptions, command.sweep),
+    }[name]
+    known, prog = ", ".join(shipped), f"jaxkv {name} CONFIG"
     if not _is_word(args) and not {"-h", "--help"} & {*args}:
         raise ValueError(f"which config? A JSON file, or one of: {known}")
-    found = importlib.import_module(f"experiments.{module}")
     flags = args[1:] if _is_word(args) else args
     description = f"CONFIG is a JSON file, or one of: {known}."
-    options: Any = _parse(found.Options, flags, prog, description)
-    return getattr(found, command)(args[0], options)
+    options: Any = _parse(options_type, flags, prog, description)
+    return call(args[0], options)
 
 
 def _plan(args: list[str]) -> Answer:

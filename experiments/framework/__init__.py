@@ -1,25 +1,39 @@
 """What an experiment is: its registry, runs, folders, claims and reports."""
 
-from experiments.framework.claims import Claim as Claim
-from experiments.framework.claims import Ours as Ours
-from experiments.framework.claims import beside as beside
-from experiments.framework.claims import judge as judge
-from experiments.framework.claims import ours as ours
-from experiments.framework.report import Excerpts as Excerpts
-from experiments.framework.report import Part as Part
-from experiments.framework.report import Sheet as Sheet
-from experiments.framework.report import Verdicts as Verdicts
-from experiments.framework.run_folder import Run as Run
-from experiments.framework.study import Experiment as Experiment
-from experiments.framework.study import Study as Study
-from experiments.framework.table import Floats as Floats
-from experiments.framework.table import Ints as Ints
-from experiments.framework.table import Record as Record
-from experiments.framework.table import Table as Table
-from experiments.framework.table import Texts as Texts
-from experiments.framework.table import column as column
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxkv.progress import QUIET as QUIET
 from jaxkv.progress import Progress as Progress
+
+if TYPE_CHECKING:
+    from experiments.framework.claims import Claim, Ours, beside, judge, ours
+    from experiments.framework.report import Excerpts, Part, Sheet, Verdicts
+    from experiments.framework.run_folder import Run
+    from experiments.framework.study import Experiment, Study
+    from experiments.framework.table import Floats, Ints, Record, Table, Texts, column
+
+# Names load on first use: `jaxkv --help` reads the registry, and no arrays.
+_HOMES = {
+    "Claim": "claims",
+    "Excerpts": "report",
+    "Experiment": "study",
+    "Floats": "table",
+    "Ints": "table",
+    "Ours": "claims",
+    "Part": "report",
+    "Record": "table",
+    "Run": "run_folder",
+    "Sheet": "report",
+    "Study": "study",
+    "Table": "table",
+    "Texts": "table",
+    "Verdicts": "report",
+    "beside": "claims",
+    "column": "table",
+    "judge": "claims",
+    "ours": "claims",
+}
 
 __all__ = [
     "Claim",
@@ -51,3 +65,9 @@ __all__ = [
     "table",
     "units",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -92,7 +92,7 @@ _ENTRIES = (
         "cost_check",
         "Do the cost formulas count what JAX and XLA count?",
         ("real", "smoke"),
-        "experiments.training.cost_check.experiment",
+        "experiments.counting.cost_check.experiment",
     ),
     Entry(
         "demo",
@@ -161,7 +161,7 @@ _ENTRIES = (
         "lecture_numbers",
         "Do the lectures' own numbers on serving follow from memory and bandwidth?",
         ("paper", "smoke"),
-        "experiments.serving.lecture_numbers.experiment",
+        "experiments.counting.lecture_numbers.experiment",
     ),
     Entry(
         "mean_estimation",

@@ -12,6 +12,7 @@ __all__ = [
     "Workers",
     "branching",
     "executors",
+    "family",
     "folder",
     "grid",
     "sweep",

@@ -1,5 +1,1 @@
 """`jaxkv train` and `jaxkv sweep`."""
-
-__all__ = [
-    "configs",
-]

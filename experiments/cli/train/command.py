@@ -1,33 +1,36 @@
-"""`jaxkv train CONFIG`: one run in a folder, and a model that can be served."""
+"""`jaxkv train CONFIG` and `jaxkv sweep CONFIG`: one run, or many, into a folder."""
 
 import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from experiments.cli import parsing
 from experiments.cli.console import terminal
 from experiments.cli.run import Answer
-from experiments.cli.train import configs
 from experiments.framework import Sheet, config_json, units
+from experiments.harness import sweep_tables
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.text.tokenizer import ByteTokenizer
 from scaling import locking
 from scaling.corpora import corpora, streams
+from scaling.sweeps import SweepConfig, family
 from scaling.training import TrainConfig, architectures, objectives
 from scaling.training import train as training_train
 
+SWEEPS, TRAININGS = family.SWEEPS, family.TRAININGS
 NUM_EVAL_WINDOWS = 1024
-"""Held-out windows that the model is scored on."""
+"""Held-out windows that the model of `train` is scored on."""
 MODEL = "model"
 """Where in the run's folder the trained model lies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class TrainOptions:
     """What `train` takes beside its config."""
 
     out: Annotated[Path | None, parsing.without("runs/train-CONFIG")] = None
@@ -39,7 +42,55 @@ class Options:
     """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
 
 
-def train(name: str, options: Options) -> Answer:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """What `sweep` takes beside its config."""
+
+    out: Annotated[Path | None, parsing.without("runs/sweep-CONFIG")] = None
+    """Folder of the runs. If it holds some of them, the others are made."""
+    executor: Annotated[
+        Literal["local", "ray"] | None, parsing.without("as the config says: local")
+    ] = None
+    """In this process, or on a Ray cluster."""
+    mode: Annotated[
+        Literal["auto", "loop", "vmap"] | None, parsing.without("as the config says")
+    ] = None
+    """Runs of one model one after another or side by side; auto times both."""
+    max_seconds: Annotated[float, parsing.without("no end", parsing.MAX_SECONDS)] = (
+        math.inf
+    )
+    keep_models: bool = False
+    """Keep the trained models."""
+    print_config: bool = False
+    """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
+
+
+def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
+    """Reads a config.
+
+    Args:
+      name: one that ships, or the path of a JSON file, as `--print-config` writes it.
+      config_type: its type.
+      shipped: those that ship.
+
+    Raises:
+      ValueError: there is neither, or the file holds something else.
+    """
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if path.suffix != ".json" and not path.exists():
+        line = config_json.unknown("config", name, shipped)
+        raise ValueError(f"{line}, or the path of a JSON file")
+    return config_json.config_loads(config_type, config_json.read_text(path), name)
+
+
+def _printed(config: Any) -> Answer:
+    text = config_json.config_dumps(config)
+    return Answer(json.loads(text), [], [text])
+
+
+def train(name: str, options: TrainOptions) -> Answer:
     """Trains a model, or goes on where its folder stands.
 
     Args:
@@ -53,10 +104,9 @@ def train(name: str, options: Options) -> Answer:
     Raises:
       ValueError: there is no such config, or `training.train` refuses it.
     """
-    config = configs.find(name, TrainConfig, configs.TRAININGS)
+    config = find(name, TrainConfig, TRAININGS)
     if options.print_config:
-        text = config_json.config_dumps(config)
-        return Answer(json.loads(text), [], [text])
+        return _printed(config)
     corpus = corpora.open(config.corpus)
     streams.check_lengths(corpus, config.seq_len)
     out = options.out or Path("runs") / f"train-{Path(name).stem}"
@@ -132,3 +182,71 @@ def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path
             "and the same command goes on"
         ) from None
     return folder
+
+
+def sweep(name: str, options: SweepOptions) -> Answer:
+    """Carries out a sweep, or what its folder lacks.
+
+    Args:
+      name: a shipped config, or the path of a JSON file.
+      options: the rest of the command line.
+
+    Returns:
+      The folder and what is in it; status 130 if it was ended early, 143 if by
+      SIGTERM, 75 if by the clock.
+
+    Raises:
+      ValueError: there is no such config, or `sweeps.sweep` refuses it.
+    """
+    config = find(name, SweepConfig, SWEEPS)
+    given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}
+    config = dataclasses.replace(config, **{x: y for x, y in given.items() if y})
+    if options.print_config:
+        return _printed(config)
+    out = options.out or Path("runs") / f"sweep-{Path(name).stem}"
+
+    def last_words() -> str:
+        return f"interrupted at once; the runs that ended are in {out}"
+
+    with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
+        outcome = sweep_tables.run(config, out, bars)
+    document = {
+        "log": outcome.log,
+        "completed": outcome.num("done"),
+        "diverged": outcome.num("diverged"),
+        "failed": outcome.num("failed"),
+        "skipped": outcome.skipped,
+        "interrupted": outcome.is_stopped,
+        "duration_s": outcome.duration_s,
+    }
+    lines = [f"log: {out}"]
+    if outcome.num("done"):
+        lines = [f"log: {out}; jaxkv fit {out} fits it"]
+    if outcome.is_stopped:
+        lines.insert(0, f"{bars.reason}; the same command goes on")
+    status = bars.status if outcome.is_stopped else 0
+    return Answer(document, _sheets(document, outcome.records), lines, status)
+
+
+def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[Sheet]:
+    """Counts, and a line for each cell with its best run."""
+    counts = [(name, units.cell(value)) for name, value in document.items()]
+    rows = []
+    for cell in dict.fromkeys(record["cell"] for record in records):
+        mine = [r for r in records if r["cell"] == cell]
+        done = [r for r in mine if r["status"] == "done"]
+        best = min(done or mine, key=lambda r: r["loss"] or 0.0)
+        rows.append(
+            (
+                f"{best['hidden_size']}",
+                f"{best['num_params']:,}",
+                f"{best['num_tokens']:,}",
+                f"{best['flops']:.3g}",
+                f"{best['learning_rate']:.3g}",
+                sweep_tables.cell(mine),
+                f"{len(mine)}",
+            )
+        )
+    rows.sort(key=lambda row: (int(row[0]), float(row[3])))
+    heads = ("width", "parameters", "tokens", "FLOP", "best rate", "loss", "runs")
+    return [Sheet("sweep", ("", ""), counts[1:]), Sheet("cells", heads, rows)]

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from experiments.counting.lecture_numbers import report
 from experiments.plotting import style
-from experiments.serving.lecture_numbers import report
 
 if TYPE_CHECKING:
-    from experiments.serving.lecture_numbers.experiment import Growth, Result
+    from experiments.counting.lecture_numbers.experiment import Growth, Result
 
 
 def draw(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from experiments.framework import Claim, judge, units
 
 if TYPE_CHECKING:
-    from experiments.serving.lecture_numbers.experiment import Result
+    from experiments.counting.lecture_numbers.experiment import Result
 
 USED = {
     "gpt3-175b": 10,

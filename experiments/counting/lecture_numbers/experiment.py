@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.counting.lecture_numbers import drawing, report
 from experiments.framework import Claim, Part, Sheet, units
 from experiments.harness import length_distributions
-from experiments.serving.lecture_numbers import drawing, report
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from scaling.costs import Device, devices, flops, parameters, serving

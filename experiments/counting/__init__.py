@@ -1,0 +1,1 @@
+"""What formulas count, held against what others count or say."""
