@@ -25,7 +25,7 @@ import pytest
 
 from experiments.framework import config_json, registry, study
 from experiments.framework.claims import Claim, judge
-from experiments.framework.progress import QUIET, Progress
+from jaxkv.progress import QUIET, Progress
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

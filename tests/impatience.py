@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from experiments.framework.progress import Quiet
+from jaxkv.progress import Quiet
 
 
 class Impatient(Quiet):

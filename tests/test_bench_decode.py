@@ -11,8 +11,8 @@ import pytest
 from experiments.bench.decode import experiment, peers, watching
 from experiments.bench.decode.watching import CallTimes
 from experiments.cli import main
-from experiments.framework.progress import Quiet
 from experiments.plotting import style
+from jaxkv.progress import Quiet
 
 KEYS = {
     *("implementation", "batch", "prompt_tokens", "output_tokens"),

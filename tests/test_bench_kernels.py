@@ -21,9 +21,9 @@ from experiments.bench.kernels.experiment import Config
 from experiments.bench.kernels.peers import peer_script
 from experiments.bench.kernels.peers import peers as peers_peers
 from experiments.cli import main
-from experiments.framework.progress import Quiet
 from experiments.framework.report import Sheet
 from experiments.plotting import style
+from jaxkv.progress import Quiet
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless, grouped_specs, problems, specs
 from pallas_kernels.bench import timing as bench_timing

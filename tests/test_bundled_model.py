@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry
-from experiments.framework.progress import Quiet
 from experiments.training.bundled_model import experiment
 from jaxkv.models import checkpoints
+from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.training import objectives
 

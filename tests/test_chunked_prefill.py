@@ -13,7 +13,8 @@ from experiments.harness import cost_models
 from experiments.serving.chunked_prefill import experiment as chunked_prefill_experiment
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.experiment import CONFIGS, Config, Result
-from experiments.serving.chunked_prefill.policies import Apart, reading
+from jaxkv.scheduling.chunked_prefill import reading
+from jaxkv.simulation import Apart
 from jaxkv.simulation.step import Work
 from tests.test_scheduling import counts, plan_of
 

@@ -11,12 +11,12 @@ import pytest
 
 from experiments.cli import main
 from experiments.framework import registry
-from experiments.framework.progress import Quiet
 from experiments.framework.report import Sheet
 from experiments.harness import prompts, servings
 from experiments.plotting import style, timelines
 from experiments.serving.demo import experiment
 from jaxkv.engine import step
+from jaxkv.progress import Quiet
 from jaxkv.serving.outputs import Answer, Completion
 from jaxkv.text.tokenizer import ByteTokenizer
 from tests import engines

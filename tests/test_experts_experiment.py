@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from experiments.framework.progress import Quiet
 from experiments.framework.report import Sheet
 from experiments.plotting import style
 from experiments.training.experts import experiment, fits, runs
+from jaxkv.progress import Quiet
 from scaling.training import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")

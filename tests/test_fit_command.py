@@ -14,8 +14,8 @@ from matplotlib import pyplot as plt
 from experiments.cli import main
 from experiments.cli.fit import command, drawing, frontiers, grids
 from experiments.cli.fit.report import metrics, summary
-from experiments.framework.progress import Quiet
 from experiments.training.fit_coverage import surfaces
+from jaxkv.progress import Quiet
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json

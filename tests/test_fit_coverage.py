@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import main
-from experiments.framework.progress import Quiet
 from experiments.training.fit_coverage import experiment, surfaces
+from jaxkv.progress import Quiet
 
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

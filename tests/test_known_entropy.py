@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry, run_folder
-from experiments.framework.progress import QUIET, Quiet
 from experiments.training.known_entropy import experiment as known_entropy_experiment
 from experiments.training.known_entropy.experiment import (
     CONFIGS,
@@ -18,6 +17,7 @@ from experiments.training.known_entropy.experiment import (
     run,
 )
 from experiments.training.known_entropy.runs import model, train
+from jaxkv.progress import QUIET, Quiet
 from scaling.corpora.languages.language import LanguageConfig
 
 pytestmark = pytest.mark.usefixtures("fast_compile")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each package may import itself and those before it.
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
 
-# The rooms of each package, floor by floor: each imports only from floors below its own.
+# The rooms of each package, floor by floor: each imports only from those below its own.
 FLOORS = {
     "pallas_kernels": (
         "devices quantizing online_softmax tiling",
@@ -21,7 +21,7 @@ FLOORS = {
         "bench",
     ),
     "jaxkv": (
-        "arrays clock files validation",
+        "arrays clock files progress validation",
         "text memory",
         "sampling scheduling",
         "models workloads",

@@ -10,11 +10,11 @@ import pytest
 
 from experiments.cli import main
 from experiments.framework import registry, run_folder
-from experiments.framework.progress import QUIET, Quiet
 from experiments.plotting import style
 from experiments.serving.preemption import experiment, moving, replay, serving
 from experiments.serving.preemption.serving import Server, Servings, Way
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Quiet
 from tests import engines
 from tests.impatience import Impatient
 

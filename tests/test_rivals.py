@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry
-from experiments.framework.progress import Quiet
 from experiments.plotting import style
 from experiments.training.rivals import experiment, fits, outcomes, report
 from experiments.training.rivals import sides as rivals_sides
 from experiments.training.rivals.runs import NUM_TRIALS, Trained, next_rate
 from experiments.training.rivals.sides import PAIRS, REFERENCE, Published
+from jaxkv.progress import Quiet
 from scaling.training import architectures
 
 pytestmark = pytest.mark.usefixtures("fast_compile")

@@ -10,7 +10,6 @@ import pytest
 
 from experiments.cli import main
 from experiments.framework import registry, run_folder
-from experiments.framework.progress import QUIET, Quiet
 from experiments.harness import length_distributions
 from experiments.harness.length_distributions import Lengths
 from experiments.harness.prompts import Request
@@ -20,6 +19,7 @@ from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
 from experiments.serving.sharing.serving import Server
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Quiet
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs
 from tests import engines

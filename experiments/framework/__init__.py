@@ -5,8 +5,6 @@ from experiments.framework.claims import Ours as Ours
 from experiments.framework.claims import beside as beside
 from experiments.framework.claims import judge as judge
 from experiments.framework.claims import ours as ours
-from experiments.framework.progress import QUIET as QUIET
-from experiments.framework.progress import Progress as Progress
 from experiments.framework.report import Excerpts as Excerpts
 from experiments.framework.report import Part as Part
 from experiments.framework.report import Sheet as Sheet
@@ -20,6 +18,9 @@ from experiments.framework.table import Record as Record
 from experiments.framework.table import Table as Table
 from experiments.framework.table import Texts as Texts
 from experiments.framework.table import column as column
+from jaxkv.progress import QUIET as QUIET
+from jaxkv.progress import Progress as Progress
+from jaxkv.progress import Quiet as Quiet
 
 __all__ = [
     "QUIET",
@@ -31,6 +32,7 @@ __all__ = [
     "Ours",
     "Part",
     "Progress",
+    "Quiet",
     "Record",
     "Run",
     "Sheet",
