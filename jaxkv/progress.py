@@ -1,4 +1,4 @@
-"""How a long computation tells a person how far it is, and hears that it should stop."""
+"""How a long computation tells a person how far it is, and hears when to stop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, runtime_checkable
