@@ -1,4 +1,4 @@
-"""How a run tells a person how far it is, and hears that it should stop."""
+"""How a long computation tells a person how far it is, and hears when to stop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, runtime_checkable
@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Progress(Protocol):
-    """What a run is given to report to.
+    """What a long computation is given to report to.
 
-    A long run calls `track` or `bar` as it goes, looks at `stopped` between pieces of
+    It calls `track` or `bar` as it goes, looks at `stopped` between pieces of
     work (as `track` does by itself), and when it is set returns what it has.
     """
 

@@ -8,7 +8,8 @@ import pytest
 
 from experiments.harness import cost_models
 from experiments.serving.chunked_prefill import experiment, runs, settings
-from experiments.serving.chunked_prefill.policies import Apart, reading
+from jaxkv.scheduling.chunked_prefill import reading
+from jaxkv.simulation import Apart
 from jaxkv.simulation.step import Work
 from tests.support import smoke
 from tests.support.plans import counts, plan_of

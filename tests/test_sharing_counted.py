@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from experiments.cli import main
-from experiments.harness import cost_models, simulating_parts
+from experiments.harness import cost_models
 from experiments.serving.sharing import counted as sharing_counted
 from experiments.serving.sharing import experiment, translated
 from experiments.serving.sharing.counted import Counted
 from experiments.serving.sharing.translated import Behind, Translated
+from jaxkv.simulation import Members
 from jaxkv.simulation.step import Work
 
 
@@ -26,7 +27,7 @@ def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
 
 
 def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() -> None:
-    def member(system: str) -> simulating_parts.Members:
+    def member(system: str) -> Members:
         return translated._member(system, 341, 10.0, 3.0, seed=1)
 
     ours, theirs = member("paged"), member("Orca (Oracle)")

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import cost_models, simulating
-from experiments.harness.simulated import Served
-from experiments.harness.simulating_parts import Members
+from experiments.harness import cost_models
 from jaxkv import clock
 from jaxkv.progress import Quiet
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.simulation import outcomes, step
+from jaxkv.simulation import Members, Served, driver, outcomes, step
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import arrivals, metrics
 
@@ -49,8 +47,8 @@ LOADS = [
 @functools.cache
 def served(**options: Any) -> Served:
     members = [Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
-    return simulating.simulate(
-        simulating.stack(members),
+    return driver.simulate(
+        driver.stack(members),
         max_slots=6,
         keep_trace=True,
         steps_per_call=50,
@@ -130,9 +128,9 @@ def test_what_cannot_be_stacked_is_refused() -> None:
     member = Members(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
     other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
     with pytest.raises(ValueError, match="a policy of one kind"):
-        simulating.stack([member, other])
+        driver.stack([member, other])
     with pytest.raises(ValueError, match="nothing to simulate"):
-        simulating.stack([])
+        driver.stack([])
 
 
 @pytest.mark.slow
@@ -156,7 +154,7 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
         )
         for times in arrival
     ]
-    found = simulating.simulate(simulating.stack(members), max_slots=1, head=1)
+    found = driver.simulate(driver.stack(members), max_slots=1, head=1)
     free = np.zeros(len(rates))
     for k in range(num):
         free = np.maximum(free, arrival[:, k]) + service_s
@@ -168,9 +166,7 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
 
 @pytest.mark.thorough
 def test_a_run_to_the_end_is_that_of_the_driver() -> None:
-    members = simulating.stack(
-        [Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
-    )
+    members = driver.stack([Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS])
 
     @jax.jit
     def run(loads: arrivals.Workload) -> Simulation:

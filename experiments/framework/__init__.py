@@ -3,9 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.progress import QUIET as QUIET
-from jaxkv.progress import Progress as Progress
-
 if TYPE_CHECKING:
     from experiments.framework.claims import Claim, Ours, beside, judge, ours
     from experiments.framework.report import Excerpts, Part, Sheet, Verdicts
@@ -43,7 +40,7 @@ __all__ = [
     "Ints",
     "Ours",
     "Part",
-    "Progress",
+    "Quiet",
     "Record",
     "Run",
     "Sheet",

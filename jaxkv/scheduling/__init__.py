@@ -12,6 +12,7 @@ __all__ = [
     "Counts",
     "Plan",
     "Policy",
+    "chunked_prefill",
     "fcfs",
     "interface",
     "schedule",

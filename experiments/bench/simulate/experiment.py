@@ -19,20 +19,13 @@ import numpy as np
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import Request
 from experiments.framework import Part, Sheet, units
-from experiments.harness import (
-    Bounds,
-    Members,
-    cost_models,
-    length_distributions,
-    part_size,
-    stack,
-)
-from experiments.harness import Part as Runner
+from experiments.harness import cost_models, length_distributions
 from experiments.plotting import style
 from jaxkv import clock, validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.simulation import state
+from jaxkv.simulation import Bounds, Members, driver, state
+from jaxkv.simulation import Part as Runner
 from jaxkv.workloads import Workload
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
@@ -161,12 +154,12 @@ def load(rate: float, num: int, seed: int) -> Workload:
 
 
 def _runner(group: list[Members], bounds: Bounds) -> Runner:
-    return Runner(stack(group), bounds, 0.0, None)
+    return Runner(driver.stack(group), bounds, 0.0, None)
 
 
 def _parts(everyone: list[Members], bounds: Bounds) -> list[Runner]:
-    """All runs as `simulating` divides them, in parts of one size."""
-    size = part_size(len(everyone), bounds.max_slots)
+    """All runs as `driver` divides them, in parts of one size."""
+    size = driver.part_size(len(everyone), bounds.max_slots)
     starts = range(0, len(everyone), size)
     starts = [min(i, len(everyone) - size) for i in starts]
     return [_runner(everyone[i : i + size], bounds) for i in starts]

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.harness import Served, cost_models, simulating
+from experiments.harness import cost_models
 from experiments.serving.batching import lectures
 from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.simulation import Capacity, Cost, step
+from jaxkv.simulation import Capacity, Cost, Served, driver, step
 from jaxkv.workloads import Workload, arrivals, lengths
 
 if TYPE_CHECKING:
@@ -219,13 +219,13 @@ def _simulate(
     cost: Cost,
     progress: Progress,
 ) -> tuple[Sequence[_Member], Served]:
-    stacked = simulating.stack(
+    stacked = driver.stack(
         [
             (x.load, x.capacity, policy, Priced(cost, jnp.asarray(x.counts_steps)))
             for x in members
         ]
     )
-    served = simulating.simulate(
+    served = driver.simulate(
         stacked, max_slots=config.max_slots, head=config.max_slots, progress=progress
     )
     return members, served

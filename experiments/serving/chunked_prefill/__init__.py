@@ -1,5 +1,1 @@
-"""Experiments serving chunked prefill."""
-
-__all__ = [
-    "policies",
-]
+"""What do users feel of how prompts are read, and what does reading in chunks buy?"""

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.harness import Served, simulating
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import Data, Model, System
 from jaxkv import clock
 from jaxkv.progress import QUIET, Progress
+from jaxkv.simulation import Served, driver
 from jaxkv.workloads import arrivals, metrics
 
 HEAD = 16
@@ -101,8 +101,8 @@ def serve(
         rng = np.random.default_rng(seed)
         load = arrivals.open_loop(rng, data.law, rate=share * full, num=num)
         members.append(system.member(model, data, load))
-    served = simulating.simulate(
-        simulating.stack(members),
+    served = driver.simulate(
+        driver.stack(members),
         max_slots=settings.MAX_SLOTS,
         head=HEAD,
         until_s=seconds,
@@ -164,8 +164,8 @@ def timeline(model: Model, data: Data, ways: Sequence[System]) -> Timeline:
         np.array([_SHORT] * PATIENTS + [_LONG] * 2),
         np.array([_ANSWER] * PATIENTS + [_LAST] * 2),
     )
-    served = simulating.simulate(
-        simulating.stack([way.member(model, data, load) for way in ways]),
+    served = driver.simulate(
+        driver.stack([way.member(model, data, load) for way in ways]),
         max_slots=8,
         keep_trace=True,
     )

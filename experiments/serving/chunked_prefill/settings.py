@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness import Members, cost_models
-from experiments.serving.chunked_prefill.policies import Apart, Reading, reading
-from jaxkv.simulation import Capacity, Work
+from experiments.harness import cost_models
+from jaxkv.scheduling.chunked_prefill import Reading, reading
+from jaxkv.simulation import Apart, Capacity, Members, Work
 from jaxkv.workloads import arrivals, lengths
 from scaling.costs import devices, parameters, serving
 from scaling.shapes import huggingface, published

@@ -13,13 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.harness import Members, simulating
-from experiments.serving.chunked_prefill import policies
 from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import Instance
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import interface
-from jaxkv.simulation import Capacity, Cost, Work
+from jaxkv.scheduling import chunked_prefill, interface
+from jaxkv.simulation import Capacity, Cost, Members, Work, driver
 from jaxkv.workloads import arrivals, lengths
 
 HEAD = 16
@@ -151,8 +149,8 @@ def serve(
       seconds: simulated.
       progress: hears of it.
     """
-    served = simulating.simulate(
-        simulating.stack([_member(job) for job in jobs]),
+    served = driver.simulate(
+        driver.stack([_member(job) for job in jobs]),
         max_slots=settings.MAX_SLOTS,
         head=HEAD,
         until_s=seconds,
@@ -285,6 +283,6 @@ def _member(job: Job) -> Members:
             token_budget=jnp.int32(budget),
             max_swap_pages=jnp.int32(0),
         ),
-        policy=policies.reading(whole=True, first=not receives),
+        policy=chunked_prefill.reading(whole=True, first=not receives),
         cost=Received(job.instance.cost, jnp.asarray(receives)),
     )

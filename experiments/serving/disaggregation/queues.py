@@ -11,10 +11,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness import Members, cost_models, simulating
+from experiments.harness import cost_models
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity
+from jaxkv.simulation import Capacity, Members, driver
 from jaxkv.workloads import metrics
 from jaxkv.workloads.arrivals import make, poisson
 
@@ -136,8 +136,8 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
         for arrival_s in came
     ]
     parts = [
-        simulating.simulate(
-            simulating.stack(members[i : i + MEMBERS_PER_CALL]),
+        driver.simulate(
+            driver.stack(members[i : i + MEMBERS_PER_CALL]),
             max_slots=1,
             steps_per_call=STEPS_PER_CALL,
             progress=progress,

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import Part, Sheet, units
-from experiments.harness import cost_models, simulated, simulating, simulating_parts
+from experiments.harness import cost_models
 from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity
+from jaxkv.simulation import Capacity, Members, Served, driver
 from jaxkv.workloads import recordings
 from scaling.costs import Device, devices, parameters, serving
 from scaling.shapes import Description, published
@@ -99,9 +99,9 @@ def replay(
             max_swap_pages=jnp.int32(0),
         )
         cost = cost_models.roofline(model, card, num_devices=num).cost
-        members.append(simulating_parts.Members(workload, bounds, fcfs.fcfs(), cost))
-    served = simulating.simulate(
-        simulating.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
+        members.append(Members(workload, bounds, fcfs.fcfs(), cost))
+    served = driver.simulate(
+        driver.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
     )
     if progress.stopped:  # before everybody was answered
         return []
@@ -112,9 +112,7 @@ def replay(
     ]
 
 
-def _row(
-    served: simulated.Served, index: int, recording: recordings.Recording
-) -> dict[str, Any]:
+def _row(served: Served, index: int, recording: recordings.Recording) -> dict[str, Any]:
     arrival_s, first_s, finish_s = (
         x[index] for x in (served.arrival_s, served.first_s, served.finish_s)
     )

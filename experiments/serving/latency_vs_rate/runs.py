@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.harness import simulated, simulating, simulating_parts
 from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Server, System
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.simulation import Capacity, Cost, contiguous
+from jaxkv.simulation import Capacity, Cost, Members, Served, contiguous, driver
 from jaxkv.workloads import arrivals, lengths
 
 PATIENCE = 0.25
@@ -135,8 +134,8 @@ def _serve(
     """Serves members of one kind."""
     groups = setting.samples if members[0][0] == "paged" else 1
     slots = max(setting.slots(system) for system, _ in members)
-    served = simulating.simulate(
-        simulating.stack(
+    served = driver.simulate(
+        driver.stack(
             [member(setting, requests, *each, cost, groups) for each in members]
         ),
         max_slots=slots,
@@ -157,7 +156,7 @@ def member(
     rate: float,
     cost: Cost,
     groups: int,
-) -> simulating_parts.Members:
+) -> Members:
     """What a system serves, in what memory, by which policy.
 
     Args:
@@ -169,7 +168,7 @@ def member(
       groups: sequences that a request may have; with 1 each is one of its own.
     """
     pages = setting.server.num_places // settings.PAGE_SIZE
-    plain = simulating_parts.Members(
+    plain = Members(
         workload=requests.at(rate, groups),
         capacity=capacity(pages),
         policy=fcfs.fcfs(),
@@ -207,7 +206,7 @@ def capacity(num_pages: int) -> Capacity:
 
 
 def _row(
-    served: simulated.Served,
+    served: Served,
     index: int,
     system: System,
     rate: float,

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import Claim, Part, Sheet, units
-from experiments.harness import simulating
 from experiments.serving.latency_vs_rate import Load, Setting, runs, settings
 from experiments.serving.memory_waste import drawing, published
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.simulation import Cost, Work
+from jaxkv.simulation import Cost, Work, driver
 from scaling.costs import devices, serving
 
 PANELS = (2, 2)
@@ -172,8 +171,8 @@ def _serve(
     progress: Progress,
 ) -> Waste:
     """Serves loads in simulated time; rows are systems, or costs, columns seeds."""
-    served = simulating.simulate(
-        simulating.stack(
+    served = driver.simulate(
+        driver.stack(
             [
                 runs.member(setting, load, system, config.rate, cost, 1)
                 for system, load, cost in asked

@@ -17,10 +17,8 @@ from jaxtyping import Float
 
 from experiments.bench.kernels import MAX_ERROR, Run, runs
 from experiments.framework import (
-    QUIET,
     Ints,
     Ours,
-    Progress,
     Record,
     Study,
     Table,
@@ -31,6 +29,7 @@ from experiments.framework import (
 )
 from experiments.plotting import style
 from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.bench import Heads, Problem, Spec, problems, timing
 

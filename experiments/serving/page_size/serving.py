@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
-    QUIET,
     Floats,
     Ours,
-    Progress,
     Record,
     Study,
     Table,
@@ -25,12 +23,12 @@ from experiments.framework import (
     column,
     ours,
 )
-from experiments.harness import Members, simulating
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity
+from jaxkv.simulation import Capacity, Members, driver
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
@@ -95,8 +93,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         progress.show(f"{data}, pages of every size")
         load = runs.load(law, FULL[data], seconds, seed)
         asked = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
-        served = simulating.simulate(
-            simulating.stack(
+        served = driver.simulate(
+            driver.stack(
                 [
                     Members(
                         load.at(rate),

@@ -11,10 +11,10 @@ from typing import NamedTuple, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness import Members, simulating
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, victims
+from jaxkv.simulation import Members, driver
 from jaxkv.workloads import arrivals
 from scaling.costs import serving
 
@@ -140,8 +140,8 @@ def measure(num: int, seed: int, progress: Progress = QUIET) -> Simulated:
         for way in asked
     ]
     members = [_member(load, way) for load, way in zip(loads, asked, strict=True)]
-    served = simulating.simulate(
-        simulating.stack(members),
+    served = driver.simulate(
+        driver.stack(members),
         max_slots=MAX_SLOTS,
         head=runs.HEAD,
         progress=progress,

@@ -11,17 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import Claim, Part, Sheet, judge, units
-from experiments.harness import (
-    cost_models,
-    length_distributions,
-    simulating,
-    simulating_parts,
-)
+from experiments.harness import cost_models, length_distributions
 from experiments.serving.sharing import groups
 from experiments.serving.sharing.published import DATA, PAPER, POINT, SAMPLES, share
 from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity
+from jaxkv.simulation import Capacity, Members, driver
 from jaxkv.workloads import arrivals, metrics
 
 PAGE_SIZE = 16
@@ -95,8 +90,8 @@ def count(num: int, seed: int, progress: Progress) -> Counted:
         rng = np.random.default_rng(seed)
         tokens = length_distributions.draw(law, TIMES[name] * num, MAX_LENGTH, rng)
         members = [_member(name, tokens, samples, seed) for samples in ANSWERS]
-        served = simulating.simulate(
-            simulating.stack(members),
+        served = driver.simulate(
+            driver.stack(members),
             max_slots=MAX_SLOTS,
             max_samples=max(ANSWERS),
             head=HEAD,
@@ -125,7 +120,7 @@ def count(num: int, seed: int, progress: Progress) -> Counted:
 
 def _member(
     name: str, tokens: length_distributions.Lengths, samples: int, seed: int
-) -> simulating_parts.Members:
+) -> Members:
     # The same requests in an order of chance, whatever their number of samples.
     rng = np.random.default_rng(seed)
     order, rate = rng.permutation(len(tokens.prompt)), SEQUENCES_PER_S[name] / samples
@@ -135,7 +130,7 @@ def _member(
         tokens.answer[order],
         samples=samples,
     )
-    return simulating_parts.Members(
+    return Members(
         workload=load,
         capacity=capacity(NUM_PLACES),
         policy=fcfs.fcfs(),

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from experiments.framework import Claim, Part, Sheet, judge, units
-from experiments.harness import cost_models, simulating, simulating_parts
+from experiments.harness import cost_models
 from experiments.serving.sharing import groups
 from experiments.serving.sharing.counted import (
     HEAD,
@@ -25,7 +25,7 @@ from experiments.serving.sharing.counted import (
 from experiments.serving.sharing.published import PAPER, SPEED_UPS
 from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Cost, Work, contiguous
+from jaxkv.simulation import Cost, Members, Work, contiguous, driver
 from jaxkv.workloads import arrivals, lengths, metrics
 
 LAW = lengths.Pair(
@@ -105,13 +105,13 @@ def translate(
             for prefix in prefixes
             for rate in RATES.tolist()
         ]
-        served = simulating.simulate(
-            simulating.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
+        served = driver.simulate(
+            driver.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
         )
         if progress.stopped:
             return empty()
         num = served.arrival_s.shape[1]
-        filled = [simulating.fill(x.workload, num) for x in members]
+        filled = [driver.fill(x.workload, num) for x in members]
         output = np.stack([np.asarray(x.output) for x in filled])
         latency_s = metrics.normalised_latency_s(
             served.arrival_s, served.finish_s, output
@@ -132,7 +132,7 @@ def translate(
 
 def _member(
     system: str, prefix: int, rate: float, seconds: float, seed: int
-) -> simulating_parts.Members:
+) -> Members:
     shared = prefix // PAGE_SIZE * PAGE_SIZE if system == "paged" else 0
     num = max(1, round(rate * seconds))
     load = arrivals.open_loop(np.random.default_rng(seed), LAW, rate=rate, num=num)
@@ -145,7 +145,7 @@ def _member(
             num_leaves=NUM_PLACES // PAGE_SIZE,
             leaves_per_region=MAX_LENGTH // PAGE_SIZE,
         )
-    return simulating_parts.Members(
+    return Members(
         workload=load,
         capacity=capacity(NUM_PLACES - shared),
         policy=fcfs.fcfs(),

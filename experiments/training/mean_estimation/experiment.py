@@ -11,18 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    QUIET,
-    Ours,
-    Progress,
-    Record,
-    Study,
-    beside,
-    column,
-    ours,
-)
+from experiments.framework import Ours, Record, Study, beside, column, ours
 from experiments.plotting import style
 from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
 from scaling.laws import published
 

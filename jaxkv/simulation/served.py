@@ -14,9 +14,9 @@ class Means(NamedTuple):
     """Means over the time in which a machine was busy, one number for each member."""
 
     batch: Float[np.ndarray, " members"]
-    """Sequences that run."""
+    """Running sequences."""
     waiting: Float[np.ndarray, " members"]
-    """Requests that have come and wait."""
+    """Waiting requests: those that have come and have no slot."""
     used_pages: Float[np.ndarray, " members"]
     saved_pages: Float[np.ndarray, " members"]
     """Pages that would be in use more, did nobody share."""
@@ -46,7 +46,7 @@ class Totals(NamedTuple):
     swapped_pages: Int[np.ndarray, " members"]
     """Pages moved out and in."""
     preempted: Int[np.ndarray, " members"]
-    """Times that a sequence gave way."""
+    """Times that a sequence was preempted."""
 
 
 class Trace(NamedTuple):
@@ -70,7 +70,7 @@ class Served(NamedTuple):
     finish_s: Float[np.ndarray, "members requests"]
     """When its last sequence ended, NaN where one did not."""
     preempted: Int[np.ndarray, "members requests"]
-    """Times that its sequences gave way."""
+    """Times that its sequences were preempted."""
     swapped: Int[np.ndarray, "members requests"]
     """How many of these kept their pages."""
     recomputed: Int[np.ndarray, "members requests"]

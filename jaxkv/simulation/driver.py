@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.harness import simulated
-from experiments.harness.simulated import Served
-from experiments.harness.simulating_parts import Bounds, Members, Part
 from jaxkv.progress import QUIET, Progress
+from jaxkv.simulation import served
+from jaxkv.simulation.members import Bounds, Members, Part
+from jaxkv.simulation.served import Served
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024
@@ -124,7 +124,7 @@ def simulate(
         results = list(pool.map(finish, runners))
     every = np.arange(num)
     keep = every % num_parts * size + every // num_parts
-    return simulated.join(results, keep)
+    return served.join(results, keep)
 
 
 def part_size(num: int, max_slots: int) -> int:

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from experiments.harness.simulated import Means, Served, Totals, Trace
 from jaxkv import clock
 from jaxkv.scheduling import interface
-from jaxkv.simulation import Capacity, Cost, Reservation, Simulation, outcomes, step
+from jaxkv.simulation import outcomes, step
+from jaxkv.simulation.contiguous import Reservation
+from jaxkv.simulation.served import Means, Served, Totals, Trace
+from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation.step import Cost
 from jaxkv.workloads import Workload
 
 

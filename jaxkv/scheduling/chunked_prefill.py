@@ -7,16 +7,16 @@
 
 Both switches are arrays, so that all ways share one program. That chunks have steps of
 their own is a matter of price alone: in every round a step reads and one decodes, one
-after the other, which `Apart` says.
+after the other, which `simulation.Apart` says.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
-from jaxkv.scheduling import Counts, Plan, fcfs, interface
-from jaxkv.simulation import Cost, Work
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling.interface import Counts, Plan
 
 
 class Reading(NamedTuple):
@@ -81,31 +81,3 @@ def reading(
         first=jnp.asarray(first),
         max_running=jnp.asarray(max_running or interface.NO_LIMIT, jnp.int32),
     )
-
-
-class Apart(NamedTuple):
-    """Prices a step that reads and decodes as two, if it shall, one after the other."""
-
-    cost: Cost
-    apart: Bool[Array, ""]
-
-    def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step."""
-        together = self.cost(work)
-        both = (work.num_decodes > 0) & (work.num_prompt_rows > 0)
-        none = jnp.zeros_like(work.num_decodes)
-        reads = work._replace(
-            num_decodes=none,
-            decode_context=none,
-            num_drawn=work.num_drawn - work.num_decodes,
-        )
-        decodes = work._replace(
-            num_prompt_rows=none,
-            prompt_context=none,
-            prompt_squares=jnp.zeros_like(work.prompt_squares),
-            num_drawn=work.num_decodes,
-            num_copied=none,
-            num_swapped=none,
-        )
-        split = self.cost(reads) + self.cost(decodes)
-        return jnp.where(self.apart & both, split, together)

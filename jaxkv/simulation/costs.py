@@ -1,0 +1,36 @@
+"""Prices of steps that are made of others."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxkv.simulation.step import Cost, Work
+
+
+class Apart(NamedTuple):
+    """Prices a step that reads and decodes as two, if it shall, one after the other."""
+
+    cost: Cost
+    apart: Bool[Array, ""]
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step."""
+        together = self.cost(work)
+        both = (work.num_decodes > 0) & (work.num_prompt_rows > 0)
+        none = jnp.zeros_like(work.num_decodes)
+        reads = work._replace(
+            num_decodes=none,
+            decode_context=none,
+            num_drawn=work.num_drawn - work.num_decodes,
+        )
+        decodes = work._replace(
+            num_prompt_rows=none,
+            prompt_context=none,
+            prompt_squares=jnp.zeros_like(work.prompt_squares),
+            num_drawn=work.num_decodes,
+            num_copied=none,
+            num_swapped=none,
+        )
+        split = self.cost(reads) + self.cost(decodes)
+        return jnp.where(self.apart & both, split, together)
