@@ -9,10 +9,13 @@ import pytest
 
 from experiments.cli import main
 from experiments.harness import cost_models
-from experiments.serving.sharing import counted as sharing_counted
-from experiments.serving.sharing import experiment, translated
-from experiments.serving.sharing.counted import Counted
-from experiments.serving.sharing.translated import Behind, Translated
+from experiments.serving.sharing import simulated
+from experiments.serving.sharing.simulated import (
+    Behind,
+    Counted,
+    Result,
+    Translated,
+)
 from jaxkv.simulation import Members
 from jaxkv.simulation.step import Work
 
@@ -28,7 +31,7 @@ def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
 
 def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() -> None:
     def member(system: str) -> Members:
-        return translated._member(system, 341, 10.0, 3.0, seed=1)
+        return simulated._translations(system, 341, 10.0, 3.0, seed=1)
 
     ours, theirs = member("paged"), member("Orca (Oracle)")
     own = np.asarray(theirs.workload.prompt) - 341
@@ -56,7 +59,8 @@ def counted(saved: list[float]) -> Counted:
 
 
 def test_savings_are_judged_in_points() -> None:
-    claims = sharing_counted.claims(counted([0.0650, 0.0970, 0.1170]))
+    saved = counted([0.0650, 0.0970, 0.1170])
+    claims = simulated.claims(Result(counted=saved, translated=Translated.of([])))
     assert [claim.verdict for claim in claims] == ["holds", "holds", "holds", "fails"]
     assert claims[0].ours == pytest.approx(0.9)
     assert claims[3].ours - claims[3].published == pytest.approx(11.7 - 9.79)
@@ -67,17 +71,16 @@ def test_rates_at_equal_latency_are_compared() -> None:
     told = Translated(
         np.array([80]), np.ones((1, 3)), two, two, np.array([[20.0, 33.4]])
     )
-    (claim,) = translated.claims(told)
+    (claim,) = simulated.claims(Result(counted=counted([]), translated=told))
     assert (claim.ours, claim.published) == pytest.approx((1.67, 1.67))
     assert claim.verdict == "differs"
-    assert translated.claims(translated.empty()) == []
+    nothing = Result(counted=counted([]), translated=Translated.of([]))
+    assert simulated.claims(nothing) == []
 
 
 def test_a_config_must_ask_for_something() -> None:
-    with pytest.raises(ValueError, match="nothing to share"):
-        experiment.Config(model="")
-    with pytest.raises(ValueError, match="num_simulated"):
-        experiment.Config(num_simulated=-1)
+    with pytest.raises(ValueError, match="num_simulated=0 must be at least 1"):
+        simulated.Config(num_simulated=0)
 
 
 @pytest.mark.slow

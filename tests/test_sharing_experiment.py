@@ -10,9 +10,10 @@ from experiments.harness import length_distributions
 from experiments.harness.length_distributions import Lengths
 from experiments.harness.prompts import Request
 from experiments.plotting import style
-from experiments.serving.sharing import experiment, groups
+from experiments.serving.sharing import requests, served
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
-from experiments.serving.sharing.serving import Server
+from experiments.serving.sharing.requests import Host
+from experiments.serving.sharing.server import Server
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Quiet
@@ -22,7 +23,7 @@ from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient
 from tests.support.smoke import ours, run
 
-SIZE = experiment.CONFIGS["smoke"].page_size
+SIZE = served.CONFIGS["smoke"].page_size
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +32,15 @@ def model() -> str:
 
 
 @pytest.fixture(scope="module")
-def result() -> experiment.Result:
+def result() -> served.Result:
     return run("sharing").result
 
 
 @pytest.fixture(scope="module")
 def server(model: str) -> Server:
     """The engine that the run had; its programs are compiled by now."""
-    smoke = experiment.CONFIGS["smoke"]
-    return Server(checkpoints.load_model(model), experiment.bounds(smoke))
+    smoke = served.CONFIGS["smoke"]
+    return Server(checkpoints.load_model(model), served.bounds(smoke))
 
 
 def request_of(num: int, sampling: Sampling) -> Request:
@@ -104,15 +105,15 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     server: Server, prompt: int, answer: int, n: int
 ) -> None:
     ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
-    served = server.serve([request_of(prompt, ask)])
-    assert served is not None
+    done = server.serve([request_of(prompt, ask)])
+    assert done is not None
     logical, distinct = pages_by_hand(prompt, answer, n)
-    assert served.logical_pages.tolist() == logical
-    assert served.distinct_pages.tolist() == distinct
+    assert done.logical_pages.tolist() == logical
+    assert done.distinct_pages.tolist() == distinct
     # Everybody but the last to write copies the prompt's partial page.
-    assert served.num_copied == (n - 1 if prompt % SIZE else 0)
-    assert served.num_rows.sum() == prompt + n * (answer - 1)
-    assert {name: len(tokens) for name, tokens in served.tokens.items()} == {
+    assert done.num_copied == (n - 1 if prompt % SIZE else 0)
+    assert done.num_rows.sum() == prompt + n * (answer - 1)
+    assert {name: len(tokens) for name, tokens in done.tokens.items()} == {
         (0, sample): answer for sample in range(n)
     }
 
@@ -120,11 +121,11 @@ def test_pages_of_every_step_are_those_counted_by_hand(
 @pytest.mark.thorough
 def test_requests_apart_share_nothing(server: Server) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
-    served = server.serve([request_of(40, ask)] * 5)
-    assert served is not None
-    np.testing.assert_array_equal(served.logical_pages, served.distinct_pages)
-    assert served.prompt_rows.tolist() == [40] * 5
-    assert served.num_cached.tolist() == [0] * 5
+    done = server.serve([request_of(40, ask)] * 5)
+    assert done is not None
+    np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
+    assert done.prompt_rows.tolist() == [40] * 5
+    assert done.num_cached.tolist() == [0] * 5
 
 
 @pytest.mark.thorough
@@ -137,14 +138,14 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
     policy = fcfs.fcfs(chunk_size=chunk_size)
-    served = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
-    assert served is not None
-    assert served.prompt_rows.tolist() == [37, 3, 64]
-    assert served.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
+    done = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
+    assert done is not None
+    assert done.prompt_rows.tolist() == [37, 3, 64]
+    assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
 
 @pytest.mark.thorough
-def test_samples_save_what_lengths_say(result: experiment.Result) -> None:
+def test_samples_save_what_lengths_say(result: served.Result) -> None:
     samples = result.samples
     assert samples.lengths.tolist() == ["short", "short", "long", "long"]
     assert samples.num_sequences.tolist() == [4, 8, 4, 8]
@@ -155,15 +156,15 @@ def test_samples_save_what_lengths_say(result: experiment.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_beams_save_more_than_samples(result: experiment.Result) -> None:
+def test_beams_save_more_than_samples(result: served.Result) -> None:
     assert result.beams.num_sequences.tolist() == [4, 4]
     for name in ("short", "long"):
-        assert result.samples.at(name, 4) < result.beams.at(name, 4) < 3 / 4
+        assert result.samples.saved(name, 4) < result.beams.saved(name, 4) < 3 / 4
     assert np.isnan(result.beams.expected_share).all()
 
 
 @pytest.mark.thorough
-def test_prompts_of_eight_answers_are_read_once(result: experiment.Result) -> None:
+def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
     readings = result.readings
     assert readings.chunk_size.tolist() == [3, 64]
     assert readings.num_sequences.tolist() == [8, 8]
@@ -172,9 +173,9 @@ def test_prompts_of_eight_answers_are_read_once(result: experiment.Result) -> No
 
 @pytest.mark.thorough
 def test_a_common_beginning_is_found_and_changes_no_answer(
-    result: experiment.Result,
+    result: served.Result,
 ) -> None:
-    smoke, prefixes = experiment.CONFIGS["smoke"], result.prefixes
+    smoke, prefixes = served.CONFIGS["smoke"], result.prefixes
     assert prefixes.prefix_tokens.tolist() == [33]
     assert prefixes.num_cached.tolist() == [32]  # its full pages
     assert prefixes.num_different.tolist() == [0]
@@ -187,13 +188,13 @@ def test_a_common_beginning_is_found_and_changes_no_answer(
 
 
 @pytest.mark.thorough
-def test_the_picture_shows_what_tables_hold(result: experiment.Result) -> None:
+def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
     picture, rows = result.picture, NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
-    assert [picture.num_pages(i)[0] for i in range(3)] == (
+    assert picture.logical_pages.tolist() == (
         (picture.page_ids != NO_PAGE).sum((1, 2)).tolist()
     )
-    assert picture.num_pages(0)[0] == picture.num_pages(0)[1]
+    assert picture.logical_pages[0] == picture.pages[0]
     full = len(PROMPT) // SIZE
     assert (samples[:, :full] == samples[0, :full]).all()
     own = samples[:, full:][samples[:, full:] != NO_PAGE]
@@ -215,7 +216,7 @@ def test_the_picture_shows_what_tables_hold(result: experiment.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
+def test_claims_are_what_the_result_holds(result: served.Result) -> None:
     kept, samples = run("sharing"), result.samples
     said = ours(kept.claims)
     assert said["8 answers to a prompt compute its tokens once"] == 1
@@ -238,18 +239,18 @@ def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
     assert picture["logical_pages"] == picture["pages"]
     report = (kept.folder / "report.md").read_text()
     assert "pages saved by sequences of one request" in report
-    assert "10 requests that begin with the same text" in report
+    assert "requests that begin with the same text" in report
     assert "read_lines" in (kept.folder / "figure.svg").read_text()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
-    config = dataclasses.replace(experiment.CONFIGS["smoke"], model=model)
-    result = experiment.run(config, Impatient(label))
+    config = dataclasses.replace(served.CONFIGS["smoke"], model=model)
+    result = served.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
     assert len(result.prefixes.prefix_tokens) == 0
-    said, samples = ours(experiment.claims(result)), result.samples
+    said, samples = ours(served.claims(result)), result.samples
     if label == "parallel sampling":
         saved = said.pop("pages saved by 4 answers, short prompts")
         assert saved == pytest.approx(100 * samples.saved_share[0])
@@ -257,17 +258,15 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
         assert [*said.values()] == pytest.approx([100 * apart])
     else:
         assert not said
-    assert experiment.metrics(result)["prefixes"] == []
-    assert len(experiment.summary(result)) >= 1
-    for part in (result, result._replace(picture=_nothing(result.picture))):
+    study = served.STUDY
+    assert study.metrics(result)["prefixes"] == []
+    assert len(study.tell(result)) >= 1
+    nothing = dataclasses.replace(result, picture=Picture.of([]))
+    for part in (result, nothing):
         style.render(
-            lambda ax, part=part: experiment.plot(ax, part),
-            size_inches=experiment.PANEL_SIZE_INCHES,
+            lambda ax, part=part: study.plot(ax, part),
+            size_inches=study.panel_size_inches,
         )
-
-
-def _nothing(picture: Picture) -> Picture:
-    return Picture(*(leaf[:0] for leaf in picture))
 
 
 @pytest.mark.thorough
@@ -288,29 +287,26 @@ def test_settings_serve_the_same_requests(server: Server) -> None:
     """Whatever their number of answers, so that savings can be compared."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
     ask = Sampling(temperature=0.7)
-    savings = groups.serve_groups(
-        server, kinds, (2, 3), ask, beams=False, seed=1, progress=QUIET
-    )
+    host = Host(server, ask, 1, QUIET)
+    savings = requests.serve_groups(host, kinds, (2, 3), beams=False)
     assert savings.mean_prompt.tolist() == [14.5] * 2
     assert savings.mean_answer.tolist() == [9.0] * 2
-    assert savings.at("short", 3) > savings.at("short", 2) > 0
-    assert np.isnan(savings.at("long", 2))
+    assert savings.saved("short", 3) > savings.saved("short", 2) > 0
+    assert np.isnan(savings.saved("long", 2))
 
 
 def test_the_model_must_be_long_enough(model: str) -> None:
     with pytest.raises(ValueError, match="max_length=1024 must be at most"):
-        experiment.run(experiment.Config(model=model))
-    smoke = dataclasses.replace(
-        experiment.CONFIGS["smoke"], model=model, length_scale=1.0
-    )
+        served.run(served.Config(model=model))
+    smoke = dataclasses.replace(served.CONFIGS["smoke"], model=model, length_scale=1.0)
     with pytest.raises(ValueError, match="do not fit max_length=208"):
-        experiment.run(smoke)
+        served.run(smoke)
 
 
 @pytest.mark.slow
 def test_real_claims_hold() -> None:
-    result = experiment.run(dataclasses.replace(experiment.CONFIGS["real"], repeats=1))
-    claims = experiment.claims(result)
+    result = served.run(dataclasses.replace(served.CONFIGS["real"], repeats=1))
+    claims = served.claims(result)
     assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
     assert len(claims) == 16
     assert not result.samples.num_preempted.any()

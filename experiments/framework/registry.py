@@ -210,7 +210,7 @@ _ENTRIES = (
     Entry(
         "sharing",
         "How much K and V memory do sequences with a common beginning share?",
-        ("real", "paper", "smoke"),
+        ("real", "smoke", "paper"),
         "experiments.serving.sharing.experiment",
     ),
 )

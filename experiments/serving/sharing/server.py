@@ -6,7 +6,7 @@ parted.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ class Served(NamedTuple):
       distinct_pages: pages in use by any of them: [steps].
       num_rows: tokens fed: [steps].
       num_copied: pages copied before they were written.
-      num_preempted: sequences that gave way.
+      num_preempted: sequences preempted.
       prompt_rows: tokens of each request's prompt that were fed, again included.
       num_cached: tokens of each prompt that were found in the cache.
       tokens: every answer, by request and sample.
@@ -139,15 +139,13 @@ class Server:
         *,
         policy: interface.Policy | None = None,
         progress: Progress = QUIET,
-        update: Callable[[float], None] = lambda done: None,
     ) -> Served | None:
         """Answers requests.
 
         Args:
-          requests: what to serve, all there at once, those first in line first.
-          policy: who runs; None means first come, first served.
+          requests: what to serve, all there at once, those first in the queue first.
+          policy: of the scheduler; None means first come, first served.
           progress: is asked whether to stop.
-          update: takes the number of answers that are there.
 
         Returns:
           What happened; None if it was stopped, the engine then empty.
@@ -155,28 +153,23 @@ class Server:
         Raises:
           RuntimeError: the engine counts other pages than its tables hold.
         """
-        size = self.config.page_size
         prompts = np.array([len(request.tokens) for request in requests])
         prompt_rows, num_cached = np.zeros_like(prompts), np.zeros_like(prompts)
         tokens: dict[tuple[int, int], list[int]] = {}
-        columns: list[tuple[int, int, int]] = []
-        copied = preempted = 0
         seen: list[tuple[StepInfo, Any]] = []
         started = time.perf_counter()
         for call in self.calls(requests, policy):
             tokens |= _finished(call.drained, num_cached)
             seen.append((call.info, call.table))
-            update(len(tokens))
             if progress.stopped:
                 self.clear()
                 return None
         duration_s = time.perf_counter() - started
+        columns: list[tuple[int, int, int]] = []
         for info, table in seen:
-            copied += int(info.num_copied.sum())
-            preempted += int(info.num_preempted.sum())
             for step in np.flatnonzero(info.num_rows.any(1)):
                 places = table.length[step] + table.ahead[step]
-                pages = pages_of(table.page_ids[step], places, size)
+                pages = pages_of(table.page_ids[step], places, self.config.page_size)
                 distinct = np.unique(np.concatenate(pages)).size
                 if distinct != info.used_pages[step]:
                     raise RuntimeError(f"{distinct=} pages, {info.used_pages[step]=}")
@@ -186,8 +179,15 @@ class Server:
                 np.add.at(prompt_rows, name, fed)
         logical, distinct_pages, num_rows = np.array(columns, int).reshape(-1, 3).T
         return Served(
-            *(logical, distinct_pages, num_rows, copied, preempted),
-            *(prompt_rows, num_cached, tokens, duration_s),
+            logical_pages=logical,
+            distinct_pages=distinct_pages,
+            num_rows=num_rows,
+            num_copied=sum(int(info.num_copied.sum()) for info, _ in seen),
+            num_preempted=sum(int(info.num_preempted.sum()) for info, _ in seen),
+            prompt_rows=prompt_rows,
+            num_cached=num_cached,
+            tokens=tokens,
+            duration_s=duration_s,
         )
 
 

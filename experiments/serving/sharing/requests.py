@@ -1,0 +1,309 @@
+"""What requests share: answers a prompt, beams what they wrote, many a beginning."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from experiments.framework import Floats, Ints, Table, Texts, column, units
+from experiments.framework.table import shown
+from experiments.harness import Lengths, Request, length_distributions, prompts
+from experiments.serving.sharing.server import Served, Server
+from jaxkv.progress import Progress
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs
+
+PUBLISHED = {
+    "answers": {
+        ("short", 2): 0.0609,
+        ("short", 4): 0.0853,
+        ("short", 6): 0.0979,
+        ("long", 2): 0.162,
+        ("long", 6): 0.305,
+    },
+    "beams": {
+        ("short", 2): 0.3756,
+        ("short", 4): 0.5313,
+        ("short", 6): 0.5516,
+        ("long", 2): 0.443,
+        ("long", 6): 0.663,
+    },
+}
+"""Shares of pages saved by so many: figures 15a and 15b for Alpaca; for ShareGPT the
+ends of the ranges that the text gives."""
+
+
+class Host(NamedTuple):
+    """Who serves, and how answers are drawn."""
+
+    server: Server
+    """Idle, with a prefix cache, and a pool that never runs short."""
+    ask: Sampling
+    """What of it matters to an experiment is replaced."""
+    seed: int
+    """Of the texts, and of the draws."""
+    progress: Progress
+    """Sees bars, and may stop; what is complete then stands."""
+
+    def requests(self, sizes: list[int], samplings: list[Sampling]) -> list[Request]:
+        """Requests of held-out text, the same whenever asked for."""
+        rng = np.random.default_rng(self.seed)
+        return prompts.held_out(self.server.tokenizer, sizes, samplings, rng)
+
+    def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
+        """How answers of so many tokens are drawn, whatever ends a text."""
+        fields = {"ignore_eos": True} | fields
+        return [
+            dataclasses.replace(
+                self.ask, seed=self.seed + i, max_tokens=limit, **fields
+            )
+            for i, limit in enumerate(answers.tolist())
+        ]
+
+
+class Savings(Table):
+    """Requests of several answers, or beams, each; a row for each setting served."""
+
+    lengths: Texts = column('"short" or "long"')
+    num_sequences: Ints = column("of a request", key="sequences", heading="n")
+    num_requests: Ints = column("how many", key="requests", heading="requests")
+    mean_prompt: Floats = column("tokens", form="{:.0f}")
+    mean_answer: Floats = column("tokens", form="{:.0f}")
+    logical_pages: Ints = column("each sequence's own, over steps", is_told=False)
+    distinct_pages: Ints = column("in use, summed over steps", is_told=False)
+    expected_share: Floats = column("saved, as lengths alone say; NaN for beams")
+    steps: Ints = column("that fed tokens")
+    num_copied: Ints = column("before written", key="copied_pages", heading="copied")
+    num_preempted: Ints = column("sequences", key="preempted", heading="preempted")
+    duration_s: Floats = column("to serve all of them", is_told=False)
+
+    @property
+    @shown()
+    def saved_share(self) -> np.ndarray:
+        """Pages saved / pages without sharing, both summed over steps."""
+        return saved_share(self)
+
+    @property
+    @shown()
+    def published_share(self) -> np.ndarray:
+        """The paper's; NaN where there is none."""
+        is_drawn = np.isfinite(self.expected_share).all()
+        return published_share("answers" if is_drawn else "beams", self)
+
+    def saved(self, lengths: str, num_sequences: int) -> float:
+        """The share saved in one setting; not a number if it was not served."""
+        found = self.where(lengths=lengths, num_sequences=num_sequences)
+        return float(found.saved_share[0]) if len(found) else float("nan")
+
+
+def saved_share(rows: Any) -> np.ndarray:
+    """Pages saved / pages without sharing, both summed over steps."""
+    return 1 - rows.distinct_pages / np.maximum(rows.logical_pages, 1)
+
+
+def published_share(kind: str, rows: Any) -> np.ndarray:
+    """The published share for each row's lengths and number of sequences, or NaN."""
+    keys = zip(rows.lengths.tolist(), rows.num_sequences.tolist(), strict=True)
+    return np.array([PUBLISHED[kind].get(key, np.nan) for key in keys])
+
+
+class Readings(Table):
+    """Prompts of requests of several answers, read in chunks."""
+
+    chunk_size: Ints = column("tokens that one prompt may feed in a step")
+    num_sequences: Ints = column("answers of each request")
+    prompt_tokens: Ints = column("of all requests, each counted once")
+    prompt_rows: Ints = column("prompt tokens that the engine fed")
+
+
+Pairs = Int[np.ndarray, "rows 2"]
+
+
+def _pair(values: list[int]) -> str:
+    return "{:,} / {:,}".format(*values)
+
+
+def _spread(values: list[float]) -> str:
+    return "{1:.2f} ({0:.2f}-{2:.2f})".format(*values)
+
+
+class Prefixes(Table):
+    """Requests that begin alike, without the prefix cache and with it."""
+
+    prefix_tokens: Ints = column("with which all begin", heading="in common")
+    num_requests: Ints = column("how many", key="requests", heading="requests")
+    prompt_tokens: Ints = column("of all prompts")
+    num_cached: Ints = column("fewest tokens that a request found in the cache")
+    logical_pages: Ints = column("as in `Savings`, with the cache", is_told=False)
+    distinct_pages: Ints = column("as in `Savings`, with the cache", is_told=False)
+    prompt_rows: Pairs = column("prompt tokens fed", heading="computed", form=_pair)
+    steps: Pairs = column("taken", form=_pair)
+    rate: Float[np.ndarray, "rows repeats 2"] = column("tokens/s", is_told=False)
+    num_different: Ints = column(
+        "not the same with and without",
+        key="different_answers",
+        heading="other answers",
+    )
+
+    @property
+    @shown(heading="pages saved", form=units.share)
+    def saved_share(self) -> np.ndarray:
+        """Pages saved / pages without sharing, as of `Savings`."""
+        return saved_share(self)
+
+    @property
+    @shown(heading="times the tokens/s", form=_spread)
+    def speed_ups(self) -> np.ndarray:
+        """Ratios of answer tokens per second: least, median, most: [rows, 3]."""
+        ratios = [np.sort(rate[:, 1] / rate[:, 0]) for rate in self.rate]
+        return np.array([[x[0], np.median(x), x[-1]] for x in ratios])
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows for JSON, without and with the cache apart."""
+        found = self.rows()
+        for row, rate in zip(found, self.rate, strict=True):
+            lowest, median, highest = row.pop("speed_ups")
+            row |= {
+                "speed_up_lowest": lowest,
+                "speed_up": median,
+                "speed_up_highest": highest,
+            }
+            pairs = {x: row.pop(x) for x in ("prompt_rows", "steps")}
+            for name, pair in (pairs | {"tokens": np.median(rate, axis=0)}).items():
+                unit = "_per_s" if name == "tokens" else ""
+                row[f"{name}_without{unit}"], row[f"{name}_with{unit}"] = pair
+        return found
+
+
+def serve_groups(
+    host: Host, kinds: dict[str, Lengths], sizes: Iterable[int], *, beams: bool
+) -> Savings:
+    """Serves every kind of requests with every number of sequences.
+
+    The same requests whatever their number of sequences. They keep out of the prefix
+    cache and go on after the model's own end token, so that lengths are as drawn.
+
+    Args:
+      host: who serves.
+      kinds: lengths of the requests by name.
+      sizes: sequences of a request.
+      beams: whether to search instead of drawing.
+    """
+    settings = [(name, size) for name in kinds for size in sizes]
+    page_size = host.server.config.page_size
+    rows = []
+    label = "beam search" if beams else "parallel sampling"
+    for name, size in host.progress.track(settings, label, "settings"):
+        fields = {"beam_width": size, "temperature": 1.0, "top_p": 1.0} if beams else {}
+        fields |= {"n": size, "prefix_cache": False}
+        drawn = kinds[name]
+        samplings = host.samplings(drawn.answer, **fields)
+        requests = host.requests(drawn.prompt.tolist(), samplings)
+        served = host.server.serve(requests, progress=host.progress)
+        if served is None:
+            break
+        # As served: a file may have been shorter than the prompt drawn.
+        prompt = np.array([len(request.tokens) for request in requests])
+        answer = np.array([len(served.tokens[i, 0]) for i in range(len(requests))])
+        expected = length_distributions.saving(Lengths(prompt, answer), size, page_size)
+        rows.append(
+            {
+                "lengths": name,
+                "num_sequences": size,
+                "num_requests": len(requests),
+                "mean_prompt": prompt.mean(),
+                "mean_answer": answer.mean(),
+                "logical_pages": served.logical_pages.sum(),
+                "distinct_pages": served.distinct_pages.sum(),
+                "expected_share": np.nan if beams else expected,
+                "steps": len(served.num_rows),
+                "num_copied": served.num_copied,
+                "num_preempted": served.num_preempted,
+                "duration_s": served.duration_s,
+            }
+        )
+    return Savings.of(rows)
+
+
+def read_in_chunks(
+    host: Host, lengths: Lengths, num_answers: int, chunk_sizes: Iterable[int]
+) -> Readings:
+    """Counts the prompt tokens that several answers of a request make an engine feed.
+
+    Args:
+      host: who serves.
+      lengths: of the requests; answers are of two tokens.
+      num_answers: of each request.
+      chunk_sizes: tokens that one prompt may feed in a step.
+    """
+    ask = host.samplings(np.array([2]), n=num_answers, prefix_cache=False)
+    sizes = lengths.prompt.tolist()
+    requests = host.requests(sizes, ask * len(sizes))
+    num_tokens = sum(len(request.tokens) for request in requests)
+    rows = []
+    for size in host.progress.track(chunk_sizes, "prompts in chunks", "chunk sizes"):
+        policy = fcfs.fcfs(chunk_size=size)
+        served = host.server.serve(requests, policy=policy, progress=host.progress)
+        if served is None:
+            break
+        rows.append((size, num_answers, num_tokens, served.prompt_rows.sum()))
+    return Readings.of(rows)
+
+
+def serve_prefixes(
+    host: Host, prefixes: Iterable[int], own: Lengths, *, repeats: int
+) -> Prefixes:
+    """Serves requests with a common beginning, again and again, with and without cache.
+
+    The beginning is read before the clock starts, as a provider's own prompt would be.
+    Without means that the requests keep out of the cache: one program runs both, and
+    which goes first alternates.
+
+    Args:
+      host: who serves.
+      prefixes: tokens with which all requests begin.
+      own: tokens that each request has beyond them, and its answer's.
+      repeats: servings of each kind, at least 1.
+    """
+    rows = []
+    for num in host.progress.track(prefixes, "common beginnings", "lengths"):
+        # One leaves the beginning in the cache, and the others go on there.
+        samplings = [Sampling.greedy(max_tokens=1), *host.samplings(own.answer, n=1)]
+        first, *rest = host.requests([num, *own.prompt.tolist()], samplings)
+        runs: dict[bool, list[Served]] = {False: [], True: []}
+        for turn in range(2 * repeats):
+            uses = turn % 4 in (1, 2)
+            asked = [
+                Request(
+                    x.text,
+                    first.tokens + x.tokens,
+                    dataclasses.replace(x.sampling, prefix_cache=uses),
+                )
+                for x in rest
+            ]
+            host.server.clear()
+            host.server.serve([first], progress=host.progress)
+            served = host.server.serve(asked, progress=host.progress)
+            if served is None:
+                return Prefixes.of(rows)
+            runs[uses].append(served)
+        off, on = runs[False][0], runs[True][0]
+        answers = sum(map(len, on.tokens.values()))
+        pairs = zip(runs[False], runs[True], strict=True)
+        rows.append(
+            {
+                "prefix_tokens": num,
+                "num_requests": len(rest),
+                "prompt_tokens": sum(len(first.tokens + x.tokens) for x in rest),
+                "num_cached": on.num_cached.min(),
+                "logical_pages": on.logical_pages.sum(),
+                "distinct_pages": on.distinct_pages.sum(),
+                "prompt_rows": [x.prompt_rows.sum() for x in (off, on)],
+                "steps": [len(x.num_rows) for x in (off, on)],
+                "rate": [[answers / x.duration_s for x in pair] for pair in pairs],
+                "num_different": sum(off.tokens[x] != on.tokens[x] for x in on.tokens),
+            }
+        )
+    return Prefixes.of(rows)

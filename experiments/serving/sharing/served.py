@@ -1,0 +1,349 @@
+"""What does an engine share when a real model continues real text?
+
+The page tables are looked at in the middle of every step. Answers of one request share
+the pages of its prompt; beams also share what they wrote before they parted; and
+requests that begin alike share the pages of that beginning, if a prefix cache finds it.
+
+Lengths are drawn after the printed means of Alpaca (short) and ShareGPT (long), a byte
+being a token; the model's own end token is ignored.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from experiments.framework import Ours, Record, Study, beside, column, ours, table
+from experiments.harness import Law, Lengths, bundled, length_distributions, prompts
+from experiments.plotting import style
+from experiments.serving.sharing import picture, requests
+from experiments.serving.sharing.picture import GREY, INK, NUM_SEQUENCES, Picture
+from experiments.serving.sharing.requests import (
+    PUBLISHED,
+    Host,
+    Prefixes,
+    Readings,
+    Savings,
+)
+from experiments.serving.sharing.server import Server
+from jaxkv import validation
+from jaxkv.engine import EngineConfig
+from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+
+BOOK = beside(__file__)
+DATA = {"short": "Alpaca", "long": "ShareGPT"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The requests, and the engine that serves them."""
+
+    model: str = "stdlib-bytes"
+    """A folder, or a bundled model."""
+    answers: tuple[int, ...] = (2, 4, 6, 8)
+    """Answers of a request."""
+    widths: tuple[int, ...] = (2, 4, 6)
+    """Beams of a request."""
+    num_short: int = 48
+    """Requests with lengths after Alpaca's."""
+    num_long: int = 16
+    """Requests with lengths after ShareGPT's."""
+    length_scale: float = 1.0
+    """By which their mean lengths are multiplied."""
+    prefixes: tuple[int, ...] = (80, 341)
+    """Tokens with which requests begin alike: one and five examples."""
+    num_prefixed: int = 48
+    """Requests that begin alike."""
+    own_tokens: tuple[int, int] = (16, 64)
+    """Shortest and longest rest of their prompts, and the same of their answers."""
+    repeats: int = 5
+    """Servings with the prefix cache, and as many without."""
+    chunk_sizes: tuple[int, ...] = (1, 7, 64)
+    """Prompt tokens that a step may feed of one request, where these are counted."""
+    temperature: float = 0.7
+    """Of the draws."""
+    top_p: float = 0.95
+    """Of the draws."""
+    max_slots: int = 8
+    """Sequences that run at once."""
+    max_length: int = 1024
+    """Longest sequence."""
+    page_size: int = 16
+    """Token places in a page."""
+    numerics: Literal["fast", "reproducible"] = "fast"
+    """Whether answers may depend, in rounding, on the batch."""
+    seed: int = 0
+    """Of lengths, prompts and draws."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to share, or does not fit."""
+        validation.at_least(
+            *(self, "num_short", "num_long", "num_prefixed", "repeats", "page_size"),
+            *("prefixes", "chunk_sizes"),
+        )
+        validation.at_least(self, "max_slots", low=NUM_SEQUENCES)
+        validation.within(self, "answers", "widths", low=2, high=self.max_slots)
+        if not (self.answers and self.widths):
+            raise ValueError(f"{self.answers=} and {self.widths=} must not be empty")
+        validation.ascending(self, "own_tokens", low=1, strictly=False)
+        validation.within(self, "length_scale", low=0, high=1, ends="(]")
+        validation.at_least(self, "seed", low=0)
+        longest = max((0, *self.prefixes)) + 2 * self.own_tokens[1]
+        if longest > self.max_length:
+            raise ValueError(
+                f"{self.prefixes=} and {self.own_tokens=} may need {longest} tokens, "
+                f"more than {self.max_length=}"
+            )
+
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(
+        answers=(4, 8),
+        widths=(4,),
+        num_short=4,
+        num_long=2,
+        length_scale=0.2,
+        prefixes=(33,),
+        num_prefixed=10,
+        own_tokens=(2, 8),
+        repeats=1,
+        chunk_sizes=(3, 64),
+        max_length=208,
+        numerics="reproducible",
+    ),
+}
+
+
+class Result(Record):
+    """What was shared."""
+
+    samples: Savings = column(
+        "by answers", heading="pages saved by sequences of one request: answers"
+    )
+    beams: Savings = column(
+        "by beams", heading="pages saved by sequences of one request: beams"
+    )
+    readings: Readings = column(
+        "in chunks", heading="prompts of several answers, read in chunks"
+    )
+    prefixes: Prefixes = column(
+        "by requests that begin alike",
+        heading="requests that begin with the same text, without a prefix cache and "
+        "with one that holds it; rates: medians, lowest and highest",
+    )
+    picture: Picture = column("of tables", key="pictures", heading="in the picture")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Serves all of it with one program; ended early, it has what is done."""
+    model = checkpoints.load_model(bundled.folder_of(config.model))
+    server = Server(model, bounds(config))
+    rng = np.random.default_rng(config.seed)
+    kinds = {
+        "short": _draw(length_distributions.ALPACA, config.num_short, config, rng),
+        "long": _draw(length_distributions.SHAREGPT, config.num_long, config, rng),
+    }
+    own = [
+        np.array(prompts.ragged(rng, config.own_tokens, 0.5, config.num_prefixed))
+        for _ in Lengths._fields
+    ]
+    few = [tokens[: config.max_slots] for tokens in kinds["long"]]
+    ask = Sampling(temperature=config.temperature, top_p=config.top_p)
+    host = Host(server, ask, config.seed, progress)
+    progress.show("compiling")
+    return Result(
+        picture=picture.take(host),
+        samples=requests.serve_groups(host, kinds, config.answers, beams=False),
+        beams=requests.serve_groups(host, kinds, config.widths, beams=True),
+        readings=requests.read_in_chunks(
+            host, Lengths(*few), max(config.answers), config.chunk_sizes
+        ),
+        prefixes=requests.serve_prefixes(
+            host, config.prefixes, Lengths(*own), repeats=config.repeats
+        ),
+    )
+
+
+def _draw(law: Law, num: int, config: Config, rng: np.random.Generator) -> Lengths:
+    scaled = law._replace(
+        prompt_mean=law.prompt_mean * config.length_scale,
+        answer_mean=law.answer_mean * config.length_scale,
+    )
+    return length_distributions.draw(scaled, num, config.max_length, rng)
+
+
+def bounds(config: Config) -> EngineConfig:
+    """An engine that never runs short of pages, whatever it is given here."""
+    pages_per_slot = -(-config.max_length // config.page_size)
+    return EngineConfig(
+        num_pages=2 * config.max_slots * pages_per_slot,
+        page_size=config.page_size,
+        max_slots=config.max_slots,
+        max_length=config.max_length,
+        max_sequences=4 * config.max_slots,
+        queue_capacity=4 * config.max_slots,
+        submit_width=4 * config.max_slots,
+        token_budget=max(64, config.max_slots),
+        max_beams=max(*config.widths, NUM_SEQUENCES),
+        prefix_cache=True,
+        numerics=config.numerics,
+        seed=config.seed,
+    )
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists every setting, a row each."""
+    found = table.metrics(result) | {"prefixes": result.prefixes.metrics()}
+    for row in found["beams"]:  # of these lengths alone say nothing
+        del row["expected_share"]
+    # Every run of the experiment has the lists of both studies.
+    return found | {"simulated": [], "translations": []}
+
+
+def lengths_claims(savings: Any, **words: Any) -> Iterator[Ours]:
+    """Holds savings by answers against what lengths alone say."""
+    for name in savings.distinct("lengths"):
+        here = savings.where(lengths=name)
+        apart = abs(here.saved_share - here.expected_share).max()
+        yield ours("lengths", 100 * apart, lengths=name, **words)
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds closed forms and published numbers against ours."""
+    yield from lengths_claims(result.samples, how="", reading="")
+    readings, beams = result.readings, result.beams
+    if len(readings):
+        *first, last = map(str, readings.chunk_size)
+        most = float((readings.prompt_rows / readings.prompt_tokens).max())
+        sizes = f"{', '.join(first)} and {last}"
+        yield ours("once", most, num=readings.num_sequences[0], sizes=sizes)
+    for id, savings in (("answers", result.samples), ("beams", beams)):
+        for row in savings.rows():
+            words = row | ({"range": ""} if row["lengths"] == "short" else {})
+            yield from figure_claim(id, words)
+    gains = [
+        row["saved_share"] - result.samples.saved(row["lengths"], row["sequences"])
+        for row in beams.rows()
+    ]
+    if np.isfinite(gains).any():
+        yield ours("beams-above", 100 * float(np.nanmin(gains)))
+    prefixes = result.prefixes
+    for i, num in enumerate(prefixes.prefix_tokens.tolist()):
+        yield ours("faster", float(prefixes.speed_ups[i, 1]), num=num)
+
+
+def figure_claim(id: str, row: dict[str, Any]) -> Iterator[Ours]:
+    """Holds a saving against figure 15, if that has one."""
+    ours_, published = 100 * row["saved_share"], 100 * row["published_share"]
+    if np.isfinite(published):
+        data = DATA[row["lengths"]]
+        yield ours(id, ours_, published=published, data=data, **row)
+
+
+def plot(ax: Any, result: Result) -> None:
+    """Draws charts above and page tables below, in place of `ax`."""
+    grid = ax.get_subplotspec().subgridspec(2, 3, height_ratios=(1, 2.05))
+    figure = ax.figure
+    ax.remove()
+    left, middle, right = (figure.add_subplot(grid[0, i]) for i in range(3))
+    _draw_savings(left, result.samples, "answers")
+    left.set(
+        title="several answers: the prompt is shared", xlabel="answers of a request"
+    )
+    _draw_savings(middle, result.beams, "beams")
+    _draw_bound(middle, result.beams)
+    middle.set(title="beam search: answers, too", xlabel="beams of a request")
+    _draw_prefixes(right, result.prefixes)
+    picture.draw(figure.add_subplot(grid[1, :]), result.picture)
+
+
+def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
+    """Ours in colour, what follows from lengths as a line, the paper's in grey."""
+    palette = style.colors()
+    labels: list[tuple[str, Any]] = [("the paper's", GREY)]
+    for name, color in (("long", palette[6]), ("short", palette[5])):
+        theirs = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
+        look: dict[str, Any] = {"linewidth": 0.8, "linestyle": ":", "zorder": 1}
+        ax.plot(*zip(*theirs, strict=True), "D", color=GREY, markersize=2.6, **look)
+        here = savings.where(lengths=name)
+        if not len(here):
+            continue
+        ours, expected = 100 * here.saved_share, 100 * here.expected_share
+        line = expected if np.isfinite(expected).all() else ours
+        ax.plot(here.num_sequences, line, color=color, linewidth=0.9)
+        ax.plot(here.num_sequences, ours, "o", color=color, markersize=4)
+        tokens = f"{here.mean_prompt.mean():.0f} + {here.mean_answer.mean():.0f}"
+        labels.append((f"{name}: {tokens} tokens", color))
+    look = {"transform": ax.transAxes, "fontsize": 6}
+    if np.isfinite(savings.expected_share).any():
+        text = "points: counted\nlines: what\nlengths alone say"
+        ax.text(0.03, 0.98, text, va="top", color=INK, **look)
+    ax.margins(x=0.08)
+    ax.set(ylim=(0, None), ylabel="pages saved, %")
+    if len(savings):
+        ax.set_xticks(sorted({*savings.num_sequences.tolist(), 2, 4, 6}))
+    look |= {"ha": "right", "va": "bottom"}
+    for i, (text, color) in enumerate(labels):
+        ax.text(1, 0.015 + 0.068 * i, text, color=color, **look)
+
+
+def _draw_bound(ax: Any, savings: Savings) -> None:
+    """All pages but those of one sequence."""
+    if len(savings):
+        num = np.linspace(2, savings.num_sequences.max())
+        ax.plot(num, 100 - 100 / num, color="0.8", linewidth=0.8, zorder=0)
+        look = {"color": "0.65", "fontsize": 6, "ha": "right", "va": "bottom"}
+        ax.set_ylim(0, 100)
+        at = {"xytext": (0, 2), "textcoords": "offset points"}
+        ax.annotate("at most (n - 1) / n", (num[-1], 100 - 100 / num[-1]), **at, **look)
+
+
+def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
+    """What is left of pages, prompt tokens and steps, in per cent."""
+    colors = [style.colors()[i] for i in (5, 3, 1)]
+    for i, row in enumerate(prefixes.metrics()):
+        computed, steps = (
+            row[f"{name}_with"] / row[f"{name}_without"]
+            for name in ("prompt_rows", "steps")
+        )
+        shares = {
+            "pages": 1 - row["saved_share"],
+            "prompt tokens computed": computed,
+            "steps": steps,
+        }
+        title = f"{row['prefix_tokens']} tokens: {row['speed_up']:.2f} times the tokens"
+        ax.text(0, 5 * i - 0.75, f"{title}/s", va="center", color=INK)
+        for k, (label, share) in enumerate(shares.items()):
+            y, percent = 5 * i + k, f"{100 * share:.0f}"
+            ax.barh(y, 100 * share, 0.86, color=colors[k])
+            look: dict[str, Any] = {"ha": "left", "color": INK}
+            text = f" {percent}  {label}"
+            if share > 0.45:  # there is room inside
+                look, text = {"ha": "right", "color": "white"}, f"{label}  {percent} "
+            ax.text(100 * share, y, text, va="center_baseline", fontsize=6, **look)
+    ax.spines["left"].set_visible(False)
+    ax.set(
+        title="common beginnings: found again",
+        xlabel="with a prefix cache, % of without",
+        xlim=(0, 100),
+        yticks=[],
+        ylim=(max(1, 5 * len(prefixes)) - 2.3, -1.4),
+    )
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=Result,
+    run=run,
+    plot=plot,
+    claims=claims,
+    metrics=metrics,
+    summary=table.sheets,
+    panel_size_inches=(7.2, 6.5),
+    switch=("num_simulated", False),
+)

@@ -1,0 +1,408 @@
+"""What is shared at the paper's lengths? Pages counted in simulated time, none read.
+
+The engine's own scheduler serves a load with a clock for a model: OPT-13B on one A100
+of 40 GB, whose pool has 983 pages of 16 tokens. Sequences of a request share the full
+pages of its prompt, and a partial one until they write: figure 15a.
+
+Translations all begin with the same examples: figure 16, of LLaMA-13B, whose weights
+and pool are as large. With pages, the full pages of the examples are in the pool once,
+and read before the load comes. Orca (Oracle) knows how long every translation will be
+and reserves as much in one piece, with a copy of the examples for each, which it reads
+again each time.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Record,
+    Study,
+    Table,
+    Texts,
+    column,
+    ours,
+    table,
+)
+from experiments.framework.table import shown
+from experiments.harness import Lengths, length_distributions
+from experiments.plotting import style
+from experiments.serving.latency_vs_rate import runs, settings
+from experiments.serving.sharing.picture import GREY
+from experiments.serving.sharing.requests import published_share
+from experiments.serving.sharing.served import (
+    BOOK,
+    DATA,
+    figure_claim,
+    lengths_claims,
+)
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Capacity, Cost, Members, Work, contiguous, driver
+from jaxkv.workloads import arrivals, lengths, metrics
+
+SERVER = settings.SERVERS["13B"]
+MAX_ROWS = 2560
+"""Tokens fed in a step at most: a longest prompt, and all that decode."""
+
+LAWS = {"short": length_distributions.ALPACA, "long": length_distributions.SHAREGPT}
+TIMES = {"short": 4, "long": 1}
+"""Short requests are soon served: so many times as many for the same numbers."""
+SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
+"""Load, two thirds of where the axes of figures 14 and 12 end. As long as nobody waits,
+what is saved does not depend on it."""
+ANSWERS = (2, 4, 6)
+
+SENTENCES = lengths.Pair(
+    prompt=lengths.LogNormal(mean=28.0, sigma=0.5),
+    output=lengths.LogNormal(mean=37.0, sigma=0.5),
+    max_prompt=256,
+    max_length=512,
+)
+"""Sentences of WMT16 English to German. Four more examples make a prompt 341 - 80 = 261
+tokens longer: a pair has 65. German takes a third more of them than English."""
+RATES = np.round(np.geomspace(4.0, 80.0, 20), 2)
+"""Translations a second."""
+SECONDS = 120.0
+"""Simulated load of them."""
+AT_MOST_S = 0.5
+"""Seconds a token at which rates are compared."""
+SYSTEMS = ("Orca (Oracle)", "paged")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How much is simulated."""
+
+    num_simulated: int = 512
+    """Requests of the paper's lengths, in each of its settings."""
+    prefixes: tuple[int, ...] = (80, 341)
+    """Tokens with which translations begin alike: one and five examples."""
+    seed: int = 0
+    """Of lengths and arrivals."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to share."""
+        validation.at_least(self, "num_simulated", "prefixes")
+        validation.at_least(self, "seed", low=0)
+
+
+CONFIGS = {"paper": Config()}
+
+
+class Counted(Table):
+    """Requests of several answers, a row for each setting."""
+
+    lengths: Texts = column('"short" or "long"')
+    num_sequences: Ints = column("of a request", key="answers")
+    rate: Floats = column("arrivals", key="requests_per_s", heading="requests/s")
+    num_requests: Ints = column("how many there were", key="requests")
+    batch: Floats = column("sequences that ran, on average over time")
+    saved_share: Floats = column("pages saved / without sharing, on average over time")
+    expected_share: Floats = column("what lengths alone say")
+    num_preempted: Ints = column("sequences preempted", key="preempted")
+
+    @property
+    @shown()
+    def published_share(self) -> np.ndarray:
+        """The paper's; NaN where there is none."""
+        return published_share("answers", self)
+
+
+class Translated(Table):
+    """Translations with a common beginning, a row for each length of it."""
+
+    prefix_tokens: Ints = column("with which all begin")
+    rate: Float[np.ndarray, "rows rates"] = column("requests a second", is_told=False)
+    latency_s: Float[np.ndarray, "rows systems rates"] = column(
+        "seconds a token, Orca's and ours", is_told=False
+    )
+    batch: Float[np.ndarray, "rows systems rates"] = column(
+        "sequences that ran on average", is_told=False
+    )
+    at_most: Float[np.ndarray, "rows systems"] = column(
+        "requests a second at 0.5 s a token", is_told=False
+    )
+
+    @property
+    @shown()
+    def oracle_per_s(self) -> np.ndarray:
+        """The rate that Orca (Oracle) sustains."""
+        return self.at_most.reshape(-1, 2)[:, 0]
+
+    @property
+    @shown()
+    def paged_per_s(self) -> np.ndarray:
+        """The rate that pages sustain, shared."""
+        return self.at_most.reshape(-1, 2)[:, 1]
+
+    @property
+    @shown()
+    def ratio(self) -> np.ndarray:
+        """How many times as many requests pages serve."""
+        return self.paged_per_s / self.oracle_per_s
+
+    @property
+    @shown()
+    def published_ratio(self) -> np.ndarray:
+        """The paper's; NaN where there is none."""
+        printed = BOOK.published("translations")
+        return np.array([printed.get(str(x), np.nan) for x in self.prefix_tokens])
+
+
+class Result(Record):
+    """What was counted."""
+
+    counted: Counted = column(
+        "several answers",
+        key="simulated",
+        heading="pages saved by several answers, simulated",
+    )
+    translated: Translated = column(
+        "common beginnings",
+        key="translations",
+        heading=f"translations/s at {AT_MOST_S} s a token, simulated",
+    )
+
+
+class Behind(NamedTuple):
+    """A cost of sequences that all attend to so many more tokens than are counted."""
+
+    cost: Cost
+    num_tokens: Int32[Array, ""]
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step."""
+        more = work.decode_context + self.num_tokens * work.num_decodes
+        return self.cost(work._replace(decode_context=more))
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Counts both; ended early, it has what is done."""
+    counted = count(config.num_simulated, config.seed, progress)
+    translated = Translated.of([])
+    if not progress.stopped:
+        translated = translate(config.prefixes, SECONDS, config.seed, progress)
+    return Result(counted=counted, translated=translated)
+
+
+def _capacity(num_places: int) -> Capacity:
+    """Bounds of the machine with a pool of so many token places."""
+    plain = runs.capacity(num_places // settings.PAGE_SIZE)
+    return plain._replace(token_budget=jnp.int32(MAX_ROWS))
+
+
+def count(num: int, seed: int, progress: Progress) -> Counted:
+    """Serves each kind of requests with each number of samples.
+
+    Args:
+      num: long requests; of short ones there are `TIMES` as many.
+      seed: of lengths and arrivals.
+      progress: sees bars, and may stop; what is complete then stands.
+    """
+    rows = []
+    for name, law in LAWS.items():
+        rng, size = np.random.default_rng(seed), TIMES[name] * num
+        tokens = length_distributions.draw(law, size, settings.MAX_LENGTH, rng)
+        served = driver.simulate(
+            driver.stack([_answers(name, tokens, n, seed) for n in ANSWERS]),
+            max_slots=128,
+            max_samples=max(ANSWERS),
+            head=runs.HEAD,
+            progress=progress,
+        )
+        if progress.stopped:
+            break
+        means = served.means
+        saved = metrics.saving(means.saved_pages, means.used_pages)
+        for i, n in enumerate(ANSWERS):
+            rows.append(
+                {
+                    "lengths": name,
+                    "num_sequences": n,
+                    "rate": SEQUENCES_PER_S[name] / n,
+                    "num_requests": size,
+                    "batch": means.batch[i],
+                    "saved_share": saved[i],
+                    "expected_share": length_distributions.saving(
+                        tokens, n, settings.PAGE_SIZE
+                    ),
+                    "num_preempted": served.totals.preempted[i],
+                }
+            )
+    return Counted.of(rows)
+
+
+def _answers(name: str, tokens: Lengths, num: int, seed: int) -> Members:
+    # The same requests in an order of chance, whatever their number of answers.
+    rng = np.random.default_rng(seed)
+    order, rate = rng.permutation(len(tokens.prompt)), SEQUENCES_PER_S[name] / num
+    load = arrivals.make(
+        arrivals.poisson(rng, rate=rate, num=len(order)),
+        tokens.prompt[order],
+        tokens.answer[order],
+        samples=num,
+    )
+    pool = _capacity(SERVER.num_places)
+    return Members(load, pool, fcfs.fcfs(), settings.cost(SERVER))
+
+
+def translate(
+    prefixes: tuple[int, ...], seconds: float, seed: int, progress: Progress
+) -> Translated:
+    """Serves translations at all rates by both systems.
+
+    Args:
+      prefixes: tokens with which all prompts begin.
+      seconds: of load, simulated.
+      seed: of lengths and arrivals.
+      progress: sees bars, and may stop; then nothing is told.
+    """
+    shape = (len(prefixes), len(RATES))
+    latency_s, batch = [], []
+    for system in SYSTEMS:
+        members = driver.stack(
+            [
+                _translations(system, prefix, rate, seconds, seed)
+                for prefix in prefixes
+                for rate in RATES.tolist()
+            ]
+        )
+        served = driver.simulate(
+            members, max_slots=runs.MAX_SLOTS, head=runs.HEAD, progress=progress
+        )
+        if progress.stopped:
+            return Translated.of([])
+        took_s = metrics.normalised_latency_s(
+            served.arrival_s, served.finish_s, np.asarray(members.workload.output)
+        )
+        latency_s.append(took_s.reshape(shape))
+        batch.append(served.means.batch.reshape(shape))
+    curves = np.stack(latency_s, axis=1)
+    at_most = [
+        [metrics.capacity(RATES, curve, at_most_s=AT_MOST_S) for curve in both]
+        for both in curves
+    ]
+    rate, batches = np.broadcast_to(RATES, shape), np.stack(batch, axis=1)
+    return Translated(np.array(prefixes), rate, curves, batches, np.array(at_most))
+
+
+def _translations(
+    system: str, prefix: int, rate: float, seconds: float, seed: int
+) -> Members:
+    page, places = settings.PAGE_SIZE, SERVER.num_places
+    shared = prefix // page * page if system == "paged" else 0
+    rng, num = np.random.default_rng(seed), max(1, round(rate * seconds))
+    load = arrivals.open_loop(rng, SENTENCES, rate=rate, num=num)
+    members = Members(
+        load._replace(prompt=load.prompt + prefix - shared),
+        _capacity(places - shared),
+        fcfs.fcfs(),
+        Behind(settings.cost(SERVER), jnp.asarray(shared, jnp.int32)),
+    )
+    if system == "paged":
+        return members
+    reservation = contiguous.reservation(
+        "oracle",
+        num_leaves=places // page,
+        leaves_per_region=settings.MAX_LENGTH // page,
+    )
+    return members._replace(reservation=reservation)
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds the counts against closed forms, and figures 15a and 16 against ours."""
+    yield from lengths_claims(result.counted)
+    for row in result.counted.rows():
+        is_end = (row["lengths"], row["answers"]) == ("long", max(ANSWERS))
+        words = row | ({} if is_end else {"too_much": ""})
+        yield from figure_claim("answers-simulated", words)
+    for row in result.translated.rows():
+        rates = f"{SYSTEMS[0]} {row['oracle_per_s']:.1f}, "
+        rates += f"{SYSTEMS[1]} {row['paged_per_s']:.1f}"
+        num = row["prefix_tokens"]
+        yield ours(
+            "translations", row["ratio"], num=num, at_most=AT_MOST_S, rates=rates
+        )
+
+
+def plot(ax: Any, result: Result) -> None:
+    """Draws figure 15a above, figure 16 below, in place of `ax`."""
+    grid = ax.get_subplotspec().subgridspec(2, 2)
+    figure = ax.figure
+    ax.remove()
+    for i, name in enumerate(result.counted.distinct("lengths")):
+        here = result.counted.where(lengths=name)
+        _draw_savings(figure.add_subplot(grid[0, i]), here, name)
+    for i in range(len(result.translated)):
+        _draw_latency(figure.add_subplot(grid[1, min(i, 1)]), result.translated, i)
+
+
+def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
+    """Bars of ours beside the paper's in grey; lines: what lengths alone say."""
+    color = style.colors()[5 if name == "short" else 6]
+    place = np.arange(len(counted))
+    bars = (
+        (place - 0.2, counted.published_share, GREY),
+        (place + 0.2, counted.saved_share, color),
+    )
+    for x, share, fill in bars:
+        drawn = ax.bar(x, 100 * share, 0.36, color=fill)
+        texts = [f"{y:.1f}" if np.isfinite(y) else "" for y in 100 * share]
+        ax.bar_label(drawn, texts, color=fill)
+    expected = 100 * counted.expected_share
+    ax.plot(place + 0.2, expected, "_", color="black", markersize=14)
+    ax.set_xticks(place, [str(n) for n in counted.num_sequences])
+    ax.margins(y=0.15)
+    ax.set(
+        title=f"{DATA[name]}: the paper's, ours; dash: lengths alone",
+        xlabel="answers of a request",
+        ylabel="pages saved, %",
+    )
+
+
+def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
+    """Latency against rate, as figure 16 has it."""
+    colors = [style.colors()[k] for k in (1, 5)]
+    # The slower system's curve rises on the left, the other one's on the right.
+    sides = ({"xytext": (5, -9), "ha": "left"}, {"xytext": (-5, 4), "ha": "right"})
+    for k, name in enumerate(SYSTEMS):
+        at_most = translated.at_most[i, k]
+        look: dict[str, Any] = {"color": colors[k]}
+        ax.plot(translated.rate[i], translated.latency_s[i, k], **look)
+        ax.plot(at_most, AT_MOST_S, "o", **look)
+        place, look = (at_most, AT_MOST_S), look | sides[k]
+        text = f"{name}: {at_most:.1f}/s"
+        ax.annotate(text, place, textcoords="offset points", **look)
+    ax.axhline(AT_MOST_S, color="0.8", linewidth=0.8, zorder=0)
+    row = translated.rows()[i]
+    title = f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times"
+    if np.isfinite(row["published_ratio"]):
+        title += f", the paper's {row['published_ratio']}"
+    ax.set(title=title, ylim=(0, 1), xlabel="requests/s", ylabel="latency, s a token")
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=Result,
+    run=run,
+    plot=plot,
+    claims=claims,
+    # Every run of the experiment has the lists of both studies.
+    metrics=lambda result: {
+        **{x: [] for x in ("samples", "beams", "readings", "prefixes", "pictures")},
+        **table.metrics(result),
+    },
+    summary=table.sheets,
+    panel_size_inches=(7.2, 6.5),
+    switch=("num_simulated", True),
+)
