@@ -22,7 +22,6 @@ __all__ = [
     "Requests",
     "StepInfo",
     "cancel",
-    "counts",
     "drain",
     "init",
     "load_state",
