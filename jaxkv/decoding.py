@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import validation
+from jaxkv import arrays, validation
 from jaxkv.memory import kv_pages, page_pool, page_table
 from jaxkv.models import ModelConfig, interface
 
@@ -71,9 +71,7 @@ def prefill(
         Past rotary ones it warns, when it is compiled.
     """
     _check_length(cache, forward)
-    params, cache, tokens, lengths = page_pool.on_device(
-        (params, cache, tokens, lengths)
-    )
+    params, cache, tokens, lengths = arrays.on_device((params, cache, tokens, lengths))
     slots, width = tokens.shape
     cache, fed, enough = _reserve(cache, lengths)
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -115,7 +113,7 @@ def decode_step(
       ValueError: as `prefill` does.
     """
     _check_length(cache, forward)
-    params, cache, tokens, active = page_pool.on_device((params, cache, tokens, active))
+    params, cache, tokens, active = arrays.on_device((params, cache, tokens, active))
     slots = tokens.shape[0]
     want = jnp.ones((slots,), jnp.int32) if active is None else active.astype(jnp.int32)
     cache, fed, enough = _reserve(cache, want)

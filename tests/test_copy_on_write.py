@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import arrays
 from jaxkv.memory import (
     invariants,
     kv_pages,
@@ -504,7 +505,7 @@ def never(pool: Pool, table: Table, num_rows: jax.Array, *, page_size: int) -> A
 
 def always(pool: Pool, table: Table, num_rows: jax.Array, *, page_size: int) -> Any:
     index = (jnp.arange(SLOTS, dtype=jnp.int32), table.length // page_size)
-    return (num_rows > 0) & (page_pool.take(table.page_ids, index, fill=NO_PAGE) >= 0)
+    return (num_rows > 0) & (arrays.take(table.page_ids, index, fill=NO_PAGE) >= 0)
 
 
 def uncopied(pages: Pages, source: Any, target: Any, *, origin: Any = None) -> Pages:

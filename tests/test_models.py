@@ -123,6 +123,30 @@ def test_shapes_and_axes_match_the_parameters() -> None:
         assert len(names) == leaf.ndim
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(num_layers=3),
+        dict(vocab_size=150, hidden_size=96, positions="learned"),
+        dict(
+            experts=transformer.Experts(num_experts=3, top_k=2, size=8, shared_size=8)
+        ),
+    ],
+)
+def test_parameters_have_the_bits_of_those_drawn_one_by_one(
+    fields: dict, dtype: str
+) -> None:
+    config, key = ModelConfig(**vars(TINY) | fields), jax.random.key(5)
+    alone = transformer.Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
+    expected = nnx.to_pure_dict(nnx.state(alone, nnx.Param))
+    for drawn in (
+        transformer.init_params(config, key, dtype=dtype),
+        jax.jit(lambda key: transformer.init_params(config, key, dtype=dtype))(key),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, drawn, expected)
+
+
 def test_half_precision_weights_give_float32_logits() -> None:
     params = engines.params(TINY, "bfloat16")
     tokens = np.arange(8, dtype=np.int32)[None]

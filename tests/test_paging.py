@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxkv import arrays
 from jaxkv.memory import page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from tests.support.oracle import Oracle
@@ -97,7 +98,7 @@ def test_sentinels_never_reach_the_last_page() -> None:
     assert_same(share(pool, none), pool)
     full, _, _ = allocate(pool, ints(4), max_pages=4)
     assert_same(release(full, none), full)
-    assert page_pool.take(full.ref, none, fill=9).tolist() == [9, 9, 9]
+    assert arrays.take(full.ref, none, fill=9).tolist() == [9, 9, 9]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from jaxkv import arrays
 from jaxkv.memory import kv_pages, page_pool
 from jaxkv.models import ForwardResult
 
@@ -83,13 +84,13 @@ class Scribe:
             x.astype(pages.k.dtype)[:, None, None] for x in (rows.token, rows.position)
         )
         pages = kv_pages.write(pages, 0, word, place, rows)
-        last = page_pool.take(rows.position, rows.logit_rows, fill=-1)
+        last = arrays.take(rows.position, rows.logit_rows, fill=-1)
         slot = rows.logit_rows
         if rows.slot is not None:
-            slot = page_pool.take(rows.slot, slot, fill=-1)
-        held = page_pool.take(
+            slot = arrays.take(rows.slot, slot, fill=-1)
+        held = arrays.take(
             pages.k[0, :, 0, :, 0],
-            page_pool.take(rows.page_ids, slot, fill=page_pool.NO_PAGE),
+            arrays.take(rows.page_ids, slot, fill=page_pool.NO_PAGE),
             fill=-1,
         ).reshape(slot.shape[0], -1)[:, : self.language.max_length]
         past = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :] <= last[:, None]

@@ -20,7 +20,6 @@ __all__ = [
     "Requests",
     "StepInfo",
     "cancel",
-    "counts",
     "drain",
     "init",
     "requests",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkv import arrays
 from jaxkv.engine.groups import first_of_group, is_beam
 from jaxkv.engine.state import (
     FINISHED,
@@ -26,7 +27,7 @@ from jaxkv.engine.state import (
     EngineState,
     Sequences,
 )
-from jaxkv.memory import page_pool, page_sharing, page_table
+from jaxkv.memory import page_sharing, page_table
 from jaxkv.sampling import beam_search
 
 
@@ -53,7 +54,7 @@ def groups(state: EngineState, max_beams: int) -> Groups:
     begins = here & (first == every)
     return Groups(
         lead=jnp.where(begins, s.group[row], NOBODY),
-        slot=page_pool.put(nobody, at, every, "set"),
+        slot=arrays.put(nobody, at, every),
     )
 
 
@@ -107,13 +108,11 @@ def advance(
         old = state.search
         assert old is not None
         new = old._replace(
-            groups=jax.tree.map(
-                lambda x, y: page_pool.put(x, lead, y, "set"), old.groups, after
-            ),
-            parents=page_pool.put(old.parents, (row, place), beam, "set"),
+            groups=jax.tree.map(lambda x, y: arrays.put(x, lead, y), old.groups, after),
+            parents=arrays.put(old.parents, (row, place), beam),
         )
-        num_tokens = page_pool.put(s.num_tokens, row, place + 1, "set")
-        history = page_pool.put(s.tokens, (row, place), tokens[first, sample], "set")
+        num_tokens = arrays.put(s.num_tokens, row, place + 1)
+        history = arrays.put(s.tokens, (row, place), tokens[first, sample])
         state = state._replace(
             pool=pool,
             table=table,
@@ -140,9 +139,7 @@ def _step(
         stop_tokens=s.stop_tokens[lead],
         limit=s.limit[lead] - s.prompt_length[lead],
     )
-    ready = jnp.sum(
-        page_pool.take(here, found.slot, fill=False), axis=1, dtype=jnp.int32
-    )
+    ready = jnp.sum(arrays.take(here, found.slot, fill=False), axis=1, dtype=jnp.int32)
     active = (found.lead >= 0) & (ready == params.width)
     group = jax.tree.map(lambda x: x[lead], search.groups)
     slot = jnp.maximum(found.slot, 0)
@@ -176,9 +173,9 @@ def _finish(
         row = jnp.where(done, sequence, NOBODY)
         score = group.finished.score[first, sample]
         return s._replace(
-            tokens=page_pool.put(s.tokens, row, answers, "set"),
-            num_tokens=page_pool.put(s.num_tokens, row, length, "set"),
-            score=page_pool.put(s.score, row, score, "set"),
+            tokens=arrays.put(s.tokens, row, answers),
+            num_tokens=arrays.put(s.num_tokens, row, length),
+            score=arrays.put(s.score, row, score),
         )
 
     s = lax.fori_loop(0, jnp.any(done).astype(jnp.int32), write, state.sequences)
@@ -193,10 +190,10 @@ def _finish(
         done & jnp.all(s.first_token[sequence] == 0, axis=1), ended, NOBODY
     )
     s = s._replace(
-        status=page_pool.put(s.status, ended, FINISHED, "set"),
-        reason=page_pool.put(s.reason, ended, reason, "set"),
-        first_token=page_pool.put(s.first_token, began, now, "set"),
-        finish=page_pool.put(s.finish, ended, now, "set"),
+        status=arrays.put(s.status, ended, FINISHED),
+        reason=arrays.put(s.reason, ended, reason),
+        first_token=arrays.put(s.first_token, began, now),
+        finish=arrays.put(s.finish, ended, now),
     )
     return state._replace(sequences=s), reason
 
@@ -204,7 +201,7 @@ def _finish(
 def note_paths(
     state: EngineState, preempted: Bool[Array, " slots"], config: EngineConfig
 ) -> EngineState:
-    """Writes out the tokens of each beam that gives way, to be fed again.
+    """Writes out the tokens of each beam that is preempted, to be fed again.
 
     The history stays as it is, since answers may point into it.
     """
@@ -226,7 +223,7 @@ def note_paths(
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
         holder = jnp.take_along_axis(rows[first], jnp.maximum(held, 0), axis=1)
         tokens = s.tokens[holder, jnp.broadcast_to(place, holder.shape)]
-        return page_pool.put(path, jnp.where(lost, sequence, NOBODY), tokens, "set")
+        return arrays.put(path, jnp.where(lost, sequence, NOBODY), tokens)
 
     trips = jnp.any(lost).astype(jnp.int32)
     path = lax.fori_loop(0, trips, unroll, state.search.path)

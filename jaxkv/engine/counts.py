@@ -1,21 +1,33 @@
-"""Carrying out a plan: who gives way, who gets a slot, which pages they get."""
+"""What the policy of an engine may know: its counts, made of the engine's state."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv.engine import (
-    beam_search,
-    prefix_caching,
-    requests,
-    slot_assignment,
-    swapping,
-)
-from jaxkv.engine.groups import first_of_group, note_common, num_to_feed
-from jaxkv.engine.state import NOBODY, RUNNING, WAITING, EngineConfig, EngineState
-from jaxkv.memory import kv_pages, page_pool, page_sharing, page_table
+from jaxkv import arrays, clock
+from jaxkv.engine import groups, prefix_caching, slot_assignment, swapping
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import demand, page_sharing, page_table
 from jaxkv.scheduling import interface
+
+
+class _Head(NamedTuple):
+    """The requests at the head of the queue."""
+
+    row: Int32[Array, " head"]
+    """Row of each one's first sequence, or NOBODY."""
+    waits: Bool[Array, "head sequences"]
+    """Its sequences that wait."""
+    num_slots: Int32[Array, " head"]
+    """How many these are."""
+    reader: Int32[Array, " head"]
+    """The one that feeds first."""
+    num_tokens: Int32[Array, " head"]
+    """What that one has to feed: all its tokens, or those with which all begin."""
+    is_out: Bool[Array, " head"]
+    """Requests that are swapped out."""
+    has_arrived: Bool[Array, " head"]
 
 
 def counts(
@@ -25,80 +37,93 @@ def counts(
 
     And what the requests at the head of the queue would start on.
     """
-    s, slots, line = state.sequences, state.slots, state.slots.line
-    size = config.page_size
-    sequence, length = slots.sequence[line], state.table.length[line]
-    head = state.queue.sequence[: config.max_slots]
-
-    def of(values: Array, rows: Array) -> Array:
-        return page_pool.take(values, rows, fill=0)
-
-    first = first_of_group(state)
-    holder = page_sharing.holders(state.table, first)
-    every = jnp.arange(config.max_slots, dtype=jnp.int32)
-    place = jnp.zeros_like(line).at[line].set(every, unique_indices=True)
-    goal = num_to_feed(state)
-    copies = page_table.needs_copy(
-        state.pool, state.table, goal - state.table.length, page_size=size
-    )
-    arrival = of(s.arrival, head)
-    seconds, micros = state.clock[0], state.clock[1]
-    arrived = (arrival[:, 0] < seconds) | (
-        (arrival[:, 0] == seconds) & (arrival[:, 1] <= micros)
-    )
-    # Of each waiting request: its sequences, the one that feeds first, and their pages.
-    waits = slot_assignment.members(state, head)
-    waiting_slots = jnp.sum(waits, axis=1, dtype=jnp.int32)
-    reader = jnp.argmax(waits, axis=1).astype(jnp.int32)
-    alone = waiting_slots == 1
-    num_tokens = jnp.where(alone, s.num_tokens[reader], of(s.num_common, head))
-    full = jnp.where(alone, 0, num_tokens // size)
-    tails = page_table.pages_for(s.num_tokens, page_size=size)
-    tails = jnp.where(waits, tails[None, :] - full[:, None], 0)
-    out = swapping.is_out(state, head)
-    waiting = (head >= 0) & arrived & ~swapping.on_host(state, head)
-    found = prefix_caching.find(state, reader, num_tokens, waiting & ~out, config)
-    owned = page_sharing.owned_pages(
-        state.table, holder, pins=prefix_caching.pins(state)
-    )
-    pages = page_table.num_pages(state.table, page_size=size)
-    moves = swapping.num_to_move(state, holder, page_size=size)
+    head = _head_of_queue(state, config)
+    looks = head.has_arrived & ~head.is_out
+    found = prefix_caching.find(state, head.reader, head.num_tokens, looks, config)
     return interface.Counts(
-        running=sequence >= 0,
-        held=slots.held[line],
-        group=place[first[line]],
-        num_tokens=goal[line],
-        length=length,
-        num_pages=pages[line],
-        owned_pages=owned[line],
-        owned_tokens=_own(state.table.length, pages - owned, size)[line],
-        swap_pages=moves[line],
-        copies=copies[line].astype(jnp.int32),
-        preempted=of(s.num_preempted, sequence) > 0,
-        scored_prompt=of(s.prompt_scored, sequence)
-        & (length < of(s.prompt_length, sequence)),
-        waiting=waiting,
-        waiting_tokens=num_tokens,
-        waiting_cached=found.num_tokens,
-        waiting_slots=waiting_slots,
-        waiting_pages=jnp.where(
-            out,
-            swapping.num_wanted(state, head, waits, config),
-            full
-            + jnp.sum(tails, axis=1, dtype=jnp.int32)
-            - found.num_tokens // size
-            + found.num_idle,
-        ),
-        waiting_preempted=(head >= 0) & (s.num_preempted[reader] > 0),
-        waiting_swapped=out,
-        waiting_scored_prompt=s.prompt_scored[reader] & (head >= 0),
+        **_of_line(state, config),
+        **_of_head(state, head, found, config),
         free_pages=state.pool.num_free + prefix_caching.num_idle(state),
         free_swap_pages=swapping.num_free(state),
-        page_size=size,
+        page_size=config.page_size,
         max_length=config.max_length,
         token_budget=config.token_budget,
         spare_logit_rows=config.num_logit_rows - config.max_slots,
     ), found
+
+
+def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
+    """Counts of the slots, in order of the line."""
+    s, slots, size = state.sequences, state.slots, config.page_size
+    line = slots.line
+    sequence, length = slots.sequence[line], state.table.length[line]
+    goal = groups.num_to_feed(state)
+    copies = page_table.needs_copy(
+        state.pool, state.table, goal - state.table.length, page_size=size
+    )
+    holder = page_sharing.holders(state.table, groups.group_of_slots(state))
+    owned = page_sharing.owned_pages(
+        state.table, holder, pins=prefix_caching.pins(state)
+    )[line]
+    pages = page_table.num_pages(state.table, page_size=size)[line]
+    moves = swapping.num_to_move(state, holder, page_size=size)
+    in_prompt = length < arrays.take(s.prompt_length, sequence, fill=0)
+    return dict(
+        running=sequence >= 0,
+        held=slots.held[line],
+        group=groups.groups_in_line(state),
+        num_tokens=goal[line],
+        length=length,
+        num_pages=pages,
+        owned_pages=owned,
+        owned_tokens=demand.own_tokens(length, pages - owned, page_size=size),
+        swap_pages=moves[line],
+        copies=copies[line].astype(jnp.int32),
+        preempted=arrays.take(s.num_preempted, sequence, fill=0) > 0,
+        scored_prompt=arrays.take(s.prompt_scored, sequence, fill=False) & in_prompt,
+    )
+
+
+def _head_of_queue(state: EngineState, config: EngineConfig) -> _Head:
+    """Looks up who waits at the head of the queue."""
+    s, head = state.sequences, state.queue.sequence[: config.max_slots]
+    waits = slot_assignment.members(state, head)
+    num_slots = jnp.sum(waits, axis=1, dtype=jnp.int32)
+    row = jnp.arange(waits.shape[1], dtype=jnp.int32)[None, :]
+    first = jnp.min(jnp.where(waits, row, row.size), axis=1)
+    reader = jnp.where(first == row.size, 0, first)
+    common = arrays.take(s.num_common, head, fill=0)
+    arrival = arrays.take(s.arrival, head, fill=0)
+    return _Head(
+        row=head,
+        waits=waits,
+        num_slots=num_slots,
+        reader=reader,
+        num_tokens=jnp.where(num_slots == 1, s.num_tokens[reader], common),
+        is_out=swapping.is_out(state, head),
+        has_arrived=(head >= 0) & clock.is_past(arrival, state.clock),
+    )
+
+
+def _of_head(
+    state: EngineState, head: _Head, found: prefix_caching.Found, config: EngineConfig
+) -> dict[str, Array]:
+    """Counts of the requests at the head of the queue."""
+    s, size, there = state.sequences, config.page_size, head.row >= 0
+    common = jnp.where(head.num_slots == 1, 0, head.num_tokens)
+    fresh = demand.to_begin(s.num_tokens[None, :], common, head.waits, page_size=size)
+    fresh += found.num_idle - found.num_tokens // size
+    back = swapping.num_wanted(state, head.row, head.waits, config)
+    return dict(
+        waiting=head.has_arrived & ~swapping.on_host(state, head.row),
+        waiting_tokens=head.num_tokens,
+        waiting_cached=found.num_tokens,
+        waiting_slots=head.num_slots,
+        waiting_pages=jnp.where(head.is_out, back, fresh),
+        waiting_preempted=there & (s.num_preempted[head.reader] > 0),
+        waiting_swapped=head.is_out,
+        waiting_scored_prompt=there & s.prompt_scored[head.reader],
+    )
 
 
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
@@ -106,127 +131,11 @@ def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     table, size = state.table, config.page_size
     # Sequences of a group are equal where they share pages, the last one included.
     pins = prefix_caching.pins(state)
-    holder = page_sharing.holders(table, first_of_group(state))
+    holder = page_sharing.holders(table, groups.group_of_slots(state))
     owned = page_sharing.owned_pages(table, holder, pins=pins)
     others = page_table.num_pages(table, page_size=size) - owned
-    own = jnp.sum(_own(table.length, others, size), dtype=jnp.int32)
+    tokens = demand.own_tokens(table.length, others, page_size=size)
+    own = jnp.sum(tokens, dtype=jnp.int32)
     if pins is None:
         return own
     return own + size * jnp.sum((pins > 0) & (state.pool.ref > 1), dtype=jnp.int32)
-
-
-def _own(length: Array, others: Array, page_size: int) -> Array:
-    """Tokens of each slot beyond those on pages that others account for."""
-    return jnp.maximum(length - others * page_size, 0)
-
-
-class Done(NamedTuple):
-    """What carrying out a plan came to."""
-
-    num_rows: Int32[Array, " slots"]
-    """Rows of each slot; none if there were not enough pages."""
-    num_admitted: Int32[Array, ""]
-    """Requests whose sequences got slots."""
-    num_swapped_out: Int32[Array, ""]
-    """Sequences whose pages left the pool."""
-    num_swapped_in: Int32[Array, ""]
-    """Sequences whose pages came back."""
-    num_copied: Int32[Array, ""]
-    """Pages copied because they are about to be written."""
-    enough: Bool[Array, ""]
-    """Whether there were pages for all places asked for."""
-
-
-def carry_out(
-    state: EngineState,
-    plan: interface.Plan,
-    found: prefix_caching.Found,
-    config: EngineConfig,
-) -> tuple[EngineState, Done]:
-    """Preempts, admits, reserves, and copies what is about to be written."""
-    line = state.slots.line
-
-    def by_slot(values: Array) -> Array:
-        return jnp.zeros_like(values).at[line].set(values, unique_indices=True)
-
-    preempted = by_slot(plan.preempt)
-    state = beam_search.note_paths(state, preempted, config)
-    state = note_common(state, preempted)
-    state, leaves = swapping.move_out(state, by_slot(plan.swap) & preempted, config)
-    state = prefix_caching.let_go(state, preempted)
-    pool, table = page_table.drop(state.pool, state.table, preempted)
-    state = state._replace(pool=pool, table=table)
-    s, slots, queue = state.sequences, state.slots, state.queue
-    # A group that gives way waits as one, in order of the line.
-    losers = jnp.where(plan.preempt, slots.sequence[line], NOBODY)
-    leads = first_of_group(state)[line] == line
-    groups = page_pool.take(s.group, jnp.where(leads, losers, NOBODY), fill=NOBODY)
-    sequence = jnp.where(preempted, NOBODY, slots.sequence)
-    occupied = (sequence >= 0) | slots.held
-    head = queue.sequence[: config.max_slots]
-    admit, back, num_back = swapping.coming_back(state, plan.admit, head)
-    seats = slot_assignment.seat(state, admit, head, ~occupied)
-    rows = jnp.arange(s.status.shape[0], dtype=jnp.int32)
-
-    def seat(values: Array, new: Array) -> Array:
-        return page_pool.put(values, seats.slot, new, "set")
-
-    def lead(values: Array, new: Array) -> Array:
-        return page_pool.put(values, seats.first, jnp.where(back, 0, new), "set")
-
-    places = lead(by_slot(plan.places), plan.head_places)
-    num_rows = lead(by_slot(plan.num_rows), plan.head_rows)
-    sequence = seat(sequence, rows)
-    # Who has pages to come back to was forked before.
-    waits = (seats.slot != seats.reader) & ~swapping.has_pages(state)
-    waits = jnp.where(waits, seats.reader, NOBODY)
-    common = jnp.where(seats.size > 1, page_pool.take(s.num_common, head, fill=0), 0)
-    read = page_pool.put(jnp.zeros_like(slots.sequence), waits, 1, "add") > 0
-    common = jnp.where(page_pool.take(read, seats.first, fill=False), common, 0)
-    # The line: who stays, who is new, and the empty slots behind them.
-    every = jnp.arange(config.max_slots, dtype=jnp.int32)
-    still_free = jnp.where(occupied | (sequence >= 0), NOBODY, every)
-    new_line = jnp.concatenate([jnp.where(occupied[line], line, NOBODY), seats.taken])
-    new_line = jnp.concatenate([new_line, still_free])
-    admitted = jnp.pad(seats.size > 0, (0, queue.sequence.shape[0] - head.shape[0]))
-    waiting = jnp.where(admitted, NOBODY, queue.sequence)
-    status = page_pool.put(s.status, losers, WAITING, "set")
-    status = jnp.where(seats.slot >= 0, RUNNING, status)
-    moved = jnp.where(leaves, slots.sequence, NOBODY)
-    state = state._replace(
-        sequences=s._replace(
-            status=status,
-            num_preempted=page_pool.put(s.num_preempted, losers, 1, "add"),
-            num_swapped=page_pool.put(s.num_swapped, moved, 1, "add"),
-        ),
-        slots=slots._replace(
-            sequence=sequence,
-            source=seat(jnp.where(preempted, NOBODY, slots.source), waits),
-            num_common=page_pool.put(
-                jnp.where(preempted, 0, slots.num_common), seats.first, common, "set"
-            ),
-            line=slot_assignment.packed(new_line)[: config.max_slots],
-        ),
-        queue=requests.pack_queue(
-            jnp.concatenate([groups, waiting]), queue.sequence.shape[0]
-        ),
-    )
-    state = prefix_caching.start(state, found, seats.first)
-    sizes = {"page_size": config.page_size}
-    wanted = page_table.num_wanted(state.pool, state.table, places, num_rows, **sizes)
-    state = prefix_caching.make_room(state, wanted + num_back, config)
-    state = swapping.move_in(state, back, head, seats.slot)
-    pool, table, copies, enough = page_table.reserve(
-        *(state.pool, state.table, places, num_rows),
-        **sizes,
-        max_new_pages=config.max_pages_per_slot,
-    )
-    pages = kv_pages.copy(state.pages, copies.source, copies.target)
-    return state._replace(pages=pages, pool=pool, table=table), Done(
-        num_rows=jnp.where(enough, num_rows, 0),
-        num_admitted=jnp.sum(seats.size > 0, dtype=jnp.int32),
-        num_swapped_out=jnp.sum(leaves, dtype=jnp.int32),
-        num_swapped_in=jnp.sum(jnp.where(back, seats.size, 0), dtype=jnp.int32),
-        num_copied=jnp.sum(copies.source >= 0, dtype=jnp.int32),
-        enough=enough,
-    )

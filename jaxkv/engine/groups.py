@@ -13,15 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.engine import prefix_caching
 from jaxkv.engine.state import NOBODY, EngineConfig, EngineState
-from jaxkv.memory import page_pool, page_sharing, page_table
+from jaxkv.memory import page_sharing, page_table
 
 
 def num_to_feed(state: EngineState) -> Int32[Array, " slots"]:
     """Tokens that each slot has to have fed; 0 if it is empty or waits for a fork."""
     slots = state.slots
-    known = page_pool.take(state.sequences.num_tokens, slots.sequence, fill=0)
+    known = arrays.take(state.sequences.num_tokens, slots.sequence, fill=0)
     if state.search is not None:
         known -= _held_back(state, known).astype(jnp.int32)
     goal = jnp.where(slots.num_common > 0, slots.num_common, known)
@@ -33,14 +34,14 @@ def _held_back(
 ) -> Bool[Array, " slots"]:
     """Beams that wait with their last token until all of their group have it left."""
     s, sequence = state.sequences, state.slots.sequence
-    group = page_pool.take(s.group, sequence, fill=NOBODY)
-    prompt = page_pool.take(s.prompt_length, sequence, fill=0)
+    group = group_of_slots(state)
+    prompt = arrays.take(s.prompt_length, sequence, fill=0)
     # The common tokens of a first fork are all there is: nobody waits for anybody.
     behind = (state.table.length < known - 1) & (known > prompt)
     behind &= is_beam(state)
     late = jnp.zeros(s.group.shape, bool)
-    late = page_pool.put(late, jnp.where(behind, group, NOBODY), True, "set")
-    return page_pool.take(late, group, fill=False) & is_beam(state)
+    late = arrays.put(late, jnp.where(behind, group, NOBODY), True)
+    return arrays.take(late, group, fill=False) & is_beam(state)
 
 
 def is_beam(state: EngineState) -> Bool[Array, " slots"]:
@@ -48,8 +49,12 @@ def is_beam(state: EngineState) -> Bool[Array, " slots"]:
     sequence = state.slots.sequence
     if state.search is None:
         return jnp.zeros(sequence.shape, bool)
-    group = page_pool.take(state.sequences.group, sequence, fill=NOBODY)
-    return page_pool.take(state.search.width, group, fill=0) > 0
+    return arrays.take(state.search.width, group_of_slots(state), fill=0) > 0
+
+
+def group_of_slots(state: EngineState) -> Int32[Array, " slots"]:
+    """Row of the first sequence of each slot's request, or NOBODY."""
+    return arrays.take(state.sequences.group, state.slots.sequence, fill=NOBODY)
 
 
 def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " slots"]:
@@ -62,7 +67,7 @@ def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " 
     complete = (slots.num_common > 0) & (
         state.table.length + num_rows == slots.num_common
     )
-    ready = page_pool.take(complete, slots.source, fill=False)
+    ready = arrays.take(complete, slots.source, fill=False)
     return jnp.where(ready, slots.source, NOBODY)
 
 
@@ -80,19 +85,17 @@ def advance(
     pool, table = page_sharing.fork(
         state.pool, state.table, forks, page_size=config.page_size
     )
-    fed_before = page_pool.take(s.num_fed, slots.sequence, fill=0)
+    fed_before = arrays.take(s.num_fed, slots.sequence, fill=0)
     again = jnp.clip(fed_before - length, 0, num_rows)
-    done = page_pool.put(jnp.zeros_like(forks), forks, 1, "add") > 0
+    every = jnp.arange(forks.shape[0], dtype=jnp.int32)
+    done = jnp.any(forks[:, None] == every[None, :], axis=0)
+    fed = jnp.maximum(fed_before, table.length)
     return state._replace(
         pool=pool,
         table=table,
         sequences=s._replace(
-            num_recomputed=page_pool.put(
-                s.num_recomputed, slots.sequence, again, "add"
-            ),
-            num_fed=page_pool.put(
-                s.num_fed, slots.sequence, jnp.maximum(fed_before, table.length), "set"
-            ),
+            num_recomputed=arrays.put(s.num_recomputed, slots.sequence, again, "add"),
+            num_fed=arrays.put(s.num_fed, slots.sequence, fed),
         ),
         slots=slots._replace(
             source=jnp.where(forks >= 0, NOBODY, slots.source),
@@ -110,18 +113,18 @@ def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
     slots, size = state.slots, state.pages.page_size
     every = jnp.arange(gone.shape[0], dtype=jnp.int32)
     source = jnp.where(gone, NOBODY, slots.source)
-    orphan = page_pool.take(gone, source, fill=False)
+    orphan = arrays.take(gone, source, fill=False)
     heir = jnp.full_like(every, every.shape[0])
-    heir = page_pool.put(heir, jnp.where(orphan, source, NOBODY), every, "min")
-    heir = page_pool.take(heir, source, fill=NOBODY)
+    heir = arrays.put(heir, jnp.where(orphan, source, NOBODY), every, "min")
+    heir = arrays.take(heir, source, fill=NOBODY)
     succeeds = orphan & (heir == every)
     left = jnp.where(succeeds, source, NOBODY)
     pool, table = page_sharing.fork(state.pool, state.table, left, page_size=size)
     common = jnp.where(
-        succeeds, page_pool.take(slots.num_common, source, fill=0), slots.num_common
+        succeeds, arrays.take(slots.num_common, source, fill=0), slots.num_common
     )
     source = jnp.where(succeeds, NOBODY, jnp.where(orphan, heir, source))
-    followed = page_pool.put(jnp.zeros_like(every), source, 1, "add") > 0
+    followed = arrays.put(jnp.zeros_like(every), source, 1, "add") > 0
     return state._replace(
         pool=pool,
         table=table,
@@ -129,44 +132,59 @@ def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
     )
 
 
+def groups_in_line(state: EngineState) -> Int32[Array, " line"]:
+    """The first place in line of the same request; its own where the slot is empty."""
+    slots = state.slots
+    place = jnp.arange(slots.line.shape[0], dtype=jnp.int32)
+    group = arrays.take(state.sequences.group, slots.sequence[slots.line], fill=NOBODY)
+    # A group of its own for every empty slot; [other place, place].
+    group = jnp.where(group >= 0, group, -1 - place)
+    alike = group[:, None] == group[None, :]
+    return jnp.min(jnp.where(alike, place[:, None], place.size), axis=0)
+
+
 def first_of_group(state: EngineState) -> Int32[Array, " slots"]:
     """The first slot in line that runs a sequence of the same request, or itself."""
-    sequence, line = state.slots.sequence, state.slots.line
-    num_slots = line.shape[0]
-    every = jnp.arange(num_slots, dtype=jnp.int32)
-    place = jnp.zeros_like(line).at[line].set(every, unique_indices=True)
-    group = page_pool.take(state.sequences.group, sequence, fill=NOBODY)
-    first = jnp.full(state.sequences.group.shape, num_slots, jnp.int32)
-    first = page_pool.put(first, group, place, "min")
-    return line[jnp.where(group >= 0, page_pool.take(first, group, fill=0), place)]
+    line = state.slots.line
+    return line[groups_in_line(state)][arrays.inverse(line)]
 
 
-def note_common(state: EngineState, preempted: Bool[Array, " slots"]) -> EngineState:
-    """Notes how many tokens the sequences of each preempted group have in common."""
-    s, sequence = state.sequences, state.slots.sequence
-    first = first_of_group(state)
-    alone = first == jnp.arange(first.shape[0], dtype=jnp.int32)
-    group = page_pool.take(s.group, sequence, fill=NOBODY)
-    others = preempted & ~alone
+def note_common(
+    state: EngineState,
+    preempt: Bool[Array, " line"],
+    group: Int32[Array, " line"],
+) -> EngineState:
+    """Notes how many tokens the sequences of each preempted group have in common.
 
-    def tokens_of(row: Array) -> Array:
-        if state.search is None:
-            return s.tokens[row]
-        beam = is_beam(state) & (s.num_tokens[row] > s.prompt_length[row])
-        return jnp.where(beam[:, None], state.search.path[row], s.tokens[row])
+    Args:
+      state: the engine, its slots as they were.
+      preempt: places in line that are preempted, whole groups.
+      group: first place in line of each one's request.
+    """
+    s = state.sequences
+    place = jnp.arange(group.shape[0], dtype=jnp.int32)
+    others = preempt & (group != place)
 
-    def look(_: Array, num_common: Array) -> Array:
-        row = jnp.maximum(sequence, 0)
-        mine, theirs = tokens_of(row), tokens_of(row[first])
-        place = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]
-        known = jnp.minimum(s.num_tokens[row], s.num_tokens[row[first]])
-        differs = (mine != theirs) | (place >= known[:, None])
-        common = jnp.argmax(differs, axis=1).astype(jnp.int32)
-        common = jnp.where(jnp.any(differs, axis=1), common, mine.shape[1])
-        losers = jnp.where(others, group, NOBODY)
-        num_common = page_pool.put(num_common, losers, mine.shape[1], "set")
-        return page_pool.put(num_common, losers, common, "min")
+    def compare(_: Array, num_common: Array) -> Array:
+        row = jnp.maximum(state.slots.sequence[state.slots.line], 0)
+        mine, theirs = (_tokens_of(state, x) for x in (row, row[group]))
+        known = jnp.minimum(s.num_tokens[row], s.num_tokens[row[group]])
+        index = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]
+        differs = (mine != theirs) | (index >= known[:, None])
+        common = jnp.min(jnp.where(differs, index, index.size), axis=1)
+        losers = jnp.where(others, s.group[row], NOBODY)
+        num_common = arrays.put(num_common, losers, mine.shape[1])
+        return arrays.put(num_common, losers, common, "min")
 
     trips = jnp.any(others).astype(jnp.int32)
-    num_common = lax.fori_loop(0, trips, look, s.num_common)
+    num_common = lax.fori_loop(0, trips, compare, s.num_common)
     return state._replace(sequences=s._replace(num_common=num_common))
+
+
+def _tokens_of(state: EngineState, row: Int32[Array, " n"]) -> Int32[Array, "n max"]:
+    """Tokens of running sequences; of beams those of their path."""
+    s, search = state.sequences, state.search
+    if search is None:
+        return s.tokens[row]
+    beam = (search.width[s.group[row]] > 0) & (s.num_tokens[row] > s.prompt_length[row])
+    return jnp.where(beam[:, None], search.path[row], s.tokens[row])

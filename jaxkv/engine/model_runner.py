@@ -1,4 +1,4 @@
-"""The forward pass of a step: packs the rows, picks the program, returns logits.
+"""The model runner: packs the rows of a step, picks the program, returns logits.
 
 Two programs under fast numerics: one row a slot where every slot feeds at most one
 token, packed rows of the whole token budget otherwise. Which one runs is chosen on the
@@ -7,6 +7,8 @@ reproducible numerics there is one program of exactly `TILE` rows, run as often 
 step's rows need it.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxkv import arrays
 from jaxkv.engine.state import NOBODY, TILE, EngineConfig, EngineState
-from jaxkv.memory import kv_pages, page_pool
+from jaxkv.memory import kv_pages
 from jaxkv.models import interface
+
+type Logits = Float[Array, "logit_rows vocab"]
+type _Run = Callable[[kv_pages.Pages, kv_pages.Rows], Any]
+"""The model with its parameters: results with `logits` and `pages`."""
 
 
 class Fed(NamedTuple):
@@ -61,40 +68,48 @@ def feed(
     Returns:
       The logits of every slot's last row, or of the row it is forked at, and the pages.
     """
-    if config.numerics == "fast":
-        num_packed = config.token_budget
-    else:
-        num_packed = -(-config.token_budget // TILE) * TILE
+    num_packed = config.token_budget
+    if config.numerics == "reproducible":
+        num_packed = -(-num_packed // TILE) * TILE
     packed = _pack(state, num_rows, num_packed, config)
-    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
-    source = jnp.where(forks >= 0, forks, slot)
-    spare = packed.rows.logit_rows[config.max_slots :]
-    position = page_pool.take(packed.rows.position, spare, fill=-1)
-    assert packed.rows.slot is not None
-    slot = page_pool.take(packed.rows.slot, spare, fill=-1)
     probe = packed.rows if config.numerics == "fast" else _tile(packed, 0)
     shape = jax.eval_shape(forward, params, state.pages, probe).logits
-    logits = jnp.zeros((config.num_logit_rows, shape.shape[1]), shape.dtype)
+    blank = jnp.zeros((config.num_logit_rows, shape.shape[1]), shape.dtype)
+    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
+    source = jnp.where(forks >= 0, forks, slot)
+    run = functools.partial(forward, params)
     if config.numerics == "fast":
-        logits, pages = _feed_fast(
-            params, state, num_rows, source, packed, logits, forward
-        )
+        logits, pages = _feed_fast(run, state, num_rows, source, packed, blank)
     else:
-        logits, pages = _feed_tiles(params, state, num_rows, packed, logits, forward)
+        logits, pages = _feed_tiles(run, state, num_rows, packed, blank)
         logits = logits.at[: config.max_slots].set(logits[source])
+    spare = packed.rows.logit_rows[config.max_slots :]
+    assert packed.rows.slot is not None
+    spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
     return Fed(
         logits,
         pages,
-        spare_sequence=page_pool.take(state.slots.sequence, slot, fill=NOBODY),
-        spare_position=position,
+        spare_sequence=arrays.take(state.slots.sequence, spare_slot, fill=NOBODY),
+        spare_position=arrays.take(packed.rows.position, spare, fill=-1),
     )
 
 
-def _feed_fast(params, state, num_rows, source, packed, logits, forward):
+def _feed_fast(
+    run: _Run,
+    state: EngineState,
+    num_rows: Int32[Array, " slots"],
+    source: Int32[Array, " slots"],
+    packed: _Packed,
+    blank: Logits,
+) -> tuple[Logits, kv_pages.Pages]:
+    """Feeds one row a slot, or the packed rows, whichever the step needs.
+
+    Slot i gets the logits of the row of slot `source[i]`.
+    """
     num_slots = num_rows.shape[0]
     busy, single = jnp.any(num_rows > 0), jnp.all(num_rows <= 1)
 
-    def decode(index, carry):
+    def decode(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
         logits, pages = carry
         place = jnp.where(num_rows > 0, state.table.length, -1)
         rows = kv_pages.Rows(
@@ -104,23 +119,22 @@ def _feed_fast(params, state, num_rows, source, packed, logits, forward):
             page_ids=state.table.page_ids,
             logit_rows=source,
         )
-        result = forward(params, pages, _pinned(rows, index))
+        result = run(pages, _pinned(rows, index))
         if logits.shape[0] == num_slots:
             return result.logits, result.pages
         # A scored prompt may feed a single token, which takes a spare logit row.
-        return _with_spare(logits, result.logits, packed, num_rows), result.pages
+        return _with_spare(logits, result.logits, packed), result.pages
 
-    def mixed(index, carry):
+    def mixed(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
         logit_rows = packed.rows.logit_rows
         logit_rows = logit_rows.at[:num_slots].set(logit_rows[source])
         rows = packed.rows._replace(logit_rows=logit_rows)
-        result = forward(params, carry[1], _pinned(rows, index))
+        result = run(carry[1], _pinned(rows, index))
         return result.logits, result.pages
 
     # A step of one row a slot could run either program; the smaller one is faster.
-    carry = lax.fori_loop(
-        0, (busy & single).astype(jnp.int32), decode, (logits, state.pages)
-    )
+    carry = blank, state.pages
+    carry = lax.fori_loop(0, (busy & single).astype(jnp.int32), decode, carry)
     return lax.fori_loop(0, (busy & ~single).astype(jnp.int32), mixed, carry)
 
 
@@ -133,25 +147,35 @@ def _pinned(rows: kv_pages.Rows, index: Array) -> kv_pages.Rows:
     return jax.tree.map(lambda x: x + index, rows)
 
 
-def _with_spare(buffer, logits, packed, num_rows):
+def _with_spare(
+    buffer: Logits, logits: Float[Array, "slots vocab"], packed: _Packed
+) -> Logits:
     """Spreads the logits of one row a slot over all logit rows."""
-    num_slots = num_rows.shape[0]
-    slot = page_pool.take(packed.rows.slot, packed.rows.logit_rows, fill=-1)
+    num_slots = logits.shape[0]
+    assert packed.rows.slot is not None
+    slot = arrays.take(packed.rows.slot, packed.rows.logit_rows, fill=-1)
     slot = slot.at[:num_slots].set(jnp.arange(num_slots, dtype=jnp.int32))
     return jnp.where((slot >= 0)[:, None], logits[jnp.maximum(slot, 0)], buffer)
 
 
-def _feed_tiles(params, state, num_rows, packed, logits, forward):
-    total = jnp.sum(num_rows, dtype=jnp.int32)
+def _feed_tiles(
+    run: _Run,
+    state: EngineState,
+    num_rows: Int32[Array, " slots"],
+    packed: _Packed,
+    blank: Logits,
+) -> tuple[Logits, kv_pages.Pages]:
+    """Feeds the packed rows tile by tile, as many tiles as there are rows for."""
 
-    def one(index, carry):
+    def one(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
         logits, pages = carry
-        result = forward(params, pages, _tile(packed, index))
+        result = run(pages, _tile(packed, index))
         target = lax.dynamic_slice_in_dim(packed.target, index * TILE, TILE)
-        return page_pool.put(logits, target, result.logits, "set"), result.pages
+        return arrays.put(logits, target, result.logits), result.pages
 
+    total = jnp.sum(num_rows, dtype=jnp.int32)
     num_tiles = (total + TILE - 1) // TILE
-    return lax.fori_loop(0, num_tiles, one, (logits, state.pages))
+    return lax.fori_loop(0, num_tiles, one, (blank, state.pages))
 
 
 def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
@@ -178,26 +202,18 @@ def _pack(
     """Lays the rows of all slots side by side, those of a slot in order."""
     end = jnp.cumsum(num_rows, dtype=jnp.int32)
     row = jnp.arange(num_packed, dtype=jnp.int32)
-    slot = jnp.sum(end[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
     used = row < end[-1]
-    slot = jnp.where(used, slot, -1)
-    start = page_pool.take(end - num_rows, slot, fill=0)
-    place = page_pool.take(state.table.length, slot, fill=0) + row - start
-    position = jnp.where(used, place, -1)
-    sequence = page_pool.take(state.slots.sequence, slot, fill=NOBODY)
-    # Every slot has a logit row for its last token; prompts to be scored, if any, get
-    # spare ones for the others.
-    last = jnp.where(num_rows > 0, end - 1, -1)
-    logit_rows, num_spare = last, config.num_logit_rows - config.max_slots
-    if num_spare:
-        s = state.sequences
-        known = position + 1 < page_pool.take(s.prompt_length, sequence, fill=0)
-        wanted = known & page_pool.take(s.prompt_scored, sequence, fill=False)
-        place = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, -1)
-        spare = jnp.full((num_spare,), -1, jnp.int32)
-        logit_rows = jnp.concatenate([last, page_pool.put(spare, place, row, "set")])
+    before = jnp.sum(end[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
+    slot = jnp.where(used, before, -1)
+    start = arrays.take(state.table.length - (end - num_rows), slot, fill=0)
+    position = jnp.where(used, start + row, -1)
+    sequence = arrays.take(state.slots.sequence, slot, fill=NOBODY)
+    logit_rows = jnp.where(num_rows > 0, end - 1, -1)
+    if config.num_logit_rows > config.max_slots:
+        spare = _spare_rows(state, sequence, position, config)
+        logit_rows = jnp.concatenate([logit_rows, spare])
     index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
-    target = page_pool.put(jnp.full_like(row, -1), logit_rows, index, "set")
+    target = arrays.put(jnp.full_like(row, -1), logit_rows, index)
     rows = kv_pages.Rows(
         token=_tokens(state, sequence, position),
         position=position,
@@ -208,15 +224,36 @@ def _pack(
     return _Packed(rows, target)
 
 
-def _tokens(state: EngineState, sequence: Array, position: Array) -> Array:
+def _spare_rows(
+    state: EngineState,
+    sequence: Int32[Array, " rows"],
+    position: Int32[Array, " rows"],
+    config: EngineConfig,
+) -> Int32[Array, " spare"]:
+    """Rows of prompts to be scored, whose logits take the spare rows.
+
+    Every slot has a logit row for its last token; these are for the others.
+    """
     s = state.sequences
-    tokens = page_pool.take(s.tokens, (sequence, position), fill=0)
+    known = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
+    wanted = known & arrays.take(s.prompt_scored, sequence, fill=False)
+    return arrays.places(wanted, config.num_logit_rows - config.max_slots)
+
+
+def _tokens(
+    state: EngineState,
+    sequence: Int32[Array, " rows"],
+    position: Int32[Array, " rows"],
+) -> Int32[Array, " rows"]:
+    """The tokens at these positions."""
+    s = state.sequences
+    tokens = arrays.take(s.tokens, (sequence, position), fill=0)
     if (search := state.search) is None:
         return tokens
     # A beam's own row holds its last token; those before may stand with other beams.
-    group = page_pool.take(s.group, sequence, fill=NOBODY)
-    beam = page_pool.take(search.width, group, fill=0) > 0
-    again = position < page_pool.take(s.num_tokens, sequence, fill=0) - 1
-    again &= position >= page_pool.take(s.prompt_length, sequence, fill=0)
-    path = page_pool.take(search.path, (sequence, position), fill=0)
+    group = arrays.take(s.group, sequence, fill=NOBODY)
+    beam = arrays.take(search.width, group, fill=0) > 0
+    again = position < arrays.take(s.num_tokens, sequence, fill=0) - 1
+    again &= position >= arrays.take(s.prompt_length, sequence, fill=0)
+    path = arrays.take(search.path, (sequence, position), fill=0)
     return jnp.where(beam & again, path, tokens)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import NO_PAGE, Pool, Table, page_pool, prefix_cache, prefix_eviction
 
@@ -62,7 +63,7 @@ def find(
         cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
     )
     mapped = ids != NO_PAGE
-    idle = mapped & (page_pool.take(state.pool.ref, ids, fill=0) == 1)
+    idle = mapped & (arrays.take(state.pool.ref, ids, fill=0) == 1)
     return Found(
         ids,
         jnp.sum(mapped, axis=1, dtype=jnp.int32) * config.page_size,
@@ -90,19 +91,19 @@ def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> Engi
         return state
     ids = jnp.where((slot >= 0)[:, None], found.page_ids, NO_PAGE)
     table, s = state.table, state.sequences
-    sequence = page_pool.take(state.slots.sequence, slot, fill=-1)
+    sequence = arrays.take(state.slots.sequence, slot, fill=-1)
     # What comes back after a preemption was computed, not found.
-    new = page_pool.take(s.num_fed, sequence, fill=0) == 0
+    new = arrays.take(s.num_fed, sequence, fill=0) == 0
     return state._replace(
         prefixes=prefix_cache.touch(state.prefixes, ids),
         pool=page_pool.share(state.pool, ids),
         table=Table(
-            page_ids=page_pool.put(table.page_ids, slot, ids, "set"),
-            length=page_pool.put(table.length, slot, found.num_tokens, "set"),
+            page_ids=arrays.put(table.page_ids, slot, ids),
+            length=arrays.put(table.length, slot, found.num_tokens),
             ahead=table.ahead,
         ),
         sequences=s._replace(
-            num_cached=page_pool.put(
+            num_cached=arrays.put(
                 s.num_cached, sequence, jnp.where(new, found.num_tokens, 0), "add"
             )
         ),
@@ -143,13 +144,13 @@ def keep(
     if state.prefixes is None:
         return state
     s, size, sequence = state.sequences, config.page_size, state.slots.sequence
-    reuses = page_pool.take(s.reuses, sequence, fill=False)
-    salt = page_pool.take(s.salt, sequence, fill=0)
+    reuses = arrays.take(s.reuses, sequence, fill=False)
+    salt = arrays.take(s.salt, sequence, fill=0)
     first, end = before // size, state.table.length // size
     if state.search is not None:
-        group = page_pool.take(s.group, sequence, fill=-1)
-        beam = page_pool.take(state.search.width, group, fill=0) > 0
-        prompt = page_pool.take(s.prompt_length, sequence, fill=0)
+        group = arrays.take(s.group, sequence, fill=-1)
+        beam = arrays.take(state.search.width, group, fill=0) > 0
+        prompt = arrays.take(s.prompt_length, sequence, fill=0)
         end = jnp.where(beam, jnp.minimum(end, prompt // size), end)
     num_filled = jnp.where(reuses, end - first, 0)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
@@ -160,16 +161,16 @@ def keep(
     ) -> tuple[prefix_cache.Prefixes, Pool, Array]:
         cache, pool, page_ids = carry
         place = jnp.where(index < num_filled, first + index, -1)
-        own = page_pool.take(page_ids, (slot, place), fill=NO_PAGE)
-        parent = page_pool.take(page_ids, (slot, place - 1), fill=NO_PAGE)
+        own = arrays.take(page_ids, (slot, place), fill=NO_PAGE)
+        parent = arrays.take(page_ids, (slot, place - 1), fill=NO_PAGE)
         at = (sequence[:, None], place[:, None] * size + offset)
-        tokens = page_pool.take(s.tokens, at, fill=0)
+        tokens = arrays.take(s.tokens, at, fill=0)
         cache, pool, kept = prefix_cache.enter(cache, pool, own, parent, tokens, salt)
         other = (kept != NO_PAGE) & (kept != own)
         pool = page_pool.share(pool, jnp.where(other, kept, NO_PAGE))
         pool = page_pool.release(pool, jnp.where(other, own, NO_PAGE))
         at = (slot, jnp.where(other, place, -1))
-        return cache, pool, page_pool.put(page_ids, at, kept, "set")
+        return cache, pool, arrays.put(page_ids, at, kept)
 
     carry = (state.prefixes, state.pool, state.table.page_ids)
     cache, pool, page_ids = lax.fori_loop(0, jnp.max(num_filled), column, carry)

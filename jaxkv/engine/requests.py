@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from jaxkv import arrays
 from jaxkv.engine import groups, prefix_caching, swapping
 from jaxkv.engine.state import (
     CANCELLED,
@@ -24,8 +25,9 @@ from jaxkv.engine.state import (
     Queue,
     Search,
     Sequences,
+    no_sequences,
 )
-from jaxkv.memory import page_pool, page_table
+from jaxkv.memory import demand, page_table
 from jaxkv.sampling import beam_search, sampler
 
 
@@ -83,85 +85,99 @@ def submit(
       finds queue or sequences full. Those behind a request that found no room are
       refused with it, so that nobody is overtaken.
     """
-    state, requests = page_pool.on_device((state, requests))
-    s, queue, r = state.sequences, state.queue, requests
-    num, num_rows = s.status.shape[0], r.params.sample.shape[0]
-    # What holds for a request holds for all of its rows, from the first one on.
-    index = jnp.arange(num_rows, dtype=jnp.int32)
-    first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
-    size = jnp.zeros_like(index).at[first].add(1)[first]
-    taken = _fits(requests, config) & (size <= config.max_slots)
-    taken &= r.beam_width <= config.max_beams
-    taken &= _worst_case(requests, first, config)[first] <= config.num_pages
-    taken = jnp.ones_like(taken).at[first].min(taken)[first]
-    begins = taken & (first == index)
-    # Counted with the running ones, because any of those may come back to the queue.
-    alive = (s.status == WAITING) | (s.status == RUNNING)
-    begun = _any_in_group(s, alive) & (s.group == jnp.arange(num, dtype=jnp.int32))
-    places = queue.sequence.shape[0] - jnp.sum(begun, dtype=jnp.int32)
-    empty = s.status == EMPTY
-    room = jnp.cumsum(begins, dtype=jnp.int32) <= places
-    room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(empty, dtype=jnp.int32)
-    room = jnp.ones_like(room).at[first].min(room | ~taken)[first]
-    # Nobody is overtaken: those behind a request without room are refused, too.
-    taken &= jnp.cumsum(~room, dtype=jnp.int32) == 0
-    begins &= taken
-    # The k-th sequence taken gets the k-th empty row: equal ranks meet in one scatter.
-    rank = jnp.cumsum(taken, dtype=jnp.int32) - 1
-    empty_rank = jnp.where(empty, jnp.cumsum(empty, dtype=jnp.int32) - 1, num)
-    order = jnp.full((num,), NOBODY, jnp.int32)
-    order = page_pool.put(order, empty_rank, jnp.arange(num, dtype=jnp.int32), "set")
-    row = jnp.where(taken, page_pool.take(order, rank, fill=NOBODY), NOBODY)
-    place = queue.length + jnp.cumsum(begins, dtype=jnp.int32) - 1
-
-    def put(old: Array, new: Array) -> Array:
-        return page_pool.put(old, row, new, "set")
-
-    def clear(old: Array) -> Array:
-        return put(old, jnp.zeros((), old.dtype))
-
+    state, requests = arrays.on_device((state, requests))
+    first = _first_rows(requests)
+    taken = _that_fit(requests, first, config)
+    taken = _with_room(state, taken, first)
+    begins = taken & (first == jnp.arange(first.shape[0], dtype=jnp.int32))
+    # The k-th sequence taken gets the k-th empty row.
+    empty = arrays.places(
+        state.sequences.status == EMPTY, state.sequences.status.shape[0]
+    )
+    row = arrays.take(empty, arrays.ranks(taken), fill=NOBODY)
+    queue = state.queue
+    place = jnp.where(begins, queue.length + arrays.ranks(begins), NOBODY)
     return state._replace(
         search=_begin_search(state, requests, row, config),
-        sequences=s._replace(
-            tokens=put(s.tokens, requests.tokens),
-            status=put(s.status, jnp.asarray(WAITING, jnp.int32)),
-            reason=clear(s.reason),
-            request_id=put(s.request_id, requests.request_id),
-            group=put(s.group, row[first]),
-            prompt_length=put(s.prompt_length, requests.prompt_length),
-            num_tokens=put(s.num_tokens, requests.prompt_length),
-            num_common=put(s.num_common, requests.prompt_length),
-            num_fed=clear(s.num_fed),
-            limit=put(s.limit, requests.limit),
-            stop_tokens=put(s.stop_tokens, requests.stop_tokens),
-            params=jax.tree.map(put, s.params, requests.params),
-            salt=put(s.salt, requests.salt),
-            # Scores of a prompt come from reading all of it.
-            reuses=put(s.reuses, requests.reuses & ~requests.prompt_scored),
-            scored=put(s.scored, requests.scored),
-            prompt_scored=put(s.prompt_scored, requests.prompt_scored),
-            logprobs=clear(s.logprobs),
-            top_ids=clear(s.top_ids),
-            top_logprobs=clear(s.top_logprobs),
-            score=clear(s.score),
-            arrival=put(s.arrival, requests.arrival),
-            first_token=clear(s.first_token),
-            finish=clear(s.finish),
-            num_cached=clear(s.num_cached),
-            num_recomputed=clear(s.num_recomputed),
-            num_preempted=clear(s.num_preempted),
-            num_swapped=clear(s.num_swapped),
-        ),
+        sequences=_written(state.sequences, requests, row, row[first], config),
         queue=Queue(
-            sequence=page_pool.put(
-                queue.sequence,
-                jnp.where(begins, place, NOBODY),
-                row,
-                "set",
-            ),
+            sequence=arrays.put(queue.sequence, place, row),
             length=queue.length + jnp.sum(begins, dtype=jnp.int32),
         ),
     ), taken
+
+
+def _first_rows(requests: Requests) -> Int32[Array, " requests"]:
+    """The first row of each row's request."""
+    index = jnp.arange(requests.limit.shape[0], dtype=jnp.int32)
+    return lax.cummax(jnp.where(requests.params.sample == 0, index, 0))
+
+
+def _that_fit(
+    requests: Requests, first: Int32[Array, " requests"], config: EngineConfig
+) -> Bool[Array, " requests"]:
+    """Rows of the requests that an idle engine could serve."""
+    r = requests
+    fits = (r.prompt_length >= 1) & (r.limit > r.prompt_length)
+    fits &= r.limit <= config.max_length
+    fits &= ~r.prompt_scored | (config.num_logit_rows > config.max_slots)
+    fits &= r.beam_width <= config.max_beams
+    size = arrays.over_groups(jnp.ones_like(first), first, "add")
+    shared, own = demand.at_most(r.prompt_length, r.limit, page_size=config.page_size)
+    pages = shared[first] + arrays.over_groups(own, first, "add")
+    fits &= (size <= config.max_slots) & (pages <= config.num_pages)
+    # What holds for a request holds for all of its rows.
+    return ~arrays.over_groups(~fits, first, "max")
+
+
+def _with_room(
+    state: EngineState,
+    taken: Bool[Array, " requests"],
+    first: Int32[Array, " requests"],
+) -> Bool[Array, " requests"]:
+    """Those for whom queue and sequences have room, as nobody before lacks it."""
+    s = state.sequences
+    begins = taken & (first == jnp.arange(first.shape[0], dtype=jnp.int32))
+    # Counted with the running ones, because any of those may come back to the queue.
+    leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
+    begun = _any_in_group(s, _alive(s)) & leads
+    places = state.queue.sequence.shape[0] - jnp.sum(begun, dtype=jnp.int32)
+    num_empty = jnp.sum(s.status == EMPTY, dtype=jnp.int32)
+    room = jnp.cumsum(begins, dtype=jnp.int32) <= places
+    room &= jnp.cumsum(taken, dtype=jnp.int32) <= num_empty
+    lacks = arrays.over_groups(taken & ~room, first, "max")
+    # Nobody is overtaken: those behind a request without room are refused, too.
+    return taken & (jnp.cumsum(lacks, dtype=jnp.int32) == 0)
+
+
+def _written(
+    sequences: Sequences,
+    requests: Requests,
+    row: Int32[Array, " requests"],
+    group: Int32[Array, " requests"],
+    config: EngineConfig,
+) -> Sequences:
+    """The sequences with new ones in the rows named; all else of these is blank."""
+    r = requests
+    new = no_sequences(row.shape[0], config)._replace(
+        tokens=r.tokens,
+        status=jnp.full_like(row, WAITING),
+        request_id=r.request_id,
+        group=group,
+        prompt_length=r.prompt_length,
+        num_tokens=r.prompt_length,
+        num_common=r.prompt_length,
+        limit=r.limit,
+        stop_tokens=r.stop_tokens,
+        params=r.params,
+        salt=r.salt,
+        # Scores of a prompt come from reading all of it.
+        reuses=r.reuses & ~r.prompt_scored,
+        scored=r.scored,
+        prompt_scored=r.prompt_scored,
+        arrival=r.arrival,
+    )
+    return jax.tree.map(lambda old, x: arrays.put(old, row, x), sequences, new)
 
 
 def _begin_search(
@@ -176,7 +192,7 @@ def _begin_search(
         return None
 
     def put(old: Array, new: Array) -> Array:
-        return page_pool.put(old, row, new, "set")
+        return arrays.put(old, row, new)
 
     group = beam_search.make_beams(config.max_beams)
     return search._replace(
@@ -189,24 +205,6 @@ def _begin_search(
         ),
         parents=put(search.parents, jnp.zeros((), jnp.int32)),
     )
-
-
-def _fits(requests: Requests, config: EngineConfig) -> Bool[Array, " requests"]:
-    """Rows that a slot can hold."""
-    r = requests
-    fits = (r.prompt_length >= 1) & (r.limit > r.prompt_length)
-    fits &= r.limit <= config.max_length
-    return fits & (~r.prompt_scored | (config.num_logit_rows > config.max_slots))
-
-
-def _worst_case(
-    requests: Requests, first: Int32[Array, " requests"], config: EngineConfig
-) -> Int32[Array, " requests"]:
-    """Most pages that a request can need, at its first row: full prompt pages once."""
-    shared = requests.prompt_length // config.page_size
-    # The last token drawn is never fed.
-    all_pages = page_table.pages_for(requests.limit - 1, page_size=config.page_size)
-    return shared.at[first].add(all_pages - shared)
 
 
 def cancel(
@@ -225,25 +223,21 @@ def cancel(
       The new state. The sequences are FINISHED with what they had; those of a beam
       search, which end together, without an answer.
     """
-    state, request_ids, samples = page_pool.on_device((state, request_ids, samples))
-    s, queue = state.sequences, state.queue
-    named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
-    if samples is not None:
-        named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
-    alive = (s.status == WAITING) | (s.status == RUNNING)
-    ended = jnp.any(named, axis=1) & alive
-    num_tokens = s.num_tokens
+    state, request_ids, samples = arrays.on_device((state, request_ids, samples))
+    ended = _named(state, request_ids, samples)
+    s, queue, num_tokens = state.sequences, state.queue, state.sequences.num_tokens
+    goes_on = _any_in_group(s, _alive(s) & ~ended)
     if state.search is not None:
-        # Beams mean nothing without each other, and have no answers before the end.
+        # Beams have no answers before the end.
         beam = state.search.width[s.group] > 0
-        ended |= alive & beam & _any_in_group(s, ended)
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
-    gone = page_pool.take(ended, state.slots.sequence, fill=False)
+    gone = arrays.take(ended, state.slots.sequence, fill=False)
     state = swapping.cancel(state, ended)
     state = groups.leave(prefix_caching.let_go(state, gone), gone)
     slots = state.slots
     pool, table = page_table.drop(state.pool, state.table, gone)
-    stays = page_pool.take(_any_in_group(s, alive & ~ended), queue.sequence, fill=False)
+    stays = arrays.take(goes_on, queue.sequence, fill=False)
+    left = arrays.packed(jnp.where(stays, queue.sequence, NOBODY))
     return state._replace(
         pool=pool,
         table=table,
@@ -254,20 +248,54 @@ def cancel(
             finish=jnp.where(ended[:, None], state.clock[None, :], s.finish),
         ),
         slots=slots._replace(sequence=jnp.where(gone, NOBODY, slots.sequence)),
-        queue=pack_queue(
-            jnp.where(stays, queue.sequence, NOBODY), queue.sequence.shape[0]
-        ),
+        queue=Queue(left, length=jnp.sum(stays, dtype=jnp.int32)),
     )
 
 
-def pack_queue(sequence: Int32[Array, " n"], num_places: int) -> Queue:
-    """Makes a queue of those named, order kept, from a list with gaps."""
-    named = sequence >= 0
-    place = jnp.where(named, jnp.cumsum(named, dtype=jnp.int32) - 1, NOBODY)
-    packed = jnp.full((num_places,), NOBODY, jnp.int32)
+def _named(
+    state: EngineState,
+    request_ids: Int32[Array, " n"],
+    samples: Int32[Array, " n"] | None,
+) -> Bool[Array, " sequences"]:
+    """The sequences that are to end, with all beams of a search of which one is."""
+    s = state.sequences
+    named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
+    if samples is not None:
+        named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
+    alive = _alive(s)
+    ended = jnp.any(named, axis=1) & alive
+    if state.search is None:
+        return ended
+    # Beams mean nothing without each other.
+    beam = state.search.width[s.group] > 0
+    return ended | (alive & beam & _any_in_group(s, ended))
+
+
+def requeue(
+    queue: Queue,
+    ahead: Int32[Array, " n"],
+    leaves: Bool[Array, " head"],
+) -> Queue:
+    """Puts requests ahead of a queue, and takes others from its head.
+
+    Args:
+      queue: the queue.
+      ahead: requests that wait again, in order, NOBODY anywhere between.
+      leaves: which of those at the head go.
+    """
+    head = queue.sequence[: leaves.shape[0]]
+    front = jnp.concatenate([ahead, jnp.where(leaves, NOBODY, head)])
+    num_front = jnp.sum(front >= 0, dtype=jnp.int32)
+    place = jnp.arange(queue.sequence.shape[0], dtype=jnp.int32)
+    # Only the front has gaps to close up; the rest moves as it is.
+    behind = place - num_front + leaves.shape[0]
+    behind = arrays.take(queue.sequence, behind, fill=NOBODY)
+    front = arrays.take(arrays.packed(front), place, fill=NOBODY)
     return Queue(
-        sequence=page_pool.put(packed, place, sequence, "set"),
-        length=jnp.sum(named, dtype=jnp.int32),
+        sequence=jnp.where(place < num_front, front, behind),
+        length=queue.length
+        + jnp.sum(ahead >= 0, dtype=jnp.int32)
+        - jnp.sum(leaves & (head >= 0), dtype=jnp.int32),
     )
 
 
@@ -282,18 +310,22 @@ def drain(state: EngineState) -> tuple[EngineState, Sequences]:
       from the new state. The sequences of a request that others still run for are
       handed out with the last of them, and stand as RUNNING here.
     """
-    state = page_pool.on_device(state)
+    state = arrays.on_device(state)
     s = state.sequences
-    alive = (s.status == WAITING) | (s.status == RUNNING)
     ended = s.status == FINISHED
-    final = ended & ~_any_in_group(s, alive)
+    final = ended & ~_any_in_group(s, _alive(s))
     status = jnp.where(final, EMPTY, s.status)
     shown = jnp.where(ended & ~final, RUNNING, s.status)
     return state._replace(sequences=s._replace(status=status)), s._replace(status=shown)
+
+
+def _alive(s: Sequences) -> Bool[Array, " sequences"]:
+    """Sequences that wait or run."""
+    return (s.status == WAITING) | (s.status == RUNNING)
 
 
 def _any_in_group(
     s: Sequences, mask: Bool[Array, " sequences"]
 ) -> Bool[Array, " sequences"]:
     """Whether any sequence of each one's request is in the mask."""
-    return jnp.zeros_like(mask).at[s.group].max(mask)[s.group]
+    return arrays.over_groups(mask, s.group, "max")

@@ -1,4 +1,4 @@
-"""Drawing tokens: for every slot whose known tokens are all fed."""
+"""The sampling step: a token for every slot whose known tokens are all fed."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
 from jaxkv.engine.state import (
@@ -20,8 +21,8 @@ from jaxkv.engine.state import (
     TILE,
     EngineConfig,
     EngineState,
+    Sequences,
 )
-from jaxkv.memory import page_pool
 from jaxkv.sampling import beam_search as sampling_beam_search
 from jaxkv.sampling import sampler
 
@@ -46,90 +47,161 @@ type LogitsFn = Callable[
 pass through it, so the facade refuses them beside one."""
 
 
+class Emitted(NamedTuple):
+    """What the slots drew."""
+
+    draw: sampler.Draw
+    """A draw for every slot; of those that emit nothing it means nothing."""
+    num_emitted: Int32[Array, " slots"]
+    """How many of the tokens count."""
+    reason: Int32[Array, " slots"]
+    """Why each slot's sequence has ended, or NOT_ENDED."""
+
+
+class _Rows(NamedTuple):
+    """What a draw needs of every slot."""
+
+    answer: Answer
+    logits: Float[Array, "rows vocab"]
+    params: sampler.Params
+    scored: Bool[Array, " rows"]
+
+
 def emit(
     state: EngineState,
     fed: Bool[Array, " slots"],
     result: model_runner.Fed,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-) -> tuple[EngineState, sampler.Draw, Int32[Array, " slots"], Int32[Array, " slots"]]:
-    """Draws a token for every slot that has logits and no known token to feed."""
-    s, sequence = state.sequences, state.slots.sequence
-    row = jnp.maximum(sequence, 0)
-    num_tokens = s.num_tokens[row]
-    ready = fed & (state.table.length == num_tokens)
-    logits = result.logits[: config.max_slots]
+) -> tuple[EngineState, Emitted]:
+    """Draws a token for every slot that has logits and no known token to feed.
+
+    Args:
+      state: the engine, the rows of this step counted as written.
+      fed: slots that fed something, or were forked.
+      result: their logits, of any other slot anything.
+      logits_fn: changes logits before a token is drawn, static.
+      config: the engine's bounds.
+
+    Returns:
+      The new state, and what was drawn.
+    """
+    known = state.sequences.num_tokens[jnp.maximum(state.slots.sequence, 0)]
+    ready = fed & (state.table.length == known)
+    emits = ready & ~groups.is_beam(state)
+    rows = _look_up(state, result.logits[: config.max_slots], emits)
+    draw = _draw(rows, emits, logits_fn, config)
+    state, emitted = _note(state, rows, draw, emits, config)
+    state = _score(state, rows, result, emitted, config)
 
     def choose(logits: Array) -> tuple[Array, Array]:
         if config.numerics == "fast":
             return _choices(logits, config)
         return _in_tiles(lambda x: _choices(x, config), (logits,))
 
-    emits = ready & ~groups.is_beam(state)
-    answer = Answer(
-        tokens=s.tokens[row],
-        num_tokens=num_tokens,
-        prompt_length=s.prompt_length[row],
-        request_id=s.request_id[row],
-    )
+    state, found = engine_beam_search.advance(state, rows.logits, ready, choose, config)
+    reason = jnp.where(found != NOT_ENDED, found, emitted.reason)
+    return state, emitted._replace(reason=reason)
+
+
+def _look_up(
+    state: EngineState,
+    logits: Float[Array, "slots vocab"],
+    emits: Bool[Array, " slots"],
+) -> _Rows:
+    """Gathers what the draws need."""
+    s, row = state.sequences, jnp.maximum(state.slots.sequence, 0)
     params = jax.tree.map(lambda x: x[row], s.params)
     # An idle row must not make a batch look sampled, or scored.
-    params = params._replace(temperature=jnp.where(emits, params.temperature, 0.0))
-    scored = s.scored[row] & emits
+    temperature = jnp.where(emits, params.temperature, 0.0)
+    return _Rows(
+        answer=Answer(
+            tokens=s.tokens[row],
+            num_tokens=s.num_tokens[row],
+            prompt_length=s.prompt_length[row],
+            request_id=s.request_id[row],
+        ),
+        logits=logits,
+        params=params._replace(temperature=temperature),
+        scored=s.scored[row] & emits,
+    )
 
-    def draw_rows(answer, logits, params, scored) -> sampler.Draw:
-        raw = logits
-        if logits_fn is not None:
-            logits = logits_fn(answer, logits)
+
+def _draw(
+    rows: _Rows,
+    emits: Bool[Array, " slots"],
+    logits_fn: LogitsFn | None,
+    config: EngineConfig,
+) -> sampler.Draw:
+    """Draws for all rows, if anybody draws at all."""
+
+    def of_rows(*leaves: Any) -> sampler.Draw:
+        answer, raw, params, scored = leaves
+        logits = raw if logits_fn is None else logits_fn(answer, raw)
         logits = sampler.penalise(
             logits, answer.tokens, answer.prompt_length, answer.num_tokens, params
         )
         return sampler.sample(logits, params, answer.num_tokens, raw=raw, scored=scored)
 
-    def draw_all() -> sampler.Draw:
-        rows = (answer, logits, params, scored)
+    def of_all() -> sampler.Draw:
         if config.numerics == "fast":
-            return draw_rows(*rows)
-        return _in_tiles(draw_rows, rows)
+            return of_rows(*rows)
+        return _in_tiles(of_rows, tuple(rows))
 
-    blank = jax.eval_shape(draw_all)
-    draw = lax.cond(
-        jnp.any(emits),
-        draw_all,
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank),
-    )
-    bad = emits & draw.invalid
-    num_emitted = (emits & ~bad).astype(jnp.int32)
-    place = jnp.where(num_emitted > 0, num_tokens, NOBODY)
-    total = num_tokens + num_emitted
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_all))
+    return lax.cond(jnp.any(emits), of_all, lambda: blank)
+
+
+def _note(
+    state: EngineState,
+    rows: _Rows,
+    draw: sampler.Draw,
+    emits: Bool[Array, " slots"],
+    config: EngineConfig,
+) -> tuple[EngineState, Emitted]:
+    """Appends the tokens, and says who has ended, and why."""
+    s, sequence, known = state.sequences, state.slots.sequence, rows.answer.num_tokens
+    row = jnp.maximum(sequence, 0)
+    counts = emits & ~draw.invalid
+    total = known + counts.astype(jnp.int32)
     stops = jnp.any(draw.token[:, None] == s.stop_tokens[row], axis=1)
     reason = jnp.where(total == s.limit[row], FULL, NOT_ENDED)
     reason = jnp.where(stops, STOPPED, reason)
-    reason = jnp.where(emits, jnp.where(bad, NOT_A_NUMBER, reason), NOT_ENDED)
-
-    def put(old: Array, index: Any, new: Array) -> Array:
-        return page_pool.put(old, index, new, "set")
-
+    reason = jnp.where(draw.invalid, NOT_A_NUMBER, reason)
+    reason = jnp.where(emits, reason, NOT_ENDED)
     now = jnp.broadcast_to(state.clock, (config.max_slots, 2))
-    first = emits & ~bad & (num_tokens == s.prompt_length[row])
+    begun = jnp.where(counts & (known == rows.answer.prompt_length), sequence, NOBODY)
     ended = jnp.where(reason != NOT_ENDED, sequence, NOBODY)
-    logprobs = put(s.logprobs, (sequence, place), draw.logprob.astype(jnp.float32))
+    at = (sequence, jnp.where(counts, known, NOBODY))
     state = state._replace(
         sequences=s._replace(
-            tokens=put(s.tokens, (sequence, place), draw.token),
-            num_tokens=put(s.num_tokens, sequence, total),
-            status=put(s.status, ended, jnp.full_like(ended, FINISHED)),
-            reason=put(s.reason, ended, reason),
-            first_token=put(s.first_token, jnp.where(first, sequence, NOBODY), now),
-            finish=put(s.finish, ended, now),
-            logprobs=_score_prompts(logprobs, s, result, config),
-            **_alternatives(s, logits, sequence, place, scored, config),
+            tokens=arrays.put(s.tokens, at, draw.token),
+            num_tokens=arrays.put(s.num_tokens, sequence, total),
+            status=arrays.put(s.status, ended, FINISHED),
+            reason=arrays.put(s.reason, ended, reason),
+            first_token=arrays.put(s.first_token, begun, now),
+            finish=arrays.put(s.finish, ended, now),
         )
     )
-    state, found = engine_beam_search.advance(
-        state, result.logits[: config.max_slots], ready, choose, config
-    )
-    return state, draw, num_emitted, jnp.where(found != NOT_ENDED, found, reason)
+    return state, Emitted(draw, counts.astype(jnp.int32), reason)
+
+
+def _score(
+    state: EngineState,
+    rows: _Rows,
+    result: model_runner.Fed,
+    emitted: Emitted,
+    config: EngineConfig,
+) -> EngineState:
+    """Keeps log-probabilities: of what was drawn, of alternatives, and of prompts."""
+    s, sequence = state.sequences, state.slots.sequence
+    place = jnp.where(emitted.num_emitted > 0, rows.answer.num_tokens, NOBODY)
+    drawn = emitted.draw.logprob.astype(jnp.float32)
+    logprobs = arrays.put(s.logprobs, (sequence, place), drawn)
+    s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
+    scored = jnp.where(rows.scored, sequence, NOBODY)
+    s = _with_alternatives(s, rows, (scored, place), config)
+    return state._replace(sequences=s)
 
 
 def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
@@ -153,42 +225,47 @@ def _in_tiles(function: Callable, rows: Any) -> Any:
 
 
 def _score_prompts(
-    logprobs, s, result: model_runner.Fed, config: EngineConfig
-) -> Array:
+    logprobs: Float[Array, "sequences max_length"],
+    s: Sequences,
+    result: model_runner.Fed,
+    config: EngineConfig,
+) -> Float[Array, "sequences max_length"]:
     """Keeps the log-probabilities of prompt tokens whose rows were spare logit rows."""
     if config.num_logit_rows == config.max_slots:
         return logprobs
     logits = result.logits[config.max_slots :]
-    next_place = result.spare_position + 1
-    token = page_pool.take(s.tokens, (result.spare_sequence, next_place), fill=0)
-    wanted = result.spare_sequence >= 0
+    at = (result.spare_sequence, result.spare_position + 1)
+    token = arrays.take(s.tokens, at, fill=0)
+
+    def of_all() -> Array:
+        found = sampler.token_logprobs(logits, token)
+        found = jnp.where(sampler.is_finite(logits), found, jnp.nan)
+        return found.astype(jnp.float32)
+
     values = lax.cond(
-        jnp.any(wanted),
-        lambda: jnp.where(
-            sampler.is_finite(logits), sampler.token_logprobs(logits, token), jnp.nan
-        ).astype(jnp.float32),
+        jnp.any(result.spare_sequence >= 0),
+        of_all,
         lambda: jnp.zeros(logits.shape[0], jnp.float32),
     )
-    return page_pool.put(logprobs, (result.spare_sequence, next_place), values, "set")
+    return arrays.put(logprobs, at, values)
 
 
-def _alternatives(s, logits, sequence, place, scored, config: EngineConfig) -> dict:
+def _with_alternatives(
+    s: Sequences,
+    rows: _Rows,
+    at: tuple[Int32[Array, " slots"], Int32[Array, " slots"]],
+    config: EngineConfig,
+) -> Sequences:
     """Keeps the most likely tokens where they are asked for."""
     if not config.max_logprobs:
-        return {}
-    rows, num = logits.shape[0], config.max_logprobs
+        return s
+    logits, shape = rows.logits, (config.max_slots, config.max_logprobs)
     ids, values = lax.cond(
-        jnp.any(scored),
-        lambda: sampler.top_logprobs(logits, num),
-        lambda: (
-            jnp.zeros((rows, num), jnp.int32),
-            jnp.zeros((rows, num), logits.dtype),
-        ),
+        jnp.any(rows.scored),
+        lambda: sampler.top_logprobs(logits, config.max_logprobs),
+        lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype)),
     )
-    index = (jnp.where(scored, sequence, NOBODY), place)
-    return {
-        "top_ids": page_pool.put(s.top_ids, index, ids, "set"),
-        "top_logprobs": page_pool.put(
-            s.top_logprobs, index, values.astype(jnp.float32), "set"
-        ),
-    }
+    return s._replace(
+        top_ids=arrays.put(s.top_ids, at, ids),
+        top_logprobs=arrays.put(s.top_logprobs, at, values.astype(jnp.float32)),
+    )

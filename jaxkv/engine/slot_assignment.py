@@ -1,27 +1,30 @@
-"""Slots for the sequences of admitted requests: free ones, in order."""
+"""Slot assignment: the sequences of admitted requests get the free slots, in order."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.engine.state import NOBODY, WAITING, EngineState
-from jaxkv.memory import page_pool
 
 
-class Seats(NamedTuple):
+class Assignment(NamedTuple):
     """Which slots the sequences of admitted requests get."""
 
-    slot: Int32[Array, " sequences"]
-    """Slot of each sequence, or NOBODY."""
-    reader: Int32[Array, " sequences"]
-    """Slot of the sequence that feeds for its group first."""
+    row: Int32[Array, " slots"]
+    """Rows of those sequences in ascending order, NOBODY behind them."""
+    slot: Int32[Array, " slots"]
+    """Slot of each of these, or NOBODY."""
+    reader: Int32[Array, " slots"]
+    """Slot of the sequence that feeds first for the request of each of these."""
     first: Int32[Array, " head"]
-    """The same, by request."""
+    """The same, by request; NOBODY if it is not admitted."""
     size: Int32[Array, " head"]
     """Sequences of each request; 0 if it is not admitted."""
-    taken: Int32[Array, " slots"]
-    """All those slots, side by side."""
+    line: Int32[Array, " slots"]
+    """All slots once: the occupied ones as they stood in line, then the free ones,
+    which are given out from the first on."""
 
 
 def members(
@@ -33,32 +36,57 @@ def members(
     return mine & (s.status == WAITING)[None, :]
 
 
-def seat(
+def assign(
     state: EngineState,
     admit: Bool[Array, " head"],
     head: Int32[Array, " head"],
-    free: Bool[Array, " slots"],
-) -> Seats:
-    """Gives the k-th sequence of those admitted the k-th free slot."""
-    every = jnp.arange(free.shape[0], dtype=jnp.int32)
-    order = packed(jnp.where(free, every, NOBODY))
+    occupied: Bool[Array, " slots"],
+) -> Assignment:
+    """Gives the k-th sequence of those admitted the k-th free slot.
+
+    Args:
+      state: the engine, who is preempted in this step out of its slot.
+      admit: requests at the head of the queue that get slots.
+      head: those requests, by the rows of their first sequences.
+      occupied: slots that are not free.
+    """
+    every = jnp.arange(occupied.shape[0], dtype=jnp.int32)
+    line = _closed_up(state.slots.line, occupied)
     waits = members(state, head) & admit[:, None]
-    size = jnp.sum(waits, axis=1, dtype=jnp.int32)
-    start = jnp.cumsum(size, dtype=jnp.int32) - size
-    within = jnp.cumsum(waits, axis=1, dtype=jnp.int32) - 1
-    rank = jnp.max(jnp.where(waits, start[:, None] + within, NOBODY), axis=0)
-    first = jnp.max(jnp.where(waits, start[:, None], NOBODY), axis=0)
-    return Seats(
-        slot=page_pool.take(order, rank, fill=NOBODY),
-        reader=page_pool.take(order, first, fill=NOBODY),
-        first=page_pool.take(order, jnp.where(size > 0, start, NOBODY), fill=NOBODY),
+    row = arrays.places(jnp.any(waits, axis=0), every.shape[0])
+    # Ranks by counting who comes before: [who, of whom].
+    group = arrays.take(state.sequences.group, row, fill=NOBODY)
+    mine = (group[None, :] == head[:, None]) & (admit & (head >= 0))[:, None]
+    number = jnp.arange(head.shape[0], dtype=jnp.int32)
+    request = jnp.max(jnp.where(mine, number[:, None], NOBODY), axis=0)
+    sooner = (request[:, None] < request[None, :]) & (row >= 0)[:, None]
+    alike = (request[:, None] == request[None, :]) & (every[:, None] < every[None, :])
+    start = jnp.sum(sooner, axis=0, dtype=jnp.int32)
+    rank = start + jnp.sum(alike, axis=0, dtype=jnp.int32)
+    size = jnp.sum(mine, axis=1, dtype=jnp.int32)
+    num_taken = jnp.sum(occupied, dtype=jnp.int32)
+
+    def slot_of(rank: Array, exists: Array) -> Array:
+        place = jnp.where(exists, num_taken + rank, NOBODY)
+        return arrays.take(line, place, fill=NOBODY)
+
+    slot = slot_of(rank, row >= 0)
+    before = (request[None, :] < number[:, None]) & (row >= 0)[None, :]
+    return Assignment(
+        row=jnp.where(slot >= 0, row, NOBODY),
+        slot=slot,
+        reader=slot_of(start, row >= 0),
+        first=slot_of(jnp.sum(before, axis=1, dtype=jnp.int32), size > 0),
         size=size,
-        taken=jnp.where(every < jnp.sum(size, dtype=jnp.int32), order, NOBODY),
+        line=line,
     )
 
 
-def packed(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """The values side by side, in order; NOBODY, wherever it stood, behind them."""
-    keep = values >= 0
-    place = jnp.where(keep, jnp.cumsum(keep, dtype=jnp.int32) - 1, NOBODY)
-    return page_pool.put(jnp.full_like(values, NOBODY), place, values, "set")
+def _closed_up(
+    line: Int32[Array, " slots"], occupied: Bool[Array, " slots"]
+) -> Int32[Array, " slots"]:
+    """The line with the free slots behind all others, in ascending order."""
+    every = jnp.arange(line.shape[0], dtype=jnp.int32)
+    key = jnp.where(occupied, arrays.inverse(line), line.shape[0] + every)
+    place = jnp.sum(key[:, None] < key[None, :], axis=0, dtype=jnp.int32)
+    return arrays.inverse(place)

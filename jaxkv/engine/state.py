@@ -86,7 +86,8 @@ class EngineConfig:
     """What K and V are kept in: the model's type, or 8 bits and a scale for each token
     and head, which holds about twice as many tokens as 16 bits."""
     numerics: Literal["fast", "reproducible"] = "fast"
-    """Whether a request gets the same bits in any company, or the fastest program."""
+    """Whether results are batch-invariant, the same bits whatever runs beside, or the
+    program is the fastest."""
     seed: int = 0
     """Draws of requests that bring no seed of their own."""
     debug: bool = False
@@ -203,7 +204,7 @@ class Sequences(NamedTuple):
     num_recomputed: Int32[Array, " sequences"]
     """Tokens whose K and V were lost to preemption and computed again."""
     num_preempted: Int32[Array, " sequences"]
-    """Times that it gave way to others."""
+    """Times that it was preempted."""
     num_swapped: Int32[Array, " sequences"]
     """How many of these kept its pages."""
 
@@ -294,47 +295,12 @@ def init(config: EngineConfig, pages: kv_pages.Pages) -> EngineState:
         raise ValueError(f"{pages.kv_dtype=} must be {config.kv_dtype=}")
     if pages.page_size != config.page_size:
         raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
-    num, length = config.max_sequences, config.max_length
-
-    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
-    def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
-        return jnp.zeros((num, *shape), dtype)
-
-    sequences = Sequences(
-        tokens=zeros(length),
-        status=zeros(),
-        reason=zeros(),
-        request_id=zeros(),
-        group=zeros(),
-        prompt_length=zeros(),
-        num_tokens=zeros(),
-        num_common=zeros(),
-        num_fed=zeros(),
-        limit=zeros(),
-        stop_tokens=zeros(config.max_stop_tokens) - 1,
-        params=sampler.greedy_params(num),
-        salt=zeros(dtype=jnp.uint32),
-        reuses=zeros(dtype=bool),
-        scored=zeros(dtype=bool),
-        prompt_scored=zeros(dtype=bool),
-        logprobs=zeros(length, dtype=jnp.float32),
-        top_ids=zeros(length, config.max_logprobs),
-        top_logprobs=zeros(length, config.max_logprobs, dtype=jnp.float32),
-        score=zeros(dtype=jnp.float32),
-        arrival=zeros(2),
-        first_token=zeros(2),
-        finish=zeros(2),
-        num_cached=zeros(),
-        num_recomputed=zeros(),
-        num_preempted=zeros(),
-        num_swapped=zeros(),
-    )
     slots = config.max_slots
     return EngineState(
         pages=pages,
         pool=page_pool.make_pool(config.num_pages),
         table=page_table.make_table(slots, config.max_pages_per_slot),
-        sequences=sequences,
+        sequences=no_sequences(config.max_sequences, config),
         slots=Slots(
             sequence=jnp.full((slots,), NOBODY, jnp.int32),
             source=jnp.full((slots,), NOBODY, jnp.int32),
@@ -360,6 +326,49 @@ def init(config: EngineConfig, pages: kv_pages.Pages) -> EngineState:
         if config.max_swap_pages
         else None,
         clock=jnp.zeros((2,), jnp.int32),
+    )
+
+
+def no_sequences(num: int, config: EngineConfig) -> Sequences:
+    """Makes empty rows of sequences.
+
+    Args:
+      num: how many, static.
+      config: the bounds.
+    """
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((num, *shape), dtype)
+
+    return Sequences(
+        tokens=zeros(config.max_length),
+        status=zeros(),
+        reason=zeros(),
+        request_id=zeros(),
+        group=zeros(),
+        prompt_length=zeros(),
+        num_tokens=zeros(),
+        num_common=zeros(),
+        num_fed=zeros(),
+        limit=zeros(),
+        stop_tokens=zeros(config.max_stop_tokens) - 1,
+        params=sampler.greedy_params(num),
+        salt=zeros(dtype=jnp.uint32),
+        reuses=zeros(dtype=bool),
+        scored=zeros(dtype=bool),
+        prompt_scored=zeros(dtype=bool),
+        logprobs=zeros(config.max_length, dtype=jnp.float32),
+        top_ids=zeros(config.max_length, config.max_logprobs),
+        top_logprobs=zeros(config.max_length, config.max_logprobs, dtype=jnp.float32),
+        score=zeros(dtype=jnp.float32),
+        arrival=zeros(2),
+        first_token=zeros(2),
+        finish=zeros(2),
+        num_cached=zeros(),
+        num_recomputed=zeros(),
+        num_preempted=zeros(),
+        num_swapped=zeros(),
     )
 
 

@@ -10,12 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkv import arrays
+from jaxkv.engine import (
+    apply_plan,
+    groups,
+    model_runner,
+    prefix_caching,
+    sampling_step,
+    swapping,
+)
 from jaxkv.engine import counts as engine_counts
-from jaxkv.engine import groups, model_runner, prefix_caching, sampling_step, swapping
-from jaxkv.engine.counts import carry_out
 from jaxkv.engine.sampling_step import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
-from jaxkv.memory import invariants, page_pool, page_table, prefix_cache, swap_buffer
+from jaxkv.memory import invariants, page_table, prefix_cache, swap_buffer
 from jaxkv.models import interface as models_interface
 from jaxkv.scheduling import interface as scheduling_interface
 
@@ -45,7 +52,7 @@ class StepInfo(NamedTuple):
     """Requests left in the queue, those that have not arrived yet included; in the
     trace of an `Engine`, also those that have and wait on the host."""
     num_preempted: Int32[Array, ""]
-    """Sequences that gave way."""
+    """Sequences that were preempted."""
     num_swapped_out: Int32[Array, ""]
     """How many of these were swapped out; the others are fed again."""
     num_swapped_in: Int32[Array, ""]
@@ -89,48 +96,97 @@ def step(
     Returns:
       The new state, and what happened.
     """
-    params, state = page_pool.on_device((params, state))
-    counts, found = engine_counts.counts(state, config)
-    plan = scheduling_interface.schedule(counts, policy)
-    state, done = carry_out(state, plan, found, config)
-    num_rows = done.num_rows
-    shared_writes = invariants.shared_writes(
-        state.pool, state.table, num_rows, page_size=config.page_size
+    params, state = arrays.on_device((params, state))
+    state, plan, applied = plan_step(state, config=config, policy=policy)
+    planned, num_rows = state, applied.num_rows
+    state, result, has_logits = _feed(
+        params, state, num_rows, config=config, forward=forward
     )
-    used_pages = config.num_pages - state.pool.num_free - prefix_caching.num_idle(state)
-    running = state.slots.sequence
+    state, emitted = sampling_step.emit(state, has_logits, result, logits_fn, config)
+    ended = emitted.reason != NOT_ENDED
+    state = _retire(state, ended, policy.holds_finished)
+    info = _info(planned, plan, applied, emitted, state, config)
+    if config.debug:
+        found = _audit(state, config)._replace(i3=_unsafe_writes(planned, num_rows))
+        info = info._replace(violations=found)
+    return state, info
+
+
+def _feed(
+    params: Any,
+    state: EngineState,
+    num_rows: Int32[Array, " slots"],
+    *,
+    config: EngineConfig,
+    forward: models_interface.Forward,
+) -> tuple[EngineState, model_runner.Fed, Bool[Array, " slots"]]:
+    """Runs the model, counts its rows as written, and forks whoever is due.
+
+    Returns:
+      The new state; the logits; and the slots that have some.
+    """
     forks = groups.due(state, num_rows)
     result = model_runner.feed(
         params, state, num_rows, forks, config=config, forward=forward
     )
-    state = groups.advance(state._replace(pages=result.pages), num_rows, forks, config)
-    state, draw, num_emitted, reason = sampling_step.emit(
-        state, (num_rows > 0) | (forks >= 0), result, logits_fn, config
-    )
-    state = _retire(state, reason != NOT_ENDED, policy.holds_finished)
-    slots = state.slots
-    return state, StepInfo(
-        tokens=draw.token[:, None],
-        num_emitted=num_emitted,
-        logprobs=draw.logprob[:, None],
+    state = state._replace(pages=result.pages)
+    state = groups.advance(state, num_rows, forks, config)
+    return state, result, (num_rows > 0) | (forks >= 0)
+
+
+def _info(
+    planned: EngineState,
+    plan: scheduling_interface.Plan,
+    applied: apply_plan.Applied,
+    emitted: sampling_step.Emitted,
+    state: EngineState,
+    config: EngineConfig,
+) -> StepInfo:
+    """Says what a step did, between the state as planned and the one at its end."""
+    s, running = planned.sequences, planned.slots.sequence
+    num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
+    return StepInfo(
+        tokens=emitted.draw.token[:, None],
+        num_emitted=emitted.num_emitted,
+        logprobs=emitted.draw.logprob[:, None],
         sequence=running,
-        request_id=page_pool.take(state.sequences.request_id, running, fill=-1),
-        sample=page_pool.take(state.sequences.params.sample, running, fill=0),
-        reason=reason,
-        num_rows=num_rows,
-        held=slots.held,
+        request_id=arrays.take(s.request_id, running, fill=-1),
+        sample=arrays.take(s.params.sample, running, fill=0),
+        reason=emitted.reason,
+        num_rows=applied.num_rows,
+        held=state.slots.held,
         num_waiting=state.queue.length,
         num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
-        num_swapped_out=done.num_swapped_out,
-        num_swapped_in=done.num_swapped_in,
-        num_admitted=done.num_admitted,
-        num_copied=done.num_copied,
-        used_pages=used_pages,
+        num_swapped_out=applied.num_swapped_out,
+        num_swapped_in=applied.num_swapped_in,
+        num_admitted=applied.num_admitted,
+        num_copied=applied.num_copied,
+        used_pages=config.num_pages - num_free,
         used_places=engine_counts.used_places(state, config),
         asks_host=swapping.asks_host(state),
-        enough=done.enough,
-        violations=_audit(state, shared_writes, config) if config.debug else None,
+        enough=applied.enough,
+        violations=None,
     )
+
+
+def plan_step(
+    state: EngineState, *, config: EngineConfig, policy: scheduling_interface.Policy
+) -> tuple[EngineState, scheduling_interface.Plan, apply_plan.Applied]:
+    """Decides one step, and does all of it that comes before the model.
+
+    Args:
+      state: the engine.
+      config: its bounds, static.
+      policy: who runs.
+
+    Returns:
+      The new state, whose tables hold the pages that the step writes; the plan; and
+      what came of it.
+    """
+    counts, found = engine_counts.counts(state, config)
+    plan = scheduling_interface.schedule(counts, policy)
+    state, applied = apply_plan.apply_plan(state, plan, counts, found, config)
+    return state, plan, applied
 
 
 def run_steps(
@@ -159,7 +215,7 @@ def run_steps(
     Returns:
       The new state, and the stacked infos of all steps.
     """
-    params, state, clock = page_pool.on_device((params, state, clock))
+    params, state, clock = arrays.on_device((params, state, clock))
 
     def body(state: EngineState, _: None) -> tuple[EngineState, StepInfo]:
         return step(
@@ -179,25 +235,34 @@ def run_steps(
     )
 
 
-def _audit(
-    state: EngineState, shared_writes: Int32[Array, ""], config: EngineConfig
-) -> invariants.Violations:
+def _unsafe_writes(
+    planned: EngineState, num_rows: Int32[Array, " slots"]
+) -> Int32[Array, ""]:
+    """Counts the pages that a step may not write as it planned to."""
+    return invariants.shared_writes(
+        planned.pool, planned.table, num_rows, page_size=planned.pages.page_size
+    )
+
+
+def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
     """Counts the invariants that do not hold at the end of a step."""
     live = (state.slots.sequence >= 0) | state.slots.held
     found = invariants.violations(
-        *(state.pool, state.table, live),
+        state.pool,
+        state.table,
+        live,
         page_size=config.page_size,
         pins=prefix_caching.pins(state),
-    )._replace(i3=shared_writes)
+    )
     if state.prefixes is not None:
         found = found._replace(i7=prefix_cache.unsound(state.prefixes, state.pool))
     if state.staging is None:
         return found
-    s, sizes = state.sequences, {"page_size": config.page_size}
-    waits = s.status == WAITING
-    return found._replace(
-        swap=swap_buffer.unsound(state.staging, s.group, waits, **sizes)
+    s = state.sequences
+    faults = swap_buffer.unsound(
+        state.staging, s.group, s.status == WAITING, page_size=config.page_size
     )
+    return found._replace(swap=faults)
 
 
 def _retire(

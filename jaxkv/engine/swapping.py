@@ -1,6 +1,7 @@
 """Preemption by swapping: a request's pages leave the pool and come back as they were.
 
-A policy names whole requests that give way and keep their pages, see `scheduling.Plan`.
+A policy names whole requests that are preempted and keep their pages, see
+`scheduling.Plan`.
 In the same step these pages are copied to the staging buffer, each once however many
 sequences of the request share it, and are free for others; when the request is admitted
 again it gets as many pages, wherever they lie, with the same bits. Pages of the prefix
@@ -14,23 +15,24 @@ Source: Kwon et al. 2023, arXiv:2309.06180, section 4.5.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.engine import groups, prefix_caching
 from jaxkv.engine.state import NOBODY, EngineConfig, EngineState
-from jaxkv.memory import page_pool, page_sharing, page_table, swap_buffer
+from jaxkv.memory import demand, page_sharing, swap_buffer
 
 
 def is_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Says which requests, by the rows of their first sequences, are swapped out."""
     if state.staging is None:
         return jnp.zeros(group.shape, bool)
-    return page_pool.take(swap_buffer.is_out(state.staging), group, fill=False)
+    return arrays.take(swap_buffer.is_out(state.staging), group, fill=False)
 
 
 def on_host(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Says which of them cannot come back before the host has moved their pages."""
     if state.staging is None:
         return jnp.zeros(group.shape, bool)
-    return page_pool.take(state.staging.on_host, group, fill=False)
+    return arrays.take(state.staging.on_host, group, fill=False)
 
 
 def has_pages(state: EngineState) -> Bool[Array, " sequences"]:
@@ -44,7 +46,7 @@ def asks_host(state: EngineState) -> Bool[Array, ""]:
     """Says whether the host should move pages.
 
     The request that comes back next is best in the buffer, and all others with the
-    host, since that leaves the most room for those who give way.
+    host, since that leaves the most room for those who are preempted.
     """
     if state.staging is None:
         return jnp.zeros((), bool)
@@ -82,22 +84,19 @@ def num_wanted(
     waits: Bool[Array, "head sequences"],
     config: EngineConfig,
 ) -> Int32[Array, " head"]:
-    """Counts the pages that requests take when they come back and go on.
-
-    Never more than the pool has, so that the first in an idle engine is served.
-    """
+    """Counts the pages that requests take when they come back and go on."""
     if state.staging is None:
         return jnp.zeros(head.shape, jnp.int32)
-    s, size, length = state.sequences, config.page_size, state.staging.length
-    # Who waits to be forked has nothing yet, but all common pages that are full.
-    common = page_pool.take(s.num_common, s.group, fill=0) // size
-    have = jnp.where(length > 0, page_table.pages_for(length, page_size=size), common)
-    growth = jnp.maximum(page_table.pages_for(s.num_tokens, page_size=size) - have, 0)
-    partial = waits & (length % size > 0)[None, :]
-    copies = jnp.maximum(jnp.sum(partial, axis=1, dtype=jnp.int32) - 1, 0)
-    growth = jnp.sum(jnp.where(waits, growth[None, :], 0), axis=1, dtype=jnp.int32)
-    wanted = swap_buffer.num_pages(state.staging, head) + growth + copies
-    return jnp.minimum(wanted, config.num_pages)
+    s, length = state.sequences, state.staging.length
+    return demand.to_come_back(
+        s.num_tokens[None, :],
+        arrays.take(s.num_common, s.group, fill=0)[None, :],
+        length[None, :],
+        swap_buffer.num_pages(state.staging, head),
+        waits,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+    )
 
 
 def move_out(
@@ -116,8 +115,8 @@ def move_out(
     if state.staging is None:
         return state, jnp.zeros_like(leaves)
     sequence = state.slots.sequence
-    group = page_pool.take(state.sequences.group, sequence, fill=NOBODY)
-    holder = page_sharing.holders(state.table, groups.first_of_group(state))
+    group = groups.group_of_slots(state)
+    holder = page_sharing.holders(state.table, group)
     row = jnp.where(leaves, sequence, NOBODY)
     after, left = swap_buffer.move_out(
         *(state.staging, state.pages, state.table, holder, row, group),
@@ -150,7 +149,8 @@ def move_in(
     state: EngineState,
     back: Bool[Array, " head"],
     head: Int32[Array, " head"],
-    slot: Int32[Array, " sequences"],
+    row: Int32[Array, " slots"],
+    slot: Int32[Array, " slots"],
 ) -> EngineState:
     """Gives requests that come back their pages; as many must be free.
 
@@ -158,17 +158,18 @@ def move_in(
       state: the engine, the slots of these requests empty.
       back: who comes back.
       head: requests at the head of the queue, by the rows of their first sequences.
-      slot: slot of each sequence that is admitted, or NOBODY.
+      row: sequences that are admitted, NOBODY behind them.
+      slot: slot of each of those.
     """
     if state.staging is None:
         return state
     group = state.sequences.group
     gone = jnp.zeros(group.shape, bool)
-    gone = page_pool.put(gone, jnp.where(back, head, NOBODY), True, "set")
-    slot = jnp.where(page_pool.take(gone, group, fill=False), slot, NOBODY)
-
+    gone = arrays.put(gone, jnp.where(back, head, NOBODY), True)
+    slots = arrays.put(jnp.full(group.shape, NOBODY, jnp.int32), row, slot)
+    slots = jnp.where(arrays.take(gone, group, fill=False), slots, NOBODY)
     pages, pool, table, after = swap_buffer.move_in(
-        *(state.staging, state.pages, state.pool, state.table, group, gone, slot)
+        *(state.staging, state.pages, state.pool, state.table, group, gone, slots)
     )
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
 
@@ -181,5 +182,5 @@ def cancel(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
     if state.staging is None:
         return state
     group = state.sequences.group
-    gone = jnp.zeros_like(ended).at[group].max(ended)
+    gone = arrays.put(jnp.zeros_like(ended), group, ended, "max")
     return state._replace(staging=swap_buffer.forget(state.staging, group, gone))

@@ -1,11 +1,12 @@
 """Paged memory: pool, page tables, sharing, prefix cache, K and V themselves."""
 
+from jaxkv.memory.demand import Size as Size
+from jaxkv.memory.demand import pages_for as pages_for
 from jaxkv.memory.invariants import InvariantError as InvariantError
 from jaxkv.memory.kv_pages import Pages as Pages
 from jaxkv.memory.page_pool import NO_PAGE as NO_PAGE
 from jaxkv.memory.page_pool import Pool as Pool
 from jaxkv.memory.page_table import Table as Table
-from jaxkv.memory.page_table import pages_for as pages_for
 from jaxkv.memory.prefix_cache import Prefixes as Prefixes
 from jaxkv.memory.swap_buffer import Staging as Staging
 
@@ -15,8 +16,10 @@ __all__ = [
     "Pages",
     "Pool",
     "Prefixes",
+    "Size",
     "Staging",
     "Table",
+    "demand",
     "invariants",
     "kv_pages",
     "page_pool",

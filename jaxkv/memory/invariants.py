@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv.memory import page_pool, page_table
+from jaxkv import arrays
+from jaxkv.memory import demand, page_pool, page_table
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 
@@ -100,7 +101,7 @@ def violations(
     valid = place < have[:, None]
     held = jnp.zeros_like(pool.ref) if pins is None else pins
     used = jnp.where(valid & live[:, None], table.page_ids, NO_PAGE)
-    held = page_pool.put(held, used, 1, "add")
+    held = arrays.put(held, used, 1, "add")
     is_page = (table.page_ids >= 0) & (table.page_ids < total)
     misplaced = jnp.where(valid, ~is_page, table.page_ids != NO_PAGE)
     row = jnp.sort(jnp.where(valid & is_page, table.page_ids, NO_PAGE), axis=1)
@@ -139,11 +140,11 @@ def shared_writes(
       Columns of slots to be written where the page has another count, or is missing.
     """
     first = table.length // page_size
-    end = page_table.pages_for(table.length + num_rows, page_size=page_size)
+    end = demand.pages_for(table.length + num_rows, page_size=page_size)
     place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
     written = (place >= first[:, None]) & (place < end[:, None])
     written &= (num_rows > 0)[:, None]
-    owners = page_pool.take(pool.ref, table.page_ids, fill=0)
+    owners = arrays.take(pool.ref, table.page_ids, fill=0)
     outside = jnp.where(num_rows > 0, jnp.maximum(end - place.shape[1], 0), 0)
     count = partial(jnp.sum, dtype=jnp.int32)
     return count(written & (owners != 1)) + count(outside)

@@ -26,8 +26,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import validation
-from jaxkv.memory import page_pool
+from jaxkv import arrays, validation
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops.copy import copy_pages
@@ -174,7 +173,7 @@ def locate(
         slot = jnp.arange(num_rows, dtype=jnp.int32)
     # Position -1 falls into place -1 of its row, which `take` treats as unmapped.
     index = (slot, rows.position // page_size)
-    page = page_pool.take(rows.page_ids, index, fill=NO_PAGE)
+    page = arrays.take(rows.page_ids, index, fill=NO_PAGE)
     return page, rows.position % page_size
 
 
@@ -243,9 +242,8 @@ def copy(
     """
     size = min(source.shape[0], _COPIES_AT_ONCE)
     wanted = (source >= 0) & (target >= 0)
-    rank = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, NO_PAGE)
-    nowhere = jnp.full((source.shape[0] + size,), NO_PAGE, jnp.int32)
-    packed = [page_pool.put(nowhere, rank, ids, "set") for ids in (source, target)]
+    place = arrays.places(wanted, source.shape[0] + size)
+    packed = [arrays.take(ids, place, fill=NO_PAGE) for ids in (source, target)]
 
     def one_leaf(leaf: Array, read: Array, ids: list[Array]) -> Array:
         layers = jnp.arange(leaf.shape[0], dtype=jnp.int32)
@@ -329,9 +327,9 @@ def gather(
 
     def one(leaves: Array | Quantized) -> Array:
         numbers, scales = quantizing.parts(leaves)
-        found = page_pool.take(numbers, (layer, page_ids), fill=0)
+        found = arrays.take(numbers, (layer, page_ids), fill=0)
         if scales is not None:
-            worth = page_pool.take(scales, (layer, page_ids), fill=0)
+            worth = arrays.take(scales, (layer, page_ids), fill=0)
             found = quantizing.dequantize(found, worth)
         num_rows, columns, kv_heads, page_size, head_dim = found.shape
         tokens = found.swapaxes(2, 3)

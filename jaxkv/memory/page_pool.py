@@ -4,22 +4,19 @@ A pool is a value. Every operation takes one and returns the next, all shapes ar
 fixed, and what an operation costs depends on the pages it moves, never on the size
 of the pool: free pages are kept on a stack, so that none has to be looked for.
 
-Page ids carry a sentinel, `NO_PAGE`, wherever no page is meant. JAX wraps negative
-indices, even where out-of-range ones are dropped, so -1 would reach the last page of
-the pool. `put` and `take` switch the wrapping off; all indexing by page id, or by
-anything else that may be a sentinel, goes through them.
+Page ids carry a sentinel, `NO_PAGE`, wherever no page is meant; all indexing by them
+goes through `arrays.put` and `arrays.take`, which leave it out.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Int32, Shaped
+from jaxtyping import Array, Bool, Int32
 
-from jaxkv import validation
+from jaxkv import arrays, validation
+from jaxkv.arrays import put, take
 
-NO_PAGE = -1
+NO_PAGE = arrays.NONE
 """Stands in a table, or in a list of ids, where no page is mapped."""
 
 
@@ -81,22 +78,37 @@ def allocate(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.2.
     """
-    in_range = jnp.all((want >= 0) & (want <= max_pages))
-    enough = in_range & (jnp.sum(want, dtype=jnp.int32) <= pool.num_free)
-    want = jnp.where(enough, want, 0)
+    place = jnp.arange(max_pages, dtype=jnp.int32)
+    rank = jnp.broadcast_to(place[None, :], (want.shape[0], max_pages))
+    return allocate_at(pool, want, rank, may=jnp.all(want <= max_pages))
+
+
+def allocate_at(
+    pool: Pool,
+    want: Int32[Array, " n"],
+    rank: Int32[Array, "n places"],
+    *,
+    may: Bool[Array, ""],
+) -> tuple[Pool, Int32[Array, "n places"], Bool[Array, ""]]:
+    """Takes free pages as `allocate` does, and puts each where it is to stand.
+
+    Args:
+      pool: the pool to take from.
+      want: pages wanted by each row, at least 0.
+      rank: which of its row's pages each place gets, in [0, want[row]), every one of
+        them once; what is out of this range gets `NO_PAGE`.
+      may: whether anything may be taken at all.
+    """
+    total = jnp.sum(want, dtype=jnp.int32)
+    enough = may & jnp.all(want >= 0) & (total <= pool.num_free)
     # The k-th page asked for is the k-th from the top: equal ranks meet in one gather.
-    end = jnp.cumsum(want, dtype=jnp.int32)
-    place = jnp.arange(max_pages, dtype=jnp.int32)[None, :]
-    rank = (end - want)[:, None] + place
-    asked = place < want[:, None]
-    depth = jnp.where(asked, pool.num_free - 1 - rank, NO_PAGE)
+    start = jnp.cumsum(want, dtype=jnp.int32) - want
+    asked = (rank >= 0) & (rank < want[:, None]) & enough
+    depth = jnp.where(asked, pool.num_free - 1 - start[:, None] - rank, NO_PAGE)
     ids = take(pool.stack, depth, fill=NO_PAGE)
-    num_free = pool.num_free - jnp.sum(want, dtype=jnp.int32)
-    return (
-        pool._replace(ref=put(pool.ref, ids, 1, "add"), num_free=num_free),
-        ids,
-        enough,
-    )
+    num_free = pool.num_free - jnp.where(enough, total, 0)
+    pool = pool._replace(ref=put(pool.ref, ids, 1, "add"), num_free=num_free)
+    return pool, ids, enough
 
 
 def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
@@ -138,7 +150,7 @@ def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
     bid = -1 - jnp.arange(ids.size, dtype=jnp.int32)
     ref = put(ref, zeroed, bid, "min")
     won = take(ref, zeroed, fill=0) == bid
-    rank = jnp.cumsum(won, dtype=jnp.int32) - 1
+    rank = arrays.ranks(won)
     # Only winners write the zero back. To let all bidders do it would be as right, but
     # XLA then no longer sees that the bids were read before, and copies the counts.
     ref = put(ref, jnp.where(won, ids, NO_PAGE), 0, "set")
@@ -176,57 +188,3 @@ def unsound(pool: Pool) -> Int32[Array, ""]:
         + jnp.sum(strange, dtype=jnp.int32)
         + impossible.astype(jnp.int32)
     )
-
-
-def put(
-    values: Shaped[Array, "..."],
-    index: Int32[Array, "..."] | tuple,
-    updates: Shaped[Array, "..."] | int,
-    how: Literal["set", "add", "min"],
-) -> Shaped[Array, "..."]:
-    """Writes `updates` at `index`, dropping what is out of range, sentinels included.
-
-    Args:
-      values: the array to write to.
-      index: as in `values.at[index]`; negative entries do not wrap.
-      updates: new values, summands or bounds, one for each entry of `index`.
-      how: the method of `values.at[index]` to use.
-
-    Returns:
-      The new array.
-    """
-    write = getattr(values.at[index], how)
-    return write(updates, mode="drop", wrap_negative_indices=False)
-
-
-def take(
-    values: Shaped[Array, "..."],
-    index: Int32[Array, "..."] | tuple,
-    *,
-    fill: int | float,
-) -> Shaped[Array, "..."]:
-    """Reads at `index`, with `fill` for what is out of range, sentinels included.
-
-    Args:
-      values: the array to read.
-      index: as in `values.at[index]`; negative entries do not wrap.
-      fill: what to return where `index` is out of range.
-
-    Returns:
-      The values read, in the shape that `values[index]` has.
-    """
-    return values.at[index].get(
-        mode="fill", fill_value=fill, wrap_negative_indices=False
-    )
-
-
-def on_device[T](tree: T) -> T:
-    """Makes JAX's arrays of NumPy's, which lack `at`; public functions begin with it.
-
-    Under `jit`, where they are JAX's already, it does nothing.
-    """
-
-    def one(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
-
-    return jax.tree.map(one, tree)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.memory import page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table, num_pages
@@ -74,7 +75,7 @@ def reorder(
 
 
 def holders(
-    table: Table, first: Int32[Array, " slots"]
+    table: Table, group: Int32[Array, " slots"]
 ) -> Int32[Array, "slots pages_per_slot"]:
     """Finds for each page of a slot the lowest slot of its group that maps it, too.
 
@@ -84,15 +85,15 @@ def holders(
 
     Args:
       table: the slots.
-      first: a slot that stands for the group of each slot, the same for all of it;
-        below 0 for a slot that has none.
+      group: a number of each slot's group, the same for all of it; below 0 for a slot
+        that has none.
 
     Returns:
       The slots; without meaning where no page is mapped.
     """
-    slot = jnp.arange(first.shape[0], dtype=jnp.int32)
-    before = (first[:, None] == first[None, :]) & (slot[:, None] < slot[None, :])
-    before &= (first >= 0)[None, :]
+    slot = jnp.arange(group.shape[0], dtype=jnp.int32)
+    before = (group[:, None] == group[None, :]) & (slot[:, None] < slot[None, :])
+    before &= (group >= 0)[None, :]
     nearest = jnp.max(jnp.where(before, slot[:, None], -1), axis=0)
 
     def any_left(carry: tuple[Array, Array]) -> Array:
@@ -100,10 +101,10 @@ def holders(
 
     def compare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         other, holder = carry
-        theirs = page_pool.take(table.page_ids, other, fill=NO_PAGE)
+        theirs = arrays.take(table.page_ids, other, fill=NO_PAGE)
         same = (table.page_ids == theirs) & (other >= 0)[:, None]
         holder = jnp.where(same, other[:, None], holder)
-        return page_pool.take(nearest, other, fill=-1), holder
+        return arrays.take(nearest, other, fill=-1), holder
 
     alone = jnp.broadcast_to(slot[:, None], table.page_ids.shape)
     return lax.while_loop(any_left, compare, (nearest, alone))[1]
@@ -132,16 +133,16 @@ def owned_pages(
     slot = jnp.arange(holder.shape[0], dtype=jnp.int32)[:, None]
     owned = (table.page_ids != NO_PAGE) & (holder == slot)
     if pins is not None:
-        owned &= ~page_pool.take(pins, table.page_ids, fill=0).astype(bool)
+        owned &= ~arrays.take(pins, table.page_ids, fill=0).astype(bool)
     return jnp.sum(owned, axis=1, dtype=jnp.int32)
 
 
 def _follow(table: Table, source: Array) -> Table:
     """The table with slots replaced by their sources, all read as they are now."""
     moved = source >= 0
-    ids = page_pool.take(table.page_ids, source, fill=NO_PAGE)
-    length = page_pool.take(table.length, source, fill=0)
-    ahead = page_pool.take(table.ahead, source, fill=0)
+    ids = arrays.take(table.page_ids, source, fill=NO_PAGE)
+    length = arrays.take(table.length, source, fill=0)
+    ahead = arrays.take(table.ahead, source, fill=0)
     return Table(
         page_ids=jnp.where(moved[:, None], ids, table.page_ids),
         length=jnp.where(moved, length, table.length),

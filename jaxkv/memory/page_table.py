@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import validation
-from jaxkv.memory import page_pool
+from jaxkv import arrays, validation
+from jaxkv.memory import demand, page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 
 
@@ -57,26 +57,9 @@ def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
     )
 
 
-def pages_for(
-    places: Int32[Array, "..."], *, page_size: int | Int32[Array, "..."]
-) -> Int32[Array, "..."]:
-    """Counts the pages that hold `places` token places: ceil(places / page_size).
-
-    Args:
-      places: from 0 to 2**24 where `page_size` is an array.
-      page_size: token places in a page.
-    """
-    if isinstance(page_size, int):
-        return -(-places // page_size)
-    # Processors divide vectors of floats, but integers one by one; a quotient of two
-    # that float32 holds exactly is never rounded to a whole number that it is not.
-    ratio = places.astype(jnp.float32) / page_size.astype(jnp.float32)
-    return jnp.ceil(ratio).astype(jnp.int32)
-
-
 def num_pages(table: Table, *, page_size: int) -> Int32[Array, " slots"]:
     """Counts the pages that each slot holds."""
-    return pages_for(table.length + table.ahead, page_size=page_size)
+    return demand.pages_for(table.length + table.ahead, page_size=page_size)
 
 
 def needs_copy(
@@ -101,13 +84,14 @@ def needs_copy(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
-    page = _next_page(table, page_size)
-    page = jnp.where(num_rows > 0, page, NO_PAGE)
+    place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
+    writes = (place == _column(table, page_size)) & (num_rows > 0)[:, None]
+    page = _page_at(table.page_ids, writes)
     # Shapes [writers before, slots]: their sum over the leading axis is the fast one.
     slot = jnp.arange(page.shape[0], dtype=jnp.int32)
     before = (page[:, None] == page[None, :]) & (slot[:, None] < slot[None, :])
     rank = jnp.sum(before, axis=0, dtype=jnp.int32)
-    return rank < page_pool.take(pool.ref, page, fill=0) - 1
+    return rank < arrays.take(pool.ref, page, fill=0) - 1
 
 
 def num_wanted(
@@ -164,36 +148,32 @@ def reserve(
     """
     if max_new_pages < 1:
         raise ValueError(f"{max_new_pages=} must be at least 1")
-    max_slots, pages_per_slot = table.page_ids.shape
+    pages_per_slot = table.page_ids.shape[1]
     have = num_pages(table, page_size=page_size)
     growth = _growth(table, places, page_size)
-    if num_rows is None:
-        num_rows = jnp.zeros_like(places)
-    parts = needs_copy(pool, table, num_rows, page_size=page_size)
+    parts = jnp.zeros(have.shape, bool)
+    if num_rows is not None:
+        parts = needs_copy(pool, table, num_rows, page_size=page_size)
     fits = (have + growth <= pages_per_slot) & (growth <= max_new_pages)
-    # Of a slot's new pages the copy comes first. One that asks for too many asks for
-    # more than `allocate` grants to anyone.
-    most = max_new_pages + 1
-    want = jnp.where(fits, growth + parts.astype(jnp.int32), most + 1)
-    pool, ids, enough = page_pool.allocate(pool, want, max_pages=most)
-    slot = jnp.arange(max_slots, dtype=jnp.int32)[:, None]
+    # Of a slot's new pages the copy comes first.
+    want = growth + parts.astype(jnp.int32)
     place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
     rank = place - have[:, None]
     rank = jnp.where(rank >= 0, rank + parts[:, None].astype(jnp.int32), NO_PAGE)
-    rank = jnp.where(parts[:, None] & (place == _column(table, page_size)), 0, rank)
-    new = page_pool.take(ids, (slot, rank), fill=NO_PAGE)
-    parts &= enough
+    writes = place == _column(table, page_size)
+    rank = jnp.where(parts[:, None] & writes, 0, rank)
+    pool, new, enough = page_pool.allocate_at(pool, want, rank, may=jnp.all(fits))
+    copied = parts & enough
     copies = Copies(
-        source=jnp.where(parts, _next_page(table, page_size), NO_PAGE),
-        target=jnp.where(parts, ids[:, 0], NO_PAGE),
+        source=jnp.where(copied, _page_at(table.page_ids, writes), NO_PAGE),
+        target=jnp.where(copied, _page_at(new, writes), NO_PAGE),
     )
     # Each of these pages keeps an owner, so none becomes free.
-    pool = pool._replace(ref=page_pool.put(pool.ref, copies.source, -1, "add"))
+    pool = pool._replace(ref=arrays.put(pool.ref, copies.source, -1, "add"))
+    ahead = jnp.maximum(table.ahead, places - table.length)
     table = table._replace(
         page_ids=jnp.where(new == NO_PAGE, table.page_ids, new),
-        ahead=jnp.where(
-            enough, jnp.maximum(table.ahead, places - table.length), table.ahead
-        ),
+        ahead=jnp.where(enough, ahead, table.ahead),
     )
     return pool, table, copies, enough
 
@@ -256,8 +236,8 @@ def truncate(
 
 def _growth(table: Table, places: Array, page_size: int) -> Array:
     """Pages that each slot lacks for its places."""
-    goal = jnp.maximum(table.length + table.ahead, places)
-    return pages_for(goal, page_size=page_size) - num_pages(table, page_size=page_size)
+    have = table.length + table.ahead
+    return demand.growth(have, places, page_size=page_size)
 
 
 def _column(table: Table, page_size: int) -> Array:
@@ -265,11 +245,9 @@ def _column(table: Table, page_size: int) -> Array:
     return (table.length // page_size)[:, None]
 
 
-def _next_page(table: Table, page_size: int) -> Array:
-    """Page to which each slot writes next, `NO_PAGE` where it is yet to be mapped."""
-    slot = jnp.arange(table.length.shape[0], dtype=jnp.int32)
-    index = (slot, _column(table, page_size)[:, 0])
-    return page_pool.take(table.page_ids, index, fill=NO_PAGE)
+def _page_at(page_ids: Array, where: Array) -> Array:
+    """Page at the one marked place of each row, `NO_PAGE` where none is marked."""
+    return jnp.max(jnp.where(where, page_ids, NO_PAGE), axis=1)
 
 
 def _unmap(pool: Pool, page_ids: Array, where: Array) -> tuple[Pool, Array]:

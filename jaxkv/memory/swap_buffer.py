@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv.memory import kv_pages, page_pool, page_table
+from jaxkv import arrays
+from jaxkv.memory import demand, kv_pages, page_pool
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
@@ -73,7 +74,7 @@ def num_pages(staging: Staging, groups: Int32[Array, " n"]) -> Int32[Array, " n"
 def is_staged(staging: Staging) -> Bool[Array, " sequences"]:
     """Says, in the row of its first sequence, which request has pages in the buffer."""
     nobody = jnp.zeros_like(staging.on_host)
-    return page_pool.put(nobody, staging.owner, True, "set")
+    return arrays.put(nobody, staging.owner, True)
 
 
 def is_out(staging: Staging) -> Bool[Array, " sequences"]:
@@ -84,7 +85,7 @@ def is_out(staging: Staging) -> Bool[Array, " sequences"]:
 def written(table: Table, *, page_size: int) -> Bool[Array, "slots pages_per_slot"]:
     """Marks the places in the table whose pages have something in them."""
     column = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
-    used = page_table.pages_for(table.length, page_size=page_size)
+    used = demand.pages_for(table.length, page_size=page_size)
     return column < used[:, None]
 
 
@@ -125,21 +126,18 @@ def move_out(
 
     def copy(_: Array, s: Staging) -> Staging:
         # The k-th page gets the k-th free place: equal ranks meet in one gather.
-        free, (total,) = s.owner < 0, s.owner.shape
-        nth = jnp.where(free, jnp.cumsum(free, dtype=jnp.int32) - 1, NO_PAGE)
-        order = jnp.full((total,), NO_PAGE, jnp.int32)
-        order = page_pool.put(order, nth, jnp.arange(total, dtype=jnp.int32), "set")
-        rank = jnp.cumsum(own.reshape(-1), dtype=jnp.int32).reshape(own.shape) - 1
-        place = page_pool.take(order, jnp.where(own, rank, NO_PAGE), fill=NO_PAGE)
+        order = arrays.places(s.owner < 0, s.owner.shape[0])
+        rank = arrays.ranks(own.reshape(-1)).reshape(own.shape)
+        place = arrays.take(order, rank, fill=NO_PAGE)
         source = jnp.where(own, table.page_ids, NO_PAGE).reshape(-1)
         owners = jnp.broadcast_to(group[:, None], place.shape)
         at = (holder, jnp.broadcast_to(column[None, :], holder.shape))
         shared = jnp.where(mapped, place[at], NO_PAGE)
         return s._replace(
             pages=kv_pages.copy(s.pages, source, place.reshape(-1), origin=pages),
-            owner=page_pool.put(s.owner, place, owners, "set"),
-            page_ids=page_pool.put(s.page_ids, row, shared, "set"),
-            length=page_pool.put(s.length, row, table.length, "set"),
+            owner=arrays.put(s.owner, place, owners),
+            page_ids=arrays.put(s.page_ids, row, shared),
+            length=arrays.put(s.length, row, table.length),
         )
 
     trips = jnp.any(leaves).astype(jnp.int32)
@@ -172,20 +170,20 @@ def move_in(
 
     def bring(_: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         pages, pool, table, s = carry
-        comes = page_pool.take(back, s.owner, fill=False)
+        comes = arrays.take(back, s.owner, fill=False)
         pool, ids, _ = page_pool.allocate(pool, comes.astype(jnp.int32), max_pages=1)
         ids = ids[:, 0]
         place = jnp.arange(s.owner.shape[0], dtype=jnp.int32)
         source = jnp.where(comes, place, NO_PAGE)
         pages = kv_pages.copy(pages, source, ids, origin=s.pages)
-        rows = page_pool.take(ids, s.page_ids, fill=NO_PAGE)
+        rows = arrays.take(ids, s.page_ids, fill=NO_PAGE)
         rows = jnp.where((slot >= 0)[:, None], rows, NO_PAGE)
         # Counted by uses, and no longer by having been taken.
         pool = page_pool.share(pool, rows)
-        pool = pool._replace(ref=page_pool.put(pool.ref, ids, -1, "add"))
+        pool = pool._replace(ref=arrays.put(pool.ref, ids, -1, "add"))
         table = table._replace(
-            page_ids=page_pool.put(table.page_ids, slot, rows, "set"),
-            length=page_pool.put(table.length, slot, s.length, "set"),
+            page_ids=arrays.put(table.page_ids, slot, rows),
+            length=arrays.put(table.length, slot, s.length),
         )
         return pages, pool, table, forget(s, group, back)
 
@@ -205,8 +203,8 @@ def forget(
       group: request of each sequence.
       gone: those requests, in the row of each one's first sequence.
     """
-    freed = page_pool.take(gone, staging.owner, fill=False)
-    members = page_pool.take(gone, group, fill=False)
+    freed = arrays.take(gone, staging.owner, fill=False)
+    members = arrays.take(gone, group, fill=False)
     return staging._replace(
         owner=jnp.where(freed, NOBODY, staging.owner),
         page_ids=jnp.where(members[:, None], NO_PAGE, staging.page_ids),
@@ -235,15 +233,15 @@ def unsound(
       page_size: token places in a page, static.
     """
     s = staging
-    out, host = (page_pool.take(x, group, fill=False) for x in (is_out(s), s.on_host))
+    out, host = (arrays.take(x, group, fill=False) for x in (is_out(s), s.on_host))
     used = -(-s.length // page_size)
     column = jnp.arange(s.page_ids.shape[1], dtype=jnp.int32)[None, :]
     misplaced = (s.page_ids != NO_PAGE) != (column < used[:, None])
     ghost = (s.length != 0) & ~(out & waits)
     staged = jnp.where((out & ~host)[:, None], s.page_ids, NO_PAGE)
-    owner = page_pool.take(s.owner, staged, fill=NOBODY)
+    owner = arrays.take(s.owner, staged, fill=NOBODY)
     foreign = (staged != NO_PAGE) & (owner != group[:, None])
-    named = page_pool.put(jnp.zeros(s.owner.shape, bool), staged, True, "set")
+    named = arrays.put(jnp.zeros(s.owner.shape, bool), staged, True)
     both = s.on_host & is_staged(s)
     faults = (misplaced, ghost, foreign, named != (s.owner >= 0), both)
     return sum(

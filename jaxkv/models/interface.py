@@ -77,7 +77,7 @@ def attend(
       rows: the packed rows.
       scale: factor on the scores; None means head_dim ** -0.5.
       window: latest keys a row sees; None means all.
-      numerics: "reproducible" gives a row the same bits in any company.
+      numerics: "reproducible" gives a row the same bits in any batch.
       plan: what `make_plan` returns for these rows, made once for all layers; None
         makes one in each layer where one is needed.
 

@@ -25,7 +25,7 @@ class Linear(nnx.Module):
     """`weight @ x + bias` with the contracted axis last in the weight."""
 
     def __init__(self, *shape, axes, rngs, std=0.02, bias=False, dtype=jnp.float32):
-        normal = jax.random.normal(rngs.params(), shape, dtype)
+        normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
         self.bias = (
             nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
@@ -43,7 +43,7 @@ class ExpertLinear(nnx.Module):
     """A matrix for every expert, `[experts, in, out]` as grouped products take them."""
 
     def __init__(self, *shape, axes, rngs, std=0.02, dtype=jnp.float32):
-        normal = jax.random.normal(rngs.params(), shape, dtype)
+        normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
 
     def __call__(

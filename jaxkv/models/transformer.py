@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models import moe, rotary
+from jaxkv.models import drawing, moe, rotary
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Layer, Linear, Norm, Numerics
@@ -52,7 +52,7 @@ type Attend[C] = Callable[
 class Transformer(nnx.Module):
     """Embeddings, layers, final norm and output head of a `ModelConfig`."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+    def __init__(self, config: ModelConfig, *, rngs: Any, dtype=jnp.float32):
         c = config
         table = functools.partial(Linear, rngs=rngs, dtype=dtype)
         self.embed = table(c.vocab_size, c.hidden_size, axes=("vocab", "hidden"))
@@ -111,9 +111,13 @@ class Transformer(nnx.Module):
         return jax.lax.optimization_barrier(columns).T
 
 
-def _split(config: ModelConfig, dtype) -> tuple[Any, Any]:
-    build = functools.partial(Transformer, config, dtype=dtype)
-    return nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param)
+def _split(
+    config: ModelConfig, dtype: DTypeLike, rngs: drawing.Recorder | None = None
+) -> tuple[Any, Any]:
+    """The graph of a model, and the shapes of its parameters."""
+    rngs = drawing.Recorder() if rngs is None else rngs
+    build = functools.partial(Transformer, config, rngs=rngs, dtype=dtype)
+    return nnx.split(nnx.eval_shape(build), nnx.Param)
 
 
 def merge(config: ModelConfig, params: Params) -> Transformer:
@@ -122,8 +126,27 @@ def merge(config: ModelConfig, params: Params) -> Transformer:
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = "float32"):
-    """Random parameters, normal with standard deviation 0.02, as nested dicts."""
-    model = Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
+    """Random parameters, normal with standard deviation 0.02, as nested dicts.
+
+    Compiled as one program for a `config`; the bits are those of drawing array by array
+    with `nnx.Rngs(key)`.
+    """
+    recorder = drawing.Recorder()
+    _split(config, jnp.dtype(dtype), recorder)
+    index = [np.int32(place) for place in range(len(recorder.shapes))]
+    return _init_params(key, index, config, tuple(recorder.shapes), jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "shapes", "dtype"))
+def _init_params(
+    key: Array,
+    index: list[Int32[Array, ""]],
+    config: ModelConfig,
+    shapes: tuple[drawing.Shape, ...],
+    dtype: np.dtype,
+) -> Params:
+    normals = drawing.Normals(key, shapes, dtype, index)
+    model = Transformer(config, rngs=normals, dtype=dtype)
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import validation
-from jaxkv.memory import page_pool
+from jaxkv import arrays, validation
 from jaxkv.sampling import sampler
 
 NOBODY = -1
@@ -237,9 +236,7 @@ def finalize(
     last = jnp.where(exists, start + answer.length - 1, 0)
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     rows = unroll(parents, answer.beam, last)
-    written = page_pool.take(
-        tokens, (rows, jnp.broadcast_to(place, rows.shape)), fill=-1
-    )
+    written = arrays.take(tokens, (rows, jnp.broadcast_to(place, rows.shape)), fill=-1)
     ending = exists[:, None] & (place == last[:, None])
     return jnp.where(ending, answer.token[:, None], written)
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
+
+from pallas_kernels import devices
 
 SAMPLE, DRAFT, ACCEPT, RESIDUAL = range(4)
 """What a draw is for. The draws of one position differ by it: the token itself, a
@@ -65,11 +68,15 @@ def draw_key(
       The draws' key data, what `jax.random.fold_in` gives for sample, position and
       purpose in turn.
     """
-    for data in (sample, position, jnp.full_like(position, purpose)):
-        counter = data.astype(jnp.uint32)
-        words = _threefry(key[..., 0], key[..., 1], jnp.zeros_like(counter), counter)
-        key = jnp.stack(words, axis=-1)
-    return key
+
+    def fold(key: Array, data: Array) -> tuple[Array, None]:
+        zero = jnp.zeros_like(data)
+        return jnp.stack(_threefry(key[..., 0], key[..., 1], zero, data), axis=-1), None
+
+    data = jnp.stack([sample, position, jnp.full_like(position, purpose)])
+    # A loop, so that one fold is compiled; a GPU would launch kernels for each trip.
+    unroll = 1 if devices.current().platform == "cpu" else 3
+    return lax.scan(fold, key, data.astype(jnp.uint32), unroll=unroll)[0]
 
 
 def gumbel(

@@ -182,34 +182,17 @@ def sample(
     arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
     al. 2025, arXiv:2407.01082 (min-p).
     """
-    own = raw
-    raw = logits if raw is None else raw
+    own, raw = raw, logits if raw is None else raw
     logits = top_k.wide(logits)
-    vocab = logits.shape[1]
     top, greedy = top_k.argmax(logits)
     invalid = top_k.invalid(logits, top, own)
     drawn = (params.temperature > 0) & ~invalid
-    cut = drawn & truncation.is_cut(params, vocab)
 
     def draw() -> Array:
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.SAMPLE
         )
-        token, settled = lax.cond(
-            jnp.any(cut),
-            lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
-            lambda: (greedy, jnp.zeros_like(cut)),
-        )
-        rest = drawn & ~settled
-
-        def search() -> Array:
-            everything = truncation.everything(logits)
-            last = truncation.exact_cuts(logits, top, params, rest & cut, everything)
-            found = top_k.argmax(logits, _score(top, params, keys, last))[1]
-            return jnp.where(rest, found, token)
-
-        token = lax.cond(jnp.any(rest), search, lambda: token)
-        return jnp.where(drawn, token, greedy)
+        return _draw(logits, top, greedy, params, keys, drawn, max_candidates)
 
     token = lax.cond(jnp.any(drawn), draw, lambda: greedy)
     token = jnp.where(invalid, 0, token)
@@ -220,6 +203,42 @@ def sample(
         jnp.any(scored), lambda: token_logprobs(raw, token), lambda: nothing
     )
     return Draw(token, jnp.where(scored, logprob, 0), invalid)
+
+
+def _draw(
+    logits: Float[Array, "rows vocab"],
+    top: Float[Array, " rows"],
+    greedy: Int32[Array, " rows"],
+    params: Params,
+    keys: UInt32[Array, "rows 2"],
+    drawn: Bool[Array, " rows"],
+    max_candidates: int,
+) -> Int32[Array, " rows"]:
+    """Draws for the rows marked; the others are greedy.
+
+    Rows that top-k or top-p cuts are drawn from the best tokens where these settle the
+    cut. The others are drawn from all tokens, once their cut is known.
+    """
+    vocab = logits.shape[1]
+    cut = drawn & truncation.is_cut(params, vocab)
+    token, settled = lax.cond(
+        jnp.any(cut),
+        lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
+        lambda: (greedy, jnp.zeros_like(cut)),
+    )
+    rest = drawn & ~settled
+
+    def search() -> Array:
+        last = None
+        # Where the best tokens are all tokens, they settle every row that is cut.
+        if vocab > max_candidates:
+            everything = truncation.everything(logits)
+            last = truncation.exact_cuts(logits, top, params, rest & cut, everything)
+        found = top_k.argmax(logits, _score(top, params, keys, last))[1]
+        return jnp.where(rest, found, token)
+
+    token = lax.cond(jnp.any(rest), search, lambda: token)
+    return jnp.where(drawn, token, greedy)
 
 
 def _score(

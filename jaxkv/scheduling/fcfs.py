@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import validation
-from jaxkv.memory import page_table
 from jaxkv.scheduling import interface, victims
 from jaxkv.scheduling.interface import NO_LIMIT, Counts, Plan
 
@@ -17,9 +16,9 @@ class FCFS(NamedTuple):
 
     Sequences that decode feed one token each, then prompts share what is left of the
     token budget in order. A request is admitted with all of its sequences, where there
-    are pages for all of its prompt. When pages run out, requests give way until the
-    others can grow, and nobody is admitted in that step. The first in line never gives
-    way, so there is always progress.
+    are pages for all of its prompt. When pages run out, requests are preempted until
+    the others can grow, and nobody is admitted in that step. The first in line never
+    is, so there is always progress.
 
     A rule whose parameter is None is left out of the program, which makes the policy
     several times cheaper; policies that have the same rules can be stacked for `vmap`.
@@ -33,18 +32,18 @@ class FCFS(NamedTuple):
     watermark: Int32[Array, ""]
     """Pages kept free at admission while anything runs, at least 0."""
     victim: Int32[Array, ""] | None
-    """Who gives way: index into `victims.NAMES`; None is the latest."""
+    """Who is preempted: index into `victims.NAMES`; None is the latest."""
     swap: Bool[Array, ""] | None
     """Whether pages of those are kept outside the pool, where there is room."""
     hold: Bool[Array, ""] | None
-    """Whether new requests wait until all that gave way have completed."""
+    """Whether new requests wait until all that were preempted have completed."""
     cached_first: Bool[Array, ""] | None
     """Whether those with the most tokens in the prefix cache are admitted first."""
 
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Grows the running, lets some give way, admits the next."""
+        """Grows the running, preempts some, admits the next."""
         if self.cached_first is None:
             return self._plan(counts)
         order = _order(counts, self.cached_first)
@@ -62,10 +61,8 @@ class FCFS(NamedTuple):
 
     def _plan(self, c: Counts) -> Plan:
         """Decides, the waiting requests being in the order in which they may enter."""
-        need = page_table.pages_for(c.num_tokens, page_size=c.page_size)
-        wanted = c.owned_pages + jnp.maximum(need - c.num_pages, 0) + c.copies
-        wanted = jnp.where(c.running, wanted, 0)
         owned = jnp.where(c.running, c.owned_pages, 0)
+        wanted = owned + interface.growth(c)
         total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
         needed = jnp.cumsum(wanted, dtype=jnp.int32)
         if self.victim is not None:
@@ -109,7 +106,7 @@ class FCFS(NamedTuple):
         wanted: Int32[Array, " line"],
         total: Int32[Array, ""],
     ) -> Int32[Array, " line"]:
-        """Pages that a sequence and all who give way after it want."""
+        """Pages that a sequence and all who are preempted after it want."""
         shortage = jnp.sum(wanted, dtype=jnp.int32) - total
         cost = c.owned_tokens
         if self.swap is not None:
@@ -135,11 +132,12 @@ def fcfs(
     Args:
       chunk_size: rows that one prompt may feed in a step; None leaves it to the budget.
       watermark: pages kept free at admission while anything runs.
-      victim: who gives way when pages run out, see `victims.ranks`.
+      victim: who is preempted when pages run out, see `victims.ranks`.
       preemption: what becomes of the pages of those: their tokens are fed again, or
         the pages are swapped out, as far as `EngineConfig.max_swap_pages` goes.
-      hold_new: whether, after somebody gave way, new requests wait until all who did
-        have completed; None does so under swapping, as the paper's authors do.
+      hold_new: whether, after a preemption, new requests wait until all who were
+        preempted have completed; None does so under swapping, as the paper's authors
+        do.
       cached_first: admits those first of whose tokens the prefix cache has most, among
         the first `max_slots` that wait. A request that finds little there may wait for
         as long as others that find more keep coming.
@@ -197,7 +195,7 @@ def _by_order(counts: Counts, order: Int32[Array, " head"]) -> Counts:
 
 
 def _swapped(counts: Counts, preempt: Bool[Array, " line"]) -> Bool[Array, " line"]:
-    """Those who give way, in order, as far as there is room for all their pages."""
+    """The preempted, in order, as far as there is room for all their pages."""
     pages = jnp.where(preempt, counts.swap_pages, 0)
     fits = jnp.cumsum(pages, dtype=jnp.int32) <= counts.free_swap_pages
     has_any = interface.any_of_group(counts, pages > 0)

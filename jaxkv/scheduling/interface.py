@@ -1,4 +1,4 @@
-"""Who runs, who waits, who gives way: policies that decide on integers alone.
+"""Who runs, who waits, who is preempted: policies that decide on integers alone.
 
 `schedule(counts, policy) -> Plan` sees counts of tokens and pages, never a page id, so
 the same function drives the real engine and a simulator that has no pages at all. The
@@ -11,12 +11,13 @@ A policy is a NamedTuple: its type is its kind (static), its fields are its para
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import arrays
+from jaxkv.memory import Size, demand
 
 NO_LIMIT = 2**30
 """A chunk size, or any other bound, that never binds."""
-
-type Size = int | Int[Array, ""]
 
 
 class Counts(NamedTuple):
@@ -28,7 +29,7 @@ class Counts(NamedTuple):
     """Places whose sequence has finished, but whose slot and pages are kept."""
     group: Int32[Array, " line"] | None
     """First place of the same request; its sequences stand side by side in line, and
-    run or give way together. None if each has one."""
+    run or are preempted together. None if each has one."""
     num_tokens: Int32[Array, " line"]
     """Tokens that each sequence has to feed in all: those known of it, or of those with
     which its whole group begins; 0 where another sequence feeds these for it."""
@@ -37,8 +38,8 @@ class Counts(NamedTuple):
     num_pages: Int32[Array, " line"]
     """Pages held, alone or with others."""
     owned_pages: Int32[Array, " line"]
-    """Pages of a group, each counted at the first of its places: what it would give
-    back."""
+    """Pages of a group, each counted at the first of its places: what its
+    preemption would free."""
     owned_tokens: Int32[Array, " line"]
     """Tokens written to those pages: what a group would have to compute again."""
     swap_pages: Int32[Array, " line"]
@@ -47,7 +48,7 @@ class Counts(NamedTuple):
     copies: Int32[Array, " line"]
     """Pages that a sequence has to copy before its next token is written, 0 or 1."""
     preempted: Bool[Array, " line"]
-    """Sequences that gave way before."""
+    """Sequences that were preempted before."""
     scored_prompt: Bool[Array, " line"]
     """Sequences whose next rows want the log-probabilities of prompt tokens."""
     waiting: Bool[Array, " head"]
@@ -63,7 +64,7 @@ class Counts(NamedTuple):
     waiting_pages: Int32[Array, " head"]
     """Free pages that all tokens known of each would take."""
     waiting_preempted: Bool[Array, " head"]
-    """Requests that gave way before."""
+    """Requests that were preempted before."""
     waiting_swapped: Bool[Array, " head"]
     """Those of them that are swapped out. Once admitted they have their pages back, and
     feed nothing in the same step."""
@@ -87,7 +88,7 @@ class Plan(NamedTuple):
     """What one step does. Whatever is not running or not admitted has zeros."""
 
     preempt: Bool[Array, " line"]
-    """Sequences that give back slot and pages and wait at the head of the queue."""
+    """Sequences that leave slot and pages and wait at the head of the queue."""
     swap: Bool[Array, " line"]
     """Those of them, by whole groups, whose pages are kept outside the pool; there must
     be room for them. The others have their tokens fed again."""
@@ -126,6 +127,14 @@ class Policy(Protocol):
 def schedule(counts: Counts, policy: Policy) -> Plan:
     """Decides who runs and what each one feeds in the next step."""
     return policy.plan(counts)
+
+
+def growth(counts: Counts) -> Int32[Array, " line"]:
+    """Pages that each running sequence takes to feed all its tokens, copies too."""
+    c = counts
+    need = demand.pages_for(c.num_tokens, page_size=c.page_size)
+    missing = jnp.maximum(need - c.num_pages, 0) + c.copies
+    return jnp.where(c.running, missing, 0)
 
 
 def share_budget(
@@ -173,6 +182,4 @@ def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
 
 def any_of_group(counts: Counts, mask: Bool[Array, " line"]) -> Bool[Array, " line"]:
     """Marks all places of a group of which any is marked."""
-    if counts.group is None:
-        return mask
-    return jnp.zeros_like(mask).at[counts.group].max(mask)[counts.group]
+    return arrays.over_groups(mask, counts.group, "max")

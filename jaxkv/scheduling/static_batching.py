@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxkv.memory import page_table
+from jaxkv.memory import demand
 from jaxkv.scheduling import interface
 
 
@@ -27,7 +27,7 @@ class Static(NamedTuple):
         c = counts
         busy = jnp.any(c.running | c.held)
         longest = jnp.asarray(c.max_length, jnp.int32)
-        each = page_table.pages_for(longest, page_size=c.page_size)
+        each = demand.pages_for(longest, page_size=c.page_size)
         # A request is never let in if it needs more than the pool, so this serves it.
         each = jnp.clip(each, 1, jnp.maximum(c.free_pages, 1))
         slots = jnp.cumsum(c.waiting_slots, dtype=jnp.int32)
@@ -35,10 +35,9 @@ class Static(NamedTuple):
         first = jnp.arange(slots.shape[0], dtype=jnp.int32) == 0
         admit = c.waiting & ~busy & (fits | first)
         # Its own sequences have their pages, but not those forked since, nor those that
-        # another policy let in: whoever of these finds none gives way and waits.
-        need = page_table.pages_for(c.num_tokens, page_size=c.page_size)
-        growth = jnp.where(c.running, jnp.maximum(need - c.num_pages, 0) + c.copies, 0)
-        runs = c.running & (jnp.cumsum(growth, dtype=jnp.int32) <= c.free_pages)
+        # another policy let in: whoever of these finds none is preempted and waits.
+        growth = jnp.cumsum(interface.growth(c), dtype=jnp.int32)
+        runs = c.running & (growth <= c.free_pages)
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         num_rows, head_rows = interface.share_budget(c, runs, admit, interface.NO_LIMIT)
         return interface.Plan(

@@ -1,10 +1,11 @@
-"""Who gives way when pages run out: an order of the running requests."""
+"""Who is preempted when pages run out: an order of the running requests."""
 
 from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.scheduling.interface import Counts
 
 type Victim = Literal["latest", "least_computed", "fewest_pages", "cheapest"]
@@ -13,7 +14,7 @@ type Victim = Literal["latest", "least_computed", "fewest_pages", "cheapest"]
 NAMES: tuple[str, ...] = get_args(Victim.__value__)
 
 _LAST = 2**31 - 1
-"""Key of a request that never gives way."""
+"""Key of a request that is never preempted."""
 
 
 def ranks(
@@ -23,22 +24,22 @@ def ranks(
     frees: Int32[Array, " line"],
     cost: Int32[Array, " line"],
 ) -> Int32[Array, " line"]:
-    """Ranks the places in line: those of the highest ranks give way first.
+    """Ranks the places in line: those of the highest ranks are preempted first.
 
     The first request in line always ranks lowest, so there is always progress. Among
-    equals the later one gives way. The rules:
+    equals the later one goes first. The rules:
 
       latest          last come, first to go, whatever it costs (Kwon et al. 2023)
       least_computed  fewest tokens that would be computed again
-      fewest_pages    fewest pages given back
+      fewest_pages    fewest pages released
       cheapest        of the requests that alone end the shortage, the one of least
-                      cost; where there is none, the one that gives back most
+                      cost; where there is none, the one that releases most
 
     Args:
       counts: the counts.
       victim: index into `NAMES`.
       shortage: pages that are missing.
-      frees: pages that each place would leave to others, were its group to give way;
+      frees: pages that each place would leave to others, were its group preempted;
         summed over groups here, like the next.
       cost: what that would cost, in tokens to compute again or in pages to move.
 
@@ -48,10 +49,7 @@ def ranks(
     c = counts
 
     def by_group(values: Array) -> Array:
-        values = jnp.where(c.running, values, 0)
-        if c.group is None:
-            return values
-        return jnp.zeros_like(values).at[c.group].add(values)[c.group]
+        return arrays.over_groups(jnp.where(c.running, values, 0), c.group, "add")
 
     frees, price = by_group(frees), by_group(cost)
     enough = frees >= shortage

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.engine import NOBODY, EngineState
-from jaxkv.memory import NO_PAGE, Pages, Staging, page_pool, swap_buffer
+from jaxkv.memory import NO_PAGE, Pages, Staging, swap_buffer
 
 
 class Moves(NamedTuple):
@@ -44,18 +45,18 @@ def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> S
       The new buffer.
     """
     s = swap_buffer.forget(staging, group, moves.lost)
-    left = page_pool.take(moves.leaves, s.owner, fill=False)
+    left = arrays.take(moves.leaves, s.owner, fill=False)
     owner = jnp.where(left, NOBODY, s.owner)
-    owner = page_pool.put(owner, moves.place, moves.arrives, "set")
+    owner = arrays.put(owner, moves.place, moves.arrives)
     comes = jnp.zeros(owner.shape, bool)
-    comes = page_pool.put(comes, moves.place, True, "set")
+    comes = arrays.put(comes, moves.place, True)
 
     def bring(old: Array, new: Array) -> Array:
         here = comes.reshape(1, -1, *[1] * (old.ndim - 2))
         return jnp.where(jnp.broadcast_to(here, old.shape), new, old)
 
     mine = (group == moves.arrives) & (moves.arrives >= 0)
-    page_ids = page_pool.take(moves.place, s.page_ids, fill=NO_PAGE)
+    page_ids = arrays.take(moves.place, s.page_ids, fill=NO_PAGE)
     at_home = jnp.arange(group.shape[0], dtype=jnp.int32) == moves.arrives
     return s._replace(
         pages=jax.tree.map(bring, s.pages, moves.pages),

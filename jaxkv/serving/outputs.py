@@ -52,7 +52,7 @@ class Completion(NamedTuple):
     num_recomputed: int
     """Tokens whose K and V were computed again after a preemption."""
     num_preempted: int
-    """Times that it gave way to others."""
+    """Times that it was preempted."""
     num_swapped: int
     """How many of these kept its pages."""
 

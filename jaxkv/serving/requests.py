@@ -130,7 +130,7 @@ class Record:
             # Indexed on the host: on the device it would compile a program.
             self.num_cached += int(np.asarray(drained.num_cached)[row])
             self.num_recomputed += int(np.asarray(drained.num_recomputed)[row])
-            # Its sequences give way together; those that had ended before do not.
+            # Its sequences are preempted together; those that had ended before do not.
             for name in ("num_preempted", "num_swapped"):
                 times = int(np.asarray(getattr(drained, name))[row])
                 setattr(self, name, max(getattr(self, name), times))

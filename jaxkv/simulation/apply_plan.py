@@ -1,6 +1,6 @@
 """Who comes and who goes in a simulation: arrivals, admission, preemption, endings.
 
-They are carried out as `admission.carry_out` does in the engine, on counts alone.
+They are carried out as `apply_plan` does in the engine, on counts alone.
 """
 
 from typing import NamedTuple
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.clock import is_past
 from jaxkv.engine import NOBODY
-from jaxkv.memory import page_pool
 from jaxkv.scheduling import interface
 from jaxkv.simulation import batch
 from jaxkv.simulation.state import Capacity, Events, Progress, Queued, Simulation
@@ -26,7 +26,7 @@ def retire(
     Returns:
       The new state, and the sequence at each place before.
     """
-    kept = page_pool.put(state.progress, state.left, state.left_with, "set")
+    kept = arrays.put(state.progress, state.left, state.left_with)
     line, whose = state.line, state.line.sequence
     alive = batch.is_running(line) & ~state.ended
     group, over = batch.groups(line, max_samples), state.ended
@@ -83,7 +83,7 @@ class Wish(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What carrying out the plan came to."""
+    """What applying the plan came to."""
 
     num_admitted: Int32[Array, ""]
     """Requests that got slots."""
@@ -91,7 +91,7 @@ class Done(NamedTuple):
     """Pages swapped out and in."""
 
 
-def carry_out(
+def apply_plan(
     state: Simulation,
     plan: interface.Plan,
     queued: Queued,
@@ -99,7 +99,7 @@ def carry_out(
     max_samples: int,
     whose: Int32[Array, " line"],
 ) -> tuple[Simulation, Wish, Done]:
-    """Lets some give way and others in, as `admission.carry_out` does.
+    """Preempts some and admits others, as the engine's `apply_plan` does.
 
     Args:
       state: the machine, after `retire`.
@@ -137,7 +137,8 @@ def carry_out(
         places=jnp.where(leads, plan.head_places[:, None], 0),
     )
     comes = admit[:, None] & (queued.line.sequence >= 0)
-    source = _ranks(jnp.concatenate([stays, comes.ravel()]), stays.shape[0])
+    both_sides = jnp.concatenate([stays, comes.ravel()])
+    source = arrays.places(both_sides, stays.shape[0])
     there = source >= 0
     both = (line, Wish(plan.num_rows, plan.places)), (queued.line, asked)
     line, wish = _taken(*both, source)
@@ -147,10 +148,9 @@ def carry_out(
         losers = jnp.where(group.is_first, losers, NOBODY)
     rest = jnp.where(admit, NOBODY, queued.request)
     waiting = jnp.concatenate([losers, rest, state.queue[head:]])
-    source = _ranks(waiting >= 0, state.queue.shape[0])
     state = state._replace(
         line=line,
-        queue=jnp.where(source >= 0, waiting[source], NOBODY),
+        queue=arrays.packed(waiting, state.queue.shape[0]),
         num_swapped=state.num_swapped + pages_out - pages_in,
     )
     num_admitted = jnp.sum(admit, dtype=jnp.int32)
@@ -168,13 +168,6 @@ def _taken[T](old: T, new: T, source: Int32[Array, " line"]) -> T:
     return jax.tree.unflatten(kind, taken)
 
 
-def _ranks(mask: Bool[Array, " n"], num: int) -> Int32[Array, " num"]:
-    """The places of the marked entries, in order; NOBODY behind them."""
-    place = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, NOBODY)
-    every = jnp.arange(mask.shape[0], dtype=jnp.int32)
-    return page_pool.put(jnp.full((num,), NOBODY, jnp.int32), place, every, "set")
-
-
 def _note(
     state: Simulation,
     gone: Bool[Array, " line"],
@@ -182,7 +175,7 @@ def _note(
     swapped_pages: Int32[Array, " line"],
     whose: Int32[Array, " line"],
 ) -> Simulation:
-    """Notes who began or ended in the last step, and who gives way in this one."""
+    """Notes who began or ended in the last step, and who is preempted in this one."""
     line, s = state.line, state.line.siblings
     leaves = gone | state.ended
     # What was lost is computed again up to where it left, but for what it was given.
@@ -206,7 +199,7 @@ def _note(
         num_recomputed=again,
     )
     index = jnp.where(state.began | leaves, whose, NOBODY)
-    noted = page_pool.put(state.events, index, jnp.stack(events, axis=1), "add")
+    noted = arrays.put(state.events, index, jnp.stack(events, axis=1), "add")
     progress = Progress(
         known=line.known,
         fed=jnp.maximum(line.fed, line.length),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import arrays
 from jaxkv.engine import NOBODY
 from jaxkv.memory import pages_for
 
@@ -124,11 +125,11 @@ class Groups(NamedTuple):
 
     def any(self, mask: Bool[Array, " line"]) -> Bool[Array, " line"]:
         """Marks all of a group of which any is marked."""
-        return jnp.zeros_like(mask).at[self.first].max(mask)[self.first]
+        return arrays.over_groups(mask, self.first, "max")
 
     def total(self, values: Int32[Array, " line"]) -> Int32[Array, " line"]:
         """Sums over each group, at all of its places."""
-        return jnp.zeros_like(values).at[self.first].add(values)[self.first]
+        return arrays.over_groups(values, self.first, "add")
 
     def before(self, mask: Bool[Array, " line"]) -> Int32[Array, " line"]:
         """Counts those of the group that are marked and stand further ahead."""

@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import validation
+from jaxkv import arrays, validation
 from jaxkv.engine import NOBODY
-from jaxkv.memory import page_pool, pages_for
+from jaxkv.memory import pages_for
 
 type Rule = Literal["max", "pow2", "oracle"]
 """How much is reserved for a request, see `asked`."""
@@ -107,8 +107,8 @@ def free_leaves(
       num: its leaves.
     """
     edges = jnp.zeros((idle.size + 1,), jnp.int32)
-    edges = page_pool.put(edges, start, 1, "add")
-    edges = page_pool.put(edges, jnp.where(start >= 0, start + num, NOBODY), -1, "add")
+    edges = arrays.put(edges, start, 1, "add")
+    edges = arrays.put(edges, jnp.where(start >= 0, start + num, NOBODY), -1, "add")
     depth = jnp.cumsum(edges[:-1], dtype=jnp.int32)
     return idle & (depth == 0).reshape(idle.shape)
 

@@ -6,7 +6,7 @@ The counts are those of `admission.counts`, made of what a simulation knows.
 import jax.numpy as jnp
 
 from jaxkv.engine import NOBODY
-from jaxkv.memory import page_table
+from jaxkv.memory import demand
 from jaxkv.scheduling import interface
 from jaxkv.simulation import batch, contiguous
 from jaxkv.simulation.batch import Line, Siblings
@@ -82,7 +82,7 @@ def reserve(
     line, size = state.line, capacity.page_size
     assert line.block is not None
     blocks = jnp.where(line.sequence >= 0, line.block, NOBODY)
-    leaves = page_table.pages_for(line.places, page_size=size)
+    leaves = demand.pages_for(line.places, page_size=size)
     free = contiguous.free_leaves(reservation.idle, blocks, leaves)
     row = jnp.maximum(queued.request, 0)
     asked = contiguous.asked(
@@ -113,17 +113,17 @@ def observe(
         common = jnp.max(jnp.where(alive, q.siblings.common, 0), axis=1)
         common = jnp.where(queued.size > 1, common, 0)
     known = jnp.max(jnp.where(alive, q.known, 0), axis=1)
-    full = common // size
     needs = q.known if q.block is None else q.places
-    pages = page_table.pages_for(needs, page_size=size)
-    fresh = jnp.where(alive, pages - full[:, None], 0)
-    # Who is swapped out takes its pages, those by which it grows, and copies.
-    have = page_table.pages_for(queued.swapped_length, page_size=size)
-    have = jnp.where(queued.swapped_length > 0, have, full[:, None])
-    growth = jnp.where(alive, jnp.maximum(pages - have, 0), 0)
-    partial = alive & (queued.swapped_length % size > 0)
-    copies = jnp.maximum(jnp.sum(partial, axis=1, dtype=jnp.int32) - 1, 0)
-    wanted = queued.pages_out + jnp.sum(growth, axis=1, dtype=jnp.int32) + copies
+    fresh = demand.to_begin(needs, common, alive, page_size=size)
+    back = demand.to_come_back(
+        needs,
+        common[:, None],
+        queued.swapped_length,
+        queued.pages_out,
+        alive,
+        page_size=size,
+        num_pages=capacity.num_pages,
+    )
     is_out, none = queued.pages_out > 0, jnp.zeros_like(line.returned)
     return interface.Counts(
         running=batch.is_running(line),
@@ -131,9 +131,9 @@ def observe(
         group=None if group is None else group.first,
         num_tokens=goal,
         length=line.length,
-        num_pages=page_table.pages_for(line.places, page_size=size),
+        num_pages=demand.pages_for(line.places, page_size=size),
         owned_pages=owned,
-        owned_tokens=jnp.maximum(line.length - theirs * size, 0),
+        owned_tokens=demand.own_tokens(line.length, theirs, page_size=size),
         swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
         copies=batch.num_copies(line, group, goal - line.length, size),
         preempted=line.returned & batch.is_running(line),
@@ -142,11 +142,7 @@ def observe(
         waiting_tokens=jnp.where(common > 0, common, known),
         waiting_cached=jnp.zeros_like(common),
         waiting_slots=queued.size,
-        waiting_pages=jnp.where(
-            is_out,
-            jnp.minimum(wanted, capacity.num_pages),
-            full + jnp.sum(fresh, axis=1, dtype=jnp.int32),
-        ),
+        waiting_pages=jnp.where(is_out, back, fresh),
         waiting_preempted=jnp.any(alive & q.returned, axis=1),
         waiting_swapped=is_out,
         waiting_scored_prompt=jnp.zeros_like(is_out),

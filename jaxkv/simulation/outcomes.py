@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     finish_s: Float[np.ndarray, "*members requests"]
     """When its last sequence ended, NaN where one did not."""
     preempted: Int[np.ndarray, "*members requests"]
-    """Times that its sequences gave way."""
+    """Times that its sequences were preempted."""
     swapped: Int[np.ndarray, "*members requests"]
     """How many of these kept their pages."""
     recomputed: Int[np.ndarray, "*members requests"]

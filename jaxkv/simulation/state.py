@@ -62,7 +62,7 @@ class Capacity(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a sequence had come when it gave way; zeros before."""
+    """How far a sequence had come when it was preempted; zeros before."""
 
     known: Int32[Array, "*n"]
     """Tokens known: prompt and answer so far."""
@@ -89,7 +89,7 @@ class Events(NamedTuple):
     """When it ended: seconds + 1, or 0 before."""
     finish_us: Int32[Array, "*n"]
     num_preempted: Int32[Array, "*n"]
-    """Times that it gave way."""
+    """Times that it was preempted."""
     num_swapped: Int32[Array, "*n"]
     """How many of these kept its pages."""
     num_recomputed: Int32[Array, "*n"]
@@ -106,7 +106,7 @@ class Simulation(NamedTuple):
     ended: Bool[Array, " line"]
     """Who drew its last. Both are noted in the next step, whose clock says when."""
     left: Int32[Array, " line"]
-    """Sequences that gave way in the last step, or NOBODY."""
+    """Sequences that were preempted in the last step, or NOBODY."""
     left_with: Int32[Array, "line fields"]
     """Their progress. It is written in the next step, before anything is read: after
     that, XLA would copy all of it in every step."""

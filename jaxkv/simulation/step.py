@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import validation
+from jaxkv import arrays, validation
 from jaxkv.clock import advance, later
 from jaxkv.engine import NOBODY
-from jaxkv.memory import page_pool, page_table
+from jaxkv.memory import demand
 from jaxkv.scheduling import interface
 from jaxkv.simulation import apply_plan, batch, contiguous
 from jaxkv.simulation.batch import Line
@@ -75,7 +75,7 @@ class StepInfo(NamedTuple):
     num_admitted: Int32[Array, ""]
     """Requests that got slots."""
     num_preempted: Int32[Array, ""]
-    """Sequences that gave way."""
+    """Sequences that were preempted."""
     num_finished: Int32[Array, ""]
     """Sequences that ended."""
     used_pages: Int32[Array, ""]
@@ -119,7 +119,7 @@ def init(
       ValueError: a size is below 1; or several sequences of a request, which share
         nothing in contiguous places: let them be requests.
     """
-    w, c = page_pool.on_device((workload, capacity))
+    w, c = arrays.on_device((workload, capacity))
     max_slots = validation.integer("max_slots", max_slots, low=1)
     max_samples = validation.integer("max_samples", max_samples, low=1)
     if head is not None:
@@ -127,9 +127,8 @@ def init(
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
     size = c.page_size
-    shared = w.prompt // size
-    each = page_table.pages_for(w.prompt + w.output - 1, page_size=size)
-    fits = shared + w.samples * (each - shared) <= c.num_pages
+    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=size)
+    fits = shared + w.samples * own <= c.num_pages
     fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0
     if reservation is not None:
@@ -195,7 +194,7 @@ def step(
     Returns:
       The new state, and what happened.
     """
-    state, workload, capacity = page_pool.on_device((state, workload, capacity))
+    state, workload, capacity = arrays.on_device((state, workload, capacity))
     state, (info, behind) = _step(
         *(state, workload, capacity, policy, cost),
         max_samples=max_samples,
@@ -246,48 +245,29 @@ def _step(
         queued = reserve(state, queued, w, capacity, reservation)
     counts = observe(state, queued, capacity, max_samples)
     plan = interface.schedule(counts, policy)
-    state, wish, done = apply_plan.carry_out(
+    state, wish, done = apply_plan.apply_plan(
         state, plan, queued, capacity, max_samples, whose
     )
     line, runs = state.line, batch.is_running(state.line)
     group = batch.groups(line, max_samples)
-    # Pages are granted to all or to nobody, as `tables.reserve` does.
-    copies = batch.num_copies(line, group, wish.num_rows, size)
-    places = jnp.maximum(line.places, jnp.where(runs, wish.places, 0))
-    if reservation is not None:  # has all that it will ever need
-        places = line.places
-    growth = page_table.pages_for(places, page_size=size)
-    growth -= page_table.pages_for(line.places, page_size=size)
-    owned, _ = batch.num_owned(line, group, line.places, size)
-    held = jnp.sum(owned, dtype=jnp.int32)
-    used = held + jnp.sum(growth + copies, dtype=jnp.int32)
-    enough = used <= capacity.num_pages
-    num_rows = jnp.where(enough, wish.num_rows, 0)
-    line = line._replace(places=jnp.where(enough, places, line.places))
+    line, granted = _grant(line, group, wish, capacity, reservation)
     request = jnp.maximum(line.sequence, 0) // max_samples
-    prompt = w.prompt[request]
-    output = w.output[request]
-    limit = prompt + output
-    work = _work(line, num_rows, prompt)._replace(
-        num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
+    prompt, output = w.prompt[request], w.output[request]
+    work = _work(line, granted.num_rows, prompt)
+    line, forked = _feed(line, group, granted.num_rows)
+    emits = ((granted.num_rows > 0) | forked) & runs & (line.length == line.known)
+    work = work._replace(
+        num_drawn=jnp.sum(emits, dtype=jnp.int32),
+        num_copied=granted.num_copied,
         num_swapped=done.num_moved,
     )
-    line, forked = _feed(line, group, num_rows)
-    emits = ((num_rows > 0) | forked) & runs & (line.length == line.known)
-    work = work._replace(num_drawn=jnp.sum(emits, dtype=jnp.int32))
-    busy = jnp.any(num_rows > 0) | (done.num_moved > 0)
-    seconds = jnp.asarray(cost(work), jnp.float32)
-    clock, micros = advance(state.clock, jnp.where(busy, seconds, 0.0))
-    # With nobody there, the next one to arrive ends the wait.
-    idle = ~jnp.any(runs) & (state.queue[0] < 0) & (state.num_taken < state.num_served)
-    upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
-    clock = jnp.where(idle, later(clock, w.arrival[upcoming]), clock)
+    clock, micros = _advance(state, w, work, runs, cost)
     asked = None
     if (r := reservation) is not None:
         asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
-    split, saved = batch.split(line, group, limit, size, asked)
+    split, saved = batch.split(line, group, prompt + output, size, asked)
     known = line.known + emits.astype(jnp.int32)
-    ended = emits & (known == limit)
+    ended = emits & (known == prompt + output)
     info = StepInfo(
         start=state.clock,
         micros=micros,
@@ -297,11 +277,11 @@ def _step(
         num_admitted=done.num_admitted,
         num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
         num_finished=jnp.sum(ended, dtype=jnp.int32),
-        used_pages=jnp.where(enough, used, held),
+        used_pages=granted.used_pages,
         split=split,
         saved_pages=saved,
         drew=jnp.where(emits, line.sequence, NOBODY),
-        enough=enough,
+        enough=granted.enough,
     )
     behind = _Behind(state.num_taken, state.num_done + w.clients)
     return state._replace(
@@ -310,6 +290,58 @@ def _step(
         began=emits & (known == prompt + 1),
         ended=ended,
     ), (info, behind)
+
+
+class _Granted(NamedTuple):
+    """What a step gets of what its plan asks for: everything or nothing."""
+
+    num_rows: Int32[Array, " line"]
+    num_copied: Int32[Array, ""]
+    used_pages: Int32[Array, ""]
+    enough: Bool[Array, ""]
+
+
+def _grant(
+    line: Line,
+    group: batch.Groups | None,
+    wish: apply_plan.Wish,
+    capacity: Capacity,
+    reservation: Reservation | None,
+) -> tuple[Line, _Granted]:
+    """Grants pages to all or to nobody, as `tables.reserve` does."""
+    size = capacity.page_size
+    copies = batch.num_copies(line, group, wish.num_rows, size)
+    places = line.places  # with a reservation, all that is ever needed
+    if reservation is None:
+        wanted = jnp.where(batch.is_running(line), wish.places, 0)
+        places = jnp.maximum(line.places, wanted)
+    growth = demand.growth(line.places, places, page_size=size)
+    owned, _ = batch.num_owned(line, group, line.places, size)
+    held = jnp.sum(owned, dtype=jnp.int32)
+    used = held + jnp.sum(growth + copies, dtype=jnp.int32)
+    enough = used <= capacity.num_pages
+    return line._replace(places=jnp.where(enough, places, line.places)), _Granted(
+        num_rows=jnp.where(enough, wish.num_rows, 0),
+        num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
+        used_pages=jnp.where(enough, used, held),
+        enough=enough,
+    )
+
+
+def _advance(
+    state: Simulation,
+    w: Workload,
+    work: Work,
+    runs: Bool[Array, " line"],
+    cost: Cost,
+) -> tuple[Int32[Array, " 2"], Int32[Array, ""]]:
+    """The clock after a step, and how long it took; the next arrival ends a wait."""
+    busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
+    seconds = jnp.asarray(cost(work), jnp.float32)
+    clock, micros = advance(state.clock, jnp.where(busy, seconds, 0.0))
+    idle = ~jnp.any(runs) & (state.queue[0] < 0) & (state.num_taken < state.num_served)
+    upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
+    return jnp.where(idle, later(clock, w.arrival[upcoming]), clock), micros
 
 
 def run_steps(
@@ -341,7 +373,7 @@ def run_steps(
       The new state, and the stacked infos of all steps. Everything is done and noted
       when `num_done` has reached `num_served`.
     """
-    state, workload, capacity = page_pool.on_device((state, workload, capacity))
+    state, workload, capacity = arrays.on_device((state, workload, capacity))
 
     def body(state: Simulation, _: None) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
         return _step(

@@ -17,12 +17,10 @@ from jaxtyping import Array, Int
 from experiments.harness import Request
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState
-from jaxkv.engine import counts as engine_counts
 from jaxkv.engine import step as engine_step
-from jaxkv.engine.counts import carry_out
 from jaxkv.engine.requests import drain, submit
 from jaxkv.engine.state import FINISHED, Sequences, init
-from jaxkv.engine.step import StepInfo
+from jaxkv.engine.step import StepInfo, plan_step
 from jaxkv.memory import page_table
 from jaxkv.models import checkpoints, paged
 from jaxkv.progress import QUIET, Progress
@@ -216,9 +214,7 @@ def _run_and_look(
         state: EngineState, _: None
     ) -> tuple[EngineState, tuple[StepInfo, page_table.Table]]:
         # What the step itself does first; the compiler finds that it is the same.
-        counts, found = engine_counts.counts(state, config)
-        plan = interface.schedule(counts, policy)
-        middle = carry_out(state, plan, found, config)[0]
+        middle = plan_step(state, config=config, policy=policy)[0]
         state, info = engine_step.step(
             params, state, config=config, forward=forward, policy=policy
         )
