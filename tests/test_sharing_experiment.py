@@ -228,10 +228,11 @@ def test_claims_are_what_the_result_holds(result: served.Result) -> None:
         worst = max(100 * abs(saved - expected) for saved, expected in pairs)
         (closed,) = (x for x in said if x.startswith(f"{name} prompts: n answers"))
         assert said[closed] == pytest.approx(worst)
-    saved = 100 * samples.at("short", 4)
+    saved = 100 * samples.saved("short", 4)
     assert said["pages saved by 4 answers, short prompts"] == pytest.approx(saved)
     gains = [
-        result.beams.at(name, 4) - samples.at(name, 4) for name in ("short", "long")
+        result.beams.saved(name, 4) - samples.saved(name, 4)
+        for name in ("short", "long")
     ]
     beams = "beams save more pages than as many answers; smallest difference"
     assert said[beams] == pytest.approx(100 * min(gains))
