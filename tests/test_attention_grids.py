@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.api import AttentionState, merge_states
 from tests.support import gathering
@@ -324,9 +323,3 @@ def test_numbers_for_heads_must_be_one_for_each() -> None:
         inspect.unwrap(api.paged_attention)(
             *map(jnp.asarray, case[:5]), alibi=jnp.zeros(3, jnp.float32)
         )
-
-
-def test_the_public_names_are_there() -> None:
-    for name in pallas_kernels.__all__:
-        assert callable(getattr(pallas_kernels, name))
-    assert not hasattr(pallas_kernels, "pages")

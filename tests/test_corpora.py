@@ -5,6 +5,7 @@ import hashlib
 import math
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -317,17 +318,20 @@ def test_score_of_a_stream() -> None:
         score(params)
 
 
+SCORE = objectives.StreamScore
+
+
 @pytest.mark.parametrize(
-    ("removed", "added"),
+    ("owner", "name", "removed", "added"),
     [
-        ("means.std(ddof=1) / math.sqrt(num)", "means.std(ddof=1)"),
-        ("found[: len(batch), carry:]", "found[: len(batch)]"),
-        ("found[: len(batch), carry:]", "found[:, carry:]"),
-        ("every.size, means", "len(windows) * seq_len, means"),
+        (SCORE, "of", "means.std(ddof=1) / math.sqrt(num)", "means.std(ddof=1)"),
+        (SCORE, "of", "losses.size, means", "len(means), means"),
+        (objectives, "stream_losses", "[: len(batch), carry:]", "[: len(batch)]"),
+        (objectives, "stream_losses", "[: len(batch), carry:]", "[:, carry:]"),
     ],
 )
 def test_a_seeded_bug_of_a_streams_score_is_noticed(
-    removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bug = Bug(objectives, "score_stream", removed, added, test_score_of_a_stream)
+    bug = Bug(owner, name, removed, added, test_score_of_a_stream)
     mutation.assert_noticed(monkeypatch, bug)

@@ -221,7 +221,7 @@ BUGS = {
     "a full buffer has room": Bug(
         scheduling_fcfs,
         "_swapped",
-        " & ~scheduling.any_of_group(counts, preempt & ~fits)",
+        " & ~interface.any_of_group(counts, preempt & ~fits)",
         "",
         test_pages_are_kept_as_far_as_there_is_room,
     ),

@@ -260,8 +260,8 @@ BUGS = {
         test_an_idle_engine_admits_until_the_budget_is_used_up,
     ),
     "copies need no page": Bug(
-        scheduling_fcfs.FCFS,
-        "_plan",
+        interface,
+        "growth",
         " + c.copies",
         "",
         test_copies_are_granted_with_growth,
@@ -269,7 +269,7 @@ BUGS = {
     "half of a group is preempted": Bug(
         scheduling_fcfs.FCFS,
         "_plan",
-        "runs &= ~scheduling.any_of_group(c, c.running & ~runs)",
+        "runs &= ~interface.any_of_group(c, c.running & ~runs)",
         "",
         test_a_group_gives_way_as_one,
     ),

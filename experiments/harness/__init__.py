@@ -1,10 +1,21 @@
 """Ways to serve a workload and watch it, and models to serve."""
 
-from experiments.harness.length_distributions import Law as Law
-from experiments.harness.length_distributions import Lengths as Lengths
-from experiments.harness.prompts import Request as Request
-from experiments.harness.sentences import Language as Language
-from experiments.harness.sentences import Scribe as Scribe
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.harness.length_distributions import Law, Lengths
+    from experiments.harness.prompts import Request
+    from experiments.harness.sentences import Language, Scribe
+
+# Names load on first use: the command line asks for names of models, and no arrays.
+_HOMES = {
+    "Language": "sentences",
+    "Law": "length_distributions",
+    "Lengths": "length_distributions",
+    "Request": "prompts",
+    "Scribe": "sentences",
+}
 
 __all__ = [
     "Language",
@@ -22,3 +33,9 @@ __all__ = [
     "streaming",
     "sweep_tables",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
