@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry
+from experiments.harness import bundled
 from experiments.training.bundled_model import experiment
 from jaxkv.models import checkpoints
 from jaxkv.progress import Quiet
@@ -76,7 +77,7 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
 def test_the_shipped_model_fits_its_limits() -> None:
     config = experiment.CONFIGS["shipped"]
     assert config.cooldown.seq_len == 512
-    folder = Path(experiment.__file__).parent / "models" / "stdlib-bytes"
+    folder = bundled.FOLDER / "stdlib-bytes"
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
     assert checkpoints.read_config(folder) == config.trunk.model
 

@@ -347,7 +347,7 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
 FIT_AND_TELL_MEMORY = """if True:
     import sys
     from pathlib import Path
-    from experiments import cli
+    from experiments.cli import main as cli
     status = cli.main(sys.argv[1:])
     lines = Path("/proc/self/status").read_text().splitlines()
     print(next(line for line in lines if line.startswith("VmHWM")), file=sys.stderr)

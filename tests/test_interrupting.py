@@ -158,15 +158,15 @@ def test_a_second_one_does_not_wait_for_a_compiler(
 # One step of Python that takes minutes, as a compiler's may, and hears no signal.
 DEAF = """if True:
     import hashlib
-    from experiments import catalogue
-    load = catalogue.load
+    from experiments.framework import registry
+    load = registry.load
     def run(config, progress):
         print("here", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
     def deaf(name):
         found = load(name)
         return found._replace(studies=(found.studies[0]._replace(run=run),))
-    catalogue.load = deaf
+    registry.load = deaf
 """
 
 
@@ -210,7 +210,7 @@ def test_an_answer_ends_with_what_it_has(
 
 SLOW = """if True:
     import time
-    from experiments import writing
+    from experiments.cli.console import writing
     say = writing.Writer.__call__
     def call(self, index, text, complete, score=None):
         say(self, index, text, complete, score)
@@ -242,8 +242,8 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
 # Waits to be stopped before it begins.
 PATIENT = """if True:
     import time
-    from experiments import catalogue
-    load = catalogue.load
+    from experiments.framework import registry
+    load = registry.load
     def waiting(experiment):
         (study,) = experiment.studies
         def run(config, progress):
@@ -252,7 +252,7 @@ PATIENT = """if True:
                 time.sleep(0.01)
             return study.run(config)
         return experiment._replace(studies=(study._replace(run=run),))
-    catalogue.load = lambda name: waiting(load(name))
+    registry.load = lambda name: waiting(load(name))
 """
 
 

@@ -81,7 +81,14 @@ PHASES = {
     "defer": ("__enter__", "__exit__", "_note", "_restore", "_deliver"),
 }
 """Functions in whose lines each phase takes place."""
-FILES = ("serving", "ledger", "records", "answers", "hosting", "deferring")
+FILES = (
+    "engine",
+    "request_tracker",
+    "requests",
+    "outputs",
+    "host_swap",
+    "interrupts",
+)
 
 
 class Interrupter:
@@ -100,7 +107,7 @@ class Interrupter:
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         path, code = Path(frame.f_code.co_filename), frame.f_code
-        ours = path.stem in FILES and path.parent.name == "jaxkv"
+        ours = path.stem in FILES and path.parent.name == "serving"
         return self._line if ours and code.co_name in self.names else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:

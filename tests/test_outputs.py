@@ -61,9 +61,10 @@ def test_what_cannot_be_written_is_named_and_left(tmp_path: Path) -> None:
 
 
 COMPILE = """if True:
-    from experiments import compiling, outputs
+    from experiments.cli import compilation_cache
+    from experiments.cli.console import outputs
     outputs.prepare()
-    compiling.keep_programs()
+    compilation_cache.keep_programs()
     import jax
     jax.jit(lambda x: x + 1)(1)
     jax.jit(lambda x: x * 2)(1)
