@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv.engine import (
@@ -14,7 +15,7 @@ from jaxkv.engine import (
 )
 from jaxkv.engine.groups import first_of_group, note_common, num_to_feed
 from jaxkv.engine.state import NOBODY, RUNNING, WAITING, EngineConfig, EngineState
-from jaxkv.memory import kv_pages, page_pool, page_sharing, page_table
+from jaxkv.memory import Eviction, kv_pages, page_pool, page_sharing, page_table
 from jaxkv.scheduling import interface
 
 
@@ -105,14 +106,11 @@ def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     """Token places that hold K and V; those of several sequences count once."""
     table, size = state.table, config.page_size
     # Sequences of a group are equal where they share pages, the last one included.
-    pins = prefix_caching.pins(state)
     holder = page_sharing.holders(table, first_of_group(state))
-    owned = page_sharing.owned_pages(table, holder, pins=pins)
+    owned = page_sharing.owned_pages(table, holder, pins=prefix_caching.pins(state))
     others = page_table.num_pages(table, page_size=size) - owned
     own = jnp.sum(_own(table.length, others, size), dtype=jnp.int32)
-    if pins is None:
-        return own
-    return own + size * jnp.sum((pins > 0) & (state.pool.ref > 1), dtype=jnp.int32)
+    return own + size * prefix_caching.num_used(state)
 
 
 def _own(length: Array, others: Array, page_size: int) -> Array:
@@ -142,8 +140,12 @@ def carry_out(
     plan: interface.Plan,
     found: prefix_caching.Found,
     config: EngineConfig,
+    eviction: Eviction | None = None,
 ) -> tuple[EngineState, Done]:
     """Preempts, admits, reserves, and copies what is about to be written."""
+    if state.prefixes is not None:
+        # Read before anybody lets go of pages: XLA, seeing no order, copies the cache.
+        plan, found = lax.optimization_barrier((plan, found))
     line = state.slots.line
 
     def by_slot(values: Array) -> Array:
@@ -153,9 +155,7 @@ def carry_out(
     state = beam_search.note_paths(state, preempted, config)
     state = note_common(state, preempted)
     state, leaves = swapping.move_out(state, by_slot(plan.swap) & preempted, config)
-    state = prefix_caching.let_go(state, preempted)
-    pool, table = page_table.drop(state.pool, state.table, preempted)
-    state = state._replace(pool=pool, table=table)
+    state = prefix_caching.drop(state, preempted, eviction)
     s, slots, queue = state.sequences, state.slots, state.queue
     # A group that gives way waits as one, in order of the line.
     losers = jnp.where(plan.preempt, slots.sequence[line], NOBODY)
@@ -205,7 +205,7 @@ def carry_out(
             num_common=page_pool.put(
                 jnp.where(preempted, 0, slots.num_common), seats.first, common, "set"
             ),
-            line=slot_assignment.packed(new_line)[: config.max_slots],
+            line=page_pool.packed(new_line)[: config.max_slots],
         ),
         queue=requests.pack_queue(
             jnp.concatenate([groups, waiting]), queue.sequence.shape[0]
@@ -214,7 +214,7 @@ def carry_out(
     state = prefix_caching.start(state, found, seats.first)
     sizes = {"page_size": config.page_size}
     wanted = page_table.num_wanted(state.pool, state.table, places, num_rows, **sizes)
-    state = prefix_caching.make_room(state, wanted + num_back, config)
+    state = prefix_caching.make_room(state, wanted + num_back)
     state = swapping.move_in(state, back, head, seats.slot)
     pool, table, copies, enough = page_table.reserve(
         *(state.pool, state.table, places, num_rows),

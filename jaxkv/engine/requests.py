@@ -25,7 +25,7 @@ from jaxkv.engine.state import (
     Search,
     Sequences,
 )
-from jaxkv.memory import page_pool, page_table
+from jaxkv.memory import Eviction, page_pool, page_table
 from jaxkv.sampling import beam_search, sampler
 
 
@@ -213,6 +213,8 @@ def cancel(
     state: EngineState,
     request_ids: Int32[Array, " n"],
     samples: Int32[Array, " n"] | None = None,
+    *,
+    eviction: Eviction | None = None,
 ) -> EngineState:
     """Ends requests wherever they are; their pages are free at once.
 
@@ -220,6 +222,7 @@ def cancel(
       state: the engine.
       request_ids: the callers' names; -1, and names of nobody, are ignored.
       samples: which of a request's sequences to end; -1, like None, means all.
+      eviction: as in `engine.step`.
 
     Returns:
       The new state. The sequences are FINISHED with what they had; those of a beam
@@ -240,13 +243,10 @@ def cancel(
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
     gone = page_pool.take(ended, state.slots.sequence, fill=False)
     state = swapping.cancel(state, ended)
-    state = groups.leave(prefix_caching.let_go(state, gone), gone)
+    state = prefix_caching.drop(groups.leave(state, gone), gone, eviction)
     slots = state.slots
-    pool, table = page_table.drop(state.pool, state.table, gone)
     stays = page_pool.take(_any_in_group(s, alive & ~ended), queue.sequence, fill=False)
     return state._replace(
-        pool=pool,
-        table=table,
         sequences=s._replace(
             num_tokens=num_tokens,
             status=jnp.where(ended, FINISHED, s.status),

@@ -41,7 +41,7 @@ def seat(
 ) -> Seats:
     """Gives the k-th sequence of those admitted the k-th free slot."""
     every = jnp.arange(free.shape[0], dtype=jnp.int32)
-    order = packed(jnp.where(free, every, NOBODY))
+    order = page_pool.packed(jnp.where(free, every, NOBODY))
     waits = members(state, head) & admit[:, None]
     size = jnp.sum(waits, axis=1, dtype=jnp.int32)
     start = jnp.cumsum(size, dtype=jnp.int32) - size
@@ -55,10 +55,3 @@ def seat(
         size=size,
         taken=jnp.where(every < jnp.sum(size, dtype=jnp.int32), order, NOBODY),
     )
-
-
-def packed(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """The values side by side, in order; NOBODY, wherever it stood, behind them."""
-    keep = values >= 0
-    place = jnp.where(keep, jnp.cumsum(keep, dtype=jnp.int32) - 1, NOBODY)
-    return page_pool.put(jnp.full_like(values, NOBODY), place, values, "set")

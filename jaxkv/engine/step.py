@@ -15,7 +15,7 @@ from jaxkv.engine import groups, model_runner, prefix_caching, sampling_step, sw
 from jaxkv.engine.counts import carry_out
 from jaxkv.engine.sampling_step import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
-from jaxkv.memory import invariants, page_pool, page_table, prefix_cache, swap_buffer
+from jaxkv.memory import Eviction, invariants, page_pool, prefix_cache, swap_buffer
 from jaxkv.models import interface as models_interface
 from jaxkv.scheduling import interface as scheduling_interface
 
@@ -74,6 +74,7 @@ def step(
     config: EngineConfig,
     forward: models_interface.Forward,
     policy: scheduling_interface.Policy,
+    eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
 ) -> tuple[EngineState, StepInfo]:
     """Runs one step.
@@ -84,6 +85,8 @@ def step(
       config: its bounds, static.
       forward: the model, static.
       policy: who runs; a pytree whose leaves may be traced.
+      eviction: which pages leave the prefix cache first, a pytree, too; None means
+        `eviction.LRU()`.
       logits_fn: changes logits before a token is drawn, static.
 
     Returns:
@@ -92,7 +95,7 @@ def step(
     params, state = page_pool.on_device((params, state))
     counts, found = engine_counts.counts(state, config)
     plan = scheduling_interface.schedule(counts, policy)
-    state, done = carry_out(state, plan, found, config)
+    state, done = carry_out(state, plan, found, config, eviction)
     num_rows = done.num_rows
     shared_writes = invariants.shared_writes(
         state.pool, state.table, num_rows, page_size=config.page_size
@@ -107,7 +110,7 @@ def step(
     state, draw, num_emitted, reason = sampling_step.emit(
         state, (num_rows > 0) | (forks >= 0), result, logits_fn, config
     )
-    state = _retire(state, reason != NOT_ENDED, policy.holds_finished)
+    state = _retire(state, reason != NOT_ENDED, policy.holds_finished, eviction)
     slots = state.slots
     return state, StepInfo(
         tokens=draw.token[:, None],
@@ -141,6 +144,7 @@ def run_steps(
     config: EngineConfig,
     forward: models_interface.Forward,
     policy: scheduling_interface.Policy,
+    eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
     num_steps: int | None = None,
 ) -> tuple[EngineState, StepInfo]:
@@ -153,6 +157,7 @@ def run_steps(
       config: static.
       forward: static.
       policy: as in `step`.
+      eviction: as in `step`.
       logits_fn: static.
       num_steps: how many, static; None means `config.steps_per_call`.
 
@@ -168,6 +173,7 @@ def run_steps(
             config=config,
             forward=forward,
             policy=policy,
+            eviction=eviction,
             logits_fn=logits_fn,
         )
 
@@ -201,7 +207,10 @@ def _audit(
 
 
 def _retire(
-    state: EngineState, ended: Bool[Array, " slots"], holds_finished: bool
+    state: EngineState,
+    ended: Bool[Array, " slots"],
+    holds_finished: bool,
+    eviction: Eviction | None,
 ) -> EngineState:
     """Empties the slots of ended sequences, at once or when the whole batch is done."""
     slots = state.slots
@@ -211,8 +220,5 @@ def _retire(
         occupied = held | ended
         done = ~jnp.any(sequence >= 0)
         gone, held = occupied & done, occupied & ~done
-    state = prefix_caching.let_go(state, gone)
-    pool, table = page_table.drop(state.pool, state.table, gone)
-    return state._replace(
-        pool=pool, table=table, slots=slots._replace(sequence=sequence, held=held)
-    )
+    state = prefix_caching.drop(state, gone, eviction)
+    return state._replace(slots=slots._replace(sequence=sequence, held=held))

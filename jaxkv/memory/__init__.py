@@ -7,16 +7,21 @@ from jaxkv.memory.page_pool import Pool as Pool
 from jaxkv.memory.page_table import Table as Table
 from jaxkv.memory.page_table import pages_for as pages_for
 from jaxkv.memory.prefix_cache import Prefixes as Prefixes
+from jaxkv.memory.prefix_eviction import Eviction as Eviction
+from jaxkv.memory.prefix_eviction import Uses as Uses
 from jaxkv.memory.swap_buffer import Staging as Staging
 
 __all__ = [
     "NO_PAGE",
+    "Eviction",
     "InvariantError",
     "Pages",
     "Pool",
     "Prefixes",
     "Staging",
     "Table",
+    "Uses",
+    "idle_pages",
     "invariants",
     "kv_pages",
     "page_pool",
