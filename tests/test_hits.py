@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clock
-from jaxkv.engine import prefix_caching, step
+from jaxkv import arrays, clock
+from jaxkv.engine import step
 from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.memory import kv_pages, page_pool, prefix_cache
+from jaxkv.memory import kv_pages, prefix_cache, prefix_eviction
 from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.memory.prefix_cache import Prefixes
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling.sampler import Sampling
 from jaxkv.scheduling import fcfs
@@ -40,12 +41,12 @@ class Sum:
         token = rows.token.astype(pages.k.dtype)[:, None, None]
         pages = kv_pages.write(pages, 0, token, token, rows)
         every = jnp.arange(rows.token.shape[0], dtype=jnp.int32)
-        slot = page_pool.take(
+        slot = arrays.take(
             every if rows.slot is None else rows.slot, rows.logit_rows, fill=-1
         )
-        position = page_pool.take(rows.position, rows.logit_rows, fill=-1)
-        ids = page_pool.take(rows.page_ids, slot, fill=NO_PAGE)
-        held = page_pool.take(pages.k[0, :, 0, :, 0], ids, fill=0)
+        position = arrays.take(rows.position, rows.logit_rows, fill=-1)
+        ids = arrays.take(rows.page_ids, slot, fill=NO_PAGE)
+        held = arrays.take(pages.k[0, :, 0, :, 0], ids, fill=0)
         held = held.reshape(slot.shape[0], -1)
         place = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :]
         # Where nothing was written yet stands NaN.
@@ -305,7 +306,7 @@ def keeps_what_it_should_not(state: EngineState) -> EngineState:
 def evicts_the_latest(state: EngineState) -> EngineState:
     cache = state.prefixes
     assert cache is not None
-    return state._replace(prefixes=cache._replace(used=-jnp.abs(cache.used)))
+    return state._replace(prefixes=prefix_eviction.rank_anew(cache, -cache.last_used))
 
 
 def misses_what_it_has(state: EngineState) -> EngineState:
@@ -406,8 +407,8 @@ def test_hits_in_long_chats_equal_the_model(
     assert num_preempted > 0
 
 
-def never_touched(state: EngineState, gone: Any) -> EngineState:
-    return state
+def never_used(cache: Prefixes, ids: Any) -> Prefixes:
+    return cache
 
 
 def found_by_all(cache, tokens, num_tokens, salt, wanted):
@@ -425,7 +426,7 @@ match = prefix_cache.match
 @pytest.mark.parametrize(
     ("module", "name", "wrong"),
     [
-        (prefix_caching, "let_go", never_touched),
+        (prefix_eviction, "use", never_used),
         (prefix_cache, "match", found_by_all),
         (prefix_cache, "match", one_too_few),
     ],

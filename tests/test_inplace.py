@@ -5,6 +5,7 @@ Everything is lowered from shapes, so a large pool costs nothing.
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxkv.memory import kv_pages
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.scheduling import fcfs, static_batching
-from tests.support import engines
+from tests.support import engines, pool_sized
 from tests.support.engine_programs import (
     CONFIG,
     LARGE,
@@ -26,6 +27,7 @@ from tests.support.engine_programs import (
     compile_steps,
     copies,
     pages_of,
+    steps,
     temporary_bytes,
 )
 
@@ -61,6 +63,32 @@ def test_they_stay_there_with_a_cache_beams_and_swapping(numerics: str) -> None:
     program, pages = compile_steps(LARGE, numerics, config=config)
     assert temporary_bytes(program) < 0.05 * bytes_of(pages)
     assert not copies(program, pages)
+
+
+@pytest.mark.parametrize(
+    "extras", [{}, {"max_beams": 4, "max_swap_pages": 16}], ids=["plain", "all"]
+)
+def test_no_step_looks_at_every_page(extras: dict[str, int]) -> None:
+    """Nor at every entry of the prefix cache: at what sequences hold or take alone."""
+    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
+    looks = []
+    for num_pages in (SMALL, 64 * LARGE):
+        run, arguments, _ = steps(num_pages, config=config)
+        looks.append(pool_sized.largest_look(run, arguments))
+    assert looks[0] == looks[1] < LARGE * 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "extras",
+    [{}, pytest.param({"max_beams": 4, "max_swap_pages": 16}, marks=pytest.mark.slow)],
+    ids=["plain", "all"],
+)
+def test_the_prefix_cache_stays_where_it_is(extras: dict[str, int]) -> None:
+    num_pages = 16381  # a prime, so that nothing else is as long
+    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
+    program, _ = compile_steps(num_pages, config=config)
+    assert not re.findall(rf"\[{num_pages}[\d,]*\]\S* copy\(", program.as_text())
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import arrays
 from jaxkv.memory import (
     hashing,
+    idle_pages,
     invariants,
     page_pool,
     page_table,
@@ -21,6 +23,7 @@ from jaxkv.memory import (
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.prefix_cache import Prefixes
+from tests.support import pool_sized
 from tests.support.engines import FAST_COMPILE
 from tests.support.oracle import Oracle
 
@@ -67,12 +70,10 @@ class Programs:
             alone(prefix_cache.enter),
             alone(prefix_cache.lookup),
         )
-        self.match, self.touch = alone(prefix_cache.match), alone(prefix_cache.touch)
-        self._evict = alone(partial(prefix_eviction.evict, max_pages=4))
-        self.evictable, self.release = (
-            alone(prefix_eviction.evictable),
-            alone(page_pool.release),
-        )
+        self.match, self.release = alone(prefix_cache.match), alone(page_pool.release)
+        self._release = alone(page_pool.release_counted)
+        self._rest, self._use = alone(prefix_eviction.rest), alone(prefix_eviction.use)
+        self._evict = alone(prefix_eviction.evict)
         self.forget, self.unsound = (
             alone(prefix_eviction.forget),
             alone(prefix_cache.unsound),
@@ -99,13 +100,22 @@ class Programs:
         *after, evicted = self._evict(*case, jnp.full((), num, jnp.int32))
         return Case(*after), int(evicted)
 
-    def let_go(self, case: Case, *ids: int) -> Case:
+    def let_go(self, case: Case, *rows: tuple[int, ...]) -> Case:
+        """Sequences leave, each with all of its pages."""
+        blank = ((NO_PAGE,) * 4,) * (3 - len(rows))
+        padded = [row + (NO_PAGE,) * (4 - len(row)) for row in (*rows, *blank)]
+        ids = jnp.asarray(padded, jnp.int32)
+        pool, left = self._release(case.pool, ids)
+        return Case(self._rest(case.cache, ids, left), pool)
+
+    def take_up(self, case: Case, *ids: int) -> Case:
+        """A sequence starts on pages."""
         padded = ints(*ids, *[NO_PAGE] * (4 - len(ids)))
-        return case._replace(pool=self.release(case.pool, padded))
+        return Case(self._use(case.cache, padded), page_pool.share(case.pool, padded))
 
     def used(self, case: Case, *ids: int) -> Case:
-        padded = ints(*ids, *[NO_PAGE] * (4 - len(ids)))
-        return case._replace(cache=self.touch(case.cache, padded))
+        """A sequence starts on pages, and leaves."""
+        return self.let_go(self.take_up(case, *ids), ids)
 
 
 run = Programs()
@@ -124,7 +134,10 @@ def make_tree() -> Case:
     case, _ = run.enter(case, (1, 0, 11, 0), (5, 4, 11, 7))
     case, cached = run.enter(case, (2, 1, 12, 0), (3, 1, 13, 0))
     assert cached == [2, 3]
-    return run.let_go(run.let_go(case, 0, 1, 2, 3), 4, 5)
+    case = case._replace(
+        pool=page_pool.share(case.pool, ints(0, 1))
+    )  # by two sequences
+    return run.let_go(case, (0, 1, 2), (0, 1, 3), (4, 5))
 
 
 def pinned(case: Case) -> list[int]:
@@ -181,7 +194,7 @@ def test_of_equal_pages_the_first_enters() -> None:
 
 
 def test_a_page_enters_after_a_cached_parent_of_its_salt_only() -> None:
-    case = make_tree()
+    case = run.take_up(make_tree(), 0)
     after, cached = run.enter(case, (8, 7, 1, 0), (9, 0, 1, 7), (10, 0, 1, 0))
     assert cached == [NO_PAGE, NO_PAGE, 10]
     assert pinned(after) == [0, 1, 2, 3, 4, 5, 10]
@@ -214,58 +227,66 @@ def test_a_full_bucket_takes_no_more(one_hash: Programs) -> None:
     full, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0), (10, NO_PAGE, 3, 0))
     assert cached == [NO_PAGE, 3]
     assert_same(full.pool, case.pool)
-    case, evicted = one_hash.evict(one_hash.let_go(full, 5), 1)
+    case, evicted = one_hash.evict(one_hash.let_go(full, (5,)), 1)
     assert evicted == 1
     case, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0))
     assert cached == [9]
     assert one_hash.unsound(*case) == 0
 
 
-def test_the_least_recently_used_go_first_and_leaves_before_parents() -> None:
-    case = run.used(run.used(make_tree(), 4, 5), 0, 1, 2)
-    assert run.evictable(*case) == 6
+def order_of(case: Case) -> list[int]:
+    """Evicts all pages one by one."""
     order = []
-    while pinned(case):
-        before = pinned(case)
+    while before := pinned(case):
         case, evicted = run.evict(case, 1)
         assert evicted == 1
         assert run.unsound(*case) == 0
         order += set(before) - set(pinned(case))
-    assert order == [3, 5, 4, 2, 1, 0]
-    assert case.pool.num_free == 6
+    assert case.pool.num_free == len(order)
     assert (case.cache.buckets == NO_PAGE).all()
+    return order
+
+
+def test_the_least_recently_used_go_first_and_leaves_before_parents() -> None:
+    case = run.used(run.used(make_tree(), 4, 5), 0, 1, 2)
+    assert case.cache.idle.num == 6
+    assert order_of(case) == [3, 5, 4, 2, 1, 0]
+    at_once, evicted = run.evict(case, 6)
+    assert evicted == 6
+    assert at_once.pool.stack[:6].tolist() == [3, 5, 4, 2, 1, 0]
 
 
 def test_a_page_in_use_keeps_all_before_it() -> None:
-    """Even if whoever uses it has not said so to its parents."""
-    case = make_tree()
-    case = case._replace(pool=page_pool.share(case.pool, ints(2)))
-    assert run.evictable(*case) == 3
+    case = run.take_up(make_tree(), 0, 1, 2)
+    assert case.cache.idle.num == 3
     case, evicted = run.evict(case, 4)
     assert evicted == 3
     assert pinned(case) == [0, 1, 2]
-    case, evicted = run.evict(run.let_go(case, 2), 2)
+    case, evicted = run.evict(run.let_go(case, (0, 1, 2)), 2)
     assert evicted == 2
     assert pinned(case) == [0]
 
 
 def test_using_a_page_is_using_all_before_it() -> None:
-    case = run.used(run.used(make_tree(), 2), 5)
-    order = []
-    while pinned(case):
-        before = pinned(case)
-        case, _ = run.evict(case, 1)
-        order += set(before) - set(pinned(case))
-    assert order == [3, 2, 1, 0, 5, 4]
+    assert order_of(run.used(run.used(make_tree(), 0, 1, 2), 4, 5)) == [
+        3,
+        2,
+        1,
+        0,
+        5,
+        4,
+    ]
 
 
 def test_recency_outlives_a_wrap_of_the_tick() -> None:
     case = make_tree()
     tick = jnp.full((), 2**31 - 3, jnp.int32)
+    case = disorder(case, rank=case.cache.idle.rank + tick - case.cache.tick)
     case = case._replace(cache=case.cache._replace(tick=tick))
-    for ids in ((4, 5), (0,), (1,), (2,), (3,)):
-        case = run.used(case, *ids)
+    for row in ((4, 5), (0,), (0, 1), (0, 1, 2), (0, 1, 3)):
+        case = run.used(case, *row)
     assert case.cache.tick == 2 - 2**31
+    assert run.unsound(*case) == 0
     case, _ = run.evict(case, 2)
     assert pinned(case) == [0, 1, 2, 3]
     case, _ = run.evict(case, 1)
@@ -277,7 +298,7 @@ def test_evicting_none_and_forgetting_all() -> None:
     same, evicted = run.evict(case, 0)
     assert evicted == 0
     assert_same(same, case)
-    held = case._replace(pool=page_pool.share(case.pool, ints(4)))
+    held = run.take_up(case, 4)
     after = Case(*run.forget(*held))
     assert pinned(after) == [4]
     assert after.pool.num_free == 5
@@ -289,10 +310,6 @@ def test_evicting_none_and_forgetting_all() -> None:
     [
         (lambda: prefix_cache.make_prefixes(0, 1), "num_pages=0 must be at least 1"),
         (lambda: prefix_cache.make_prefixes(1, 0), "page_size=0 must be at least 1"),
-        (
-            lambda: prefix_eviction.evict(*make_case(), ints(1)[0], max_pages=0),
-            "max_pages=0",
-        ),
     ],
 )
 def test_misuse_of_sizes_is_an_error(make: Any, message: str) -> None:
@@ -326,15 +343,34 @@ class State(NamedTuple):
     table: Table
 
 
-class Model:
-    """The cache in plain Python: contents in a dict, ticks of last use."""
+class ShallowFirst(NamedTuple):
+    """A rule that would evict every page before those that go on from it."""
 
-    def __init__(self, oracle: Oracle) -> None:
+    def priority(self, uses: prefix_eviction.Uses) -> jax.Array:
+        return uses.depth
+
+
+RULES = {
+    "LRU": (prefix_eviction.LRU(), lambda model, page: model.last_used[page]),
+    "FIFO": (prefix_eviction.FIFO(), lambda model, page: model.entered[page]),
+    "LFU": (prefix_eviction.LFU(), lambda model, page: model.num_uses[page]),
+    "shallow first": (ShallowFirst(), lambda model, page: model.depth(page)),
+}
+
+
+class Model:
+    """The cache in plain Python: contents in a dict; who goes, by looking at all."""
+
+    def __init__(self, oracle: Oracle, rule: str) -> None:
         self.oracle = oracle
         self.page_of: dict[tuple, int] = {}  # (pages of tokens up to it, salt) -> page
         self.content: dict[int, tuple] = {}  # and back
-        self.used: dict[int, int] = {}
+        self.entered: dict[int, int] = {}
+        self.last_used: dict[int, int] = {}
+        self.num_uses: dict[int, int] = {}
+        self.rank: dict[int, int] = {}
         self.tick = 0
+        _, self.priority = RULES[rule]
         self.hash_of = memo(self._hash_of)
         self.extend = compiled(lambda *arguments: hashing.extend(*arguments))
 
@@ -354,12 +390,25 @@ class Model:
             found.append(self.page_of[pages, salt])
         return found
 
-    def touch(self, ids: list[int]) -> None:
+    def use(self, ids: list[int]) -> None:
+        for page in ids:
+            self.num_uses[page] += 1
+
+    def rest(self, rows: list[list[int]]) -> None:
+        """After rows were released: who became idle has a rank, and all before it."""
         self.tick += 1
-        self.used |= dict.fromkeys(ids, self.tick)
+        rows = [[page for page in row if page in self.content] for row in rows]
+        self.last_used |= {page: self.tick for row in rows for page in row}
+        for row in rows:
+            for k, page in enumerate(row):
+                if self.oracle.ref[page] == 1:
+                    new = self.priority(self, page)
+                    for above in row[: k + 1]:
+                        self.rank[above] = max(self.rank.get(above, new), new)
 
     def enter(self, rows: list[tuple[int, int, tuple, int] | None]) -> list[int]:
         cached, seen = [], set()
+        self.tick += 1
         for row in rows:
             content = None
             if row is not None:
@@ -371,10 +420,11 @@ class Model:
                 hashed = self.hash_of(*content)
                 if hashed not in seen and self.has_room(hashed[0]):
                     self.page_of[content], self.content[page] = page, content
+                    self.entered[page], self.num_uses[page] = self.tick, 1
+                    self.rank.pop(page, None)
                     self.oracle.share([page])
                 seen.add(hashed)
             cached.append(self.page_of.get(content, NO_PAGE))
-        self.touch([page for page in cached if page != NO_PAGE])
         return cached
 
     def has_room(self, word: int) -> bool:
@@ -382,23 +432,16 @@ class Model:
         words = [self.hash_of(*content)[0] for content in self.content.values()]
         return sum(other % buckets == word % buckets for other in words) < 8
 
-    def idle(self) -> dict[int, int]:
-        """When each page that neither it nor a page after it is used was last used."""
-        last = dict.fromkeys(self.content, 0)
-        for page, (pages, salt) in self.content.items():
-            for k in range(len(pages)):
-                above = self.page_of[pages[: k + 1], salt]
-                in_use = self.oracle.ref[page] != 1
-                last[above] = max(last[above], 10**9 if in_use else self.used[page])
-        return {page: tick for page, tick in last.items() if tick < 10**9}
+    def depth(self, page: int) -> int:
+        return len(self.content[page][0]) - 1
+
+    def idle(self) -> list[int]:
+        """Those that nobody uses, in the order in which they go."""
+        idle = [page for page in self.content if self.oracle.ref[page] == 1]
+        return sorted(idle, key=lambda p: (self.rank[p], -self.depth(p), p))
 
     def evict(self, num: int) -> int:
-        last = self.idle()
-
-        def order(page: int) -> tuple:
-            return last[page], -len(self.content[page][0]), page
-
-        victims = sorted(sorted(last, key=order)[:num])
+        victims = self.idle()[:num]
         for page in victims:
             del self.page_of[self.content.pop(page)]
         self.oracle.release(victims)
@@ -407,10 +450,27 @@ class Model:
     def check(self, cache: Prefixes) -> None:
         ids = np.flatnonzero(np.asarray(cache.pinned)).tolist()
         assert set(ids) == set(self.content)
-        assert np.asarray(cache.used)[ids].tolist() == [self.used[page] for page in ids]
+        assert cache.num_pinned == len(ids)
+        for field in ("entered", "num_uses"):
+            known = [getattr(self, field)[page] for page in ids]
+            assert np.asarray(getattr(cache, field))[ids].tolist() == known
+        idle = self.idle()
+        ranks = np.asarray(cache.idle.rank)[idle]
+        assert ranks.tolist() == [self.rank[page] for page in idle]
+        used = np.asarray(cache.last_used)[idle]
+        assert used.tolist() == [self.last_used[page] for page in idle]
+        ahead = np.asarray(next_to_go(cache.idle, cache.depth))
+        few = min(len(idle), idle_pages.CHUNK)
+        assert ahead[:few].tolist() == idle[:few]
+        assert (ahead[few:] == NO_PAGE).all()
 
 
-def operations(size: int) -> dict[str, Any]:
+next_to_go: Any = compiled(idle_pages.next_to_go)
+
+
+def operations(
+    size: int, rule: prefix_eviction.Eviction | None = None
+) -> dict[str, Any]:
     """What an engine does with the cache, each as one program over all slots."""
 
     def admit(state, tokens, num_tokens, salt, wanted):
@@ -428,47 +488,54 @@ def operations(size: int) -> dict[str, Any]:
             page_size=size,
             max_new_pages=WIDTH,
         )
-        return State(cache, pool, table), enough
+        return State(prefix_eviction.use(cache, ids), pool, table), enough
 
     def fill(state, filled, tokens, salt, wanted):
         cache, pool, table = state
         slot = jnp.arange(SLOTS, dtype=jnp.int32)
         column = table.length // size
         place = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
-        mine = page_pool.take(table.page_ids, (slot, column), fill=NO_PAGE)
+        mine = arrays.take(table.page_ids, (slot, column), fill=NO_PAGE)
         mine = jnp.where(filled & wanted, mine, NO_PAGE)
-        parent = page_pool.take(table.page_ids, (slot, column - 1), fill=NO_PAGE)
-        content = page_pool.take(tokens, (slot[:, None], place), fill=0)
+        parent = arrays.take(table.page_ids, (slot, column - 1), fill=NO_PAGE)
+        content = arrays.take(tokens, (slot[:, None], place), fill=0)
         cache, pool, cached = prefix_cache.enter(
             cache, pool, mine, parent, content, salt
         )
         other = (cached != NO_PAGE) & (cached != mine)
+        cache = prefix_eviction.use(cache, jnp.where(other, cached, NO_PAGE))
         pool = page_pool.share(pool, jnp.where(other, cached, NO_PAGE))
         pool = page_pool.release(pool, jnp.where(other, mine, NO_PAGE))
         places = (slot, jnp.where(other, column, NO_PAGE))
-        page_ids = page_pool.put(table.page_ids, places, cached, "set")
+        page_ids = arrays.put(table.page_ids, places, cached, "set")
         table = page_table.advance(table, jnp.where(filled, size, 0))
         return State(cache, pool, table._replace(page_ids=page_ids)), cached
 
-    def finish(state, touched, finished):
-        cache, pool, table = state
-        used = jnp.where(touched[:, None], table.page_ids, NO_PAGE)
-        dropped = page_table.drop(pool, table, finished)
-        return State(prefix_cache.touch(cache, used), *dropped), None
+    def finish(state, finished):
+        rows = jnp.where(finished[:, None], state.table.page_ids, NO_PAGE)
+        pool, left = page_pool.release_counted(state.pool, rows)
+        table = page_table.emptied(state.table, finished)
+        return State(
+            prefix_eviction.rest(state.cache, rows, left, rule), pool, table
+        ), None
 
     def evict(state, num):
-        cache, pool, num = prefix_eviction.evict(*state[:2], num, max_pages=BATCH)
+        cache, pool, num = prefix_eviction.evict(*state[:2], num)
         return State(cache, pool, state.table), num
 
-    def lend(state, shared, released):
-        pool = page_pool.release(page_pool.share(state.pool, shared), released)
-        return state._replace(pool=pool), None
+    def lend(state, taken, back):
+        cache = prefix_eviction.use(state.cache, taken)
+        pool = page_pool.share(state.pool, taken)
+        pool, left = page_pool.release_counted(pool, back)
+        return State(
+            prefix_eviction.rest(cache, back, left, rule), pool, state.table
+        ), None
 
     return {f.__name__: f for f in (admit, fill, finish, evict, lend)}
 
 
 @memo
-def programs(size: int, hashes: int) -> tuple[dict[str, Any], Any]:
+def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
     """The operations and all checks, compiled once for each page size and hash.
 
     `hashes` only tells a patched hash function from the real one.
@@ -480,19 +547,20 @@ def programs(size: int, hashes: int) -> tuple[dict[str, Any], Any]:
         pins = cache.pinned.astype(jnp.int32) + lent
         found = invariants.violations(pool, table, alive, page_size=size, pins=pins)
         wrong = (prefix_cache.unsound(cache, pool), *found)
-        return jnp.stack([*wrong, prefix_eviction.evictable(cache, pool)])
+        return jnp.stack([*wrong, cache.idle.num])
 
-    return {verb: compiled(f) for verb, f in operations(size).items()}, compiled(check)
+    verbs = operations(size, RULES[rule][0])
+    return {verb: compiled(f) for verb, f in verbs.items()}, compiled(check)
 
 
 class Walk:
     """Random sequences that share prefixes, in JAX and in the model, compared."""
 
-    def __init__(self, seed: int, size: int, hashes: int) -> None:
+    def __init__(self, seed: int, size: int, hashes: int, rule: str = "LRU") -> None:
         self.rng = np.random.default_rng(seed)
         self.size = size
         self.oracle = Oracle(POOL, SLOTS, WIDTH, size)
-        self.model = Model(self.oracle)
+        self.model = Model(self.oracle, rule)
         self.state = State(
             prefix_cache.make_prefixes(POOL, size),
             page_pool.make_pool(POOL),
@@ -500,9 +568,9 @@ class Walk:
         )
         self.tokens = np.zeros((SLOTS, WIDTH * size), np.int32)
         self.salt, self.wanted = np.zeros(SLOTS, np.uint32), np.zeros(SLOTS, bool)
-        self.lent: list[int] = []  # uses outside the table
+        self.lent: list[list[int]] = []  # rows of sequences outside the table
         self.calls: dict[str, tuple] = {}  # the last arguments of every operation
-        self.run, self.check = programs(size, hashes)
+        self.run, self.check = programs(size, hashes, rule)
         self.seen = dict.fromkeys(("hit", "equal", "refused", "evicted"), 0)
 
     def step(self) -> None:
@@ -512,7 +580,8 @@ class Walk:
         self.state, answer = self.run[verb](self.state, *arguments)
         if expected is not None:
             assert np.asarray(answer).tolist() == expected, (verb, arguments)
-        lent = np.bincount(self.lent, minlength=POOL).astype(np.int32)
+        uses = np.asarray([page for row in self.lent for page in row], int)
+        lent = np.bincount(uses, minlength=POOL).astype(np.int32)
         *wrong, num_idle = self.check(self.state, lent).tolist()
         assert not any(wrong), (verb, arguments, wrong)
         assert num_idle == len(self.model.idle())
@@ -536,6 +605,7 @@ class Walk:
             known = self.tokens[slot, : num_tokens[slot]].tolist()
             ids = self.model.match(known, int(self.salt[slot]))
             self.oracle.share(ids)
+            self.model.use(ids)
             oracle.rows[slot], oracle.length[slot] = ids, len(ids) * self.size
             self.seen["hit"] += len(ids)
         lengths = num_tokens.astype(np.int32)
@@ -559,6 +629,7 @@ class Walk:
             self.seen["refused"] += row is not None and page == NO_PAGE
             if row is not None and page not in (NO_PAGE, row[0]):
                 oracle.share([page])
+                self.model.use([page])
                 oracle.rows[slot][columns[slot]] = page
                 self.seen["equal"] += 1
         for row, page in zip(rows, cached, strict=True):
@@ -568,30 +639,39 @@ class Walk:
         return (filled, self.tokens, self.salt, self.wanted), cached
 
     def finish(self) -> tuple[tuple, None]:
-        touched, finished = self.mask(0.5), self.mask(0.4)
-        if self.rng.random() < 0.7:
-            touched = finished  # as an engine does it
-        used = [row for row, t in zip(self.oracle.rows, touched, strict=True) if t]
-        self.model.touch([page for row in used for page in row])
+        finished = self.mask(0.4)
+        rows = [row for row, f in zip(self.oracle.rows, finished, strict=True) if f]
+        rows = [list(row) for row in rows]
         self.oracle.drop(finished.tolist())
-        return (touched, finished), None
+        self.model.rest(rows)
+        return (finished,), None
 
     def evict(self) -> tuple[tuple, int]:
-        num = int(self.rng.integers(0, BATCH + 3))
-        evicted = self.model.evict(min(num, BATCH))
+        num = int(self.rng.integers(0, 2 * BATCH))
+        evicted = self.model.evict(num)
         self.seen["evicted"] += evicted
         return (np.int32(num),), evicted
 
     def lend(self) -> tuple[tuple, None]:
-        """Uses pages of any row, or of the cache, without using their parents."""
-        used = np.flatnonzero(np.asarray(self.oracle.ref) > 0)
-        shared, released = self.some(used, 2), self.some(np.asarray(self.lent), BATCH)
-        self.oracle.share(shared)
-        self.oracle.release(released)
-        self.lent += shared
-        for page in released:
-            self.lent.remove(page)
-        padded = [ids + [NO_PAGE] * (BATCH - len(ids)) for ids in (shared, released)]
+        """Sequences outside the table start on cached pages, and others leave."""
+        content, page_of = self.model.content, self.model.page_of
+        taken = []
+        for page in self.some(np.asarray(list(content)), 2):
+            pages, salt = content[page]
+            taken.append([page_of[pages[: k + 1], salt] for k in range(len(pages))])
+        order = self.rng.permutation(len(self.lent))[: self.rng.integers(0, 4)]
+        back = [self.lent[i] for i in order]
+        self.lent = [row for i, row in enumerate(self.lent) if i not in order] + taken
+        for row in taken:
+            self.oracle.share(row)
+            self.model.use(row)
+        self.oracle.release([page for row in back for page in row])
+        self.model.rest(back)
+        padded = [
+            [row + [NO_PAGE] * (WIDTH - len(row)) for row in rows]
+            + [[NO_PAGE] * WIDTH] * (3 - len(rows))
+            for rows in (taken, back)
+        ]
         return tuple(np.asarray(padded, np.int32)), None
 
     def some(self, ids: np.ndarray, most: int) -> list[int]:
@@ -620,6 +700,15 @@ def test_a_random_walk_equals_the_model() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("rule", ["FIFO", "LFU", "shallow first"])
+def test_a_random_walk_of_another_rule_equals_the_model(rule: str) -> None:
+    walk = Walk(8, 4, 2**64, rule)
+    for _ in range(500):
+        walk.step()
+    assert min(walk.seen[key] for key in ("hit", "equal", "evicted")) > 10, walk.seen
+
+
+@pytest.mark.thorough
 @pytest.mark.usefixtures("few_hashes")
 def test_a_random_walk_of_few_hashes_equals_the_model() -> None:
     walk = Walk(1, 1, hashes=5)
@@ -630,8 +719,8 @@ def test_a_random_walk_of_few_hashes_equals_the_model() -> None:
 
 @pytest.mark.slow
 def test_a_long_random_walk_equals_the_model() -> None:
-    for seed, size in enumerate([1, 3, 4, 16]):
-        walk = Walk(2 + seed, size, hashes=2**64)
+    for seed, (size, rule) in enumerate(zip([1, 3, 4, 16], RULES, strict=True)):
+        walk = Walk(2 + seed, size, 2**64, rule)
         for _ in range(20_000):
             walk.step()
 
@@ -658,8 +747,33 @@ def entry(case: Case, page: int) -> tuple[int, int]:
     return bucket, way
 
 
+def disorder(case: Case, **fields: Any) -> Case:
+    """Overwrites fields of the order of idle pages."""
+    idle = case.cache.idle._replace(**fields)
+    return case._replace(cache=case.cache._replace(idle=idle))
+
+
+def lost_game(case: Case) -> Case:
+    first, last = case.cache.idle.rounds
+    return disorder(case, rounds=(first, last.at[0].set(0)))
+
+
 FAULTS = {
-    "lost pin": lambda c: run.let_go(c, 3),
+    "lost pin": lambda c: c._replace(pool=run.release(c.pool, ints(3))),
+    "used without its parent": lambda c: c._replace(
+        pool=page_pool.share(c.pool, ints(2))
+    ),
+    "in use, and idle": lambda c: c._replace(pool=page_pool.share(c.pool, ints(0))),
+    "let go in silence": lambda c: c._replace(
+        pool=run.release(run.take_up(c, 4).pool, ints(4)), cache=run.take_up(c, 4).cache
+    ),
+    "parent goes first": lambda c: disorder(c, rank=c.cache.idle.rank.at[1].add(-9)),
+    "no rank": lambda c: disorder(c, ranked=c.cache.idle.ranked.at[5].set(False)),
+    "wrong number of idle pages": lambda c: disorder(c, num=c.cache.idle.num - 1),
+    "wrong winner": lost_game,
+    "wrong number of pages": lambda c: c._replace(
+        cache=c.cache._replace(num_pinned=c.cache.num_pinned + 1)
+    ),
     "wrong parent": lambda c: change(c, parent=(3, 0)),
     "parent of another tenant": lambda c: change(c, parent=(2, 5)),
     "parent evicted first": lambda c: change(
@@ -713,45 +827,61 @@ def test_vmap_equals_single_runs() -> None:
 
 
 LARGE = 65_521
-DONATED = {
-    "lookup": (prefix_cache.lookup, ()),
-    "match": (prefix_cache.match, ()),
-    "touch": (prefix_cache.touch, (0,)),
-    "enter": (prefix_cache.enter, (0, 1)),
-}
+MOVED = 8
 
 
-@pytest.mark.parametrize("verb", DONATED)
+def verbs_of(num_pages: int) -> dict[str, tuple[Any, tuple, tuple[int, ...]]]:
+    """Each operation, shapes of its arguments for such a pool, and what it consumes."""
+
+    def shapes(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    case = jax.eval_shape(lambda: make_large(num_pages))
+    ids, tokens = shapes(MOVED), shapes(MOVED, 16)
+    salt, wanted = shapes(MOVED, dtype=jnp.uint32), shapes(MOVED, dtype=bool)
+    rows, cache = shapes(3, MOVED), case.cache
+    return {
+        "lookup": (prefix_cache.lookup, (cache, ids, tokens, salt), ()),
+        "match": (prefix_cache.match, (cache, tokens, ids, salt, wanted), ()),
+        "enter": (prefix_cache.enter, (*case, ids, ids, tokens, salt), (0, 1)),
+        "use": (prefix_eviction.use, (cache, rows), (0,)),
+        "rest": (prefix_eviction.rest, (cache, rows, rows), (0,)),
+        "evict": (prefix_eviction.evict, (*case, shapes()), (0, 1)),
+    }
+
+
+def make_large(num_pages: int) -> Case:
+    return Case(
+        prefix_cache.make_prefixes(num_pages, 16), page_pool.make_pool(num_pages)
+    )
+
+
+@pytest.mark.parametrize("verb", verbs_of(8))
 def test_cost_does_not_grow_with_the_pool(verb: str) -> None:
-    case = jax.eval_shape(make_large)
-    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    salt = jax.ShapeDtypeStruct((8,), jnp.uint32)
-    wanted = jax.ShapeDtypeStruct((8,), bool)
-    arguments = {
-        "lookup": (case.cache, ids, tokens, salt),
-        "match": (case.cache, tokens, ids, salt, wanted),
-        "touch": (case.cache, ids),
-        "enter": (*case, ids, ids, tokens, salt),
-    }[verb]
-    f, donated = DONATED[verb]
-    program = jax.jit(f, donate_argnums=donated).lower(*arguments).compile()
+    temporary, looks = [], []
+    for num_pages in (LARGE // 8, LARGE):
+        f, arguments, donated = verbs_of(num_pages)[verb]
+        program = jax.jit(f, donate_argnums=donated).lower(*arguments).compile()
+        memory = program.memory_analysis()
+        assert memory is not None
+        temporary.append(memory.temp_size_in_bytes)
+        looks.append(pool_sized.largest_look(f, arguments))
     # Counts, buckets and tokens are all of 2**16 rows or nearly so.
     assert not re.findall(r"\[(65521|65536)[\d,]*\]\S* copy\(", str(program.as_text()))
-    memory = program.memory_analysis()
-    assert memory is not None
-    assert memory.temp_size_in_bytes < LARGE
+    assert temporary[1] - temporary[0] < LARGE // 16
+    assert looks[0] == looks[1] < LARGE // 2
 
 
-def make_large() -> Case:
-    return Case(prefix_cache.make_prefixes(LARGE, 16), page_pool.make_pool(LARGE))
+def test_a_look_at_every_page_would_be_found() -> None:
+    case = jax.eval_shape(lambda: make_large(LARGE))
+    assert pool_sized.largest_look(lambda c: c.pinned.sum(), case[:1]) == LARGE
 
 
 def test_shapes_and_types_are_kept() -> None:
     """So that a state may be the carry of a scan."""
-    case = jax.eval_shape(make_large)
-    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    salt = jax.ShapeDtypeStruct((8,), jnp.uint32)
-    assert jax.eval_shape(prefix_cache.enter, *case, ids, ids, tokens, salt)[:2] == case
+    case = jax.eval_shape(lambda: make_large(LARGE))
+    f, arguments, _ = verbs_of(LARGE)["enter"]
+    assert jax.eval_shape(f, *arguments)[:2] == case
+    f, arguments, _ = verbs_of(LARGE)["rest"]
+    assert jax.eval_shape(f, *arguments) == case.cache
     assert jax.eval_shape(prefix_eviction.forget, *case) == case

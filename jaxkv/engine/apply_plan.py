@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
@@ -16,7 +17,7 @@ from jaxkv.engine import (
 )
 from jaxkv.engine.slot_assignment import Assignment
 from jaxkv.engine.state import NOBODY, RUNNING, WAITING, EngineConfig, EngineState
-from jaxkv.memory import kv_pages, page_table
+from jaxkv.memory import Eviction, kv_pages, page_table
 from jaxkv.scheduling import interface
 
 
@@ -55,6 +56,7 @@ def apply_plan(
     counts: interface.Counts,
     found: prefix_caching.Found,
     config: EngineConfig,
+    eviction: Eviction | None = None,
 ) -> tuple[EngineState, Applied]:
     """Preempts, admits, reserves, and copies what is about to be written.
 
@@ -64,15 +66,19 @@ def apply_plan(
       counts: what it decided on.
       found: what the requests at the head of the queue would start on.
       config: the engine's bounds.
+      eviction: as in `engine.step`.
 
     Returns:
       The new state, in which all pages that the step writes are there, and what
       happened.
     """
+    if state.prefixes is not None:
+        # Read before anybody lets go of pages: XLA, seeing no order, copies the cache.
+        plan, found = lax.optimization_barrier((plan, found))
     place = arrays.inverse(state.slots.line)
     group = counts.group
     assert group is not None  # only a simulation does without
-    state, requeued, leaves = _preempt(state, plan, group, place, config)
+    state, requeued, leaves = _preempt(state, plan, group, place, config, eviction)
     state, admission = _admit(state, plan, requeued, config)
     back, assigned = admission.back, admission.assigned
 
@@ -100,6 +106,7 @@ def _preempt(
     group: Int32[Array, " line"],
     place: Int32[Array, " slots"],
     config: EngineConfig,
+    eviction: Eviction | None,
 ) -> tuple[EngineState, Int32[Array, " line"], Bool[Array, " slots"]]:
     """Takes slots and pages from those who are preempted.
 
@@ -111,8 +118,7 @@ def _preempt(
     state = beam_search.note_paths(state, preempted, config)
     state = groups.note_common(state, plan.preempt, group)
     state, leaves = swapping.move_out(state, (plan.swap & plan.preempt)[place], config)
-    state = prefix_caching.let_go(state, preempted)
-    pool, table = page_table.drop(state.pool, state.table, preempted)
+    state = prefix_caching.drop(state, preempted, eviction)
     s, slots = state.sequences, state.slots
     losers = jnp.where(preempted, slots.sequence, NOBODY)
     moved = jnp.where(leaves, slots.sequence, NOBODY)
@@ -121,8 +127,6 @@ def _preempt(
     first = jnp.where(leads, slots.sequence[slots.line], NOBODY)
     return (
         state._replace(
-            pool=pool,
-            table=table,
             sequences=s._replace(
                 status=arrays.put(s.status, losers, WAITING),
                 num_preempted=arrays.put(s.num_preempted, losers, 1, "add"),
@@ -186,7 +190,7 @@ def _reserve(
     wanted = page_table.num_wanted(
         state.pool, state.table, places, num_rows, page_size=size
     )
-    state = prefix_caching.make_room(state, wanted + admission.num_back, config)
+    state = prefix_caching.make_room(state, wanted + admission.num_back)
     state = swapping.move_in(state, admission.back, admission.head, a.row, a.slot)
     pool, table, copies, enough = page_table.reserve(
         state.pool,

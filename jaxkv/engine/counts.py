@@ -130,12 +130,9 @@ def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     """Token places that hold K and V; those of several sequences count once."""
     table, size = state.table, config.page_size
     # Sequences of a group are equal where they share pages, the last one included.
-    pins = prefix_caching.pins(state)
     holder = page_sharing.holders(table, groups.group_of_slots(state))
-    owned = page_sharing.owned_pages(table, holder, pins=pins)
+    owned = page_sharing.owned_pages(table, holder, pins=prefix_caching.pins(state))
     others = page_table.num_pages(table, page_size=size) - owned
     tokens = demand.own_tokens(table.length, others, page_size=size)
     own = jnp.sum(tokens, dtype=jnp.int32)
-    if pins is None:
-        return own
-    return own + size * jnp.sum((pins > 0) & (state.pool.ref > 1), dtype=jnp.int32)
+    return own + size * prefix_caching.num_used(state)

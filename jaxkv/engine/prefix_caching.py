@@ -16,7 +16,17 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.memory import NO_PAGE, Pool, Table, page_pool, prefix_cache, prefix_eviction
+from jaxkv.memory import (
+    NO_PAGE,
+    Eviction,
+    Pool,
+    Table,
+    idle_pages,
+    page_pool,
+    page_table,
+    prefix_cache,
+    prefix_eviction,
+)
 
 
 class Found(NamedTuple):
@@ -63,7 +73,7 @@ def find(
         cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
     )
     mapped = ids != NO_PAGE
-    idle = mapped & (arrays.take(state.pool.ref, ids, fill=0) == 1)
+    idle = idle_pages.is_idle(cache.idle, ids)
     return Found(
         ids,
         jnp.sum(mapped, axis=1, dtype=jnp.int32) * config.page_size,
@@ -75,14 +85,19 @@ def num_idle(state: EngineState) -> Int32[Array, ""]:
     """Pages that are kept for their tokens alone, and can be had."""
     if state.prefixes is None:
         return jnp.zeros((), jnp.int32)
-    return prefix_eviction.evictable(state.prefixes, state.pool)
+    return state.prefixes.idle.num
 
 
-def pins(state: EngineState) -> Int32[Array, " pages"] | None:
-    """1 for each page that the cache holds."""
+def num_used(state: EngineState) -> Int32[Array, ""]:
+    """Cached pages that sequences use."""
     if state.prefixes is None:
-        return None
-    return state.prefixes.pinned.astype(jnp.int32)
+        return jnp.zeros((), jnp.int32)
+    return state.prefixes.num_pinned - state.prefixes.idle.num
+
+
+def pins(state: EngineState) -> Bool[Array, " pages"] | None:
+    """Whether the cache holds each page."""
+    return None if state.prefixes is None else state.prefixes.pinned
 
 
 def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> EngineState:
@@ -95,7 +110,7 @@ def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> Engi
     # What comes back after a preemption was computed, not found.
     new = arrays.take(s.num_fed, sequence, fill=0) == 0
     return state._replace(
-        prefixes=prefix_cache.touch(state.prefixes, ids),
+        prefixes=prefix_eviction.use(state.prefixes, ids),
         pool=page_pool.share(state.pool, ids),
         table=Table(
             page_ids=arrays.put(table.page_ids, slot, ids),
@@ -110,25 +125,26 @@ def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> Engi
     )
 
 
-def make_room(
-    state: EngineState, wanted: Int32[Array, ""], config: EngineConfig
-) -> EngineState:
+def make_room(state: EngineState, wanted: Int32[Array, ""]) -> EngineState:
     """Evicts pages until as many are free as are wanted, or none is left to evict."""
     if state.prefixes is None:
         return state
     missing = jnp.maximum(wanted - state.pool.num_free, 0)
-    cache, pool, _ = prefix_eviction.evict(
-        state.prefixes, state.pool, missing, max_pages=config.num_pages
-    )
+    cache, pool, _ = prefix_eviction.evict(state.prefixes, state.pool, missing)
     return state._replace(prefixes=cache, pool=pool)
 
 
-def let_go(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
-    """Notes that slots about to be emptied have used their pages until now."""
-    if state.prefixes is None:
-        return state
-    ids = jnp.where(gone[:, None], state.table.page_ids, NO_PAGE)
-    return state._replace(prefixes=prefix_cache.touch(state.prefixes, ids))
+def drop(
+    state: EngineState, gone: Bool[Array, " slots"], rule: Eviction | None
+) -> EngineState:
+    """Empties slots; of their pages those stay that are cached."""
+    rows = jnp.where(gone[:, None], state.table.page_ids, NO_PAGE)
+    pool, left = page_pool.release_counted(state.pool, rows)
+    cache = state.prefixes
+    if cache is not None:
+        cache = prefix_eviction.rest(cache, rows, left, rule)
+    table = page_table.emptied(state.table, gone)
+    return state._replace(pool=pool, table=table, prefixes=cache)
 
 
 def keep(
@@ -167,6 +183,7 @@ def keep(
         tokens = arrays.take(s.tokens, at, fill=0)
         cache, pool, kept = prefix_cache.enter(cache, pool, own, parent, tokens, salt)
         other = (kept != NO_PAGE) & (kept != own)
+        cache = prefix_eviction.use(cache, jnp.where(other, kept, NO_PAGE))
         pool = page_pool.share(pool, jnp.where(other, kept, NO_PAGE))
         pool = page_pool.release(pool, jnp.where(other, own, NO_PAGE))
         at = (slot, jnp.where(other, place, -1))

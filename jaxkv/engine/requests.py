@@ -27,7 +27,7 @@ from jaxkv.engine.state import (
     Sequences,
     no_sequences,
 )
-from jaxkv.memory import demand, page_table
+from jaxkv.memory import Eviction, demand
 from jaxkv.sampling import beam_search, sampler
 
 
@@ -211,6 +211,8 @@ def cancel(
     state: EngineState,
     request_ids: Int32[Array, " n"],
     samples: Int32[Array, " n"] | None = None,
+    *,
+    eviction: Eviction | None = None,
 ) -> EngineState:
     """Ends requests wherever they are; their pages are free at once.
 
@@ -218,6 +220,7 @@ def cancel(
       state: the engine.
       request_ids: the callers' names; -1, and names of nobody, are ignored.
       samples: which of a request's sequences to end; -1, like None, means all.
+      eviction: as in `engine.step`.
 
     Returns:
       The new state. The sequences are FINISHED with what they had; those of a beam
@@ -233,14 +236,11 @@ def cancel(
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
     gone = arrays.take(ended, state.slots.sequence, fill=False)
     state = swapping.cancel(state, ended)
-    state = groups.leave(prefix_caching.let_go(state, gone), gone)
+    state = prefix_caching.drop(groups.leave(state, gone), gone, eviction)
     slots = state.slots
-    pool, table = page_table.drop(state.pool, state.table, gone)
     stays = arrays.take(goes_on, queue.sequence, fill=False)
     left = arrays.packed(jnp.where(stays, queue.sequence, NOBODY))
     return state._replace(
-        pool=pool,
-        table=table,
         sequences=s._replace(
             num_tokens=num_tokens,
             status=jnp.where(ended, FINISHED, s.status),

@@ -22,7 +22,7 @@ from jaxkv.engine import (
 from jaxkv.engine import counts as engine_counts
 from jaxkv.engine.sampling_step import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
-from jaxkv.memory import invariants, page_table, prefix_cache, swap_buffer
+from jaxkv.memory import Eviction, invariants, prefix_cache, swap_buffer
 from jaxkv.models import interface as models_interface
 from jaxkv.scheduling import interface as scheduling_interface
 
@@ -81,6 +81,7 @@ def step(
     config: EngineConfig,
     forward: models_interface.Forward,
     policy: scheduling_interface.Policy,
+    eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
 ) -> tuple[EngineState, StepInfo]:
     """Runs one step.
@@ -91,20 +92,24 @@ def step(
       config: its bounds, static.
       forward: the model, static.
       policy: who runs; a pytree whose leaves may be traced.
+      eviction: which pages leave the prefix cache first, a pytree, too; None means
+        `eviction.LRU()`.
       logits_fn: changes logits before a token is drawn, static.
 
     Returns:
       The new state, and what happened.
     """
     params, state = arrays.on_device((params, state))
-    state, plan, applied = plan_step(state, config=config, policy=policy)
+    state, plan, applied = plan_step(
+        state, config=config, policy=policy, eviction=eviction
+    )
     planned, num_rows = state, applied.num_rows
     state, result, has_logits = _feed(
         params, state, num_rows, config=config, forward=forward
     )
     state, emitted = sampling_step.emit(state, has_logits, result, logits_fn, config)
     ended = emitted.reason != NOT_ENDED
-    state = _retire(state, ended, policy.holds_finished)
+    state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, plan, applied, emitted, state, config)
     if config.debug:
         found = _audit(state, config)._replace(i3=_unsafe_writes(planned, num_rows))
@@ -170,7 +175,11 @@ def _info(
 
 
 def plan_step(
-    state: EngineState, *, config: EngineConfig, policy: scheduling_interface.Policy
+    state: EngineState,
+    *,
+    config: EngineConfig,
+    policy: scheduling_interface.Policy,
+    eviction: Eviction | None = None,
 ) -> tuple[EngineState, scheduling_interface.Plan, apply_plan.Applied]:
     """Decides one step, and does all of it that comes before the model.
 
@@ -178,6 +187,7 @@ def plan_step(
       state: the engine.
       config: its bounds, static.
       policy: who runs.
+      eviction: as in `step`.
 
     Returns:
       The new state, whose tables hold the pages that the step writes; the plan; and
@@ -185,7 +195,7 @@ def plan_step(
     """
     counts, found = engine_counts.counts(state, config)
     plan = scheduling_interface.schedule(counts, policy)
-    state, applied = apply_plan.apply_plan(state, plan, counts, found, config)
+    state, applied = apply_plan.apply_plan(state, plan, counts, found, config, eviction)
     return state, plan, applied
 
 
@@ -197,6 +207,7 @@ def run_steps(
     config: EngineConfig,
     forward: models_interface.Forward,
     policy: scheduling_interface.Policy,
+    eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
     num_steps: int | None = None,
 ) -> tuple[EngineState, StepInfo]:
@@ -209,6 +220,7 @@ def run_steps(
       config: static.
       forward: static.
       policy: as in `step`.
+      eviction: as in `step`.
       logits_fn: static.
       num_steps: how many, static; None means `config.steps_per_call`.
 
@@ -224,6 +236,7 @@ def run_steps(
             config=config,
             forward=forward,
             policy=policy,
+            eviction=eviction,
             logits_fn=logits_fn,
         )
 
@@ -266,7 +279,10 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
 
 
 def _retire(
-    state: EngineState, ended: Bool[Array, " slots"], holds_finished: bool
+    state: EngineState,
+    ended: Bool[Array, " slots"],
+    holds_finished: bool,
+    eviction: Eviction | None,
 ) -> EngineState:
     """Empties the slots of ended sequences, at once or when the whole batch is done."""
     slots = state.slots
@@ -276,8 +292,5 @@ def _retire(
         occupied = held | ended
         done = ~jnp.any(sequence >= 0)
         gone, held = occupied & done, occupied & ~done
-    state = prefix_caching.let_go(state, gone)
-    pool, table = page_table.drop(state.pool, state.table, gone)
-    return state._replace(
-        pool=pool, table=table, slots=slots._replace(sequence=sequence, held=held)
-    )
+    state = prefix_caching.drop(state, gone, eviction)
+    return state._replace(slots=slots._replace(sequence=sequence, held=held))

@@ -8,10 +8,13 @@ from jaxkv.memory.page_pool import NO_PAGE as NO_PAGE
 from jaxkv.memory.page_pool import Pool as Pool
 from jaxkv.memory.page_table import Table as Table
 from jaxkv.memory.prefix_cache import Prefixes as Prefixes
+from jaxkv.memory.prefix_eviction import Eviction as Eviction
+from jaxkv.memory.prefix_eviction import Uses as Uses
 from jaxkv.memory.swap_buffer import Staging as Staging
 
 __all__ = [
     "NO_PAGE",
+    "Eviction",
     "InvariantError",
     "Pages",
     "Pool",
@@ -19,7 +22,9 @@ __all__ = [
     "Size",
     "Staging",
     "Table",
+    "Uses",
     "demand",
+    "idle_pages",
     "invariants",
     "kv_pages",
     "page_pool",

@@ -72,7 +72,7 @@ def violations(
     live: Bool[Array, " slots"],
     *,
     page_size: int,
-    pins: Int32[Array, " pages"] | None = None,
+    pins: Int32[Array, " pages"] | Bool[Array, " pages"] | None = None,
 ) -> Violations:
     """Counts what breaks the invariants of pool and tables, each by its number.
 
@@ -99,7 +99,7 @@ def violations(
     have = page_table.num_pages(table, page_size=page_size)
     place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
     valid = place < have[:, None]
-    held = jnp.zeros_like(pool.ref) if pins is None else pins
+    held = jnp.zeros_like(pool.ref) if pins is None else pins.astype(jnp.int32)
     used = jnp.where(valid & live[:, None], table.page_ids, NO_PAGE)
     held = arrays.put(held, used, 1, "add")
     is_page = (table.page_ids >= 0) & (table.page_ids < total)

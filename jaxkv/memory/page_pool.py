@@ -142,9 +142,17 @@ def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
     Returns:
       The new pool.
     """
-    ids = ids.reshape(-1)
+    return release_counted(pool, ids)[0]
+
+
+def release_counted(
+    pool: Pool, ids: Int32[Array, "*places"]
+) -> tuple[Pool, Int32[Array, "*places"]]:
+    """As `release`; also tells the uses that each page in `ids` has left."""
+    shape, ids = ids.shape, ids.reshape(-1)
     ref = put(pool.ref, ids, -1, "add")
-    zeroed = jnp.where(take(ref, ids, fill=1) == 0, ids, NO_PAGE)
+    left = take(ref, ids, fill=1)
+    zeroed = jnp.where(left == 0, ids, NO_PAGE)
     # An id may stand several times but is pushed once. The counts that reached zero
     # serve as scratch: every entry bids for its page there, and the last one wins.
     bid = -1 - jnp.arange(ids.size, dtype=jnp.int32)
@@ -155,11 +163,12 @@ def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
     # XLA then no longer sees that the bids were read before, and copies the counts.
     ref = put(ref, jnp.where(won, ids, NO_PAGE), 0, "set")
     top = jnp.where(won, pool.num_free + rank, NO_PAGE)
-    return Pool(
+    pool = Pool(
         ref=ref,
         stack=put(pool.stack, top, ids, "set"),
         num_free=pool.num_free + jnp.sum(won, dtype=jnp.int32),
     )
+    return pool, left.reshape(shape)
 
 
 def unsound(pool: Pool) -> Int32[Array, ""]:

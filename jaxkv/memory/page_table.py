@@ -189,10 +189,17 @@ def drop(pool: Pool, table: Table, mask: Bool[Array, " slots"]) -> tuple[Pool, T
     Returns:
       The new pool and table.
     """
-    pool, page_ids = _unmap(pool, table.page_ids, mask[:, None])
-    length = jnp.where(mask, 0, table.length)
-    ahead = jnp.where(mask, 0, table.ahead)
-    return pool, Table(page_ids=page_ids, length=length, ahead=ahead)
+    rows = jnp.where(mask[:, None], table.page_ids, NO_PAGE)
+    return page_pool.release(pool, rows), emptied(table, mask)
+
+
+def emptied(table: Table, mask: Bool[Array, " slots"]) -> Table:
+    """The table without the masked slots, whose pages the caller releases."""
+    return Table(
+        page_ids=jnp.where(mask[:, None], NO_PAGE, table.page_ids),
+        length=jnp.where(mask, 0, table.length),
+        ahead=jnp.where(mask, 0, table.ahead),
+    )
 
 
 def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
@@ -230,7 +237,8 @@ def truncate(
     shorter = table._replace(ahead=keep)
     place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
     beyond = place >= num_pages(shorter, page_size=page_size)[:, None]
-    pool, page_ids = _unmap(pool, table.page_ids, beyond)
+    pool = page_pool.release(pool, jnp.where(beyond, table.page_ids, NO_PAGE))
+    page_ids = jnp.where(beyond, NO_PAGE, table.page_ids)
     return pool, shorter._replace(page_ids=page_ids)
 
 
@@ -248,9 +256,3 @@ def _column(table: Table, page_size: int) -> Array:
 def _page_at(page_ids: Array, where: Array) -> Array:
     """Page at the one marked place of each row, `NO_PAGE` where none is marked."""
     return jnp.max(jnp.where(where, page_ids, NO_PAGE), axis=1)
-
-
-def _unmap(pool: Pool, page_ids: Array, where: Array) -> tuple[Pool, Array]:
-    """Releases the pages at the places in `where` and empties those places."""
-    pool = page_pool.release(pool, jnp.where(where, page_ids, NO_PAGE))
-    return pool, jnp.where(where, NO_PAGE, page_ids)

@@ -10,8 +10,9 @@ the parent is a page that was found the same way, equal tokens and equal parents
 equal sequences, and no sequence is ever answered from the tokens of another.
 
 The parent of a cached page is always cached (I7, see `unsound`): a page enters after
-its parent, and `jaxkv.eviction` takes leaves first. What an operation costs depends on
-the pages it asks for, never on the size of the pool.
+its parent, and `jaxkv.eviction` takes leaves first. Whoever uses a cached page uses all
+pages before it. What an operation costs depends on the pages it asks for, never on the
+size of the pool.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxkv.memory import hashing, page_pool
+from jaxkv import arrays
+from jaxkv.memory import hashing, idle_pages, page_pool
+from jaxkv.memory.idle_pages import IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 
 WAYS = 8
@@ -46,10 +49,18 @@ class Prefixes(NamedTuple):
     """Tenant, or whatever else keeps sequences apart that have the same tokens."""
     depth: Int32[Array, " pages"]
     """Pages before it."""
-    used: Int32[Array, " pages"]
-    """Tick of the last use."""
+    entered: Int32[Array, " pages"]
+    """Tick at which it entered."""
+    last_used: Int32[Array, " pages"]
+    """Tick at which a sequence last let go of it, if one has."""
+    num_uses: Int32[Array, " pages"]
+    """Times that a sequence started on it, filled it or came upon it."""
+    idle: IdlePages
+    """Those that no sequence uses, in the order in which they are evicted."""
+    num_pinned: Int32[Array, ""]
+    """How many are cached."""
     tick: Int32[Array, ""]
-    """Calls of `touch` so far. May wrap: it counts modulo 2**32."""
+    """Times that pages entered, or were let go. May wrap: it counts modulo 2**32."""
 
 
 def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
@@ -60,7 +71,7 @@ def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
       page_size: token places in a page, at least 1, static.
 
     Returns:
-      The cache, of 4 (page_size + 22 to 38) bytes for each page.
+      The cache, of 4 (page_size + 26 to 43) bytes for each page.
 
     Raises:
       ValueError: a size is below 1.
@@ -78,7 +89,11 @@ def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
         tokens=jnp.zeros((num_pages, page_size), jnp.int32),
         salt=jnp.zeros(num_pages, jnp.uint32),
         depth=jnp.zeros(num_pages, jnp.int32),
-        used=jnp.zeros(num_pages, jnp.int32),
+        entered=jnp.zeros(num_pages, jnp.int32),
+        last_used=jnp.zeros(num_pages, jnp.int32),
+        num_uses=jnp.zeros(num_pages, jnp.int32),
+        idle=idle_pages.make_idle_pages(num_pages),
+        num_pinned=jnp.zeros((), jnp.int32),
         tick=jnp.zeros((), jnp.int32),
     )
 
@@ -150,25 +165,6 @@ def match(
     return lax.while_loop(growing, grow, first)[3]
 
 
-def touch(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
-    """Marks pages as used now, all of one call at the same tick.
-
-    Touch the whole row of a sequence when it lets its pages go: then no page was used
-    after its parent, and `evict` need not set it right.
-
-    Args:
-      cache: the cached pages.
-      page_ids: pages in [0, pages), cached or not; `NO_PAGE` is ignored.
-
-    Returns:
-      The new cache.
-    """
-    tick = cache.tick + 1
-    ticks = jnp.broadcast_to(tick, page_ids.shape)
-    used = page_pool.put(cache.used, page_ids, ticks, "set")
-    return cache._replace(used=used, tick=tick)
-
-
 def enter(
     cache: Prefixes,
     pool: Pool,
@@ -195,9 +191,9 @@ def enter(
 
     Returns:
       The new cache and pool, each page that entered with one use more; and for each
-      row the cached page with its content, which counts as used now: its own, if that
-      entered; another, which the caller should put in the place of its own; or
-      `NO_PAGE`, where none is cached.
+      row the cached page with its content: its own, if that entered; another, which the
+      caller should put in the place of its own, see `eviction.use`; or `NO_PAGE`, where
+      none is cached.
     """
     hashed = _hash(cache, parent, tokens, salt)
     asked = (page_ids != NO_PAGE) & _reachable(cache, parent, salt)
@@ -211,24 +207,32 @@ def enter(
     bucket = bucket_of(cache, hashed)
     rivals = earlier & new[None, :] & (bucket[:, None] == bucket[None, :])
     rank = jnp.sum(rivals, axis=1, dtype=jnp.int32)
-    empty = page_pool.take(cache.buckets, bucket, fill=0) == NO_PAGE
+    empty = arrays.take(cache.buckets, bucket, fill=0) == NO_PAGE
     place = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
     way = way_of(empty & (place == rank[:, None]) & new[:, None])
 
     entered = jnp.where(way >= 0, page_ids, NO_PAGE)
-    depth = page_pool.take(cache.depth, parent, fill=NO_PAGE) + 1
+    depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
+    tick, idle = cache.tick + 1, cache.idle
     cache = cache._replace(
-        buckets=page_pool.put(cache.buckets, (bucket, way), entered, "set"),
-        pinned=page_pool.put(cache.pinned, entered, True, "set"),
-        hash=page_pool.put(cache.hash, entered, hashed, "set"),
-        parent=page_pool.put(cache.parent, entered, parent, "set"),
-        tokens=page_pool.put(cache.tokens, entered, tokens, "set"),
-        salt=page_pool.put(cache.salt, entered, salt, "set"),
-        depth=page_pool.put(cache.depth, entered, depth, "set"),
+        buckets=arrays.put(cache.buckets, (bucket, way), entered, "set"),
+        pinned=arrays.put(cache.pinned, entered, True, "set"),
+        hash=arrays.put(cache.hash, entered, hashed, "set"),
+        parent=arrays.put(cache.parent, entered, parent, "set"),
+        tokens=arrays.put(cache.tokens, entered, tokens, "set"),
+        salt=arrays.put(cache.salt, entered, salt, "set"),
+        depth=arrays.put(cache.depth, entered, depth, "set"),
+        entered=arrays.put(
+            cache.entered, entered, jnp.broadcast_to(tick, entered.shape), "set"
+        ),
+        num_uses=arrays.put(cache.num_uses, entered, 1, "set"),
+        idle=idle._replace(ranked=arrays.put(idle.ranked, entered, False, "set")),
+        num_pinned=cache.num_pinned + jnp.sum(entered != NO_PAGE, dtype=jnp.int32),
+        tick=tick,
     )
     found = _find(cache, hashed, parent, tokens, salt)
     cached = jnp.where(asked, found, NO_PAGE)
-    return touch(cache, cached), page_pool.share(pool, entered), cached
+    return cache, page_pool.share(pool, entered), cached
 
 
 def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
@@ -237,15 +241,18 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
     The parent of a cached page is cached, under the same salt and one level up; its
     hash is that of its content; a lookup of the content finds it, so no two pages have
     the same; the buckets hold nothing but cached pages, each once; and the pool counts
-    the pin. Looks up every page: for tests and debug mode. That all uses are counted is
-    for `auditing.violations` to say, with `pinned` as its pins.
+    the pin. Idle are those with no use beside it, in their order, see
+    `idle_pages.unsound`; the parent of a page in use is in use. Looks up every page:
+    for tests and debug mode. That all uses are counted is for `auditing.violations` to
+    say, with `pinned` as its pins.
 
     Args:
       cache: the cached pages.
       pool: the pool that holds the pages.
 
     Returns:
-      Cached pages of which one of these is not so, plus entries in excess.
+      Cached pages of which one of these is not so, plus entries in excess, plus faults
+      of the order.
     """
     pinned, parent, salt = cache.pinned, cache.parent, cache.salt
     page = jnp.arange(pinned.size, dtype=jnp.int32)
@@ -254,14 +261,20 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
     found = _find(cache, hashed, *content)
     wrong = (
         ~_reachable(cache, parent, salt)
-        | (cache.depth != page_pool.take(cache.depth, parent, fill=NO_PAGE) + 1)
+        | (cache.depth != arrays.take(cache.depth, parent, fill=NO_PAGE) + 1)
         | jnp.any(cache.hash != hashed, axis=1)
         | (found != page)
         | (pool.ref < 1)
+        | ((pool.ref > 1) & (arrays.take(pool.ref, parent, fill=2) == 1))
     )
     num_entries = jnp.sum(cache.buckets != NO_PAGE, dtype=jnp.int32)
     num_pinned = jnp.sum(pinned, dtype=jnp.int32)
-    return jnp.sum(pinned & wrong, dtype=jnp.int32) + jnp.abs(num_entries - num_pinned)
+    return (
+        jnp.sum(pinned & wrong, dtype=jnp.int32)
+        + jnp.abs(num_entries - num_pinned)
+        + jnp.abs(cache.num_pinned - num_pinned)
+        + idle_pages.unsound(cache.idle, cache.depth, parent, pinned & (pool.ref == 1))
+    )
 
 
 def bucket_of(cache: Prefixes, hashed: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
@@ -277,15 +290,15 @@ def way_of(chosen: Bool[Array, "n ways"]) -> Int32[Array, " n"]:
 
 def _hash(cache: Prefixes, parent: Array, tokens: Array, salt: Array) -> Array:
     """Hashes pages of tokens after their parents."""
-    before = page_pool.take(cache.hash, parent, fill=0)
+    before = arrays.take(cache.hash, parent, fill=0)
     first = (parent == NO_PAGE)[:, None]
     return hashing.extend(jnp.where(first, hashing.start(salt), before), tokens)
 
 
 def _reachable(cache: Prefixes, parent: Array, salt: Array) -> Array:
     """Says whether a page may enter: after none, or after one cached under its salt."""
-    known = page_pool.take(cache.pinned, parent, fill=False)
-    known &= page_pool.take(cache.salt, parent, fill=0) == salt
+    known = arrays.take(cache.pinned, parent, fill=False)
+    known &= arrays.take(cache.salt, parent, fill=0) == salt
     return known | (parent == NO_PAGE)
 
 
@@ -293,10 +306,8 @@ def _find(
     cache: Prefixes, hashed: Array, parent: Array, tokens: Array, salt: Array
 ) -> Array:
     """Finds the page with this content in the bucket that the hash names."""
-    ids = page_pool.take(cache.buckets, bucket_of(cache, hashed), fill=NO_PAGE)
-    same = jnp.all(
-        page_pool.take(cache.tokens, ids, fill=0) == tokens[:, None, :], axis=2
-    )
-    same &= page_pool.take(cache.parent, ids, fill=NO_PAGE) == parent[:, None]
-    same &= page_pool.take(cache.salt, ids, fill=0) == salt[:, None]
+    ids = arrays.take(cache.buckets, bucket_of(cache, hashed), fill=NO_PAGE)
+    same = jnp.all(arrays.take(cache.tokens, ids, fill=0) == tokens[:, None, :], axis=2)
+    same &= arrays.take(cache.parent, ids, fill=NO_PAGE) == parent[:, None]
+    same &= arrays.take(cache.salt, ids, fill=0) == salt[:, None]
     return jnp.max(jnp.where(same, ids, NO_PAGE), axis=1)

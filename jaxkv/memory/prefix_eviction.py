@@ -1,130 +1,238 @@
-"""Eviction from the prefix cache: least recently used first, leaves before parents.
+"""Eviction from the prefix cache: by a rule, leaves before parents.
 
-A page that a sequence uses is never evicted, nor is any page before it, whatever the
-caller has touched or failed to touch. Unlike all else, this looks at every page.
+A page is idle while no sequence uses it; only idle pages are evicted. What a rule says
+of a page counts from the moment in which the last sequence lets go of it. So nothing is
+looked for: `rest` and `use` keep the order of the idle pages (`jaxkv.idle_pages`), and
+`evict` takes from its front.
+
+No page stays without its parent, whatever the rule. Whoever uses a page uses all before
+it, so what comes after an idle page is idle; a page never ranks below one after it; and
+at equal ranks the deeper goes first. Hence its child stands before it in the order.
 """
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jaxkv.memory import page_pool, prefix_cache
+from jaxkv import arrays
+from jaxkv.memory import idle_pages, page_pool, prefix_cache
+from jaxkv.memory.idle_pages import CHUNK, IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.prefix_cache import Prefixes
 
-_MAX_AGE = 2**31 - 1
-"""The tick may wrap. Ages are exact up to here, and never negative."""
+
+class Uses(NamedTuple):
+    """What a rule may know of cached pages. Ticks count modulo 2**32."""
+
+    entered: Int32[Array, "..."]
+    """Tick at which each entered the cache."""
+    last_used: Int32[Array, "..."]
+    """Tick at which a sequence last let go of it: now."""
+    num_uses: Int32[Array, "..."]
+    """Sequences that have used it since it entered, the one that filled it included;
+    those of one request that were forked count once."""
+    depth: Int32[Array, "..."]
+    """Pages before it in its sequences."""
 
 
-def evictable(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
-    """Counts the pages that `evict` could free."""
-    return jnp.sum(_ages(cache, pool) >= 0, dtype=jnp.int32)
+@runtime_checkable
+class Eviction(Protocol):
+    """The rule of eviction. A NamedTuple, as a `scheduling.Policy` is.
+
+    One rule goes with one engine: ranks that it gave stay until pages are used again.
+    """
+
+    def priority(self, uses: Uses) -> Int32[Array, "..."]:
+        """Ranks pages that become idle: who has the lowest rank is evicted first.
+
+        A page ranks at least as high as all pages that ever stood after it. Ranks are
+        compared modulo 2**32, those of idle pages must lie within 2**31.
+        """
+        ...
+
+
+class LRU(NamedTuple):
+    """Least recently used first."""
+
+    def priority(self, uses: Uses) -> Int32[Array, "..."]:
+        """The tick of the last use."""
+        return uses.last_used
+
+
+class FIFO(NamedTuple):
+    """First in, first out; a page entered when it, or the last one after it, did."""
+
+    def priority(self, uses: Uses) -> Int32[Array, "..."]:
+        """The tick of entry."""
+        return uses.entered
+
+
+class LFU(NamedTuple):
+    """Least frequently used first, counted while a page is cached."""
+
+    def priority(self, uses: Uses) -> Int32[Array, "..."]:
+        """The number of uses."""
+        return uses.num_uses
+
+
+def rest(
+    cache: Prefixes,
+    rows: Int32[Array, "rows columns"],
+    left: Int32[Array, "rows columns"],
+    rule: Eviction | None = None,
+) -> Prefixes:
+    """Notes that sequences have let go of their pages, all of one call at one tick.
+
+    Args:
+      cache: the cached pages.
+      rows: all pages of each such sequence, in token order, cached or not; `NO_PAGE` is
+        ignored.
+      left: uses of each that are left, its pin among them, see
+        `paging.release_counted`.
+      rule: who goes first; None means `LRU()`.
+
+    Returns:
+      The new cache: those of the pages that nobody uses any more are idle.
+
+    Raises:
+      ValueError: the rule ranks by something else than int32.
+    """
+    rule = LRU() if rule is None else rule
+    pinned = arrays.take(cache.pinned, rows, fill=False)
+    rows = jnp.where(pinned, rows, NO_PAGE)
+    tick = cache.tick + 1
+
+    def note(_: Array, carry: tuple[Array, IdlePages]) -> tuple[Array, IdlePages]:
+        last_used, idle = carry
+        now = jnp.broadcast_to(tick, rows.shape)
+        uses = Uses(
+            entered=arrays.take(cache.entered, rows, fill=0),
+            last_used=now,
+            num_uses=arrays.take(cache.num_uses, rows, fill=0),
+            depth=arrays.take(cache.depth, rows, fill=0),
+        )
+        joins = (left == 1) & (rows != NO_PAGE)
+        priority = _priority(rule, uses)
+        idle = idle_pages.add(idle, cache.depth, rows, joins, priority)
+        return arrays.put(last_used, rows, now, "set"), idle
+
+    trips = jnp.any(rows != NO_PAGE).astype(jnp.int32)
+    carry = (cache.last_used, cache.idle)
+    last_used, idle = lax.fori_loop(0, trips, note, carry)
+    return cache._replace(last_used=last_used, idle=idle, tick=tick)
+
+
+def use(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
+    """Notes that sequences have taken up pages, which the caller shares.
+
+    Args:
+      cache: the cached pages.
+      page_ids: cached pages, each as often as sequences took it up, and with each all
+        before it, now or before; `NO_PAGE` is ignored.
+
+    Returns:
+      The new cache: none of them is idle.
+    """
+
+    def note(_: Array, carry: tuple[Array, IdlePages]) -> tuple[Array, IdlePages]:
+        num_uses, idle = carry
+        num_uses = arrays.put(num_uses, page_ids, 1, "add")
+        return num_uses, idle_pages.remove(idle, cache.depth, page_ids)
+
+    trips = jnp.any(page_ids != NO_PAGE).astype(jnp.int32)
+    carry = (cache.num_uses, cache.idle)
+    num_uses, idle = lax.fori_loop(0, trips, note, carry)
+    return cache._replace(num_uses=num_uses, idle=idle)
 
 
 def evict(
-    cache: Prefixes, pool: Pool, num: Int32[Array, ""], *, max_pages: int
+    cache: Prefixes, pool: Pool, num: Int32[Array, ""]
 ) -> tuple[Prefixes, Pool, Int32[Array, ""]]:
-    """Evicts the least recently used pages, leaves first.
+    """Evicts idle pages, those of the lowest rank first.
 
-    To use a page is to use all pages before it: it was last used when it or any page
-    after it was, and it is in use while one of them is. Pages go by that time, at equal
-    times the deepest first, then the lowest id.
-
-    No page stays without its parent. Let a page be evicted. Its child was not used
-    later, and so is not in use either; at equal times it is deeper. Hence the child
-    stands before the page in the order, and whoever takes from the front has taken it.
-
-    They become free in the order of their ids. Nothing is looked at if `num` is 0.
+    At equal ranks the deepest go first, then the lowest id. They become free in this
+    order. The cost is that of the pages evicted; nothing is looked at if `num` is 0.
 
     Args:
       cache: the cached pages.
       pool: the pool that holds the pages.
       num: pages wanted, at least 0.
-      max_pages: pages that one call may evict, at least 1, static.
 
     Returns:
-      The new cache and pool, and how many pages have become free: the least of `num`,
-      `max_pages` and `evictable`.
-
-    Raises:
-      ValueError: `max_pages` is below 1.
+      The new cache and pool, and how many pages have become free: `num`, or all that
+      were idle.
     """
-    if max_pages < 1:
-        raise ValueError(f"{max_pages=} must be at least 1")
-    (num_pages,) = cache.pinned.shape
-    width = min(max_pages, num_pages)
+    num = jnp.minimum(num, cache.idle.num)
+    every = jnp.arange(CHUNK, dtype=jnp.int32)
 
-    def oldest() -> Array:
-        page = jnp.arange(num_pages, dtype=jnp.int32)
-        age = _ages(cache, pool)
-        tied, chosen = age >= 0, jnp.zeros(num_pages, bool)
-        left = jnp.minimum(jnp.minimum(num, width), jnp.sum(tied, dtype=jnp.int32))
-        # Each key decides all but the pages that are equal to the last one chosen.
-        for key in (age, cache.depth, num_pages - 1 - page):
-            cut = _nth_largest(jnp.where(tied, key, -1), left)
-            above = tied & (key > cut)
-            tied, chosen = tied & (key == cut), chosen | above
-            left -= jnp.sum(above, dtype=jnp.int32)
-        ids = jnp.nonzero(chosen | tied, size=width, fill_value=NO_PAGE)[0]
-        return ids.astype(jnp.int32)
+    def some(
+        i: Array, carry: tuple[Array, Array, IdlePages, Pool]
+    ) -> tuple[Array, Array, IdlePages, Pool]:
+        buckets, pinned, idle, pool = carry
+        ids = idle_pages.next_to_go(idle, cache.depth)
+        ids = jnp.where(i * CHUNK + every < num, ids, NO_PAGE)
+        bucket = prefix_cache.bucket_of(cache, arrays.take(cache.hash, ids, fill=0))
+        entries = arrays.take(buckets, bucket, fill=NO_PAGE)
+        found = (entries == ids[:, None]) & (ids[:, None] != NO_PAGE)
+        way = prefix_cache.way_of(found)
+        return (
+            arrays.put(buckets, (bucket, way), NO_PAGE, "set"),
+            arrays.put(pinned, ids, False, "set"),
+            idle_pages.remove(idle, cache.depth, ids),
+            page_pool.release(pool, ids),
+        )
 
-    def nobody() -> Array:
-        return jnp.full(width, NO_PAGE, jnp.int32)
-
-    # Only ids come out of the branches, so that the cache is not copied.
-    evicted = lax.cond(num > 0, oldest, nobody)
-    bucket = prefix_cache.bucket_of(cache, page_pool.take(cache.hash, evicted, fill=0))
-    entries = page_pool.take(cache.buckets, bucket, fill=NO_PAGE)
-    found = (entries == evicted[:, None]) & (evicted[:, None] != NO_PAGE)
-    way = prefix_cache.way_of(found)
+    carry = (cache.buckets, cache.pinned, cache.idle, pool)
+    buckets, pinned, idle, pool = lax.fori_loop(0, -(-num // CHUNK), some, carry)
     cache = cache._replace(
-        buckets=page_pool.put(cache.buckets, (bucket, way), NO_PAGE, "set"),
-        pinned=page_pool.put(cache.pinned, evicted, False, "set"),
+        buckets=buckets, pinned=pinned, idle=idle, num_pinned=cache.num_pinned - num
     )
-    count = jnp.sum(evicted != NO_PAGE, dtype=jnp.int32)
-    return cache, page_pool.release(pool, evicted), count
+    return cache, pool, num
 
 
 def forget(cache: Prefixes, pool: Pool) -> tuple[Prefixes, Pool]:
     """Evicts every page that no sequence uses."""
-    (num_pages,) = cache.pinned.shape
-    everything = jnp.full((), num_pages, jnp.int32)
-    cache, pool, _ = evict(cache, pool, everything, max_pages=num_pages)
+    cache, pool, _ = evict(cache, pool, cache.idle.num)
     return cache, pool
 
 
-def _ages(cache: Prefixes, pool: Pool) -> Array:
-    """Says how many ticks ago each page, or a page after it, was last used.
+def rank_anew(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
+    """Ranks all pages anew, for another rule. Looks at every page.
 
-    -1 where one of them is in use, and on pages that are not cached.
+    Args:
+      cache: the cached pages.
+      priority: of each page; those of pages that are not cached mean nothing.
+
+    Returns:
+      The new cache. A page ranks at least as high as all that stand after it.
     """
-    idle = cache.pinned & (pool.ref == 1)
-    age = jnp.where(idle, (cache.tick - cache.used) & _MAX_AGE, -1)
+    base = priority[jnp.argmax(cache.pinned)]
+    lowest = jnp.iinfo(jnp.int32).min
+    rank = jnp.where(cache.pinned, priority - base, lowest)
     parent = jnp.where(cache.pinned, cache.parent, NO_PAGE)
 
-    # Sequences use whole rows, and touch them so: then the first look finds all in
-    # order. Otherwise ages pass to parents, grandparents and on in doubling strides.
-    def disordered(carry: tuple[Array, Array]) -> Array:
-        age, _ = carry
-        return jnp.any(page_pool.take(age, parent, fill=-1) > age)
+    # Ranks pass to parents, grandparents and on in doubling strides.
+    def below(carry: tuple[Array, Array]) -> Array:
+        rank, _ = carry
+        return jnp.any((parent != NO_PAGE) & (arrays.take(rank, parent, fill=0) < rank))
 
     def pass_on(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        age, ancestor = carry
-        further = page_pool.take(ancestor, ancestor, fill=NO_PAGE)
-        return page_pool.put(age, ancestor, age, "min"), further
+        rank, ancestor = carry
+        further = arrays.take(ancestor, ancestor, fill=NO_PAGE)
+        return arrays.put(rank, ancestor, rank, "max"), further
 
-    return lax.while_loop(disordered, pass_on, (age, parent))[0]
+    rank, _ = lax.while_loop(below, pass_on, (rank, parent))
+    ranked = cache.idle.ranked | cache.pinned
+    idle = cache.idle._replace(rank=rank + base, ranked=ranked)
+    return cache._replace(idle=idle_pages.rebuilt(idle, cache.depth))
 
 
-def _nth_largest(key: Array, n: Array) -> Array:
-    """Finds the n-th largest key bit by bit, 10 times faster than a sort would on CPU.
-
-    Keys are at least -1, and n of them, one or more, at least 0.
-    """
-    bits = jnp.asarray([1 << bit for bit in reversed(range(31))], jnp.int32)
-
-    def settle(cut: Array, bit: Array) -> tuple[Array, None]:
-        enough = jnp.sum(key >= cut + bit, dtype=jnp.int32) >= n
-        return jnp.where(enough, cut + bit, cut), None
-
-    return lax.scan(settle, jnp.zeros((), jnp.int32), bits)[0]
+def _priority(rule: Eviction, uses: Uses) -> Array:
+    """What the rule says; whatever has ranks of another kind is refused."""
+    given: Any = rule.priority(uses)
+    kind = getattr(given, "dtype", type(given).__name__)
+    if kind != jnp.int32:
+        raise ValueError(f"{type(rule).__name__} ranks pages by {kind}, not by int32")
+    return jnp.broadcast_to(given, uses.depth.shape)

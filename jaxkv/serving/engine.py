@@ -28,7 +28,7 @@ from jaxkv.engine import EngineConfig, EngineState, step
 from jaxkv.engine import requests as engine_requests
 from jaxkv.engine.requests import Requests, drain
 from jaxkv.engine.state import Sequences, init
-from jaxkv.memory import Pages, invariants
+from jaxkv.memory import Eviction, Pages, invariants
 from jaxkv.models import interface as models_interface
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
@@ -40,9 +40,13 @@ from jaxkv.serving.requests import Part, Record
 
 
 def _cancel_and_drain(
-    state: EngineState, request_ids: Int32[Array, " n"], samples: Int32[Array, " n"]
+    state: EngineState,
+    request_ids: Int32[Array, " n"],
+    samples: Int32[Array, " n"],
+    eviction: Eviction | None,
 ) -> tuple[EngineState, Sequences]:
-    return drain(engine_requests.cancel(state, request_ids, samples))
+    state = engine_requests.cancel(state, request_ids, samples, eviction=eviction)
+    return drain(state)
 
 
 # At module level: all engines of a process share programs where configurations agree.
@@ -94,6 +98,7 @@ class Engine:
         eos_ids: Sequence[int] | None = None,
         vocab_size: int | None = None,
         policy: scheduling_interface.Policy | None = None,
+        eviction: Eviction | None = None,
         logits_fn: step.LogitsFn | None = None,
         keep_trace: bool = False,
         host_pages: int | None = None,
@@ -109,6 +114,8 @@ class Engine:
           eos_ids: tokens that end an answer; None takes the tokenizer's.
           vocab_size: token ids must lie below it; None does not check.
           policy: who runs; None means `policies.fcfs()`.
+          eviction: which pages leave the prefix cache first; None means
+            `eviction.LRU()`.
           logits_fn: changes logits before a token is drawn; a plain function, compiled
             once for each function object.
           keep_trace: whether `trace` collects the step infos.
@@ -120,7 +127,7 @@ class Engine:
             fit the configuration, the end tokens do not fit `max_stop_tokens`, or
             `host_pages` is below 0.
         """
-        _check_parts(config, pages, forward, policy, logits_fn)
+        _check_parts(config, pages, forward, policy, eviction, logits_fn)
         if host_pages is None:
             host_pages = config.num_pages
         host_pages = validation.integer("host_pages", host_pages)
@@ -140,6 +147,7 @@ class Engine:
         self._host = host_swap.HostSpace(host_pages)
         self._asked = False  # by the device, to move swapped pages
         self._static = {"config": config, "forward": forward, "logits_fn": logits_fn}
+        self._eviction = eviction
         self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
         self._state = init(config, pages)
         self._started = time.perf_counter()
@@ -159,8 +167,8 @@ class Engine:
         Args:
           folder: with config.json, safetensors and, for text, tokenizer.json.
           dtype: of weights and pages.
-          **fields: of `EngineConfig`; `policy`, `logits_fn`, `keep_trace` and
-            `host_pages` go to the engine.
+          **fields: of `EngineConfig`; `policy`, `eviction`, `logits_fn`, `keep_trace`
+            and `host_pages` go to the engine.
 
         Raises:
           ValueError: the folder or a field is not usable; the message says why.
@@ -168,7 +176,7 @@ class Engine:
         # Flax and tokenizers load only here.
         from jaxkv.models import checkpoints, paged
 
-        own = ("policy", "logits_fn", "keep_trace", "host_pages")
+        own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
         rest = {name: fields.pop(name) for name in own if name in fields}
         config = EngineConfig(**fields)
         loaded = checkpoints.load_model(folder, dtype=dtype)
@@ -374,14 +382,19 @@ class Engine:
                     ledger.hand_over(batch)
                 clock = from_seconds(self.now())
                 self._state, info = _run_steps(
-                    self.params, self._state, clock, policy=self.policy, **self._static
+                    self.params, self._state, clock, **self._rules(), **self._static
                 )
                 self._unread.append(call := _Call(info=info))
                 if self._keep_trace:
                     call.num_pending = ledger.num_pending(self.now())
                 if (named := ledger.next_cancels()) is not None:
                     names, samples = named[:, 0], named[:, 1]
-                    self._state, call.drained = _drain(self._state, names, samples)
+                    args = (self._state, names, samples, self._eviction)
+                    self._state, call.drained = _drain(*args)
+
+    def _rules(self) -> dict[str, Any]:
+        """What the steps decide by."""
+        return {"policy": self.policy, "eviction": self._eviction}
 
     def _compile(self) -> None:
         """Makes the programs, all before one of them consumes the state.
@@ -397,9 +410,9 @@ class Engine:
         programs = (
             _submit.lower(state, self._requests([blank]), config=config),
             _run_steps.lower(
-                self.params, state, clock, policy=self.policy, **self._static
+                self.params, state, clock, **self._rules(), **self._static
             ),
-            _drain.lower(state, names, names),
+            _drain.lower(state, names, names, self._eviction),
         )
         for program in programs:
             program.compile()
@@ -476,7 +489,12 @@ class Engine:
 
 
 def _check_parts(
-    config: object, pages: object, forward: object, policy: object, logits_fn: object
+    config: object,
+    pages: object,
+    forward: object,
+    policy: object,
+    eviction: object,
+    logits_fn: object,
 ) -> None:
     """Refuses parts of an engine that are something else."""
     for name, value, kinds in (
@@ -484,6 +502,7 @@ def _check_parts(
         ("pages", pages, (Pages,)),
         ("forward", forward, (models_interface.Forward,)),
         ("policy", policy, (scheduling_interface.Policy, type(None))),
+        ("eviction", eviction, (Eviction, type(None))),
         ("logits_fn", logits_fn, (Callable, type(None))),
     ):
         # A class has the methods of its objects, and is none of them.

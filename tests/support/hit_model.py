@@ -270,7 +270,7 @@ class HitModel:
             return
         last = self.last_uses()
         order = sorted(last, key=lambda page: (last[page], -self.depth(page), page))
-        victims = sorted(order[:num])
+        victims = order[:num]
         for page in victims:
             del self.page_of[self.key_of.pop(page)], self.parent[page]
         self.num_evicted += len(victims)

@@ -100,19 +100,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for pool in _pools(load, config)
         for order, eviction in _orders(config, is_whole=pool > load.num_distinct)
     ]
-    most = {load.name: load.num_distinct + 1 for load in loads}
+    most = max(load.num_distinct for load in loads) + 1
     longest = max(load.longest for load in loads)
-    servers: dict[int, Server] = {}
+    server = Server(serving.bounds(most, longest, config.window))
     rows: list[dict[str, Any]] = []
     for load, pool, order, eviction in progress.track(settings, "serving", "runs"):
-        size = min(_program_size(pool), max(most.values()))
-        if size not in servers:
-            bounds = serving.bounds(size, longest, config.window)
-            servers[size] = Server(bounds)
         turns = list(range(len(load.page_ids)))
         if order == "depth_first":
             turns = workloads.depth_first(load.page_ids)
-        hits = servers[size].serve(
+        hits = server.serve(
             [load.page_ids[i] for i in turns],
             num_pages=pool,
             cached_first=order == "cached_first",
@@ -185,18 +181,6 @@ def _orders(config: Config, *, is_whole: bool) -> Iterator[tuple[str, Eviction]]
     yield "cached_first", usual
     for eviction in config.evictions:
         yield "fcfs", eviction
-
-
-def _program_size(pool: int) -> int:
-    """Pages of an engine that serves pools of about this size.
-
-    Engines look at all of their pages, and one takes seconds to compile: there is one
-    for each power of 8.
-    """
-    size = 8
-    while size < pool:
-        size *= 8
-    return size
 
 
 def _described(load: Prompts) -> tuple[Any, ...]:

@@ -7,18 +7,18 @@ however many a page would have.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Int, Int32
 
 from jaxkv.engine import EngineConfig, EngineState, step
 from jaxkv.engine.requests import Requests, drain, submit
 from jaxkv.engine.state import FINISHED, init
-from jaxkv.memory import Prefixes, kv_pages, page_pool
+from jaxkv.memory import Prefixes, Uses, kv_pages, page_pool, prefix_eviction
 from jaxkv.models import ForwardResult
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
@@ -120,7 +120,7 @@ class Server:
         # The rule is in the program either way, so that one serves both.
         policy = fcfs.fcfs(watermark=alone, cached_first=True)
         policy = policy._replace(cached_first=jnp.asarray(cached_first))
-        rule = jnp.asarray(EVICTIONS.index(eviction), jnp.int32)
+        rule = _Rule(jnp.asarray(EVICTIONS.index(eviction), jnp.int32))
         num_cached = np.zeros(len(prompts), int)
         waiting, served = 0, list[int]()
         while len(served) < len(prompts):
@@ -194,47 +194,37 @@ class _Info(NamedTuple):
     request_id: Int32[Array, "steps slots"]
 
 
+class _Rule(NamedTuple):
+    """One of `EVICTIONS`, all in one program."""
+
+    index: Int32[Array, ""]
+
+    def priority(self, uses: Uses) -> Int32[Array, "..."]:
+        """The tick of the last use, or that of entry."""
+        return jnp.where(self.index == 1, uses.entered, uses.last_used)
+
+
 def _run_steps(
-    state: EngineState,
-    policy: fcfs.FCFS,
-    rule: Int32[Array, ""],
-    *,
-    config: EngineConfig,
+    state: EngineState, policy: fcfs.FCFS, rule: _Rule, *, config: EngineConfig
 ) -> tuple[EngineState, _Info]:
     """As `engine.run_steps`, with a rule of eviction."""
 
     def body(state: EngineState, _: None) -> tuple[EngineState, _Info]:
-        before: Any = state.prefixes
         state, info = step.step(
-            None, state, config=config, forward=_no_model, policy=policy
+            None, state, config=config, forward=_no_model, policy=policy, eviction=rule
         )
-        after: Any = state.prefixes
-        used = lax.switch(rule, (_as_used, _since_entry, _at_random), before, after)
-        state = state._replace(prefixes=after._replace(used=used))
-        return state, _Info(info.reason, info.request_id)
+        draws = (rule.index == 2).astype(jnp.int32)
+        cache = lax.fori_loop(0, draws, _at_random, state.prefixes)
+        return state._replace(prefixes=cache), _Info(info.reason, info.request_id)
 
     return lax.scan(body, state, None, length=config.steps_per_call)
 
 
-def _as_used(before: Prefixes, after: Prefixes) -> Int32[Array, " pages"]:
-    """Leaves the tick of the last use, as the engine does."""
-    del before
-    return after.used
-
-
-def _since_entry(before: Prefixes, after: Prefixes) -> Int32[Array, " pages"]:
-    """Keeps the tick at which a page entered, whatever has used it since."""
-    stays: Bool[Array, " pages"] = before.pinned & after.pinned
-    stays &= jnp.all(before.hash == after.hash, axis=1)
-    return jnp.where(stays, before.used, after.used)
-
-
-def _at_random(before: Prefixes, after: Prefixes) -> Int32[Array, " pages"]:
-    """Draws ages anew after every step."""
-    del before
-    key = jax.random.fold_in(jax.random.key(0), after.tick)
-    age = jax.random.randint(key, after.used.shape, 0, 2**20, jnp.int32)
-    return after.tick - age
+def _at_random(_: Array, cache: Prefixes) -> Prefixes:
+    """Draws all ranks anew."""
+    key = jax.random.fold_in(jax.random.key(0), cache.tick)
+    rank = jax.random.randint(key, cache.pinned.shape, 0, 2**20, jnp.int32)
+    return prefix_eviction.rank_anew(cache, rank)
 
 
 _run = jax.jit(_run_steps, static_argnames="config", donate_argnames="state")
