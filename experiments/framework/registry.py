@@ -147,7 +147,7 @@ _ENTRIES = (
     ),
     Entry(
         "latency_vs_rate",
-        "How much load does paged memory let a card serve before latencies grow?",
+        "How much load does paged memory let a GPU serve before latencies grow?",
         ("smoke", "paper", "figure_12a", "azure"),
         "experiments.serving.latency_vs_rate.experiment",
     ),

@@ -23,6 +23,7 @@ __all__ = [
     "Simulation",
     "Work",
     "contiguous",
+    "costs",
     "driver",
     "outcomes",
     "state",

@@ -1,4 +1,4 @@
-"""Prices of steps that are made of others."""
+"""Steps made up, and prices of steps that are made of others."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxkv.simulation.step import Cost, Work
+
+
+def work(**counts: int | float) -> Work:
+    """Makes a step's work of counts by the names of `Work`; others are zero.
+
+    Raises:
+      TypeError: there is no such count.
+    """
+    floats = {"prompt_squares": jnp.float32}
+    return Work(
+        **{
+            name: jnp.asarray(count, floats.get(name, jnp.int32))
+            for name, count in (dict.fromkeys(Work._fields, 0) | counts).items()
+        }
+    )
 
 
 class Apart(NamedTuple):
