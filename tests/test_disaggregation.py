@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,18 +9,12 @@ import pytest
 
 from experiments.framework import registry, run_folder
 from experiments.harness import cost_models
-from experiments.serving.disaggregation import experiment as disaggregation_experiment
-from experiments.serving.disaggregation import instances, runs, settings
+from experiments.serving.disaggregation import runs, settings
 from experiments.serving.disaggregation.experiment import Config
-from experiments.serving.disaggregation.instances import (
-    Answers,
-    Received,
-    Requests,
-    Split,
-)
 from experiments.serving.disaggregation.queues import formula_s, measure
 from experiments.serving.disaggregation.settings import Instance
-from jaxkv.simulation.step import Work
+from jaxkv.simulation import Received, costs, disaggregated
+from jaxkv.simulation.disaggregated import Answers, Requests, Split
 from jaxkv.workloads import lengths, metrics
 
 ONE = Instance("opt-13b", 1)
@@ -34,8 +27,14 @@ def requests(arrival_s: list[float], prompt: list[int], output: list[int]) -> Re
 
 def test_what_comes_read_costs_a_step_of_decoding() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    counts = map(jnp.int32, (2, 51, 100, 51))
-    work = Work(*counts, jnp.float32(51**2), *map(jnp.int32, (3, 0, 0)))
+    work = costs.work(
+        num_decodes=2,
+        num_prompt_rows=51,
+        decode_context=100,
+        prompt_context=51,
+        prompt_squares=51**2,
+        num_drawn=3,
+    )
     # Three sequences, 151 tokens attended to.
     found = float(Received(cost, jnp.asarray(True))(work))
     assert found == pytest.approx(5 + 0.1 * 151 + 3)
@@ -43,7 +42,7 @@ def test_what_comes_read_costs_a_step_of_decoding() -> None:
 
 
 def test_one_after_the_other_is_served() -> None:
-    done = instances.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
+    done = metrics.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
     assert done.tolist() == [2, 4, 7]
 
 
@@ -51,20 +50,24 @@ def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
     load = requests([0.0] * 4, [100, 100, 200, 100], [2] * 4)
     each = 100 * settings.kv_bytes("opt-13b") / 1e9
     assert each == pytest.approx(0.08192)
-    sent = Split(ONE, ONE, 2, 1, link=1e9)
+    one = ONE.machine
+    sent = Split(one, one, 2, 1, link=1e9)
     ready_s = np.array([1.0, 1.0, 1.0, np.nan])
-    found = instances.transfers(sent, load, ready_s)
+    found = disaggregated.transfers(sent, load, ready_s)
     # The first and the third are read by the same machine; the fourth never was.
     np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
-    wide = Split(Instance("opt-13b", 4), Instance("opt-13b", 2), 2, 1, link=1e9)
-    found = instances.transfers(wide, load, ready_s)
+    wide = sent._replace(
+        prefill=one._replace(num_gpus=4), decode=one._replace(num_gpus=2)
+    )
+    found = disaggregated.transfers(wide, load, ready_s)
     np.testing.assert_allclose(found[:2], each / 2)
 
 
 @pytest.mark.thorough
 def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
     load = requests([0.5, 0.6], [512, 300], [4, 1])
-    (answers,) = instances.split([(Split(ONE, ONE, 1, 1), load)], 10.0)
+    placed = Split(ONE.machine, ONE.machine, 1, 1, settings.LINK)
+    (answers,) = disaggregated.split([(placed, load)], 10.0, max_slots=256)
     prefill, decode = (np.asarray(x) for x in (ONE.cost.prefill, ONE.cost.decode))
     first = 0.5 + prefill @ (1, 512, 512**2)
     sent = 512 * settings.kv_bytes("opt-13b") / settings.LINK
@@ -87,9 +90,8 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
         preempted=0,
     )
     objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
-    found = runs.table(
-        [runs.row(*("x", answers, objectives), ("split", 2, 1, 1, 2, 1e9), 8.0)]
-    )
+    placement = ("split", 2, 1, 1, 2, 1e9)
+    found = runs.Loads.of([runs.row("x", answers, objectives, placement, 8.0)])
     assert found.rate_per_card[0] == 2.0
     assert found.ttft_s[0] == pytest.approx(0.5)
     assert found.tpot_s[0] == np.inf
@@ -98,27 +100,16 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
     assert found.quick_share[0] == 0.75
 
 
-def test_the_placement_that_bears_most_a_card_is_chosen(
+def test_the_placement_that_sustains_most_a_gpu_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Requests a second that each card bears, by role and cards of a machine.
-    borne = {("prefill", 1): 5.0, ("prefill", 2): 6.0, ("decode", 1): 9.0}
-    borne |= {("decode", 2): 2.0, ("prefill", 4): 1.0, ("decode", 4): 1.0}
-
-    class Found:
-        def where(self, **wanted: Any) -> float:
-            ways = wanted.get("prefill_ways", wanted.get("decode_ways"))
-            return borne[wanted["role"], ways]
-
-    monkeypatch.setattr(runs, "goodput", lambda value, field: value)
-    chosen, bears = runs.best(
-        "chat, 13B",
-        settings.APPLICATIONS["chat, 13B"],
-        Found(),  # ty: ignore
-    )
-    assert (chosen.prefill.ways, chosen.decode.ways) == (2, 1)
-    # 3 machines that read 12 and 4 that decode 9: all ten cards are busy.
-    assert (chosen.num_prefill, chosen.num_decode, bears) == (3, 4, 36.0)
+    # Requests a second that each GPU sustains, by role and GPUs of a machine.
+    of_each = {"prefill": {1: 5.0, 2: 6.0, 4: 1.0}, "decode": {1: 9.0, 2: 2.0, 4: 1.0}}
+    monkeypatch.setattr(runs, "phases", lambda name, found: of_each)
+    chosen, sustains = runs.best("chat, 13B", runs.Loads.of([]))
+    assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
+    # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.
+    assert (chosen.num_prefill, chosen.num_decode, sustains) == (3, 4, 36.0)
 
 
 def test_queues_wait_as_long_as_formulas_say() -> None:
@@ -138,7 +129,7 @@ def test_queues_wait_as_long_as_formulas_say() -> None:
 def test_smoke_comes_back_from_the_folder(tmp_path: Path) -> None:
     experiment = registry.load("disaggregation")
     config = experiment.configs["smoke"]
-    result = disaggregation_experiment.run(config)
+    result = experiment.studies[0].run(config)
     run_folder.begin(tmp_path, experiment, config)
     run = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
     assert sum(claim.verdict == "holds" for claim in run.claims) >= 2
@@ -148,10 +139,10 @@ def test_smoke_comes_back_from_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(applications=("chess",)), "must be of chat, 13B"),
-        (dict(shares=(0.5,)), "must be several, ascending"),
-        (dict(links=(0.0,)), "must be above 0 bytes"),
-        (dict(queue_loads=(1.0,)), "must lie in"),
+        (dict(applications=("chess",)), "must be of"),
+        (dict(shares=(0.5,)), "must be 2 or more, ascending"),
+        (dict(links=(0.0,)), "must be above 0"),
+        (dict(queue_loads=(1.0,)), "must be in"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(fields: dict, message: str) -> None:

@@ -102,7 +102,7 @@ _ENTRIES = (
     ),
     Entry(
         "disaggregation",
-        "What does it buy to read prompts on other cards than those that decode?",
+        "What does it buy to read prompts on other GPUs than those that decode?",
         ("smoke", "paper"),
         "experiments.serving.disaggregation.experiment",
     ),

@@ -49,3 +49,27 @@ class Apart(NamedTuple):
         )
         split = self.cost(reads) + self.cost(decodes)
         return jnp.where(self.apart & both, split, together)
+
+
+class Received(NamedTuple):
+    """Prices steps of a machine to which prompts come with their keys and values.
+
+    Nothing is read: a sequence that comes decodes at once, as all others do. Who is
+    preempted here would be computed again for nothing, so nobody must be.
+    """
+
+    cost: Cost
+    receives: Bool[Array, ""]
+    """Whether it is such a machine; another one pays for what it reads."""
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step."""
+        none = jnp.zeros_like(work.num_prompt_rows)
+        received = work._replace(
+            num_decodes=work.num_drawn,
+            num_prompt_rows=none,
+            decode_context=work.decode_context + work.prompt_context,
+            prompt_context=none,
+            prompt_squares=jnp.zeros_like(work.prompt_squares),
+        )
+        return jnp.where(self.receives, self.cost(received), self.cost(work))
