@@ -10,12 +10,10 @@ import pytest
 
 from experiments.framework import registry, run_folder
 from experiments.harness import cost_models
-from experiments.serving.chunked_prefill import experiment as chunked_prefill_experiment
 from experiments.serving.chunked_prefill import runs, settings
-from experiments.serving.chunked_prefill.experiment import CONFIGS, Config, Result
+from experiments.serving.chunked_prefill.experiment import CONFIGS, Config, Result, run
 from jaxkv.scheduling.chunked_prefill import reading
-from jaxkv.simulation import Apart
-from jaxkv.simulation.step import Work
+from jaxkv.simulation import Apart, costs
 from tests.test_scheduling import counts, plan_of
 
 DECODES = [(6, 5, 2), (9, 8, 3)]
@@ -54,8 +52,13 @@ def test_no_more_run_than_may() -> None:
 
 def test_a_step_of_both_costs_a_step_of_either() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    both = Work(
-        *map(jnp.int32, (2, 8, 30, 8)), jnp.float32(64), *map(jnp.int32, (3, 0, 0))
+    both = costs.work(
+        num_decodes=2,
+        num_prompt_rows=8,
+        decode_context=30,
+        prompt_context=8,
+        prompt_squares=64,
+        num_drawn=3,
     )
     # Together the step's constant is paid once: 5 + 38 / 10 + 2, and 8 for the prompt.
     assert float(Apart(cost, jnp.asarray(False))(both)) == pytest.approx(18.8)
@@ -65,11 +68,18 @@ def test_a_step_of_both_costs_a_step_of_either() -> None:
     assert float(Apart(cost, jnp.asarray(True))(alone)) == pytest.approx(18.0)
 
 
+def decode_s(model: settings.Model, batch: int, context: int) -> float:
+    """How long a step takes in which some sequences decode."""
+    every = batch * context
+    work = costs.work(num_decodes=batch, decode_context=every, num_drawn=batch)
+    return float(model.cost(work))
+
+
 def test_settings_are_the_papers() -> None:
     yi = settings.MODELS["Yi-34B"]
     assert yi.num_pages * settings.PAGE_SIZE == pytest.approx(306_000, rel=0.01)
     for model in settings.MODELS.values():
-        step_s = settings.decode_s(model, 32, 4096)
+        step_s = decode_s(model, 32, 4096)
         assert 4 < model.strict_s / step_s < 7
         assert 20 < model.relaxed_s / step_s < 35
     # In chunks a prompt reads its own keys again, and pays for every step.
@@ -79,7 +89,7 @@ def test_settings_are_the_papers() -> None:
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    return chunked_prefill_experiment.run(CONFIGS["smoke"])
+    return run(CONFIGS["smoke"])
 
 
 @pytest.mark.thorough
@@ -110,8 +120,8 @@ def test_claims_and_figure_come_back_from_the_folder(
 ) -> None:
     experiment = registry.load("chunked_prefill")
     run_folder.begin(tmp_path, experiment, experiment.configs["smoke"])
-    run: Any = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
-    verdicts = {claim.claim: claim.verdict for claim in run.claims}
+    finished = run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
+    verdicts = {claim.claim: claim.verdict for claim in finished.claims}
     assert verdicts["chunks of 2,048 cost next to nothing"] == "holds"
     assert sum(x == "differs" for x in verdicts.values()) == 10
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -120,9 +130,9 @@ def test_claims_and_figure_come_back_from_the_folder(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(models=("GPT-5",)), "must be of Yi-34B, Mistral-7B"),
-        (dict(shares=(0.5, 0.1)), "must be several, ascending"),
-        (dict(budgets=(64, 128)), "a token for each who decodes"),
+        (dict(models=("GPT-5",)), "must be 1 or more of"),
+        (dict(shares=(0.5, 0.1)), "must be 2 or more, ascending"),
+        (dict(budgets=(64, 128)), "must be at least 128"),
         (dict(seconds=0.0), "seconds=0.0 must be above 0"),
     ],
 )
