@@ -3,12 +3,13 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxkv.simulation.step import Cost, Work
 
 
-def work(**counts: int | float) -> Work:
+def work(**counts: int | float | np.generic) -> Work:
     """Makes a step's work of counts by the names of `Work`; others are zero.
 
     Raises:

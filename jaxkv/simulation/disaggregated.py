@@ -101,7 +101,9 @@ class Split(NamedTuple):
         return reads + self.num_decode * self.decode.num_gpus
 
 
-def ask(law: lengths.Pair, rate: float, seconds: float, seed: int) -> Requests:
+def ask(
+    law: lengths.Pair, rate: int | float, seconds: int | float, seed: int
+) -> Requests:
     """Draws requests; lengths do not depend on the rate."""
     rng = np.random.default_rng(seed)
     num = max(2, round(rate * seconds))
@@ -128,7 +130,7 @@ class Job(NamedTuple):
 
 def serve(
     jobs: Sequence[Job],
-    seconds: float,
+    seconds: int | float,
     *,
     max_slots: int,
     progress: Progress = QUIET,
@@ -169,7 +171,7 @@ def serve(
 
 def split(
     asked: Sequence[tuple[Split, Requests]],
-    seconds: float,
+    seconds: int | float,
     *,
     max_slots: int,
     progress: Progress = QUIET,
@@ -209,7 +211,7 @@ def split(
     return [counted(x, seconds) for x in found]
 
 
-def counted(answers: Answers, seconds: float) -> Answers:
+def counted(answers: Answers, seconds: int | float) -> Answers:
     """Leaves those out who come near the end, and need not be answered by then."""
     late = answers.arrival_s > COUNTED * seconds
     return answers._replace(arrival_s=np.where(late, np.nan, answers.arrival_s))

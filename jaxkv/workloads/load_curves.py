@@ -28,21 +28,23 @@ class Load(NamedTuple):
     tokens: Lengths
     seconds: float
 
-    def at(self, rate: float, samples: int = 1) -> Workload:
+    def at(self, rate: int | float, samples: int = 1) -> Workload:
         """Those that come within the time, of some sequences each."""
         arrival_s = self.gaps_s / rate
         num = max(1, int(np.searchsorted(arrival_s, self.seconds)))
         prompt, output = (x[:num] for x in self.tokens)
         return make(arrival_s[:num], prompt, output, samples=samples)
 
-    def repeated(self, rate: float, samples: int) -> Workload:
+    def repeated(self, rate: int | float, samples: int) -> Workload:
         """The same with every sequence a request of its own, which shares nothing."""
         *columns, clients = self.at(rate)
         repeated = (jnp.repeat(x, samples, axis=0) for x in columns)
         return Workload(*repeated, clients)
 
 
-def enough(rate: float, seconds: float, *, deviations: float = 6.0) -> int:
+def enough(
+    rate: int | float, seconds: int | float, *, deviations: int | float = 6.0
+) -> int:
     """Requests that last, but for a chance of so many standard deviations.
 
     Args:
@@ -54,7 +56,7 @@ def enough(rate: float, seconds: float, *, deviations: float = 6.0) -> int:
     return math.ceil(mean + deviations * math.sqrt(mean) + 1)
 
 
-def load(law: Pair, most_per_s: float, seconds: float, seed: int) -> Load:
+def load(law: Pair, most_per_s: int | float, seconds: int | float, seed: int) -> Load:
     """Draws requests for all rates up to `most_per_s`, a second."""
     rng = np.random.default_rng(seed)
     num = enough(most_per_s, seconds)
@@ -92,7 +94,7 @@ class Sustained(NamedTuple):
         return f"{sign}{self.rate:.3g}"
 
 
-def at(curve: Curve, bound: float) -> Sustained:
+def at(curve: Curve, bound: int | float) -> Sustained:
     """Finds the rate at which the latency first passes a bound, in seconds a token.
 
     Between two rates its logarithm is taken to be straight.
@@ -109,14 +111,14 @@ def at(curve: Curve, bound: float) -> Sustained:
     return Sustained(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
 
 
-def ratio(first: Curve, second: Curve, bound: float) -> float:
+def ratio(first: Curve, second: Curve, bound: int | float) -> float:
     """How many times the load of the second the first sustains; NaN if unknown."""
     one, two = at(first, bound), at(second, bound)
     return one.rate / two.rate if one.relation == two.relation == "is" else math.nan
 
 
 def ratios(
-    first: Curve, second: Curve, bounds: tuple[float, float], num: int = 9
+    first: Curve, second: Curve, bounds: tuple[int | float, int | float], num: int = 9
 ) -> Float[np.ndarray, " bounds"]:
     """The ratios at `num` bounds in an interval, those that both pass."""
     found = np.array([ratio(first, second, x) for x in np.linspace(*bounds, num)])
@@ -124,7 +126,7 @@ def ratios(
 
 
 def between(
-    curve: Curve, bounds: tuple[float, float], num: int
+    curve: Curve, bounds: tuple[int | float, int | float], num: int
 ) -> Float[np.ndarray, " num"]:
     """Chooses more rates where the latency passes two bounds.
 

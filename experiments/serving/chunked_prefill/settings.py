@@ -221,7 +221,7 @@ WAYS = (
 def prompt_s(model: Model, tokens: float, budget: float | None = None) -> float:
     """How long a prompt takes to be read alone, in chunks of `budget`."""
     size = tokens if budget is None else budget
-    edges = np.append(np.arange(0, tokens, size), tokens)
+    edges = [*np.arange(0, tokens, size).tolist(), tokens]
     steps = [
         costs.work(
             num_prompt_rows=after - before,
