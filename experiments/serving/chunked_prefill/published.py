@@ -58,9 +58,8 @@ def claims(result: Any) -> Iterator[Ours]:
     for x in RATIOS:
         yield from _more(x, result.loads.where(model=x.model).distinct("data"), found)
     cost = dict(zip(result.chunk.tolist(), result.chunk_cost.tolist(), strict=True))
-    for size in (512, 2048):
-        extra = 100 * (cost[size] - 1)
-        yield ours(f"chunks_{size}", extra, tokens=LONG_PROMPT)
+    for id, size in {"chunks_512": 512, "chunks_2048": 2048}.items():
+        yield ours(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT)
     yield ours("tiles", 100 * (cost[257] / cost[256] - 1))
 
 
