@@ -7,7 +7,7 @@ for: configs are checked by programs that compute nothing with them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -189,6 +189,26 @@ def ascending(
         ordered = sorted({*values} if strictly else values) == [*values]
         if len(values) < least or not ordered or not all(x >= low for x in values):
             raise ValueError(f"{name}={shown(values)} must be {count}{order}{start}")
+
+
+def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> None:
+    """Checks fields of a config: tuples of names, each of those that are known.
+
+    Args:
+      owner: what has the fields.
+      names: the fields.
+      known: the names allowed.
+      least: the fewest names.
+
+    Raises:
+      ValueError: names the first field that has others, or fewer.
+    """
+    allowed = [*known]
+    for name in names:
+        values = attrgetter(name)(owner)
+        if len(values) < least or not {*values} <= {*allowed}:
+            some = f"{least} or more of" if least else "of"
+            raise ValueError(f"{name}={shown(values)} must be {some} {allowed}")
 
 
 def tokens(name: str, value: object) -> Any:

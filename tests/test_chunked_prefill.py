@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from experiments.serving.chunked_prefill import experiment, runs, settings
+from experiments.serving.chunked_prefill import runs, settings
+from experiments.serving.chunked_prefill.experiment import Result
 from jaxkv.scheduling.chunked_prefill import reading
-from jaxkv.simulation import Apart
-from jaxkv.simulation.step import Work
+from jaxkv.simulation import Apart, costs
 from tests.support import smoke
 from tests.support.plans import counts, plan_of
 
@@ -52,8 +52,13 @@ def test_no_more_run_than_may() -> None:
 
 def test_a_step_of_both_costs_a_step_of_either() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    both = Work(
-        *map(jnp.int32, (2, 8, 30, 8)), jnp.float32(64), *map(jnp.int32, (3, 0, 0))
+    both = costs.work(
+        num_decodes=2,
+        num_prompt_rows=8,
+        decode_context=30,
+        prompt_context=8,
+        prompt_squares=64,
+        num_drawn=3,
     )
     # Together the step's constant is paid once: 5 + 38 / 10 + 2, and 8 for the prompt.
     assert float(Apart(cost, jnp.asarray(False))(both)) == pytest.approx(18.8)
@@ -63,11 +68,18 @@ def test_a_step_of_both_costs_a_step_of_either() -> None:
     assert float(Apart(cost, jnp.asarray(True))(alone)) == pytest.approx(18.0)
 
 
+def decode_s(model: settings.Model, batch: int, context: int) -> float:
+    """How long a step takes in which some sequences decode."""
+    every = batch * context
+    work = costs.work(num_decodes=batch, decode_context=every, num_drawn=batch)
+    return float(model.cost(work))
+
+
 def test_settings_are_the_papers() -> None:
     yi = settings.MODELS["Yi-34B"]
     assert yi.num_pages * settings.PAGE_SIZE == pytest.approx(306_000, rel=0.01)
     for model in settings.MODELS.values():
-        step_s = settings.decode_s(model, 32, 4096)
+        step_s = decode_s(model, 32, 4096)
         assert 4 < model.strict_s / step_s < 7
         assert 20 < model.relaxed_s / step_s < 35
     # In chunks a prompt reads its own keys again, and pays for every step.
@@ -76,12 +88,12 @@ def test_settings_are_the_papers() -> None:
 
 
 @pytest.fixture(scope="module")
-def result() -> experiment.Result:
+def result() -> Result:
     return smoke.run("chunked_prefill").result
 
 
 @pytest.mark.thorough
-def test_stalls_are_seen_where_they_should_be(result: experiment.Result) -> None:
+def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
     line = result.timeline
     longest = {}
     for way in settings.WAYS:
@@ -97,7 +109,7 @@ def test_stalls_are_seen_where_they_should_be(result: experiment.Result) -> None
 
 @pytest.mark.thorough
 def test_the_tail_is_a_step_that_fills_the_budget(
-    result: experiment.Result,
+    result: Result,
 ) -> None:
     # Alone, without those few who decode beside it.
     yi, budgets = settings.MODELS["Yi-34B"], (256, 2048)
@@ -110,8 +122,8 @@ def test_the_tail_is_a_step_that_fills_the_budget(
 
 
 @pytest.mark.thorough
-def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
-    said = smoke.ours(experiment.claims(result))
+def test_claims_are_what_the_result_holds(result: Result) -> None:
+    said = smoke.ours(smoke.run("chunked_prefill").claims)
     whole_s = settings.prompt_s(settings.MODELS["Yi-34B"], 8192)
 
     def extra(chunk: int) -> float:

@@ -1,23 +1,15 @@
 """Phases on cards of their own: what passes between them, what is chosen, queues."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from experiments.serving.disaggregation import instances, runs, settings
-from experiments.serving.disaggregation import queues as disaggregation_queues
-from experiments.serving.disaggregation.instances import (
-    Answers,
-    Received,
-    Requests,
-    Split,
-)
-from experiments.serving.disaggregation.queues import MACHINES, measure
+from experiments.serving.disaggregation import runs, settings
+from experiments.serving.disaggregation.queues import MACHINES, formula_s, measure
 from experiments.serving.disaggregation.settings import Instance
-from jaxkv.simulation.step import Work
+from jaxkv.simulation import Received, costs, disaggregated
+from jaxkv.simulation.disaggregated import Answers, Requests, Split
 from jaxkv.workloads import lengths, metrics
 from tests.support import smoke
 
@@ -33,8 +25,14 @@ def requests(arrival_s: list[float], prompt: list[int], output: list[int]) -> Re
 
 def test_what_comes_read_costs_a_step_of_decoding() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    counts = map(jnp.int32, (2, 51, 100, 51))
-    work = Work(*counts, jnp.float32(51**2), *map(jnp.int32, (3, 0, 0)))
+    work = costs.work(
+        num_decodes=2,
+        num_prompt_rows=51,
+        decode_context=100,
+        prompt_context=51,
+        prompt_squares=51**2,
+        num_drawn=3,
+    )
     # Three sequences, 151 tokens attended to.
     found = float(Received(cost, jnp.asarray(True))(work))
     assert found == pytest.approx(5 + 0.1 * 151 + 3)
@@ -42,7 +40,7 @@ def test_what_comes_read_costs_a_step_of_decoding() -> None:
 
 
 def test_one_after_the_other_is_served() -> None:
-    done = instances.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
+    done = metrics.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
     assert done.tolist() == [2, 4, 7]
 
 
@@ -50,20 +48,24 @@ def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
     load = requests([0.0] * 4, [100, 100, 200, 100], [2] * 4)
     each = 100 * settings.kv_bytes("opt-13b") / 1e9
     assert each == pytest.approx(0.08192)
-    sent = Split(ONE, ONE, 2, 1, link=1e9)
+    one = ONE.machine
+    sent = Split(one, one, 2, 1, link=1e9)
     ready_s = np.array([1.0, 1.0, 1.0, np.nan])
-    found = instances.transfers(sent, load, ready_s)
+    found = disaggregated.transfers(sent, load, ready_s)
     # The first and the third are read by the same machine; the fourth never was.
     np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
-    wide = Split(Instance("opt-13b", 4), Instance("opt-13b", 2), 2, 1, link=1e9)
-    found = instances.transfers(wide, load, ready_s)
+    wide = sent._replace(
+        prefill=one._replace(num_gpus=4), decode=one._replace(num_gpus=2)
+    )
+    found = disaggregated.transfers(wide, load, ready_s)
     np.testing.assert_allclose(found[:2], each / 2)
 
 
 @pytest.mark.thorough
 def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
     load = requests([0.5, 0.6], [512, 300], [4, 1])
-    (answers,) = instances.split([(Split(ONE, ONE, 1, 1), load)], 10.0)
+    placed = Split(ONE.machine, ONE.machine, 1, 1, settings.LINK)
+    (answers,) = disaggregated.split([(placed, load)], 10.0, max_slots=256)
     prefill, decode = (np.asarray(x) for x in (ONE.cost.prefill, ONE.cost.decode))
     first = 0.5 + prefill @ (1, 512, 512**2)
     sent = 512 * settings.kv_bytes("opt-13b") / settings.LINK
@@ -86,9 +88,8 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
         preempted=0,
     )
     objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
-    found = runs.table(
-        [runs.row(*("x", answers, objectives), ("split", 2, 1, 1, 2, 1e9), 8.0)]
-    )
+    placement = ("split", 2, 1, 1, 2, 1e9)
+    found = runs.Loads.of([runs.row("x", answers, objectives, placement, 8.0)])
     assert found.rate_per_card[0] == 2.0
     assert found.ttft_s[0] == pytest.approx(0.5)
     assert found.tpot_s[0] == np.inf
@@ -97,35 +98,24 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
     assert found.quick_share[0] == 0.75
 
 
-def test_the_placement_that_bears_most_a_card_is_chosen(
+def test_the_placement_that_sustains_most_a_gpu_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Requests a second that each card bears, by role and cards of a machine.
-    borne = {("prefill", 1): 5.0, ("prefill", 2): 6.0, ("decode", 1): 9.0}
-    borne |= {("decode", 2): 2.0, ("prefill", 4): 1.0, ("decode", 4): 1.0}
-
-    class Found:
-        def where(self, **wanted: Any) -> float:
-            ways = wanted.get("prefill_ways", wanted.get("decode_ways"))
-            return borne[wanted["role"], ways]
-
-    monkeypatch.setattr(runs, "goodput", lambda value, field: value)
-    chosen, bears = runs.best(
-        "chat, 13B",
-        settings.APPLICATIONS["chat, 13B"],
-        Found(),  # ty: ignore
-    )
-    assert (chosen.prefill.ways, chosen.decode.ways) == (2, 1)
-    # 3 machines that read 12 and 4 that decode 9: all ten cards are busy.
-    assert (chosen.num_prefill, chosen.num_decode, bears) == (3, 4, 36.0)
+    # Requests a second that each GPU sustains, by role and GPUs of a machine.
+    of_each = {"prefill": {1: 5.0, 2: 6.0, 4: 1.0}, "decode": {1: 9.0, 2: 2.0, 4: 1.0}}
+    monkeypatch.setattr(runs, "phases", lambda name, found: of_each)
+    chosen, sustains = runs.best("chat, 13B", runs.Loads.of([]))
+    assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
+    # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.
+    assert (chosen.num_prefill, chosen.num_decode, sustains) == (3, 4, 36.0)
 
 
 def test_queues_wait_as_long_as_formulas_say() -> None:
-    assert disaggregation_queues.formula_s("one", 5.0) == pytest.approx(0.15)
+    assert formula_s("one", 5.0) == pytest.approx(0.15)
     # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
-    found = disaggregation_queues.formula_s("two pipeline stages", 5.0)
+    found = formula_s("two pipeline stages", 5.0)
     assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
-    found = disaggregation_queues.formula_s("two tensor ways", 5.0)
+    found = formula_s("two tensor ways", 5.0)
     assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
     queues = measure((0.3,), num=1000, num_seeds=16, seed=1)
     off = np.abs(queues.simulated_s - queues.formula_s)
@@ -143,9 +133,8 @@ def test_claims_are_what_the_result_holds() -> None:
     assert said["so 10 requests/s need"] == 11.25
     off = "mean waiting time of a queue of prompts, {}: off the formula by"
     for i, machine in enumerate(MACHINES):
-        formula_s = [
-            disaggregation_queues.formula_s(machine, rate)
-            for rate in np.asarray(queues.rate).tolist()
+        waiting_s = [
+            formula_s(machine, rate) for rate in np.asarray(queues.rate).tolist()
         ]
-        apart = abs(queues.simulated_s[i] - formula_s) / queues.waiting_s[i]
+        apart = abs(queues.simulated_s[i] - waiting_s) / queues.waiting_s[i]
         assert said[off.format(machine)] == pytest.approx(100 * apart.max())

@@ -100,9 +100,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rounds_before": -1.0}, "must be at least 0"),
     ],
     "chunked_prefill": [
-        ({"models": ("GPT-5",)}, "must be of Yi-34B, Mistral-7B"),
-        ({"shares": (0.5, 0.1)}, "must be several, ascending"),
-        ({"budgets": (64, 128)}, "a token for each who decodes"),
+        ({"models": ("GPT-5",)}, "must be 1 or more of"),
+        ({"shares": (0.5, 0.1)}, "must be 2 or more, ascending"),
+        ({"budgets": (64, 128)}, "must be at least 128"),
         ({"seconds": 0.0}, "seconds=0.0 must be above 0"),
     ],
     "cost_check": [
@@ -112,10 +112,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"batch": 1}, "batch=1"),
     ],
     "disaggregation": [
-        ({"applications": ("chess",)}, "must be of chat, 13B"),
-        ({"shares": (0.5,)}, "must be several, ascending"),
-        ({"links": (0.0,)}, "must be above 0 bytes"),
-        ({"queue_loads": (1.0,)}, "must lie in"),
+        ({"applications": ("chess",)}, "must be of"),
+        ({"shares": (0.5,)}, "must be 2 or more, ascending"),
+        ({"links": (0.0,)}, "must be above 0"),
+        ({"queue_loads": (1.0,)}, "must be in"),
     ],
     "experts": [
         ({"widths": (16, 24)}, "must be three or more"),
@@ -131,13 +131,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"repeats": 0}, "repeats=0 must be at least 1"),
     ],
     "latency_vs_rate": [
-        ({"panels": ("12g",)}, "must be in"),
-        ({"systems": ("vLLM",)}, "must be in"),
+        ({"panels": ("12g",)}, "must be of"),
+        ({"systems": ("vLLM",)}, "must be of"),
         ({"hours_share": 0.0}, "hours_share=0.0 must be in"),
         ({"num_rates": 1}, "num_rates=1 must be"),
-        ({"num_near": -1}, "num_near=-1 0"),
-        ({"traces": ("azure_conv",), "device": "a900"}, "unknown device"),
-        ({"traces": ("azure_conv",), "models": ("llama-2-70b",)}, "do not fit 1 x"),
+        ({"num_near": -1}, "num_near=-1 must be at least 0"),
     ],
     "memory_waste": [
         ({"rate": 0.0}, "rate=0.0 must be in"),

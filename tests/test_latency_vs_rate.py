@@ -1,24 +1,24 @@
 """Latency against rate: rates where it passes a bound, loads, systems, and replays."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments.framework import registry
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import (
     azure,
-    capacity,
-    experiment,
+    figures,
     runs,
     settings,
 )
-from experiments.serving.latency_vs_rate.capacity import Curve
-from experiments.serving.latency_vs_rate.panels import PANELS, savings
+from experiments.serving.latency_vs_rate.published import PANELS, savings
 from jaxkv import clock
-from jaxkv.workloads import lengths
+from jaxkv.workloads import Curve, lengths, load_curves
 from tests.support import smoke
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -27,22 +27,22 @@ CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
 
 def test_a_bound_is_passed_between_two_rates() -> None:
-    at = capacity.at
+    at = load_curves.at
     assert at(CURVE, 0.5).rate == pytest.approx(3)
     assert at(CURVE, 0.05 * 10**0.5).rate == pytest.approx(2.5)
     assert at(CURVE, 0.01).text == "< 1"
     assert at(CURVE, 9.0).text == "> 4"
     twice = CURVE._replace(rates=2 * CURVE.rates)
-    np.testing.assert_allclose(capacity.ratios(twice, CURVE), 2)
+    found = load_curves.ratios(twice, CURVE, runs.BOUNDS)
+    np.testing.assert_allclose(found, 2)
+    assert found.shape == (9,)
 
 
 def test_more_rates_lie_where_bounds_are_passed() -> None:
-    between = capacity.between
-    np.testing.assert_allclose(between(CURVE, 3), [2.5, 3, 3.5])
+    between = load_curves.between
+    np.testing.assert_allclose(between(CURVE, runs.BOUNDS, 3), [2.5, 3, 3.5])
     high = Curve(CURVE.rates, np.full(4, 5.0))
-    np.testing.assert_allclose(between(high, 3), [0.25, 0.5, 0.75])
-    assert not capacity.bears_all(CURVE)
-    assert capacity.bears_all(Curve(CURVE.rates, np.full(4, 0.05)))
+    np.testing.assert_allclose(between(high, runs.BOUNDS, 3), [0.25, 0.5, 0.75])
 
 
 def test_a_load_is_the_same_at_every_rate() -> None:
@@ -60,6 +60,33 @@ def test_a_load_is_the_same_at_every_rate() -> None:
     np.testing.assert_array_equal(each.output, np.repeat(slow.output, 3))
 
 
+def test_further_rates_go_beyond_or_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def serve(setting: Any, load: Any, rates: dict[str, Any], progress: Any) -> list:
+        asked.append(rates)
+        # One passes the bounds from 2 to 3 requests a second, one never.
+        return [
+            {"system": x, "rate_per_s": y, "normalised_s": 10 ** (2 * y - 5.5)}
+            if x == "paged"
+            else {"system": x, "rate_per_s": y, "normalised_s": 0.05}
+            for x, ys in rates.items()
+            for y in ys
+        ]
+
+    monkeypatch.setattr(runs, "serve", serve)
+    setting = PANELS["12a"].setting()
+    load = runs.load(lengths.ALPACA, 1.0, 10.0, 0)
+    even, systems = np.array([1.0, 2.0, 3.0]), ("paged", "Orca (Max)")
+    found = runs.explore(setting, load, systems, even, num_near=2, most=5.0)
+    near, beyond = asked[1]["paged"], asked[1]["Orca (Max)"]
+    assert near == pytest.approx([2 + 1 / 3, 2 + 2 / 3])
+    assert beyond == [4.0, 5.0]
+    assert asked[2] == {}  # what is near is known, and beyond is the end
+    assert {row["turn"] for row in found} == {0, 1}
+    assert [x["relation"] for x in runs.told(found)] == ["is", "at least"]
+
+
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     return smoke.run("latency_vs_rate").result
@@ -74,7 +101,7 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
     assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
     assert worse["normalised_s"] > 1.5 * two["normalised_s"]
     assert worse["batch"] < two["batch"]
-    most = experiment.BEYOND * PANELS["12a"].axis
+    most = figures.BEYOND * PANELS["12a"].axis
     # Little's law: where nobody gives way, a request runs a step for each token.
     w = runs.load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
@@ -83,26 +110,31 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
 
 
 def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
-    claims = experiment.claims(rows)
+    study = figures.STUDY
+    claims = study.claims(rows)
     assert any("served at once by the paged system" in claim.claim for claim in claims)
-    assert experiment.summary(rows)
+    assert [getattr(x, "title", "") for x in study.tell(rows)] == [
+        "requests/s at 0.5 s a token",
+        "at the end of the published axis",
+        "time to simulate, compilation included",
+    ]
     files = style.render(
-        lambda axes: experiment.plot(axes, rows),
-        panels=experiment.PANELS,
-        size_inches=(1.0, 1.0),
+        lambda axes: study.plot(axes, rows),
+        panels=study.panels,
+        size_inches=(2.0, 2.0),
     )
     # Panels that are not there leave no hole: one curve and the batches beside it.
-    assert int.from_bytes(files["figure.png"][20:24]) == 200
+    assert int.from_bytes(files["figure.png"][20:24]) == 400
 
 
 @pytest.mark.slow
 def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() -> None:
     config = dataclasses.replace(
-        experiment.CONFIGS["figure_12a"],
+        figures.CONFIGS["figure_12a"],
         num_near=0,
         systems=settings.SYSTEMS[1:],
     )
-    found = experiment.run(config)
+    found = figures.run(config)
     assert len(found) == 4 * 8
     assert found[0]["processor_s"] < 90  # on one; compilation is in it
     ours = {x["system"]: x["batch"] for x in found if x["rate_per_s"] == 2.0}
@@ -137,9 +169,9 @@ def test_a_recording_is_replayed_whole(
     monkeypatch.setattr(azure, "MAX_SLOTS", 4)
     monkeypatch.setattr(azure, "HEAD", 2)
     config = dataclasses.replace(
-        experiment.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
+        azure.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
     )
-    found = experiment.run(config)
+    found = azure.run(config)
     assert [row["num_answered"] for row in found] == [3] * 4
     assert [row["num_rejected"] for row in found] == [0] * 4
     # 13.5 GB are read for each token at 2,039 GB/s, or at twice that.
@@ -147,7 +179,8 @@ def test_a_recording_is_replayed_whole(
     assert steps[0] == pytest.approx(13.48e9 / 2039e9, rel=0.05)
     assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01)
     assert steps[2] == pytest.approx(steps[0] * 26.03 / 13.48, rel=0.05)
-    assert experiment.summary(found)
+    assert azure.STUDY.tell(found)
+    assert azure.STUDY.metrics(found) == {"capacities": [], "rows": found}
 
 
 def test_without_recordings_one_line_says_so(
@@ -159,3 +192,28 @@ def test_without_recordings_one_line_says_so(
     monkeypatch.setenv(azure.FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match="there is no such file"):
         azure.find("azure_conv")
+
+
+def test_configs_of_the_time_before_the_studies_parted_are_read() -> None:
+    old = {"panels": [], "traces": ["azure_conv"], "num_rates": 8, "seed": 0}
+    experiment = registry.load("latency_vs_rate")
+    found = experiment.config_loads(json.dumps(old), "config.json")
+    assert found == azure.Config(traces=("azure_conv",))
+    old |= {"panels": ["12a"], "traces": []}
+    found = experiment.config_loads(json.dumps(old), "config.json")
+    assert found == figures.Config(panels=("12a",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"traces": ("azure",)}, "must be 1 or more of"),
+        ({"device": "a900"}, "unknown device"),
+        ({"models": ("llama-2-70b",)}, "do not fit 1 x"),
+    ],
+)
+def test_a_replay_that_cannot_be_served_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        azure.Config(**changes)

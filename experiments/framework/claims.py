@@ -132,6 +132,7 @@ class Ours(NamedTuple):
     published: float | None
     tolerance: float | None
     differs: bool | None
+    note: str | None
     words: dict[str, Any]
 
 
@@ -142,6 +143,7 @@ def ours(
     published: float | None = None,
     tolerance: float | None = None,
     differs: bool | None = None,
+    note: str | None = None,
     **words: Any,
 ) -> Ours:
     """Says what was found on a claim.
@@ -154,9 +156,10 @@ def ours(
         `because` says how it follows.
       differs: whether the file's `differs` applies; by default if the kind is "cannot
         compare".
+      note: instead of the file's, as it is, to the last space.
       words: what the file's texts have in braces, and what `by` picks a number by.
     """
-    return Ours(id, value, published, tolerance, differs, words)
+    return Ours(id, value, published, tolerance, differs, note, words)
 
 
 type Numbers = float | dict[str, Numbers]
@@ -259,6 +262,10 @@ class Book:
         """The claims there are."""
         return tuple(self._read[1])
 
+    def word(self, name: str) -> str:
+        """A text of the file, for claims that have it only sometimes."""
+        return self._read[0][name]
+
     def published(self, id: str) -> Any:
         """The number of a claim, or its numbers by what `by` names, as the file has it.
 
@@ -296,6 +303,8 @@ class Book:
             published = said.number(words, found.published)
             if published is None and said.by:
                 return None
+            note = said.note.format_map(words).strip()
+            note = note if found.note is None else found.note
             if is_other and not said.differs:
                 raise ValueError("lacks differs")
             return judge(
@@ -307,7 +316,7 @@ class Book:
                 tolerance=said.slack(published or 0.0, found.tolerance),
                 relation=said.relation,
                 differs=said.differs.format_map(words) if is_other else "",
-                note=said.note.format_map(words).strip(),
+                note=note,
             )
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: {found.id}: {error}") from None

@@ -102,7 +102,7 @@ _ENTRIES = (
     ),
     Entry(
         "disaggregation",
-        "What does it buy to read prompts on other cards than those that decode?",
+        "What does it buy to read prompts on other GPUs than those that decode?",
         ("smoke", "paper"),
         "experiments.serving.disaggregation.experiment",
     ),
@@ -147,7 +147,7 @@ _ENTRIES = (
     ),
     Entry(
         "latency_vs_rate",
-        "How much load does paged memory let a card serve before latencies grow?",
+        "How much load does paged memory let a GPU serve before latencies grow?",
         ("smoke", "paper", "figure_12a", "azure"),
         "experiments.serving.latency_vs_rate.experiment",
     ),

@@ -1,6 +1,6 @@
 """What a run says to a person: tables, texts and claims; and as Markdown for a file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.framework import config_json, units
@@ -73,6 +73,30 @@ def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
         rows = list(zip(*(cells for _, *cells in turned), strict=True))
         sheets.append(Sheet(title, heads, rows))
     return sheets
+
+
+def row_sheet(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    note: str = "",
+) -> Sheet:
+    """Lays out rows that are dicts.
+
+    Args:
+      title: what they show.
+      rows: numbers and strings by name.
+      columns: by heading the name of what stands below, which tells its unit.
+      note: a sentence below.
+    """
+    cells = [
+        [
+            units.named(name, config_json.plain(row[name]))[1]
+            for name in columns.values()
+        ]
+        for row in rows
+    ]
+    return Sheet(title, [*columns], cells, note)
 
 
 def claim_numbers(claim: Claim) -> str:

@@ -2,6 +2,7 @@
 
 from jaxkv.simulation.contiguous import Reservation as Reservation
 from jaxkv.simulation.costs import Apart as Apart
+from jaxkv.simulation.costs import Received as Received
 from jaxkv.simulation.members import Bounds as Bounds
 from jaxkv.simulation.members import Members as Members
 from jaxkv.simulation.members import Part as Part
@@ -18,11 +19,14 @@ __all__ = [
     "Cost",
     "Members",
     "Part",
+    "Received",
     "Reservation",
     "Served",
     "Simulation",
     "Work",
     "contiguous",
+    "costs",
+    "disaggregated",
     "driver",
     "outcomes",
     "state",

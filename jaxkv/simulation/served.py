@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxkv.engine import NOBODY
 from jaxkv.simulation import step
+from jaxkv.workloads import metrics
 
 
 class Means(NamedTuple):
@@ -82,6 +83,27 @@ class Served(NamedTuple):
     means: Means
     totals: Totals
     trace: Trace | None
+
+    def numbers(self, member: int) -> dict[str, float]:
+        """What the machine of one member did, by name.
+
+        Shares are of token places, of tokens fed, and of pages that nobody would share.
+        """
+        means, totals = self.means, self.totals
+        fed = totals.decoded + totals.read
+        found = {
+            "batch": means.batch,
+            "step_s": totals.busy_s / np.maximum(1, totals.steps),
+            "busy_s": totals.busy_s,
+            "tokens_share": means.tokens,
+            "reserved_share": means.reserved,
+            "internal_share": means.internal,
+            "external_share": means.external,
+            "num_preempted": totals.preempted,
+            "recomputed_share": metrics.waste(self.recomputed.sum(-1), fed),
+            "saved_pages_share": metrics.saving(means.saved_pages, means.used_pages),
+        }
+        return {name: x[member].item() for name, x in found.items()}
 
 
 def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:

@@ -207,6 +207,15 @@ def waste(
     return np.asarray(recomputed / np.maximum(fed, 1))
 
 
+def in_turn(
+    arrival_s: Float[np.ndarray, " n"], service_s: Float[np.ndarray, " n"]
+) -> Float[np.ndarray, " n"]:
+    """When each is done, if one after the other is served: Lindley's recursion."""
+    # done[i] = max(arrival[i], done[i - 1]) + service[i], unrolled.
+    total = np.cumsum(service_s)
+    return total + np.maximum.accumulate(arrival_s - (total - service_s))
+
+
 def waiting_s(rate: int | float, service_s: int | float) -> float:
     """Mean wait before service of an M/D/1 queue, in seconds.
 

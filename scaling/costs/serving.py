@@ -224,12 +224,24 @@ def max_batch(
     num_devices: int = 1,
     weight_bytes: int | float = 2,
     kv_bytes: int | float = 2,
+    memory_share: float = 1.0,
 ) -> int:
     """Sequences whose keys and values fit beside the weights, nothing else kept there.
+
+    With a context of 1 these are the tokens that fit, with one of 16 the pages of 16.
+
+    Args:
+      model: its shape.
+      device: one of those that share it.
+      context: tokens of each sequence.
+      num_devices: how many share weights, keys and values evenly.
+      weight_bytes: of each parameter.
+      kv_bytes: of each number kept.
+      memory_share: of the devices' memory that is used at all, in (0, 1].
 
     Returns:
       0 if the weights themselves do not fit.
     """
     weights = parameters.parameters(model).total * weight_bytes
-    left = device.memory_bytes * num_devices - weights
+    left = memory_share * device.memory_bytes * num_devices - weights
     return max(0, int(left // kv_bytes_of(model, context, kv_bytes=kv_bytes)))

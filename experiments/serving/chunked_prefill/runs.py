@@ -2,63 +2,53 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
+from experiments.framework import Floats, Ints, Table, Texts, column
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import Data, Model, System
 from jaxkv import clock
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation import Served, driver
-from jaxkv.workloads import arrivals, metrics
+from jaxkv.workloads import arrivals, load_curves, metrics
 
 HEAD = 16
 """Requests at the head of the queue that the policy sees."""
+MAX_DELAY_S = 2.0
+"""Median delay of scheduling, at most."""
 
 
-class Loads(NamedTuple):
+class Loads(Table):
     """What became of some loads, a row for each."""
 
-    model: np.ndarray
-    data: np.ndarray
-    system: np.ndarray
-    budget: np.ndarray
-    """Tokens that a step feeds at most."""
-    rate: np.ndarray
-    """Requests a second."""
-    share: np.ndarray
-    """Of the rate at which reading prompts alone would fill the machine."""
-    ttft_s: np.ndarray
-    """Median time to the first token; who has none counts with the time so far."""
-    delay_s: np.ndarray
-    """How much longer that is than reading the median prompt alone."""
-    tbt_p50_s: np.ndarray
-    """Median time between tokens."""
-    tbt_p99_s: np.ndarray
-    """What 99 % of these keep."""
-    longest_s: np.ndarray
-    """The longest stall."""
-    batch: np.ndarray
-    """Sequences that run, on average."""
-    preempted: np.ndarray
-    """Times that one gave way."""
+    model: Texts = column("who serves")
+    data: Texts = column("what is asked")
+    system: Texts = column("how prompts are read", heading="way")
+    budget: Floats = column("tokens that a step feeds at most", heading="tokens a step")
+    rate: Floats = column("arrivals a second", heading="requests/s", form="{:.2f}")
+    share: Floats = column("of the rate at which reading prompts takes all the time")
+    ttft_s: Floats = column(
+        "median time to the first token; who has none counts with the time so far",
+        heading="first token, median",
+    )
+    delay_s: Floats = column("beyond the time to read the median prompt alone")
+    tbt_p50_s: Floats = column(
+        "median between tokens", heading="between tokens, median"
+    )
+    tbt_p99_s: Floats = column("what 99 % of these keep", heading="P99")
+    longest_s: Floats = column("the longest stall", heading="longest")
+    batch: Floats = column("running sequences, on average")
+    preempted: Floats = column("times that one was preempted")
 
 
-class Timeline(NamedTuple):
+class Timeline(Table):
     """When each token was drawn, a row for each."""
 
-    way: np.ndarray
-    sequence: np.ndarray
-    time_s: np.ndarray
-
-
-def join(parts: Sequence[Loads]) -> Loads:
-    """Puts tables under each other."""
-    names = [np.empty(0, "U1")] * 3
-    none = Loads(*names, *[np.empty(0)] * (len(Loads._fields) - len(names)))
-    return Loads(*map(np.concatenate, zip(none, *parts, strict=True)))
+    way: Texts = column("how prompts are read")
+    sequence: Ints = column("whose token")
+    time_s: Floats = column("when")
 
 
 def full_rate(model: Model, data: Data) -> float:
@@ -71,15 +61,19 @@ def full_rate(model: Model, data: Data) -> float:
     return float(1 / np.polyval(fit, drawn).mean())
 
 
+def num_requests(model: Model, data: Data, share: float, seconds: float) -> int:
+    """So many that they last, but for a chance of four standard deviations."""
+    return load_curves.enough(share * full_rate(model, data), seconds, deviations=4)
+
+
 def serve(
     model: Model,
     data: Data,
-    name: str,
     asked: Sequence[tuple[System, float]],
     *,
     seconds: float,
     seed: int,
-    num: int | None = None,
+    num: int,
     progress: Progress = QUIET,
 ) -> Loads:
     """Serves the same requests by every system at its rate, all mapped together.
@@ -87,15 +81,13 @@ def serve(
     Args:
       model: what serves.
       data: what is asked.
-      name: of the data.
       asked: systems, each with a share of the full rate.
       seconds: simulated.
       seed: of lengths and arrivals.
-      num: requests that there are; enough for the highest rate by default.
+      num: requests that there are: enough for the highest rate.
       progress: hears of it.
     """
     full = full_rate(model, data)
-    num = num or num_requests(full * max(share for _, share in asked), seconds)
     members = []
     for system, share in asked:
         rng = np.random.default_rng(seed)
@@ -109,37 +101,20 @@ def serve(
         keep_trace=True,
         progress=progress,
     )
-    median = settings.prompt_s(model, float(np.median(members[0].workload.prompt)))
+    median_s = settings.prompt_s(model, float(np.median(members[0].workload.prompt)))
     rows = []
     for i, (system, share) in enumerate(asked):
-        seen = measure(served, i, seconds)
-        start = (model.name, name, system.name, system.budget_of(data))
-        rows.append((*start, share * full, share, seen[0], seen[0] - median, *seen[1:]))
-    return Loads(*(np.asarray(x) for x in zip(*rows, strict=True)))
-
-
-def num_requests(rate: float, seconds: float) -> int:
-    """So many that they last, but for a chance of four standard deviations."""
-    mean = rate * seconds
-    return math.ceil(mean + 4 * math.sqrt(mean) + 1)
-
-
-def measure(served: Served, member: int, until_s: float) -> tuple[float, ...]:
-    """Median time to first token; between tokens: median, P99, longest; batch."""
-    arrival_s, first_s = served.arrival_s[member], served.first_s[member]
-    came = arrival_s < until_s
-    first_s = np.where(np.isnan(first_s), until_s, first_s)
-    ttft_s = np.median((first_s - arrival_s)[came]) if came.any() else np.nan
-    _, gaps_s = gaps(served, member, until_s)
-    between = (np.nan,) * 3
-    if gaps_s.size:
-        between = (*np.percentile(gaps_s, (50, 99)), gaps_s.max())
-    return (
-        float(ttft_s),
-        *(float(x) for x in between),
-        float(served.means.batch[member]),
-        int(served.totals.preempted[member]),
-    )
+        came = served.arrival_s[i] < seconds
+        first_s = np.nan_to_num(served.first_s[i], nan=seconds) - served.arrival_s[i]
+        ttft_s = float(np.median(first_s[came])) if came.any() else math.nan
+        gaps_s = gaps(served, i, seconds).seconds
+        tails = [math.nan] * 3
+        if gaps_s.size:
+            tails = [*np.percentile(gaps_s, (50, 99)), gaps_s.max()]
+        row: list[Any] = [model.name, data.name, system.name, system.budget_of(data)]
+        row += [share * full, share, ttft_s, ttft_s - median_s, *tails]
+        rows.append([*row, served.means.batch[i], served.totals.preempted[i]])
+    return Loads.of(rows)
 
 
 def gaps(served: Served, member: int, until_s: float) -> metrics.Gaps:
@@ -173,30 +148,40 @@ def timeline(model: Model, data: Data, ways: Sequence[System]) -> Timeline:
     rows = []
     for i, way in enumerate(ways):
         trace = served.trace.member(i)
-        end_s = trace.start_s + trace.info.micros / clock.SECOND
-        step, slot = np.nonzero(np.asarray(trace.info.drew) >= 0)
-        drew = np.asarray(trace.info.drew)[step, slot]
-        rows += [(way.name, *x) for x in zip(drew, end_s[step], strict=True)]
-    names, sequences, times = zip(*rows, strict=True)
-    return Timeline(np.array(names), np.array(sequences), np.array(times))
+        end_s, drew = trace.start_s + trace.info.micros / clock.SECOND, trace.info.drew
+        step, slot = np.nonzero(np.asarray(drew) >= 0)
+        drawn = zip(np.asarray(drew)[step, slot], end_s[step], strict=True)
+        rows += [(way.name, *x) for x in drawn]
+    return Timeline.of(rows)
 
 
-def capacity(
-    loads: Loads, system: str, model: str, data: str, at_most_s: float
-) -> float:
+def capacity(loads: Loads, at_most_s: float) -> float:
     """The rate at which 99 % of the gaps keep an objective, and nobody waits long.
+
+    Args:
+      loads: a system's, of one model and data.
+      at_most_s: the objective.
 
     Source: Agrawal et al. 2024, arXiv:2403.02310, section 5.1: the median delay of
     scheduling is 2 s at most.
     """
-    here = (loads.system == system) & (loads.model == model) & (loads.data == data)
-    rows = jax.tree.map(lambda x: x[here], loads)
-    if not rows.rate.size:
-        return math.nan
-    limits = ((rows.tbt_p99_s, at_most_s), (rows.delay_s, MAX_DELAY_S))
+    limits = ((loads.tbt_p99_s, at_most_s), (loads.delay_s, MAX_DELAY_S))
     return min(
-        metrics.capacity(rows.rate, values, at_most_s=limit) for values, limit in limits
+        metrics.capacity(loads.rate, values, at_most_s=limit)
+        for values, limit in limits
     )
 
 
-MAX_DELAY_S = 2.0
+def capacities(loads: Loads) -> list[dict[str, Any]]:
+    """Requests a second that each system sustains, a row for each."""
+    names = zip(loads.model, loads.data, loads.system, strict=True)
+    return [
+        {"model": str(model), "data": str(data), "system": str(system)}
+        | {
+            f"{name}_per_s": capacity(
+                loads.where(model=model, data=data, system=system), limit_s
+            )
+            for name, limit_s in settings.MODELS[model].limits_s.items()
+        }
+        for model, data, system in dict.fromkeys(names)
+    ]

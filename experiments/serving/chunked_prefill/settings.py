@@ -1,4 +1,4 @@
-"""Models, cards, lengths and objectives of Sarathi-Serve's experiments.
+"""Models, GPUs, lengths and objectives of Sarathi-Serve's experiments.
 
 Source: Agrawal et al. 2024, arXiv:2403.02310, sections 5 and 5.1, tables 1 to 3.
 """
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness import cost_models
-from jaxkv.scheduling.chunked_prefill import Reading, reading
-from jaxkv.simulation import Apart, Capacity, Members, Work
+from jaxkv.scheduling.chunked_prefill import reading
+from jaxkv.simulation import Apart, Capacity, Members, costs
 from jaxkv.workloads import arrivals, lengths
 from scaling.costs import devices, parameters, serving
 from scaling.shapes import huggingface, published
@@ -24,12 +24,12 @@ MAX_SLOTS = 128
 """Sequences at once at most: the largest batch of section 5.2."""
 DEVICE = "a100-80gb"
 MEMORY_SHARE = 0.9
-"""Of the cards' memory, weights and pages together: vLLM's default."""
+"""Of the GPUs' memory, weights and pages together: vLLM's default."""
 BANDWIDTH_SHARE, OVERHEAD_S = 0.8, 3e-3
 """What is reached of the data sheet's bandwidth, and what every step costs besides. Our
 choice: a decode step of 32 sequences of 4,096 tokens then takes 34 and 22 ms, where the
 paper's objectives, 5 such steps, are 0.2 and 0.1 s. Of the products' rate, the share
-that was measured of the card is reached, see `devices`."""
+that was measured of the GPU is reached, see `devices`."""
 
 _YI_34B = {
     "model_type": "llama",
@@ -47,12 +47,12 @@ _MISTRAL_7B = published.CONFIGS["mistral-7b"] | {"sliding_window": None}
 
 
 class Model(NamedTuple):
-    """What is served, on how many cards, with what promise.
+    """What is served, on how many GPUs, with what promise.
 
     Attributes:
       name: as the paper has it.
       config: the model's shape.
-      num_devices: cards that share every layer.
+      num_devices: GPUs that share every layer.
       strict_s: objective for the time between tokens, of which 99 % keep it.
       relaxed_s: the same where users are patient.
     """
@@ -74,15 +74,23 @@ class Model(NamedTuple):
 
         Yi-34B: (0.9 * 160 GB - 68.8 GB) / 245,760 bytes a token = 306,000 tokens.
         """
-        bytes_ = MEMORY_SHARE * devices.find(DEVICE).memory_bytes * self.num_devices
-        bytes_ -= 2 * parameters.parameters(self.description).total
-        each = serving.kv_bytes_per_token(self.description)
-        return int(bytes_ // (each * PAGE_SIZE))
+        return serving.max_batch(
+            self.description,
+            devices.find(DEVICE),
+            context=PAGE_SIZE,
+            num_devices=self.num_devices,
+            memory_share=MEMORY_SHARE,
+        )
 
     @property
     def cost(self) -> cost_models.Roofline:
         """How long its steps take."""
         return _cost(self.name)
+
+    @property
+    def limits_s(self) -> dict[str, float]:
+        """Its objectives by name."""
+        return {"strict": self.strict_s, "relaxed": self.relaxed_s}
 
 
 MODELS: Mapping[str, Model] = {
@@ -96,7 +104,8 @@ def _cost(name: str) -> cost_models.Roofline:
     model = MODELS[name]
     device = devices.find(DEVICE)
     found = cost_models.roofline(
-        *(model.description, device),
+        model.description,
+        device,
         num_devices=model.num_devices,
         compute_share=device.measured_products / device.rate("bfloat16"),
         bandwidth_share=BANDWIDTH_SHARE,
@@ -110,10 +119,12 @@ class Data(NamedTuple):
     """Requests.
 
     Attributes:
+      name: as the paper has it.
       law: their lengths.
       max_length: tokens; longer ones were left out.
     """
 
+    name: str
     law: lengths.Pair
     max_length: int
 
@@ -125,8 +136,10 @@ def _log_normal(median: float, sigma: float) -> lengths.LogNormal:
 _NORMAL_P90 = 1.2816
 
 
-def _data(prompt: tuple[int, int], output: int, sigma: float, max_length: int) -> Data:
-    """Log-normal laws: of prompts by median and 90 %, of outputs by their median."""
+def _data(
+    name: str, prompt: tuple[int, int], output: int, sigma: float, max_length: int
+) -> Data:
+    """Log-normal lengths: of prompts by median and 90 %, of outputs by their median."""
     spread = math.log(prompt[1] / prompt[0]) / _NORMAL_P90
     law = lengths.Pair(
         prompt=_log_normal(prompt[0], spread),
@@ -134,12 +147,12 @@ def _data(prompt: tuple[int, int], output: int, sigma: float, max_length: int) -
         max_prompt=max_length - 1,
         max_length=max_length,
     )
-    return Data(law, max_length)
+    return Data(name, law, max_length)
 
 
 DATA: Mapping[str, Data] = {
-    "openchat": _data((1730, 5696), 415, 0.55, 8192),
-    "arxiv": _data((7059, 12985), 208, 0.45, 16384),
+    "openchat": _data("openchat", (1730, 5696), 415, 0.55, 8192),
+    "arxiv": _data("arxiv", (7059, 12985), 208, 0.45, 16384),
 }
 """The outputs' spread is our choice."""
 
@@ -149,7 +162,7 @@ class System(NamedTuple):
 
     Attributes:
       name: what it is called.
-      whole: as for `chunked_prefill_policies.reading`, like the next.
+      whole: as for `scheduling.chunked_prefill.reading`, like the next.
       first: see there.
       apart: whether chunks are read in steps of their own.
       budget: tokens that a step feeds; None where prompts are whole, see `budget_of`.
@@ -176,13 +189,12 @@ class System(NamedTuple):
         most = None
         if self.reserves:
             most = max(1, model.num_pages * PAGE_SIZE // data.max_length)
-        policy: Reading = reading(whole=self.whole, first=self.first, max_running=most)
-        capacity = Capacity(
-            num_pages=jnp.int32(model.num_pages),
-            page_size=jnp.int32(PAGE_SIZE),
-            max_length=jnp.int32(data.max_length),
-            token_budget=jnp.int32(self.budget_of(data)),
-            max_swap_pages=jnp.int32(0),
+        policy = reading(whole=self.whole, first=self.first, max_running=most)
+        capacity = Capacity.of(
+            num_pages=model.num_pages,
+            page_size=PAGE_SIZE,
+            max_length=data.max_length,
+            token_budget=self.budget_of(data),
         )
         cost = Apart(model.cost, jnp.asarray(self.apart))
         return Members(workload, capacity, policy, cost)
@@ -209,38 +221,14 @@ WAYS = (
 def prompt_s(model: Model, tokens: float, budget: float | None = None) -> float:
     """How long a prompt takes to be read alone, in chunks of `budget`."""
     size = tokens if budget is None else budget
-    edges = np.append(np.arange(0, tokens, size), tokens)
-    zero = jnp.int32(0)
-    return sum(
-        float(
-            model.cost(
-                Work(
-                    num_decodes=zero,
-                    num_prompt_rows=jnp.int32(after - before),
-                    decode_context=zero,
-                    prompt_context=jnp.int32(after),
-                    prompt_squares=jnp.float32(after**2 - before**2),
-                    num_drawn=jnp.int32(after == tokens),
-                    num_copied=zero,
-                    num_swapped=zero,
-                )
-            )
+    edges = [*np.arange(0, tokens, size).tolist(), tokens]
+    steps = [
+        costs.work(
+            num_prompt_rows=after - before,
+            prompt_context=after,
+            prompt_squares=after**2 - before**2,
+            num_drawn=after == tokens,
         )
         for before, after in itertools.pairwise(edges)
-    )
-
-
-def decode_s(model: Model, batch: int, context: int) -> float:
-    """How long a step takes in which some sequences decode."""
-    zero = jnp.int32(0)
-    work = Work(
-        num_decodes=jnp.int32(batch),
-        num_prompt_rows=zero,
-        decode_context=jnp.int32(batch * context),
-        prompt_context=zero,
-        prompt_squares=jnp.float32(0),
-        num_drawn=jnp.int32(batch),
-        num_copied=zero,
-        num_swapped=zero,
-    )
-    return float(model.cost(work))
+    ]
+    return sum(float(model.cost(step)) for step in steps)

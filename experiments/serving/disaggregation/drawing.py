@@ -6,145 +6,118 @@ import numpy as np
 
 from experiments.plotting import style
 from experiments.serving.disaggregation import settings
-from experiments.serving.disaggregation.published import EXAMPLE, each, goodputs
+from experiments.serving.disaggregation.published import goodputs
 from experiments.serving.disaggregation.queues import (
     MACHINES,
     SERVICE_S,
     SPEED_UP,
     formula_s,
 )
-from experiments.serving.disaggregation.runs import Loads
+from experiments.serving.disaggregation.runs import Loads, each
+from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN
 
 GREY = "0.55"
-SMALL: dict[str, Any] = {"fontsize": 6}
-TOGETHER, READS, DECODES, SPLIT = (
-    "both phases",
-    "prompts alone",
-    "decoding alone",
-    "split",
-)
+LOOKS = {"both": ("both phases", 6), "prefill": ("prompts alone", 1)}
+LOOKS |= {"decode": ("decoding alone", 3), "split": ("split", 5)}
 
 
 def draw(axes: Any, result: Any) -> None:
     """Draws six panels."""
-    alone = result.alone.where(name=EXAMPLE)
-    split = result.split.where(name=EXAMPLE)
-    goal = settings.EXAMPLE_OBJECTIVES
-    both = (alone.where(role="both"), TOGETHER)
-    _draw_tail(
-        axes[0, 0],
-        "ttft_s",
-        [both, (alone.where(role="prefill"), READS), (split, SPLIT)],
-        goal.first_s,
-        "first token, P90, s",
-    )
-    _draw_tail(
-        axes[0, 1],
-        "tpot_s",
-        [both, (alone.where(role="decode"), DECODES), (split, SPLIT)],
-        goal.per_token_s,
-        "per output token, P90, s",
-    )
-    axes[0, 0].set_title("OPT-13B, 512 + 64 tokens", loc="left")
-    axes[0, 1].set_title("the same, between tokens", loc="left")
-    _draw_attained(axes[0, 2], both[0], split)
-    _draw_goodput(axes[1, 0], result)
+    alone, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
+    goal, one = KNOWN[EXAMPLE].objectives, {x: alone.where(role=x) for x in LOOKS}
+    first = [one["both"], one["prefill"], split]
+    _draw_tail(axes[0, 0], "ttft_s", first, goal.first_s)
+    between = [one["both"], one["decode"], split]
+    _draw_tail(axes[0, 1], "tpot_s", between, goal.per_token_s)
+    axes[0, 0].set(title="OPT-13B, 512 + 64 tokens", ylabel="first token, P90, s")
+    label = "per output token, P90, s"
+    axes[0, 1].set(title="the same, between tokens", ylabel=label)
+    _draw_attained(axes[0, 2], [one["both"], split])
+    _draw_goodput(axes[1, 0], goodputs(result))
     _draw_links(axes[1, 1], result.links, split)
     _draw_queues(axes[1, 2], result.queues)
 
 
-def _colors() -> dict[str, Any]:
-    colors = style.colors()
-    names = (TOGETHER, READS, DECODES, SPLIT)
-    return dict(zip(names, (colors[6], colors[1], colors[3], colors[5]), strict=True))
+def _look(loads: Loads) -> dict[str, Any]:
+    label, color = LOOKS[loads.distinct("role")[0]]
+    return {"color": style.colors()[color], "label": label}
 
 
-def _draw_tail(
-    ax: Any, field: str, lines: list[tuple[Loads, str]], goal: float, label: str
-) -> None:
-    colors = _colors()
-    for loads, name in lines:
+def _draw_tail(ax: Any, field: str, lines: list[Loads], goal: float) -> None:
+    for loads in filter(len, lines):
         values = getattr(loads, field)
         values = np.where(np.isfinite(values), values, np.nan)
-        ax.plot(loads.rate_per_card, values, "o-", color=colors[name], label=name)
+        ax.plot(loads.rate_per_card, values, "o-", **_look(loads))
     ax.axhline(goal, color=GREY, linewidth=0.8, linestyle=":")
-    ax.set_xlabel("requests/s for each card")
-    ax.set_ylabel(label)
-    ax.set_ylim(0, 3 * goal)
+    ax.set(xlabel="requests/s for each GPU", ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
-    ax.legend(fontsize=6)
+    ax.legend()
 
 
-def _draw_attained(ax: Any, both: Loads, split: Loads) -> None:
-    colors = _colors()
-    for loads, name in ((both, TOGETHER), (split, f"{SPLIT}, 2 read and 1 decodes")):
-        color = colors[name.partition(",")[0]]
-        rate = loads.rate_per_card
-        ax.plot(rate, 100 * loads.attained, "o-", color=color, label=name)
-        ax.plot(rate, 100 * loads.attained_first, ":", color=color, linewidth=0.8)
-        ax.plot(rate, 100 * loads.attained_gap, "--", color=color, linewidth=0.8)
+def _draw_attained(ax: Any, lines: list[Loads]) -> None:
+    for loads in filter(len, lines):
+        look, rate = _look(loads), loads.rate_per_card
+        ax.plot(rate, 100 * loads.attained, "o-", **look)
+        thin: dict[str, Any] = {"color": look["color"], "linewidth": 0.8}
+        ax.plot(rate, 100 * loads.attained_first, ":", **thin)
+        ax.plot(rate, 100 * loads.attained_gap, "--", **thin)
     ax.axhline(90, color=GREY, linewidth=0.8, linestyle=":")
-    ax.set_title("objectives kept (dotted: first; dashed: between)", loc="left")
-    ax.set_xlabel("requests/s for each card")
-    ax.set_ylabel("% of requests")
+    ax.set(
+        title="objectives kept (dotted: first; dashed: between)",
+        xlabel="requests/s for each GPU (split: 2 read and 1 decodes)",
+        ylabel="% of requests",
+    )
     ax.set_xlim(left=0)
-    ax.legend(fontsize=6, loc="lower left")
+    ax.legend(loc="lower left")
 
 
-def _draw_goodput(ax: Any, result: Any) -> None:
-    colors = _colors()
-    rows = goodputs(result)
+def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
+    colors = style.colors()
     for i, row in enumerate(rows):
         together, apart = row["together_per_card_per_s"], row["split_per_card_per_s"]
         base = together if together > 0 else np.nan
-        ax.bar(i - 0.2, together / base, 0.36, color=colors[TOGETHER])
-        ax.bar(i + 0.2, apart / base, 0.36, color=colors[SPLIT])
-        for place, value in ((i - 0.2, together), (i + 0.2, apart)):
-            look = {"ha": "center", "va": "bottom", "fontsize": 5}
+        for dx, value, color in ((-0.2, together, colors[6]), (0.2, apart, colors[5])):
+            bar = ax.bar(i + dx, value / base, 0.36, color=color)
             if np.isfinite(value / base):
-                ax.text(place, value / base, f"{value:.2g}", **look)
-        if row["name"] in settings.APPLICATIONS:
-            for ratio in set(settings.APPLICATIONS[row["name"]].ratio):
-                ax.plot([i + 0.2], [ratio], "D", color=GREY, markersize=3)
-        elif row["name"] == EXAMPLE:
-            ax.plot([i + 0.2], [2.1], "D", color=GREY, markersize=3)
-    ax.set_xticks(
-        range(len(rows)), [x["name"].replace(", ", "\n") for x in rows], fontsize=6
+                ax.bar_label(bar, [f"{value:.2g}"], fontsize=5)
+        for ratio in {*KNOWN[row["name"]].ratio}:
+            ax.plot([i + 0.2], [ratio], "D", color=GREY, markersize=3)
+    ax.set_xticks(range(len(rows)), [x["name"].replace(", ", "\n") for x in rows])
+    ax.tick_params("x", labelsize=6)
+    ax.set(
+        title="goodput, together and split (grey: published)",
+        ylabel="requests/s for each GPU, relative",
     )
-    ax.set_ylabel("requests/s for each card, relative")
-    ax.set_title("goodput, together and split (grey: published)", loc="left")
 
 
 def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
-    color = _colors()[SPLIT]
-    speeds = list(dict.fromkeys(links.link.tolist()))
-    values = [each(links.where(link=link)) for link in speeds]
-    if split.rate.size:
-        speeds.append(settings.LINK)
-        values.append(each(split))
-    ax.plot(np.array(speeds) / 1e9, values, "o-", color=color)
-    ax.set_xscale("log")
-    ax.set_xlabel("link from card to card, GB/s")
-    ax.set_ylabel("requests/s for each card")
+    speeds = {
+        link / 1e9: each(links.where(link=link)) for link in links.distinct("link")
+    }
+    if len(split):
+        speeds[settings.LINK / 1e9] = each(split)
+    ax.plot([*speeds], [*speeds.values()], "o-", color=style.colors()[5])
+    ax.set(
+        title="how fast keys and values must cross over",
+        xlabel="link from GPU to GPU, GB/s",
+        ylabel="requests/s for each GPU",
+        xscale="log",
+    )
     ax.set_ylim(bottom=0)
-    ax.set_title("how fast keys and values must cross over", loc="left")
 
 
 def _draw_queues(ax: Any, queues: Any) -> None:
-    colors = style.colors()
-    tops = {
-        "one": 1 / SERVICE_S,
-        "two tensor ways": SPEED_UP / SERVICE_S,
-        "two pipeline stages": 2 / SERVICE_S,
-    }
-    for i, machine in enumerate(MACHINES):
+    colors, speed_ups = style.colors(), (1, SPEED_UP, 2)
+    for i, (machine, speed_up) in enumerate(zip(MACHINES, speed_ups, strict=True)):
         color = colors[(6, 5, 3)[i]]
-        rates = np.linspace(0.01, 0.93, 200) * tops[machine]
+        rates = np.linspace(0.01, 0.93, 200) * speed_up / SERVICE_S
         exact = [formula_s(machine, rate) for rate in rates]
         ax.plot(rates, exact, color=color, linewidth=0.8, label=machine)
         ax.plot(queues.rate, queues.simulated_s[i], "o", color=color)
-    ax.set_ylim(0, 0.45)
-    ax.set_xlabel("requests/s")
-    ax.set_ylabel("mean time to the first token, s")
-    ax.set_title("M/D/1: formulas, and simulated (dots)", loc="left")
-    ax.legend(fontsize=6, loc="upper left")
+    ax.set(
+        title="M/D/1: formulas, and simulated (dots)",
+        xlabel="requests/s",
+        ylabel="mean time to the first token, s",
+        ylim=(0, 0.45),
+    )
+    ax.legend(loc="upper left")

@@ -6,11 +6,11 @@ each, one behind the other; the second never keeps anybody waiting, since what c
 from the first comes at intervals of D / 2 at least.
 """
 
-from typing import NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from experiments.framework import Record, column
 from experiments.harness import cost_models
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
@@ -22,7 +22,7 @@ PROMPT = 512
 SERVICE_S = 0.1
 """D: nearly what DistServe's fit gives for 512 tokens of OPT-13B, 96 ms."""
 SPEED_UP = 1.5
-"""K, of two tensor ways; the paper draws 1.3 to 1.9."""
+"""K, of a tensor-parallel degree of two; the paper draws 1.3 to 1.9."""
 MACHINES = ("one", "two tensor ways", "two pipeline stages")
 STEPS_PER_CALL = 4096
 MEMBERS_PER_CALL = 512
@@ -30,18 +30,34 @@ WARM_UP = 1 / 16
 """Of the requests: those who come first find emptier machines than others."""
 
 
-class Queues(NamedTuple):
-    """Machines under loads: [machines, loads]."""
+class Queues(Record):
+    """Machines under loads."""
 
-    rate: np.ndarray
-    """Requests a second; [loads]."""
-    formula_s: np.ndarray
-    """Mean time to the first token."""
-    simulated_s: np.ndarray
-    waiting_s: np.ndarray
-    """How much of the formula's is waiting."""
-    error_s: np.ndarray
-    """Standard error of what was simulated, over seeds."""
+    rate: np.ndarray = column("requests a second: [loads]")
+    formula_s: np.ndarray = column("mean time to the first token: [machines, loads]")
+    simulated_s: np.ndarray = column("the same, simulated")
+    waiting_s: np.ndarray = column("how much of the formula's is waiting")
+    error_s: np.ndarray = column("standard error of what was simulated, over seeds")
+
+    @property
+    def off(self) -> np.ndarray:
+        """What was simulated beyond the formula, over the waiting."""
+        return (self.simulated_s - self.formula_s) / self.waiting_s
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each machine and load."""
+        return [
+            {
+                "machine": machine,
+                "rate_per_s": rate,
+                "formula_s": self.formula_s[i, j],
+                "simulated_s": self.simulated_s[i, j],
+                "waiting_s": self.waiting_s[i, j],
+                "error_s": self.error_s[i, j],
+            }
+            for i, machine in enumerate(MACHINES)
+            for j, rate in enumerate(self.rate)
+        ]
 
 
 def formula_s(machine: str, rate: float) -> float:
@@ -76,21 +92,22 @@ def measure(
     Args:
       loads: R D, what one machine's time is taken up by, below 1.
       num: requests of each seed.
-      num_seeds: how many.
+      num_seeds: how many, at least 2.
       seed: of the first.
       progress: hears of it.
     """
-    arrivals = {
-        (load, i): poisson(
-            np.random.default_rng((seed, i, round(1e6 * load))),
-            rate=load / SERVICE_S,
-            num=num,
-        )
-        for load in loads
-        for i in range(num_seeds)
-    }
+    came = np.stack(
+        [
+            poisson(
+                np.random.default_rng((seed, i, round(1e6 * load))),
+                rate=load / SERVICE_S,
+                num=num,
+            )
+            for load in loads
+            for i in range(num_seeds)
+        ]
+    )
     stage_s = SERVICE_S / 2
-    came = np.stack(list(arrivals.values()))
     one = _serve(came, SERVICE_S, progress)
     tensor = _serve(came, SERVICE_S / SPEED_UP, progress)
     stages = _serve(_serve(came, stage_s, progress), stage_s, progress)
@@ -100,20 +117,12 @@ def measure(
     rates = np.array(loads) / SERVICE_S
     formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINES])
     shortest = np.array([SERVICE_S, SERVICE_S / SPEED_UP, SERVICE_S])
-    spread = each.std(axis=2, ddof=1) if num_seeds > 1 else np.full(each.shape[:2], 0.0)
     return Queues(
         rate=rates,
         formula_s=formulas,
         simulated_s=each.mean(axis=2),
         waiting_s=formulas - shortest[:, None],
-        error_s=spread / np.sqrt(num_seeds),
-    )
-
-
-def worst(queues: Queues) -> float:
-    """The largest relative error of a mean waiting time."""
-    return float(
-        np.max(np.abs(queues.simulated_s - queues.formula_s) / queues.waiting_s)
+        error_s=each.std(axis=2, ddof=1) / np.sqrt(num_seeds),
     )
 
 
@@ -123,12 +132,8 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
     members = [
         Members(
             workload=make(arrival_s, PROMPT * one, one),
-            capacity=Capacity(
-                num_pages=jnp.int32(PROMPT),
-                page_size=jnp.int32(16),
-                max_length=jnp.int32(PROMPT + 1),
-                token_budget=jnp.int32(PROMPT),
-                max_swap_pages=jnp.int32(0),
+            capacity=Capacity.of(
+                num_pages=PROMPT, max_length=PROMPT + 1, token_budget=PROMPT
             ),
             policy=fcfs.fcfs(),
             cost=cost_models.linear((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),

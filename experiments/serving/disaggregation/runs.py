@@ -1,64 +1,45 @@
-"""What each placement of the two phases bears, and which one bears most."""
+"""What each placement of the two phases sustains, and which one sustains most."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
-from experiments.serving.disaggregation import instances, settings
-from experiments.serving.disaggregation.instances import Answers, Job, Requests, Split
-from experiments.serving.disaggregation.settings import Application, Instance
+from experiments.framework import Floats, Ints, Table, Texts, column
+from experiments.serving.disaggregation import settings
+from experiments.serving.disaggregation.settings import KNOWN, Application, Instance
 from jaxkv.progress import QUIET, Progress
-from jaxkv.workloads import lengths, metrics
+from jaxkv.simulation import disaggregated
+from jaxkv.simulation.disaggregated import Answers, Job, Role, Split
+from jaxkv.workloads import metrics
 
 SHARE = 0.9
 """Of the requests that must keep the objectives."""
 
 
-class Loads(NamedTuple):
+QUICK_S = 0.03
+
+
+class Loads(Table):
     """What became of some loads, a row for each."""
 
-    name: np.ndarray
-    """Of the application."""
-    role: np.ndarray
-    """both, prefill, decode: one machine; split: some for either phase."""
-    prefill_ways: np.ndarray
-    """Cards of a machine that reads, or does both; 0 for none."""
-    decode_ways: np.ndarray
-    num_prefill: np.ndarray
-    """Machines that read, or do both."""
-    num_decode: np.ndarray
-    link: np.ndarray
-    """Bytes a second from card to card; 0 where nothing is sent."""
-    rate: np.ndarray
-    """Requests a second."""
-    rate_per_card: np.ndarray
-    ttft_s: np.ndarray
-    """What 90 % keep; infinite if as many have none."""
-    tpot_s: np.ndarray
-    """The same of the time per output token."""
-    attained: np.ndarray
-    """Share of requests that keep both objectives."""
-    attained_first: np.ndarray
-    """That keep the one for the first token."""
-    attained_gap: np.ndarray
-    """That keep the one for the others."""
-    transfer_s: np.ndarray
-    """What 95 % of the transfers keep."""
-    quick_share: np.ndarray
-    """Share of the transfers that take 30 ms at most."""
-    preempted: np.ndarray
-
-    def where(self, **wanted: object) -> "Loads":
-        """The rows of which all that is so."""
-        here = np.ones(len(self.rate), bool)
-        for name, value in wanted.items():
-            here &= np.asarray(getattr(self, name) == value)
-        return jax.tree.map(lambda column: column[here], self)
-
-
-QUICK_S = 0.03
+    name: Texts = column("of the application")
+    role: Texts = column("both, prefill, decode: one machine; split: some for either")
+    prefill_ways: Ints = column("GPUs of a machine that reads, or does both; 0: none")
+    decode_ways: Ints = column("GPUs of one that decodes alone")
+    num_prefill: Ints = column("machines that read, or do both")
+    num_decode: Ints = column("machines that decode alone")
+    link: Floats = column("bytes a second from GPU to GPU; 0 where nothing is sent")
+    rate: Floats = column("requests a second")
+    rate_per_card: Floats = column("the same, for each GPU")
+    ttft_s: Floats = column("what 90 % keep; infinite if as many have none")
+    tpot_s: Floats = column("the same of the time per output token")
+    attained: Floats = column("share of requests that keep both objectives")
+    attained_first: Floats = column("that keep the one for the first token")
+    attained_gap: Floats = column("that keep the one for the others")
+    transfer_s: Floats = column("what 95 % of the transfers keep")
+    quick_share: Floats = column("of the transfers, that take 30 ms at most")
+    preempted: Ints = column("times")
 
 
 def row(
@@ -67,7 +48,7 @@ def row(
     objectives: metrics.Objectives,
     placement: tuple[str, int, int, int, int, float],
     rate: float,
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """Judges answers.
 
     Args:
@@ -87,98 +68,79 @@ def row(
         for x in (first_s, gap_s)
     ]
     kept = metrics.attainment(a.arrival_s, a.first_s, a.finish_s, a.output, objectives)
+    kept_first, kept_gap = (
+        first_s <= objectives.first_s,
+        gap_s <= objectives.per_token_s,
+    )
     sent_s = a.transfer_s[np.isfinite(a.transfer_s)]
     sent = (0.0, 1.0)
     if sent_s.size:
         sent = (float(np.quantile(sent_s, 0.95)), float(np.mean(sent_s <= QUICK_S)))
     _, ways, other, num, num_other, _ = placement
-    cards = ways * num + other * num_other
-    return (
-        *(name, *placement, rate, rate / cards, *tails),
-        *(float(kept), float(np.mean(first_s <= objectives.first_s))),
-        *(float(np.mean(gap_s <= objectives.per_token_s)), *sent, a.preempted),
-    )
-
-
-def table(rows: Sequence[tuple[object, ...]]) -> Loads:
-    """Makes columns of rows."""
-    if not rows:
-        kinds = [str, str, *[int] * 4, *[float] * 10, int]
-        return Loads(*(np.empty(0, "U1" if x is str else x) for x in kinds))
-    return Loads(*(np.asarray(column) for column in zip(*rows, strict=True)))
-
-
-def join(parts: Sequence[Loads]) -> Loads:
-    """Puts tables under each other."""
-    return Loads(*map(np.concatenate, zip(table([]), *parts, strict=True)))
-
-
-class Asked(NamedTuple):
-    """A machine under a load.
-
-    Attributes:
-      name: of the application.
-      objectives: what is promised.
-      law: of lengths.
-      role: what the machine does.
-      instance: its cards.
-      rate: requests a second.
-    """
-
-    name: str
-    objectives: metrics.Objectives
-    law: lengths.Pair
-    role: instances.Role
-    instance: Instance
-    rate: float
+    rates = (rate, rate / (ways * num + other * num_other))
+    shares = (float(kept), np.mean(kept_first), np.mean(kept_gap))
+    return (name, *placement, *rates, *tails, *shares, *sent, a.preempted)
 
 
 def alone(
-    asked: Sequence[Asked], *, seconds: float, seed: int, progress: Progress = QUIET
-) -> Loads:
-    """Serves loads by single machines."""
-    jobs = []
-    for x in asked:
-        requests = instances.ask(x.law, x.rate, seconds, seed)
-        if x.role == "decode":  # who draws one token alone never comes here
-            requests = instances.take(requests, requests.tokens.output > 1)
-        jobs.append(Job(x.instance, x.role, requests))
-    served = instances.serve(jobs, seconds, progress)
-    rows = []
-    for x, job, outcome in zip(asked, jobs, served, strict=True):
-        if x.role == "prefill":
-            outcome = outcome._replace(finish_s=outcome.first_s)
-        answers = instances.count(job.requests, outcome, seconds)
-        reads, decodes = x.role != "decode", x.role == "decode"
-        ways = x.instance.ways
-        placement = (x.role, ways * reads, ways * decodes, int(reads), int(decodes))
-        rows.append(row(x.name, answers, x.objectives, (*placement, 0.0), x.rate))
-    return table(rows)
-
-
-def split(
-    asked: Sequence[tuple[str, metrics.Objectives, lengths.Pair, Split, float]],
+    asked: Sequence[tuple[str, Role, Instance, float]],
     *,
     seconds: float,
     seed: int,
     progress: Progress = QUIET,
 ) -> Loads:
-    """Serves loads by machines for either phase."""
-    loads = [instances.ask(law, rate, seconds, seed) for *_, law, _, rate in asked]
-    pairs: list[tuple[Split, Requests]] = [
-        (p, x) for (*_, p, _), x in zip(asked, loads, strict=True)
-    ]
-    served = instances.split(pairs, seconds, progress)
+    """Serves loads by single machines.
+
+    Args:
+      asked: an application's name, what the machine does, its GPUs, requests a second.
+      seconds: simulated.
+      seed: of lengths and arrivals.
+      progress: hears of it.
+    """
+    jobs = []
+    for name, role, instance, rate in asked:
+        requests = disaggregated.ask(KNOWN[name].law, rate, seconds, seed)
+        if role == "decode":  # who draws one token alone never comes here
+            requests = disaggregated.take(requests, requests.tokens.output > 1)
+        jobs.append(Job(instance.machine, role, requests))
     rows = []
-    for (name, objectives, _, p, rate), answers in zip(asked, served, strict=True):
-        ways = p.prefill.ways, p.decode.ways
+    served = disaggregated.serve(
+        jobs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
+    )
+    for (name, role, (_, ways), rate), answers in zip(asked, served, strict=True):
+        counted = disaggregated.counted(answers, seconds)
+        placement = (role, ways, 0, 1, 0, 0.0)
+        if role == "decode":
+            placement = (role, 0, ways, 0, 1, 0.0)
+        rows.append(row(name, counted, KNOWN[name].objectives, placement, rate))
+    return Loads.of(rows)
+
+
+def split(
+    asked: Sequence[tuple[str, Split, float]],
+    *,
+    seconds: float,
+    seed: int,
+    progress: Progress = QUIET,
+) -> Loads:
+    """Serves loads by machines for either phase; arguments as those of `alone`."""
+    pairs = [
+        (p, disaggregated.ask(KNOWN[name].law, rate, seconds, seed))
+        for name, p, rate in asked
+    ]
+    rows = []
+    served = disaggregated.split(
+        pairs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
+    )
+    for (name, p, rate), answers in zip(asked, served, strict=True):
+        ways = p.prefill.num_gpus, p.decode.num_gpus
         placement = ("split", *ways, p.num_prefill, p.num_decode, p.link)
-        rows.append(row(name, answers, objectives, placement, rate))
-    return table(rows)
+        rows.append(row(name, answers, KNOWN[name].objectives, placement, rate))
+    return Loads.of(rows)
 
 
-def bounds(application: Application, instance: Instance) -> dict[instances.Role, float]:
-    """Rates that a machine hardly bears, by role: where to look for what it does."""
+def bounds(application: Application, instance: Instance) -> dict[Role, float]:
+    """Rates that a machine hardly sustains, by role: where to look for what it does."""
     prompt, output = application.law.prompt.mean, application.law.output.mean
     prefill, decode = (
         np.asarray(x) for x in (instance.cost.prefill, instance.cost.decode_large)
@@ -205,30 +167,54 @@ def goodput(loads: Loads, field: str = "attained", *, per_card: bool = True) -> 
     return metrics.goodput(rates[order], getattr(loads, field)[order], share=SHARE)
 
 
-def best(name: str, application: Application, found: Loads) -> tuple[Split, float]:
-    """The placement that should bear most a card, and what it should bear in all.
+def each(loads: Loads, *, per_card: bool = True) -> float:
+    """The rate at which 90 % keep either objective, each by itself: figure 1."""
+    return min(
+        goodput(loads, field, per_card=per_card)
+        for field in ("attained_first", "attained_gap")
+    )
 
-    Each phase takes the machine that alone bears most a card, then as many of either
+
+def phases(name: str, found: Loads) -> dict[str, dict[int, float]]:
+    """What each GPU sustains of one phase alone, by phase and tensor-parallel degree.
+
+    Args:
+      name: of the application.
+      found: single machines under loads.
+    """
+    fields = {"prefill": "attained_first", "decode": "attained_gap"}
+    return {
+        role: {
+            num: goodput(here.where(**{f"{role}_ways": num}), field)
+            for here in [found.where(name=name, role=role)]
+            for num in here.distinct(f"{role}_ways")
+        }
+        for role, field in fields.items()
+    }
+
+
+def best(name: str, found: Loads) -> tuple[Split, float]:
+    """The placement that should sustain most a GPU, and what it should in all.
+
+    Each phase takes the machine that alone sustains most a GPU, then as many of either
     that neither waits for the other more than it must.
+
+    Args:
+      name: of the application.
+      found: single machines under loads.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, algorithm 1.
     """
-
-    def of(role: str, field: str, ways: str) -> tuple[Instance, float]:
-        each = {
-            num: goodput(found.where(name=name, role=role, **{ways: num}), field)
-            for num in application.ways
-        }
-        most = max(each, key=lambda num: each[num])
-        return Instance(application.model, most), each[most] * most
-
-    prefill, reads = of("prefill", "attained_first", "prefill_ways")
-    decode, decodes = of("decode", "attained_gap", "decode_ways")
+    chosen, rates = [], []
+    for of_each in phases(name, found).values():
+        ways = max(of_each, key=lambda num: of_each[num])
+        chosen.append(Instance(KNOWN[name].model, ways).machine)
+        rates.append(of_each[ways] * ways)
     most = range(1, settings.MAX_INSTANCES + 1)
-    placements = [Split(prefill, decode, n, m) for n in most for m in most]
+    placements = [Split(*chosen, n, m, settings.LINK) for n in most for m in most]
 
-    def bears(p: Split) -> float:
-        return min(p.num_prefill * reads, p.num_decode * decodes)
+    def sustains(p: Split) -> float:
+        return min(p.num_prefill * rates[0], p.num_decode * rates[1])
 
-    chosen = max(placements, key=lambda p: (bears(p) / p.num_cards, -p.num_cards))
-    return chosen, bears(chosen)
+    placed = max(placements, key=lambda p: (sustains(p) / p.num_gpus, -p.num_gpus))
+    return placed, sustains(placed)

@@ -3,17 +3,18 @@
 Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, figure 1.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from experiments.harness import cost_models
+from jaxkv.simulation import Capacity
+from jaxkv.simulation.disaggregated import Machine
 from jaxkv.workloads import Objectives, lengths
-from scaling.costs import devices, parameters, serving
+from scaling.costs import devices, serving
 from scaling.shapes import published
 
 DEVICE = "a100-80gb"
 MEMORY_SHARE = 0.9
-"""Of the cards' memory, weights and pages together: vLLM's default."""
+"""Of the GPUs' memory, weights and pages together: vLLM's default."""
 PAGE_SIZE = 16
 MAX_SLOTS = 256
 """Sequences at once at most: vLLM's default."""
@@ -22,17 +23,17 @@ MAX_LENGTH = 2048
 TOKEN_BUDGET = 2560
 """Prompt tokens of a step: vLLM's default."""
 LINK = devices.find(DEVICE).link
-"""Bytes a second that one card sends to another, over NVLink."""
+"""Bytes a second that one GPU sends to another, over NVLink."""
 MAX_INSTANCES = 4
 """Of a phase, in a placement."""
 
 
 class Instance(NamedTuple):
-    """Cards that hold one copy of a model.
+    """GPUs that hold one copy of a model.
 
     Attributes:
       model: its name among the published fits, `opt-13b` or `opt-66b`.
-      ways: cards, of which each has a share of every layer.
+      ways: the tensor-parallel degree: GPUs, each with a share of every layer.
     """
 
     model: str
@@ -49,12 +50,26 @@ class Instance(NamedTuple):
     def num_pages(self) -> int:
         """Pages that fit beside the weights.
 
-        OPT-13B on one card: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
+        OPT-13B on one GPU: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
         """
-        shape = published.describe(self.model)
-        bytes_ = MEMORY_SHARE * devices.find(DEVICE).memory_bytes * self.ways
-        bytes_ -= 2 * parameters.parameters(shape).total
-        return int(bytes_ // (kv_bytes(self.model) * PAGE_SIZE))
+        return serving.max_batch(
+            published.describe(self.model),
+            devices.find(DEVICE),
+            context=PAGE_SIZE,
+            num_devices=self.ways,
+            memory_share=MEMORY_SHARE,
+        )
+
+    @property
+    def machine(self) -> Machine:
+        """What is simulated; a sequence that comes to decode is a token longer."""
+        capacity = Capacity.of(
+            num_pages=self.num_pages,
+            page_size=PAGE_SIZE,
+            max_length=MAX_LENGTH + 1,
+            token_budget=TOKEN_BUDGET,
+        )
+        return Machine(self.cost, capacity, self.ways, kv_bytes(self.model))
 
 
 def kv_bytes(model: str) -> int:
@@ -67,10 +82,10 @@ class Application(NamedTuple):
 
     Attributes:
       model: its name.
-      law: lengths.
+      law: the distribution of lengths.
       objectives: for the first token and for the others.
-      together: the cards that one copy has where both phases share it.
-      ways: numbers of cards among which each phase may choose alone.
+      together: the GPUs that one copy has where both phases share it.
+      ways: tensor-parallel degrees among which each phase may choose alone.
       ratio: published goodput over that of vLLM, lowest and highest.
       where: in the paper.
     """
@@ -84,48 +99,56 @@ class Application(NamedTuple):
     where: str
 
 
-def _law(
-    prompt: float, output: float, prompt_shape: float, output_shape: float
-) -> lengths.Pair:
+def _law(mean: tuple[float, float], shape: tuple[float, float]) -> lengths.Pair:
+    """Gamma distributions of prompts and of answers."""
+    prompt, output = (
+        lengths.Gamma(mean=x, shape=y) for x, y in zip(mean, shape, strict=True)
+    )
     return lengths.Pair(
-        prompt=lengths.Gamma(mean=prompt, shape=prompt_shape),
-        output=lengths.Gamma(mean=output, shape=output_shape),
+        prompt=prompt,
+        output=output,
         max_prompt=MAX_LENGTH - 1,
         max_length=MAX_LENGTH,
         keeps_means=True,
     )
 
 
-CHAT = _law(755.5, 200.3, 4.0, 1.3)
+CHAT = _law((755.5, 200.3), (4.0, 1.3))
 """ShareGPT as they cut it: the means are theirs, shapes are our choice, here and below.
-One card reads 1,400 tokens for OPT-13B within 0.25 s, which 90 % of its requests keep
+One GPU reads 1,400 tokens for OPT-13B within 0.25 s, which 90 % of its requests keep
 in the paper: so of prompts the shape is 2.5 at least."""
-CODE = _law(171.3, 98.2, 6.0, 2.0)
+CODE = _law((171.3, 98.2), (6.0, 2.0))
 """HumanEval."""
-SUMMARIES = _law(1738.3, 90.7, 40.0, 2.0)
+SUMMARIES = _law((1738.3, 90.7), (40.0, 2.0))
 """LongBench; nearly all prompts are as long as OPT lets them be."""
 
-EXAMPLE = lengths.Pair(
-    prompt=lengths.Fixed(tokens=512), output=lengths.Fixed(tokens=64)
-)
-"""Of figure 1."""
-EXAMPLE_OBJECTIVES = Objectives(first_s=0.4, per_token_s=0.04)
+_CHAT, _CODE = "section 6.2: chat, over all models", "section 6.2: code completion"
+_SUMMARIES = "section 6.2: summaries"
 
-APPLICATIONS: Mapping[str, Application] = {
+APPLICATIONS: dict[str, Application] = {
     "chat, 13B": Application(
-        *("opt-13b", CHAT, Objectives(0.25, 0.1), 1, (1, 2, 4), (2.0, 4.6)),
-        where="section 6.2: chat, over all models",
+        "opt-13b", CHAT, Objectives(0.25, 0.1), 1, (1, 2, 4), (2.0, 4.6), _CHAT
     ),
     "chat, 66B": Application(
-        *("opt-66b", CHAT, Objectives(2.5, 0.15), 4, (4, 8), (2.0, 4.6)),
-        where="section 6.2: chat, over all models",
+        "opt-66b", CHAT, Objectives(2.5, 0.15), 4, (4, 8), (2.0, 4.6), _CHAT
     ),
     "code, 66B": Application(
-        *("opt-66b", CODE, Objectives(0.125, 0.2), 4, (4, 8), (5.7, 5.7)),
-        where="section 6.2: code completion",
+        "opt-66b", CODE, Objectives(0.125, 0.2), 4, (4, 8), (5.7, 5.7), _CODE
     ),
     "summaries, 66B": Application(
-        *("opt-66b", SUMMARIES, Objectives(15.0, 0.15), 4, (4, 8), (4.3, 4.3)),
-        where="section 6.2: summaries",
+        "opt-66b", SUMMARIES, Objectives(15.0, 0.15), 4, (4, 8), (4.3, 4.3), _SUMMARIES
     ),
+}
+EXAMPLE = "example, 13B"
+"""Of figure 1."""
+KNOWN = APPLICATIONS | {
+    EXAMPLE: Application(
+        "opt-13b",
+        lengths.Pair(prompt=lengths.Fixed(tokens=512), output=lengths.Fixed(tokens=64)),
+        Objectives(first_s=0.4, per_token_s=0.04),
+        together=1,
+        ways=(1,),
+        ratio=(2.1, 2.1),
+        where="section 2",
+    )
 }

@@ -1,180 +1,226 @@
-"""What was published on load and latency, held against ours."""
+"""The panels of figures 12 to 14, and what was published on them, held against ours."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from experiments.framework import Claim, judge
-from experiments.serving.latency_vs_rate import capacity, settings
-from experiments.serving.latency_vs_rate.capacity import BOUND, BOUNDS, Curve
-from experiments.serving.latency_vs_rate.panels import PANELS
+import numpy as np
 
-PAPER = "Kwon et al. 2023, arXiv:2309.06180"
+from experiments.framework import Ours, beside, ours
+from experiments.serving.latency_vs_rate import runs, settings
+from experiments.serving.latency_vs_rate.runs import BOUND, BOUNDS, Row
+from jaxkv.workloads import Curve, load_curves
 
-PLACES = {"13B": 15.7, "66B": 9.7, "175B": 60.1}
-"""Thousands of tokens whose keys and values fit: table 1."""
-WEIGHTS = {"13B": 26.0, "66B": 132.0, "175B": 346.0}
-"""GB of parameters: table 1."""
-RATIOS = {
-    "Orca (Oracle)": (1.7, 2.7),
-    "Orca (Max)": (2.7, 8.0),
-}
-"""ShareGPT: how many times the load of these the paged system bears, section 6.2."""
-FASTER_TRANSFORMER = 22.0
-"""The same at most, over FasterTransformer: section 6.2."""
-BATCHES: dict[str, dict[str, float]] = {
-    "12a": dict(zip(settings.SYSTEMS[1:], (7.00, 9.81, 13.62, 30.42), strict=True)),
-    "12d": dict(zip(settings.SYSTEMS[1:], (7.00, 43.24, 72.75, 132.44), strict=True)),
-}
+BOOK = beside(__file__)
+PAPER, STEP, SHAPE = map(BOOK.word, ("paper", "step", "shape"))
+SCALED, BEAMS = map(BOOK.word, ("scaled", "beams"))
+BATCHES: Mapping[str, Mapping[str, float]] = BOOK.published("batch")
 """Requests served at once at 2 and 30 requests/s: figure 13."""
-SEVERAL = {"12d": 1.3, "14f": 2.3}
-"""Times the load of Orca (Oracle), one sequence and six beams: section 6.3."""
-
-STEP = (
-    "The paper prints no times: a step takes what DistServe's fit says, times the "
-    "ratio of the cards' bandwidths, and longer steps fill more memory at one rate."
-)
-_OWN = "For OPT-175B no times are published at all: those of OPT-66B are scaled."
-_SHAPE = "Shapes of Alpaca's lengths are our choice; only their means are printed."
+ORACLE = "Orca (Oracle)"
 
 
-def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Judges what was served; panels that were not are left out."""
-    curves = capacity.curves(rows)
-    if not curves:
-        return []
-    both = {"paged", "Orca (Oracle)"}
-    curves = {name: x for name, x in curves.items() if both <= x.keys()}
+class Panel(NamedTuple):
+    """One drawing.
+
+    Attributes:
+      server: a key of `settings.SERVERS`.
+      data: a key of `settings.DATA`.
+      axis: requests a second at which it ends.
+      kind: what a request asks for.
+      width: sequences of each.
+    """
+
+    server: str
+    data: str
+    axis: float
+    kind: Literal["plain", "samples", "beams"] = "plain"
+    width: int = 1
+
+    @property
+    def title(self) -> str:
+        """Model, data, and what is asked for."""
+        asked = {
+            "plain": "",
+            "samples": f", {self.width} samples",
+            "beams": f", beam width {self.width}",
+        }[self.kind]
+        return f"OPT-{self.server}, {self.data}{asked}"
+
+    @property
+    def hours(self) -> float:
+        """Of load that is served: of Alpaca's short requests a quarter is plenty."""
+        hours = settings.SERVERS[self.server].hours
+        return hours if self.data == "ShareGPT" else min(hours, 0.25)
+
+    @property
+    def systems(self) -> tuple[settings.System, ...]:
+        """Who is drawn: figure 14 leaves FasterTransformer out."""
+        return settings.SYSTEMS[self.kind != "plain" :]
+
+    def setting(self) -> runs.Setting:
+        """What is served.
+
+        Beams are counted as that many samples in a pool that is longer by what beams
+        share beyond the prompt: from beam to beam they live on, and die, in steps that
+        the simulation does not take.
+        """
+        spared = 1.0
+        if self.kind == "beams":
+            found = savings(self.width)
+            spared = (1 - found.samples) / (1 - found.beams)
+        server = settings.SERVERS[self.server]
+        return runs.Setting(server, settings.DATA[self.data], self.width, spared)
+
+
+class Savings(NamedTuple):
+    """Shares of pages saved by requests of several sequences, short prompts.
+
+    Attributes:
+      samples: of one prompt.
+      beams: of one search.
+    """
+
+    samples: float
+    beams: float
+
+
+def savings(width: int) -> Savings:
+    """Looks up what `sharing` measured when the engine served such requests.
+
+    Raises:
+      ValueError: nobody measured that width.
+    """
+    path = Path(__file__).parents[2] / "records" / "sharing" / "result.npz"
+    # As an array file, since its experiment would import the engine and a model.
+    with np.load(path) as found:
+
+        def saved(table: str) -> float:
+            here = found[f"{table}.lengths"] == "short"
+            here &= found[f"{table}.num_sequences"] == width
+            if not here.any():
+                raise ValueError(f"{path}: has no requests of {width} sequences")
+            pages = found[f"{table}.distinct_pages"][here].sum()
+            return float(1 - pages / found[f"{table}.logical_pages"][here].sum())
+
+        return Savings(saved("samples"), saved("beams"))
+
+
+PANELS: Mapping[str, Panel] = {
+    "12a": Panel("13B", "ShareGPT", 2.0),
+    "12b": Panel("66B", "ShareGPT", 1.0),
+    "12c": Panel("175B", "ShareGPT", 2.5),
+    "12d": Panel("13B", "Alpaca", 30.0),
+    "12e": Panel("66B", "Alpaca", 20.0),
+    "12f": Panel("175B", "Alpaca", 20.0),
+    "14a": Panel("13B", "Alpaca", 15.0, "samples", 2),
+    "14b": Panel("13B", "Alpaca", 10.0, "samples", 4),
+    "14c": Panel("13B", "Alpaca", 6.0, "samples", 6),
+    "14d": Panel("13B", "Alpaca", 15.0, "beams", 2),
+    "14e": Panel("13B", "Alpaca", 10.0, "beams", 4),
+    "14f": Panel("13B", "Alpaca", 6.0, "beams", 6),
+}
+"""By the names that the paper gives them."""
+
+
+def by_panel(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of every panel."""
+    names = dict.fromkeys(row["panel"] for row in rows)
+    return {name: [row for row in rows if row["panel"] == name] for name in names}
+
+
+def ends(rows: list[Row]) -> list[Row]:
+    """The rows at the published axes' ends."""
     return [
-        *_table_1(),
-        *_figure_12(curves),
-        *_figure_13(rows),
-        *_figure_14(curves),
+        row
+        for row in rows
+        if not row["turn"]
+        and math.isclose(row["rate_per_s"], PANELS[row["panel"]].axis)
     ]
 
 
-def _table_1() -> Iterator[Claim]:
+@BOOK.judges
+def claims(rows: list[Row]) -> Iterator[Ours]:
+    """Finds what was served; panels that were not are left out."""
+    if not rows:
+        return
     for name, server in settings.SERVERS.items():
-        yield judge(
-            f"OPT-{name}: token places in {server.kv_gib} GiB",
-            source=f"{PAPER}, table 1",
-            published=PLACES[name],
-            ours=server.num_places / 1e3,
-            unit="thousand",
-            tolerance=0.05,
-            note="Memory over the bytes of a token's keys and values.",
-        )
+        places = server.num_places / 1e3
+        yield ours("places", places, server=name, kv_gib=server.kv_gib)
     for name, server in settings.SERVERS.items():
-        yield judge(
-            f"OPT-{name}: parameters in 16 bits",
-            source=f"{PAPER}, table 1",
-            published=WEIGHTS[name],
-            ours=server.weight_bytes / 1e9,
-            unit="GB",
-            tolerance=1.0,
-        )
+        yield ours("weights", server.weight_bytes / 1e9, server=name)
+    curves = {name: runs.curves(here) for name, here in by_panel(rows).items()}
+    whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
+    yield from _figure_12(whole)
+    for row in ends(rows):
+        yield from _figure_13(row)
+    yield from _figure_14(whole)
 
 
-def _ratio(systems: dict[str, Curve], other: str) -> float:
-    """How many times the load of another system the paged one bears; NaN if unknown."""
-    ours, theirs = (capacity.at(systems[x]) for x in ("paged", other))
-    known = ours.relation == theirs.relation == "is"
-    return ours.rate / theirs.rate if known else float("nan")
+type Panels = Mapping[str, Mapping[str, Curve]]
 
 
-def _figure_12(curves: dict[str, dict[str, Curve]]) -> Iterator[Claim]:
+def _ratio(systems: Mapping[str, Curve], other: str = ORACLE) -> float:
+    return load_curves.ratio(systems["paged"], systems[other], BOUND)
+
+
+def _ratios(panels: Panels, other: str) -> list[float]:
+    """Times the load of another system, at all bounds that both pass, of all panels."""
+    return [
+        ratio
+        for x in panels.values()
+        if other in x
+        for ratio in load_curves.ratios(x["paged"], x[other], BOUNDS).tolist()
+    ]
+
+
+def _figure_12(curves: Panels) -> Iterator[Ours]:
     shared = {name: curves[name] for name in curves if name in ("12a", "12b", "12c")}
-    for name, systems in shared.items():
-        for other, (least, most) in RATIOS.items():
-            if other not in systems:
-                continue
-            for published, relation in ((least, "at_least"), (most, "at_most")):
-                yield judge(
-                    f"{PANELS[name].title}: times the load of {other}",
-                    source=f"{PAPER}, figure {name} and section 6.2",
-                    published=published,
-                    ours=_ratio(systems, other),
-                    unit="1",
-                    relation=relation,
-                    note=f"At {BOUND} s a token. {_OWN if name == '12c' else ''}",
+    for panel, systems in shared.items():
+        for other in (ORACLE, "Orca (Max)"):
+            for id in ("least", "most") if other in systems else ():
+                yield ours(
+                    id,
+                    _ratio(systems, other),
+                    other=other,
+                    panel=panel,
+                    load=PANELS[panel].title,
+                    note=f"At {BOUND} s a token. {SCALED if panel == '12c' else ''}",
                 )
-    found = [
-        ratio
-        for systems in shared.values()
-        if "Orca (Max)" in systems
-        for ratio in capacity.ratios(systems["paged"], systems["Orca (Max)"])
-    ]
-    if found:
-        yield judge(
-            "ShareGPT: up to 8 times the load of Orca (Max)",
-            source=f"{PAPER}, section 6.2",
-            published=RATIOS["Orca (Max)"][1],
-            ours=max(found),
-            unit="1",
-            relation="at_least",
-            note=f"The largest ratio at {BOUNDS[0]} to {BOUNDS[1]} s a token, of "
-            f"models {', '.join(PANELS[x].server for x in shared)}.",
-        )
+    if found := _ratios(shared, "Orca (Max)"):
+        models = ", ".join(PANELS[x].server for x in shared)
+        yield ours("orca_max", max(found), low=BOUNDS[0], high=BOUNDS[1], models=models)
     plain = {name: curves[name] for name in curves if name.startswith("12")}
-    found = [
-        ratio
-        for systems in plain.values()
-        if "FasterTransformer" in systems
-        for ratio in capacity.ratios(systems["paged"], systems["FasterTransformer"])
-    ]
-    if found:
-        yield judge(
-            "up to 22 times the load of FasterTransformer",
-            source=f"{PAPER}, section 6.2",
-            published=FASTER_TRANSFORMER,
-            ours=max(found),
-            unit="1",
-            relation="at_least",
-            note="Static batches, their steps as fast as those of the others: its own "
-            "kernels are not known. The largest ratio at any bound and load.",
-        )
+    if found := _ratios(plain, "FasterTransformer"):
+        yield ours("static", max(found))
     if {"12d", "12f"} <= curves.keys():
-        yield judge(
-            "OPT-175B, Alpaca: the advantage over Orca (Oracle) is less pronounced "
-            "than for OPT-13B; its share of that",
-            source=f"{PAPER}, section 6.2, on figure 12f",
-            published=1.0,
-            ours=_ratio(curves["12f"], "Orca (Oracle)")
-            / _ratio(curves["12d"], "Orca (Oracle)"),
-            unit="1",
-            relation="at_most",
-            note=f"Many short requests fit, and the batch is full. {_OWN}",
-        )
+        large, small = (_ratio(curves[x]) for x in ("12f", "12d"))
+        yield ours("less", large / small)
 
 
-def _figure_13(rows: list[dict[str, Any]]) -> Iterator[Claim]:
-    for row in capacity.ends(rows):
-        batches = BATCHES.get(row["panel"], {})
-        if row["system"] not in batches:
-            continue
-        published, panel = batches[row["system"]], PANELS[row["panel"]]
-        share = batch_tolerance(row["system"])
-        note = STEP if row["system"] == "paged" else ""
-        if panel.data == "Alpaca":
-            note = f"{note} {_SHAPE}".strip()
-        yield judge(
-            f"{panel.title}, {row['rate_per_s']:g} requests/s: served at once by "
-            f"{by(row['system'])}",
-            source=f"{PAPER}, figure 13{'ab'[panel.data == 'Alpaca']}",
-            published=published,
-            ours=row["batch"],
-            unit="requests",
-            tolerance=share * published,
-            note=note,
+def _figure_13(row: Row) -> Iterator[Ours]:
+    panel, system = PANELS[row["panel"]], row["system"]
+    published = BATCHES.get(row["panel"], {}).get(system)
+    if published is not None:
+        is_alpaca = panel.data == "Alpaca"
+        yield ours(
+            "batch",
+            row["batch"],
+            tolerance=batch_tolerance(system) * published,
+            panel=row["panel"],
+            system=system,
+            load=panel.title,
+            rate=row["rate_per_s"],
+            who=by(system),
+            letter="ab"[is_alpaca],
+            step=STEP if system == "paged" else "",
+            shape=SHAPE if is_alpaca else "",
         )
 
 
 def batch_tolerance(system: str) -> float:
-    """How far a batch may lie from the printed one, as a share of it.
-
-    That of the paged system follows from the length of a step; the others' from memory
-    and lengths alone, once more is asked than they bear.
-    """
+    """How far a batch may lie from the printed one, as a share of it."""
     return 0.12 if system == "paged" else 0.05
 
 
@@ -183,39 +229,25 @@ def by(system: str) -> str:
     return "the paged system" if system == "paged" else system
 
 
-def _figure_14(curves: dict[str, dict[str, Curve]]) -> Iterator[Claim]:
-    for name, published in SEVERAL.items():
-        if name in curves:
-            yield judge(
-                f"{PANELS[name].title}: times the load of Orca (Oracle)",
-                source=f"{PAPER}, section 6.3, on figures 12d and 14f",
-                published=published,
-                ours=_ratio(curves[name], "Orca (Oracle)"),
-                unit="1",
-                tolerance=0.1 * published,
-                note=f"At {BOUND} s a token. {_SHAPE} {_beams(name)}".strip(),
+def _figure_14(curves: Panels) -> Iterator[Ours]:
+    for panel in ("12d", "14f"):
+        if panel in curves:
+            yield ours(
+                "several",
+                _ratio(curves[panel]),
+                panel=panel,
+                load=PANELS[panel].title,
+                bound=BOUND,
+                beams=BEAMS if panel == "14f" else "",
             )
     for letters, what in (("abc", "samples"), ("def", "beams")):
         names = [f"14{letter}" for letter in letters]
         if all(name in curves for name in names):
-            found = [_ratio(curves[x], "Orca (Oracle)") for x in names]
-            yield judge(
-                f"the more {what}, the larger the advantage over Orca (Oracle); "
-                "smallest gain from one width to the next",
-                source=f"{PAPER}, section 6.3, figure 14",
-                published=0.0,
-                ours=min(b - a for a, b in itertools.pairwise(found)),
-                unit="1",
-                relation="at_least",
-                note="Ratios at widths of 2, 4 and 6: "
-                f"{', '.join(f'{x:.2f}' for x in found)}. {_beams(names[0])}".strip(),
+            found = [_ratio(curves[x]) for x in names]
+            yield ours(
+                "wider",
+                min(b - a for a, b in itertools.pairwise(found)),
+                what=what,
+                found=", ".join(f"{x:.2f}" for x in found),
+                beams=BEAMS if what == "beams" else "",
             )
-
-
-def _beams(name: str) -> str:
-    if PANELS[name].kind != "beams":
-        return ""
-    return (
-        "Beams are samples in a pool longer by what beams share beyond the prompt, as "
-        "the engine measured it in `sharing`."
-    )

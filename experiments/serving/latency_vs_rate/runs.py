@@ -1,19 +1,22 @@
-"""Serves one load at many rates by several systems, in simulated time."""
+"""Serves one load at many rates by several systems, and finds what they sustain."""
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments.plotting import style
 from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Server, System
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.simulation import Capacity, Cost, Members, Served, contiguous, driver
-from jaxkv.workloads import arrivals, lengths
+from jaxkv.workloads import Curve, Load, arrivals, lengths, load_curves
+from jaxkv.workloads.load_curves import load as load
 
 PATIENCE = 0.25
 PATIENCE_S = 300.0
@@ -24,56 +27,20 @@ MAX_SLOTS = 256
 """Sequences at once at most: vLLM's default."""
 HEAD = 16
 """Requests at the head of the queue that a policy sees."""
+BOUNDS = (0.1, 0.9)
+"""Normalised latencies between which published curves were compared, s a token."""
+BOUND = 0.5
+"""Where one number has to do."""
 
 type Row = dict[str, Any]
-
-
-class Load(NamedTuple):
-    """The same requests for every rate, which says only how fast they come.
-
-    Attributes:
-      gaps_s: cumulated gaps between requests at 1 request a second.
-      tokens: their lengths.
-      seconds: in which they come.
-    """
-
-    gaps_s: Float[np.ndarray, " requests"]
-    tokens: lengths.Lengths
-    seconds: float
-
-    def at(self, rate: float, samples: int = 1) -> arrivals.Workload:
-        """Those that come within the time, of some sequences each."""
-        arrival_s = self.gaps_s / rate
-        num = max(1, int(np.searchsorted(arrival_s, self.seconds)))
-        return arrivals.make(
-            *(arrival_s[:num], self.tokens.prompt[:num], self.tokens.output[:num]),
-            samples=samples,
-        )
-
-    def repeated(self, rate: float, samples: int) -> arrivals.Workload:
-        """The same with every sequence a request of its own, which shares nothing."""
-        w = self.at(rate)
-        columns = (w.arrival, w.prompt, w.output, w.samples)
-        return arrivals.Workload(
-            *(jnp.repeat(x, samples, axis=0) for x in columns), clients=w.clients
-        )
-
-
-def load(law: lengths.Pair, most_per_s: float, seconds: float, seed: int) -> Load:
-    """Draws requests for all rates up to `most_per_s`."""
-    rng = np.random.default_rng(seed)
-    # So many that they last, but for a chance of six standard deviations.
-    num = most_per_s * seconds
-    num = math.ceil(num + 6 * math.sqrt(num) + 1)
-    return Load(np.cumsum(rng.exponential(1.0, num)), law.draw(rng, num), seconds)
 
 
 class Setting(NamedTuple):
     """What is served by whom.
 
     Attributes:
-      server: model and cards.
-      law: of lengths.
+      server: model and GPUs.
+      law: their distribution of lengths.
       samples: sequences of each request.
       spared: how much longer the paged pool is than the memory allows, for what its
         sequences share beyond their prompts.
@@ -112,41 +79,29 @@ def serve(
     Systems with contiguous memory are mapped together, as are the rates of each.
     """
     rows = []
-    kinds = ("FasterTransformer",), settings.ORCAS, ("paged",)
     cost = settings.cost(setting.server)
-    for kind in kinds:
-        here = [(system, rate) for system in kind for rate in rates.get(system, ())]
-        if not here or progress.stopped:
+    for kind in ("FasterTransformer",), settings.ORCAS, ("paged",):
+        asked = [(system, rate) for system in kind for rate in rates.get(system, ())]
+        if not asked or progress.stopped:
             continue
-        found = _serve(setting, requests, here, cost, progress)
+        groups = setting.samples if kind == ("paged",) else 1
+        slots = max(setting.slots(system) for system, _ in asked)
+        served = driver.simulate(
+            driver.stack([member(setting, requests, *x, cost, groups) for x in asked]),
+            max_slots=slots,
+            max_samples=groups,
+            # Static batches take as many at once as there are slots.
+            head=None if kind == ("FasterTransformer",) else min(HEAD, slots),
+            until_s=requests.seconds + max(PATIENCE * requests.seconds, PATIENCE_S),
+            progress=progress,
+        )
         if not progress.stopped:  # or else they were not served to the end
-            rows += found
+            rows += [
+                {"system": system, "rate_per_s": float(rate)}
+                | _row(served, i, requests.at(rate), setting.samples, groups)
+                for i, (system, rate) in enumerate(asked)
+            ]
     return rows
-
-
-def _serve(
-    setting: Setting,
-    requests: Load,
-    members: list[tuple[System, float]],
-    cost: Cost,
-    progress: Progress,
-) -> list[Row]:
-    """Serves members of one kind."""
-    groups = setting.samples if members[0][0] == "paged" else 1
-    slots = max(setting.slots(system) for system, _ in members)
-    served = driver.simulate(
-        driver.stack(
-            [member(setting, requests, *each, cost, groups) for each in members]
-        ),
-        max_slots=slots,
-        max_samples=groups,
-        # Static batches take as many at once as there are slots.
-        head=None if members[0][0] == "FasterTransformer" else min(HEAD, slots),
-        until_s=requests.seconds + max(PATIENCE * requests.seconds, PATIENCE_S),
-        progress=progress,
-    )
-    every = range(len(members))
-    return [_row(served, i, *members[i], requests, setting, groups) for i in every]
 
 
 def member(
@@ -160,7 +115,7 @@ def member(
     """What a system serves, in what memory, by which policy.
 
     Args:
-      setting: model, cards and sequences of a request.
+      setting: model, GPUs and sequences of a request.
       requests: the load.
       system: who serves it.
       rate: requests a second.
@@ -196,53 +151,124 @@ _RULES: Mapping[System, contiguous.Rule] = {
 
 def capacity(num_pages: int) -> Capacity:
     """A machine that reads prompts whole and swaps nothing."""
-    return Capacity(
-        num_pages=jnp.int32(num_pages),
-        page_size=jnp.int32(settings.PAGE_SIZE),
-        max_length=jnp.int32(settings.MAX_LENGTH),
+    return Capacity.of(
+        num_pages=num_pages,
+        page_size=settings.PAGE_SIZE,
+        max_length=settings.MAX_LENGTH,
         token_budget=jnp.int32(interface.NO_LIMIT),
-        max_swap_pages=jnp.int32(0),
     )
 
 
 def _row(
     served: Served,
     index: int,
-    system: System,
-    rate: float,
-    requests: Load,
-    setting: Setting,
+    workload: arrivals.Workload,
+    samples: int,
     groups: int,
 ) -> Row:
-    """What became of one member."""
-    w = requests.at(rate)
-    num, each = w.prompt.shape[0], setting.samples // groups
+    """What became of one member, whose requests have `samples` sequences each."""
+    num, each = workload.prompt.shape[0], samples // groups
     arrival_s, finish_s, first_s = (
         x[index][: num * each].reshape(num, each)
         for x in (served.arrival_s, served.finish_s, served.first_s)
     )
     # A request is answered when the last of its sequences is.
     end_s = np.where(np.isnan(finish_s), served.end_s[index], finish_s).max(axis=1)
-    latency_s = end_s - arrival_s[:, 0]
-    means, totals = served.means, served.totals
-    steps = max(1, int(totals.steps[index]))
-    fed = int(totals.decoded[index] + totals.read[index])
+    normalised_s = (end_s - arrival_s[:, 0]) / np.asarray(workload.output)
+    did = served.numbers(index)
     return {
-        "system": system,
-        "rate_per_s": float(rate),
-        "normalised_s": float(np.mean(latency_s / np.asarray(w.output))),
+        "normalised_s": float(np.mean(normalised_s)),
         "first_s": float(np.nanmean(first_s - arrival_s)),
         "num_requests": num,
         "answered_share": float(np.mean(~np.isnan(finish_s))),
-        "batch": float(means.batch[index]) / setting.samples,
-        "step_s": float(totals.busy_s[index]) / steps,
-        "busy_s": float(totals.busy_s[index]),
-        "tokens_share": float(means.tokens[index]),
-        "reserved_share": float(means.reserved[index]),
-        "internal_share": float(means.internal[index]),
-        "external_share": float(means.external[index]),
-        "num_preempted": int(totals.preempted[index]),
-        "recomputed_share": float(served.recomputed[index].sum()) / max(1, fed),
-        "saved_pages_share": float(means.saved_pages[index])
-        / max(1e-9, float(means.saved_pages[index] + means.used_pages[index])),
+        **did,
+        "batch": did["batch"] / samples,
     }
+
+
+def explore(
+    setting: Setting,
+    requests: Load,
+    systems: Iterable[System],
+    even: Float[np.ndarray, " rates"],
+    *,
+    num_near: int,
+    most: float,
+    progress: Progress = QUIET,
+) -> list[Row]:
+    """Serves a load at even rates, then where a system's latency passes the bounds.
+
+    Args:
+      setting: what is served.
+      requests: the load.
+      systems: who serves it.
+      even: the first rates, requests a second; ascending.
+      num_near: rates of each further turn.
+      most: up to where rates are tried of a system that sustains all even ones.
+      progress: hears of it.
+
+    Returns:
+      A row for each system and rate, with the turn, and what that took.
+    """
+    found: list[Row] = []
+    rates: dict[System, list[float]] = dict.fromkeys(systems, even.tolist())
+    near: set[System] = set()
+    for turn in range(3 if num_near else 1):
+        began_s = time.perf_counter(), time.process_time()
+        rows = serve(setting, requests, rates, progress)
+        took = {
+            "turn": turn,
+            "took_s": time.perf_counter() - began_s[0],
+            "processor_s": time.process_time() - began_s[1],
+        }
+        found += [took | row for row in rows]
+        rates = {}
+        for system, curve in curves(found).items():
+            if system in near:
+                continue
+            if (curve.latency > BOUNDS[1]).any():
+                near.add(system)
+                rates[system] = load_curves.between(curve, BOUNDS, num_near).tolist()
+            elif curve.rates[-1] < most:
+                more = np.linspace(curve.rates[-1], most, num_near + 1)[1:]
+                rates[system] = more.tolist()
+    return found
+
+
+def curves(rows: list[Row]) -> dict[System, Curve]:
+    """Puts the rows of every system in the order of their rates."""
+    found = {}
+    for system in dict.fromkeys(row["system"] for row in rows):
+        here = [x for x in rows if x["system"] == system]
+        pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in here)
+        found[system] = Curve(*np.array(pairs, float).T)
+    return found
+
+
+def sustained(curve: Curve) -> load_curves.Sustained:
+    """How much load a system sustains, where one number has to do."""
+    return load_curves.at(curve, BOUND)
+
+
+def told(rows: list[Row]) -> list[Row]:
+    """What each system sustains, for JSON."""
+    return [
+        {"system": system, "relation": relation, "rate_per_s": rate}
+        for system, curve in curves(rows).items()
+        for rate, relation in [sustained(curve)]
+    ]
+
+
+def draw(ax: Any, rows: list[Row], title: str) -> None:
+    """Draws latencies against rates."""
+    for (system, curve), color in zip(curves(rows).items(), colors(rows), strict=True):
+        mark = "vsd^o"[settings.SYSTEMS.index(system)]
+        ax.plot(*curve, marker=mark, markersize=2, color=color, label=system)
+    ax.set(ylim=(0, 1), xlabel="requests/s", ylabel="latency (s/token)", title=title)
+
+
+def colors(rows: list[Row]) -> list[Any]:
+    """The colors of the rows' systems, which are the same in all figures."""
+    of_all = dict(zip(settings.SYSTEMS, (4, 6, 1, 2, 5), strict=True))
+    names = dict.fromkeys(row["system"] for row in rows)
+    return [style.colors()[of_all[name]] for name in names]

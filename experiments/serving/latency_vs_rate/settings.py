@@ -1,4 +1,4 @@
-"""Models, cards and loads of the paged-attention paper's serving experiments.
+"""Models, GPUs and lengths of the paged-attention paper's serving experiments.
 
 Source: Kwon et al. 2023, arXiv:2309.06180, table 1 and section 6.
 """
@@ -35,11 +35,10 @@ class Server(NamedTuple):
     Attributes:
       name: the model's size.
       model: its name among the known ones.
-      device: the card's.
-      num_devices: cards.
+      device: the GPU's.
+      num_devices: GPUs.
       kv_gib: memory that the paper leaves for keys and values, in GiB.
       hours: of load that is served.
-      axis: requests a second at which the drawn axis ends, by data.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Server(NamedTuple):
     num_devices: int
     kv_gib: int
     hours: float
-    axis: Mapping[str, float]
 
     @property
     def description(self) -> Description:
@@ -71,21 +69,9 @@ class Server(NamedTuple):
 
 
 SERVERS: Mapping[str, Server] = {
-    server.name: server
-    for server in (
-        Server(
-            *("13B", "opt-13b", "a100-40gb", 1, 12, 1.0),
-            axis={"ShareGPT": 2.0, "Alpaca": 30.0},
-        ),
-        Server(
-            *("66B", "opt-66b", "a100-40gb", 4, 21, 1.0),
-            axis={"ShareGPT": 1.0, "Alpaca": 20.0},
-        ),
-        Server(
-            *("175B", "opt-175b", "a100-80gb", 8, 264, 0.25),
-            axis={"ShareGPT": 2.5, "Alpaca": 20.0},
-        ),
-    )
+    "13B": Server("13B", "opt-13b", "a100-40gb", 1, 12, 1.0),
+    "66B": Server("66B", "opt-66b", "a100-40gb", 4, 21, 1.0),
+    "175B": Server("175B", "opt-175b", "a100-80gb", 8, 264, 0.25),
 }
 
 
@@ -93,9 +79,9 @@ def cost(server: Server) -> cost_models.Linear:
     """How long its steps take, of which the paper prints nothing.
 
     OPT-13B: see `cost_models.figure_12`. OPT-66B alike, of DistServe's fit for four
-    cards. For OPT-175B nothing is published: it is the fit of OPT-66B, with as many
-    bytes of keys and values a token and card, its other numbers times the ratio of the
-    bytes of weights on a card, 43.7 / 32.9 = 1.33.
+    GPUs. For OPT-175B nothing is published: it is the fit of OPT-66B, with as many
+    bytes of keys and values a token and GPU, its other numbers times the ratio of the
+    bytes of weights on a GPU, 43.7 / 32.9 = 1.33.
     """
     if server.name == "13B":
         found = cost_models.figure_12().cost
@@ -103,18 +89,14 @@ def cost(server: Server) -> cost_models.Linear:
         return found
     prefill, small, large = cost_models.DISTSERVE["distserve:opt-66b:4"]
     there, here = devices.find("a100-80gb"), devices.find(server.device)
-    scale = 1e-3 * there.bandwidth / here.bandwidth
-    of = SERVERS["66B"]
-    ratio = server.weight_bytes / server.num_devices
-    ratio /= of.weight_bytes / of.num_devices
-
-    def heavier(step: float, token: float, sequence: float) -> tuple[float, ...]:
-        return step * ratio, token, sequence * ratio
-
+    each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))
+    ratio = each / other
+    heavier = [
+        (step * ratio, token, own * ratio) for step, token, own in (small, large)
+    ]
     return cost_models.linear(
         # Of reading prompts the slope alone, as for OPT-13B.
         (small[0] * ratio, prefill[1] * ratio, 0.0),
-        heavier(*small),
-        heavier(*large),
-        scale=scale,
+        *heavier,
+        scale=1e-3 * there.bandwidth / here.bandwidth,
     )

@@ -1,0 +1,207 @@
+"""The paper's figures 12 to 14: systems under rising load, in simulated time.
+
+Each system serves the same requests, faster and faster: first at evenly spaced rates
+of the published axis, then where its latency passes the bounds at which systems are
+compared.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+
+from experiments.framework import Part, Sheet, Study, report
+from experiments.serving.latency_vs_rate import published, runs, settings
+from experiments.serving.latency_vs_rate.published import PANELS, by_panel, ends
+from experiments.serving.latency_vs_rate.runs import Row
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
+from jaxkv.workloads import load_curves
+
+BEYOND = 2.0
+"""How far beyond the published axis rates are tried of a system that sustains all of
+it, as a multiple of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which panels, for how long, at how many rates."""
+
+    panels: tuple[str, ...] = tuple(PANELS)
+    """Of figures 12 and 14, as the paper names them."""
+    hours_share: float = 1.0
+    """Of the time that a panel has: the published hour of load, a quarter of one for
+    OPT-175B and, where as many requests come in that, for Alpaca."""
+    num_rates: int = 8
+    """Rates of each system, evenly spaced on the published axis."""
+    num_near: int = 4
+    """More of them, between those at which its latency passes the bounds."""
+    systems: tuple[str, ...] = settings.SYSTEMS
+    """Who serves."""
+    seed: int = 0
+    """Of lengths and arrivals."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be served."""
+        validation.among(self, "panels", known=PANELS)
+        validation.among(self, "systems", known=settings.SYSTEMS)
+        validation.within(self, "hours_share", low=0, high=24, ends="(]")
+        validation.at_least(self, "num_rates", low=2)
+        validation.at_least(self, "num_near", low=0)
+
+
+CONFIGS = {
+    "smoke": Config(
+        panels=("12a",),
+        hours_share=0.02,
+        num_rates=2,
+        num_near=0,
+        systems=("Orca (Oracle)", "paged"),
+    ),
+    "paper": Config(),
+    "figure_12a": Config(panels=("12a",)),
+}
+
+
+def run(config: Config, progress: Progress = QUIET) -> list[Row]:
+    """Serves every panel; ended early, it has those that are done."""
+    rows: list[Row] = []
+    for name in config.panels:
+        if progress.stopped:
+            break
+        panel = PANELS[name]
+        progress.show(f"figure {name}: {panel.title}")
+        setting, most = panel.setting(), BEYOND * panel.axis
+        seconds = 3600 * panel.hours * config.hours_share
+        found = runs.explore(
+            setting,
+            runs.load(setting.law, most, seconds, config.seed),
+            [x for x in panel.systems if x in config.systems],
+            panel.axis * np.arange(1, config.num_rates + 1) / config.num_rates,
+            num_near=config.num_near,
+            most=most,
+            progress=progress,
+        )
+        rows += [{"panel": name} | row for row in found]
+    return rows
+
+
+def metrics(result: list[Row]) -> dict[str, Any]:
+    """Gives what each system sustains, and every load."""
+    sustained = [
+        {"panel": panel} | row
+        for panel, rows in by_panel(result).items()
+        for row in runs.told(rows)
+    ]
+    return {"capacities": sustained, "rows": result}
+
+
+def summary(result: list[Row]) -> list[Part]:
+    """Lays out capacities, what happened at the published axes' ends, and times."""
+    if not result:
+        return []
+    turns = itertools.groupby(result, lambda row: (row["panel"], row["turn"]))
+    speed = [
+        {
+            "figure": panel,
+            "rates": ("even", "beyond or near", "near")[turn],
+            "simulations": len(rows),
+            "requests": sum(row["num_requests"] for row in rows),
+            "took_s": rows[0]["took_s"],
+            "processor_s": rows[0]["processor_s"],
+        }
+        for (panel, turn), here in turns
+        for rows in [[*here]]
+    ]
+    return [
+        _capacities(result),
+        report.row_sheet(
+            "at the end of the published axis",
+            [
+                x | {"preempted": x["num_preempted"] / x["num_requests"]}
+                for x in ends(result)
+            ],
+            {
+                "figure": "panel",
+                "system": "system",
+                "requests/s": "rate_per_s",
+                "s a token": "normalised_s",
+                "batch": "batch",
+                "step": "step_s",
+                "memory with tokens": "tokens_share",
+                "preempted a request": "preempted",
+                "recomputed": "recomputed_share",
+            },
+            "Latencies here are lower bounds where the queue grows without end.",
+        ),
+        *report.metric_sheets({"time to simulate, compilation included": speed}),
+    ]
+
+
+def _capacities(result: list[Row]) -> Sheet:
+    rows = []
+    for name, here in by_panel(result).items():
+        curves = runs.curves(here)
+        found = {x: runs.sustained(curve).text for x, curve in curves.items()}
+        for system in curves.keys() & {*settings.SYSTEMS[:-1]}:
+            if "paged" in curves and found[system][0] not in "<>":
+                ratio = load_curves.ratio(curves["paged"], curves[system], runs.BOUND)
+                found[system] += f" ({ratio:.2f})"
+        cells = [found.get(system, "-") for system in settings.SYSTEMS]
+        rows.append((name, PANELS[name].title, *cells))
+    return Sheet(
+        f"requests/s at {runs.BOUND} s a token",
+        ("figure", "load", *settings.SYSTEMS),
+        rows,
+        "In brackets: how many times that the paged system sustains.",
+    )
+
+
+def plot(axes: Any, result: list[Row]) -> None:
+    """Draws figures 12 and 14 in two rows each, then 13; axes left over may go."""
+    free, handles = iter(axes.ravel()), {}
+    for name, rows in by_panel(result).items():
+        ax, panel = next(free), PANELS[name]
+        runs.draw(ax, rows, f"{name}: {panel.title}")
+        ax.set_xlim(0, panel.axis)
+        lines, labels = ax.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    for name in published.BATCHES:
+        here = [x for x in ends(result) if x["panel"] == name]
+        if here := [x for x in here if x["system"] in published.BATCHES[name]]:
+            _batches(next(free), name, here)
+    for k, ax in enumerate(free):
+        if handles and not k:
+            ax.set_axis_off()
+            ax.legend(handles.values(), handles, loc="center")
+        else:
+            ax.remove()
+
+
+def _batches(ax: Any, name: str, rows: list[Row]) -> None:
+    """Bars of ours before the printed ones in grey."""
+    printed, x = published.BATCHES[name], np.arange(len(rows))
+    theirs, ours = [printed[row["system"]] for row in rows], [r["batch"] for r in rows]
+    for dx, heights, color in ((-0.2, ours, runs.colors(rows)), (0.2, theirs, "0.75")):
+        bars = ax.bar(x + dx, heights, 0.4, color=color)
+        ax.bar_label(bars, fmt="%.1f", fontsize=5.5)
+    ax.set_xticks(x, [row["system"].replace("Orca ", "").strip("()") for row in rows])
+    panel = PANELS[name]
+    letter, rate = "ab"[panel.data == "Alpaca"], rows[0]["rate_per_s"]
+    ax.set_title(f"13{letter}: {panel.data}, {rate:g}/s; paper grey")
+    ax.set_ylabel("requests at once")
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=list,
+    run=run,
+    plot=plot,
+    claims=published.claims,
+    metrics=metrics,
+    summary=summary,
+    panels=(5, 3),
+    panel_size_inches=(2.6, 1.9),
+    switch=("traces", False),
+)
