@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 import textwrap
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_sampling_rule_runs_inside_the_step(served: dict[int, engines.Run]) ->
     for outcome in served[4].outcomes.values():
         known = [2, *outcome.tokens]
         assert len(known) == 6
-        for before, after in zip(known, known[1:], strict=False):
+        for before, after in itertools.pairwise(known):
             assert after > before or before == last
 
 
@@ -110,10 +111,9 @@ def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         configs.from_hf(raw)
 
     llama = families.FAMILIES["llama"]
-    modules = llama.modules | {".out": (".attention.output",)}
+    modules = {**llama.modules, ".out": (".attention.output",)}
     toy = llama._replace(architecture="ToyLM", modules=modules)
-    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES)
-    monkeypatch.setitem(families.FAMILIES, "toy", toy)  # ty: ignore[invalid-argument-type]
+    monkeypatch.setitem(families.FAMILIES, "toy", toy)
     names = (*config._CHOICES["family"], "toy")
     monkeypatch.setitem(config._CHOICES, "family", names)
     found = configs.from_hf(raw)
@@ -359,4 +359,6 @@ RECIPES = {
 @pytest.mark.parametrize("package", RECIPES)
 def test_a_page_has_the_recipes_that_are_followed_here(package: str) -> None:
     page = (ROOT / package / "README.md").read_text(encoding="utf-8")
-    assert re.findall("^## (?:Add|Recipe:) (.*)$", page, re.MULTILINE) == RECIPES[package]
+    assert (
+        re.findall("^## (?:Add|Recipe:) (.*)$", page, re.MULTILINE) == RECIPES[package]
+    )
