@@ -349,7 +349,7 @@ def test_an_experiment_is_a_module_and_a_line(
 
 RECIPES = {
     "pallas_kernels": ["a kernel tiling"],
-    # Eviction by a rule of one's own is followed in `tests/test_prefixes.py`.
+    # A rule of eviction is followed in `test_eviction.py`.
     "jaxkv": ["a policy", "an eviction rule", "a model family", "a sampling rule"],
     "scaling": ["a law", "a column of logs"],
     "experiments": ["an experiment", "a column"],
