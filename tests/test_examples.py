@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv.memory import kv_pages
 from tests.support import engines
 
-# Slow, because the quick suite runs the README, which shows the same.
+# Slow, because `test_readme.py` runs programs that show the same.
 pytestmark = pytest.mark.slow
 
 END = 60

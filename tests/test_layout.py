@@ -145,6 +145,15 @@ def test_rooms_import_from_lower_floors_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_pages_draw_the_floors() -> None:
+    """The page of a package has the floors as a drawing, the lowest at the bottom."""
+    for package, floors in FLOORS.items():
+        page = (ROOT / package / "README.md").read_text(encoding="utf-8")
+        drawing = page.split("```")[1].strip().splitlines()
+        drawn = [set(line.partition("|")[0].split()) for line in drawing]
+        assert drawn[::-1] == [set(names.split()) for names in floors], package
+
+
 def test_nothing_imports_in_a_circle() -> None:
     # To import a module is to import the packages around it first.
     edges = {}

@@ -1,21 +1,41 @@
-"""The README's Python blocks are one program, and it runs."""
+"""The pages: their programs run, their numbers stand in records, their paths exist."""
 
+import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments.examples import (
+    decode_without_a_scheduler,
+    serve_your_own_model,
+    simulate_a_policy,
+)
 from experiments.framework import registry
+from scaling.shapes import published
 from tests.support import engines
-from tests.support.folders import ROOT
+from tests.support.folders import RECORDS, ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
+
+PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments", "tests")
+PAGES = (
+    *("README.md", "experiments/records/README.md"),
+    *(f"{package}/README.md" for package in PACKAGES),
+)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+# Programs
 
 
 @pytest.fixture(scope="module")
 def blocks() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", read("README.md"), flags=re.DOTALL)
 
 
 @pytest.mark.thorough
@@ -32,29 +52,263 @@ def test_every_block_runs(model, blocks, tmp_path, monkeypatch, capsys):
         exec(compile(block, f"README.md, block {number}", "exec"), space)
     printed = capsys.readouterr().out
     assert "def read_lines(path):" in printed
-    # Three requests of eight tokens, one at a time.
-    emitted = space["trace"].num_emitted
-    assert emitted.sum() == 24
-    assert emitted.sum(axis=1).max() == 1
-    # The policy simulated: by what it admits, by the load.
-    assert space["latency"].shape == (3, 3)
-    assert (np.diff(space["latency"], axis=0) < 1e-3).all()
-    assert (np.diff(space["latency"], axis=1) > 0).all()
+    # What the comments beside the counts say.
+    assert "6738415616" in printed
+    best = space["best"]
+    said = f"{best.num_params:.3e} {best.num_tokens:.3e} {best.loss:.4f}"
+    assert said.replace("e+", "e") in "\n".join(blocks)
 
 
 def test_the_first_example_is_twelve_lines(blocks):
     assert len(blocks[0].splitlines()) <= 12
 
 
-def test_what_is_to_be_run_is_there() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    known = {x.name: x.configs for x in registry.entries()}
-    configs = "|".join({config for each in known.values() for config in each})
-    named = re.findall(rf"(?:jaxkv run |\| |, |^)`?([a-z_0-9]+) ({configs})\b`?", text)
-    assert {name for name, _ in named} >= {"kv_cache", "prefix_caching", "sharing"}
-    for name, config in named:
-        assert config in known[name], f"{name} {config}"
-    for name in re.findall(r"jaxkv run ([a-z_0-9]+)", text):
+@pytest.mark.thorough
+def test_a_policy_simulated(capsys):
+    latency = simulate_a_policy.main()
+    # By what it admits, by the load.
+    assert latency.shape == (3, 3)
+    assert (np.diff(latency, axis=0) < 1e-3).all()
+    assert (np.diff(latency, axis=1) > 0).all()
+    assert capsys.readouterr().out.count("[") == 4
+
+
+@pytest.mark.thorough
+def test_a_model_served_inside_jit():
+    # Three requests of eight tokens, one at a time.
+    _, trace = serve_your_own_model.main()
+    assert trace.num_emitted.sum() == 24
+    assert trace.num_emitted.sum(axis=1).max() == 1
+
+
+@pytest.mark.thorough
+def test_a_decode_loop(tmp_path):
+    model = engines.save_tiny_model(tmp_path / "model", max_positions=512)
+    answer = decode_without_a_scheduler.main(model, num_tokens=5)
+    assert 1 <= len(answer) <= 5
+    again = decode_without_a_scheduler.main(model, num_tokens=3)
+    assert answer.startswith(again.rstrip("\ufffd"))
+
+
+# Sizes, paths, names
+
+
+@pytest.mark.parametrize(
+    ("page", "most"),
+    [("README.md", 200), *((f"{package}/README.md", 80) for package in PACKAGES)],
+)
+def test_a_page_is_short(page: str, most: int) -> None:
+    assert len(read(page).splitlines()) <= most
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page: str) -> None:
+    text, home = read(page), (ROOT / page).parent
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    for link in links:
+        assert (home / link).exists(), link
+    # Paths in backticks count from the page's folder, or from the top.
+    paths = re.findall(r"`((?:\.\./)?(?:[\w.-]+/)+[\w.-]*)`", text)
+    names = re.findall(r"`(?:jaxkv \w+ )?([\w/.-]+\.(?:py|md|toml|json|txt))`", text)
+    for path in {*paths, *names} - set(WRITTEN):
+        assert (home / path).exists() or (ROOT / path).exists(), path
+
+
+WRITTEN = (
+    # Of a run folder, or of a Hugging Face folder, wherever it lies.
+    *("config.json", "env.json", "claims.json", "fit.json", "report.md"),
+    *("traces/", "my.json", "records/NAME"),
+)
+
+
+COMMANDS = ("bench", "claims", "cost", "demo", "fit", "generate", "list", "plan")
+COMMANDS = (*COMMANDS, "run", "sweep", "train")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_to_be_run_is_there(page: str) -> None:
+    text = read(page)
+    commands = set(re.findall(r"(?:`|^|&& )jaxkv ([a-z_]+)", text, re.MULTILINE))
+    assert commands <= set(COMMANDS)
+    known = {entry.name: entry.configs for entry in registry.entries()}
+    for name, config in re.findall(r"jaxkv run ([a-z_0-9]+)(?: ([a-z_0-9]+))?", text):
         assert name in known
-    for path in re.findall(r"experiments/[A-Za-z_0-9/.-]*[A-Za-z_0-9]", text):
-        assert (ROOT / path).exists(), path
+        assert config in (*known[name], ""), f"{name} {config}"
+    for name in re.findall(r"jaxkv bench (\w+)", text):
+        assert f"bench_{name}" in known
+    for name in re.findall(r"jaxkv cost ([a-z]+[\w.-]+)", text):
+        assert name in published.CONFIGS or (name, page) == COST_OF_A_FILE
+
+
+COST_OF_A_FILE = ("plan", "experiments/README.md")
+
+
+# Numbers
+
+
+def rows(record: str) -> list[dict[str, Any]]:
+    text = (RECORDS / record / "runs.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_record_stands_on_its_page_as_it_was_made() -> None:
+    page = read("experiments/records/README.md")
+    table = re.findall(
+        r"^\| \[(\w+)\]\(.*?\) \| `(.*?)` \| (.*) \|$", page, re.MULTILINE
+    )
+    listed = {name: (command, rest) for name, command, rest in table}
+    made = {path.parent.name for path in RECORDS.glob("*/env.json")}
+    assert listed.keys() == made
+    for name, (command, rest) in listed.items():
+        env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
+        date, commit, seconds = rest.split(" | ")
+        assert env["started_at"].startswith(date)
+        assert env["commit"].startswith(commit.strip("`+"))
+        assert env["commit"].endswith("+") == commit.endswith("+`")
+        assert float(seconds.replace(",", "")) == pytest.approx(
+            env["duration_s"], abs=0.51
+        )
+        assert env["experiment"] in command.replace("bench ", "bench_")
+        # The page tells of one machine, on which all of them were made.
+        machine = (env["cpu"], env["num_cpus"], env["memory_bytes"])
+        assert machine == ("AMD EPYC", 2, 25276502016)
+        assert env["versions"]["jax"] == "0.11.2"
+    for path in RECORDS.iterdir():
+        assert f"({path.name}/" in page or path.suffix, path
+    # Words of a verdict are those of the record.
+    assert page.count("**fail") >= 15
+
+
+def claimed(record: str, *statements: str) -> list[float]:
+    """Our numbers, by the beginnings of their claims."""
+    claims = json.loads((RECORDS / record / "claims.json").read_text("utf-8"))
+    found = []
+    for statement in statements:
+        ours = {x["ours"] for x in claims if x["claim"].startswith(statement)}
+        assert len(ours) == 1, statement
+        found.append(float(ours.pop()))
+    return found
+
+
+def numbers() -> dict[str, list[str]]:
+    """The front page's numbers by row, written from the records."""
+    orca = ("Max", "Pow2", "Oracle")
+    systems = [*(f"Orca ({x})" for x in orca), "the paged system"]
+    parts = [f"{system}: token states" for system in systems]
+    models = ("OPT-13B", "OPT-66B", "OPT-175B")
+    oracle, most = (
+        [f"{model}, ShareGPT: times the load of Orca ({x})" for model in models]
+        for x in ("Oracle", "Max")
+    )
+    alpaca = [
+        f"OPT-13B, Alpaca{x}: times the load of Orca (Oracle)"
+        for x in ("", ", beam width 6")
+    ]
+    saved = (
+        "pages saved by 2 answers, short",
+        "pages saved by beam search of width 6, l",
+    )
+    begin = [f"requests that begin with the same {x} tokens" for x in (80, 341)]
+    chat = [f"paged memory bears twice the load of Orca ({x})" for x in orca]
+    ways = [f"openchat, {x}: " for x in ("mixed only", "chunks only", "both")]
+    split = "OPT-13B, prompts of 512 and answers of 64 tokens: two cards that read"
+    train, fits = rows("bench_train"), {x["method"]: x for x in rows("bench_fit")}
+    decode = [x for x in rows("bench_decode") if x["implementation"] == "jaxkv"]
+    kernels = {
+        x["spec"]: x["ratio"]
+        for x in rows("bench_kernels")
+        if x.get("implementation") == "reference"
+    }
+    steps = {
+        key: np.median([x[key] for x in rows("bench_simulate")])
+        for key in ("steps_per_s_vmapped", "steps_per_s_python")
+    }
+
+    def faster(width: int) -> float:
+        here = [x for x in train if x["width"] == width]
+        theirs = [x["tokens_per_s"] for x in here if x["implementation"] != "jaxkv"]
+        [ours] = [x["tokens_per_s"] for x in here if x["implementation"] == "jaxkv"]
+        return ours / max(theirs)
+
+    def written(form: str, values: list[float], between: str = ", ") -> str:
+        return between.join(form.format(x) for x in values)
+
+    said = json.loads((RECORDS / "isoflop" / "prediction.json").read_text("utf-8"))
+    gain = claimed("isoflop", "the law foresees a larger run's loss")[0]
+    came = (said["predicted"] - gain * said["best_fitted_loss"]) / (1 - gain)
+    span = [kernels[f"decode-b8-1k-32x8-{x}-float32"] for x in ("p16", "p64-uniform")]
+    return {
+        "fig. 2:": [written("{:.0f}", claimed("memory_waste", *parts))],
+        "fig. 12,": [written("{:.2f}", claimed("latency_vs_rate", *oracle))],
+        "the same, of Orca (Max)": [
+            written("{:.2f}", claimed("latency_vs_rate", *most))
+        ],
+        "figs. 12d, 14f:": [written("{:.2f}", claimed("latency_vs_rate", *alpaca))],
+        "fig. 15:": [written("{:.1f}", claimed("sharing", *saved), " to ")],
+        "fig. 16:": [
+            written("{:.2f}", claimed("sharing", *begin)),
+            written("{:.2f}", claimed("sharing_paper", *TRANSLATIONS)),
+        ],
+        "fig. 17:": [written("{:.2f}", claimed("chatbot", *chat))],
+        "Sarathi-Serve:": [
+            written("{:.2f}", claimed("chunked_prefill", *(x + end for x in ways)))
+            for end in ("P99 time between tokens", "median time to the first token")
+        ],
+        "DistServe:": [
+            written("{:.2f}", claimed("disaggregation", split)),
+            written("{:.1f}", claimed("disaggregation", "so each card bears more")),
+        ],
+        "Mooncake:": [written("{:.1f}", claimed("prefix_caching", CHUNKS))],
+        "Chinchilla's loss": [
+            f"{said['predicted']:.3f} ({said['low']:.3f}-{said['high']:.3f})",
+            f"came to {came:.3f}",
+        ],
+        "mixtures against dense": [written("{:.2f}", claimed("experts", SEVENTH))],
+        "LSTM against": [written("{:.1f}", claimed("rivals", "lstm, to equal loss"))],
+        "decode, 1, 8, 32": [written("{:.2f}", [x["ratio"] for x in decode])],
+        "prefill, the same": [written("{:.2f}", [x["prefill_ratio"] for x in decode])],
+        "training, width": [written("{:.2f}", [faster(x) for x in (16, 32, 64, 128)])],
+        "4,000 bootstrap fits": [f"{fits['NumPy gradient + SciPy BFGS']['ratio']:.0f}"],
+        "simulated steps a second": [f"{np.divide(*steps.values()):.1f}"],
+        "attention: decode": [
+            written("{:.2f}", span, " and "),
+            f"{kernels['decode-b1-1k-9x3d64-p16-float32']:.2f}",
+            f"{kernels['tree-b2-t26-1k-32x8-p16-float32']:.2f}",
+        ],
+    }
+
+
+TRANSLATIONS = [f"translations that begin with the same {x} tokens" for x in (80, 341)]
+CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
+SEVENTH = "a mixture needs a seventh of the dense model's compute"
+
+
+def test_the_front_page_says_what_the_records_say() -> None:
+    lines = [x for x in read("README.md").splitlines() if x.startswith("| ")]
+    first = next(i for i, x in enumerate(lines) if x.startswith("| what | ours"))
+    last = next(i for i, x in enumerate(lines) if x.startswith("| attention: decode"))
+    told = [x for x in lines[first + 1 : last + 1] if any(map(str.isdigit, x))]
+    unrecorded = ("Gadre et al.", "figs. 18, 19", "| | jaxkv")
+    for start, expected in numbers().items():
+        [line] = [x for x in told if start in x]
+        told.remove(line)
+        for number in expected:
+            assert number in line, f"{number} is not in {line}"
+    assert not [x for x in told if not any(each in x for each in unrecorded)]
+
+
+def test_the_records_page_says_no_table_row_twice() -> None:
+    page = read("experiments/records/README.md")
+    told = [
+        x for x in page.splitlines() if x.startswith("| ") and re.search(r"\d\.\d", x)
+    ]
+    assert len(told) == len(set(told))
+    assert "<!-- demo -->" in page or not _is_older_than_its_report("demo")
+
+
+def _is_older_than_its_report(record: str) -> bool:
+    """Whether the arrays of the demo are of another run than its report."""
+    with np.load(RECORDS / record / "result.npz") as arrays:
+        seconds = [arrays[f"{way}.duration_s"] for way in ("static", "continuous")]
+    ratio = claimed(record, "continuous batching serves more tokens a second")[0]
+    return abs(seconds[0] / seconds[1] - ratio) > 0.01

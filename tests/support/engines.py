@@ -273,6 +273,7 @@ def serve(
     max_calls: int = 2000,
     host: host_swap.HostSpace | None = None,
     num: int = 0,
+    logits_fn: engine_step.LogitsFn | None = None,
 ) -> Run:
     """Runs requests to their end, handing them over as there is room.
 
@@ -288,8 +289,11 @@ def serve(
       max_calls: calls after which the engine counts as stuck.
       host: swap space beside the staging buffer.
       num: answers that the state owes already.
+      logits_fn: changes logits before a token is drawn.
     """
     waiting, infos = list(asks), []
+    # Left out where there is none, so that the program is that of all other tests.
+    changed: dict[str, Any] = {} if logits_fn is None else {"logits_fn": logits_fn}
     outcomes: dict[Name, Outcome] = {}
     num += len(names_of(waiting))
     weights = params(model) if weights is None else weights
@@ -312,6 +316,7 @@ def serve(
             config=config,
             forward=forward,
             policy=policy,
+            **changed,
         )
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])

@@ -1,0 +1,364 @@
+"""The recipes of the packages' pages, each followed in code."""
+
+import dataclasses
+import functools
+import itertools
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from experiments.cli import main
+from experiments.framework import registry, run_folder
+from experiments.framework.table import Floats, Table, Texts, column, shown
+from jaxkv.models import checkpoints, config, transformer
+from jaxkv.models.huggingface import configs, families
+from pallas_kernels import devices
+from pallas_kernels.paged_attention import api, dispatch, prefill_plan, stream_k
+from scaling.fits import fit
+from scaling.laws import base, powers
+from scaling.logs import columns, log
+from scaling.plan import budgets
+from tests.support import attention_cases, emulating, engines, kernel_cases, plans
+from tests.support.folders import ROOT
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+# Add a policy; add a sampling rule. One program serves both.
+
+
+class AtMost(NamedTuple):
+    """First come, first served, but never more than `most` requests at once."""
+
+    most: jax.Array
+    holds_finished = False
+
+    def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
+        room = self.most - jnp.sum(counts.running, dtype=jnp.int32)
+        rank = jnp.arange(counts.waiting.shape[0], dtype=jnp.int32)
+        counts = counts._replace(waiting=counts.waiting & (rank < room))
+        return engines.FCFS.plan(counts)
+
+
+def only_rising(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
+    """Lets through the tokens above the last one; if it was the last, all."""
+    token = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    rows = jnp.arange(logits.shape[0])
+    last = answer.tokens[rows, jnp.maximum(answer.num_tokens - 1, 0)][:, None]
+    rises = (token > last) | (last == logits.shape[1] - 1)
+    return jnp.where(rises, logits, -jnp.inf)
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[int, engines.Run]:
+    """The same requests under the policy, by its parameter."""
+    asks = [engines.greedy(i, [3 * i + 1, 2], max_tokens=5) for i in range(6)]
+    return {
+        most: engines.serve(
+            asks, engines.TIGHT, AtMost(jnp.int32(most)), logits_fn=only_rising
+        )
+        for most in (1, 4)
+    }
+
+
+def test_a_policy_decides_on_counts() -> None:
+    counts = plans.counts([(9, 8, 3)], waiting=[3, 2, 1], free_pages=20)
+    plan = plans.plan_of(counts, AtMost(jnp.int32(2)))
+    assert np.asarray(plan.admit).tolist() == [True, False, False, False]
+    assert np.asarray(plan.num_rows).tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.thorough
+def test_a_policy_changes_when_and_never_what(served: dict[int, engines.Run]) -> None:
+    at_once = {
+        most: (run.info.request_id >= 0).sum(axis=1).max()
+        for most, run in served.items()
+    }
+    assert at_once == {1: 1, 4: 4}
+    answers = [
+        {name: outcome.tokens for name, outcome in run.outcomes.items()}
+        for run in served.values()
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.thorough
+def test_a_sampling_rule_runs_inside_the_step(served: dict[int, engines.Run]) -> None:
+    last = engines.MODEL.vocab_size - 1
+    for outcome in served[4].outcomes.values():
+        known = [2, *outcome.tokens]
+        assert len(known) == 6
+        for before, after in itertools.pairwise(known):
+            assert after > before or before == last
+
+
+# Add a model family
+
+
+@pytest.mark.usefixtures("as_users_have_it")  # `FamilyName` is longer by then
+def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = dataclasses.replace(engines.MODEL, num_layers=1)
+    weights = transformer.init_params(shape, jax.random.key(0))
+    raw = configs.to_hf(shape) | {"model_type": "toy", "architectures": ["ToyLM"]}
+    with pytest.raises(ValueError, match="architecture 'ToyLM' is not supported"):
+        configs.from_hf(raw)
+
+    llama = families.FAMILIES["llama"]
+    modules = {**llama.modules, ".out": (".attention.output",)}
+    toy = llama._replace(architecture="ToyLM", modules=modules)
+    monkeypatch.setitem(families.FAMILIES, "toy", toy)
+    names = (*config._CHOICES["family"], "toy")
+    monkeypatch.setitem(config._CHOICES, "family", names)
+    found = configs.from_hf(raw)
+    assert dataclasses.replace(found, family="llama") == shape
+    with pytest.raises(ValueError, match="attn_logit_cap"):
+        configs.from_hf(raw | {"attn_logit_cap": 30.0})
+
+    checkpoints.save_model(tmp_path / "toy", found, weights)
+    names = (tmp_path / "toy" / "model.safetensors").read_bytes()
+    assert b"model.layers.0.attention.output.weight" in names
+    again = checkpoints.load_model(tmp_path / "toy")
+    assert again.config == found
+    jax.tree.map(np.testing.assert_array_equal, again.params, weights)
+
+
+# A kernel tiling
+
+MINE = dispatch.Tilings(
+    decode=stream_k.Tiling(num_programs=5, tile=128, stages=2, q_stages=1),
+    prefill=stream_k.Tiling(num_programs=2, stages=2, block_rows=128),
+)
+
+
+def test_a_tiling_goes_from_the_call_to_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = attention_cases.make_case(
+        np.random.default_rng(0),
+        [(20, 3), (33, 1)],
+        page_size=16,
+        kv_heads=1,
+        group=2,
+        head_dim=64,
+    )
+    arrays = [jnp.asarray(x) for x in case]
+    # The reference passes it over: the program is the same, to the last operation.
+    programs = [
+        str(jax.make_jaxpr(functools.partial(api.paged_attention, **fields))(*arrays))
+        for fields in ({}, {"tiling": MINE})
+    ]
+    assert programs[0] == programs[1]
+
+    h200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
+    monkeypatch.setattr(devices, "current", lambda: h200)
+    q, k = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays[:2])
+
+    def planned(tiling: dispatch.Tilings | None) -> dispatch.StepPlan:
+        plan = functools.partial(api.make_plan, q, k, tiling=tiling)
+        return jax.eval_shape(plan, *arrays[3:6])
+
+    assert planned(MINE).tiling == MINE
+    assert planned(None).tiling == dispatch.default_tilings(64)
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]]
+    with pytest.raises(ValueError, match="must be that of the plan"):
+        api.paged_attention(*narrow, *arrays[3:], plan=planned(None), tiling=MINE)
+    with pytest.raises(ValueError, match="must be a multiple of 64"):
+        stream_k.Tiling(tile=96)
+    assert prefill_plan.default_tiling(head_dim=64).block_rows == 128
+
+
+@pytest.mark.thorough
+def test_a_tiling_changes_no_number_of_the_kernel() -> None:
+    case = kernel_cases.make_case([(70, 1), (5, 2)], page_size=16, kv_heads=1, group=2)
+    for tiling in (emulating.SMALL, MINE.decode):
+        kernel_cases.assert_within_rule(case, *emulating.run(case, tiling))
+
+
+# Add a law
+
+
+def test_a_law_is_fitted_and_plans() -> None:
+    n, d = "num_params", "num_tokens"
+    law = powers.power_sum(
+        "no-floor",
+        "A / N^alpha + B / D^beta",
+        (n, d),
+        (
+            base.scale("A"),
+            base.scale("B"),
+            base.exponent("alpha"),
+            base.exponent("beta"),
+        ),
+        (
+            powers.Term("A", (powers.Power(n, "alpha"),)),
+            powers.Term("B", (powers.Power(d, "beta"),)),
+        ),
+        "made up",
+        two_powers=lambda c: base.TwoPowers(c["A"], c["B"], c["alpha"], c["beta"]),
+    )
+    made_of = {"A": 400.0, "B": 900.0, "alpha": 0.35, "beta": 0.3}
+    rng = np.random.default_rng(0)
+    data = {n: 10 ** rng.uniform(7, 9, 30), d: 10 ** rng.uniform(9, 11, 30)}
+    data["loss"] = (
+        made_of["A"] / data[n] ** made_of["alpha"]
+        + made_of["B"] / data[d] ** made_of["beta"]
+    )
+    predicted = law.predict(np.array([*made_of.values()]), data)
+    np.testing.assert_allclose(predicted, data["loss"], rtol=1e-5)
+    found = fit.fit(law, data)
+    assert found.coefficients == pytest.approx(made_of, rel=1e-4)
+
+    best = budgets.allocate(budgets.two_powers(law, found.coefficients), 6e20)
+    assert best.num_params * best.num_tokens == pytest.approx(1e20)
+    # At the optimum both terms have the same slope along the budget.
+    terms = made_of["A"] / best.num_params**0.35, made_of["B"] / best.num_tokens**0.3
+    assert 0.35 * terms[0] == pytest.approx(0.3 * terms[1], rel=1e-3)
+
+
+# Add a column
+
+
+class Loads(Table):
+    """Made-up loads."""
+
+    data: Texts = column("whose lengths")
+    finish_s: Floats = column("from arrival to answer", form="{:.1f} s")
+
+    @property
+    @shown(heading="over the first")
+    def ratio(self) -> np.ndarray:
+        """Times over the first."""
+        return self.finish_s / self.finish_s[0]
+
+
+def test_a_column_of_a_result_is_declared_once() -> None:
+    loads = Loads.of([("a", 2.0), ("b", 5.0)])
+    assert loads.rows()[1] == {"data": "b", "finish_s": 5.0, "ratio": 2.5}
+    sheet = loads.sheet("made up")
+    assert sheet.columns == ["data", "finish", "over the first"]
+    assert sheet.rows[1] == ("b", "5.0 s", "2.5")
+
+
+def test_a_column_of_a_log_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("N,D,loss,repeats\n1e6,1e8,3.1,2\n2e6,2e8,2.9,4\n")
+    named = columns.Columns(others={"num_unique_tokens": "repeats*1e7"})
+    found = log.read(path, named, needs=["num_unique_tokens"])
+    assert found.columns["num_unique_tokens"].tolist() == [2e7, 4e7]
+
+
+# Add an experiment
+
+EXPERIMENT = '''
+"""Do dice show 3.5 on average?"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from experiments.framework import Ours, Record, Study, beside, column, ours
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How many."""
+
+    num: int = 1000
+    """Throws."""
+
+    def __post_init__(self) -> None:
+        validation.at_least(self, "num", low=1)
+
+
+CONFIGS = {"smoke": Config()}
+
+
+class Result(Record):
+    """What they showed."""
+
+    faces: np.ndarray = column("each")
+    mean: float = column("of all")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    faces = np.random.default_rng(0).integers(1, 7, config.num)
+    return Result(faces, float(faces.mean()))
+
+
+def plot(ax, result: Result) -> None:
+    ax.hist(result.faces)
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    yield ours("mean", result.mean)
+
+
+STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot, claims=claims),)
+'''
+CLAIMS = """
+[mean]
+claim = "dice show 3.5 on average"
+source = "worked out"
+kind = "checks"
+published = 3.5
+unit = "1"
+tolerance = 0.2
+because = "nearly four standard errors of 1,000 throws"
+"""
+
+
+def test_an_experiment_is_a_module_and_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "dice_question"
+    home.mkdir()
+    (home / "experiment.py").write_text(textwrap.dedent(EXPERIMENT))
+    (home / "claims.toml").write_text(CLAIMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = registry.Entry(
+        "dice",
+        "Do dice show 3.5 on average?",
+        ("smoke",),
+        "dice_question.experiment",
+    )
+    known = (*registry.entries(), line)
+    monkeypatch.setattr(registry, "entries", lambda: known)
+    monkeypatch.chdir(tmp_path)
+
+    assert main.main(["list"]) == 0
+    assert "dice" in capsys.readouterr().out
+    assert main.main(["run", "dice", "--num", "900", "--out", "here"]) == 0
+    kept = run_folder.read(tmp_path / "here", registry.load("dice"))
+    assert kept.config.num == 900
+    [claim] = kept.claims
+    assert claim.verdict == "holds"
+    assert main.main(["run", "dice", "--num", "0"]) == 2
+    assert "num=0 must be at least 1" in capsys.readouterr().err
+
+
+RECIPES = {
+    "pallas_kernels": ["a kernel tiling"],
+    # A rule of eviction is followed in `test_eviction.py`.
+    "jaxkv": ["a policy", "an eviction rule", "a model family", "a sampling rule"],
+    "scaling": ["a law", "a column of logs"],
+    "experiments": ["an experiment", "a column"],
+}
+
+
+@pytest.mark.parametrize("package", RECIPES)
+def test_a_page_has_the_recipes_that_are_followed_here(package: str) -> None:
+    page = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    assert (
+        re.findall("^## (?:Add|Recipe:) (.*)$", page, re.MULTILINE) == RECIPES[package]
+    )
