@@ -1,4 +1,4 @@
-"""What giving way costs: read off traces, from one workload served in many ways."""
+"""What preemptions cost: read off traces, from one workload served in many ways."""
 
 import dataclasses
 import json
@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 from experiments.cli import main
-from experiments.framework import registry, run_folder
+from experiments.cli.results_page import RECORDS
+from experiments.framework import registry, run_folder, table
 from experiments.framework.progress import QUIET, Quiet
 from experiments.plotting import style
-from experiments.serving.preemption import experiment, moving, replay, serving
+from experiments.serving.preemption import measured, moving, replay
+from experiments.serving.preemption.measured import STUDY, Config, Result
 from experiments.serving.preemption.serving import Server, Servings, Way
 from jaxkv.models import checkpoints
 from tests import engines
 from tests.impatience import Impatient
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-SMOKE = experiment.CONFIGS["smoke"]
+SMOKE = measured.CONFIGS["smoke"]
 
 
 @pytest.fixture(scope="module")
@@ -38,43 +40,41 @@ def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> experiment.Result:
+def whole(folder: Path) -> Result:
     """All that the folder holds."""
     return run_folder.read(folder, registry.load("preemption")).result
 
 
 @pytest.fixture(scope="module")
-def result(model: str) -> experiment.Result:
+def result(model: str) -> Result:
     """A run without what needs programs of its own: the host's memory, and moves."""
     config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
-    return experiment.run(config)
+    return measured.run(config)
 
 
-def served(result: experiment.Result) -> Servings:
+def served(result: Result) -> Servings:
     """All servings in one table."""
-    parts = [x for x in result if isinstance(x, Servings) and len(x.name)]
-    return Servings(*map(np.concatenate, zip(*parts, strict=True)))
+    found = table.parts(result).values()
+    return Servings.joined(x for x in found if isinstance(x, Servings))
 
 
 def rows(servings: Servings, **wanted: Any) -> Servings:
     """The servings of which that is so."""
-    here = np.ones(len(servings.name), bool)
-    for name, value in wanted.items():
-        here &= getattr(servings, name) == value
-    assert here.any()
-    return Servings(*(column[here] for column in servings))
+    found = servings.where(**wanted)
+    assert len(found)
+    return found
 
 
 TRACE = [
     # Requests in three slots, and the tokens that they feed; * ends the request.
     ("7:5 8:9 -", "both are read"),
     ("7:1 8:1 -", ""),
-    ("7:1 - -", "8 gives way with 10 tokens"),
+    ("7:1 - -", "8 is preempted with 10 tokens"),
     ("7:1* - -", "7 completes; 8 is still away"),
     ("- 9:4 -", "9 overtakes"),
     ("8:0 9:1 -", "8 is back with its pages"),
     ("8:1 9:1* -", ""),
-    ("- - -", "8 gives way with 11; nobody runs"),
+    ("- - -", "8 is preempted with 11; nobody runs"),
     ("- 8:6 -", "it is fed again, in two parts"),
     ("- 8:6* 5:3*", "with its last token; 5 is let in before that"),
 ]
@@ -89,30 +89,30 @@ def test_a_trace_is_read_as_by_hand() -> None:
     ]
     ended = [["*" in c for c in row] for row in cells]
     story = replay.read(*(np.array(names), np.array(fed), np.array(ended)), page_size=4)
-    assert story == replay.Story(
-        num_preempted=2,
-        num_returned=1,
-        pages_moved=2 * 3,
-        num_fed=int(np.sum(fed)),
-        num_recomputed=11,
-        num_overtaken=2,
-        steps=9,
-    )
+    assert story == {
+        "num_preempted": 2,
+        "num_returned": 1,
+        "pages_moved": 2 * 3,
+        "num_fed": int(np.sum(fed)),
+        "num_recomputed": 11,
+        "num_overtaken": 2,
+        "steps": 9,
+    }
 
 
 @pytest.mark.thorough
-def test_no_answer_depends_on_who_gives_way_or_how(result: experiment.Result) -> None:
+def test_no_answer_depends_on_who_is_preempted_or_how(result: Result) -> None:
     all_ = served(result)
     assert len(all_.name) >= 18
     assert not all_.num_different.any()
     # Not for want of occasions.
     assert (all_.num_preempted > 0).sum() >= 15
-    # Whoever gives way, each token is computed once, and those lost again.
+    # Whoever is preempted, each token is computed once, and those lost again.
     assert len(set((all_.num_fed - all_.num_recomputed).tolist())) == 1
 
 
 @pytest.mark.thorough
-def test_nobody_gives_way_where_there_is_room(result: experiment.Result) -> None:
+def test_nobody_is_preempted_where_there_is_room(result: Result) -> None:
     roomy = rows(result.ways, name="room for all")
     assert not roomy.num_preempted.any()
     assert not roomy.num_recomputed.any()
@@ -124,7 +124,7 @@ def test_nobody_gives_way_where_there_is_room(result: experiment.Result) -> None
 
 @pytest.mark.thorough
 def test_with_enough_swap_space_nothing_is_computed_again(
-    result: experiment.Result,
+    result: Result,
 ) -> None:
     swap = rows(served(result), preemption="swap", host_pages=0)
     roomy = swap.swap_pages >= swap.pool_pages
@@ -140,8 +140,8 @@ def test_with_enough_swap_space_nothing_is_computed_again(
 
 
 @pytest.mark.thorough
-def test_nobody_new_before_those_who_gave_way_are_done(
-    result: experiment.Result,
+def test_nobody_new_before_the_preempted_are_done(
+    result: Result,
 ) -> None:
     held = rows(result.ways, hold_new=True)
     assert held.preemption.tolist() == ["recompute", "swap"]
@@ -151,7 +151,7 @@ def test_nobody_new_before_those_who_gave_way_are_done(
 
 
 @pytest.mark.thorough
-def test_rules_choose_different_victims(result: experiment.Result) -> None:
+def test_rules_choose_different_victims(result: Result) -> None:
     for preemption_ in ("recompute", "swap"):
         rules = rows(result.victims, preemption=preemption_)
         assert len(rules.name) == 4
@@ -162,7 +162,7 @@ def test_rules_choose_different_victims(result: experiment.Result) -> None:
 
 
 @pytest.mark.thorough
-def test_a_watermark_leaves_less_to_compute_again(result: experiment.Result) -> None:
+def test_a_watermark_leaves_less_to_compute_again(result: Result) -> None:
     marks = result.watermarks
     assert marks.watermark[0] == 0
     assert marks.num_fed[0] == rows(result.ways, name="recompute").num_fed
@@ -170,7 +170,7 @@ def test_a_watermark_leaves_less_to_compute_again(result: experiment.Result) -> 
 
 
 @pytest.mark.thorough
-def test_too_small_a_swap_space_lies_between(result: experiment.Result) -> None:
+def test_too_small_a_swap_space_lies_between(result: Result) -> None:
     spaces = result.spaces
     again = rows(result.ways, name="recompute")
     assert spaces.swap_pages[0] == 0
@@ -184,7 +184,7 @@ def test_too_small_a_swap_space_lies_between(result: experiment.Result) -> None:
 
 @pytest.mark.slow
 def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(
-    whole: experiment.Result,
+    whole: Result,
 ) -> None:
     assert whole.hosts.host_pages[0] == 0
     assert (whole.hosts.swap_pages == whole.hosts.swap_pages[0]).all()
@@ -195,7 +195,7 @@ def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(
 
 @pytest.mark.thorough
 def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(
-    result: experiment.Result,
+    result: Result,
 ) -> None:
     """The ways have the pool that they know of; here it is a part of a larger one."""
     for preemption_ in ("recompute", "swap"):
@@ -208,7 +208,7 @@ def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(
 
 
 @pytest.mark.slow
-def test_times_of_one_request(whole: experiment.Result) -> None:
+def test_times_of_one_request(whole: Result) -> None:
     moves = whole.moves
     assert moves.page_size.tolist() == list(SMOKE.page_sizes)
     assert (moves.num_tokens == moves.num_tokens[0]).all()
@@ -218,7 +218,7 @@ def test_times_of_one_request(whole: experiment.Result) -> None:
         times_s = getattr(moves, name)
         assert times_s.shape == (len(moves.page_size), SMOKE.move_repeats)
         assert (times_s > 0).all()
-    assert (moves.swap_through_host > moves.swap).all()
+    assert (moves.swap_through_host_s > moves.swap_s).all()
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     exact = {claim["claim"]: claim["ours"] for claim in claims}
     assert exact["no answer depends on who gives way, or how"] == 0
     run = run_folder.read(folder, registry.load("preemption"))
-    assert list(run.metrics) == list(experiment.Result._fields)
+    assert list(run.metrics) == list(Result.columns())
     assert run.metrics["ways"][0]["name"] == "room for all"
     report = (folder / "report.md").read_text()
     for title in ("who gives way", "smaller pools", "swap space that is too small"):
@@ -242,18 +242,18 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
 @pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
-    result = experiment.run(config, Impatient(label))
+    result = measured.run(config, Impatient(label))
     assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
-    claims = experiment.claims(result)
+    claims = measured.claims(result)
     assert all(claim.verdict != "fails" for claim in claims)
-    assert experiment.metrics(result)["ways"][0]["num_preempted"] == 0
-    assert len(experiment.summary(result)) >= 1
+    assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
+    assert len(STUDY.tell(result)) >= 1
     style.render(
-        lambda axes: experiment.plot(axes, result),
-        panels=experiment.PANELS,
-        size_inches=experiment.PANEL_SIZE_INCHES,
+        lambda axes: measured.plot(axes, result),
+        panels=STUDY.panels,
+        size_inches=STUDY.panel_size_inches,
     )
 
 
@@ -262,21 +262,21 @@ def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
     progress = Quiet()
     progress.stopped = True
     config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
-    result = experiment.run(config, progress)
-    assert experiment.claims(result) == []
-    assert experiment.summary(result) == []
+    result = measured.run(config, progress)
+    assert measured.claims(result) == []
+    assert STUDY.tell(result) == []
     style.render(
-        lambda axes: experiment.plot(axes, result),
-        panels=experiment.PANELS,
-        size_inches=experiment.PANEL_SIZE_INCHES,
+        lambda axes: measured.plot(axes, result),
+        panels=STUDY.panels,
+        size_inches=STUDY.panel_size_inches,
     )
 
 
 def test_a_way_must_fit_its_engine(model: str) -> None:
     loaded = checkpoints.load_model(model)
-    requests, _ = experiment.workload(SMOKE, loaded)
+    requests, _ = measured.workload(SMOKE, loaded)
     server = Server(loaded, requests, QUIET)
-    config = serving.bounds(experiment.bounds(SMOKE), 20, 4)
+    config = measured.bounds(SMOKE, 20, 4)
     with pytest.raises(ValueError, match="needs more pages"):
         server.serve("too large", [(Way("large", 21), config)])
 
@@ -288,40 +288,40 @@ def test_a_way_must_fit_its_engine(model: str) -> None:
         ({"repeats": 0}, "repeats=0 must be at least 1"),
         ({"prompt_tokens": (9, 8)}, "must be in order"),
         ({"pool_share": 0.0}, r"pool_share=0\.0 must be in"),
-        ({"pool_shares": (1.5,)}, "must lie in"),
-        ({"swap_shares": (-0.1,)}, "must lie in"),
+        ({"pool_shares": (1.5,)}, "must be in"),
+        ({"swap_shares": (-0.1,)}, "must be in"),
         ({"page_sizes": (0,)}, "must be at least 1"),
         ({"sigma": float("nan")}, "sigma=nan must be at least 0"),
     ],
 )
 def test_bad_configs_are_refused(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        experiment.Config(**fields)
+        Config(**fields)
 
 
 def test_the_model_must_be_long_enough(model: str) -> None:
-    with pytest.raises(ValueError, match="513 tokens must be at most"):
-        experiment.run(experiment.Config(model=model))
+    with pytest.raises(ValueError, match="max_length=513 must be at most"):
+        measured.run(Config(model=model))
 
 
 def test_moves_of_no_page_size_are_empty(model: str) -> None:
     loaded = checkpoints.load_model(model)
-    _, moved = experiment.workload(SMOKE, loaded)
+    _, moved = measured.workload(SMOKE, loaded)
     moves = moving.measure(
-        *(loaded, moved, ()), repeats=1, numerics="fast", progress=QUIET
+        loaded, moved, (), repeats=1, numerics="fast", progress=QUIET
     )
-    assert moves.recompute.size == moves.swap_through_host.size == 0
+    assert len(moves) == moves.swap_through_host_s.size == 0
 
 
 def test_the_record_shows_what_makes_it_cheap() -> None:
-    folder = Path(experiment.__file__).parent / "records" / "preemption"
+    folder = RECORDS / "preemption"
     run = run_folder.read(folder, registry.load("preemption"))
-    claims = experiment.claims(run.result)
+    claims = measured.claims(run.result)
     verdicts = [claim.verdict for claim in claims]
     assert (verdicts.count("holds"), verdicts.count("fails")) == (4, 0)
     ways, hosts = run.result.ways, run.result.hosts
     again = rows(ways, name="recompute")
-    # Holding new requests back loses more steps than giving way costs.
+    # Holding new requests back loses more steps than preemption costs.
     assert rows(ways, name="recompute, hold new").steps > 1.2 * again.steps
     assert (hosts.num_recomputed[1:] < hosts.num_recomputed[0]).all()
     assert run.result.victims.recomputed_share.max() == again.recomputed_share

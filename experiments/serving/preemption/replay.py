@@ -1,40 +1,16 @@
-"""Who gave way, who came back and how: read off the trace of an engine.
+"""Who was preempted, who came back and how: read off the trace of an engine.
 
 The trace says who was in which slot and how many tokens it fed. A request that is in a
-slot and then is not, though it has not ended, gave way. When it is back it either has
-its pages, and then feeds nothing in its first step, or it feeds from the beginning.
+slot and then is not, though it has not ended, was preempted. When it is back it either
+has its pages, and then feeds nothing in its first step, or it feeds from the beginning.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxkv.engine import StepInfo
-
-
-class Story(NamedTuple):
-    """What became of the requests of a trace, each of one sequence.
-
-    Attributes:
-      num_preempted: times that a request gave way.
-      num_returned: times that one came back with its pages.
-      pages_moved: pages that these left and came back with, both ways counted.
-      num_fed: tokens fed.
-      num_recomputed: tokens lost, by requests that came back without their pages.
-      num_overtaken: requests that were let in for the first time while one that gave
-        way had not completed.
-      steps: in which anybody had a slot.
-    """
-
-    num_preempted: int
-    num_returned: int
-    pages_moved: int
-    num_fed: int
-    num_recomputed: int
-    num_overtaken: int
-    steps: int
 
 
 def read(
@@ -43,30 +19,32 @@ def read(
     ended: Bool[np.ndarray, "steps slots"],
     *,
     page_size: int,
-) -> Story:
-    """Follows every request through a trace.
+) -> dict[str, int]:
+    """Follows every request, each of one sequence, through a trace.
 
     Args:
       request_id: of the request in each slot, -1 for none.
       num_rows: tokens fed.
       ended: where the request ended in this step.
       page_size: token places in a page.
+
+    Returns:
+      What became of them, named as columns of `serving.Servings`.
     """
     preempted = returned = moved = lost = overtaken = 0
     written: dict[int, int] = {}  # tokens with K and V, by request
     running: set[int] = set()
     away: set[int] = set()
-    owed: set[int] = set()  # gave way, and have not completed
-    occupied = (request_id >= 0).any(1)
-    for step in range(len(request_id)):
-        slots = np.flatnonzero(request_id[step] >= 0)
-        here = dict(zip(request_id[step, slots].tolist(), slots, strict=True))
+    owed: set[int] = set()  # preempted, and have not completed
+    for ids, rows_fed, ends in zip(request_id, num_rows, ended, strict=True):
+        slots = np.flatnonzero(ids >= 0)
+        here = dict(zip(ids[slots].tolist(), slots, strict=True))
         gone = running - here.keys()
         preempted += len(gone)
         away |= gone
         owed |= gone
         for name, slot in here.items():
-            rows = int(num_rows[step, slot])
+            rows = int(rows_fed[slot])
             if name not in written:
                 overtaken += bool(owed)
             elif name in away:
@@ -78,23 +56,23 @@ def read(
                     lost += written[name]
                     written[name] = 0
             written[name] = written.get(name, 0) + rows
-        done = {name for name, slot in here.items() if ended[step, slot]}
+        done = {name for name, slot in here.items() if ends[slot]}
         running = here.keys() - done
         owed -= done
-    return Story(
-        num_preempted=preempted,
-        num_returned=returned,
-        pages_moved=moved,
-        num_fed=int(num_rows.sum()),
-        num_recomputed=lost,
-        num_overtaken=overtaken,
-        steps=int(occupied.sum()),
-    )
+    return {
+        "num_preempted": preempted,
+        "num_returned": returned,
+        "pages_moved": moved,
+        "num_fed": int(num_rows.sum()),
+        "num_recomputed": lost,
+        "num_overtaken": overtaken,
+        "steps": int((request_id >= 0).any(1).sum()),
+    }
 
 
 def read_trace(
     trace: Sequence[StepInfo], *, num_recomputed: int, page_size: int
-) -> Story:
+) -> dict[str, int]:
     """Reads a whole run, and compares with what the engine counted itself.
 
     Args:
@@ -109,13 +87,13 @@ def read_trace(
         np.concatenate([getattr(info, name) for info in trace])
         for name in ("request_id", "num_rows", "reason")
     ]
-    story = read(columns[0], columns[1], columns[2] > 0, page_size=page_size)
+    found = read(columns[0], columns[1], columns[2] > 0, page_size=page_size)
     counted = {
         "num_preempted": sum(int(info.num_preempted.sum()) for info in trace),
         "num_returned": sum(int(info.num_swapped_in.sum()) for info in trace),
         "num_recomputed": num_recomputed,
     }
     for name, count in counted.items():
-        if getattr(story, name) != count:
-            raise RuntimeError(f"{name}: {getattr(story, name)} in trace, not {count}")
-    return story
+        if found[name] != count:
+            raise RuntimeError(f"{name}: {found[name]} in trace, not {count}")
+    return found
