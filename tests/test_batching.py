@@ -10,8 +10,7 @@ import pytest
 
 from experiments.plotting import style
 from experiments.serving.batching import experiment, lectures, sweeps
-from experiments.serving.batching.experiment import CONFIGS, Config
-from experiments.serving.batching.sweeps import Result
+from experiments.serving.batching.experiment import CONFIGS, STUDY, Config, Result
 
 SMOKE = CONFIGS["smoke"]
 
@@ -23,8 +22,7 @@ def result() -> Result:
 
 @pytest.mark.thorough
 def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
-    static = lectures.grid(result.static_sequences)
-    continuous = lectures.grid(result.continuous_sequences)
+    static, continuous = result.static_sequences, result.continuous_sequences
     assert lectures.words(static) == [*lectures.STATIC]
     assert lectures.words(continuous) == [*lectures.CONTINUOUS]
     # "Sequence 3 finished after two iterations", sequence 2 after six.
@@ -47,8 +45,8 @@ def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> No
 @pytest.mark.thorough
 def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
-    for i, output in enumerate(sweeps.outputs(SMOKE)):
-        longest = SMOKE.prompt_tokens + SMOKE.limits[i]
+    for i, (load, longest) in enumerate(sweeps.limited(SMOKE)):
+        output = np.asarray(load.output)
         slots = sweeps.num_reserved(SMOKE, longest)
         batches = [output[k : k + slots] for k in range(0, output.size, slots)]
         assert steps[0, i] == sum(batch.max() for batch in batches)
@@ -74,7 +72,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     )
     result = experiment.run(config)
     assert result.num_slots == 3
-    for i, (load,) in enumerate(sweeps.spread(config)):
+    for i, (load, _) in enumerate(sweeps.spread(config)):
         output = np.asarray(load.output)
         batches = [output[k : k + 3] for k in range(0, output.size, 3)]
         ends = [0] * 3
@@ -88,8 +86,8 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     assert len(experiment.claims(result)) == 7
     style.render(
         lambda axes: experiment.plot(axes, result),
-        panels=experiment.PANELS,
-        size_inches=experiment.PANEL_SIZE_INCHES,
+        panels=STUDY.panels,
+        size_inches=STUDY.panel_size_inches,
     )
 
 
@@ -97,7 +95,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
 def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
     found = result.deviations
     assert found.deviation[0, 0] == 0
-    static, continuous = found.means()
+    static, continuous = found.means
     assert continuous[0] == pytest.approx(static[0])
     assert continuous[1] > 1.2 * static[1]
 
@@ -113,11 +111,11 @@ def test_what_a_run_leaves(result: Result) -> None:
     )
     found = experiment.metrics(result)
     assert found["limits"][-1]["gain"] > found["limits"][0]["gain"] > 1
-    assert len(experiment.summary(result)) == 6
+    assert len(STUDY.tell(result)) == 6
     files = style.render(
         lambda axes: experiment.plot(axes, result),
-        panels=experiment.PANELS,
-        size_inches=experiment.PANEL_SIZE_INCHES,
+        panels=STUDY.panels,
+        size_inches=STUDY.panel_size_inches,
     )
     assert files["figure.png"].startswith(b"\x89PNG")
 
@@ -131,7 +129,7 @@ def test_what_a_run_leaves(result: Result) -> None:
         ({"clients": (9,)}, "must be at most self.max_slots=8"),
         ({"num_places": 31}, "must hold a prompt and its longest output, 32 tokens"),
         ({"num_requests": 0}, "num_requests=0 must be at least 1"),
-        ({"mean_output_tokens": 0.0}, "self.mean_output_tokens=0.0 must be"),
+        ({"mean_output_tokens": 0.0}, "mean_output_tokens=0.0 must be at least 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, Any], line: str) -> None:
