@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.framework import Floats, Ints, Progress, Record, Table, column, units
+from experiments.framework import (
+    Floats,
+    Ints,
+    Progress,
+    Record,
+    Table,
+    column,
+    table,
+    units,
+)
 from experiments.harness import cost_models, simulating
 from experiments.serving.batching import lectures
 from jaxkv import validation
@@ -94,8 +103,7 @@ class Speeds(Record):
             found[f"{system}_tokens_per_s"] = rates
         found["gain"] = self.means[-1] / self.means[0]
         found["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
-        rows = zip(*(x.tolist() for x in found.values()), strict=True)
-        return [dict(zip(found, row, strict=True)) for row in rows]
+        return table.by_row(found)
 
 
 class Latencies(Table):

@@ -2,14 +2,14 @@
 
 import functools
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments.framework import Progress
+from experiments.framework import Progress, Record, column, table
 from jaxkv import decoding
 from jaxkv.engine import state
 from jaxkv.models import checkpoints, paged, transformer
@@ -18,19 +18,16 @@ from jaxkv.models.config import ModelConfig
 PAGE_SIZE = 16
 
 
-class Timed(NamedTuple):
+class Timed(Record):
     """Seconds of drawing one token, greedily, waited for."""
 
-    length: Int[np.ndarray, " lengths"]
-    """Tokens behind which it is drawn."""
-    without_s: Float[np.ndarray, " lengths"]
-    """The whole prefix goes through the model."""
-    with_s: Float[np.ndarray, " lengths"]
-    """The last token does."""
-    is_same: Bool[np.ndarray, " lengths"]
-    """Whether both draw the same token."""
-    every_with_s: Float[np.ndarray, " tokens"]
-    """With the cache, behind 1, 2, ... tokens."""
+    length: Int[np.ndarray, " lengths"] = column("tokens behind which it is drawn")
+    without_s: Float[np.ndarray, " lengths"] = column("the whole prefix is fed")
+    with_s: Float[np.ndarray, " lengths"] = column("the last token is")
+    is_same: Bool[np.ndarray, " lengths"] = column("whether both draw the same token")
+    every_with_s: Float[np.ndarray, " tokens"] = column(
+        "with the cache, behind 1, 2, ... tokens"
+    )
 
     def totals_s(self) -> Float[np.ndarray, "2 lengths"]:
         """Seconds of all tokens up to each length, without the cache and with it.
@@ -38,10 +35,28 @@ class Timed(NamedTuple):
         Without, the time between two lengths is a power of the length, and below the
         first of them that of the first: an upper bound for so few tokens.
         """
+        if not self.length.size:
+            return np.zeros((2, 0))
         n = np.arange(1, int(self.length[-1]) + 1)
         between = np.interp(np.log(n), np.log(self.length), np.log(self.without_s))
         both = np.exp(between), self.every_with_s[: n.size]
         return np.stack([np.cumsum(x)[self.length - 1] for x in both])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers of every length, for JSON."""
+        without, cached = self.totals_s()
+        return table.by_row(
+            {
+                "tokens": self.length,
+                "without_s": self.without_s,
+                "with_s": self.with_s,
+                "ratio": self.without_s / self.with_s,
+                "same": self.is_same,
+                "text_without_s": without,
+                "text_with_s": cached,
+                "text_ratio": without / cached,
+            }
+        )
 
 
 def time_both(
