@@ -144,7 +144,7 @@ def draw_turns(ax: Any, found: Times, title: str, *, is_static: bool) -> None:
                 _cell(ax, step - 1, row, kind, "END" if kind == END else "")
             elif is_static and last < step <= batch_end:
                 boxes.rectangle(ax, box, facecolor="0.6", edgecolor="white")
-            elif _TURNS[row][0] + 1 <= step < first:
+            elif int(_TURNS[row][0]) < step < first:
                 boxes.rectangle(ax, box, **waits)
 
 
