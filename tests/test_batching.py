@@ -1,4 +1,4 @@
-"""Batching: the lectures' pictures, and speeds that a plain loop foretells."""
+"""Batching: the lectures' pictures, and speeds that a plain loop predicts."""
 
 import dataclasses
 import heapq

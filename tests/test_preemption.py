@@ -233,7 +233,7 @@ def test_claims_and_numbers_stand_in_the_folder(folder: Path) -> None:
     assert list(run.metrics) == list(Result.columns())
     assert run.metrics["ways"][0]["name"] == "room for all"
     report = (folder / "report.md").read_text()
-    for title in ("who gives way", "smaller pools", "swap space that is too small"):
+    for title in ("who is preempted", "smaller pools", "swap space that is too small"):
         assert title in report
     assert "room for all" in (folder / "figure.svg").read_text()
 
