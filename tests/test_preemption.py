@@ -13,7 +13,7 @@ from experiments.cli.results_page import RECORDS
 from experiments.framework import registry, run_folder, table
 from experiments.framework.progress import QUIET, Quiet
 from experiments.plotting import style
-from experiments.serving.preemption import measured, moving, replay
+from experiments.serving.preemption import measured, moving, serving
 from experiments.serving.preemption.measured import STUDY, Config, Result
 from experiments.serving.preemption.serving import Server, Servings, Way
 from jaxkv.models import checkpoints
@@ -88,7 +88,9 @@ def test_a_trace_is_read_as_by_hand() -> None:
         for row in cells
     ]
     ended = [["*" in c for c in row] for row in cells]
-    story = replay.read(*(np.array(names), np.array(fed), np.array(ended)), page_size=4)
+    story = serving.read_steps(
+        *(np.array(names), np.array(fed), np.array(ended)), page_size=4
+    )
     assert story == {
         "num_preempted": 2,
         "num_returned": 1,

@@ -1,17 +1,20 @@
-"""Serves one workload in too little memory, in many ways, and counts what it costs."""
+"""Serves one workload in too little memory, in many ways, and counts what it costs.
+
+Who was preempted, who came back and how is read off the trace of the engine: it says
+who was in which slot and how many tokens it fed.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from experiments.framework import Floats, Ints, Progress, Table, Texts, column
 from experiments.framework.table import shown
 from experiments.harness import Request, model_shapes, streaming
-from experiments.serving.preemption import replay
-from jaxkv.engine import EngineConfig
+from jaxkv.engine import EngineConfig, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, victims
@@ -180,7 +183,7 @@ class Server:
             return None
         answers = [done[i] for i in range(len(done))]
         again = sum(answer.num_recomputed for answer in answers)
-        counts = replay.read_trace(
+        counts = read_trace(
             engine.trace, num_recomputed=again, page_size=config.page_size
         )
         out = sum(int(info.num_swapped_out.sum()) for info in engine.trace)
@@ -229,3 +232,93 @@ class Server:
             "mean_latency_s": [x.mean() for x in latencies],
             "p95_latency_s": [np.percentile(x, 95) for x in latencies],
         }
+
+
+def read_steps(
+    request_id: Int[np.ndarray, "steps slots"],
+    num_rows: Int[np.ndarray, "steps slots"],
+    ended: Bool[np.ndarray, "steps slots"],
+    *,
+    page_size: int,
+) -> dict[str, int]:
+    """Follows every request, each of one sequence, through a trace.
+
+    One that is in a slot and then is not, though it has not ended, was preempted. When
+    it is back it either has its pages, and then feeds nothing in its first step, or it
+    feeds from the beginning.
+
+    Args:
+      request_id: of the request in each slot, -1 for none.
+      num_rows: tokens fed.
+      ended: where the request ended in this step.
+      page_size: token places in a page.
+
+    Returns:
+      What became of them, named as columns of `Servings`.
+    """
+    preempted = returned = moved = lost = overtaken = 0
+    written: dict[int, int] = {}  # tokens with K and V, by request
+    running: set[int] = set()
+    away: set[int] = set()
+    owed: set[int] = set()  # preempted, and have not completed
+    for ids, rows_fed, ends in zip(request_id, num_rows, ended, strict=True):
+        slots = np.flatnonzero(ids >= 0)
+        here = dict(zip(ids[slots].tolist(), slots, strict=True))
+        gone = running - here.keys()
+        preempted += len(gone)
+        away |= gone
+        owed |= gone
+        for name, slot in here.items():
+            rows = int(rows_fed[slot])
+            if name not in written:
+                overtaken += bool(owed)
+            elif name in away:
+                away.remove(name)
+                if rows == 0:
+                    returned += 1
+                    moved += 2 * -(-written[name] // page_size)
+                else:
+                    lost += written[name]
+                    written[name] = 0
+            written[name] = written.get(name, 0) + rows
+        done = {name for name, slot in here.items() if ends[slot]}
+        running = here.keys() - done
+        owed -= done
+    return {
+        "num_preempted": preempted,
+        "num_returned": returned,
+        "pages_moved": moved,
+        "num_fed": int(num_rows.sum()),
+        "num_recomputed": lost,
+        "num_overtaken": overtaken,
+        "steps": int((request_id >= 0).any(1).sum()),
+    }
+
+
+def read_trace(
+    trace: Sequence[StepInfo], *, num_recomputed: int, page_size: int
+) -> dict[str, int]:
+    """Reads a whole run, and compares with what the engine counted itself.
+
+    Args:
+      trace: step infos of all calls of a run that came to its end.
+      num_recomputed: tokens that the engine says were computed again.
+      page_size: token places in a page.
+
+    Raises:
+      RuntimeError: trace and engine disagree.
+    """
+    columns = [
+        np.concatenate([getattr(info, name) for info in trace])
+        for name in ("request_id", "num_rows", "reason")
+    ]
+    found = read_steps(columns[0], columns[1], columns[2] > 0, page_size=page_size)
+    counted = {
+        "num_preempted": sum(int(info.num_preempted.sum()) for info in trace),
+        "num_returned": sum(int(info.num_swapped_in.sum()) for info in trace),
+        "num_recomputed": num_recomputed,
+    }
+    for name, count in counted.items():
+        if found[name] != count:
+            raise RuntimeError(f"{name}: {found[name]} in trace, not {count}")
+    return found
