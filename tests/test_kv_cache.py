@@ -9,8 +9,7 @@ import pytest
 
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting, experiment
-from experiments.serving.kv_cache.experiment import CONFIGS, STUDY, Config
-from experiments.serving.kv_cache.timing import Timed
+from experiments.serving.kv_cache.experiment import CONFIGS, STUDY, Config, Timed
 from scaling.costs.flops import decode, forward, total
 from scaling.shapes.description import Description, HeadAttention
 
