@@ -1,4 +1,4 @@
-"""Batching: the lectures' pictures, and speeds that a plain loop foretells."""
+"""Batching: the lectures' pictures, and speeds that a plain loop predicts."""
 
 import dataclasses
 import heapq
@@ -8,8 +8,7 @@ import pytest
 
 from experiments.plotting import style
 from experiments.serving.batching import experiment, lectures, sweeps
-from experiments.serving.batching.experiment import CONFIGS, Config
-from experiments.serving.batching.sweeps import Result
+from experiments.serving.batching.experiment import CONFIGS, STUDY, Config, Result
 from tests.support import smoke
 
 SMOKE = CONFIGS["smoke"]
@@ -22,8 +21,7 @@ def result() -> Result:
 
 @pytest.mark.thorough
 def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
-    static = lectures.grid(result.static_sequences)
-    continuous = lectures.grid(result.continuous_sequences)
+    static, continuous = result.static_sequences, result.continuous_sequences
     assert lectures.words(static) == [*lectures.STATIC]
     assert lectures.words(continuous) == [*lectures.CONTINUOUS]
     # "Sequence 3 finished after two iterations", sequence 2 after six.
@@ -46,8 +44,8 @@ def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> No
 @pytest.mark.thorough
 def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
-    for i, output in enumerate(sweeps.outputs(SMOKE)):
-        longest = SMOKE.prompt_tokens + SMOKE.limits[i]
+    for i, (load, longest) in enumerate(sweeps.limited(SMOKE)):
+        output = np.asarray(load.output)
         slots = sweeps.num_reserved(SMOKE, longest)
         batches = [output[k : k + slots] for k in range(0, output.size, slots)]
         assert steps[0, i] == sum(batch.max() for batch in batches)
@@ -73,7 +71,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     )
     result = experiment.run(config)
     assert result.num_slots == 3
-    for i, (load,) in enumerate(sweeps.spread(config)):
+    for i, (load, _) in enumerate(sweeps.spread(config)):
         output = np.asarray(load.output)
         batches = [output[k : k + 3] for k in range(0, output.size, 3)]
         ends = [0] * 3
@@ -87,8 +85,8 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     assert len(experiment.claims(result)) == 7
     style.render(
         lambda axes: experiment.plot(axes, result),
-        panels=experiment.PANELS,
-        size_inches=experiment.PANEL_SIZE_INCHES,
+        panels=STUDY.panels,
+        size_inches=STUDY.panel_size_inches,
     )
 
 
@@ -96,15 +94,15 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
 def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
     found = result.deviations
     assert found.deviation[0, 0] == 0
-    static, continuous = found.means()
+    static, continuous = found.means
     assert continuous[0] == pytest.approx(static[0])
     assert continuous[1] > 1.2 * static[1]
 
 
 @pytest.mark.thorough
 def test_more_room_gains_more(result: Result) -> None:
-    found = experiment.metrics(result)["limits"]
-    best, *_, least = result.limits.means()[::-1]  # paged and static batching
+    found = STUDY.metrics(result)["limits"]
+    best, *_, least = result.limits.means[::-1]  # paged and static batching
     assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
     assert found[-1]["gain"] > found[0]["gain"] > 1
 

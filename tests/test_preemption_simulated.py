@@ -1,20 +1,15 @@
-"""Giving way at the paper's scale: arithmetic by hand, claims on made-up numbers."""
+"""Preemptions at the paper's scale: arithmetic by hand, claims on made-up numbers."""
 
 import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
 from experiments.plotting import style
-from experiments.serving.preemption import (
-    experiment,
-    results,
-    simulated,
-    simulated_report,
-)
-from experiments.serving.preemption.simulated import Simulated
+from experiments.serving.preemption import simulated
+from experiments.serving.preemption.simulated import STUDY, Config, Result, Simulated
 
 
-def made_up() -> Simulated:
+def made_up() -> Result:
     """Rows in which what is computed again halves with each step of the watermark."""
     rows = []
     for way in simulated.ways(3):
@@ -22,7 +17,7 @@ def made_up() -> Simulated:
         share *= 1.0 if way.victim == "latest" else 0.75
         latency = {"recompute": 0.05, "swap": 0.05}.get(way.preemption, 0.5)
         rows.append((*way, 10, share * (1 + (way.seed - 3) / 10), latency, 0.0))
-    return Simulated(*map(np.asarray, zip(*rows, strict=True)))
+    return Result(Simulated.of(rows))
 
 
 def test_moving_a_page_is_two_transfers_a_layer() -> None:
@@ -34,7 +29,7 @@ def test_moving_a_page_is_two_transfers_a_layer() -> None:
 
 
 def test_claims_take_means_over_draws_and_compare_within_one() -> None:
-    found = {claim.claim: claim for claim in simulated_report.claims(made_up())}
+    found = {claim.claim: claim for claim in simulated.claims(made_up())}
     free = found["computed again with 0 of 983 pages kept free"]
     assert free.ours == pytest.approx(20 * 1.15)
     victims = found["choosing other victims saves half of the recomputation"]
@@ -46,22 +41,21 @@ def test_claims_take_means_over_draws_and_compare_within_one() -> None:
 
 
 def test_the_figure_and_tables_are_of_the_simulation() -> None:
-    result = results.simulated_only(made_up())
-    files = style.render(
-        lambda axes: experiment.plot(axes, result), panels=experiment.PANELS
-    )
+    result = made_up()
+    files = style.render(lambda axes: simulated.plot(axes, result), panels=STUDY.panels)
     assert files["figure.png"].startswith(b"\x89PNG")
-    sheets = [x for x in experiment.summary(result) if isinstance(x, Sheet)]
-    marks, sizes = simulated.WATERMARKS, simulated.PAGE_SIZES
-    assert [len(x.rows) for x in sheets] == [len(marks), len(sizes)]
-    rows = experiment.metrics(result)["simulated"]
-    assert len(rows) == len(simulated.ways(0))
-    assert not simulated_report.claims(simulated.empty())[:-2]
+    sheets = [x for x in STUDY.tell(result) if isinstance(x, Sheet)]
+    rules, moves = len(simulated.RULES), len(simulated.PREEMPTIONS)
+    marks, sizes = len(simulated.WATERMARKS), len(simulated.PAGE_SIZES)
+    assert [len(x.rows) for x in sheets] == [rules * marks, sizes, moves * sizes]
+    found = STUDY.metrics(result)
+    assert len(found["simulated"]) == len(simulated.ways(0))
+    assert len(found["bring_back"]) == sizes
+    assert not simulated.claims(Result(Simulated.of([])))[:-2]
 
 
 @pytest.mark.slow
 def test_a_few_requests_are_served_in_every_way() -> None:
-    config = experiment.Config(simulated_requests=80)
-    found = experiment.run(config).simulated
+    found = simulated.run(Config(simulated_requests=80)).simulated
     assert (found.recomputed_share[found.preemption != "recompute"] == 0).all()
     assert np.isfinite(found.normalised_s).all()

@@ -108,3 +108,11 @@ def test_a_result_is_kept_and_told(loads: Loads, tmp_path) -> None:
         loads.sheet("all loads"),
         Sheet("", ("metric", "value"), [("p95", "500 ms")]),
     ]
+
+
+def test_columns_by_name_become_rows() -> None:
+    columns = {"tokens": np.array([1, 2]), "is_same": np.array([True, False])}
+    found = table.by_row(columns)
+    assert found == [{"tokens": 1, "is_same": True}, {"tokens": 2, "is_same": False}]
+    assert type(found[0]["tokens"]) is int
+    assert table.by_row({"tokens": np.zeros(0)}) == []

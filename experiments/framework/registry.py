@@ -190,7 +190,7 @@ _ENTRIES = (
     ),
     Entry(
         "preemption",
-        "What does it cost when requests give way, and what makes it cheap?",
+        "What does it cost when requests are preempted, and what makes it cheap?",
         ("real", "smoke", "paper"),
         "experiments.serving.preemption.experiment",
     ),

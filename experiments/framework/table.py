@@ -186,6 +186,12 @@ def is_compound(kind: Any) -> bool:
     return is_record or hasattr(kind, "_fields")
 
 
+def by_row(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Columns, arrays of equal lengths by name, as rows for JSON."""
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
 def metrics(result: Any) -> dict[str, Any]:
     """What JSON tells of a record: values by key, tables as rows, no arrays."""
     if not isinstance(result, Record):

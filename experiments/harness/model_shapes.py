@@ -1,12 +1,14 @@
 """Models to measure: real ones, and real shapes with random weights."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from experiments.framework import config_json
 from experiments.harness import bundled
-from jaxkv.models import checkpoints, config, transformer
+from jaxkv.engine import EngineConfig
+from jaxkv.models import checkpoints, config, paged, transformer
+from jaxkv.serving.engine import Engine
 
 RANDOM = {
     "random-135m": config.ModelConfig(
@@ -54,3 +56,51 @@ def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loade
         line = config_json.unknown("model", model, [*bundled.names(), *RANDOM])
         raise ValueError(f"{line}, or the path of a folder") from None
     return checkpoints.load_model(folder, dtype=dtype)
+
+
+def load_with_text(model: str, *, max_length: int) -> checkpoints.Loaded:
+    """Loads a model that has a tokenizer, and positions for so many tokens.
+
+    Args:
+      model: a folder, or the name of a bundled model.
+      max_length: tokens of the longest sequence.
+
+    Raises:
+      ValueError: there is no such model, its folder cannot be read, or it lacks these.
+    """
+    loaded = checkpoints.load_model(bundled.folder_of(model))
+    if loaded.tokenizer is None:
+        raise ValueError(f"{model}: has no tokenizer, so no text")
+    if max_length > loaded.config.max_positions:
+        raise ValueError(
+            f"{max_length=} must be at most {loaded.config.max_positions=}"
+        )
+    return loaded
+
+
+def engine(
+    model: checkpoints.Loaded,
+    bounds: EngineConfig,
+    *,
+    has_text: bool = True,
+    **options: Any,
+) -> Engine:
+    """Makes an engine that keeps its trace.
+
+    Args:
+      model: what it serves.
+      bounds: its bounds.
+      has_text: whether it turns tokens into text, which takes time.
+      options: further ones, as `Engine` takes them.
+    """
+    return Engine(
+        model.params,
+        paged.PagedForward(model.config, bounds.numerics),
+        paged.make_pages(model.config, bounds),
+        bounds,
+        tokenizer=model.tokenizer if has_text else None,
+        eos_ids=model.eos_ids,
+        vocab_size=model.config.vocab_size,
+        keep_trace=True,
+        **options,
+    )

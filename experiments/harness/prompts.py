@@ -1,5 +1,6 @@
 """Requests made of real text: prompts from files that no model was trained on."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,38 @@ def ragged(
     low, high = bounds
     drawn = rng.lognormal(0.5 * np.log(low * high), sigma, num)
     return np.clip(drawn.round(), low, high).astype(int).tolist()
+
+
+def ragged_requests(
+    tokenizer: Any,
+    rng: np.random.Generator,
+    prompt_tokens: tuple[int, int],
+    output_tokens: tuple[int, int],
+    *,
+    sigma: float,
+    num: int,
+    ask: Sampling,
+    seed: int,
+) -> list[Request]:
+    """Cuts held-out prompts of ragged lengths, with answers of ragged limits.
+
+    Args:
+      tokenizer: of the model that will answer.
+      rng: where the draws come from.
+      prompt_tokens: the shortest and the longest prompt.
+      output_tokens: the lowest and the highest limit of an answer.
+      sigma: standard deviation of the logarithm of both.
+      num: how many.
+      ask: how answers are drawn.
+      seed: of the first answer; each has the seed behind that of the last.
+    """
+    sizes = ragged(rng, prompt_tokens, sigma, num)
+    limits = ragged(rng, output_tokens, sigma, num)
+    asks = [
+        dataclasses.replace(ask, seed=seed + i, max_tokens=limit)
+        for i, limit in enumerate(limits)
+    ]
+    return held_out(tokenizer, sizes, asks, rng)
 
 
 def held_out(

@@ -12,71 +12,34 @@ of pages.
 mean 128, as published: there each limit keeps the outputs up to it.
 """
 
-import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import Claim, Part, Sheet, units
-from experiments.serving.batching import claims as batching_claims
-from experiments.serving.batching import drawing, lectures, serving, sweeps
-from experiments.serving.batching.sweeps import SYSTEMS, Result
-from jaxkv import validation
+import jax
+import numpy as np
+
+from experiments.framework import (
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Study,
+    beside,
+    column,
+    ours,
+    report,
+)
+from experiments.harness import model_shapes
+from experiments.plotting import style
+from experiments.serving.batching import lectures, serving, sweeps
+from experiments.serving.batching.lectures import Times
+from experiments.serving.batching.sweeps import SYSTEMS, Config, Latencies, Speeds
 from jaxkv.progress import QUIET, Progress
 
-PANELS = (4, 2)
-PANEL_SIZE_INCHES = (3.4, 1.8)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """The machine, and the requests that it serves."""
-
-    model: str = ""
-    """A folder, or a bundled model: serves it here, in place of simulated sweeps of
-    deviations and clients, and leaves the limits out."""
-    cost: str = "opt-13b-a100-40gb"
-    """What a step takes: a name as `cost_models` has it."""
-    num_places: int = 15_728
-    """Token places of K and V; those of a 13B model on 40 GB."""
-    prompt_tokens: int = 512
-    """Of every prompt."""
-    mean_output_tokens: float = 128.0
-    """Of outputs, before they are limited."""
-    limits: tuple[int, ...] = (32, 128, 512, 1536)
-    """Outputs are exponential, those above the limit drawn anew; ascending."""
-    deviations: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
-    """Coefficients of variation of outputs of the same mean; ascending."""
-    clients: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Who ask for an answer again and again, prompts of 32 tokens; ascending."""
-    num_requests: int = 1000
-    """Requests of each load, all there when the clock starts."""
-    num_seeds: int = 3
-    """Draws of the lengths."""
-    max_slots: int = 64
-    """Sequences that run at once at most."""
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be simulated."""
-        validation.at_least(
-            self, "prompt_tokens", "num_requests", "num_seeds", "max_slots"
-        )
-        for name, least in (("limits", 1), ("deviations", 0), ("clients", 1)):
-            values = getattr(self, name)
-            if not values or min(values) < least or sorted(set(values)) != [*values]:
-                raise ValueError(f"{name}={values} must be ascending, from {least}")
-        if self.num_places < self.longest:
-            raise ValueError(
-                f"{self.num_places=} must hold a prompt and its longest output, "
-                f"{self.longest} tokens"
-            )
-        if self.clients[-1] > self.max_slots:
-            raise ValueError(f"{self.clients=} must be at most {self.max_slots=}")
-        validation.at_least(self, "mean_output_tokens")
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a prompt with the longest output."""
-        return self.prompt_tokens + self.limits[-1]
-
+_PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
+"""Limits, and cost model."""
+BOOK = beside(__file__)
 
 CONFIGS = {
     "smoke": Config(
@@ -106,80 +69,228 @@ CONFIGS = {
 }
 
 
+class Result(Record):
+    """All sweeps, and the lectures' pictures."""
+
+    limits: Speeds = column("of `SYSTEMS`, by the longest output; of no load if served")
+    deviations: Speeds = column("of two of them in the same slots, by outputs' spread")
+    clients: Latencies = column("side by side")
+    static_sequences: Times = column("S1 to S7")
+    continuous_sequences: Times = column("S1 to S7")
+    static_requests: Times = column("R1 to R5")
+    continuous_requests: Times = column("R1 to R5")
+    where: str = column("the cost model, or the device")
+    num_slots: int = column("of the systems that `deviations` compares")
+
+
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates all of it, or serves what can be served here."""
+    model, limits, where = None, config.limits, config.cost
     if config.model:
-        return serving.run(config, progress)
-    return sweeps.run(config, progress)
+        model = model_shapes.load_with_text(config.model, max_length=config.longest)
+        limits, where = (), jax.devices()[0].device_kind
+    static, other = sweeps.simulate(config, progress, sweeps=model is None)
+    if model:
+        none: list[sweeps.Run] = []
+        static["limits"] = other["limits"] = other["paged"] = none
+        uneven = serving.uneven(config, model, progress)
+        static["deviations"], other["deviations"] = uneven
+        other["clients"] = [*serving.side_by_side(config, model, progress)]
+    by_limit = (static["limits"], other["limits"], other["paged"])
+    by_spread = (static["deviations"], other["deviations"])
+    first, second = zip(static["pictures"], other["pictures"], strict=True)
+    return Result(
+        sweeps.speeds(config, limits, *by_limit),
+        sweeps.speeds(config, config.deviations, *by_spread),
+        sweeps.latencies(config, other["clients"]),
+        *(run.times for run in (*first, *second)),
+        where=where,
+        num_slots=sweeps.num_reserved(config, config.longest),
+    )
 
 
-def plot(axes: Any, result: Result) -> None:
-    """Draws the pictures, and throughput below."""
-    drawing.draw(axes, result)
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Judges them all; what was not swept has none."""
+    for name, times, drawn in (
+        ("static", result.static_sequences, lectures.STATIC),
+        ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
+    ):
+        yield ours("cells", lectures.num_equal(times, drawn), name=name)
+    batches = lectures.batches(result.continuous_requests)[: len(lectures.BATCHES)]
+    equal = sum(x == y for x, y in zip(batches, lectures.BATCHES, strict=False))
+    yield ours("iterations", equal, batches=", then ".join(batches))
+    yield ours("joined", lectures.num_joined(result.static_requests))
+    if result.limits.value.size:
+        other = (result.limits.value.tolist(), result.where) != _PUBLISHED
+        yield from _limits(result.limits, other)
+    yield from _batches(result)
 
 
-def claims(result: Result) -> list[Claim]:
-    """Holds the lectures' pictures, and published speeds, against ours."""
-    return batching_claims.claims(result)
+def _limits(found: Speeds, other: bool) -> Iterator[Ours]:
+    """Those of the published sweep, over all its limits."""
+    static, continuous, paged = found.means
+    gain, more = continuous / static, paged / continuous
+    gains, pages = (
+        ", ".join(
+            f"{x:.2f} up to {y:,.0f}" for x, y in zip(z, found.value, strict=True)
+        )
+        for z in (gain, more)
+    )
+    longest = found.value[-1]
+    yield ours("never_slower", gain.min(), differs=other, gains=gains)
+    yield ours("growth", np.diff(gain).min(), differs=other)
+    yield ours("about_the_same", gain[0], differs=other)
+    yield ours("pages_never_slower", more.min(), differs=other)
+    yield ours("continuous", gain[-1], longest=longest)
+    yield ours("paged", paged[-1] / static[-1], longest=longest)
+    yield ours("doubled", more.min(), pages=pages)
+
+
+def _batches(result: Result) -> Iterator[Ours]:
+    found, uneven = result.clients, result.deviations
+    if len(found):
+        most, rates, took_s = found.clients[-1], found.tokens_per_s, found.s_per_token
+        fastest = found.clients[took_s.argmin()]
+        yield ours("alone", fastest, most=most, times=took_s[-1] / took_s[0])
+        known = np.isfinite(rates).any()
+        best = found.clients[np.nanargmax(rates)] if known else np.nan
+        yield ours("largest", best, published=float(most), times=rates[-1] / rates[0])
+    if uneven.value[0] == 0:
+        fewer = (uneven.steps[0, 0] / uneven.steps[1, 0]).mean()
+        yield ours("equal", fewer, differs=not result.limits.value.size)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives the pictures in words, and all speeds."""
-    r = result
     return {
-        "where": r.where,
-        "sequences_static": lectures.words(lectures.grid(r.static_sequences)),
-        "sequences_continuous": lectures.words(lectures.grid(r.continuous_sequences)),
-        "requests_static": lectures.batches(r.static_requests),
-        "requests_continuous": lectures.batches(r.continuous_requests),
-        "limits": _speeds(r.limits, "longest"),
-        "deviations": _speeds(r.deviations, "deviation"),
-        "clients": [
-            {"clients": int(n), "tokens_per_s": float(rate), "token_s": float(s)}
-            for n, rate, s in zip(*r.clients, strict=True)
-        ],
+        "where": result.where,
+        "sequences_static": lectures.words(result.static_sequences),
+        "sequences_continuous": lectures.words(result.continuous_sequences),
+        "requests_static": lectures.batches(result.static_requests),
+        "requests_continuous": lectures.batches(result.continuous_requests),
+        "limits": result.limits.rows("longest"),
+        "deviations": result.deviations.rows("deviation"),
+        "clients": result.clients.rows(),
     }
 
 
 def summary(result: Result) -> list[Part]:
     """Shows the pictures as tables, and the sweeps."""
     found = metrics(result)
-    heads = ("iteration", "request by request", "iteration by iteration")
-    both = [found["requests_static"], found["requests_continuous"]]
-    rows = [
-        (str(i + 1), *(x[i] if i < len(x) else "" for x in both))
-        for i in range(max(map(len, both)))
-    ]
     names = [f"T{i + 1}" for i in range(lectures.PLACES)]
-    parts: list[Part] = [
-        Sheet(f"{kind} batching", names, [x.split() for x in found[key]])
-        for kind, key in (
-            ("static", "sequences_static"),
-            ("continuous", "sequences_continuous"),
-        )
+    both = (found["requests_static"], found["requests_continuous"])
+    turns = [
+        (str(i + 1), *row)
+        for i, row in enumerate(itertools.zip_longest(*both, fillvalue=""))
     ]
-    parts.append(Sheet("R1 to R5, three at a time", heads, rows))
-    for key, title in (
-        ("limits", "exponential outputs up to a limit"),
-        ("deviations", "outputs of equal means"),
-        ("clients", "requests side by side"),
+    heads = ("iteration", "request by request", "iteration by iteration")
+    tables = {
+        "exponential outputs up to a limit": found["limits"],
+        "outputs of equal means": found["deviations"],
+    }
+    return [
+        *(
+            Sheet(f"{x} batching", names, [y.split() for y in found[f"sequences_{x}"]])
+            for x in ("static", "continuous")
+        ),
+        Sheet("R1 to R5, three at a time", heads, turns),
+        *report.metric_sheets({title: x for title, x in tables.items() if x}),
+        result.clients.sheet("requests side by side"),
+    ]
+
+
+LOOKS = {
+    "static": ("static", 6),
+    "continuous": ("continuous", 5),
+    "paged": ("continuous, paged", 3),
+}
+"""Labels of systems, and places of their colours."""
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws the pictures, and throughput below, on 4 rows of 2 axes."""
+    for ax, found, name in (
+        (axes[0, 0], result.static_sequences, "static"),
+        (axes[0, 1], result.continuous_sequences, "continuous"),
     ):
-        if found[key]:
-            cells = [[units.named(*x) for x in row.items()] for row in found[key]]
-            rows = [[cell for _, cell in row] for row in cells]
-            parts.append(Sheet(title, [label for label, _ in cells[0]], rows))
-    return parts
+        lectures.draw_grid(ax, found, f"{name} batching: tokens in each slot")
+    for ax, found, name in (
+        (axes[1, 0], result.static_requests, "request"),
+        (axes[1, 1], result.continuous_requests, "iteration"),
+    ):
+        title = f"scheduling {name} by {name}, three at a time"
+        lectures.draw_turns(ax, found, title, is_static=name == "request")
+    left, limits = axes[2:, 0], result.limits
+    if limits.value.size:
+        _draw_speeds(left[0], limits)
+        _draw_gains(left[1], limits)
+    titles = ("exponential outputs up to a limit", "the same, over static batching")
+    for ax, title in zip(left, titles, strict=True):
+        if limits.value.size:
+            style.powers_of_two(ax)
+            ax.set(title=title, xticks=limits.value, xlabel="limit, tokens")
+        else:
+            ax.set_axis_off()
+    _draw_speeds(axes[2, 1], result.deviations)
+    axes[2, 1].set(
+        xlabel="standard deviation of outputs / mean",
+        title=f"equal means, {result.num_slots} slots",
+    )
+    _draw_clients(axes[3, 1], result.clients)
 
 
-def _speeds(found: sweeps.Speeds, name: str) -> list[dict[str, Any]]:
-    """Rows of a sweep: means over seeds."""
-    rows = []
-    for i, value in enumerate(found.value.tolist()):
-        row: dict[str, Any] = {name: value}
-        row["measured deviation"] = float(found.deviation[i].mean())
-        for system, rate in zip(SYSTEMS, found.means()[:, i], strict=False):
-            row[f"{system}_tokens_per_s"] = float(rate)
-        row["gain"] = float(found.means()[-1, i] / found.means()[0, i])
-        row["fewer_steps"] = float(found.steps[0, i].sum() / found.steps[-1, i].sum())
-        rows.append(row)
-    return rows
+def _draw_speeds(ax: Any, found: Speeds) -> None:
+    palette = style.colors()
+    rows = zip(LOOKS.values(), found.means, found.tokens_per_s, strict=False)
+    for (label, color), mean, seeds in rows:
+        look = {"color": palette[color]}
+        ax.plot(found.value, mean, marker="o", label=label, **look)
+        if seeds.shape[1] > 1:
+            band = seeds.min(axis=1), seeds.max(axis=1)
+            ax.fill_between(found.value, *band, alpha=0.2, linewidth=0, **look)
+    ax.set(ylabel="tokens drawn / s", ylim=(0, None))
+    ax.legend()
+
+
+def _draw_gains(ax: Any, found: Speeds) -> None:
+    """Speeds over that of static batching, beside what was published of the ends."""
+    palette, (*_, longest) = style.colors(), _PUBLISHED[0]
+    ends = {"label": f"published, up to {longest:,.0f}", "linestyle": "", "alpha": 0.6}
+    for name, mean in zip(SYSTEMS[1:], found.means[1:], strict=True):
+        label, color = LOOKS[name]
+        look = {"color": palette[color]}
+        ax.plot(found.value, mean / found.means[0], marker="o", label=label, **look)
+        theirs = [BOOK.published(name)]
+        ax.plot([longest], theirs, marker="_", markersize=9, **look, **ends)
+    ax.axhline(1, color="0.6", linewidth=0.8)
+    ax.set(ylabel="times static batching", ylim=(0, None))
+    ax.legend()
+
+
+def _draw_clients(ax: Any, found: Latencies) -> None:
+    token_ms = 1e3 * found.s_per_token
+    ax.plot(token_ms, found.tokens_per_s, marker="o", color=style.colors()[5])
+    for clients, *at in zip(found.clients, token_ms, found.tokens_per_s, strict=True):
+        place = {"textcoords": "offset points", "xytext": (4, -5), "fontsize": 6}
+        ax.annotate(str(clients), at, **place)
+    ax.set(
+        title="requests side by side",
+        xlabel="latency of a token, ms",
+        ylabel="tokens drawn / s",
+        yscale="log",
+    )
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=Result,
+    run=run,
+    plot=plot,
+    claims=claims,
+    metrics=metrics,
+    summary=summary,
+    panels=(4, 2),
+    panel_size_inches=(3.4, 1.8),
+)
+STUDIES = (STUDY,)

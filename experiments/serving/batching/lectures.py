@@ -1,4 +1,4 @@
-"""The lectures' two pictures of batching, as workloads and as tables of what was drawn.
+"""The lectures' two pictures of batching, as workloads, and as what was drawn of them.
 
 Sequences S1 to S7 in four slots: each slot's tokens one behind the other, T1 to T8, as
 static batching leaves them and as continuous batching does. Requests R1 to R5 under a
@@ -8,25 +8,19 @@ In both a step takes a second, so that times are iterations, and a page holds a 
 sequence, so that pages are slots.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
+from experiments.framework import Ints, Table, column
+from experiments.plotting import boxes, style
 from jaxkv.workloads import arrivals
 
 NUM_SLOTS, LIMIT, PLACES = 4, 3, 8
 IDLE, PROMPT, TOKEN, END = range(4)
 """What a cell is: nothing, a token of the prompt, one drawn, the last one drawn."""
 
-FIGURE = (
-    "Daniel et al. 2023 (Anyscale), How continuous batching enables 23x throughput in "
-    "LLM inference, figures of static and continuous batching, as lectures draw them"
-)
-FROM_MEMORY = (
-    "Set down from memory of the picture, not from its file; the numbers of iterations "
-    "that its caption gives agree."
-)
 STATIC = (
     "S1 S1 S1 S1 S1 END -- --",
     "S2 S2 S2 S2 S2 S2 S2 END",
@@ -44,7 +38,6 @@ _PROMPTS, _OUTPUTS = (3, 2, 3, 4, 2, 3, 2), (3, 6, 2, 3, 4, 3, 3)
 """Of S1 to S7. The third ends after two iterations, the second after six, as is written
 there; of the last three no ends are drawn."""
 
-STEPS = "lecture on serving LLMs: continuous batching step by step (after Orca)"
 BATCHES = ("R1 R2", "R1 R2 R3", "R1 R3 R4")
 """Of the first three iterations. R2 ends in the second; R5 waits."""
 _TURNS = ((0.0, 3, 4), (0.0, 2, 2), (0.5, 3, 4), (1.4, 2, 3), (1.5, 3, 2))
@@ -52,22 +45,15 @@ _TURNS = ((0.0, 3, 4), (0.0, 2, 2), (0.5, 3, 4), (1.4, 2, 3), (1.5, 3, 2))
 R5 during the second."""
 
 
-class Grid(NamedTuple):
-    """Each slot's tokens, one behind the other."""
+class Times(Table):
+    """When requests drew tokens, in iterations from 1: a row for each."""
 
-    request: Int[np.ndarray, "slots places"]
-    """Whose each is, -1 for nobody's."""
-    kind: Int[np.ndarray, "slots places"]
-    """`IDLE`, `PROMPT`, `TOKEN` or `END`."""
-    step: Int[np.ndarray, "slots places"]
-    """Iteration that fed or drew it, from 1; of an idle one, that it was idle in."""
+    first: Ints = column("the first token")
+    last: Ints = column("the last one")
 
-
-class Times(NamedTuple):
-    """When requests drew their first and their last token, in iterations from 1."""
-
-    first: Int[np.ndarray, " requests"]
-    last: Int[np.ndarray, " requests"]
+    def runs(self, step: int) -> np.ndarray:
+        """Who is in the batch of an iteration."""
+        return (self.first <= step) & (step <= self.last)
 
 
 def sequences() -> arrivals.Workload:
@@ -77,65 +63,52 @@ def sequences() -> arrivals.Workload:
 
 def requests() -> arrivals.Workload:
     """R1 to R5."""
-    arrival_s, prompt, output = zip(*_TURNS, strict=True)
-    return arrivals.make(np.array(arrival_s), np.array(prompt), np.array(output))
+    return arrivals.make(*map(np.array, zip(*_TURNS, strict=True)))
 
 
-def times(
-    first_s: Float[np.ndarray, " requests"], finish_s: Float[np.ndarray, " requests"]
-) -> Times:
-    """Turns ends of steps, in seconds, into iterations."""
-    return Times(first_s.round().astype(np.int64), finish_s.round().astype(np.int64))
-
-
-def grid(found: Times) -> Grid:
-    """Lays the tokens of S1 to S7 out by slot.
+def grid(found: Times) -> Int[np.ndarray, "slots places 3"]:
+    """Lays the tokens of S1 to S7 out by slot, one behind the other.
 
     The free slot of the lowest number goes to the next request. A slot is idle in the
     iterations in which it has nobody, or one who has ended.
+
+    Returns:
+      Of each token: whose it is, -1 for nobody's; `IDLE`, `PROMPT`, `TOKEN` or `END`;
+      and the iteration that fed or drew it, or was idle.
     """
     owner = np.full(NUM_SLOTS, -1)
     cells: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_SLOTS)]
     for step in range(1, int(found.last.max()) + 1):
-        for slot in range(NUM_SLOTS):
-            if owner[slot] >= 0 and found.last[owner[slot]] < step:
-                owner[slot] = -1
+        owner[(owner >= 0) & (found.last[owner] < step)] = -1
         for request in np.flatnonzero(found.first == step):
             slot = int(np.flatnonzero(owner < 0)[0])
             owner[slot] = request
             cells[slot] += [(int(request), PROMPT, step)] * _PROMPTS[request]
         for slot, request in enumerate(owner.tolist()):
-            kind = IDLE if request < 0 else TOKEN
-            if request >= 0 and found.last[request] == step:
-                kind = END
-            cells[slot].append((request, kind, step))
-    rows = np.array([row[:PLACES] for row in cells])
-    return Grid(*np.moveaxis(rows, 2, 0))
+            kind = END if found.last[request] == step else TOKEN
+            cells[slot].append((request, kind if request >= 0 else IDLE, step))
+    return np.array([row[:PLACES] for row in cells])
 
 
-def words(shown: Grid) -> list[str]:
-    """Writes a grid as `STATIC` and `CONTINUOUS` are."""
+def words(found: Times) -> list[str]:
+    """Writes the grid of some times as `STATIC` and `CONTINUOUS` are."""
     names = {IDLE: "--", END: "END"}
     return [
-        " ".join(names.get(k, f"S{r + 1}") for r, k in zip(*row, strict=True))
-        for row in zip(shown.request.tolist(), shown.kind.tolist(), strict=True)
+        " ".join(names.get(kind, f"S{request + 1}") for request, kind, _ in row)
+        for row in grid(found).tolist()
     ]
 
 
-def num_equal(shown: Grid, drawn: tuple[str, ...]) -> int:
+def num_equal(found: Times, drawn: tuple[str, ...]) -> int:
     """Counts the cells that are as they were drawn."""
-    pairs = zip(words(shown), drawn, strict=True)
-    return sum(
-        ours == theirs
-        for row, other in pairs
-        for ours, theirs in zip(row.split(), other.split(), strict=True)
-    )
+    ours, theirs = (" ".join(rows).split() for rows in (words(found), drawn))
+    return sum(x == y for x, y in zip(ours, theirs, strict=True))
 
 
 def batches(found: Times) -> list[str]:
     """Names who is in the batch, iteration by iteration."""
     return [
-        " ".join(f"R{r + 1}" for r in np.flatnonzero(_runs(found, step)))
+        " ".join(f"R{r + 1}" for r in np.flatnonzero(found.runs(step)))
         for step in range(1, int(found.last.max()) + 1)
     ]
 
@@ -146,5 +119,52 @@ def num_joined(found: Times) -> int:
     return int((~first & (found.first <= found.last[first].max())).sum())
 
 
-def _runs(found: Times, step: int) -> np.ndarray:
-    return (found.first <= step) & (step <= found.last)
+def draw_grid(ax: Any, found: Times, title: str) -> None:
+    """Draws S1 to S7; the small numbers are iterations."""
+    _frame(ax, PLACES, [f"slot {i + 1}" for i in range(NUM_SLOTS)], "T", title)
+    for slot, row in enumerate(grid(found).tolist()):
+        for place, (request, kind, step) in enumerate(row):
+            if kind != IDLE:
+                text = "END" if kind == END else f"S{request + 1}"
+                _cell(ax, place, slot, kind, text, "" if kind == PROMPT else str(step))
+
+
+def draw_turns(ax: Any, found: Times, title: str, *, is_static: bool) -> None:
+    """Draws R1 to R5, iteration by iteration."""
+    num_steps = int(found.last.max())
+    _frame(ax, num_steps, [f"R{i + 1}" for i in range(len(found))], "", title)
+    ax.set_xlabel("iteration (hatched: waits; grey: has ended, slot kept)")
+    waits = {"facecolor": "white", "edgecolor": "0.88", "hatch": "/////"}
+    for row, (first, last) in enumerate(zip(found.first, found.last, strict=True)):
+        batch_end = found.last[found.first == first].max()
+        for step in range(1, num_steps + 1):
+            box = boxes.Box(step - 1, row, 1, 1)
+            if first <= step <= last:
+                kind = END if step == last else PROMPT if step == first else TOKEN
+                _cell(ax, step - 1, row, kind, "END" if kind == END else "")
+            elif is_static and last < step <= batch_end:
+                boxes.rectangle(ax, box, facecolor="0.6", edgecolor="white")
+            elif int(_TURNS[row][0]) < step < first:
+                boxes.rectangle(ax, box, **waits)
+
+
+def _cell(ax: Any, x: int, y: int, kind: int, text: str, note: str = "") -> None:
+    """Draws a cell whose upper left corner is (x, y)."""
+    palette = style.colors()
+    fills = {PROMPT: palette[4], TOKEN: boxes.pale(palette[5]), END: palette[6]}
+    look = {"facecolor": fills[kind], "edgecolor": "white"}
+    boxes.rectangle(ax, boxes.Box(x, y, 1, 1), **look)
+    look = {"color": "white" if kind == END else boxes.INK}
+    center = {"ha": "center", "va": "center_baseline", "fontsize": 6}
+    ax.text(x + 0.5, y + 0.5, text, **center, **look)
+    corner = {"ha": "right", "va": "bottom", "fontsize": 4}
+    ax.text(x + 0.95, y + 0.97, note, **corner, **look)
+
+
+def _frame(ax: Any, columns: int, names: list[str], letter: str, title: str) -> None:
+    heads = [f"{letter}{x + 1}" for x in range(columns)]
+    ax.set(title=title, xlim=(0, columns), ylim=(len(names), 0))
+    ax.set_xticks(np.arange(columns) + 0.5, heads)
+    ax.set_yticks(np.arange(len(names)) + 0.5, names)
+    ax.tick_params(length=0)
+    ax.spines[["left", "bottom"]].set_visible(False)

@@ -1,75 +1,125 @@
-"""Simulated sweeps of what batching gains: by limits of lengths, spread, clients."""
+"""What batching is swept over, simulated: limits of lengths, their spread, clients."""
 
-import itertools
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from experiments.framework import Floats, Ints, Record, Table, column, table, units
 from experiments.harness import cost_models
 from experiments.serving.batching import lectures
+from jaxkv import validation
 from jaxkv.progress import Progress
-from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.simulation import Capacity, Cost, Served, driver, step
+from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.simulation import Capacity, Cost, driver, step
 from jaxkv.workloads import Workload, arrivals, lengths
-
-if TYPE_CHECKING:
-    from experiments.serving.batching.experiment import Config
 
 SYSTEMS = ("static", "continuous", "paged")
 """Requests that keep to their batch; that come and go, the longest sequence reserved;
 that come and go, pages taken as they grow."""
 PAGE_SIZE = 16
-_ANY = 2**20
-"""Rows of a step: as many as there are."""
 
 
-class Speeds(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The machine, and the requests that it serves."""
+
+    model: str = ""
+    """A folder, or a bundled model: serves it here, in place of simulated sweeps of
+    deviations and clients, and leaves the limits out."""
+    cost: str = "opt-13b-a100-40gb"
+    """What a step takes: a name as `cost_models` has it."""
+    num_places: int = 15_728
+    """Token places of K and V; those of a 13B model on 40 GB."""
+    prompt_tokens: int = 512
+    """Of every prompt."""
+    mean_output_tokens: float = 128.0
+    """Of outputs, before they are limited."""
+    limits: tuple[int, ...] = (32, 128, 512, 1536)
+    """Outputs are exponential, those above the limit drawn anew; ascending."""
+    deviations: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+    """Coefficients of variation of outputs of the same mean; ascending."""
+    clients: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Who ask for an answer again and again, prompts of 32 tokens; ascending."""
+    num_requests: int = 1000
+    """Requests of each load, all there when the clock starts."""
+    num_seeds: int = 3
+    """Draws of the lengths."""
+    max_slots: int = 64
+    """Sequences that run at once at most."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be simulated."""
+        validation.at_least(self, "prompt_tokens", "num_requests", "num_seeds")
+        validation.at_least(self, "max_slots", "mean_output_tokens")
+        validation.ascending(self, "limits", "clients", low=1)
+        validation.ascending(self, "deviations", low=0)
+        if self.num_places < self.longest:
+            raise ValueError(
+                f"{self.num_places=} must hold a prompt and its longest output, "
+                f"{self.longest} tokens"
+            )
+        if self.clients[-1] > self.max_slots:
+            raise ValueError(f"{self.clients=} must be at most {self.max_slots=}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt with the longest output."""
+        return self.prompt_tokens + self.limits[-1]
+
+
+class Speeds(Record):
     """Speeds of some systems under some loads; NaN where a run was stopped."""
 
-    value: Float[np.ndarray, " loads"]
-    """What was swept."""
-    tokens_per_s: Float[np.ndarray, "systems loads seeds"]
-    """Tokens drawn per second, until the last request has ended."""
-    steps: Float[np.ndarray, "systems loads seeds"]
-    """Steps that it took."""
-    deviation: Float[np.ndarray, "loads seeds"]
-    """Coefficient of variation of the outputs drawn."""
+    value: Float[np.ndarray, " loads"] = column("what was swept")
+    tokens_per_s: Float[np.ndarray, "systems loads seeds"] = column(
+        "drawn, until the last request has ended"
+    )
+    steps: Float[np.ndarray, "systems loads seeds"] = column("that it took")
+    deviation: Float[np.ndarray, "loads seeds"] = column(
+        "coefficient of variation of the outputs drawn"
+    )
 
+    @property
     def means(self) -> Float[np.ndarray, "systems loads"]:
         """Tokens per second, averaged over seeds."""
         return self.tokens_per_s.mean(axis=2)
 
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Means over seeds, a row for each load; `name` is what was swept."""
+        found = {name: self.value, "measured deviation": self.deviation.mean(axis=1)}
+        for system, rates in zip(SYSTEMS, self.means, strict=False):
+            found[f"{system}_tokens_per_s"] = rates
+        found["gain"] = self.means[-1] / self.means[0]
+        found["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
+        return table.by_row(found)
 
-class Latencies(NamedTuple):
-    """How a closed loop fares; requests run side by side, as many as clients."""
 
-    clients: Int[np.ndarray, " loads"]
-    tokens_per_s: Float[np.ndarray, " loads"]
-    s_per_token: Float[np.ndarray, " loads"]
-    """Mean over requests of time from asking to the end, by tokens drawn."""
+class Latencies(Table):
+    """How equal requests of so many clients fare, side by side: a row for each."""
+
+    clients: Ints = column("requests side by side")
+    tokens_per_s: Floats = column("drawn")
+    s_per_token: Floats = column(
+        "mean over requests of time from asking to the end, by tokens drawn",
+        key="token_s",
+        heading="token",
+        form=units.seconds,
+    )
 
 
-class Result(NamedTuple):
-    """All sweeps, and the lectures' pictures."""
+class Run(NamedTuple):
+    """What became of a load; NaN where somebody is still to be served."""
 
-    limits: Speeds
-    """Of `SYSTEMS`, by the longest output; of none where it was not swept."""
-    deviations: Speeds
-    """Of the first two of them in the same slots, by the outputs' spread."""
-    clients: Latencies
-    static_sequences: lectures.Times
-    """S1 to S7."""
-    continuous_sequences: lectures.Times
-    static_requests: lectures.Times
-    """R1 to R5."""
-    continuous_requests: lectures.Times
-    where: str
-    """The cost model, or the device."""
-    num_slots: int
-    """Of the systems that `deviations` compares."""
+    output: Int[np.ndarray, " requests"]
+    """Tokens drawn of each request."""
+    tokens_per_s: float
+    steps: float
+    s_per_token: float = np.nan
+    times: lectures.Times = lectures.Times.of([])
 
 
 class Priced(NamedTuple):
@@ -83,48 +133,82 @@ class Priced(NamedTuple):
         return jnp.where(self.counts_steps, 1.0, self.cost(work))
 
 
-class _Member(NamedTuple):
-    """A load in the bounds of a system, and whether its steps take a second each."""
+type _Member = tuple[Workload, Capacity, bool]
+"""A load in the bounds of a system, and whether its steps take a second each."""
 
-    load: Workload
-    capacity: Capacity
-    counts_steps: bool = False
-
-
-def run(config: "Config", progress: Progress) -> Result:
-    """Simulates everything, the two policies one after the other."""
-    cost = cost_models.find(config.cost).cost
-    results = []
-    for name, policy in (("static", static_batching.static()), ("paged", fcfs.fcfs())):
-        members = [*_pictures()]
-        for load in (*_limited(config), *_spread(config)):
-            members.append(_reserved(config, *load))
-        if name == "paged":
-            members += [_paged(config, *load) for load in _limited(config)]
-            members += [_paged(config, *load) for load in _looped(config)]
-        progress.show(f"{name}: {len(members)} simulations side by side")
-        results.append(_simulate(config, members, policy, cost, progress))
-    return _gather(config, *results)
+type Runs = dict[str, list[Run]]
+"""Of what was simulated under one policy, by name: the pictures' loads, or sweeps."""
 
 
-def pictures(config: "Config", progress: Progress) -> list[lectures.Times]:
-    """Simulates the lectures' pictures alone.
+def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs, Runs]:
+    """Simulates the lectures' pictures, and the sweeps.
+
+    Args:
+      config: the loads.
+      progress: hears of it.
+      sweeps: whether these are simulated, too.
 
     Returns:
-      S1 to S7 static and continuous, then R1 to R5, as `Result` has them.
+      Static batching's "pictures", "limits" and "deviations"; continuous batching's,
+      and behind them "paged", its limits with pages, and "clients".
     """
-    members, cost = [*_pictures()], cost_models.find(config.cost).cost
-    both = [
-        _simulate(config, members, policy, cost, progress)
-        for policy in (static_batching.static(), fcfs.fcfs())
-    ]
-    return [_times(*found, index) for index in (0, 1) for found in both]
+    # As many pages as slots, each of a whole sequence.
+    pictures = (
+        (lectures.sequences(), lectures.NUM_SLOTS),
+        (lectures.requests(), lectures.LIMIT),
+    )
+    groups = {
+        "pictures": [(load, _bounds(num, 16, 16), True) for load, num in pictures]
+    }
+    if sweeps:
+        for name, loads in (
+            ("limits", limited(config)),
+            ("deviations", spread(config)),
+        ):
+            # The longest sequence is reserved for everybody: a page that holds one.
+            groups[name] = [
+                (load, _bounds(num_reserved(config, longest), longest, longest), False)
+                for load, longest in loads
+            ]
+    static = _simulate(config, groups, static_batching.static(), progress)
+    if sweeps:
+        pages = config.num_places // PAGE_SIZE
+        for name, loads in (("paged", limited(config)), ("clients", _looped(config))):
+            groups[name] = [
+                (load, _bounds(pages, PAGE_SIZE, longest), False)
+                for load, longest in loads
+            ]
+    return static, _simulate(config, groups, fcfs.fcfs(), progress)
 
 
-def spread(config: "Config") -> list[list[Workload]]:
-    """The loads of `deviations`, by deviation and seed."""
-    loads, num = [load for load, _ in _spread(config)], config.num_seeds
-    return [loads[i : i + num] for i in range(0, len(loads), num)]
+def _bounds(num_pages: int, page_size: int, max_length: int) -> Capacity:
+    """Bounds of a system whose steps feed as many rows as there are."""
+    return Capacity.of(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_length=max_length,
+        token_budget=2**20,
+    )
+
+
+def speeds(config: Config, values: Sequence[float], *systems: list[Run]) -> Speeds:
+    """Lines up the runs of systems, each by value and seed."""
+    shape = (len(systems), len(values), config.num_seeds)
+    rates = [[run.tokens_per_s for run in runs] for runs in systems]
+    steps = [[run.steps for run in runs] for runs in systems]
+    deviation = [run.output.std() / run.output.mean() for run in systems[0]]
+    return Speeds(
+        np.array(values, float),
+        np.array(rates).reshape(shape),
+        np.array(steps, float).reshape(shape),
+        np.array(deviation).reshape(shape[1:]),
+    )
+
+
+def latencies(config: Config, runs: list[Run]) -> Latencies:
+    """Lines up the runs of clients, those that there are."""
+    pairs = zip(config.clients, runs, strict=False)
+    return Latencies.of((n, run.tokens_per_s, run.s_per_token) for n, run in pairs)
 
 
 def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workload:
@@ -136,179 +220,81 @@ def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workloa
     return arrivals.closed_loop(rng, law, clients=clients, num=num)
 
 
-def outputs(config: "Config") -> list[np.ndarray]:
-    """Tokens drawn of each load of `limits`, by limit and seed."""
-    return [np.asarray(load.output) for load, _ in _limited(config)]
-
-
-def num_reserved(config: "Config", longest: int) -> int:
+def num_reserved(config: Config, longest: int) -> int:
     """Slots where each reserves the longest sequence."""
     return min(config.num_places // longest, config.max_slots)
 
 
-def _limited(config: "Config") -> Iterator[tuple[Workload, int]]:
+def limited(config: Config) -> Iterator[tuple[Workload, int]]:
+    """The loads of `limits` by limit and seed, and tokens of their longest sequence."""
+    output = lengths.Gamma(mean=config.mean_output_tokens, shape=1.0)
     for limit in config.limits:
         longest = config.prompt_tokens + limit
-        law = lengths.Pair(
-            prompt=lengths.Fixed(tokens=config.prompt_tokens),
-            output=lengths.Gamma(mean=config.mean_output_tokens, shape=1.0),
-            max_length=longest,
-        )
-        yield from ((_burst(config, law, seed), longest) for seed in _seeds(config))
+        yield from _bursts(config, output, longest, keeps_means=False)
 
 
-def _spread(config: "Config") -> Iterator[tuple[Workload, int]]:
-    mean, longest = config.mean_output_tokens, config.longest
+def spread(config: Config) -> Iterator[tuple[Workload, int]]:
+    """The loads of `deviations`, by deviation and seed, as `limited`."""
+    mean = config.mean_output_tokens
     for deviation in config.deviations:
         output: Any = lengths.Fixed(tokens=round(mean))
         if deviation > 0:
             output = lengths.Gamma(mean=mean, shape=deviation**-2)
-        law = lengths.Pair(
-            prompt=lengths.Fixed(tokens=config.prompt_tokens),
-            output=output,
-            max_length=longest,
-            keeps_means=True,
-        )
-        yield from ((_burst(config, law, seed), longest) for seed in _seeds(config))
+        yield from _bursts(config, output, config.longest, keeps_means=True)
 
 
-def _looped(config: "Config") -> Iterator[tuple[Workload, int]]:
+def _bursts(
+    config: Config, output: Any, longest: int, *, keeps_means: bool
+) -> Iterator[tuple[Workload, int]]:
+    """Loads whose requests are all there from the start, one for each seed."""
+    law = lengths.Pair(
+        prompt=lengths.Fixed(tokens=config.prompt_tokens),
+        output=output,
+        max_length=longest,
+        keeps_means=keeps_means,
+    )
+    for seed in range(config.num_seeds):
+        tokens = law.draw(np.random.default_rng(seed), config.num_requests)
+        yield arrivals.make(np.zeros(config.num_requests), *tokens), longest
+
+
+def _looped(config: Config) -> Iterator[tuple[Workload, int]]:
     prompt, output = 32, round(config.mean_output_tokens)
     for clients in config.clients:
         yield equal(prompt, output, clients), prompt + output
 
 
-def _pictures() -> Iterator[_Member]:
-    """The lectures' requests; as many pages as slots, each of a whole sequence."""
-    for load, slots in (
-        (lectures.sequences(), lectures.NUM_SLOTS),
-        (lectures.requests(), lectures.LIMIT),
-    ):
-        yield _Member(load, _capacity(slots, 16, 16), counts_steps=True)
-
-
-def _seeds(config: "Config") -> range:
-    return range(config.num_seeds)
-
-
-def _burst(config: "Config", law: lengths.Pair, seed: int) -> Workload:
-    tokens = law.draw(np.random.default_rng(seed), config.num_requests)
-    return arrivals.make(np.zeros(config.num_requests), *tokens)
-
-
-def _reserved(config: "Config", load: Workload, longest: int) -> _Member:
-    """Reserves the longest sequence for everybody: a page that holds one."""
-    slots = num_reserved(config, longest)
-    return _Member(load, _capacity(slots, longest, longest))
-
-
-def _paged(config: "Config", load: Workload, longest: int) -> _Member:
-    num_pages = config.num_places // PAGE_SIZE
-    return _Member(load, _capacity(num_pages, PAGE_SIZE, longest))
-
-
-def _capacity(num_pages: int, page_size: int, max_length: int) -> Capacity:
-    bounds = (num_pages, page_size, max_length, _ANY, 0)
-    return Capacity(*(jnp.int32(x) for x in bounds))
-
-
 def _simulate(
-    config: "Config",
-    members: Sequence[_Member],
-    policy: interface.Policy,
-    cost: Cost,
-    progress: Progress,
-) -> tuple[Sequence[_Member], Served]:
+    config: Config, groups: dict[str, list[_Member]], policy: Any, progress: Progress
+) -> Runs:
+    cost = cost_models.find(config.cost).cost
+    members = [x for group in groups.values() for x in group]
+    progress.show(f"{len(members)} simulations side by side")
     stacked = driver.stack(
         [
-            (x.load, x.capacity, policy, Priced(cost, jnp.asarray(x.counts_steps)))
-            for x in members
+            (load, bounds, policy, Priced(cost, jnp.asarray(counts_steps)))
+            for load, bounds, counts_steps in members
         ]
     )
     served = driver.simulate(
         stacked, max_slots=config.max_slots, head=config.max_slots, progress=progress
     )
-    return members, served
+    runs = (_run(load, served, i) for i, (load, *_) in enumerate(members))
+    return {name: [next(runs) for _ in group] for name, group in groups.items()}
 
 
-def _gather(
-    config: "Config",
-    static: tuple[Sequence[_Member], Served],
-    other: tuple[Sequence[_Member], Served],
-) -> Result:
-    """Sorts what came out by sweep."""
-    sizes = [len(x) * config.num_seeds for x in (config.limits, config.deviations)]
-    limits, uneven = _ranges(2, sizes)
-    paged, loops = _ranges(uneven.stop, [sizes[0], len(config.clients)])
-    by_limit = ((static, limits), (other, limits), (other, paged))
-    return Result(
-        limits=_speeds(config, config.limits, *by_limit),
-        deviations=_speeds(
-            *(config, config.deviations), (static, uneven), (other, uneven)
-        ),
-        clients=Latencies(np.array(config.clients), *_latencies(*other, loops)),
-        static_sequences=_times(*static, 0),
-        continuous_sequences=_times(*other, 0),
-        static_requests=_times(*static, 1),
-        continuous_requests=_times(*other, 1),
-        where=config.cost,
-        num_slots=num_reserved(config, config.longest),
+def _run(load: Workload, served: Served, index: int) -> Run:
+    output = np.asarray(load.output)
+    arrival_s, first_s, finish_s = (
+        x[index, : output.size]
+        for x in (served.arrival_s, served.first_s, served.finish_s)
     )
-
-
-def _ranges(start: int, sizes: Sequence[int]) -> list[range]:
-    edges = np.cumsum([start, *sizes]).tolist()
-    return [range(a, b) for a, b in itertools.pairwise(edges)]
-
-
-def _speeds(
-    config: "Config",
-    values: Sequence[float],
-    *found: tuple[tuple[Sequence[_Member], Served], range],
-) -> Speeds:
-    shape = (-1, config.num_seeds)
-    rates, steps = [], []
-    for (members, served), places in found:
-        rates.append([_rate(members[i].load, served, i) for i in places])
-        done = served.totals.steps.astype(float)
-        steps.append([done[i] if _is_done(served, i) else np.nan for i in places])
-    (members, _), places = found[0]
-    drawn = [np.asarray(members[i].load.output) for i in places]
-    return Speeds(
-        np.array(values, float),
-        np.array(rates).reshape(len(found), *shape),
-        np.array(steps).reshape(len(found), *shape),
-        np.array([x.std() / x.mean() for x in drawn]).reshape(shape),
-    )
-
-
-def _latencies(
-    members: Sequence[_Member], served: Served, places: range
-) -> tuple[np.ndarray, np.ndarray]:
-    rates, latencies = [], []
-    for i in places:
-        took = served.finish_s[i] - served.arrival_s[i]
-        took = took[: members[i].load.output.shape[0]]
-        rates.append(_rate(members[i].load, served, i))
-        latencies.append(np.mean(took / np.asarray(members[i].load.output)))
-    return np.array(rates), np.array(latencies)
-
-
-def _rate(load: Workload, served: Served, index: int) -> float:
-    """Tokens drawn per second; NaN if somebody is still to be served."""
-    if not _is_done(served, index):
-        return np.nan
-    return int(load.output.sum()) / float(served.end_s[index])
-
-
-def _is_done(served: Served, index: int) -> bool:
-    asked = np.isfinite(served.arrival_s[index])
-    return bool(np.isfinite(served.finish_s[index][asked]).all())
-
-
-def _times(members: Sequence[_Member], served: Served, index: int) -> lectures.Times:
-    num = members[index].load.prompt.shape[0]
-    return lectures.times(
-        np.nan_to_num(served.first_s[index, :num]),
-        np.nan_to_num(served.finish_s[index, :num]),
+    is_done = np.isfinite(finish_s[np.isfinite(arrival_s)]).all()
+    ends = (np.nan_to_num(x).round() for x in (first_s, finish_s))
+    return Run(
+        output,
+        int(output.sum()) / float(served.end_s[index]) if is_done else np.nan,
+        float(served.totals.steps[index]) if is_done else np.nan,
+        np.mean((finish_s - arrival_s) / output),
+        lectures.Times(*ends),
     )

@@ -6,11 +6,12 @@ costs, and, summed, what a text costs.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from experiments.framework import Record, column, table
 from scaling.costs import flops
 from scaling.shapes import Description
 
@@ -28,30 +29,34 @@ class Polynomial(NamedTuple):
 
     def total(self, length: int) -> int:
         """Operations of all tokens drawn from 1, 2, ... up to `length` tokens."""
-        n = length
-        squares = n * (n + 1) * (2 * n + 1) // 6
-        return (
-            self.constant * n + self.linear * n * (n + 1) // 2 + self.square * squares
-        )
+        first = length * (length + 1) // 2
+        squares = first * (2 * length + 1) // 3
+        return self.constant * length + self.linear * first + self.square * squares
 
 
-class Way(NamedTuple):
-    """Operations of one way to draw tokens."""
-
-    everything: Polynomial
-    attention: Polynomial
-    """Scores and values alone."""
+type Way = tuple[Polynomial, Polynomial]
+"""One way to draw tokens: all operations, and those of scores and values alone."""
+FLOPS = ("without_flops", "with_flops", "text_without_flops", "text_with_flops")
+"""Of a token and of a text, as metrics have them."""
 
 
-class Counted(NamedTuple):
-    """Operations by length, without a cache and with one: [2, lengths]."""
+class Counted(Record):
+    """Operations by length, without a cache and with one."""
 
-    name: str
-    length: Int[np.ndarray, " lengths"]
-    token_flops: Float[np.ndarray, "2 lengths"]
-    total_flops: Float[np.ndarray, "2 lengths"]
-    attention_flops: Float[np.ndarray, "2 lengths"]
-    """The part of the total that scores and values take."""
+    name: str = column("of the model")
+    length: Int[np.ndarray, " lengths"] = column("tokens")
+    token_flops: Float[np.ndarray, "2 lengths"] = column("of the token behind them")
+    total_flops: Float[np.ndarray, "2 lengths"] = column("of all tokens up to it")
+    attention_flops: Float[np.ndarray, "2 lengths"] = column(
+        "the part of the total that scores and values take"
+    )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers of every length, for JSON."""
+        totals = self.total_flops
+        columns = zip(FLOPS, (*self.token_flops, *totals), strict=True)
+        ratio = {"text_ratio": totals[0] / totals[1]}
+        return table.by_row({"tokens": self.length} | dict(columns) | ratio)
 
 
 def without_cache(model: Description) -> Way:
@@ -59,11 +64,8 @@ def without_cache(model: Description) -> Way:
 
     Pairs of query and key are counted as causal attention needs them.
     """
-
-    def terms(length: int) -> tuple[flops.Term, ...]:
-        return flops.forward(model, sequence=length, attention="causal", logits="last")
-
-    return _through(terms)
+    how: dict[str, Any] = {"attention": "causal", "logits": "last"}
+    return _through(lambda length: flops.forward(model, sequence=length, **how))
 
 
 def with_cache(model: Description) -> Way:
@@ -84,17 +86,12 @@ def count(model: Description, lengths: tuple[int, ...]) -> Counted:
     if any(model.windows):
         raise ValueError(f"{model.name}: layers with windows forget what is behind")
     ways = without_cache(model), with_cache(model)
-
-    def table(values: list[list[int]]) -> np.ndarray:
-        return np.array(values, float)
-
-    return Counted(
-        model.name,
-        np.array(lengths),
-        table([[way.everything.at(n) for n in lengths] for way in ways]),
-        table([[way.everything.total(n) for n in lengths] for way in ways]),
-        table([[way.attention.total(n) for n in lengths] for way in ways]),
+    counts = (
+        [[each.at(n) for n in lengths] for each, _ in ways],
+        [[each.total(n) for n in lengths] for each, _ in ways],
+        [[attention.total(n) for n in lengths] for _, attention in ways],
     )
+    return Counted(model.name, np.array(lengths), *(np.array(x, float) for x in counts))
 
 
 def exponents(values: Float[np.ndarray, "ways n"], length: np.ndarray) -> np.ndarray:
@@ -106,15 +103,12 @@ def exponents(values: Float[np.ndarray, "ways n"], length: np.ndarray) -> np.nda
 def _through(terms: Callable[[int], tuple[flops.Term, ...]]) -> Way:
     """Finds the polynomials through the counts at 1, 2 and 3 tokens."""
     found = [terms(length) for length in (1, 2, 3)]
-    attention = [[x for x in each if x.growth == "s^2"] for each in found]
-    return Way(
-        _polynomial([flops.total(each) for each in found]),
-        _polynomial([flops.total(tuple(each)) for each in attention]),
-    )
+    attention = [tuple(x for x in each if x.growth == "s^2") for each in found]
+    return _polynomial(found), _polynomial(attention)
 
 
-def _polynomial(values: list[int]) -> Polynomial:
-    one, two, three = values
+def _polynomial(counts: list[tuple[flops.Term, ...]]) -> Polynomial:
+    one, two, three = map(flops.total, counts)
     square = (three - 2 * two + one) // 2
     linear = two - one - 3 * square
     return Polynomial(one - linear - square, linear, square)

@@ -11,25 +11,44 @@ power of the length.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
-from experiments.framework import Claim, Part, Sheet, judge, units
+from experiments.framework import (
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Study,
+    beside,
+    column,
+    ours,
+    report,
+    table,
+    units,
+)
 from experiments.harness import bundled
-from experiments.serving.kv_cache import counting, drawing
-from experiments.serving.kv_cache.counting import Counted
-from experiments.serving.kv_cache.timing import Timed, time_both
-from jaxkv import validation
-from jaxkv.models import checkpoints
+from experiments.plotting import style
+from experiments.serving.kv_cache import counting
+from experiments.serving.kv_cache.counting import FLOPS, Counted
+from jaxkv import decoding, validation
+from jaxkv.engine import EngineConfig
+from jaxkv.models import ModelConfig, checkpoints, paged, transformer
 from jaxkv.progress import QUIET, Progress
 from scaling.shapes import huggingface, published
 
-PANELS = (2, 2)
 RASCHKA_TOKENS = 200
 FEW_TOKENS = 512
 """Below, a call takes longer than its operations do."""
+WAYS = ("without a cache", "with a cache")
+PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,13 +69,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses lengths that nothing is drawn behind."""
-        for name, least in (("lengths", 2), ("counted_lengths", 1)):
-            values = getattr(self, name)
-            is_sorted = sorted(set(values)) == [*values]
-            if len(values) < 2 or values[0] < least or not is_sorted:
-                raise ValueError(
-                    f"{name}={values} must be two or more, ascending, from {least}"
-                )
+        validation.ascending(self, "lengths", low=2, least=2)
+        validation.ascending(self, "counted_lengths", low=1, least=2)
         validation.at_least(self, "repeats")
 
 
@@ -66,23 +80,63 @@ CONFIGS = {
 }
 
 
-class Result(NamedTuple):
+class Timed(Record):
+    """Seconds of drawing one token, greedily, waited for."""
+
+    length: Int[np.ndarray, " lengths"] = column("tokens behind which it is drawn")
+    without_s: Float[np.ndarray, " lengths"] = column("the whole prefix is fed")
+    with_s: Float[np.ndarray, " lengths"] = column("the last token is")
+    is_same: Bool[np.ndarray, " lengths"] = column("whether both draw the same token")
+    every_with_s: Float[np.ndarray, " tokens"] = column(
+        "with the cache, behind 1, 2, ... tokens"
+    )
+
+    def totals_s(self) -> Float[np.ndarray, "2 lengths"]:
+        """Seconds of all tokens up to each length, without the cache and with it.
+
+        Without, the time between two lengths is a power of the length, and below the
+        first of them that of the first: an upper bound for so few tokens.
+        """
+        if not self.length.size:
+            return np.zeros((2, 0))
+        n = np.arange(1, int(self.length[-1]) + 1)
+        between = np.interp(np.log(n), np.log(self.length), np.log(self.without_s))
+        both = np.exp(between), self.every_with_s[: n.size]
+        return np.stack([np.cumsum(x)[self.length - 1] for x in both])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers of every length, for JSON."""
+        without, cached = self.totals_s()
+        return table.by_row(
+            {
+                "tokens": self.length,
+                "without_s": self.without_s,
+                "with_s": self.with_s,
+                "ratio": self.without_s / self.with_s,
+                "same": self.is_same,
+                "text_without_s": without,
+                "text_with_s": cached,
+                "text_ratio": without / cached,
+            }
+        )
+
+
+class Result(Record):
     """What was counted, and what was measured."""
 
-    timed: Timed
-    counted: Counted
-    """The model that was measured."""
-    other: Counted
-    device: str
+    timed: Timed = column("the bundled model, on this machine")
+    counted: Counted = column("the model that was measured")
+    other: Counted = column("another one")
+    device: str = column("kind of it")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts, then measures; ended early, it has the lengths that are done."""
     folder = bundled.folder_of(config.model)
     shape = dataclasses.replace(huggingface.load(folder), name=config.model)
-    other = published.describe(config.counted)
-    counted, far = (
-        counting.count(model, config.counted_lengths) for model in (shape, other)
+    counted, other = (
+        counting.count(model, config.counted_lengths)
+        for model in (shape, published.describe(config.counted))
     )
     model = checkpoints.load_model(folder)
     if config.lengths[-1] > model.config.max_positions:
@@ -90,130 +144,191 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             f"{config.lengths[-1]} tokens are more than {model.config.max_positions=}"
         )
     timed = time_both(model, config.lengths, config.repeats, progress)
-    return Result(timed, counted, far, jax.devices()[0].device_kind)
-
-
-def plot(axes: Any, result: Result) -> None:
-    """Draws times and operations, of a token and of a text."""
-    drawing.draw(axes, result)
+    return Result(timed, counted, other, jax.devices()[0].device_kind)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives both ways at every length."""
-    timed, rows = result.timed, []
-    totals = timed.totals_s() if timed.length.size else np.empty((2, 0))
-    for i, length in enumerate(timed.length.tolist()):
-        without, cached = float(timed.without_s[i]), float(timed.with_s[i])
-        row = {"tokens": length, "without_s": without, "with_s": cached}
-        row |= {"ratio": without / cached, "same": bool(timed.is_same[i])}
-        row |= {"text_without_s": float(totals[0, i]), "text_with_s": totals[1, i]}
-        rows.append(row | {"text_ratio": float(totals[0, i] / totals[1, i])})
-    return {
-        "device": result.device,
-        "measured": rows,
-        **{
-            counted.name: _counts(counted) for counted in (result.counted, result.other)
-        },
-    }
+    counted = {x.name: x.rows() for x in (result.counted, result.other)}
+    return {"device": result.device, "measured": result.timed.rows(), **counted}
 
 
 def summary(result: Result) -> list[Part]:
     """Tables: of times, and of operations."""
-    found = metrics(result)
-    parts: list[Part] = []
-    if rows := found["measured"]:
-        cells = [[units.named(*x) for x in row.items()] for row in rows]
-        heads = [label for label, _ in cells[0]]
-        title = f"measured on {result.device}, greedy"
-        parts.append(Sheet(title, heads, [[x for _, x in row] for row in cells]))
+    title, measured = f"measured on {result.device}, greedy", result.timed.rows()
+    parts: list[Part] = [*report.metric_sheets({title: measured} if measured else {})]
     heads = ("tokens", "without", "with", "text without", "text with", "ratio")
     for counted in (result.counted, result.other):
-        lines = [
+        cells = [
             (
                 units.cell(row["tokens"]),
-                *(units.flops(row[key]) for key in _FLOPS),
+                *(units.flops(row[key]) for key in FLOPS),
                 units.cell(row["text_ratio"]),
             )
-            for row in found[counted.name]
+            for row in counted.rows()
         ]
-        parts.append(Sheet(f"{counted.name}: operations, counted", heads, lines))
+        parts.append(Sheet(f"{counted.name}: operations, counted", heads, cells))
     return parts
 
 
-_FLOPS = ("without_flops", "with_flops", "text_without_flops", "text_with_flops")
-
-
-def _counts(counted: Counted) -> list[dict[str, Any]]:
-    columns = (*counted.token_flops, *counted.total_flops)
-    return [
-        {"tokens": int(n), **dict(zip(_FLOPS, map(float, row), strict=True))}
-        | {"text_ratio": float(row[2] / row[3])}
-        for n, *row in zip(counted.length, *columns, strict=True)
-    ]
-
-
-def claims(result: Result) -> list[Claim]:
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
     """Holds what lectures say of the growth, and a published speed, against ours."""
     other, timed = result.other, result.timed
     attention = counting.exponents(other.attention_flops, other.length)
-    text = counting.exponents(other.total_flops, other.length)
-    source = "lecture on serving LLMs: generation with and without a KV cache"
-    spread = (
-        f"Between {other.length[-2]:,} and {other.length[-1]:,} tokens of "
-        f"{other.name}; all operations together grow with powers "
-        f"{text[0]:.3f} and {text[1]:.3f}."
-    )
-    found = [
-        judge(
-            f"attention of a text of t tokens takes O(t^{power}) operations {name}",
-            source=source,
-            published=power,
-            ours=float(ours),
-            unit="1",
-            tolerance=0.01,
-            note=spread,
-        )
-        for power, name, ours in zip((3, 2), drawing.WAYS, attention, strict=True)
-    ]
+    without, cached = counting.exponents(other.total_flops, other.length)
+    words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
+    words |= {"before": other.length[-2], "last": other.length[-1]}
+    for power, way, found in zip((3, 2), WAYS, attention, strict=True):
+        yield ours("growth", found, power=power, way=way, **words)
     if timed.length.size < 2:
-        return found
-    pair = np.stack([timed.without_s, timed.with_s])
-    growth = counting.exponents(pair, timed.length)
-    found += [
-        judge(
-            "a cache changes no token",
-            source=source,
-            published=timed.length.size,
-            ours=int(timed.is_same.sum()),
-            unit="tokens",
-        ),
-        judge(
-            "without a cache the time of a token grows at least with the tokens",
-            source=source,
-            published=1.0,
-            ours=float(growth[0]),
-            unit="1",
-            tolerance=0.1,
-            relation="at_least",
-            differs=""
-            if timed.length[-1] >= FEW_TOKENS
-            else "So few tokens that calls take all the time.",
-            note=f"Power of the length between the last two lengths measured; with a "
-            f"cache {growth[1]:.2f}.",
-        ),
-    ]
+        return
+    yield ours("same", timed.is_same.sum(), published=float(timed.length.size))
+    both = np.stack([timed.without_s, timed.with_s])
+    without, cached = counting.exponents(both, timed.length)
+    yield ours("time", without, differs=timed.length[-1] < FEW_TOKENS, cached=cached)
     if RASCHKA_TOKENS in timed.length:
-        totals = timed.totals_s()[:, list(timed.length).index(RASCHKA_TOKENS)]
-        found.append(
-            judge(
-                f"a text of {RASCHKA_TOKENS} tokens takes 5 times as long without",
-                source="Raschka 2025, Understanding and Coding the KV Cache in LLMs "
-                "from Scratch: 124 M parameters",
-                published=5.0,
-                ours=float(totals[0] / totals[1]),
-                unit="times",
-                tolerance=1.0,
-                differs=f"Another model and device ({result.device}).",
-            )
+        (here,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
+        without, cached = timed.totals_s()[:, here]
+        words = {"tokens": RASCHKA_TOKENS, "device": result.device}
+        yield ours("raschka", without / cached, **words)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws a token above, a text below; times on the left, operations on the right."""
+    palette, timed = style.colors(), result.timed
+    colors, models = (
+        (palette[6], palette[5]),
+        ((result.counted, "-"), (result.other, "--")),
+    )
+    for row, what, label, seconds in (
+        (0, "a token", "tokens before it", (timed.without_s, timed.with_s)),
+        (1, "a text", "tokens of the text", timed.totals_s()),
+    ):
+        left, right = axes[row]
+        for values, color, way in zip(seconds, colors, WAYS, strict=True):
+            left.plot(timed.length, values, marker="o", color=color, label=way)
+        for counted, dash in models:
+            flops = (counted.token_flops, counted.total_flops)[row]
+            for values, color in zip(flops, colors, strict=True):
+                right.plot(counted.length, values, linestyle=dash, color=color)
+        left.set(title=f"{what}, measured", ylabel="s")
+        right.set(title=f"{what}, counted", ylabel="FLOP")
+        for ax in (left, right):
+            ax.set(xscale="log", yscale="log", xlabel=label)
+    for counted, dash in models:
+        axes[0, 1].plot([], [], color="0.4", linestyle=dash, label=counted.name)
+    for ax in axes[0]:
+        ax.legend()
+    _draw_slopes(axes[1, 1], result.other)
+
+
+def _draw_slopes(ax: Any, counted: Counted) -> None:
+    """Grey lines of slope 3 and 2 through the last points."""
+    end = counted.length[-1]
+    x = counted.length[counted.length >= end / 256]
+    for row, power in zip(counted.total_flops, (3, 2), strict=True):
+        y = row[-1] * (x / end) ** float(power)
+        ax.plot(x, y, color="0.7", linewidth=0.8, zorder=0)
+        look = {"fontsize": 6, "color": "0.45", "ha": "left", "va": "top"}
+        ax.text(x[0], y[0], f" $t^{power}$", **look)
+
+
+def time_both(
+    model: checkpoints.Loaded,
+    lengths: tuple[int, ...],
+    repeats: int,
+    progress: Progress,
+) -> Timed:
+    """Draws a text with the cache, then single tokens of it without.
+
+    Args:
+      model: the model.
+      lengths: tokens behind which tokens are drawn without the cache; ascending.
+      repeats: texts, and calls at each length, of which the fastest count: whoever
+        else is at work on the machine only adds to them.
+      progress: hears of it. When the person stops, the lengths that are done come back.
+    """
+    start = model.tokenizer.encode("import")[0] if model.tokenizer else 0
+    progress.show("with the cache: every token of a text")
+    tokens, every_s = _draw(model, start, lengths[-1], repeats)
+    rows = []
+    for length in progress.track(lengths, "without the cache", "lengths"):
+        progress.show(f"without the cache: {length:,} tokens")
+        prefix = jnp.asarray(tokens[None, :length], jnp.int32)
+        call = functools.partial(_whole, model.params, prefix, config=model.config)
+        drawn = int(call())  # and compiles
+        seconds = min(_seconds(call) for _ in range(repeats))
+        rows.append((seconds, drawn == tokens[length]))
+    done = np.array(lengths[: len(rows)], np.int64)
+    found = np.array(rows, float).reshape(-1, 2)
+    return Timed(done, found[:, 0], every_s[done - 1], found[:, 1] > 0, every_s)
+
+
+def _draw(
+    model: checkpoints.Loaded, start: int, num: int, repeats: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draws `num` tokens behind the first: all tokens, and the least time of each."""
+    pages = -(-num // PAGE_SIZE)
+    bounds = EngineConfig(
+        num_pages=pages,
+        page_size=PAGE_SIZE,
+        max_slots=1,
+        max_length=pages * PAGE_SIZE,
+        max_sequences=1,
+        queue_capacity=1,
+        token_budget=1,
+    )
+    forward = paged.PagedForward(model.config)
+    taken = []
+    for _ in range(repeats + 1):  # the first one compiles
+        cache: Any = decoding.init_cache(
+            paged.make_pages(model.config, bounds), max_slots=1, max_length=num
         )
-    return found
+        token, drawn, seconds = jnp.asarray([start], jnp.int32), [], []
+        for _ in range(num):
+            start_s = time.perf_counter()
+            token, cache = _next(model.params, cache, token, forward=forward)
+            token.block_until_ready()
+            seconds.append(time.perf_counter() - start_s)
+            drawn.append(token)
+        taken.append(seconds)
+    tokens = np.array([start, *(int(x[0]) for x in drawn)])
+    return tokens, np.min(np.array(taken[1:]), axis=0)
+
+
+@functools.partial(jax.jit, static_argnames="forward", donate_argnames="cache")
+def _next(
+    params: Any,
+    cache: decoding.Cache,
+    token: jax.Array,
+    *,
+    forward: paged.PagedForward,
+) -> tuple[jax.Array, decoding.Cache]:
+    logits, cache, _ = decoding.decode_step(params, cache, token, forward=forward)
+    return jnp.argmax(logits, axis=1).astype(jnp.int32), cache
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _whole(params: Any, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
+    logits = transformer.logits(params, tokens, config=config)
+    return jnp.argmax(logits[0, -1]).astype(jnp.int32)
+
+
+def _seconds(call: Any) -> float:
+    start_s = time.perf_counter()
+    call().block_until_ready()
+    return time.perf_counter() - start_s
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=Result,
+    run=run,
+    plot=plot,
+    claims=claims,
+    metrics=metrics,
+    summary=summary,
+    panels=(2, 2),
+)
+STUDIES = (STUDY,)

@@ -8,13 +8,16 @@ NumPy arrays and back.
 
 import functools
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
+from experiments.framework import Ints, Table, column
+from experiments.framework.table import shown
 from experiments.harness import Request
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, requests, step
@@ -30,50 +33,43 @@ POOL_TOKENS = 4096
 """Token places in the pool, over which a request's pages are scattered."""
 
 
-class Moves(NamedTuple):
-    """Times of bringing one request back, an entry for each page size.
+Times = Float[np.ndarray, "rows repeats"]
 
-    Attributes:
-      page_size: token places in a page: [sizes].
-      num_tokens: tokens of the request: [sizes].
-      num_bytes: of their K and V: [sizes].
-      recompute_s: reading the tokens again: [sizes, repeats].
-      out_s, in_s: pages into the buffer, and back: [sizes, repeats].
-      host_out_s, host_in_s: from the buffer into host memory, and back: the same.
-    """
 
-    page_size: np.ndarray
-    num_tokens: np.ndarray
-    num_bytes: np.ndarray
-    recompute_s: np.ndarray
-    out_s: np.ndarray
-    in_s: np.ndarray
-    host_out_s: np.ndarray
-    host_in_s: np.ndarray
+class Moves(Table):
+    """Times of bringing one request back, a row for each page size."""
+
+    page_size: Ints = column("token places in a page")
+    num_tokens: Ints = column("tokens of the request")
+    num_bytes: Ints = column("of their K and V", key="kv_bytes")
+    recompute_s: Times = column("reading the tokens again", of=np.median)
+    out_s: Times = column("pages into the buffer", heading="out", of=np.median)
+    in_s: Times = column("and back", heading="in", of=np.median)
+    host_out_s: Times = column(
+        "from the buffer into host memory", heading="to host", of=np.median
+    )
+    host_in_s: Times = column("and back", heading="from host", of=np.median)
 
     @property
-    def recompute(self) -> np.ndarray:
-        """Median of recomputing, in seconds: [sizes]."""
-        return _median(self.recompute_s)
+    @shown(heading="swap", of=np.median)
+    def swap_s(self) -> Times:
+        """Moving into the buffer and back."""
+        return self.out_s + self.in_s
 
     @property
-    def swap(self) -> np.ndarray:
-        """Median of moving into the buffer and back, in seconds: [sizes]."""
-        return _median(self.out_s + self.in_s)
-
-    @property
-    def swap_through_host(self) -> np.ndarray:
-        """The same by way of host memory: [sizes]."""
-        return _median(self.out_s + self.in_s + self.host_out_s + self.host_in_s)
+    @shown(heading="swap through host", of=np.median)
+    def swap_through_host_s(self) -> Times:
+        """The same by way of host memory."""
+        return self.swap_s + self.host_out_s + self.host_in_s
 
 
 def measure(
     model: checkpoints.Loaded,
     request: Request,
-    page_sizes: Iterable[int],
+    page_sizes: Sequence[int],
     *,
     repeats: int,
-    numerics: Any,
+    numerics: Literal["fast", "reproducible"],
     progress: Progress,
 ) -> Moves:
     """Times all of it, one page size after the other.
@@ -106,14 +102,11 @@ def measure(
         num_bytes = num_tokens * sum(
             leaf[:, 0].nbytes // page_size for leaf in jax.tree.leaves(pages)
         )
-        times_s = (
-            _time_reading(model, request, config, repeats),
-            *_time_moves(pages, num_tokens, config, repeats),
-            *_time_host(pages, num_tokens, config, repeats),
-        )
-        rows.append((page_size, num_tokens, num_bytes, *times_s))
-    found = zip(*rows, strict=True) if rows else [()] * len(Moves._fields)
-    return Moves(*map(np.array, found))
+        read_s = _time_reading(model, request, config, repeats)
+        moved_s = _time_moves(pages, num_tokens, config, repeats)
+        host_s = _time_host(pages, num_tokens, config, repeats)
+        rows.append((page_size, num_tokens, num_bytes, read_s, *moved_s, *host_s))
+    return Moves.of(rows)
 
 
 _step = jax.jit(
@@ -135,23 +128,16 @@ def _time_reading(
     found = []
     for _ in range(repeats + 1):
         asked = outputs.make_requests(
-            *([request.tokens], [ask]),
+            [request.tokens],
+            [ask],
             config=config,
             request_ids=[0],
             eos_ids=model.eos_ids,
             width=config.submit_width,
         )
         state, _ = _submit(state, asked, config=config)
-
-        def read(state: EngineState) -> tuple[EngineState, step.StepInfo]:
-            return _step(
-                *(model.params, state, clock),
-                config=config,
-                forward=forward,
-                policy=policy,
-            )
-
-        took_s, (state, info) = _timed(read, state)
+        read = functools.partial(_step, config=config, forward=forward, policy=policy)
+        took_s, (state, info) = _timed(read, model.params, state, clock)
         if info.num_rows.sum() != len(request.tokens):
             raise RuntimeError("the tokens were not read in one step")
         state, _ = _drain(state)
@@ -159,6 +145,7 @@ def _time_reading(
     return found[1:]
 
 
+@functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
 def _leave(
     pages: kv_pages.Pages,
     staging: swap_buffer.Staging,
@@ -168,12 +155,18 @@ def _leave(
     """The first slot's request leaves the pool for the buffer, as in a step."""
     row = jnp.zeros((1,), jnp.int32)
     staging, left = swap_buffer.move_out(
-        *(staging, pages, table, jnp.zeros_like(table.page_ids), row, row),
+        staging,
+        pages,
+        table,
+        jnp.zeros_like(table.page_ids),
+        row,
+        row,
         page_size=pages.page_size,
     )
     return staging, *page_table.drop(pool, table, left)
 
 
+@functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
 def _return(
     pages: kv_pages.Pages,
     staging: swap_buffer.Staging,
@@ -183,13 +176,9 @@ def _return(
     """It comes back to the slot."""
     group = jnp.arange(2, dtype=jnp.int32)
     pages, pool, table, staging = swap_buffer.move_in(
-        *(staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1]))
+        staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
     )
     return pages, staging, pool, table
-
-
-_leave_jit = jax.jit(_leave, donate_argnames=("staging", "pool", "table"))
-_return_jit = jax.jit(_return, donate_argnames=("pages", "staging", "pool", "table"))
 
 
 def _time_moves(
@@ -205,7 +194,10 @@ def _time_moves(
     table = page_table.make_table(1, config.max_pages_per_slot)
     places = jnp.asarray([num_tokens], jnp.int32)
     pool, table, _, enough = page_table.reserve(
-        *(pool, table, places, places),
+        pool,
+        table,
+        places,
+        places,
         page_size=config.page_size,
         max_new_pages=config.max_pages_per_slot,
     )
@@ -216,10 +208,10 @@ def _time_moves(
     before = _first_layer(pages, table)
     out_s, in_s = [], []
     for _ in range(repeats + 1):
-        took_s, (staging, pool, table) = _timed(_leave_jit, pages, staging, pool, table)
+        took_s, (staging, pool, table) = _timed(_leave, pages, staging, pool, table)
         out_s.append(took_s)
         took_s, (pages, staging, pool, table) = _timed(
-            _return_jit, pages, staging, pool, table
+            _return, pages, staging, pool, table
         )
         in_s.append(took_s)
     np.testing.assert_array_equal(_first_layer(pages, table), before)
@@ -240,32 +232,26 @@ def _time_host(
     ids = np.full(staging.page_ids.shape, page_pool.NO_PAGE, np.int32)
     ids[0, 0], ids[1, :num_pages] = 0, np.arange(1, num_pages + 1)
     state = init(config, pages)
-    sequences = state.sequences._replace(group=jnp.arange(2, dtype=jnp.int32))
-    state = state._replace(
-        sequences=sequences,
-        staging=staging._replace(
-            owner=jnp.asarray(owner),
-            page_ids=jnp.asarray(ids),
-            length=jnp.asarray([1, num_tokens], jnp.int32),
-        ),
+    staging = staging._replace(
+        owner=jnp.asarray(owner),
+        page_ids=jnp.asarray(ids),
+        length=jnp.asarray([1, num_tokens], jnp.int32),
     )
+    sequences = state.sequences._replace(group=jnp.arange(2, dtype=jnp.int32))
+    state = state._replace(sequences=sequences, staging=staging)
     space = host_swap.HostSpace(num_pages)
-    out_s, in_s = [], []
+    times_s = []
     for _ in range(repeats + 1):
-        state = state._replace(queue=_queue(state, 0, 1))
-        took_s, state = _timed(space.exchange, state)
-        if space.num_used != num_pages:
-            raise RuntimeError(f"{space.num_used=} pages with the host")
-        out_s.append(took_s)
-        state = state._replace(queue=_queue(state, 1))
-        took_s, state = _timed(space.exchange, state)
-        if space.num_used:
-            raise RuntimeError(f"{space.num_used=} pages with the host")
-        in_s.append(took_s)
-    return out_s[1:], in_s[1:]
+        for waiting, num_away in (((0, 1), num_pages), ((1,), 0)):
+            state = state._replace(queue=_queue(state, waiting))
+            took_s, state = _timed(space.exchange, state)
+            if space.num_used != num_away:
+                raise RuntimeError(f"{space.num_used=} pages with the host")
+            times_s.append(took_s)
+    return times_s[2::2], times_s[3::2]
 
 
-def _queue(state: EngineState, *rows: int) -> Queue:
+def _queue(state: EngineState, rows: tuple[int, ...]) -> Queue:
     sequence = np.full(state.queue.sequence.shape, NOBODY, np.int32)
     sequence[: len(rows)] = rows
     return Queue(jnp.asarray(sequence), jnp.asarray(len(rows), jnp.int32))
@@ -290,7 +276,3 @@ def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     started = time.perf_counter()
     found = jax.block_until_ready(call(*args))
     return time.perf_counter() - started, found
-
-
-def _median(times_s: np.ndarray) -> np.ndarray:
-    return np.median(times_s, axis=1) if times_s.size else np.zeros(0)

@@ -1,17 +1,35 @@
-"""Giving way at the paper's scale: OPT-13B under chat requests, in simulated time.
+"""What do preemptions cost at the paper's scale, and what makes them cheap?
 
-Who gives way, and how many pages are kept free against it, decide how much is computed
-again. What it costs to move pages instead depends on their size, since every page is a
-transfer of its own for K and for V in every layer.
+OPT-13B under chat requests, in simulated time. Who is preempted, and how many pages are
+kept free against it, decide how much is computed again. What it costs to move pages
+instead depends on their size, since every page is a transfer of its own for K and for V
+in every layer.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, get_args
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Study,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+)
+from experiments.framework.table import shown
+from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
+from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, victims
 from jaxkv.simulation import Members, driver
@@ -19,59 +37,85 @@ from jaxkv.workloads import arrivals
 from scaling.costs import serving
 
 RATE = 1.9
-"""Requests a second: nearly what the memory bears."""
+"""Requests a second: nearly what the memory sustains."""
 PAGES_RATE = 1.6
-"""Where pages of several sizes are compared: large ones bear less."""
+"""Where pages of several sizes are compared: large ones sustain less."""
 NUM_SEEDS = 4
-"""Draws of the load under which the latest gives way: so near to what is borne, one
-draw of a thousand requests tells little."""
+"""Draws of the load under which the latest is preempted: so near to what is sustained
+one draw of a thousand requests tells little."""
 MAX_SLOTS = 96
 WATERMARKS = (0, 8, 16, 32, 64, 128)
 """Pages kept free at admission, of 983."""
 PREEMPTIONS = ("recompute", "swap", "swap, hold new")
-"""What becomes of who gives way; under the last nobody new comes in until all who gave
-way are done, as in the paper."""
+"""What becomes of preempted requests; under the last no new one is let in until all of
+them are done, as in the paper."""
 PAGE_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 RULES: tuple[victims.Victim, ...] = get_args(victims.Victim.__value__)
 BUS = 25e9
-"""Bytes a second between a card and its host that PCIe 4 x16 reaches, of 32e9."""
+"""Bytes a second between a GPU and its host that PCIe 4 x16 reaches, of 32e9."""
 LAUNCH_S = 4e-6
 """What a transfer takes besides: our choice."""
+NUM_TOKENS = 512
+"""Of the sequence that is brought back."""
+BOOK = beside(__file__)
 
 
-class Simulated(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The load."""
+
+    simulated_requests: int = 1024
+    """Requests."""
+    seed: int = 0
+    """The first, of their lengths and arrivals."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be drawn."""
+        validation.at_least(self, "simulated_requests")
+        validation.at_least(self, "seed", low=0)
+
+
+CONFIGS = {"paper": Config()}
+
+
+class Simulated(Table):
     """What became of every way of serving, a row for each."""
 
-    study: np.ndarray
-    """victims: who gives way, and watermarks; pages: their size, and what is moved."""
-    victim: np.ndarray
-    watermark: np.ndarray
-    preemption: np.ndarray
-    page_size: np.ndarray
-    rate: np.ndarray
-    """Requests a second."""
-    seed: np.ndarray
-    """Of their lengths and arrivals."""
-    num_preempted: np.ndarray
-    recomputed_share: np.ndarray
-    """Tokens computed again, of all computed."""
-    normalised_s: np.ndarray
-    """Seconds a token."""
-    moved_bytes: np.ndarray
-    """Over the bus, both ways."""
-
-    def where(self, **wanted: object) -> "Simulated":
-        """The rows of which all that is so."""
-        here = np.ones(len(self.study), bool)
-        for name, value in wanted.items():
-            here &= np.asarray(getattr(self, name) == value)
-        return Simulated(*(column[here] for column in self))
+    study: Texts = column("victims: these, and watermarks; pages: size, what is moved")
+    victim: Texts = column("who is preempted")
+    watermark: Ints = column("pages kept free at admission", heading="pages kept free")
+    preemption: Texts = column("what becomes of preempted requests")
+    page_size: Ints = column("token places in a page")
+    rate: Floats = column("requests a second")
+    seed: Ints = column("of their lengths and arrivals")
+    num_preempted: Ints = column("preemptions of a request", heading="preempted")
+    recomputed_share: Floats = column("of all tokens", heading="computed again")
+    normalised_s: Floats = column("seconds a token", heading="a token")
+    moved_bytes: Floats = column("over the bus, both ways")
 
 
-def empty() -> Simulated:
-    """Nothing served."""
-    kinds = ("U1", "U1", int, "U1", int, float, int, int, *[float] * 3)
-    return Simulated(*(np.empty(0, kind) for kind in kinds))
+class BringBack(Table):
+    """Times of one request alone, a row for each page size."""
+
+    page_size: Ints = column("token places in a page")
+    num_tokens: Ints = column("of the request")
+    recompute_s: Floats = column("computing them again")
+    swap_s: Floats = column("moving its pages out and in")
+
+
+class Result(Record):
+    """Requests served in simulated time."""
+
+    simulated: Simulated = column("every way")
+
+    @property
+    @shown(heading=f"{NUM_TOKENS} tokens brought back")
+    def bring_back(self) -> BringBack:
+        """One request alone: arithmetic."""
+        sizes, again = PAGE_SIZES, recompute_s(NUM_TOKENS)
+        return BringBack.of(
+            (x, NUM_TOKENS, again, bring_back_s(NUM_TOKENS, x)) for x in sizes
+        )
 
 
 def page_bytes(page_size: int) -> int:
@@ -126,41 +170,29 @@ def ways(seed: int) -> list[Way]:
     ]
 
 
-def measure(num: int, seed: int, progress: Progress = QUIET) -> Simulated:
-    """Serves the same requests in every way.
-
-    Args:
-      num: requests.
-      seed: the first, of their lengths and arrivals.
-      progress: hears of it.
-    """
-    law, asked = settings.DATA["ShareGPT"], ways(seed)
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Serves the same requests in every way."""
+    law, num = settings.DATA["ShareGPT"], config.simulated_requests
+    asked = ways(config.seed)
     loads = [
         arrivals.open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
         for way in asked
     ]
-    members = [_member(load, way) for load, way in zip(loads, asked, strict=True)]
     served = driver.simulate(
-        driver.stack(members),
+        driver.stack([*map(_member, loads, asked)]),
         max_slots=MAX_SLOTS,
         head=runs.HEAD,
         progress=progress,
     )
-    rows = []
+    totals, rows = served.totals, []
     for i, way in enumerate(asked):
-        fed = max(1, int(served.totals.decoded[i] + served.totals.read[i]))
+        fed = max(1, int(totals.decoded[i] + totals.read[i]))
         took_s = served.finish_s[i] - served.arrival_s[i]
-        moved = int(served.totals.swapped_pages[i]) * page_bytes(way.page_size)
-        rows.append(
-            (
-                *way,
-                served.preempted[i].sum(),
-                served.recomputed[i].sum() / fed,
-                np.nanmean(took_s / np.asarray(loads[i].output)),
-                float(moved),
-            )
-        )
-    return Simulated(*map(np.asarray, zip(*rows, strict=True)))
+        again = served.recomputed[i].sum() / fed
+        latency_s = np.nanmean(took_s / np.asarray(loads[i].output))
+        moved = int(totals.swapped_pages[i]) * page_bytes(way.page_size)
+        rows.append((*way, served.preempted[i].sum(), again, latency_s, float(moved)))
+    return Result(Simulated.of(rows))
 
 
 def _member(load: arrivals.Workload, way: Way) -> Members:
@@ -182,13 +214,120 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
     return Members(load, capacity, policy, cost)
 
 
-TABLE: Mapping[int, tuple[float, float]] = {
-    0: (13.1, 0.056),
-    8: (8.2, 0.053),
-    16: (5.9, 0.052),
-    32: (2.8, 0.050),
-    64: (1.3, 0.051),
-    128: (0.4, 0.056),
-}
-"""Per cent of all tokens that were computed again, and seconds a token, by the pages
-kept free, in an earlier sketch of ours: 1,024 requests at 1.9 a second, 983 pages."""
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Judges watermarks, victims, and moving against recomputing."""
+    found = result.simulated
+    latest = found.where(study="victims", victim="latest")
+    for mark in latest.distinct("watermark"):
+        here = latest.where(watermark=mark)
+        shares = 100 * here.recomputed_share
+        for id, values in (("kept_free", shares), ("latency", here.normalised_s)):
+            low, mean, high = values.min(), values.mean(), values.max()
+            words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
+            most = max(high - mean, mean - low)
+            yield ours(id, mean, tolerance=most, num=len(here), **words)
+    rules = _first(found.where(study="victims", watermark=0))
+    if len(rules) > 1:
+        shares, best = rules.recomputed_share, rules.recomputed_share.argmin()
+        words = {"best": rules.victim[best].replace("_", " ")}
+        (latest,) = rules.where(victim="latest").recomputed_share
+        words |= {"share": 100 * shares[best], "latest": 100 * latest}
+        saved = 1 - shares[best] / max(latest, 1e-9)
+        yield ours("simulated_victims", saved, **words)
+    alone = result.bring_back
+    pages_of_1, pages_of_256 = alone.swap_s[[0, -1]]
+    yield ours("pages_of_1", pages_of_1 / pages_of_256)
+    yield ours("simulated_fifth", (alone.recompute_s / alone.swap_s).max())
+    again = found.where(preemption="recompute", study="pages")
+    for name in PREEMPTIONS[1:] if len(again) else ():
+        ratio = again.normalised_s / found.where(preemption=name).normalised_s
+        middle = ratio[np.isin(again.page_size, (16, 32, 64))]
+        furthest = max(middle, key=lambda x: abs(np.log(x)))
+        yield ours("as_fast", furthest, name=name, rate=PAGES_RATE)
+        yield ours("faster", ratio[0], name=name)
+
+
+def _first(found: Simulated) -> Simulated:
+    """The rows of the first seed."""
+    return found.where(seed=found.seed.min(initial=2**31))
+
+
+def summary(result: Result) -> list[Part]:
+    """Puts rules, watermarks and page sizes beside each other."""
+    found, names = result.simulated, ("num_preempted", "recomputed_share")
+    rules, sizes = _first(found.where(study="victims")), found.where(study="pages")
+    return [
+        rules.sheet(
+            f"victims and pages kept free, {RATE} requests/s",
+            *("watermark", "victim", *names, "normalised_s"),
+        ),
+        result.bring_back.sheet(
+            f"{NUM_TOKENS} tokens brought back", "page_size", "recompute_s", "swap_s"
+        ),
+        sizes.sheet(
+            f"end to end, {PAGES_RATE} requests/s",
+            *("page_size", "preemption", *names, "normalised_s"),
+        ),
+    ]
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws victims and watermarks above, and page sizes below."""
+    found, alone, palette = result.simulated, result.bring_back, style.colors()
+    colors = [palette[i] for i in (6, 5, 3, 1)]
+    for ax, id, name, scale in (
+        (axes[0, 0], "kept_free", "recomputed_share", 100),
+        (axes[0, 1], "latency", "normalised_s", 1000),
+    ):
+        theirs = {int(x): y for x, y in BOOK.published(id).items()}
+        look = {"color": "0.65", "linewidth": 0.8, "label": "earlier sketch"}
+        # The sketch's shares are in per cent.
+        unit = 1000 if name == "normalised_s" else 1
+        ax.plot([*theirs], [unit * x for x in theirs.values()], "D:", **look)
+        for rule, color in zip(RULES, colors, strict=True):
+            rows = _first(found.where(study="victims", victim=rule))
+            values, text = scale * getattr(rows, name), rule.replace("_", " ")
+            ax.plot(rows.watermark, values, "o-", color=color, label=text)
+        latest = found.where(study="victims", victim="latest")
+        for seed in latest.distinct("seed"):
+            rows = latest.where(seed=seed)
+            values = scale * getattr(rows, name)
+            ax.plot(rows.watermark, values, color=colors[0], linewidth=0.4)
+        ax.set_xlabel("pages kept free at admission, of 983 (thin: other draws)")
+        ax.set_ylim(bottom=0)
+    axes[0, 0].set(
+        title=f"who is preempted, ShareGPT, {RATE} requests/s",
+        ylabel="computed again, % of all tokens",
+    )
+    axes[0, 0].legend(fontsize=6)
+    latency = "normalised latency, ms/token"
+    axes[0, 1].set(title="what users feel of it", ylabel=latency)
+    for name, values, color in (
+        ("recompute", alone.recompute_s, colors[0]),
+        ("swap out and in", alone.swap_s, colors[1]),
+    ):
+        axes[1, 0].plot(PAGE_SIZES, 1000 * values, "o-", color=color, label=name)
+    axes[1, 0].set(title=f"{NUM_TOKENS} tokens brought back", ylabel="ms")
+    for name, color in zip(PREEMPTIONS, colors, strict=False):
+        rows = found.where(study="pages", preemption=name)
+        values = 1000 * rows.normalised_s
+        axes[1, 1].plot(rows.page_size, values, "o-", color=color, label=name)
+    axes[1, 1].set(title=f"end to end, {PAGES_RATE} requests/s", ylabel=latency)
+    for ax in axes[1]:
+        style.powers_of_two(ax)
+        ax.set(xlabel="token places in a page", yscale="log")
+        ax.legend(fontsize=6)
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=Result,
+    run=run,
+    plot=plot,
+    claims=claims,
+    summary=summary,
+    panels=(2, 2),
+    panel_size_inches=(3.6, 2.5),
+    switch=("simulated_requests", True),
+)

@@ -1,0 +1,484 @@
+"""What do preemptions cost a real model, and what makes them cheap?
+
+It continues real text, always the same requests, and only the policy and the memory
+change. All are there when the clock starts; the model's own end token is ignored, so
+that lengths are those asked for.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from experiments.framework import Ours, Part, Record, Study, beside, column, ours, table
+from experiments.harness import Request, model_shapes, prompts
+from experiments.plotting import style
+from experiments.serving.preemption import moving
+from experiments.serving.preemption.moving import Moves
+from experiments.serving.preemption.serving import Server, Servings, Way
+from jaxkv import validation
+from jaxkv.engine import EngineConfig
+from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import victims
+
+WATERMARKS = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
+"""Recomputed share by the share of the pool kept free, in our own simulation of
+ShareGPT's mean lengths: 1,024 requests at 1.9 a second, 983 pages, of which 0, 32 and
+128 are kept free."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The requests, and the memory that they are served in."""
+
+    model: str = "stdlib-bytes"
+    """A folder, or a bundled model."""
+    num_requests: int = 48
+    """Requests, all there when the clock starts."""
+    prompt_tokens: tuple[int, int] = (16, 128)
+    """Shortest and longest prompt."""
+    output_tokens: tuple[int, int] = (48, 320)
+    """Shortest and longest answer."""
+    sigma: float = 0.6
+    """Raggedness: standard deviation of the logarithm of both lengths."""
+    pool_share: float = 0.4
+    """Pages in the pool, as a share of those that the longest requests, as many as
+    there are slots, need at their end."""
+    pool_shares: tuple[float, ...] = (0.5, 0.3, 0.2)
+    """Other sizes of the pool."""
+    watermark_shares: tuple[float, ...] = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    """Pages kept free at admission, as shares of the pool."""
+    swap_shares: tuple[float, ...] = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    """Pages of the swap space, as shares of the pool."""
+    host_share: float = 1 / 8
+    """Pages of the buffer where the host takes part, as a share of the pool."""
+    host_shares: tuple[float, ...] = (0.0, 1 / 16, 1.0)
+    """Pages of swap space in host memory beside it, as shares of the pool."""
+    repeats: int = 3
+    """Servings of each way that is timed."""
+    move_tokens: int = 512
+    """Tokens of the one request that is brought back."""
+    page_sizes: tuple[int, ...] = (1, 4, 16, 64)
+    """Page sizes at which it is."""
+    move_repeats: int = 30
+    """Measurements of that."""
+    temperature: float = 0.7
+    """Of the draws."""
+    top_p: float = 0.95
+    """Of the draws."""
+    max_slots: int = 16
+    """Sequences that run at once."""
+    page_size: int = 16
+    """Token places in a page."""
+    token_budget: int = 64
+    """Rows that a step feeds at most."""
+    steps_per_call: int = 16
+    """Steps between two looks of the host."""
+    numerics: Literal["fast", "reproducible"] = "reproducible"
+    """Whether answers may depend, in rounding, on who is preempted."""
+    seed: int = 0
+    """Of lengths, prompts and draws."""
+
+    def __post_init__(self) -> None:
+        """Refuses what does not fit, or leaves nothing to measure."""
+        validation.at_least(self, "num_requests", "repeats", "move_tokens")
+        validation.at_least(self, "move_repeats", "page_size", "page_sizes")
+        validation.at_least(self, "max_slots", "steps_per_call")
+        validation.at_least(self, "sigma", "seed", low=0)
+        for name in ("prompt_tokens", "output_tokens"):
+            validation.ascending(self, name, low=1, strictly=False)
+        shares = ("pool_share", "host_share", "pool_shares")
+        validation.within(self, *shares, low=0, high=1, ends="(]")
+        shares = ("watermark_shares", "swap_shares", "host_shares")
+        validation.within(self, *shares, low=0, high=1)
+
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(
+        num_requests=16,
+        prompt_tokens=(4, 16),
+        output_tokens=(16, 40),
+        pool_shares=(0.6, 0.5),
+        watermark_shares=(0.0, 1 / 4),
+        swap_shares=(0.0, 1 / 4, 1.0),
+        host_shares=(0.0, 1.0),
+        host_share=1 / 4,
+        repeats=1,
+        move_tokens=64,
+        page_sizes=(4, 16),
+        move_repeats=2,
+        max_slots=6,
+        page_size=4,
+        token_budget=16,
+        steps_per_call=4,
+    ),
+}
+
+
+class Result(Record):
+    """The same requests, served in many ways; and one request, brought back."""
+
+    ways: Servings = column("room for all; then too little, recomputing and swapping")
+    victims: Servings = column("who is preempted")
+    watermarks: Servings = column("pages kept free at admission")
+    pools: Servings = column("smaller pools")
+    spaces: Servings = column("swapping with a buffer that has not room for all")
+    hosts: Servings = column("swapping with a small buffer and host memory beside it")
+    moves: Moves = column("one request, brought back")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Serves everything; ended early, it has what is done."""
+    longest = config.prompt_tokens[1] + config.output_tokens[1]
+    longest = max(longest, config.move_tokens + 1)
+    model = model_shapes.load_with_text(config.model, max_length=longest)
+    progress.show("cutting prompts from files that the model has not seen")
+    requests, moved = workload(config, model)
+    server = Server(model, requests, progress)
+    served = {
+        name: server.serve(label, ways, repeats=config.repeats if name == "ways" else 1)
+        for name, label, ways in _asked(config, requests)
+    }
+    moves = moving.measure(
+        model,
+        moved,
+        config.page_sizes,
+        repeats=config.move_repeats,
+        numerics=config.numerics,
+        progress=progress,
+    )
+    return Result(**served, moves=moves)
+
+
+type Ways = list[tuple[Way, EngineConfig]]
+
+
+def _asked(config: Config, requests: list[Request]) -> Iterator[tuple[str, str, Ways]]:
+    """Says which ways are compared; in the first of all nobody is preempted.
+
+    Yields:
+      A field of the result, what a person sees meanwhile, and what is served.
+    """
+    pages = sorted(_pages(config, request) for request in requests)
+    need = sum(pages[-config.max_slots :])
+
+    def pages_of(share: float) -> int:
+        # The longest request must fit.
+        return max(pages[-1], round(share * need))
+
+    pool = pages_of(config.pool_share)
+    small = max(1, round(config.host_share * pool))
+    wide, tight = bounds(config, need, need), bounds(config, pool, pool)
+    narrow = bounds(config, pool, small)
+    again, swap = Way("recompute", pool), Way("swap", pool, "swap", swap_pages=pool)
+    both, rules = (again, swap), get_args(victims.Victim.__value__)
+    ways = [(Way("room for all", need), wide)]
+    for way in both:
+        held = way._replace(name=f"{way.name}, hold new", hold_new=True)
+        ways += [(way, tight), (held, tight)]
+    yield "ways", "recompute and swap", ways
+    ways = [x._replace(name=f"{x.name}, {y}", victim=y) for x in both for y in rules]
+    yield "victims", "who is preempted", [(way, tight) for way in ways]
+    marks = [round(share * pool) for share in config.watermark_shares]
+    ways = [(again._replace(watermark=mark), tight) for mark in marks]
+    yield "watermarks", "watermarks", ways
+    sizes = {pool, *map(pages_of, config.pool_shares)}
+    ways = [
+        (way._replace(pool_pages=num, swap_pages=min(way.swap_pages, num)), wide)
+        for num in sorted(sizes, reverse=True)
+        for way in both
+    ]
+    yield "pools", "smaller pools", ways
+    places = [round(share * pool) for share in config.swap_shares]
+    ways = [(swap._replace(swap_pages=num), tight) for num in places]
+    yield "spaces", "swap space", ways
+    places = [round(share * pool) for share in config.host_shares]
+    swap = swap._replace(swap_pages=small)
+    ways = [(swap._replace(host_pages=num), narrow) for num in places]
+    yield "hosts", "host memory", ways
+
+
+def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
+    """The engine, with so much memory."""
+    num = config.num_requests
+    return EngineConfig(
+        num_pages=num_pages,
+        max_swap_pages=max_swap_pages,
+        page_size=config.page_size,
+        max_slots=config.max_slots,
+        max_length=config.prompt_tokens[1] + config.output_tokens[1],
+        max_sequences=num,
+        queue_capacity=num,
+        submit_width=num,
+        token_budget=config.token_budget,
+        steps_per_call=config.steps_per_call,
+        numerics=config.numerics,
+        seed=config.seed,
+    )
+
+
+def workload(
+    config: Config, model: checkpoints.Loaded
+) -> tuple[list[Request], Request]:
+    """Cuts the prompts: those that are served, and the one that is brought back."""
+    rng = np.random.default_rng(config.seed)
+    requests = prompts.ragged_requests(
+        model.tokenizer,
+        rng,
+        config.prompt_tokens,
+        config.output_tokens,
+        sigma=config.sigma,
+        num=config.num_requests,
+        ask=Sampling(
+            temperature=config.temperature, top_p=config.top_p, ignore_eos=True
+        ),
+        seed=config.seed,
+    )
+    # A file may be shorter.
+    tries, ask = [config.move_tokens] * 8, requests[0].sampling
+    found = prompts.held_out(model.tokenizer, tries, [ask] * 8, rng)
+    return requests, max(found, key=lambda request: len(request.tokens))
+
+
+def _pages(config: Config, request: Request) -> int:
+    tokens = len(request.tokens) + (request.sampling.max_tokens or 0)
+    return -(-tokens // config.page_size)
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Judges everything that was served; parts that were not are left out."""
+    ways = result.ways
+    served = [x for x in table.parts(result).values() if isinstance(x, Servings)]
+    if len(ways) > 1:
+        different = sum(x.num_different.sum() for x in served)
+        yield ours("alike", different, num=sum(map(len, served)))
+    roomy = [
+        x.at((x.preemption == "swap") & (x.swap_pages >= x.pool_pages)) for x in served
+    ]
+    if any(map(len, roomy)):
+        yield ours("roomy", sum(x.num_recomputed.sum() for x in roomy))
+    held = [x.where(hold_new=True) for x in served]
+    if any(map(len, held)):
+        yield ours("held", sum(x.num_overtaken.sum() for x in held))
+    none, plain = result.spaces.where(swap_pages=0), ways.where(name="recompute")
+    if len(none) and len(plain):
+        lost, theirs = none.num_recomputed[0], float(plain.num_recomputed[0])
+        yield ours("left_end", lost, published=theirs)
+    for share, published in WATERMARKS.items():
+        marks = result.watermarks
+        here = marks.at(marks.watermark == [round(share * x) for x in marks.pool_pages])
+        if len(here):
+            found, theirs = 100 * here.recomputed_share[0], 100 * published
+            yield ours("watermark", found, published=theirs, share=100 * share)
+    yield from _published(result)
+    yield from _moves(result.moves)
+
+
+def _published(result: Result) -> Iterator[Ours]:
+    again = result.pools.where(preemption="recompute")
+    if len(again):
+        most = 100 * again.recomputed_share.max()
+        yield ours("smallest_pool", most, pages=again.pool_pages.min())
+    again = result.victims.where(preemption="recompute")
+    latest = again.where(victim="latest").recomputed_share
+    if len(latest) and len(again) > 1:
+        saved = 1 - again.recomputed_share.min() / max(latest[0], 1e-9)
+        yield ours("victims", saved, num=len(again))
+    again, swap = (result.ways.where(name=x) for x in ("recompute", "swap"))
+    if len(again) and len(swap):
+        yield ours("end_to_end", np.median(again.duration_s[0] / swap.duration_s[0]))
+
+
+def _moves(moves: Moves) -> Iterator[Ours]:
+    if len(moves) < 2:
+        return
+    rows = moves.rows()
+    again, swap = (
+        np.array([row[x] for row in rows])
+        for x in ("recompute_s", "swap_through_host_s")
+    )
+    sizes = moves.page_size
+    words = {"low": sizes.min(), "high": sizes.max()}
+    yield ours("reading", again.max() / again.min(), **words)
+    # Smaller than all others but those of one token, if there is a choice.
+    small = np.where(sizes > 1, sizes, 2**30).argmin()
+    words = {"low": sizes[small], "high": sizes.max()}
+    yield ours("small_pages", swap[small] / swap[sizes.argmax()], **words)
+    yield ours("a_fifth", (again / swap).max())
+
+
+def summary(result: Result) -> list[Part]:
+    """Puts the ways beside each other; parts that were not served are left out."""
+    ways, moves = result.ways, result.moves
+    counts = ("num_preempted", "recomputed_share", "pages_moved", "steps")
+    pool, need = ways.pool_pages.min(initial=2**31), ways.pool_pages.max(initial=0)
+    sheets = [
+        ways.sheet(
+            f"a pool of {pool} pages, where {need} would do for all",
+            *("name", *counts, "seconds", "mean_latency_s", "p95_latency_s"),
+            "num_different",
+            note=f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} "
+            "servings each, alternating. Pages moved: out and back. Hold new: no new "
+            "request is let in until all preempted ones are done.",
+        ),
+        result.victims.sheet("who is preempted", "victim", "preemption", *counts),
+        result.watermarks.sheet(
+            *("a watermark at admission, recomputing", "watermark", "watermark_share"),
+            *counts,
+        ),
+        result.pools.sheet("smaller pools", "pool_pages", "preemption", *counts),
+        Servings.joined([result.spaces, result.hosts]).sheet(
+            *("swap space that is too small", "swap_pages", "host_pages"),
+            *("num_fallbacks", *counts),
+            note="Whoever finds no room in the buffer has its tokens computed again.",
+        ),
+        moves.sheet(
+            f"bringing back one request of {moves.num_tokens.max(initial=0):,} tokens",
+            *("page_size", "num_bytes", "recompute_s", "swap_s", "swap_through_host_s"),
+            *("out_s", "in_s", "host_out_s", "host_in_s"),
+            note=f"Medians of {moves.recompute_s.shape[-1]}.",
+        ),
+    ]
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws four panels; those of parts that were not served stay empty."""
+    _draw_ways(axes[0, 0], result.ways)
+    _draw_watermarks(axes[0, 1], result.watermarks, result.victims)
+    _draw_spaces(axes[1, 0], result.spaces, result.hosts)
+    _draw_moves(axes[1, 1], result.moves)
+
+
+def _note(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
+    """Writes beside a point, so many printer's points away."""
+    ax.annotate(text, at, offset, textcoords="offset points", fontsize=6, **look)
+
+
+def _draw_ways(ax: Any, ways: Servings) -> None:
+    """Tokens computed once and again, a bar each way, with steps and seconds."""
+    color = style.colors()[6]
+    names = [name.replace(", ", ",\n") for name in ways.name.tolist()]
+    ax.set_yticks(range(len(names)), names)
+    for i, row in enumerate(ways.rows()):
+        fed, again = row["num_fed"] / 1000, row["num_recomputed"] / 1000
+        ax.barh(i, fed - again, 0.55, color="#cfe3f1")
+        ax.barh(i, again, 0.55, left=fed - again, color=color)
+        text = f"{row['steps']:,} steps, {row['duration_s']:.1f} s"
+        ax.text(0.15, i, text, fontsize=6, va="center", color="0.15")
+        if again:
+            text = f"{100 * row['recomputed_share']:.0f} % again"
+            ax.text(1.01 * fed, i, text, fontsize=6, va="center", color=color)
+    ax.set(
+        title="the same requests in too small a pool",
+        xlabel="tokens computed, thousands",
+    )
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.margins(x=0.12)
+
+
+def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
+    """Recomputed share against pages kept free; at none, every rule of victims."""
+    colors = style.colors()
+    ax.set(
+        title="pages kept free at admission, recomputing",
+        xlabel="kept free, % of the pool",
+        ylabel="computed again, % of all tokens",
+    )
+    theirs = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
+    ax.plot(*zip(*theirs, strict=True), "D:", color="0.55", linewidth=0.8)
+    _note(ax, "simulation, ShareGPT", theirs[-1], (5, 3), color="0.55")
+    if len(watermarks):
+        x = 100 * watermarks.watermark_share
+        y = 100 * watermarks.recomputed_share
+        ax.plot(x, y, "o-", color=colors[5])
+        for i, steps in enumerate(watermarks.steps.tolist()):
+            label = f"{steps:,} steps" if i in (0, len(x) - 1) else f"{steps:,}"
+            _note(ax, label, (x[i], y[i]), (5, 1), color=colors[5])
+        ax.set_ylim(0, max(1.12 * y.max(), 15))
+        ax.set_xlim(-4, 1.18 * max(x.max(), 1))
+    again = victims.where(preemption="recompute")
+    if len(again):
+        y, color = 100 * again.recomputed_share, colors[6]
+        ax.plot(np.zeros(len(y)), y, "_", color=color, markersize=7)
+        best = again.victim[y.argmin()].replace("_", " ")
+        line = {"arrowstyle": "-", "linewidth": 0.5, "color": color}
+        text, at = f"other victims, best: {best}", (0, y.min())
+        _note(ax, text, at, (45, -2), color=color, arrowprops=line)
+
+
+def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
+    """Recomputed share against swap space, and with the host's memory beside it."""
+    colors = style.colors()
+    for found, look, color in (
+        (spaces, "o-", 5),
+        (hosts.at(hosts.host_pages > 0), "s", 3),
+    ):
+        x = 100 * found.swap_pages / found.pool_pages
+        ax.plot(x, 100 * found.recomputed_share, look, color=colors[color])
+    for i, row in enumerate(spaces.rows()):
+        label = f"{row['num_fallbacks']} of {row['num_preempted']}"
+        label += " found no room" if i == 0 else ""
+        at = 100 * row["swap_pages"] / row["pool_pages"], 100 * row["recomputed_share"]
+        _note(ax, label, at, (5, 4), color=colors[5])
+    if len(found):
+        pages = "\nor ".join(f"{num:,}" for num in found.host_pages.tolist())
+        at, look = (x[0], 100 * found.recomputed_share.mean()), {"ha": "right"}
+        text = f"with the host:\n+ {pages} pages"
+        _note(ax, text, at, (-5, 0), va="center", color=colors[3], **look)
+    top = 100 * spaces.recomputed_share.max(initial=0.0)
+    ax.set(
+        title="swapping with too little room",
+        xlabel="pages of the buffer, % of the pool",
+        ylabel="computed again, % of all tokens",
+        xlim=(-20, 116),
+        ylim=(0, max(1.12 * top, 1)),
+        xticks=range(0, 101, 25),
+    )
+
+
+def _draw_moves(ax: Any, moves: Moves) -> None:
+    """Time to bring one request back, against the page size."""
+    colors, rows = style.colors(), moves.rows()
+    ax.set(title="bringing one request back", xlabel="page size, tokens")
+    ax.set_ylabel("time, ms")
+    if not rows:
+        return
+    sizes = moves.page_size.tolist()
+    for label, name, color in (
+        ("recompute", "recompute_s", colors[6]),
+        ("swap, through\nhost memory", "swap_through_host_s", colors[3]),
+        ("swap, buffer\nbeside the pool", "swap_s", colors[5]),
+    ):
+        times_ms = [1000 * row[name] for row in rows]
+        ax.plot(sizes, times_ms, "o-", color=color)
+        _note(ax, label, (sizes[-1], times_ms[-1]), (5, 0), va="center", color=color)
+    if sizes[0] == 1:
+        slow, text = rows[0], "pages of 1: XLA\ncopies the whole pool"
+        _note(
+            ax, text, (1, 1000 * slow["swap_through_host_s"]), (24, -34), color="0.55"
+        )
+    ax.set_title(f"bringing back {moves.num_tokens[0]:,} tokens")
+    style.powers_of_two(ax)
+    ax.set(yscale="log", xlim=(0.8 * sizes[0], 6 * sizes[-1]), xticks=sizes)
+    ax.minorticks_off()
+
+
+STUDY = Study(
+    configs=CONFIGS,
+    result=Result,
+    run=run,
+    plot=plot,
+    claims=claims,
+    summary=summary,
+    panels=(2, 2),
+    panel_size_inches=(3.6, 2.5),
+    switch=("simulated_requests", False),
+)
