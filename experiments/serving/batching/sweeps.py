@@ -14,7 +14,7 @@ from experiments.serving.batching import lectures
 from jaxkv import validation
 from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs, static_batching
-from jaxkv.simulation import Capacity, Cost, driver, step
+from jaxkv.simulation import Capacity, Cost, Served, driver, step
 from jaxkv.workloads import Workload, arrivals, lengths
 
 SYSTEMS = ("static", "continuous", "paged")
