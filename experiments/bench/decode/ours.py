@@ -5,7 +5,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -145,6 +145,7 @@ class Ours:
             keep_trace=True,
         )
         self.host_shares: list[float | None] = []
+        self.first_s = 0.0
 
     def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
         """Serves prompts of one length as one batch, greedily."""
