@@ -6,6 +6,7 @@ length, and answers run to their end. It is answered with `{"prefill_s", "decode
 the others, their number, and the greedy tokens.
 """
 
+import abc
 import ctypes
 import importlib
 import json
@@ -14,8 +15,12 @@ import time
 from pathlib import Path
 
 
-class Engine:
+class Engine(abc.ABC):
     """What engines have in common."""
+
+    @abc.abstractmethod
+    def measure(self, prompts, output_tokens):
+        """Serves once; gives seconds until the first tokens, after them, and all."""
 
     def answer(self, asked):
         """Serves once."""
