@@ -293,6 +293,7 @@ def _rows(
     rows: list[dict[str, Any]] = []
     for engine in everyone:
         taken = timings[engine.name]
+        same = zip(answers, taken[-1].tokens, strict=True)
         prefill_s = statistics.median(x.prefill_s for x in taken)
         rates = sorted(x.num_decoded / x.decode_s for x in taken)
         rate = statistics.median(rates)
@@ -310,7 +311,7 @@ def _rows(
             "ratio": None,
             "prefill_ratio": None,
             "spread": (rates[-1] - rates[0]) / rate,
-            "same_answers": _share_equal(answers, taken[-1].tokens),
+            "same_answers": float(np.mean([x == y for x, y in same])),
             "dtype": "float32",
             "version": engine.version,
             "absent": "",
@@ -329,11 +330,6 @@ def _rows(
         for row, rate in zip(rows, rates, strict=True):
             row[key] = rate / max(rates[1:]) if rates[1:] else None
     return rows
-
-
-def _share_equal(a: list[list[int]], b: list[list[int]]) -> float:
-    pairs = list(zip(a, b, strict=True))
-    return sum(x == y for x, y in pairs) / len(pairs)
 
 
 STUDIES = (

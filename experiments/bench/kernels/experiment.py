@@ -84,7 +84,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
       implementation; `note` says why one has no time.
     """
     budget = Budget(0.4 * config.max_s if config.quick else config.max_s)
-    _leave_room()
+    # Lets the peers have some of the GPU's memory, if jax has not taken it yet.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     target = devices.current()
     chosen = _choose(config, target.platform)
     rows: list[dict[str, Any]] = []
@@ -125,12 +127,6 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
         "rows": [{k: v for k, v in row.items() if k != "note"} for row in timed],
         "absent": [{name: row[name] for name in names} for row in absent],
     }
-
-
-def _leave_room() -> None:
-    """Lets the peers have some of the GPU's memory, if jax has not taken it yet."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 
 def _attends(spec: Spec | GroupedSpec) -> bool:

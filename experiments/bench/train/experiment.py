@@ -190,7 +190,7 @@ def _rows(
             "compile_s": one.compile_s,
             "ratio": rate / peer if peer else None,
             "spread": (max(taken) - min(taken)) / rate,
-            "loss_gap": _gap(one.losses, ours.losses),
+            "loss_gap": float(np.max(np.abs(np.subtract(one.losses, ours.losses)))),
             "optimizer": one.optimizer,
             "ceiling_flops_per_s": ceiling,
             "mfu": ours.utilisation(rate),
@@ -199,10 +199,6 @@ def _rows(
         }
         rows.append(row)
     return rows
-
-
-def _gap(losses: list[float], others: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
