@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.decode import experiment, peers, watching
-from experiments.bench.decode.watching import CallTimes
+from experiments.bench import peer_process
+from experiments.bench.decode import experiment, ours
+from experiments.bench.decode.ours import CallTimes
 from experiments.cli import main
 from experiments.plotting import style
 from jaxkv.progress import Quiet
@@ -20,18 +21,18 @@ KEYS = {
     *("compile_s", "peak_bytes", "ratio"),
 }
 
-# A peer that answers at once, in the words of `peer_script`.
+# A peer that answers at once, in the words of `peer_main`.
 FAKE = """
 import json, os, sys
-kind = sys.argv[1]
-if kind == "llama.cpp":
+kind, folder = sys.argv[2:4]
+if kind == "LlamaCpp":
     print(json.dumps({"absent": "No module named 'llama_cpp'"}))
     sys.exit()
-files = sorted(os.listdir(sys.argv[2]))
-print(json.dumps({"name": kind, "version": " ".join(files)}), flush=True)
+files = sorted(os.listdir(folder))
+print(json.dumps({"version": " ".join(files)}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
-    if "broken" in sys.argv[2]:
+    if "broken" in folder:
         sys.exit("out of luck\\n")
     num = asked["output_tokens"]
     batch = len(asked["prompts"])
@@ -46,8 +47,12 @@ for line in sys.stdin:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Puts the fake in the script's place; returns the interpreter."""
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(peers, "SCRIPT", tmp_path / "fake.py")
+    monkeypatch.setattr(peer_process, "MAIN", tmp_path / "fake.py")
     return Path(sys.executable)
+
+
+def peer(python: Path, kind: str, folder: Path) -> experiment.Peer:
+    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder, 1)
 
 
 @pytest.mark.thorough
@@ -94,37 +99,37 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
     assert rows[0]["ratio"] is None
     for kept in (rows, []):
         draw = lambda axes, kept=kept: experiment.plot(axes, kept)  # noqa: E731
-        style.render(draw, panels=experiment.PANELS)
+        style.render(draw, panels=(1, 2))
 
 
 def test_a_peer_that_breaks_down_says_its_last_words(fake: Path) -> None:
-    with peers.Peer("transformers", fake, Path("/"), 1) as peer:
-        timing = peer.measure([[1, 2], [3, 4]], 5)
+    with peer(fake, "Transformers", Path("/")) as theirs:
+        timing = theirs.measure([[1, 2], [3, 4]], 5)
         assert timing.tokens == [[0] * 5] * 2
 
 
 def test_a_broken_peer_is_one_line(fake: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     with (
-        peers.Peer("transformers", fake, tmp_path / "broken", 1) as peer,
+        peer(fake, "Transformers", tmp_path / "broken") as theirs,
         pytest.raises(ValueError, match="transformers: ended early: out of luck"),
     ):
-        peer.measure([[1]], 2)
+        theirs.measure([[1]], 2)
 
 
 def test_an_interpreter_without_peers_is_refused(fake: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be started"):
-        peers.Peer("transformers", tmp_path / "no-python", tmp_path, 1)
+        peer(tmp_path / "no-python", "Transformers", tmp_path)
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is not None, reason="it is installed here"
 )
 def test_the_real_script_says_what_is_missing(tmp_path: Path) -> None:
-    for kind in peers.KINDS:
+    for kind in experiment.KINDS.values():
         with (
-            pytest.raises(ValueError, match=f"{kind}: No module named"),
-            peers.Peer(kind, Path(sys.executable), tmp_path, 1),
+            pytest.raises(ValueError, match=r"transformers: No module named '[tl]"),
+            peer(Path(sys.executable), kind, tmp_path),
         ):
             pass
 
@@ -141,8 +146,8 @@ def test_the_hosts_share_worked_by_hand() -> None:
         # Nothing was left to do.
         CallTimes(dispatched_s=49.0, ready_s=50.0, drained_s=50.0, fed=False),
     ]
-    assert watching.host_share(calls) == pytest.approx(3 / 30)
-    assert watching.host_share(calls[:1]) is None
+    assert ours.host_share(calls) == pytest.approx(3 / 30)
+    assert ours.host_share(calls[:1]) is None
 
 
 def test_the_model_must_hold_the_tokens() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.bench import peer_process
 from experiments.bench.train import experiment, peers
 from experiments.cli import main
 from experiments.plotting import style
@@ -15,10 +16,10 @@ from tests.support.impatience import Impatient
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
-# A peer that answers at once, in the words of `train_peer_script`.
+# A peer that answers at once, in the words of `peer_main`.
 FAKE = """
 import json, sys, zipfile
-if sys.argv[1] == "compiled":
+if sys.argv[2] == "Compiled":
     print(json.dumps({"absent": "no compiler"}))
     sys.exit()
 print(json.dumps({"version": "torch 0"}), flush=True)
@@ -40,7 +41,7 @@ def test_rows_beside_a_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(peers, "SCRIPT", tmp_path / "fake.py")
+    monkeypatch.setattr(peer_process, "MAIN", tmp_path / "fake.py")
     args = ["bench", "train", "smoke", "--out", str(tmp_path / "run"), "--json"]
     assert main.main([*args, "--peer-python", sys.executable]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -89,7 +90,7 @@ def test_bad_configs_are_refused() -> None:
     importlib.util.find_spec("torch") is not None, reason="it is installed here"
 )
 def test_the_real_script_says_what_is_missing() -> None:
-    rival = peers.Rival("eager", Path(sys.executable), 1)
+    rival = peers.Rival("PyTorch", Path(sys.executable), peers.SCRIPT, "Eager", 1)
     with pytest.raises(ValueError, match="PyTorch: No module named 'torch'"), rival:
         pass
 

@@ -125,8 +125,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_threads": 0}, "must be at least 1"),
     ],
     "flash_attention": [
-        ({"lengths": (4,)}, "at least two, ascending"),
-        ({"contexts": (8, 4)}, "at least two, ascending"),
+        ({"lengths": (4,)}, "lengths=(4,) must be 2 or more, ascending, from 1"),
+        ({"contexts": (8, 4)}, "contexts=(8, 4) must be 2 or more, ascending"),
         ({"num_q_heads": 3}, "must be a multiple of"),
         ({"repeats": 0}, "repeats=0 must be at least 1"),
     ],

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.kernels import table
+from experiments.bench.kernels import report
 from experiments.bench.kernels.experiment import Config, _row
 from experiments.framework import registry, run_folder
 from experiments.plotting import style
@@ -59,7 +59,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_line_for_each_shape(record: Any) -> None:
-    heads, _, one, two, copy, _, caption = table.markdown(record("NVIDIA H200")).split(
+    heads, _, one, two, copy, _, caption = report.markdown(record("NVIDIA H200")).split(
         "\n"
     )
     assert heads.startswith("| shape | bytes | jaxkv | best peer |")
@@ -77,8 +77,8 @@ def test_a_line_for_each_shape(record: Any) -> None:
 
 def test_only_whole_records_of_gpus(record: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was made on a CPU"):
-        table.markdown(record("cpu"))
+        report.markdown(record("cpu"))
     with pytest.raises(ValueError, match="only a whole run counts"):
-        table.markdown(record("NVIDIA H200", interrupted=True))
+        report.markdown(record("NVIDIA H200", interrupted=True))
     with pytest.raises(ValueError, match="nothing"):
-        table.markdown(tmp_path / "nothing")
+        report.markdown(tmp_path / "nothing")

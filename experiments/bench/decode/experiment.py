@@ -17,17 +17,28 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.bench.decode import peers
-from experiments.bench.decode.ours import Ours
-from experiments.bench.decode.peers import Timing
-from experiments.framework import Part, Sheet, units
+from experiments.bench import peer_process
+from experiments.bench.decode.ours import Ours, Timing
+from experiments.bench.turns import in_turns
+from experiments.framework import (
+    Floats,
+    Ints,
+    Part,
+    Sheet,
+    Study,
+    Table,
+    Texts,
+    column,
+    units,
+)
 from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
 
-PANELS = (1, 2)
+KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
+SCRIPT = Path(__file__).with_name("peer_script.py")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
 COLORS = {"jaxkv": "#0072b2", "transformers": "#e69f00", "llama.cpp": "0.6"}
 
@@ -90,6 +101,41 @@ CONFIGS = {
 }
 
 
+class Peer(peer_process.PeerProcess):
+    """A running engine, as a context; leaving it ends the process."""
+
+    def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
+        """Serves prompts of one length as one batch, greedily.
+
+        Raises:
+          ValueError: the peer broke down; the line says what it said last.
+        """
+        asked = {"prompts": prompts, "output_tokens": output_tokens}
+        return Timing(**self.ask(asked))
+
+
+class Rates(Table):
+    """What is told of a result, of which every column is a key of the rows."""
+
+    implementation: Texts = column("who", heading="engine")
+    batch: Ints = column("at once", heading="sequences", form="{:,}")
+    decode_tokens_per_s: Floats = column("median", heading="decode tokens/s")
+    prefill_tokens_per_s: Floats = column("median", heading="prefill tokens/s")
+    step_s: Floats = column("a token of every sequence")
+    host_share: np.ndarray = column("of the time; None where it is not known")
+    compile_s: Floats = column("of the first serving", heading="compiling")
+    peak_bytes: Ints = column("of the process or its device", heading="peak memory")
+    ratio: np.ndarray = column("to the best peer's decode", form="{:.2f}")
+    prefill_ratio: np.ndarray = column("to the best peer's prefill", form="{:.2f}")
+    version: Texts = column("of its libraries")
+    spread: Floats = column("of rates", heading="decode spread", form=units.share)
+    same_answers: Floats = column("share that is ours", form=units.share)
+
+
+OWN = ("batch", "decode_tokens_per_s", "prefill_tokens_per_s", "step_s")
+OWN += ("host_share", "compile_s", "peak_bytes")
+
+
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Serves every batch size with every engine; ended early, it has whole sizes."""
     model = _load(config)
@@ -97,53 +143,51 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
         others, absent = _start_peers(config, model, stack)
-        turns = [
-            (batch, turn) for batch in config.batch for turn in range(config.rounds + 1)
-        ]
-        everyone: list[Ours | peers.Peer] = []
-        timings: dict[str, list[Timing]] = {}
-        for batch, turn in progress.track(turns, "serving", "turns"):
-            if turn == 0:  # warms up
-                ours = Ours(model, _bounds(config, batch), config.dtype)
-                everyone = [ours, *others]
-                timings = {engine.name: [] for engine in everyone}
-            for engine in everyone:
-                progress.show(f"batch {batch}, {engine.name}")
-                prompts = _prompts(config, model, batch)
-                timing = engine.measure(prompts, config.output_tokens)
-                timings[engine.name].append(timing)
-            if turn == config.rounds:
-                rows += _rows(config, batch, everyone, timings, absent)
+
+        def measure(batch: int, engine: Ours | Peer) -> Timing:
+            prompts = _prompts(config, model, batch)
+            return engine.measure(prompts, config.output_tokens)
+
+        def begin(batch: int) -> list[Ours | Peer]:
+            ours = Ours(model, _bounds(config, batch), config.dtype)
+            ours.first_s, *_ = (measure(batch, x).prefill_s for x in (ours, *others))
+            return [ours, *others]
+
+        for batch, everyone, timings in in_turns(
+            config.batch,
+            config.rounds,
+            begin,
+            measure,
+            progress=progress,
+            doing="serving",
+            what="batch",
+        ):
+            rows += _rows(config, batch, everyone, timings, absent)
     return rows
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second at every batch size: decode, then prefill."""
-    names = list(dict.fromkeys(row["implementation"] for row in result))
-    sizes = list(dict.fromkeys(row["batch"] for row in result))
+    found = Rates.of(result)
+    names, sizes = found.distinct("implementation"), found.distinct("batch")
     width = 0.8 / max(1, len(names))
     for ax, kind in zip(axes, ("decode", "prefill"), strict=True):
         for i, name in enumerate(names):
-            rates = {
-                row["batch"]: row[f"{kind}_tokens_per_s"]
-                for row in result
-                if row["implementation"] == name
-            }
-            places = [sizes.index(size) + (i + 0.5) * width - 0.4 for size in rates]
-            bars = ax.bar(
-                *(places, list(rates.values()), 0.92 * width),
-                label=name,
-                color=COLORS.get(name),
-            )
-            labels = [units.rate(rate) for rate in rates.values()]
+            mine = found.where(implementation=name)
+            places = [sizes.index(x) + (i + 0.5) * width - 0.4 for x in mine.batch]
+            rates = getattr(mine, f"{kind}_tokens_per_s")
+            look = {"label": name, "color": COLORS.get(name)}
+            bars = ax.bar(places, rates, 0.92 * width, **look)
+            labels = [*map(units.rate, rates)]
             ax.bar_label(bars, labels, fontsize=5.5, padding=1, color="0.3")
-        ax.set_title(f"{kind}, tokens per second", loc="left")
-        ax.set_xlim(-0.6, max(1, len(sizes)) - 0.4)
+        ax.set(
+            title=f"{kind}, tokens per second",
+            xlabel="sequences at once",
+            xlim=(-0.6, max(1, len(sizes)) - 0.4),
+            yticks=[],  # the numbers stand on the bars
+        )
         ax.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         ax.tick_params(axis="x", length=0)
-        ax.set_xlabel("sequences at once")
-        # The numbers stand on the bars.
-        ax.set_yticks([])
         ax.spines["left"].set_visible(False)
     if len(names) > 1:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
@@ -153,60 +197,38 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     """Gives the speeds, and apart from them what to know of the engines."""
-    names = ("implementation", "batch")
+    names = ("implementation", "batch", *DETAILS)
     return {
         "rows": [{k: v for k, v in row.items() if k not in DETAILS} for row in result],
-        "details": [{name: row[name] for name in names + DETAILS} for row in result],
+        "details": [{name: row[name] for name in names} for row in result],
     }
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
     """Tells the rates of everyone, side by side, and what our engine took."""
-    names = list(dict.fromkeys(row["implementation"] for row in result))
-    batches: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in result:
-        batches.setdefault(row["batch"], {})[row["implementation"]] = row
     if not result:
         return []
-    lines = []
-    for batch, rows in batches.items():
-        cells = (units.named(name, rows[Ours.name][name])[1] for name in _OWN.values())
-        lines.append([f"{batch:,}", *cells])
+    found = Rates.of(result)
     note = "host share: the time in which the device waits between two calls."
-    parts: list[Part] = [Sheet("jaxkv", ["sequences", *_OWN], lines, note)]
+    parts: list[Part] = [
+        found.where(implementation=Ours.name).sheet(Ours.name, *OWN, note=note)
+    ]
+    names, batches = found.distinct("implementation"), found.distinct("batch")
     if not names[1:]:
         return parts
     heads = ["sequences", *names, "jaxkv / best peer"]
     for kind, ratio in (("decode", "ratio"), ("prefill", "prefill_ratio")):
         lines = []
-        for batch, rows in batches.items():
-            rates = [units.rate(rows[x][f"{kind}_tokens_per_s"]) for x in names]
-            lines.append([f"{batch:,}", *rates, f"{rows[Ours.name][ratio]:.2f}"])
+        for mine in (found.where(batch=batch) for batch in batches):
+            rates = map(units.rate, getattr(mine, f"{kind}_tokens_per_s"))
+            lines.append(
+                [f"{mine.batch[0]:,}", *rates, f"{getattr(mine, ratio)[0]:.2f}"]
+            )
         parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
-    lines = [
-        [
-            *(name, f"{batch:,}", row["version"]),
-            *(units.share(row[key]) for key in ("spread", "same_answers")),
-        ]
-        for batch, rows in batches.items()
-        for name, row in rows.items()
-    ]
-    heads = ["engine", "sequences", "version", "decode spread", "same answers"]
     absent = result[0]["absent"]
+    told = ("implementation", "batch", "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""
-    parts.append(Sheet("everyone", heads, lines, note))
-    return parts
-
-
-_OWN = {
-    "decode tokens/s": "decode_tokens_per_s",
-    "prefill tokens/s": "prefill_tokens_per_s",
-    "step": "step_s",
-    "host share": "host_share",
-    "compiling": "compile_s",
-    "peak memory": "peak_bytes",
-}
-"""Heads of the table of our own numbers, and where each stands in a row."""
+    return [*parts, found.sheet("everyone", *told, note=note)]
 
 
 def _load(config: Config) -> checkpoints.Loaded:
@@ -244,16 +266,19 @@ def _prompts(config: Config, model: checkpoints.Loaded, batch: int) -> list[list
 
 def _start_peers(
     config: Config, model: checkpoints.Loaded, stack: contextlib.ExitStack
-) -> tuple[list[peers.Peer], list[str]]:
+) -> tuple[list[Peer], str]:
     """Starts those that are installed; says why the others are not there."""
     if config.peer_python is None:
-        return [], []
-    python, threads = config.peer_python, peers.num_threads()
+        return [], ""
+    python, threads = config.peer_python, peer_process.num_threads()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
         checkpoints.save_model(folder, model.config, model.params, dtype="float32")
-        everyone = (peers.Peer(x, python, folder, threads) for x in peers.KINDS)
-        return peers.start(stack, python, everyone)
+        everyone = (
+            Peer(name, python, SCRIPT, kind, folder, threads)
+            for name, kind in KINDS.items()
+        )
+        return peer_process.start_some(stack, python, everyone)
 
 
 def _rows(
@@ -261,15 +286,16 @@ def _rows(
     batch: int,
     everyone: list[Any],
     timings: dict[str, list[Timing]],
-    absent: list[str],
+    absent: str,
 ) -> list[dict[str, Any]]:
-    """One row for each engine, medians over the turns after the first."""
-    ours = timings[Ours.name][-1].tokens
+    """One row for each engine, medians over the turns."""
+    answers = timings[Ours.name][-1].tokens
     rows: list[dict[str, Any]] = []
     for engine in everyone:
-        first, *later = timings[engine.name]
-        prefill_s = statistics.median(x.prefill_s for x in later)
-        rates = sorted(x.num_decoded / x.decode_s for x in later)
+        taken = timings[engine.name]
+        same = zip(answers, taken[-1].tokens, strict=True)
+        prefill_s = statistics.median(x.prefill_s for x in taken)
+        rates = sorted(x.num_decoded / x.decode_s for x in taken)
         rate = statistics.median(rates)
         row = {
             "implementation": engine.name,
@@ -281,36 +307,39 @@ def _rows(
             "step_s": batch / rate,
             "host_share": None,
             "compile_s": 0.0,
-            "peak_bytes": max(x.peak_bytes for x in later),
+            "peak_bytes": max(x.peak_bytes for x in taken),
             "ratio": None,
             "prefill_ratio": None,
             "spread": (rates[-1] - rates[0]) / rate,
-            "same_answers": _share_equal(ours, later[-1].tokens),
+            "same_answers": float(np.mean([x == y for x, y in same])),
             "dtype": "float32",
             "version": engine.version,
             "absent": "",
         }
         if isinstance(engine, Ours):
+            known = [x for x in engine.host_shares[1:] if x is not None]
             row |= {
-                "host_share": _median(engine.host_shares[1:]),
-                "compile_s": max(0.0, first.prefill_s - prefill_s),
+                "host_share": statistics.median(known) if known else None,
+                "compile_s": max(0.0, engine.first_s - prefill_s),
                 "dtype": config.dtype,
-                "absent": "; ".join(absent),
+                "absent": absent,
             }
         rows.append(row)
     for kind, key in (("decode", "ratio"), ("prefill", "prefill_ratio")):
-        name = f"{kind}_tokens_per_s"
-        others: list[float] = [row[name] for row in rows[1:]]
-        for row in rows if others else []:
-            row[key] = row[name] / max(others)
+        rates = [row[f"{kind}_tokens_per_s"] for row in rows]
+        for row, rate in zip(rows, rates, strict=True):
+            row[key] = rate / max(rates[1:]) if rates[1:] else None
     return rows
 
 
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _share_equal(a: list[list[int]], b: list[list[int]]) -> float:
-    pairs = list(zip(a, b, strict=True))
-    return sum(x == y for x, y in pairs) / len(pairs)
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=list,
+        run=run,
+        plot=plot,
+        metrics=metrics,
+        summary=summary,
+        panels=(1, 2),
+    ),
+)

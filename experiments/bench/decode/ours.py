@@ -1,12 +1,123 @@
-"""Our engine, timed as its peers are."""
+"""Our engine, timed as its peers are, and seen from outside."""
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from experiments.bench.decode import watching
-from experiments.bench.decode.peers import Timing
+from experiments.bench import peer_main
 from jaxkv.engine import state
 from jaxkv.models import checkpoints, paged
 from jaxkv.sampling import Sampling
+from jaxkv.serving import engine
+
+
+class Timing(NamedTuple):
+    """One batch served once.
+
+    Attributes:
+      prefill_s: seconds until every request had its first token.
+      decode_s: seconds that later tokens took.
+      num_decoded: how many those were.
+      tokens: the answers.
+      peak_bytes: peak memory of the process that served it, weights included.
+    """
+
+    prefill_s: float
+    decode_s: float
+    num_decoded: int
+    tokens: list[list[int]]
+    peak_bytes: int
+
+
+class CallTimes(NamedTuple):
+    """When one call of K steps, and what followed it, was where; in seconds.
+
+    Attributes:
+      dispatched_s: when the host had handed it over.
+      ready_s: when the device had its results.
+      drained_s: when the device had handed out the finished sequences behind it; equal
+        to `ready_s` if there were none.
+      fed: whether it fed any tokens; one that was handed over before the host knew that
+        all is done does not.
+    """
+
+    dispatched_s: float
+    ready_s: float
+    drained_s: float
+    fed: bool
+
+
+class WatchedEngine(engine.Engine):
+    """An `Engine` that can note when each call is dispatched, and when it is ready."""
+
+    _dispatched: queue.SimpleQueue[Any] | None = None
+
+    @contextlib.contextmanager
+    def watch(self) -> Generator[list[CallTimes]]:
+        """Notes the times of the calls made inside; the list is whole at the end.
+
+        A second thread waits for the results and does nothing else, so the engine's own
+        order of work stays as it is.
+        """
+        times: list[CallTimes] = []
+        self._dispatched = queue.SimpleQueue()
+        thread = threading.Thread(target=_watch, args=(self._dispatched, times))
+        thread.start()
+        try:
+            yield times
+        finally:
+            self._dispatched.put(None)
+            thread.join()
+            self._dispatched = None
+
+    def _dispatch(self) -> None:
+        num_unread = len(self._unread)
+        super()._dispatch()
+        if self._dispatched is not None and len(self._unread) > num_unread:
+            self._dispatched.put((time.perf_counter(), self._unread[-1]))
+
+
+def _watch(dispatched: queue.SimpleQueue[Any], times: list[CallTimes]) -> None:
+    while (item := dispatched.get()) is not None:
+        dispatched_s, call = item
+        jax.block_until_ready(call.info)
+        ready_s = drained_s = time.perf_counter()
+        if call.drained is not None:
+            jax.block_until_ready(call.drained)
+            drained_s = time.perf_counter()
+        fed = bool(np.asarray(call.info.num_rows).any())
+        times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
+
+
+def host_share(calls: list[CallTimes]) -> float | None:
+    """The share of time in which the device had no steps to run.
+
+    Between the end of one call and the start of the next the device hands out finished
+    sequences, or waits for the host. That gap counts in full, over the time from one
+    call's end to the next one's.
+
+    Args:
+      calls: in order. What goes before the first, and before those that feed nothing,
+        is left out.
+
+    Returns:
+      A share in [0, 1]; `None` with less than two calls.
+    """
+    gaps = spans = 0.0
+    for before, call in itertools.pairwise(calls):
+        if not call.fed:
+            continue
+        start_s = max(before.drained_s, call.dispatched_s)
+        gaps += max(0.0, min(start_s, call.ready_s) - before.ready_s)
+        spans += call.ready_s - before.ready_s
+    return gaps / spans if spans else None
 
 
 class Ours:
@@ -24,7 +135,7 @@ class Ours:
     def __init__(
         self, model: checkpoints.Loaded, bounds: state.EngineConfig, dtype: str
     ):
-        self._engine = watching.WatchedEngine(
+        self._engine = WatchedEngine(
             model.params,
             paged.PagedForward(model.config, bounds.numerics),
             paged.make_pages(model.config, bounds, dtype=dtype),
@@ -34,15 +145,18 @@ class Ours:
             keep_trace=True,
         )
         self.host_shares: list[float | None] = []
+        self.first_s = 0.0
 
     def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
         """Serves prompts of one length as one batch, greedily."""
-        watching.reset_peak()
+        peer_main.reset_peak()
         prefill_s, *_ = self._serve(prompts, 1)
         with self._engine.watch() as calls:
             _, decode_s, num_decoded, tokens = self._serve(prompts, output_tokens)
-        self.host_shares.append(watching.host_share(calls))
-        peak = watching.peak_bytes()
+        self.host_shares.append(host_share(calls))
+        # The first device's if it keeps count, else this process's.
+        stats = jax.local_devices()[0].memory_stats() or {}
+        peak = stats.get("peak_bytes_in_use") or peer_main.peak_bytes()
         return Timing(prefill_s, decode_s, num_decoded, tokens, peak)
 
     def _serve(

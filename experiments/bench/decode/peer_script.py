@@ -1,34 +1,46 @@
-"""Times another engine on a model folder. Run by that engine's own interpreter.
+"""Other engines on a model folder, for `peer_main` in their own interpreter.
 
-    python peer_script.py {transformers,llama.cpp} FOLDER NUM_THREADS
-
-Stands alone: it imports nothing of the project, and runs on older Pythons. On standard
-output it says `{"name", "version"}` when the model is loaded, or `{"absent": why}`.
-Then it answers every line `{"prompts": [[id, ...], ...], "output_tokens": n}` with
-`{"prefill_s", "decode_s", "num_decoded", "tokens", "peak_bytes"}`: seconds until every
-prompt has its first token, seconds for the others, their number, the greedy tokens, and
-the peak memory of this process. Prompts have one length, and answers run to their end.
+A question is `{"prompts": [[id, ...], ...], "output_tokens": n}`; prompts have one
+length, and answers run to their end. It is answered with `{"prefill_s", "decode_s",
+"num_decoded", "tokens"}`: seconds until every prompt has its first token, seconds for
+the others, their number, and the greedy tokens.
 """
 
+import abc
 import ctypes
 import importlib
 import json
-import os
-import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 
-class Transformers:
+class Engine(abc.ABC):
+    """What engines have in common."""
+
+    @abc.abstractmethod
+    def measure(self, prompts, output_tokens):
+        """Serves once; gives seconds until the first tokens, after them, and all."""
+
+    def answer(self, asked):
+        """Serves once."""
+        prefill_s, decode_s, tokens = self.measure(**asked)
+        return {
+            "prefill_s": prefill_s,
+            "decode_s": decode_s,
+            "num_decoded": len(tokens) * (len(tokens[0]) - 1),
+            "tokens": tokens,
+        }
+
+
+class Transformers(Engine):
     """Hugging Face transformers: `generate` with its default cache, greedy."""
 
     def __init__(self, folder, num_threads):
         import torch
         import transformers
 
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(int(num_threads))
         self._torch = torch
         self.version = f"{transformers.__version__}, torch {torch.__version__}"
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -38,7 +50,7 @@ class Transformers:
         self._model.generation_config.eos_token_id = None
 
     def measure(self, prompts, output_tokens):
-        """Serves once, and notes when the first tokens are there."""
+        """Serves, and notes when the first tokens are there."""
         torch, stamps = self._torch, []
 
         def stamp(ids, scores, **_):
@@ -62,7 +74,7 @@ class Transformers:
         return stamps[0] - start, time.perf_counter() - stamps[0], tokens
 
 
-class LlamaCpp:
+class LlamaCpp(Engine):
     """llama.cpp: several sequences in one batch, greedy, float32 weights and cache."""
 
     MAX_BATCH = 512  # rows that one call may feed, its default
@@ -70,7 +82,7 @@ class LlamaCpp:
     def __init__(self, folder, num_threads):
         llama_cpp = importlib.import_module("llama_cpp")
         self._lib, self.version = llama_cpp, llama_cpp.__version__
-        self._num_threads = num_threads
+        self._num_threads = int(num_threads)
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -187,63 +199,3 @@ def write_gguf(folder, path):
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-
-
-def reset_peak():
-    """Lets `peak_bytes` forget the past, where the system can."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
-
-
-def peak_bytes():
-    """Peak resident memory of this process."""
-    try:
-        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-        return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def main(kind, folder, num_threads):
-    """Answers until the input ends."""
-    # What libraries print goes to standard error: the answers stand alone.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(answer):
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    engines = {"transformers": Transformers, "llama.cpp": LlamaCpp}
-    try:
-        engine = engines[kind](folder, int(num_threads))
-    except (ImportError, ValueError) as error:
-        say({"absent": " ".join(str(error).split())})
-        return
-    say({"name": kind, "version": engine.version})
-    for line in sys.stdin:
-        asked = json.loads(line)
-        reset_peak()
-        prefill_s, decode_s, tokens = engine.measure(
-            asked["prompts"], asked["output_tokens"]
-        )
-        say(
-            {
-                "prefill_s": prefill_s,
-                "decode_s": decode_s,
-                "num_decoded": len(tokens) * (len(tokens[0]) - 1),
-                "tokens": tokens,
-                "peak_bytes": peak_bytes(),
-            }
-        )
-
-
-if __name__ == "__main__":
-    # The folder of this script holds modules with common names; none is for us.
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    main(*sys.argv[1:])

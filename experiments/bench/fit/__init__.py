@@ -1,1 +1,1 @@
-"""Fit."""
+"""Our fits beside the usual ones."""

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.bench.fit import peers
 from experiments.bench.fit.peers import Runs
-from experiments.framework import Part, Sheet, units
+from experiments.framework import Part, Sheet, Study, units
 from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
 from jaxkv import validation
@@ -89,15 +89,15 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
         first_s, _ = _time(ours, drawn)
-    found: dict[str, list[np.ndarray]] = {name: [] for name in everyone}
-    seconds: dict[str, list[float]] = {name: [] for name in everyone}
+    found = {name: list[np.ndarray]() for name in everyone}
+    seconds = dict.fromkeys(everyone, 0.0)
     pieces = np.array_split(drawn, config.num_pieces)
     for piece in progress.track(pieces, "resamples", "pieces"):
         for name, method in everyone.items():
             progress.show(name)
             repeats = _REPEATS if name == OURS else 1
             times = [_time(method, piece) for _ in range(repeats)]
-            seconds[name].append(statistics.median(taken for taken, _ in times))
+            seconds[name] += statistics.median(taken for taken, _ in times)
             found[name].append(times[0][1])
     return _rows(runs, drawn, found, seconds, first_s)
 
@@ -106,24 +106,20 @@ def _rows(
     runs: Runs,
     drawn: np.ndarray,
     found: dict[str, list[np.ndarray]],
-    seconds: dict[str, list[float]],
+    seconds: dict[str, float],
     first_s: float,
 ) -> list[dict[str, Any]]:
     if not found[OURS]:
         return []
     ends = {name: np.concatenate(parts) for name, parts in found.items()}
     done = drawn[: len(ends[OURS])]
+    samples = [runs.drawn(row) for row in done]
     objectives = {
-        name: np.array(
-            [
-                peers.objective(x, runs.drawn(row))
-                for x, row in zip(xs, done, strict=True)
-            ]
-        )
+        name: np.array([*map(peers.objective, xs, samples)])
         for name, xs in ends.items()
     }
     lowest = np.min([*objectives.values()], axis=0)
-    ours_s = sum(seconds[OURS])
+    ours_s = seconds[OURS]
 
     def row(method: str, name: str, taken: float, num: int) -> dict[str, Any]:
         excess = objectives[name] - lowest
@@ -137,7 +133,7 @@ def _rows(
             "above_1e-9": int(np.sum(excess > 1e-9)),
         }
 
-    rows = [row(name, name, sum(seconds[name]), len(done)) for name in found]
+    rows = [row(name, name, seconds[name], len(done)) for name in found]
     return [rows[0], row(FIRST, OURS, first_s, len(drawn)), *rows[1:]]
 
 
@@ -146,18 +142,13 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     colors = style.colors()
     names = [row["method"] for row in result]
     taken = [row["seconds"] for row in result]
-    bars = ax.barh(range(len(names)), taken, 0.7, color=colors[1])
-    for bar, row in zip(bars, result, strict=True):
-        bar.set_color(colors[5] if row["method"] in (OURS, FIRST) else "0.7")
-    labels = [
-        f"{units.seconds(x)}, {row['ratio']:.3g}x"
-        for x, row in zip(taken, result, strict=True)
-    ]
+    looks = [colors[5] if name in (OURS, FIRST) else "0.7" for name in names]
+    bars = ax.barh(range(len(names)), taken, 0.7, color=looks)
+    labels = [f"{units.seconds(x['seconds'])}, {x['ratio']:.3g}x" for x in result]
     ax.bar_label(bars, labels, fontsize=6, padding=2)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.set_xscale("log")
-    ax.set_xlabel("seconds for all resamples")
+    ax.set(xscale="log", xlabel="seconds for all resamples")
     if taken:
         ax.set_xlim(min(taken) / 2, max(taken) * 20)
 
@@ -174,13 +165,13 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         return []
     heads = ["method", "time", "over ours", "worst excess", "above 1e-9"]
     lines = [
-        [
+        (
             row["method"],
             units.seconds(row["seconds"]),
             f"{row['ratio']:.1f}x",
             f"{row['worst_excess']:.1e}",
             f"{row['above_1e-9']:,}",
-        ]
+        )
         for row in result
     ]
     title = f"{result[0]['resamples']:,} resamples of {result[0]['points']} runs"
@@ -215,3 +206,15 @@ def _time(
     start = time.perf_counter()
     found = method(rows)
     return time.perf_counter() - start, found
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=list,
+        run=run,
+        plot=plot,
+        metrics=metrics,
+        summary=summary,
+    ),
+)

@@ -52,53 +52,35 @@ def objective(x: Any, runs: Runs, library: Any = np) -> Any:
 def value_and_gradient(x: np.ndarray, runs: Runs) -> tuple[float, np.ndarray]:
     """Computes the objective and its gradient by hand: shares times clipped errors."""
     a, b, e, alpha, beta = x
-    terms = np.empty((3, len(runs.loss)))
-    terms[0] = a - alpha * runs.params
-    terms[1] = b - beta * runs.tokens
-    terms[2] = e
+    terms = np.stack(
+        [a - alpha * runs.params, b - beta * runs.tokens, np.full(len(runs.loss), e)]
+    )
     top = terms.max(0)
     sizes = np.exp(terms - top)
     total = sizes.sum(0)
     error = top + np.log(total) - runs.loss
     clipped = np.clip(error, -DELTA, DELTA)
     pull = sizes / total * clipped
-    gradient = np.array(
-        [
-            *pull.sum(1),
-            -(pull[0] @ runs.params),
-            -(pull[1] @ runs.tokens),
-        ]
-    )
+    slopes = [-(pull[0] @ runs.params), -(pull[1] @ runs.tokens)]
+    gradient = np.array([*pull.sum(1), *slopes])
     return float(np.sum(clipped * (error - 0.5 * clipped))), gradient
-
-
-def by_hand(start: np.ndarray, runs: Runs) -> np.ndarray:
-    """Fits with the gradient written in NumPy."""
-    return _minimize(value_and_gradient, start, runs, jac=True)
-
-
-def by_differences(start: np.ndarray, runs: Runs) -> np.ndarray:
-    """Fits with finite differences, SciPy's default."""
-    return _minimize(objective, start, runs, jac=None)
-
-
-def by_autograd(start: np.ndarray, runs: Runs) -> np.ndarray:
-    """Fits with the gradient that the package autograd traces."""
-    autograd: Any = importlib.import_module("autograd")
-    library: Any = importlib.import_module("autograd.numpy")
-    gradient = autograd.grad(lambda x, runs: objective(x, runs, library))
-    return _minimize(objective, start, runs, jac=gradient)
 
 
 def everyone() -> Iterator[tuple[str, Callable[[np.ndarray, Runs], np.ndarray]]]:
     """Lists the ways that can be gone on this machine, by name."""
-    yield "NumPy gradient + SciPy BFGS", by_hand
+    yield "NumPy gradient + SciPy BFGS", _fitting(value_and_gradient, jac=True)
     if importlib.util.find_spec("autograd") is not None:
-        yield "autograd + SciPy BFGS", by_autograd
-    yield "finite differences + SciPy BFGS", by_differences
+        autograd: Any = importlib.import_module("autograd")
+        library: Any = importlib.import_module("autograd.numpy")
+        gradient = autograd.grad(lambda x, runs: objective(x, runs, library))
+        yield "autograd + SciPy BFGS", _fitting(objective, jac=gradient)
+    # SciPy's default.
+    yield "finite differences + SciPy BFGS", _fitting(objective, jac=None)
 
 
-def _minimize(call: Any, start: np.ndarray, runs: Runs, jac: Any) -> np.ndarray:
+def _fitting(call: Any, jac: Any) -> Callable[[np.ndarray, Runs], np.ndarray]:
     from scipy import optimize
 
-    return optimize.minimize(call, start, args=(runs,), method="BFGS", jac=jac).x
+    return lambda start, runs: (
+        optimize.minimize(call, start, args=(runs,), method="BFGS", jac=jac).x
+    )

@@ -19,11 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import drawing, grouped, runs, sheets
-from experiments.bench.kernels.budget import Budget
-from experiments.bench.kernels.calls import MAX_ERROR, Implementation, Run
-from experiments.bench.kernels.peers.peers import start
-from experiments.framework import Part
+from experiments.bench.kernels import processes, report, runs
+from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
+from experiments.framework import Study
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
@@ -31,19 +29,17 @@ from pallas_kernels.bench import (
     Ceilings,
     GroupedSpec,
     Spec,
+    Timing,
     grouped_specs,
     problems,
     specs,
-)
-from pallas_kernels.bench import timing as bench_timing
-from pallas_kernels.bench.timing import (
-    Timing,
-    measure_ceilings,
-    measure_empty,
-    num_turns,
+    timing,
 )
 
-PANELS = (1, 2)
+UNKNOWN = ("seconds", "error", "fraction", "ratio", "excess_s", "target_s", "call_s")
+UNKNOWN += ("plan_s", "plan_per_layer_s", "merge_s", "t0_s")
+UNKNOWN += ("spread", "num_kernels", "longest_s")
+"""What a row lacks until it is measured."""
 NUM_LAYERS = 32
 """Layers that share a plan, those of a model of 7 or 8 thousand million parameters."""
 
@@ -88,7 +84,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
       implementation; `note` says why one has no time.
     """
     budget = Budget(0.4 * config.max_s if config.quick else config.max_s)
-    _leave_room()
+    # Lets the peers have some of the GPU's memory, if jax has not taken it yet.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     target = devices.current()
     chosen = _choose(config, target.platform)
     rows: list[dict[str, Any]] = []
@@ -98,14 +96,13 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        found = start(python, stack, budget, num_calls)
-        others, versions, absent = found
+        others, versions, absent = processes.start(python, stack, budget, num_calls)
         progress.show("measuring what the device can do")
         ceilings = _measure_ceilings(config, target.platform)
         measure = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
-            rows += measure(spec, [*_here(spec), *(others if _attends(spec) else [])])
+            rows += measure(spec, [*runs.of(spec), *(others if _attends(spec) else [])])
             if _attends(spec):
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
@@ -117,11 +114,6 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         "max_s": budget.seconds,
     }
     return [head, *rows]
-
-
-def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws the roofline, and how near each call comes to it."""
-    drawing.plot(axes, result)
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
@@ -137,27 +129,9 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Tells the ceilings, then the times of everyone side by side."""
-    return sheets.sheets(result)
-
-
-def _leave_room() -> None:
-    """Lets the peers have some of the GPU's memory, if jax has not taken it yet."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-
-
 def _attends(spec: Spec | GroupedSpec) -> bool:
     """Whether it is attention, which is all that the peers elsewhere do."""
     return spec.kind not in ("copy", "grouped")
-
-
-def _here(spec: Spec | GroupedSpec) -> list[Implementation]:
-    """All that do the work of a spec in this process, ours first."""
-    if isinstance(spec, GroupedSpec):
-        return grouped.of_products()
-    return runs.of(spec)
 
 
 def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
@@ -181,23 +155,19 @@ def _measure_ceilings(config: Config, platform: str) -> Ceilings:
         sizes = {"num_elements": 2**29, "width": 8192, "dtype": "bfloat16"}
     else:
         sizes = {"num_elements": 2**25, "width": 2048, "dtype": "float32"}
-    return measure_ceilings(**sizes, num_calls=min(10, config.num_calls))
+    return timing.measure_ceilings(**sizes, num_calls=min(10, config.num_calls))
 
 
+@dataclasses.dataclass(eq=False)
 class _Measurement:
-    """Measures implementations on a shape, as long as there is time.
+    """Measures implementations on a shape, as long as there is time."""
 
-    Args:
-      kind: of device.
-      ceilings: of it.
-      budget: of time.
-      num_calls: calls that are timed.
-    """
-
-    def __init__(self, kind: str, ceilings: Ceilings, budget: Budget, num_calls: int):
-        self._kind, self._ceilings = kind, ceilings
-        self._budget, self._num_calls = budget, num_calls
-        self._empty_s = functools.cache(self._measure_empty)
+    kind: str
+    """Of device."""
+    ceilings: Ceilings
+    budget: Budget
+    num_calls: int
+    """Calls that are timed."""
 
     def __call__(
         self, spec: Spec | GroupedSpec, everyone: list[Implementation]
@@ -209,13 +179,10 @@ class _Measurement:
             row = _row(spec, implementation.name, implementation.is_peer)
             share = implementation.name if implementation.has_share else ""
             try:
-                if why_not := self._budget.why_not(share):
+                if why_not := self.budget.why_not(share):
                     raise ValueError(why_not)
                 problem = problem or self._make(spec)
-                if share:
-                    with self._budget.spend(share):
-                        row |= self._time(spec, implementation.prepare(problem))
-                else:
+                with self.budget.spend(share):
                     row |= self._time(spec, implementation.prepare(problem))
             except Exception as error:  # of a peer's, of a compiler's: the others go on
                 row["note"] = _first_line(error)
@@ -227,7 +194,7 @@ class _Measurement:
         return rows
 
     def _make(self, spec: Spec | GroupedSpec) -> Any:
-        turns = num_turns(spec.bytes, self._kind)
+        turns = timing.num_turns(spec.bytes, self.kind)
         if isinstance(spec, GroupedSpec):
             return grouped_specs.make(spec, num_turns=turns)
         if spec.kind == "copy":
@@ -239,23 +206,22 @@ class _Measurement:
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:
             raise ValueError(f"its answer is wrong: error={error:.2g}")
-        timing = run.measure() if run.measure else self._clock(run.call)
-        plan_s, share_s = run.plan_s, 0.0
-        if run.plan:
-            plan_s = self._clock(run.plan).seconds
-            share_s = plan_s / NUM_LAYERS
-        seconds = timing.seconds + share_s
-        floor_s = self._ceilings.floor_s(spec.bytes, spec.flops)
-        fixed_s = self._empty_s(timing.num_kernels or 1)
+        took = run.measure() if run.measure else self._clock(run.call)
+        plan_s = self._clock(run.plan).seconds if run.plan else run.plan_s
+        per_layer_s = None if plan_s is None else plan_s / NUM_LAYERS
+        # A peer's plan is made outside of its times.
+        seconds = took.seconds + (per_layer_s or 0.0 if run.plan else 0.0)
+        floor_s = self.ceilings.floor_s(spec.bytes, spec.flops)
+        fixed_s = self._empty_s(took.num_kernels or 1)
         return {
-            **timing._asdict(),
+            **took._asdict(),
             "seconds": seconds,
-            "call_s": timing.seconds,
+            "call_s": took.seconds,
             "plan_s": plan_s,
-            "plan_per_layer_s": None if plan_s is None else plan_s / NUM_LAYERS,
+            "plan_per_layer_s": per_layer_s,
             "merge_s": self._clock(run.merge).seconds if run.merge else None,
             "t0_s": fixed_s,
-            "target_s": self._ceilings.target_s(spec.bytes, spec.flops, fixed_s),
+            "target_s": self.ceilings.target_s(spec.bytes, spec.flops, fixed_s),
             "fraction": floor_s / seconds,
             "excess_s": seconds - floor_s,
             "error": error,
@@ -263,28 +229,42 @@ class _Measurement:
         }
 
     def _clock(self, call: Callable[[int], Any]) -> Timing:
-        return bench_timing.measure(call, num_calls=self._num_calls)
+        return timing.measure(call, num_calls=self.num_calls)
 
-    def _measure_empty(self, num_kernels: int) -> float:
-        if num_kernels == 1:
-            return self._ceilings.empty_call_s
-        empty = measure_empty(num_kernels=num_kernels)
-        return empty.seconds
+    @functools.cached_property
+    def _empty_s(self) -> Callable[[int], float]:
+        """Seconds of so many kernels that do nothing, measured once."""
+
+        @functools.cache
+        def measure(num_kernels: int) -> float:
+            if num_kernels == 1:
+                return self.ceilings.empty_call_s
+            return timing.measure_empty(num_kernels=num_kernels).seconds
+
+        return measure
 
 
 def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
     """A row without any measurement."""
-    known = {"bytes": spec.bytes, "flops": spec.flops, "is_peer": is_peer}
-    unknown = (
-        *("seconds", "error", "fraction", "ratio", "excess_s", "target_s"),
-        *("call_s", "plan_s", "plan_per_layer_s", "merge_s", "t0_s"),
-        *("spread", "num_kernels", "longest_s"),
-    )
+    work = {"bytes": spec.bytes, "flops": spec.flops, "is_peer": is_peer}
+    unknown = dict.fromkeys(UNKNOWN)
     words = {"clock": "", "how": "", "note": ""}
-    empty = dict.fromkeys(unknown)
-    return {"spec": spec.name, "implementation": name, **known, **empty, **words}
+    return {"spec": spec.name, "implementation": name, **work, **unknown, **words}
 
 
 def _first_line(error: Exception) -> str:
     said = str(error).strip().split("\n")[0][:200]
     return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=list,
+        run=run,
+        plot=report.plot,
+        metrics=metrics,
+        summary=report.sheets,
+        panels=(1, 2),
+    ),
+)

@@ -1,56 +1,67 @@
 """Everyone who is timed on a shape. Ours go through the doors, under every name there.
 
-Peers of jax are in `kernel_jax_peers`, those of other frameworks in `kernel_peers`.
+Peers of jax are in `jax_peers`, those of other frameworks in `processes`.
 """
 
-import typing
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from experiments.bench.kernels import calls
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.bench.kernels.peers import jax_peers
-from pallas_kernels.bench import CopyProblem, Problem, Spec
+from pallas_kernels.bench import (
+    CopyProblem,
+    GroupedProblem,
+    GroupedSpec,
+    Problem,
+    Spec,
+)
+from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.page_ops import copy
 from pallas_kernels.paged_attention import api, decode_plan, merging, row_packing
 
 
-def of(spec: Spec) -> list[Implementation]:
+def of(spec: Spec | GroupedSpec) -> list[Implementation]:
     """All that do the work of a spec here, ours first."""
+    if isinstance(spec, GroupedSpec):
+        return of_products()
     return of_copies() if spec.kind == "copy" else of_attention()
 
 
 def of_attention() -> list[Implementation]:
     """All that attend to pages, ours first."""
-    names = typing.get_args(api.AttentionImplementation.__value__)
-    ours = [
-        Implementation(name, False, lambda problem, name=name: _ours(problem, name))
-        for name in names
-    ]
     peers = {
         "XLA gather": jax_peers.gather_and_sum,
-        "XLA contiguous": lambda problem: jax_peers.contiguous(problem, "xla"),
+        "XLA contiguous": functools.partial(jax_peers.contiguous, "xla"),
         "XLA head-major": jax_peers.head_major,
-        "cuDNN contiguous": lambda problem: jax_peers.contiguous(problem, "cudnn"),
+        "cuDNN contiguous": functools.partial(jax_peers.contiguous, "cudnn"),
         "Pallas Triton": jax_peers.triton,
     }
-    return [*ours, *(Implementation(x, True, prepare) for x, prepare in peers.items())]
+    return calls.implementations(api.AttentionImplementation, _attend, peers)
 
 
 def of_copies() -> list[Implementation]:
     """All that copy pages, ours first; XLA's own way is our reference."""
-    names = typing.get_args(copy.CopyImplementation.__value__)
-    return [
-        Implementation(name, False, lambda problem, name=name: _copy(problem, name))
-        for name in names
-    ]
+    return calls.implementations(copy.CopyImplementation, _copy, {})
 
 
-def _ours(problem: Problem, name: Any) -> Run:
-    """Goes through the door; the plan, where there is one, is made before."""
+def of_products() -> list[Implementation]:
+    """All that multiply rows by the weights of their group, ours first."""
+    peers = {
+        "XLA ragged_dot": functools.partial(jax_peers.multiply, lax.ragged_dot),
+        "XLA all experts": jax_peers.all_experts,
+        "Pallas ragged_dot": jax_peers.ragged_dot,
+    }
+    return calls.implementations(grouped_api.GroupedImplementation, _multiply, peers)
+
+
+def _attend(name: Any, problem: Problem) -> Run:
+    """The plan, where there is one, is made before."""
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
     )
@@ -58,17 +69,20 @@ def _ours(problem: Problem, name: Any) -> Run:
     @jax.jit
     def make_plan(page_ids, positions, slots, context, ancestors):
         return api.make_plan(
-            *(q, k_pages, page_ids, positions, slots),
+            q,
+            k_pages,
+            page_ids,
+            positions,
+            slots,
             context=context,
             ancestors=ancestors,
             implementation=name,
         )
 
-    def attend(
-        q, k_pages, v_pages, page_ids, positions, slots, context, ancestors, plan
-    ):
+    def attend(*arrays):
+        *arrays, context, ancestors, plan = arrays
         return api.paged_attention(
-            *(q, k_pages, v_pages, page_ids, positions, slots),
+            *arrays,
             context=context,
             ancestors=ancestors,
             implementation=name,
@@ -79,7 +93,7 @@ def _ours(problem: Problem, name: Any) -> Run:
     # It knows lengths and no pages: the same for all turns.
     plan = make_plan(problem.page_ids[0], *rest)
     turns = [
-        (problem.k_pages, problem.v_pages, page_ids, *rest, plan)
+        (problem.q, problem.k_pages, problem.v_pages, page_ids, *rest, plan)
         for page_ids in problem.page_ids
     ]
     run = calls.make_run(problem, attend, turns)
@@ -115,7 +129,7 @@ def merge_alone(problem: Problem, plan: decode_plan.Plan) -> Callable[[int], Any
     return lambda index: merge(*states, schedule.cut_of, schedule.cut_items)
 
 
-def _copy(problem: CopyProblem, name: Any) -> Run:
+def _copy(name: Any, problem: CopyProblem) -> Run:
     """Copies in place: every call takes the pages that the last one left."""
     jitted = jax.jit(
         lambda pages, source, target: copy.copy_pages(
@@ -135,3 +149,10 @@ def _copy(problem: CopyProblem, name: Any) -> Run:
         return 0.0 if bool(jnp.all(wanted == pages[0])) else float("nan")
 
     return Run(call, error)
+
+
+def _multiply(name: Any, problem: GroupedProblem) -> Run:
+    """Cutting rows into blocks is part of the call."""
+    grouped_api.choose(problem.x, problem.w, implementation=name)
+    function = functools.partial(grouped_api.grouped_matmul, implementation=name)
+    return jax_peers.multiply(function, problem)

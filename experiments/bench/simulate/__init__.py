@@ -1,1 +1,1 @@
-"""Simulate."""
+"""The simulation beside a scheduler in plain Python."""

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import Request
-from experiments.framework import Part, Sheet, units
+from experiments.framework import Part, Sheet, Study, units
 from experiments.harness import cost_models, length_distributions
 from experiments.plotting import style
 from jaxkv import clock, validation
@@ -29,6 +30,14 @@ from jaxkv.simulation import Part as Runner
 from jaxkv.workloads import Workload
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
+EVERYONE = {
+    "": "one run",
+    "_vmapped": "all mapped, in parts on all threads",
+    "_vmapped_at_once": "all mapped at once",
+    "_python": "plain Python",
+    "_python_bare": "plain Python, no accounts",
+}
+"""Who is timed: the ends of the names of their rates."""
 PLACES, PAGE_SIZE, MAX_LENGTH, TOKEN_BUDGET = 15_728, 16, 2048, 2048
 """An A100 of 40 GB beside OPT-13B.
 
@@ -47,7 +56,7 @@ class Config:
     min_rate: float = 0.5
     """Requests per second."""
     max_rate: float = 2.2
-    """Likewise: the machine serves about 2."""
+    """Requests per second; the machine serves about 2."""
     max_slots: int = 64
     """Sequences that run at once at most."""
     head: int = 16
@@ -86,28 +95,18 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         runner.start()
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
-    chosen = [everyone[i] for i in spread]
+    served = [_plain(everyone[i], config) for i in spread]
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
-        one, whole, split = _rate([alone]), _rate([every]), _rate(parts)
+        rates = [_rate(runners) for runners in ([alone], parts, [every])]
         progress.show("plain Python")
-        python = _python_rate(chosen, config, accounts=True)
-        bare = _python_rate(chosen, config, accounts=False)
+        rates += [_python_rate(served, accounts) for accounts in (True, False)]
+        named = dict(zip(EVERYONE, rates, strict=True))
         rows.append(
-            {
-                "round": index,
-                "steps_per_s": one.per_s,
-                "steps_per_s_vmapped": split.per_s,
-                "steps_per_s_vmapped_at_once": whole.per_s,
-                "steps_per_s_python": python.per_s,
-                "steps_per_s_python_bare": bare.per_s,
-                "steps_per_cpu_s": one.per_cpu_s,
-                "steps_per_cpu_s_vmapped": split.per_cpu_s,
-                "steps_per_cpu_s_vmapped_at_once": whole.per_cpu_s,
-                "steps_per_cpu_s_python": python.per_cpu_s,
-                "steps_per_cpu_s_python_bare": bare.per_cpu_s,
-                "first_calls_s": compile_s,
-            }
+            {"round": index}
+            | {f"steps_per_s{name}": rate.per_s for name, rate in named.items()}
+            | {f"steps_per_cpu_s{name}": rate.per_cpu_s for name, rate in named.items()}
+            | {"first_calls_s": compile_s}
         )
     return rows
 
@@ -160,8 +159,7 @@ def _runner(group: list[Members], bounds: Bounds) -> Runner:
 def _parts(everyone: list[Members], bounds: Bounds) -> list[Runner]:
     """All runs as `driver` divides them, in parts of one size."""
     size = driver.part_size(len(everyone), bounds.max_slots)
-    starts = range(0, len(everyone), size)
-    starts = [min(i, len(everyone) - size) for i in starts]
+    starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
     return [_runner(everyone[i : i + size], bounds) for i in starts]
 
 
@@ -169,12 +167,47 @@ def _rate(runners: list[Runner]) -> Rate:
     """Steps of all together, on as many threads as there are processors."""
     for runner in runners:
         runner.reset()
-    start, cpu = time.perf_counter(), time.process_time()
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda runner: runner.advance(), runners))
-    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+
+    def advance() -> None:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda runner: runner.advance(), runners))
+
+    _, seconds, cpu_s = _timed(advance)
     num = sum(float(runner.num_steps().sum()) for runner in runners)
     return Rate(num / seconds, num / cpu_s)
+
+
+def _python_rate(served: list[Callable[..., int]], accounts: bool) -> Rate:
+    """Steps of plain Python, one run after the other."""
+    num, seconds, cpu_s = _timed(lambda: sum(serve(accounts) for serve in served))
+    return Rate(num / seconds, num / cpu_s)
+
+
+def _timed[R](work: Callable[[], R]) -> tuple[R, float, float]:
+    """What work gives, its seconds, and those of the processor."""
+    start, cpu = time.perf_counter(), time.process_time()
+    done = work()
+    return done, time.perf_counter() - start, time.process_time() - cpu
+
+
+def _plain(member: Members, config: Config) -> Callable[[bool], int]:
+    """Makes a run of plain Python ready; it gives its steps."""
+    assert isinstance(member.cost, cost_models.Linear)
+    asked, costs = requests(member.workload), price(member.cost)
+    bounds = plain_scheduler.Bounds(
+        num_pages=PLACES // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        token_budget=TOKEN_BUDGET,
+        max_slots=config.max_slots,
+        head=config.head,
+    )
+
+    def serve(accounts: bool) -> int:
+        note = [].append if accounts else None
+        served = plain_scheduler.serve(asked, bounds, costs, note, config.num_steps)
+        return served.num_steps
+
+    return serve
 
 
 def requests(workload: Workload) -> list[Request]:
@@ -203,36 +236,6 @@ def price(cost: cost_models.Linear) -> plain_scheduler.Price:
     return seconds
 
 
-def plain_bounds(config: Config) -> plain_scheduler.Bounds:
-    """The same machine for plain Python."""
-    return plain_scheduler.Bounds(
-        num_pages=PLACES // PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        token_budget=TOKEN_BUDGET,
-        max_slots=config.max_slots,
-        head=config.head,
-    )
-
-
-def _python_rate(chosen: list[Members], config: Config, *, accounts: bool) -> Rate:
-    """Steps of plain Python, one run after the other."""
-    num, seconds, cpu_s = 0, 0.0, 0.0
-    for member in chosen:
-        asks, cost = requests(member.workload), member.cost
-        assert isinstance(cost, cost_models.Linear)
-        costs, notes = price(cost), []
-        start, cpu = time.perf_counter(), time.process_time()
-        served = plain_scheduler.serve(
-            *(asks, plain_bounds(config), costs),
-            notes.append if accounts else None,
-            config.num_steps,
-        )
-        seconds += time.perf_counter() - start
-        cpu_s += time.process_time() - cpu
-        num += served.num_steps
-    return Rate(num / seconds, num / cpu_s)
-
-
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the rounds, and how they compare."""
     if not result:
@@ -248,20 +251,13 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     if not result:
         return []
     found = metrics(result)
-    python = found["steps_per_s_python"]
-    cpu = found["steps_per_cpu_s_python"]
-    names = {
-        "": "one run",
-        "_vmapped": "all mapped, in parts on all threads",
-        "_vmapped_at_once": "all mapped at once",
-        "_python": "plain Python",
-        "_python_bare": "plain Python, no accounts",
-    }
     lines = []
-    for name, label in names.items():
-        here, of_cpu = found[f"steps_per_s{name}"], found[f"steps_per_cpu_s{name}"]
-        cells = [f"{here:,.0f}", f"{here / python:.2f}x", f"{of_cpu:,.0f}"]
-        lines.append([label, *cells, f"{of_cpu / cpu:.2f}x"])
+    for name, label in EVERYONE.items():
+        cells = [label]
+        for key in ("steps_per_s", "steps_per_cpu_s"):
+            rate = found[f"{key}{name}"]
+            cells += [f"{rate:,.0f}", f"{rate / found[f'{key}_python']:.2f}x"]
+        lines.append(cells)
     note = (
         f"medians of {found['rounds']} rounds; compiling and first calls, "
         f"{units.seconds(found['first_calls_s'])}, stand apart."
@@ -273,11 +269,22 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the rates of everyone."""
     found, colors = metrics(result), style.colors()
-    labels = ["one run", "all mapped", "plain Python"]
     values = [found[name] or 0.0 for name in KEYS]
     bars = ax.barh(range(3), values, 0.7, color=[colors[5], colors[5], "0.7"])
     ax.bar_label(bars, [units.rate(x) for x in values], fontsize=6, padding=2)
-    ax.set_yticks(range(3), labels)
+    ax.set_yticks(range(3), ["one run", "all mapped", "plain Python"])
     ax.invert_yaxis()
     ax.set_xlabel("steps per second")
     ax.margins(x=0.15)
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=list,
+        run=run,
+        plot=plot,
+        metrics=metrics,
+        summary=summary,
+    ),
+)

@@ -1,10 +1,11 @@
 """First come, first served in plain Python: the twin that `bench simulate` races.
 
-The same decisions as `policies.fcfs` takes for requests of one sequence, and if asked
+The same decisions as `fcfs.fcfs` takes for requests of one sequence, and if asked
 for, the same accounts as `simulation.step` keeps: with lists, counts and a deque, as a
 scheduler on the host has them.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -49,12 +50,14 @@ type Price = Callable[[int, int, int, int], float]
 """Seconds of decodes, prompt rows, and the tokens that either attend to."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Sequence:
-    __slots__ = ("index", "known", "length", "limit", "pages", "prompt")
-
-    def __init__(self, index: int, prompt: int, limit: int) -> None:
-        self.index, self.prompt, self.limit = index, prompt, limit
-        self.known, self.length, self.pages = prompt, 0, 0
+    index: int
+    prompt: int
+    limit: int
+    known: int
+    length: int = 0
+    pages: int = 0
 
 
 class Served(NamedTuple):
@@ -95,9 +98,9 @@ def serve(
             and requests[taken].arrival_us <= clock
         ):
             _, prompt, output = requests[taken]
-            waiting.append(_Sequence(taken, prompt, prompt + output))
+            waiting.append(_Sequence(taken, prompt, prompt + output, prompt))
             taken += 1
-        # Those that run grow, in order; from the first that cannot, all give way.
+        # Those that run grow, in order; from the first that cannot, all are preempted.
         gone = len(running)
         for place, sequence in enumerate(running):
             grown = -(-sequence.known // size)
@@ -117,12 +120,12 @@ def serve(
                 sequence.length = sequence.pages = 0
                 waiting.appendleft(sequence)
         # Who decodes has a row; then prompts share the rest, and the next come in.
-        decodes = rows_read = decode_context = prompt_context = 0
+        rows_read = decode_context = prompt_context = 0
         fed: list[tuple[_Sequence, int]] = []
+        left = budget
         for sequence in running:
             if sequence.known - sequence.length == 1:
-                decodes += 1
-        left = budget - decodes
+                left -= 1
         for sequence in running:
             rows = sequence.known - sequence.length
             if rows == 1:
@@ -173,9 +176,17 @@ def serve(
                 )
             note(
                 Step(
-                    *(start, micros, num_decodes, rows_read, decode_context),
-                    *(prompt_context, len(running), len(lost), num_pages - free),
-                    *(tokens, useful - tokens),
+                    start,
+                    micros,
+                    num_decodes,
+                    rows_read,
+                    decode_context,
+                    prompt_context,
+                    len(running),
+                    len(lost),
+                    num_pages - free,
+                    tokens,
+                    useful - tokens,
                 )
             )
         done = False

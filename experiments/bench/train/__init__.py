@@ -1,1 +1,1 @@
-"""Train."""
+"""Our training beside PyTorch's."""

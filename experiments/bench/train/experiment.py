@@ -12,12 +12,28 @@ import statistics
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.decode import peers as decode_peers
-from experiments.bench.train import peers as train_peers
+import numpy as np
+
+from experiments.bench import peer_process
+from experiments.bench.train import peers
 from experiments.bench.train.peers import Ours, Rival
-from experiments.framework import Part, Sheet, units
+from experiments.bench.turns import in_turns
+from experiments.framework import (
+    Floats,
+    Ints,
+    Part,
+    Study,
+    Table,
+    Texts,
+    column,
+    units,
+)
+from experiments.framework.table import shown
+from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
+from scaling.corpora import corpora
+from scaling.training import architectures
 
 ROW = ("implementation", "width", "tokens_per_s", "flops_per_s", "compile_s", "ratio")
 COLORS = {"jaxkv": "#0072b2", "PyTorch": "#e69f00", "PyTorch, compiled": "0.6"}
@@ -71,93 +87,129 @@ CONFIGS = {
 }
 
 
+class Rates(Table):
+    """What is told of a result, of which every column is a key of the rows."""
+
+    width: Ints = column("hidden size", form=str)
+    implementation: Texts = column("who", heading="who")
+    tokens_per_s: Floats = column("median", heading="tokens/s")
+    ratio: np.ndarray = column("to plain PyTorch", form="{:.2f}")
+    spread: Floats = column("of rates", form=units.share)
+    flops_per_s: Floats = column("at that rate", heading="FLOP/s", form=units.flops)
+    ceiling_flops_per_s: Floats = column("of large products")
+    compile_s: Floats = column("before the first step", heading="compiling")
+    loss_gap: Floats = column("from ours, in the first steps", form="{:.1e}")
+    optimizer: Texts = column("whose AdamW", heading="AdamW")
+
+    @property
+    @shown(heading="of products", form=units.share)
+    def of_products(self) -> np.ndarray:
+        """Operations a second over those of large products."""
+        return self.flops_per_s / self.ceiling_flops_per_s
+
+
+TOLD = ("width", "implementation", "tokens_per_s", "ratio", "spread", "flops_per_s")
+TOLD += ("of_products", "compile_s", "loss_gap", "optimizer")
+
+
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times every width with everyone; ended early, it has whole widths."""
     rows: list[dict[str, Any]] = []
+    others: list[Rival] = []
+    absent = ""
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
-        others, absent = _start(config, stack)
-        turns = [(x, turn) for x in config.width for turn in range(config.rounds + 1)]
-        everyone: list[Ours | Rival] = []
-        rates: dict[str, list[float]] = {}
-        for width, turn in progress.track(turns, "training", "turns"):
-            if turn == 0:
-                progress.show(f"width {width}, compiling")
-                ours = Ours(train_peers.Case.of(config, width), config.dtype)
-                for other in others:
-                    other.prepare(ours, config.seconds)
-                everyone = [ours, *others]
-                rates = {one.name: [] for one in everyone}
-                continue
-            for one in everyone:
-                progress.show(f"width {width}, {one.name}")
-                rates[one.name].append(one.rate(config.seconds))
-            if turn == config.rounds:
-                rows += _rows(config, width, everyone, rates, absent)
+        if (python := config.peer_python) is not None:
+            threads = peer_process.num_threads()
+            everyone = (
+                Rival(name, python, peers.SCRIPT, kind, threads)
+                for name, kind in peers.KINDS.items()
+            )
+            others, absent = peer_process.start_some(stack, python, everyone)
+
+        def begin(width: int) -> list[Ours | Rival]:
+            ours = _ours(config, width)
+            for other in others:
+                other.prepare(ours, config.seconds)
+            return [ours, *others]
+
+        for width, everyone, rates in in_turns(
+            config.width,
+            config.rounds,
+            begin,
+            lambda width, one: one.rate(config.seconds),
+            progress=progress,
+            doing="training",
+            what="width",
+        ):
+            rows += _rows(config, width, everyone, rates, absent)
     return rows
 
 
-def _start(
-    config: Config, stack: contextlib.ExitStack
-) -> tuple[list[Rival], list[str]]:
-    """Starts the peers that can be; says why the others are not there."""
-    if config.peer_python is None:
-        return [], []
-    python, threads = config.peer_python, decode_peers.num_threads()
-    return decode_peers.start(
-        stack, python, (Rival(kind, python, threads) for kind in train_peers.KINDS)
+def _ours(config: Config, width: int) -> Ours:
+    """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
+    model = architectures.transformer(
+        width,
+        num_heads=width // config.head_dim,
+        num_layers=config.num_layers,
+        mlp_size=4 * width,
+        vocab_size=corpora.VOCAB_SIZE,
+        seq_len=config.seq_len,
+        norm="layer",
+        positions="learned",
+        activation="gelu_tanh",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        family="gpt2",
     )
+    return Ours(model, config.batch_size, config.seq_len, config.dtype)
 
 
 def _rows(
     config: Config,
     width: int,
-    everyone: list[Ours | Rival],
+    everyone: list[Any],
     rates: dict[str, list[float]],
-    absent: list[str],
+    absent: str,
 ) -> list[dict[str, Any]]:
-    ours = everyone[0]
-    assert isinstance(ours, Ours)
-    ceiling = train_peers.product_rate(config.dtype)
-    peer = [statistics.median(rates[one.name]) for one in everyone[1:]]
+    ours, *others = everyone
+    ceiling = peers.product_rate(config.dtype)
+    # Beside plain PyTorch, the first of them; compiled stands for itself.
+    peer = statistics.median(rates[others[0].name]) if others else None
     rows = []
     for one in everyone:
-        every = sorted(rates[one.name])
-        rate = statistics.median(every)
+        taken = rates[one.name]
+        rate = statistics.median(taken)
         row = {
             "implementation": one.name,
             "width": width,
             "tokens_per_s": rate,
             "flops_per_s": rate * ours.flops_per_token,
             "compile_s": one.compile_s,
-            # Beside plain PyTorch, the first of them; compiled stands for itself.
-            "ratio": rate / peer[0] if peer else None,
-            "spread": (every[-1] - every[0]) / rate,
-            "loss_gap": _gap(one.losses, ours.losses),
+            "ratio": rate / peer if peer else None,
+            "spread": (max(taken) - min(taken)) / rate,
+            "loss_gap": float(np.max(np.abs(np.subtract(one.losses, ours.losses)))),
             "optimizer": one.optimizer,
             "ceiling_flops_per_s": ceiling,
             "mfu": ours.utilisation(rate),
             "version": one.version,
-            "absent": "; ".join(absent),
+            "absent": absent,
         }
         rows.append(row)
     return rows
 
 
-def _gap(losses: list[float], others: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
-
-
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second over the width."""
-    for name in dict.fromkeys(row["implementation"] for row in result):
-        rows = [row for row in result if row["implementation"] == name]
-        x, y = ([row[key] for row in rows] for key in ("width", "tokens_per_s"))
-        ax.plot(x, y, "o-", ms=3, label=name, color=COLORS.get(name))
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xlabel("width")
-    ax.set_ylabel("training [tokens/s]")
+    found = Rates.of(result)
+    for name in found.distinct("implementation"):
+        mine = found.where(implementation=name)
+        look = {"ms": 3, "label": name, "color": COLORS.get(name)}
+        ax.plot(mine.width, mine.tokens_per_s, "o-", **look)
+    style.powers_of_two(ax)
+    ax.set(yscale="log", xlabel="width", ylabel="training [tokens/s]")
     if result:
         ax.legend()
 
@@ -176,22 +228,6 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     """Tells the rates of everyone, side by side, and how near they are to products."""
     if not result:
         return []
-    heads = ["width", "who", "tokens/s", "ratio", "spread", "FLOP/s"]
-    heads += ["of products", "compiling", "loss gap", "AdamW"]
-    lines = [
-        [
-            *(str(row["width"]), row["implementation"]),
-            units.rate(row["tokens_per_s"]),
-            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
-            units.share(row["spread"]),
-            units.flops(row["flops_per_s"]),
-            units.share(row["flops_per_s"] / row["ceiling_flops_per_s"]),
-            units.seconds(row["compile_s"]),
-            f"{row['loss_gap']:.1e}",
-            row["optimizer"],
-        ]
-        for row in result
-    ]
     ceiling = units.flops(statistics.median(x["ceiling_flops_per_s"] for x in result))
     note = f"Products of 2,048 x 2,048 matrices: {ceiling} per second."
     used = [x["mfu"] for x in result if x["mfu"] is not None]
@@ -199,4 +235,16 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         note += f" Of the data sheet's rate: {units.share(max(used))} at best."
     if result[0]["absent"]:
         note += f" Not timed: {result[0]['absent']}."
-    return [Sheet("training", heads, lines, note)]
+    return [Rates.of(result).sheet("training", *TOLD, note=note)]
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=list,
+        run=run,
+        plot=plot,
+        metrics=metrics,
+        summary=summary,
+    ),
+)

@@ -1,19 +1,12 @@
-"""Trains the same model in PyTorch, and times it. Run by that library's interpreter.
+"""The same model in PyTorch, trained and timed, for `peer_main` in its interpreter.
 
-    python train_peer_script.py {eager,compiled} NUM_THREADS
-
-Stands alone: it imports nothing of the project, and runs on older Pythons. It says
-`{"version": ...}` when it is ready, or `{"absent": why}`. Then it answers every line.
-`{"file", "num_heads", "eps", "learning_rate", "betas", "weight_decay"}` names an .npz
-of starting weights (`layers.0.qkv.weight`, ...) and of `windows` [steps, batch, seq +
-1]: it trains on those, one step each, and answers `{"losses", "compile_s",
+`{"file", "num_heads", "eps", "learning_rate", "betas", "weight_decay", "trial_s"}` has
+an .npz of starting weights (`layers.0.qkv.weight`, ...) and of `windows` [steps, batch,
+seq + 1]: it trains on those, one step each, and answers `{"losses", "compile_s",
 "optimizer"}`, having found which of AdamW's implementations is the fastest here.
 `{"seconds"}` then trains on, and is answered with `{"tokens_per_s"}`.
 """
 
-import json
-import os
-import sys
 import time
 
 OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
@@ -80,13 +73,28 @@ def make_model(torch, arrays, num_heads, eps):
     return model
 
 
-class Trainer:
+class Eager:
     """A model, its optimizer, and the text that it reads."""
 
-    def __init__(self, torch, asked, kind):
+    is_compiled = False
+
+    def __init__(self, num_threads):
+        import numpy  # noqa: F401
+        import torch
+
+        torch.set_num_threads(int(num_threads))
+        self._torch, self.version = torch, f"torch {torch.__version__}"
+
+    def answer(self, asked):
+        """Begins with a model, or trains on."""
+        if "file" not in asked:
+            return {"tokens_per_s": self.rate(asked["seconds"])}
+        return self._begin(asked)
+
+    def _begin(self, asked):
         import numpy as np
 
-        self._torch = torch
+        torch = self._torch
         with np.load(asked["file"]) as file:
             arrays = dict(file)
         self._windows = torch.tensor(arrays.pop("windows").astype("int64"))
@@ -94,8 +102,7 @@ class Trainer:
         self._plain = make_model(torch, arrays, asked["num_heads"], asked["eps"])
         self._first = {k: v.clone() for k, v in self._plain.state_dict().items()}
         torch._dynamo.reset()
-        compiled = kind == "compiled"
-        self._model = torch.compile(self._plain) if compiled else self._plain
+        self._model = torch.compile(self._plain) if self.is_compiled else self._plain
         start = time.perf_counter()
         rates = {}
         for name in OPTIMIZERS:
@@ -103,12 +110,14 @@ class Trainer:
             for _ in range(3):
                 self._step(self._windows[0])
             rates[name] = self.rate(asked["trial_s"])
-        self.compile_s = max(
-            0.0, time.perf_counter() - start - len(rates) * asked["trial_s"]
-        )
-        self.optimizer = max(rates, key=lambda name: rates[name])
-        self._build(self.optimizer)
-        self.losses = [float(self._step(batch)) for batch in self._windows]
+        taken_s = time.perf_counter() - start
+        fastest = max(rates, key=lambda name: rates[name])
+        self._build(fastest)
+        return {
+            "losses": [float(self._step(batch)) for batch in self._windows],
+            "compile_s": max(0.0, taken_s - len(rates) * asked["trial_s"]),
+            "optimizer": fastest,
+        }
 
     def _build(self, optimizer):
         """Puts the starting weights back, and begins with a new optimizer."""
@@ -150,38 +159,7 @@ class Trainer:
         return num * batch * (width - 1) / taken
 
 
-def main(kind, num_threads):
-    """Answers until the input ends."""
-    # What libraries print goes to standard error: the answers stand alone.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+class Compiled(Eager):
+    """The same, compiled."""
 
-    def say(answer):
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    try:
-        import numpy  # noqa: F401
-        import torch
-    except ImportError as error:
-        say({"absent": " ".join(str(error).split())})
-        return
-    torch.set_num_threads(int(num_threads))
-    say({"version": f"torch {torch.__version__}"})
-    trainers = []
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if "file" in asked:
-            trainer = Trainer(torch, asked, kind)
-            trainers = [trainer]
-            parts = {x: getattr(trainer, x) for x in ("losses", "compile_s")}
-            say({**parts, "optimizer": trainer.optimizer})
-        else:
-            say({"tokens_per_s": trainers[0].rate(asked["seconds"])})
-
-
-if __name__ == "__main__":
-    # The folder of this script holds modules with common names; none is for us.
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    main(*sys.argv[1:])
+    is_compiled = True

@@ -5,23 +5,20 @@ import math
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.decode import Answerer
+from experiments.bench.peer_process import PeerProcess
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.costs import devices
 from scaling.training import OptimizerConfig, Schedule, StepConfig, architectures
 from scaling.training.step import compiled, init
 
-if TYPE_CHECKING:
-    from experiments.bench.train.experiment import Config
-
-KINDS = {"eager": "PyTorch", "compiled": "PyTorch, compiled"}
+KINDS = {"PyTorch": "Eager", "PyTorch, compiled": "Compiled"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
@@ -30,40 +27,13 @@ OPTIMIZER = OptimizerConfig(kind="adamw", max_grad_norm=math.inf)
 _PROBE = 2048
 
 
-class Case(NamedTuple):
-    """A model and the batches that it is trained on."""
-
-    model: ModelConfig
-    batch_size: int
-    seq_len: int
-
-    @classmethod
-    def of(cls, config: "Config", width: int) -> "Case":
-        """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
-        model = architectures.transformer(
-            width,
-            num_heads=width // config.head_dim,
-            num_layers=config.num_layers,
-            mlp_size=4 * width,
-            vocab_size=corpora.VOCAB_SIZE,
-            seq_len=config.seq_len,
-            norm="layer",
-            positions="learned",
-            activation="gelu_tanh",
-            gated=False,
-            qkv_bias=True,
-            out_bias=True,
-            mlp_bias=True,
-            family="gpt2",
-        )
-        return cls(model, config.batch_size, config.seq_len)
-
-
 class Ours:
     """Our own steps, many of them a call. Making it compiles.
 
     Args:
-      case: what is trained.
+      model: what is trained.
+      batch_size: windows a step.
+      seq_len: predictions a window.
       dtype: of the forward and backward pass.
     """
 
@@ -71,21 +41,21 @@ class Ours:
     version = f"jax {jax.__version__}"
     optimizer = "optax"
 
-    def __init__(self, case: Case, dtype: Any = "float32"):
-        self.case = case
-        self._tokens = case.batch_size * case.seq_len
-        whole = architectures.training_flops(
-            case.model, batch=case.batch_size, sequence=case.seq_len
-        )
+    def __init__(
+        self, model: ModelConfig, batch_size: int, seq_len: int, dtype: Any = "float32"
+    ):
+        self.model, self._dtype = model, dtype
+        self._shape = {"batch_size": batch_size, "seq_len": seq_len}
+        self._tokens = batch_size * seq_len
+        whole = architectures.training_flops(model, batch=batch_size, sequence=seq_len)
         self.flops_per_token = whole / self._tokens
-        self._seed, self._dtype = jnp.int32(0), dtype
-        rng = np.random.default_rng(0)
-        num = max(100_000, 2 * case.seq_len + 2)
-        text = rng.integers(0, case.model.vocab_size, num, np.uint16)
+        self._seed = jnp.int32(0)
+        num = max(100_000, 2 * seq_len + 2)
+        text = np.random.default_rng(0).integers(0, model.vocab_size, num, np.uint16)
         self._stream = jnp.asarray(text)
         how = StepConfig(dtype=dtype)
-        self._call = compiled(case.model, OPTIMIZER, case.batch_size, case.seq_len, how)
-        self._state = init(case.model, OPTIMIZER, self._seed)
+        self._call = compiled(model, OPTIMIZER, batch_size, seq_len, how)
+        self._state = init(model, OPTIMIZER, self._seed)
         self.params = self._state.params
         start = time.perf_counter()
         self.losses = [self._train(1)]
@@ -98,13 +68,8 @@ class Ours:
 
     def windows(self) -> np.ndarray:
         """The text of the steps that are compared, [steps, batch, seq_len + 1]."""
-        draw = functools.partial(
-            corpora.draw, batch_size=self.case.batch_size, seq_len=self.case.seq_len
-        )
-        steps = jnp.arange(NUM_CHECKED, dtype=jnp.int32)
-        return np.asarray(
-            jax.vmap(lambda step: draw(self._stream, self._seed, step))(steps)
-        )
+        draw = functools.partial(corpora.draw, self._stream, self._seed, **self._shape)
+        return np.asarray(jax.vmap(draw)(jnp.arange(NUM_CHECKED, dtype=jnp.int32)))
 
     def rate(self, seconds: float) -> float:
         """Tokens per second of training on, in calls of a tenth of the time or so."""
@@ -136,20 +101,8 @@ class Ours:
         return float(loss)
 
 
-class Rival(Answerer):
-    """PyTorch in a process of its own, as a context; leaving it ends the process.
-
-    Args:
-      kind: one of `KINDS`.
-      python: the interpreter that has it installed.
-      num_threads: processor threads that it may use.
-
-    Raises:
-      ValueError: the interpreter cannot be started.
-    """
-
-    def __init__(self, kind: str, python: Path, num_threads: int):
-        super().__init__(KINDS[kind], python, [str(SCRIPT), kind, str(num_threads)])
+class Rival(PeerProcess):
+    """PyTorch in a process of its own, as a context; leaving it ends the process."""
 
     def prepare(self, ours: Ours, seconds: float) -> None:
         """Has it build our model from our weights, and train our first steps."""
@@ -163,16 +116,15 @@ class Rival(Answerer):
             said = self.ask(
                 {
                     "file": str(file),
-                    "num_heads": ours.case.model.num_q_heads,
-                    "eps": ours.case.model.norm_eps,
+                    "num_heads": ours.model.num_q_heads,
+                    "eps": ours.model.norm_eps,
                     "learning_rate": RATE,
                     "betas": [OPTIMIZER.beta1, OPTIMIZER.beta2],
                     "weight_decay": OPTIMIZER.weight_decay,
                     "trial_s": seconds / 4,
                 }
             )
-        self.losses: list[float] = said["losses"]
-        self.compile_s: float = said["compile_s"]
+        self.losses, self.compile_s = said["losses"], said["compile_s"]
         self.optimizer = f"AdamW, {said['optimizer']}"
 
     def rate(self, seconds: float) -> float:

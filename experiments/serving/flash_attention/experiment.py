@@ -15,22 +15,30 @@ over all cores of a GPU.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Claim, judge
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Record,
+    Study,
+    Table,
+    beside,
+    column,
+    ours,
+)
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.flash_attention.tiled import TILE, flash_attention
 from pallas_kernels.paged_attention import api
-
-PANELS = (1, 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +64,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured."""
-        for name in ("lengths", "contexts"):
-            values = getattr(self, name)
-            if len(values) < 2 or min(values) < 1 or sorted(set(values)) != [*values]:
-                raise ValueError(f"{name}={values} must be at least two, ascending")
+        validation.ascending(self, "lengths", "contexts", low=1, least=2)
         validation.at_least(
             self, "num_q_heads", "num_kv_heads", "head_dim", "page_size", "repeats"
         )
@@ -75,51 +80,47 @@ CONFIGS = {
 }
 
 
-class Way(NamedTuple):
-    """One implementation, by length: [lengths]."""
+class Way(Table):
+    """One implementation, a row for each length."""
 
-    forward_s: np.ndarray
-    gradient_s: np.ndarray
-    """Forward and gradient together."""
-    temporary_bytes: np.ndarray
-    """What the program with the gradient sets aside beside arguments and results."""
-    error: np.ndarray
-    """Largest difference from float64, of the output and of the gradients."""
+    forward_s: Floats = column("the output alone")
+    gradient_s: Floats = column("output and gradient together")
+    temporary_bytes: Floats = column(
+        "set aside by the program with the gradient beside arguments and results"
+    )
+    error: Floats = column("largest from float64, of output and gradients")
 
 
-class Result(NamedTuple):
+class Result(Record):
     """All that was measured."""
 
-    length: np.ndarray
-    plain: Way
-    flash: Way
-    context: np.ndarray
-    one_plain_s: np.ndarray
-    """One query: [contexts]."""
-    one_flash_s: np.ndarray
-    one_paged_s: np.ndarray
-    num_q_heads: int
-    num_kv_heads: int
+    length: Ints = column("tokens: [lengths]")
+    plain: Way = column("all scores at once")
+    flash: Way = column("in tiles")
+    context: Ints = column("tokens that one query sees: [contexts]")
+    one_plain_s: Floats = column("one query: [contexts]")
+    one_flash_s: Floats = column("one query: [contexts]")
+    one_paged_s: Floats = column("one query: [contexts]")
+    num_q_heads: int = column("query heads")
+    num_kv_heads: int = column("key and value heads")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Measures every length, then every context; ended early, it has what is done."""
-    ways: list[list[tuple[float, ...]]] = [[], []]
-    for length in progress.track(config.lengths, "lengths", "lengths"):
-        for rows, row in zip(ways, _at_length(length, config), strict=True):
-            rows.append(row)
+    ways = [
+        _at_length(length, config)
+        for length in progress.track(config.lengths, "lengths", "lengths")
+    ]
     ones = [
         _one_query(context, config)
         for context in progress.track(config.contexts, "contexts", "contexts")
     ]
-    plain, tiled = (Way(*np.array(rows, float).reshape(-1, 4).T) for rows in ways)
-    one = np.array(ones, float).reshape(-1, 3).T
     return Result(
-        np.array(config.lengths[: len(ways[0])]),
-        plain,
-        tiled,
+        np.array(config.lengths[: len(ways)]),
+        Way.of(plain for plain, _ in ways),
+        Way.of(tiled for _, tiled in ways),
         np.array(config.contexts[: len(ones)]),
-        *one,
+        *np.array(ones, float).reshape(-1, 3).T,
         config.num_q_heads,
         config.num_kv_heads,
     )
@@ -131,8 +132,7 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     q = q.reshape(batch, queries, k.shape[2], -1, head_dim)
     scale = jnp.asarray(head_dim**-0.5, q.dtype)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * scale
-    query = jnp.arange(queries, dtype=jnp.int32)[:, None] + k.shape[1] - queries
-    seen = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] <= query
+    seen = jnp.tri(queries, k.shape[1], k.shape[1] - queries, dtype=bool)
     scores = jnp.where(seen[None, None, None], scores, jnp.asarray(-jnp.inf, q.dtype))
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
@@ -146,11 +146,10 @@ def tiled_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _draw(queries: int, keys: int, config: Config) -> list[np.ndarray]:
     rng = np.random.default_rng([config.seed, queries, keys])
-    heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
-    tokens = (queries, keys, keys)
+    kv = (keys, config.num_kv_heads)
     return [
-        rng.normal(size=(1, n, h, config.head_dim)).astype(np.float32)
-        for n, h in zip(tokens, heads, strict=True)
+        rng.normal(size=(1, *tokens_heads, config.head_dim)).astype(np.float32)
+        for tokens_heads in ((queries, config.num_q_heads), kv, kv)
     ]
 
 
@@ -213,54 +212,66 @@ def _one_query(context: int, config: Config) -> list[float]:
 
     ids = table.astype(np.int32)[None]
     last = np.array([context - 1], np.int32)
-    calls = [
-        functools.partial(jax.jit(plain_attention), q, k, v),
-        functools.partial(jax.jit(tiled_attention), q, k, v),
-        functools.partial(by_pages, q[0], *pages, ids, last),
-    ]
-    return _times(calls, config)
+    plain, tiled = (
+        functools.partial(jax.jit(attend), q, k, v)
+        for attend in (plain_attention, tiled_attention)
+    )
+    return _times(
+        [plain, tiled, functools.partial(by_pages, q[0], *pages, ids, last)], config
+    )
 
 
 def _times(calls: list[Callable], config: Config) -> list[float]:
     """Median seconds of each, timed in turns after a first call."""
-    taken: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        jax.block_until_ready(call())
-    for _ in range(config.repeats):
-        for times, call in zip(taken, calls, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            times.append(time.perf_counter() - start)
-    return [float(np.median(times)) for times in taken]
+    taken = np.zeros((1 + config.repeats, len(calls)))
+    for turn, place in np.ndindex(*taken.shape):
+        start = time.perf_counter()
+        jax.block_until_ready(calls[place]())
+        taken[turn, place] = time.perf_counter() - start
+    return np.median(taken[1:], axis=0).tolist()
 
 
-def plot(axes: Any, result: Result) -> None:
-    """Draws time and memory against length, and the single query."""
-    colors = style.colors()
-    looks = {"plain": colors[6], "in tiles": colors[5], "paged": colors[3]}
-    both = {"plain": result.plain, "in tiles": result.flash}
-    seconds, memory, one = axes
-    for name, way in both.items():
-        look = {"color": looks[name], "marker": "o", "label": name}
-        seconds.plot(result.length, way.gradient_s * 1e3, **look)
-        memory.plot(result.length, way.temporary_bytes / 1e6, **look)
-    rows = (result.one_plain_s, result.one_flash_s, result.one_paged_s)
-    for (name, color), times in zip(looks.items(), rows, strict=True):
-        one.plot(result.context, times * 1e3, color=color, marker="o", label=name)
-    seconds.set_title("all queries: time with the gradient", loc="left")
-    memory.set_title("and its memory", loc="left")
-    one.set_title("one query, as in decoding", loc="left")
-    for ax in axes:
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.xaxis.set_major_formatter("{x:,.0f}")
-        ax.yaxis.set_major_formatter("{x:,g}")
-        ax.legend()
-    seconds.set_xlabel("tokens")
-    memory.set_xlabel("tokens")
-    one.set_xlabel("tokens seen")
-    for ax, label in zip(axes, ("ms", "MB", "ms"), strict=True):
-        ax.set_ylabel(label)
+def metrics(result: Result) -> dict[str, Any]:
+    """Ratios at every length, and how much work there is to share out."""
+    plain, flash, heads = result.plain, result.flash, result.num_kv_heads
+    pieces = -(-result.context // 64) * heads
+    queries = {
+        "tokens": result.length,
+        "plain / tiles, forward": plain.forward_s / flash.forward_s,
+        "plain / tiles, with gradient": plain.gradient_s / flash.gradient_s,
+        "plain / tiles, memory": plain.temporary_bytes / flash.temporary_bytes,
+        "error, plain": plain.error,
+        "error, tiles": flash.error,
+        "pieces of work, prompt": -(-result.length // TILE) * result.num_q_heads,
+    }
+    one = {
+        "tokens seen": result.context,
+        "plain / paged": result.one_plain_s / result.one_paged_s,
+        "tiles / paged": result.one_flash_s / result.one_paged_s,
+        "pieces of work, keys whole": np.full(len(result.context), heads),
+        "pieces of work, keys split": np.minimum(devices.NUM_CORES, pieces),
+    }
+    return {
+        title: [
+            dict(zip(columns, row, strict=True))
+            for row in zip(*(x.tolist() for x in columns.values()), strict=True)
+        ]
+        for title, columns in (("all queries", queries), ("one query", one))
+    }
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds the published scaling against ours."""
+    flash, plain = result.flash, result.plain
+    ratio = plain.gradient_s / flash.gradient_s
+    one = result.one_flash_s / result.one_paged_s
+    worst = np.max(flash.error / plain.error, initial=0)
+    yield ours("memory_of_tiles", _slope(result.length, flash.temporary_bytes))
+    yield ours("memory_of_plain", _slope(result.length, plain.temporary_bytes))
+    yield ours("exact", float(worst))
+    yield ours("training", float(ratio[-1]) if len(ratio) else float("nan"))
+    yield ours("one_query", float(one[-1]) if len(one) else float("nan"))
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> float:
@@ -270,88 +281,39 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.log(y[-1] / y[-2]) / np.log(x[-1] / x[-2]))
 
 
-def metrics(result: Result) -> dict[str, Any]:
-    """Ratios at every length, and how much work there is to share out."""
-    length, heads = result.length, result.num_q_heads
-    tiles = -(-length // TILE)
-    rows = [
-        {
-            "tokens": int(length[i]),
-            "plain / tiles, forward": result.plain.forward_s[i]
-            / result.flash.forward_s[i],
-            "plain / tiles, with gradient": result.plain.gradient_s[i]
-            / result.flash.gradient_s[i],
-            "plain / tiles, memory": result.plain.temporary_bytes[i]
-            / result.flash.temporary_bytes[i],
-            "error, plain": result.plain.error[i],
-            "error, tiles": result.flash.error[i],
-            "pieces of work, prompt": int(heads * tiles[i]),
-        }
-        for i in range(len(length))
-    ]
-    ones = [
-        {
-            "tokens seen": int(result.context[i]),
-            "plain / paged": result.one_plain_s[i] / result.one_paged_s[i],
-            "tiles / paged": result.one_flash_s[i] / result.one_paged_s[i],
-            "pieces of work, keys whole": result.num_kv_heads,
-            "pieces of work, keys split": min(
-                devices.NUM_CORES,
-                result.num_kv_heads * (-(-int(result.context[i]) // 64)),
-            ),
-        }
-        for i in range(len(result.context))
-    ]
-    return {"all queries": rows, "one query": ones}
+def plot(axes: Any, result: Result) -> None:
+    """Draws time and memory against length, and the single query."""
+    colors = style.colors()
+    seconds, memory, one = axes
+    for name, color, way, one_s in (
+        ("plain", colors[6], result.plain, result.one_plain_s),
+        ("in tiles", colors[5], result.flash, result.one_flash_s),
+        ("paged", colors[3], None, result.one_paged_s),
+    ):
+        look = {"color": color, "marker": "o", "label": name}
+        if way is not None:
+            seconds.plot(result.length, way.gradient_s * 1e3, **look)
+            memory.plot(result.length, way.temporary_bytes / 1e6, **look)
+        one.plot(result.context, one_s * 1e3, **look)
+    for ax, title, x, y in (
+        (seconds, "all queries: time with the gradient", "tokens", "ms"),
+        (memory, "and its memory", "tokens", "MB"),
+        (one, "one query, as in decoding", "tokens seen", "ms"),
+    ):
+        style.powers_of_two(ax)
+        ax.set(title=title, xlabel=x, ylabel=y, yscale="log")
+        ax.yaxis.set_major_formatter("{x:,g}")
+        ax.legend()
 
 
-def claims(result: Result) -> list[Claim]:
-    """Holds the published scaling against ours."""
-    source = "Dao et al. 2022, arXiv:2205.14135"
-    worst = np.max(result.flash.error / result.plain.error, initial=0)
-    ratio = result.plain.gradient_s / result.flash.gradient_s
-    one = result.one_flash_s / result.one_paged_s
-    return [
-        judge(
-            "memory of attention in tiles grows linearly: exponent",
-            source=f"{source}, theorem 1",
-            published=1,
-            ours=_slope(result.length, result.flash.temporary_bytes),
-            unit="1",
-            tolerance=0.15,
-        ),
-        judge(
-            "memory of plain attention grows with the square: exponent",
-            source=f"{source}, section 2.2",
-            published=2,
-            ours=_slope(result.length, result.plain.temporary_bytes),
-            unit="1",
-            tolerance=0.15,
-        ),
-        judge(
-            "it is exact: largest error from float64, over that of plain attention",
-            source=f"{source}, theorem 1",
-            published=2,
-            ours=float(worst),
-            unit="1",
-            relation="at_most",
-        ),
-        judge(
-            "training is faster with it: the longest sequence, with its gradient",
-            source=f"{source}, section 4.3: up to 3 times on a GPU",
-            published=3,
-            ours=float(ratio[-1]) if len(ratio) else float("nan"),
-            unit="1",
-            differs="Theirs is a GPU with fast memory on the chip, ours a CPU whose "
-            "caches take its place.",
-        ),
-        judge(
-            "one query gains nothing from tiles: its time, over paged attention's",
-            source="the lectures' question; Dao et al. 2023, Flash-Decoding",
-            published=1,
-            ours=float(one[-1]) if len(one) else float("nan"),
-            unit="1",
-            relation="at_least",
-            tolerance=0.2,
-        ),
-    ]
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=metrics,
+        panels=(1, 3),
+    ),
+)

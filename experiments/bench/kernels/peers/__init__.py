@@ -1,6 +1,1 @@
-"""Other attention kernels, in this process and in their own."""
-
-__all__ = [
-    "jax_peers",
-    "peers",
-]
+"""Peers of the kernels: jax's own in this process, torch's in theirs."""

@@ -3,7 +3,7 @@
 import flashinfer
 import torch
 
-from experiments.bench.kernels.peers.clock import Peer, Turn, Way, stopwatch
+from experiments.bench.kernels.peers.torch_peer import Peer, Turn, stopwatch
 
 WORKSPACE_BYTES = 512 * 2**20
 """Room for partial results, as its examples have it, and more for large batches."""
@@ -65,7 +65,7 @@ class FlashInfer(Peer):
             out = runs[turns.index(turn)].run(rows, pages)
             return out.unflatten(0, (shape.batch, shape.rows)).transpose(1, 2)
 
-        return Way(how, call, plan_s)
+        return how, call, plan_s
 
     def _decode(self, shape, tables, *, use_tensor_cores=False):
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(

@@ -3,12 +3,14 @@
 One query row for a sequence takes its kernel for decoding, which splits the keys.
 """
 
+import functools
+
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from experiments.bench.kernels.peers.clock import Peer, Turn, Way, stopwatch
 from experiments.bench.kernels.peers.sdpa import Sdpa
+from experiments.bench.kernels.peers.torch_peer import Peer, Turn, stopwatch
 
 MAX_TABLE_BYTES = 2**32
 """Of the tables that turn pages back to places, one entry a sequence and page."""
@@ -26,18 +28,13 @@ class Flex(Sdpa):
         torch.compiler.reset()  # else shape after shape counts as a recompilation
         length, plan_s, mask = max(shape.lengths), None, None
         if not (shape.is_equal and shape.rows == 1):
-            plan_s, mask = stopwatch(
-                lambda: create_block_mask(
-                    *(_seen(shape), shape.batch, None, shape.rows, length),
-                    device=self.device,
-                ),
-                self.device,
-            )
+            plan = functools.partial(_mask, shape, length)
+            plan_s, mask = stopwatch(plan, self.device)
 
         def call(turn):
             return self._attend(turn.q, *turn.rest, block_mask=mask, enable_gqa=True)
 
-        yield Way("", call, plan_s)
+        yield "", call, plan_s
 
 
 class FlexPaged(Peer):
@@ -81,11 +78,8 @@ class FlexPaged(Peer):
         length = -(-max(shape.lengths) // shape.page_size) * shape.page_size
 
         def plan(pages):
-            mask = create_block_mask(
-                *(_seen(shape), shape.batch, None, shape.rows, length),
-                device=self.device,
-                BLOCK_SIZE=(128, shape.page_size),
-            )
+            blocks = {"BLOCK_SIZE": (128, shape.page_size)}
+            mask = _mask(shape, length, **blocks)
             return pages.convert_logical_block_mask(mask, kv_len=lengths)
 
         masks = []
@@ -98,11 +92,11 @@ class FlexPaged(Peer):
             k, v, _ = turn.rest
             return self._attend(turn.q, k, v, block_mask=mask, enable_gqa=True)
 
-        yield Way("", call, plan_s)
+        yield "", call, plan_s
 
 
-def _seen(shape):
-    """Says of a row and a place whether one sees the other, as code."""
+def _mask(shape, length, **blocks):
+    """A mask of blocks, from code that says whether a row sees a place."""
     contexts = torch.tensor(shape.contexts, device=shape.device)
     kin, last = shape.kin, shape.rows - 1
 
@@ -114,4 +108,7 @@ def _seen(shape):
         below = place <= contexts[b] + last
         return (place < contexts[b]) | (below & kin[b, row.clamp(0, last), node])
 
-    return tree if shape.is_tree else causal
+    seen, batch = tree if shape.is_tree else causal, shape.batch
+    return create_block_mask(
+        seen, batch, None, shape.rows, length, device=shape.device, **blocks
+    )

@@ -1,9 +1,10 @@
-"""jax's own ways to attend, beside ours: over pages, and over contiguous memory.
+"""jax's own ways to attend, with pages and without, and to multiply groups of rows.
 
 Bringing keys and values into the layout that each asks for is not timed.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,55 +14,38 @@ import numpy as np
 from experiments.bench.kernels import calls
 from experiments.bench.kernels.calls import Run
 from pallas_kernels import devices
-from pallas_kernels.bench import Problem
+from pallas_kernels.bench import GroupedProblem, Problem, Spec
 
-MAX_SCORE_BYTES = 12_000_000_000
-"""Scores that a peer without blocks would have to hold."""
+MAX_BYTES = 12_000_000_000
+"""Scores, or products of all rows with all experts, that a peer may have to hold."""
 
 
 def gather_and_sum(problem: Problem) -> Run:
     """Gathers all pages of all sequences and sums, as one would write it."""
     spec, length = problem.spec, problem.page_ids.shape[2] * problem.spec.page_size
-    _limit_scores(problem, length)
-    batch, rows, heads = spec.batch, spec.rows, spec.heads
-    scale = heads.head_dim**-0.5
+    _limit_scores(spec, length)
+    shape = (spec.batch, length, spec.heads.kv_heads, -1)
 
     def attend(q, k_pages, v_pages, page_ids, seen):
-        k, v = (
-            x[page_ids].swapaxes(2, 3).reshape(batch, length, heads.kv_heads, -1)
-            for x in (k_pages, v_pages)
-        )
-        q = q.reshape(batch, rows, heads.kv_heads, -1, heads.head_dim)
-        scores = jnp.einsum("bthgd,bshd->bhgts", q, k).astype(jnp.float32) * scale
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("bhgts,bshd->bthgd", weights, v)
-        return out.reshape(batch * rows, heads.q_heads, heads.head_dim)
+        k, v = (x[page_ids].swapaxes(2, 3).reshape(shape) for x in (k_pages, v_pages))
+        return _sum(spec, "bshd", q, k, v, seen)
 
     seen = jnp.asarray(_seen(problem, length))
     k, v = (jnp.nan_to_num(x) for x in (problem.k_pages, problem.v_pages))
-    turns = [(k, v, ids, seen) for ids in _within(problem)]
+    turns = [(problem.q, k, v, ids, seen) for ids in _within(problem)]
     return calls.make_run(problem, attend, turns)
 
 
-def contiguous(problem: Problem, implementation: Any) -> Run:
+def contiguous(implementation: Any, problem: Problem) -> Run:
     """`jax.nn.dot_product_attention` on keys and values without pages."""
     spec, heads = problem.spec, problem.spec.heads
-    if implementation == "cudnn":
-        if devices.current().platform != "gpu":
-            raise ValueError("cuDNN needs a GPU")
-        if spec.dtype == "float32":
-            raise ValueError("cuDNN takes bfloat16 and float16")
     length = int(problem.lengths().max())
     if implementation == "xla":
-        _limit_scores(problem, length)
-    shape = (spec.batch, -1, heads.kv_heads, heads.head_dim)
-
-    def lay_out(pages, page_ids):
-        found = jnp.nan_to_num(pages)[page_ids].swapaxes(2, 3).reshape(shape)
-        return found[:, :length]
-
-    straighten = jax.jit(lay_out)
+        _limit_scores(spec, length)
+    else:
+        _ask_for_gpu("cuDNN needs a GPU")
+        if spec.dtype == "float32":
+            raise ValueError("cuDNN takes bfloat16 and float16")
     options: dict[str, Any] = {}
     mask = []
     if spec.kind == "prefill":
@@ -74,56 +58,31 @@ def contiguous(problem: Problem, implementation: Any) -> Run:
     def attend(q, k, v, *mask):
         q = q.reshape(spec.batch, spec.rows, heads.q_heads, heads.head_dim)
         out = jax.nn.dot_product_attention(
-            *(q, k, v, None, *mask), implementation=implementation, **options
+            q, k, v, None, *mask, implementation=implementation, **options
         )
         return out.reshape(-1, heads.q_heads, heads.head_dim)
 
-    turns = [
-        (straighten(problem.k_pages, ids), straighten(problem.v_pages, ids), *mask)
-        for ids in _within(problem)
-    ]
-    return calls.make_run(problem, attend, turns)
+    return calls.make_run(problem, attend, _without_pages(problem, length, 2, mask))
 
 
 def head_major(problem: Problem) -> Run:
     """Two products on keys and values without pages, each head's side by side."""
-    spec, heads = problem.spec, problem.spec.heads
-    length = int(problem.lengths().max())
-    _limit_scores(problem, length)
-    shape = (spec.batch, heads.kv_heads, -1, heads.head_dim)
-    by_head = (spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
-    scale = heads.head_dim**-0.5
-
-    def lay_out(pages, page_ids):
-        found = jnp.nan_to_num(pages)[page_ids].swapaxes(1, 2).reshape(shape)
-        return found[:, :, :length]
-
-    straighten = jax.jit(lay_out)
+    spec, length = problem.spec, int(problem.lengths().max())
+    _limit_scores(spec, length)
     seen = _seen(problem, length)
     # Where all of them see all there is, nobody would ask.
     mask = [] if seen.all() else [jnp.asarray(seen)]
 
     def attend(q, k, v, *mask):
-        scores = jnp.einsum("bthgd,bhsd->bhgts", q.reshape(by_head), k)
-        scores = scores.astype(jnp.float32) * scale
-        for seen in mask:
-            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("bhgts,bhsd->bthgd", weights, v)
-        return out.reshape(-1, heads.q_heads, heads.head_dim)
+        return _sum(spec, "bhsd", q, k, v, *mask)
 
-    turns = [
-        (straighten(problem.k_pages, ids), straighten(problem.v_pages, ids), *mask)
-        for ids in _within(problem)
-    ]
-    return calls.make_run(problem, attend, turns)
+    return calls.make_run(problem, attend, _without_pages(problem, length, 1, mask))
 
 
 def triton(problem: Problem) -> Run:
     """The paged attention of jax itself, deprecated: pages lie head after head."""
     spec = problem.spec
-    if devices.current().platform != "gpu":
-        raise ValueError("Triton needs a GPU")
+    _ask_for_gpu("Triton needs a GPU")
     if spec.rows > 1:
         raise ValueError("one row a sequence is all it takes")
     # Not imported by name: it is a peer here, as another framework would be.
@@ -135,21 +94,105 @@ def triton(problem: Problem) -> Run:
     scale = spec.heads.head_dim**-0.5
     tables = _within(problem)
     # Tables must be whole splits.
-    width = -(-tables.shape[2] // 16) * 16
-    tables = jnp.pad(tables, [(0, 0), (0, 0), (0, width - tables.shape[2])])
+    tables = jnp.pad(tables, [(0, 0), (0, 0), (0, -tables.shape[2] % 16)])
 
     def attend(q, k, v, page_ids):
         q = q * jnp.asarray(scale, q.dtype)
         return module.paged_attention(q, k, v, page_ids, lengths)
 
-    return calls.make_run(problem, attend, [(k, v, page_ids) for page_ids in tables])
+    turns = [(problem.q, k, v, page_ids) for page_ids in tables]
+    return calls.make_run(problem, attend, turns)
 
 
-def _limit_scores(problem: Problem, length: int) -> None:
+def multiply(function: Callable[..., Any], problem: GroupedProblem) -> Run:
+    """Makes a run of a function of rows, weights and sizes."""
+    turns = [(problem.x, problem.w, sizes) for sizes in problem.group_sizes]
+    return calls.make_run(problem, function, turns)
+
+
+def all_experts(problem: GroupedProblem) -> Run:
+    """Every row at every expert, and then the one that was asked for."""
     spec = problem.spec
+    product_bytes = spec.experts.groups * problem.x.nbytes * spec.columns // spec.width
+    if product_bytes > MAX_BYTES:
+        raise ValueError(f"{product_bytes=} are more than {MAX_BYTES}")
+
+    def by_all(x, w, group_sizes):
+        row, ends = jnp.arange(x.shape[0]), jnp.cumsum(group_sizes)
+        group = jnp.sum(ends[None, :] <= row[:, None], axis=1)
+        everywhere = jnp.einsum("ri,gio->gro", x, w)
+        return jnp.take_along_axis(everywhere, group[None, :, None], axis=0)[0]
+
+    return multiply(by_all, problem)
+
+
+def ragged_dot(problem: GroupedProblem) -> Run:
+    """The example of jax itself, in Mosaic too, with sizes of its own list."""
+    spec = problem.spec
+    _ask_for_gpu("its kernel needs a GPU")
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
+    few = spec.num_rows <= 64 * spec.experts.groups
+
+    def in_blocks(x, w, group_sizes):
+        return module.ragged_dot(
+            x,
+            w,
+            group_sizes=group_sizes,
+            block_m=64 if few else 128,
+            block_n=128,
+            block_k=64,
+            max_concurrent_steps=4,
+            grid_block_n=8 if spec.columns % (8 * 128) == 0 else 1,
+        )
+
+    return multiply(in_blocks, problem)
+
+
+def _ask_for_gpu(why: str) -> None:
+    if devices.current().platform != "gpu":
+        raise ValueError(why)
+
+
+def _limit_scores(spec: Spec, length: int) -> None:
     score_bytes = 4 * spec.batch * spec.rows * spec.heads.q_heads * length
-    if score_bytes > MAX_SCORE_BYTES:
-        raise ValueError(f"{score_bytes=} of scores are more than {MAX_SCORE_BYTES}")
+    if score_bytes > MAX_BYTES:
+        raise ValueError(f"{score_bytes=} of scores are more than {MAX_BYTES}")
+
+
+def _sum(
+    spec: Spec, order: str, q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array
+) -> jax.Array:
+    """Attends to keys and values whose axes lie in an order, letters of `einsum`."""
+    heads = spec.heads
+    q = q.reshape(spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
+    scores = jnp.einsum(f"bthgd,{order}->bhgts", q, k).astype(jnp.float32)
+    scores = scores * heads.head_dim**-0.5
+    for seen in masks:
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum(f"bhgts,{order}->bthgd", weights, v)
+    return out.reshape(-1, heads.q_heads, heads.head_dim)
+
+
+def _without_pages(
+    problem: Problem, length: int, head_axis: int, mask: list[jax.Array]
+) -> list[tuple[jax.Array, ...]]:
+    """Turns over keys and values side by side, their heads on an axis, and a mask."""
+    spec, num_heads = problem.spec, problem.spec.heads.kv_heads
+    middle = (num_heads, -1) if head_axis == 1 else (-1, num_heads)
+
+    @jax.jit
+    def lay_out(pages, page_ids):
+        # Heads stand on axis 2, between pages and their places.
+        found = jnp.nan_to_num(pages)[page_ids].swapaxes(head_axis, head_axis + 1)
+        found = found.reshape(spec.batch, *middle, spec.heads.head_dim)
+        return jax.lax.slice_in_dim(found, 0, length, axis=3 - head_axis)
+
+    pools = (problem.k_pages, problem.v_pages)
+    return [
+        (problem.q, *(lay_out(pages, ids) for pages in pools), *mask)
+        for ids in _within(problem)
+    ]
 
 
 def _seen(problem: Problem, length: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.attention.bias
 from torch.nn.attention import SDPBackend
 
-from experiments.bench.kernels.peers.clock import Peer, Turn, Way
+from experiments.bench.kernels.peers.torch_peer import Peer, Turn
 
 
 class Sdpa(Peer):
@@ -38,7 +38,7 @@ class Sdpa(Peer):
             lower_right = torch.nn.attention.bias.causal_lower_right
             options["attn_mask"] = lower_right(shape.rows, length)
         for name, backend in self.backends().items():
-            yield Way(name.lower(), functools.partial(self._call, backend, options))
+            yield name.lower(), functools.partial(self._call, backend, options), None
 
     def _call(self, backend, options, turn):
         attend = torch.nn.functional.scaled_dot_product_attention

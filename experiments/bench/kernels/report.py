@@ -1,0 +1,238 @@
+"""What a kernel benchmark tells: tables of times, a roofline, and lines for the README.
+
+print(report.markdown(Path("experiments/records/bench_kernels")))
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import NullFormatter
+
+from experiments.framework import (
+    Floats,
+    Ints,
+    Part,
+    Sheet,
+    Table,
+    Texts,
+    column,
+    registry,
+    run_folder,
+    units,
+)
+from experiments.framework.table import Bools, shown
+from pallas_kernels.bench import Ceilings
+
+CLOCKS = {
+    "cupti": "Times are those of the kernels alone (CUPTI), caches cold.",
+    "wall": "Times are those of calls that are waited for, by the clock on the wall.",
+    "queue": "Times are those of calls waited for together: no CUPTI was found.",
+}
+"""What times mean, by clock."""
+OURS = {
+    "reference": {"marker": "s", "color": "C1"},
+    "mosaic_gpu": {"marker": "o", "color": "C5"},
+}
+"""How ours look; peers are crosses."""
+PEER_COLORS = ("C2", "C3", "C6", "C7", "0.4")
+
+
+class Timed(Table):
+    """The rows that have a time."""
+
+    spec: Texts = column("the shape's name")
+    implementation: Texts = column("who")
+    how: Texts = column("the way that was taken, where there are several")
+    is_peer: Bools = column("whether it is held against ours")
+    bytes: Ints = column("to be moved")
+    flops: Ints = column("to be done")
+    seconds: Floats = column("a layer takes", heading="time", form=units.seconds)
+    plan_per_layer_s: np.ndarray = column("its part of the plan", heading="plan, share")
+    merge_s: np.ndarray = column("merging alone")
+    target_s: Floats = column("that a good kernel takes")
+    fraction: Floats = column("floor / time", heading="of the floor", form=units.share)
+    ratio: np.ndarray = column("best peer", heading="best peer / it", form="{:.2f}")
+    error: Floats = column("from float64", form="{:.1e}")
+
+    @property
+    @shown(heading="implementation")
+    def who(self) -> np.ndarray:
+        """Implementations, with their way in brackets."""
+        pairs = zip(self.implementation.tolist(), self.how.tolist(), strict=True)
+        return np.array([f"{who} ({how})" if how else who for who, how in pairs], str)
+
+    def fastest(self, *, is_peer: bool) -> dict[str, Any] | None:
+        """The row of the fastest peer, or of ours."""
+        rows = self.where(is_peer=is_peer).rows()
+        return min(rows, key=lambda row: row["seconds"], default=None)
+
+
+TOLD = ("who", "seconds", "plan_per_layer_s", "merge_s", "target_s", "fraction")
+TOLD += ("ratio", "error")
+
+
+def timed(rows: list[dict[str, Any]]) -> Timed:
+    """The rows of a result that have a time, as a table."""
+    return Timed.of(row for row in rows if row["seconds"] is not None)
+
+
+def sheets(result: list[dict[str, Any]]) -> list[Part]:
+    """Lays out the ceilings, then the times of everyone side by side.
+
+    Args:
+      result: of the benchmark.
+    """
+    head, *rows = result
+    ceilings, found = Ceilings(**head["ceilings"]), timed(rows)
+    title, reached = f"ceilings of {head['device']}", [*_reached(ceilings).items()]
+    parts: list[Part] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
+    # Nobody plans or merges on a CPU: no column for that.
+    told = [x for x in TOLD if any(v is not None for v in getattr(found, x).tolist())]
+    for name in found.distinct("spec"):
+        mine = found.where(spec=name)
+        size, work = units.size(mine.bytes[0]), units.flops(mine.flops[0])
+        parts.append(mine.sheet(f"{name}: {size}, {work}", *told))
+    if absent := _absent(rows):
+        parts.append(Sheet("not timed", ("implementation", "shapes", "why"), absent))
+    return parts
+
+
+def _reached(ceilings: Ceilings) -> dict[str, str]:
+    return {
+        "copy": f"{units.size(ceilings.copy_bytes_per_s)}/s",
+        "read": f"{units.size(ceilings.read_bytes_per_s)}/s",
+        "matrix product": f"{units.flops(ceilings.flops_per_s)}/s",
+        "empty call": units.seconds(ceilings.empty_call_s),
+    }
+
+
+def _absent(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Lines of those that have no time: who, on how many shapes, why."""
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row["seconds"] is None:
+            who = row["implementation"], row["note"]
+            reasons[who] = reasons.get(who, 0) + 1
+    total = len({row["spec"] for row in rows})
+    return [(who, f"{n} of {total}", why) for (who, why), n in reasons.items()]
+
+
+def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+    """Draws operations per second over operations per byte, then shares of the floor.
+
+    Args:
+      axes: two of them.
+      result: of the benchmark; without rows nothing but frames is drawn.
+    """
+    if not result:
+        return
+    head, *rows = result
+    found = timed(rows)
+    roof, shares = axes
+    _draw_roof(roof, Ceilings(**head["ceilings"]), found.at(found.flops > 0))
+    colors = itertools.cycle(PEER_COLORS)
+    for name in found.distinct("implementation"):
+        mine = found.where(implementation=name)
+        look: dict[str, Any] = {"linestyle": "", "alpha": 0.85, "label": name}
+        look |= OURS.get(name) or {"marker": "x", "color": next(colors)}
+        does = mine.at(mine.flops > 0)
+        roof.plot(does.flops / does.bytes, does.flops / does.seconds, **look)
+        shares.plot(mine.bytes, 100 * mine.fraction, **look)
+    shares.set(title="share of the floor [%]", xlabel="bytes to be moved", xscale="log")
+    shares.xaxis.set_minor_formatter(NullFormatter())
+    shares.set_ylim(bottom=0)
+    shares.axhline(100, color="0.75", linewidth=0.6, zorder=0)
+    if len(found):
+        shares.legend(fontsize=6, handletextpad=0.2)
+
+
+def _draw_roof(ax: Any, ceilings: Ceilings, found: Timed) -> None:
+    """Draws what the device was seen to reach."""
+    bytes_per_s = max(ceilings.copy_bytes_per_s, ceilings.read_bytes_per_s)
+    ridge = ceilings.flops_per_s / bytes_per_s
+    ratios = [*(found.flops / found.bytes), ridge]
+    xs = np.asarray([min(ratios) / 2, ridge, max(ratios) * 3])
+    roof = np.minimum(xs * bytes_per_s, ceilings.flops_per_s)
+    ax.loglog(xs, roof, color="0.55", linewidth=0.8)
+    for text, i, offset, side in (
+        (units.flops(ceilings.flops_per_s), 2, (0, 2), "right"),
+        (units.size(bytes_per_s), 0, (8, -3), "left"),
+    ):
+        ax.annotate(
+            f"{text}/s",
+            (xs[i], roof[i]),
+            offset,
+            textcoords="offset points",
+            fontsize=6,
+            color="0.4",
+            ha=side,
+        )
+    ax.set(title="operations per second [FLOP/s]", xlabel="operations per byte")
+
+
+HEADS = "| shape | bytes | jaxkv | best peer | best / jaxkv | of the floor | target |"
+
+
+def markdown(folder: Path) -> str:
+    """Writes a record as a table in Markdown, and where it was measured below.
+
+    A shape's time is that of the fastest of ours, a layer's share of the plan in it;
+    the faster side is bold. What is not timed has a line that says so.
+
+    Args:
+      folder: a run folder of `bench kernels`, made on a GPU and not cut short.
+
+    Raises:
+      ValueError: it is no such folder.
+    """
+    run = run_folder.read(folder, registry.load("bench_kernels"))
+    head, *rows = run.result
+    if head["device"] == "cpu":
+        raise ValueError(f"{folder}: was made on a CPU; the table is of a GPU's record")
+    if run.env.get("status") != "done":
+        raise ValueError(f"{folder}: {run.env.get('status')=}; only a whole run counts")
+    names = dict.fromkeys(row["spec"] for row in rows)
+    lines = [_line(name, [x for x in rows if x["spec"] == name]) for name in names]
+    rule = f"|{'|'.join(['---'] * (HEADS.count('|') - 1))}|"
+    return "\n".join([HEADS, rule, *lines, "", _caption(head, run.env)])
+
+
+def _line(name: str, rows: list[dict[str, Any]]) -> str:
+    """The line of a shape."""
+    found = timed(rows)
+    ours, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
+    theirs, ratio, share, target = "-", "-", "-", "-"
+    if peer:
+        theirs = f"{units.seconds(peer['seconds'])} ({peer['who']})"
+    if ours is None:
+        notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
+        mine = f"not timed: {'; '.join(notes)}"
+    else:
+        mine = units.seconds(ours["seconds"])
+        if peer and peer["seconds"] < ours["seconds"]:
+            theirs = f"**{theirs}**"
+        else:
+            mine = f"**{mine}**"
+        if ours["implementation"] != "mosaic_gpu":
+            mine += f" ({ours['implementation']})"
+        ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
+        share, target = units.share(ours["fraction"]), units.seconds(ours["target_s"])
+    cells = (name, units.size(rows[0]["bytes"]), mine, theirs, ratio, share, target)
+    return f"| {' | '.join(cells)} |"
+
+
+def _caption(head: dict[str, Any], env: dict[str, Any]) -> str:
+    """Says where, when and with what, and what the device reached."""
+    ceilings = Ceilings(**head["ceilings"])
+    versions = {"jax": env["versions"].get("jax", "?"), **head["peers"]}
+    said = [
+        head["device"],
+        env["started_at"][:10],
+        f"commit {(env['commit'] or 'unknown')[:10]}",
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+    ]
+    reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
+    clock = CLOCKS[ceilings.clock]
+    return f"{'; '.join(said)}. Measured in the same run: {reached}. {clock}"
