@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
+from experiments.framework import registry
 from experiments.framework.report import Sheet
-from experiments.training.experts import experiment, fits, runs
+from experiments.training.experts import experiment, runs
 from jaxkv.progress import Quiet
 from scaling.training import architectures
 from tests.support import smoke
 
+(STUDY,) = registry.load("experts").studies
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
@@ -44,7 +46,7 @@ def test_smoke_compares_all_pairs() -> None:
     assert by_layer == [("with", 1), ("without", 1)]
     busiest = [row["busiest"] for row in numbers["imbalance"]]
     np.testing.assert_allclose(busiest, found.loads[:, 0].max(1), rtol=1e-6)
-    sheets = [part for part in experiment.summary(found) if isinstance(part, Sheet)]
+    sheets = [part for part in STUDY.tell(found) if isinstance(part, Sheet)]
     assert [len(sheet.rows) for sheet in sheets] == [2, 1, 2, 7]
     for sheet in sheets:
         assert all(len(row) == len(sheet.columns) for row in sheet.rows)
@@ -54,13 +56,13 @@ def test_smoke_compares_all_pairs() -> None:
 def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
     config = experiment.CONFIGS["cpu"]
     found: list[runs.Run] = []
-    plan = experiment._Plan(config, found)
-    for kind, width, rate, seed in plan.tuning():
+    for kind, width, rate, seed in runs.tuning(config):
         best = {"dense": 1.2e-2, "mixture": 4.8e-2}[kind] * 16 / width
         loss = 2 + abs(math.log(rate / best)) + width / 100
-        sizes = (0, 0, 0, 0.0, loss, 0.0, 0.0, np.zeros((0, 0)))
-        found.append(runs.Run(kind, width, rate, seed, *sizes))
-    jobs = plan.rest()
+        names = {"kind": kind, "width": width, "learning_rate": rate, "seed": seed}
+        unused = runs.Score(loss, 0.0, *2 * [np.zeros((0, 0))])
+        found.append(runs.Run(names | {"loss": loss}, unused))
+    jobs = runs.rest(config, found)
     assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
     for kind, rate in (("dense", 1.2e-2), ("mixture", 4.8e-2)):
         mine = [job[1:] for job in jobs if job[0] == kind]
@@ -76,12 +78,12 @@ def test_a_run_ended_at_once_is_told() -> None:
 
     found = experiment.run(experiment.CONFIGS["smoke"], Stopped())
     assert found.kind.size == 0
-    assert experiment.metrics(found)["runs"] == []
-    assert experiment.summary(found)
-    assert "not known" in str(experiment.summary(found)[1])
+    assert STUDY.metrics(found)["runs"] == []
+    assert STUDY.tell(found)
+    assert "not identified" in str(STUDY.tell(found)[1])
 
 
 def test_shares_of_a_router_are_the_formula() -> None:
     router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
-    assert fits.routing_error(router, top_k=2) < 1e-6
-    assert fits.routing_error(router, top_k=1) == 0
+    assert experiment.routing_error(router, top_k=2) < 1e-6
+    assert experiment.routing_error(router, top_k=1) == 0
