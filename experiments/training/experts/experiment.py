@@ -155,6 +155,8 @@ class Result(Record):
         """Loads, layer by layer; of an early end none."""
         rows = []
         for name, loads in zip(BALANCING, self.loads, strict=True):
+            if not loads.size:
+                continue
             one = moe.imbalance(jnp.asarray(loads, jnp.float32))
             for layer, values in enumerate(zip(*one, strict=True), 1):
                 rows.append((name, layer, *map(float, values)))
