@@ -15,6 +15,7 @@ from jaxkv.models import checkpoints
 from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.training import objectives
+from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -76,7 +77,7 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
 def test_the_shipped_model_fits_its_limits() -> None:
     config = experiment.CONFIGS["shipped"]
     assert config.cooldown.seq_len == 512
-    folder = Path(experiment.__file__).parent / "models" / "stdlib-bytes"
+    folder = ROOT / "experiments" / "models" / "stdlib-bytes"
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
     assert checkpoints.read_config(folder) == config.trunk.model
 

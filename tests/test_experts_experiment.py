@@ -30,23 +30,23 @@ def test_pairs_cost_the_same_but_for_the_router() -> None:
 @pytest.mark.slow
 def test_smoke_compares_all_pairs() -> None:
     kept = smoke.run("experts")
-    found = kept.result
+    result, found = kept.result, kept.result.runs
     assert found.kind.tolist() == 3 * ["dense", "mixture"] + ["unbalanced"]
     assert found.is_fitted.tolist() == 6 * [True] + [False]
     assert (np.diff(found.flops[0:6:2]) > 0).all()
     np.testing.assert_allclose(found.flops[1:6:2] / found.flops[0:6:2], 1, atol=0.1)
     assert (found.loss < 5.6).all()  # log(257) is 5.55, before training
-    assert found.loads.shape == (2, 1, 4)
-    np.testing.assert_allclose(found.loads.mean(axis=2), 1)
-    assert found.curve_loss.shape == (2, 50, 3)
+    assert result.loads.shape == (2, 1, 4)
+    np.testing.assert_allclose(result.loads.mean(axis=2), 1)
+    assert result.curve_loss.shape == (2, 50, 3)
     assert kept.claims[0].verdict == "holds"  # the formula of routing
     numbers = kept.metrics
     assert len(numbers["runs"]) == 7
     by_layer = [(row["balancing"], row["layer"]) for row in numbers["imbalance"]]
     assert by_layer == [("with", 1), ("without", 1)]
     busiest = [row["busiest"] for row in numbers["imbalance"]]
-    np.testing.assert_allclose(busiest, found.loads[:, 0].max(1), rtol=1e-6)
-    sheets = [part for part in STUDY.tell(found) if isinstance(part, Sheet)]
+    np.testing.assert_allclose(busiest, result.loads[:, 0].max(1), rtol=1e-6)
+    sheets = [part for part in STUDY.tell(result) if isinstance(part, Sheet)]
     assert [len(sheet.rows) for sheet in sheets] == [2, 1, 2, 7]
     for sheet in sheets:
         assert all(len(row) == len(sheet.columns) for row in sheet.rows)
@@ -77,7 +77,7 @@ def test_a_run_ended_at_once_is_told() -> None:
         stopped = True
 
     found = experiment.run(experiment.CONFIGS["smoke"], Stopped())
-    assert found.kind.size == 0
+    assert len(found.runs) == 0
     assert STUDY.metrics(found)["runs"] == []
     assert STUDY.tell(found)
     assert "not identified" in str(STUDY.tell(found)[1])

@@ -154,7 +154,7 @@ def test_seeds_spread_is_pooled() -> None:
 def test_the_learning_rate_experiment_trains_the_whole_grid() -> None:
     config, found = (
         learning_rate_experiment.CONFIGS["smoke"],
-        smoke.run("learning_rate").result,
+        smoke.run("learning_rate").result.runs,
     )
     runs = [*zip(found.width.tolist(), found.num_tokens.tolist(), strict=True)]
     cells = list(itertools.product(config.widths, config.num_tokens))

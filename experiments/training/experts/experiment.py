@@ -108,20 +108,9 @@ class Imbalance(Table):
 
 
 class Result(Record):
-    """All runs, the columns of `Runs` among the fields, and what was fitted to them."""
+    """All runs, and what was fitted to them."""
 
-    kind: np.ndarray
-    width: np.ndarray
-    learning_rate: np.ndarray
-    seed: np.ndarray
-    num_params: np.ndarray
-    num_active: np.ndarray
-    num_tokens: np.ndarray
-    flops: np.ndarray
-    loss: np.ndarray
-    loss_se: np.ndarray
-    seconds: np.ndarray
-    is_fitted: np.ndarray
+    runs: Runs = column("all that ended", prefix="")
     loads: Float[np.ndarray, "2 mixtures experts"] = column(
         "of the pair trained with and without the balancing loss: share of held-out "
         "tokens over the mean, so 1 if even"
@@ -138,11 +127,6 @@ class Result(Record):
     routing_error: float = column(
         "largest difference between the shares of a trained router and the formula"
     )
-
-    @property
-    def runs(self) -> Runs:
-        """The runs as a table."""
-        return Runs(**{name: getattr(self, name) for name in Runs.columns()})
 
     @property
     def laws(self) -> Laws:
@@ -189,7 +173,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     is_whole = len({(x["kind"], x["width"]) for x in rows}) >= 2 * len(config.widths)
     routers = [x.score.router for x in found if x.row["kind"] == "mixture"]
     return Result(
-        **table.parts(all_runs),
+        runs=all_runs,
         **fit_both(all_runs, config.num_resamples if is_whole else 0),
         loads=_loads(config, found),
         routing_error=routing_error(routers[-1], top_k=top_k) if routers else np.nan,

@@ -25,6 +25,7 @@ from experiments.framework import (
     beside,
     column,
     ours,
+    table,
     units,
 )
 from experiments.harness import sweep_tables
@@ -125,36 +126,23 @@ class Optima(Table):
     """The best rate of every width and number of tokens that has one."""
 
     width: Floats = column("of the model", form="{:.0f}")
-    tokens: Floats = column("trained on", form="{:,.0f}")
-    best_rate: Floats = column("by a parabola through three rates", form="{:.3g}")
-    relative: Floats = column(
-        "the rate of the base width", heading="times width / 32", form="{:.3g}"
-    )
+    num_tokens: Floats = column("trained on", heading="tokens", form="{:,.0f}")
+    rate: Floats = column("the best", heading="best rate", form="{:.3g}")
+
+    @property
+    @table.shown(heading="times width / 32", form="{:.3g}")
+    def relative(self) -> np.ndarray:
+        """The rate of the base width that it stands for."""
+        return self.rate * self.width / family.BASE_WIDTH
 
 
 class Result(Record):
-    """All runs that ended, the columns of `Runs`, and the optima."""
+    """All runs that ended, and what was read off them."""
 
-    width: np.ndarray
-    num_tokens: np.ndarray
-    learning_rate: np.ndarray
-    loss: np.ndarray
-    best_width: np.ndarray
-    best_num_tokens: np.ndarray
-    best_rate: np.ndarray
+    runs: Runs = column("all of them", prefix="")
+    best: Optima = column("where the best rate lies between others", prefix="best_")
     powers: Powers = column("through the optima")
     level: float = column("probability of the intervals")
-
-    @property
-    def runs(self) -> Runs:
-        """The runs as a table."""
-        return Runs(self.width, self.num_tokens, self.learning_rate, self.loss)
-
-    @property
-    def optima(self) -> Optima:
-        """The optima as a table."""
-        relative = self.best_rate * self.best_width / family.BASE_WIDTH
-        return Optima(self.best_width, self.best_num_tokens, self.best_rate, relative)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -162,15 +150,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     with files.kept(config.folder) as folder:
         records = sweep_tables.run(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
-    found = prediction.optimal_rates(rows) if rows else []
-    width, tokens, rate = np.array(found, float).reshape(-1, 3).T
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
+    best = Optima.of(prediction.optimal_rates(rows) if rows else [])
     return Result(
-        *(np.array([row[name] for row in rows], float) for name in names),
-        best_width=width,
-        best_num_tokens=tokens,
-        best_rate=rate,
-        powers=fit_powers(width, tokens, rate, level=config.level),
+        runs=Runs.of([row[name] for name in names] for row in rows),
+        best=best,
+        powers=fit_powers(best.width, best.num_tokens, best.rate, level=config.level),
         level=config.level,
     )
 
@@ -202,9 +187,9 @@ def plot(axes: Any, result: Result) -> None:
     exponents = f"width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
     is_known = bool(np.isfinite(powers.of_width))
     for color, number in zip(colors[1:], tokens, strict=False):
-        mine, x = result.optima.where(tokens=number), np.geomspace(*widths[[0, -1]], 20)
+        mine, x = result.best.where(num_tokens=number), np.geomspace(*widths[[0, -1]])
         label = f"{number:,.0f} tokens"
-        right.plot(mine.width, mine.best_rate, "o", color=color, label=label)
+        right.plot(mine.width, mine.rate, "o", color=color, label=label)
         if is_known:
             y = powers.coefficient * x**powers.of_width * number**powers.of_tokens
             right.plot(x, y, color=color, linewidth=0.8)
@@ -239,7 +224,7 @@ def metrics(result: Result) -> dict[str, Any]:
     del powers["coefficient"]
     return {
         "runs": len(result.runs),
-        "optima": len(result.optima),
+        "optima": len(result.best),
         **{f"exponent_{name}": x for name, x in powers.items()},
     }
 
@@ -248,7 +233,7 @@ def summary(result: Result) -> list[Part]:
     """Lists the powers and the optima."""
     numbers = [units.named(*item) for item in metrics(result).items()]
     powers = Sheet("powers through the optima", ("", ""), numbers)
-    return [powers, result.optima.sheet("optima")]
+    return [powers, result.best.sheet("optima")]
 
 
 STUDIES = (
