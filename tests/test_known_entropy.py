@@ -8,7 +8,7 @@ import pytest
 
 from experiments.training.known_entropy import experiment
 from experiments.training.known_entropy.experiment import CONFIGS
-from experiments.training.known_entropy.runs import model, train
+from experiments.training.known_entropy.runs import train
 from jaxkv.progress import QUIET, Quiet
 from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
@@ -110,11 +110,10 @@ def test_stopped_early_it_keeps_what_it_has() -> None:
 def test_branches_are_runs_of_their_own() -> None:
     """A branch off a longer trunk ends as the run that was meant to be so short."""
     language = LanguageConfig(kind="kgram", num_tokens=2**13, num_held_out=2**12)
-    shapes = [model(8, 1, 16, 32)]
     config = CONFIGS["smoke"]
 
     def losses(*lengths: int) -> list[float]:
-        found = train(language, shapes, lengths, config, QUIET)
+        found = train(language, [8], lengths, config, QUIET)
         return found.loss.tolist()
 
     assert losses(2**12)[0] == losses(2**12, 2**13)[0]

@@ -108,3 +108,18 @@ def test_a_result_is_kept_and_told(loads: Loads, tmp_path) -> None:
         loads.sheet("all loads"),
         Sheet("", ("metric", "value"), [("p95", "500 ms")]),
     ]
+
+
+class Bare(Record):
+    """As older run folders have it."""
+
+    tail: Tail = column("without its name", prefix="")
+    best: Tail = column("with another", prefix="best_")
+
+
+def test_parts_may_lie_under_names_of_older_folders(tmp_path) -> None:
+    arrays = run_folder._flatten(Bare(Tail(0.5), Tail(0.25)))
+    assert [*arrays] == ["p95_s", "best_p95_s"]
+    np.savez(tmp_path / "result.npz", **arrays)
+    again = run_folder._load_arrays(tmp_path / "result.npz", Bare)
+    assert (again.tail.p95_s, again.best.p95_s) == (0.5, 0.25)

@@ -8,7 +8,6 @@ the true one or say that it cannot. Beside it the lectures' first law, without a
 network: who counts an independent source pays (V - 1) / 2D nats.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from experiments.framework import Ours, Record, Study, beside, column, ours, table
 from experiments.plotting import style
-from experiments.training.known_entropy.runs import Config, Runs, model, train
+from experiments.training.known_entropy.runs import Config, Runs, train
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora.languages import LanguageConfig, language, markov
 from scaling.fits import fit
@@ -108,12 +107,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
     known = language.optima(config.language)
     counts = count(config.source, config.counted, config.repeats)
-    sizes = (config.num_layers, config.language.vocab_size, config.seq_len)
-    shapes = [model(width, *sizes) for width in config.widths]
-    small = dataclasses.replace(shapes[0], vocab_size=config.source.vocab_size)
     longest = (config.source.num_tokens,)
-    alone = train(config.source, [small], longest, config, progress)
-    runs = train(config.language, shapes, config.lengths, config, progress)
+    alone = train(config.source, config.widths[:1], longest, config, progress)
+    runs = train(config.language, config.widths, config.lengths, config, progress)
     late = runs.num_tokens >= config.fitted_from
     return Result(
         runs=runs,

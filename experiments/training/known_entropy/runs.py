@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.framework import Floats, Ints, Table, column
 from jaxkv import validation
-from jaxkv.models import ModelConfig, transformer
+from jaxkv.models import transformer
 from jaxkv.progress import Progress
 from scaling.corpora.languages.language import LanguageConfig, code_lengths
 from scaling.sweeps import Finished, Workers, executors
@@ -108,30 +108,27 @@ class Runs(Table):
     excess_se: Floats = column("smaller, as the text's chance is in both")
 
 
-def model(width: int, num_layers: int, vocab_size: int, seq_len: int):
-    """A small transformer with two heads, and an MLP of three times its width."""
-    return architectures.transformer(
-        width,
-        num_heads=2,
-        num_layers=num_layers,
-        mlp_size=3 * width,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-    )
+class Score(NamedTuple):
+    """What a run is worth: columns of `Runs`."""
+
+    loss: float
+    loss_se: float
+    excess: float
+    excess_se: float
 
 
 def train(
     language: LanguageConfig,
-    shapes: Sequence[ModelConfig],
+    widths: Sequence[int],
     lengths: Sequence[int],
     config: Config,
     progress: Progress,
 ) -> Runs:
-    """Trains every shape for every number of tokens, smallest first.
+    """Trains every width for every number of tokens, smallest first.
 
     Args:
       language: what to learn; it has as many tokens as the longest run.
-      shapes: of the models.
+      widths: of small transformers with two heads, their MLPs three times as wide.
       lengths: numbers of tokens.
       config: of all runs.
       progress: told of the steps; may stop them.
@@ -143,61 +140,57 @@ def train(
     nats = _own_losses(language, corpus.held_out, config)
     per_step = config.batch_size * config.seq_len
     ends = sorted({max(2, round(length / per_step)) for length in lengths})
-    chains = [[_config(language, x, config, ends[0], n) for n in ends] for x in shapes]
-    all_workers = Workers(
+
+    def chain(width: int) -> list[TrainConfig]:
+        model = architectures.transformer(
+            width,
+            num_heads=2,
+            num_layers=config.num_layers,
+            mlp_size=3 * width,
+            vocab_size=language.vocab_size,
+            seq_len=config.seq_len,
+        )
+        return [
+            TrainConfig(
+                model=model,
+                corpus=language,
+                optimizer=_OPTIMIZER,
+                batch_size=config.batch_size,
+                seq_len=config.seq_len,
+                num_steps=num_steps,
+                learning_rate=config.learning_rate * 16 / width,
+                # An eighth of the shortest run, so that all share the trunk.
+                warmup_steps=max(1, ends[0] // 8),
+                cooldown_steps=max(1, round(num_steps * COOLDOWN)),
+                seed=config.seed,
+            )
+            for num_steps in ends
+        ]
+
+    chains = [chain(width) for width in widths]
+    cooldowns = [run.cooldown_steps for run in chains[0]]
+    workers = Workers(
         corpus,
-        functools.partial(_score, corpus.held_out, nats, config),
+        functools.partial(score, corpus.held_out, nats, config),
         progress,
-        num_steps=sum(
-            steps_taken(ends, [run.cooldown_steps for run in runs]) for runs in chains
-        ),
+        num_steps=len(chains) * steps_taken(ends, cooldowns),
     )
     rows: list[tuple[float, ...]] = []
 
     def work(runs: Sequence[TrainConfig]) -> None:
-        for end in all_workers.train(runs, _shown):
+        for end in workers.train(runs, shown):
             model, tokens = end.run.model, end.run.num_tokens
             num_params = architectures.parameters(model).total
-            score = end.score or _Score(*[np.nan] * 4)
-            rows.append((model.hidden_size, num_params, tokens, *score))
+            numbers = end.score or [np.nan] * 4
+            rows.append((model.hidden_size, num_params, tokens, *numbers))
 
-    for _ in all_workers.map(work, chains):
+    for _ in workers.map(work, chains):
         pass
     return Runs.of(rows)
 
 
-class _Score(NamedTuple):
-    """Columns of `Runs`."""
-
-    loss: float
-    loss_se: float
-    excess: float
-    excess_se: float
-
-
-def _config(
-    language: LanguageConfig,
-    shape: ModelConfig,
-    config: Config,
-    first: int,
-    num_steps: int,
-) -> TrainConfig:
-    """A run; the warm-up is an eighth of the shortest one, so all share the trunk."""
-    return TrainConfig(
-        model=shape,
-        corpus=language,
-        optimizer=_OPTIMIZER,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        num_steps=num_steps,
-        learning_rate=config.learning_rate * 16 / shape.hidden_size,
-        warmup_steps=max(1, first // 8),
-        cooldown_steps=max(1, round(num_steps * COOLDOWN)),
-        seed=config.seed,
-    )
-
-
-def _shown(end: Finished) -> str:
+def shown(end: Finished) -> str:
+    """What a person sees when a run is over."""
     run = end.run
     return f"width {run.model.hidden_size}, {run.num_tokens:,} tokens: {end.loss:.4f}"
 
@@ -215,13 +208,14 @@ def _own_losses(
     return nats[place - (len(held_out) - len(nats))].mean(1)
 
 
-def _score(
+def score(
     held_out: np.ndarray,
     nats: np.ndarray,
     config: Config,
     run: TrainConfig,
     params: transformer.Params,
-) -> _Score:
+) -> Score:
+    """Scores a run beside what who knows the language needs for the same windows."""
     found = objectives.score_stream(
         params,
         held_out,
@@ -233,4 +227,4 @@ def _score(
     )
     excess = found.windows - nats
     excess_se = float(excess.std(ddof=1) / len(excess) ** 0.5)
-    return _Score(found.loss, found.loss_se, float(excess.mean()), excess_se)
+    return Score(found.loss, found.loss_se, float(excess.mean()), excess_se)
