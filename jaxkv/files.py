@@ -202,3 +202,13 @@ def _replacing(folder: Path) -> Generator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def kept(folder: str) -> Generator[Path]:
+    """Gives a folder, or for an empty name one that is gone in the end."""
+    if folder:
+        yield Path(folder)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)

@@ -118,10 +118,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"queue_loads": (1.0,)}, "must be in"),
     ],
     "experts": [
-        ({"widths": (16, 24)}, "must be three or more"),
+        ({"widths": (16, 24)}, "must be 3 or more, ascending"),
         ({"widths": (12, 24, 32)}, "must be multiples of 8"),
         ({"num_tuned": 0}, "need num_tuned of at least 1"),
-        ({"learning_rates": ()}, "must be above 0"),
+        ({"learning_rates": ()}, "must be one or more"),
         ({"num_threads": 0}, "must be at least 1"),
     ],
     "flash_attention": [
@@ -162,9 +162,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "rivals": [
         ({"sides": ("mamba",)}, "sides='mamba' must be in"),
-        ({"sides": ("lstm", "lstm")}, "must be different names"),
+        ({"sides": ("lstm", "lstm")}, "must be different"),
         ({"sizes": (9, 9)}, "must be different"),
-        ({"horizons": (20, 10)}, "must rise"),
+        ({"horizons": (20, 10)}, "must be ascending, from 5"),
         ({"seeds": (1, 1)}, "must be different"),
         ({"num_threads": 0}, "must be at least 1"),
     ],

@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
+from experiments.framework import registry
 from experiments.framework.report import Sheet
-from experiments.training.experts import experiment, fits, runs
+from experiments.training.experts import experiment, runs
 from jaxkv.progress import Quiet
 from scaling.training import architectures
 from tests.support import smoke
 
+(STUDY,) = registry.load("experts").studies
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
@@ -28,23 +30,23 @@ def test_pairs_cost_the_same_but_for_the_router() -> None:
 @pytest.mark.slow
 def test_smoke_compares_all_pairs() -> None:
     kept = smoke.run("experts")
-    found = kept.result
+    result, found = kept.result, kept.result.runs
     assert found.kind.tolist() == 3 * ["dense", "mixture"] + ["unbalanced"]
     assert found.is_fitted.tolist() == 6 * [True] + [False]
     assert (np.diff(found.flops[0:6:2]) > 0).all()
     np.testing.assert_allclose(found.flops[1:6:2] / found.flops[0:6:2], 1, atol=0.1)
     assert (found.loss < 5.6).all()  # log(257) is 5.55, before training
-    assert found.loads.shape == (2, 1, 4)
-    np.testing.assert_allclose(found.loads.mean(axis=2), 1)
-    assert found.curve_loss.shape == (2, 50, 3)
+    assert result.loads.shape == (2, 1, 4)
+    np.testing.assert_allclose(result.loads.mean(axis=2), 1)
+    assert result.curve_loss.shape == (2, 50, 3)
     assert kept.claims[0].verdict == "holds"  # the formula of routing
     numbers = kept.metrics
     assert len(numbers["runs"]) == 7
     by_layer = [(row["balancing"], row["layer"]) for row in numbers["imbalance"]]
     assert by_layer == [("with", 1), ("without", 1)]
     busiest = [row["busiest"] for row in numbers["imbalance"]]
-    np.testing.assert_allclose(busiest, found.loads[:, 0].max(1), rtol=1e-6)
-    sheets = [part for part in experiment.summary(found) if isinstance(part, Sheet)]
+    np.testing.assert_allclose(busiest, result.loads[:, 0].max(1), rtol=1e-6)
+    sheets = [part for part in STUDY.tell(result) if isinstance(part, Sheet)]
     assert [len(sheet.rows) for sheet in sheets] == [2, 1, 2, 7]
     for sheet in sheets:
         assert all(len(row) == len(sheet.columns) for row in sheet.rows)
@@ -54,13 +56,13 @@ def test_smoke_compares_all_pairs() -> None:
 def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
     config = experiment.CONFIGS["cpu"]
     found: list[runs.Run] = []
-    plan = experiment._Plan(config, found)
-    for kind, width, rate, seed in plan.tuning():
+    for kind, width, rate, seed in runs.tuning(config):
         best = {"dense": 1.2e-2, "mixture": 4.8e-2}[kind] * 16 / width
         loss = 2 + abs(math.log(rate / best)) + width / 100
-        sizes = (0, 0, 0, 0.0, loss, 0.0, 0.0, np.zeros((0, 0)))
-        found.append(runs.Run(kind, width, rate, seed, *sizes))
-    jobs = plan.rest()
+        names = {"kind": kind, "width": width, "learning_rate": rate, "seed": seed}
+        unused = runs.Score(loss, 0.0, *2 * [np.zeros((0, 0))])
+        found.append(runs.Run(names | {"loss": loss}, unused))
+    jobs = runs.rest(config, found)
     assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
     for kind, rate in (("dense", 1.2e-2), ("mixture", 4.8e-2)):
         mine = [job[1:] for job in jobs if job[0] == kind]
@@ -75,13 +77,13 @@ def test_a_run_ended_at_once_is_told() -> None:
         stopped = True
 
     found = experiment.run(experiment.CONFIGS["smoke"], Stopped())
-    assert found.kind.size == 0
-    assert experiment.metrics(found)["runs"] == []
-    assert experiment.summary(found)
-    assert "not known" in str(experiment.summary(found)[1])
+    assert len(found.runs) == 0
+    assert STUDY.metrics(found)["runs"] == []
+    assert STUDY.tell(found)
+    assert "not identified" in str(STUDY.tell(found)[1])
 
 
 def test_shares_of_a_router_are_the_formula() -> None:
     router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
-    assert fits.routing_error(router, top_k=2) < 1e-6
-    assert fits.routing_error(router, top_k=1) == 0
+    assert experiment.routing_error(router, top_k=2) < 1e-6
+    assert experiment.routing_error(router, top_k=1) == 0

@@ -20,7 +20,7 @@ from experiments.training.isoflop.prediction import (
 )
 from experiments.training.isoflop.settings import nearest, shape
 from experiments.training.learning_rate import experiment as learning_rate_experiment
-from scaling.sweeps import grid
+from scaling.sweeps import grid, learning_rates
 from tests.support import smoke
 
 
@@ -127,7 +127,7 @@ def test_optima_of_rates_are_found() -> None:
     rate, powers = learning_rate(rows, 64, 64000)
     assert rate == pytest.approx(1 / 64 / 64000**0.2, rel=1e-3)
     assert powers == pytest.approx((-1, -0.2))
-    fit = learning_rate_experiment.fit(*np.array(found, float).T, level=0.9)
+    fit = learning_rates.fit_powers(*np.array(found, float).T, level=0.9)
     assert (fit.of_width, fit.of_tokens) == pytest.approx((-1, -0.2))
     edge = [row for row in rows if row["learning_rate"] * row["hidden_size"] > 0.2]
     assert optimal_rates(edge) == []
@@ -154,7 +154,7 @@ def test_seeds_spread_is_pooled() -> None:
 def test_the_learning_rate_experiment_trains_the_whole_grid() -> None:
     config, found = (
         learning_rate_experiment.CONFIGS["smoke"],
-        smoke.run("learning_rate").result,
+        smoke.run("learning_rate").result.runs,
     )
     runs = [*zip(found.width.tolist(), found.num_tokens.tolist(), strict=True)]
     cells = list(itertools.product(config.widths, config.num_tokens))

@@ -1,5 +1,6 @@
 """The experiment on known entropy: its smoke run, its stop, and its judgement."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from experiments.training.known_entropy import experiment
 from experiments.training.known_entropy.experiment import CONFIGS
-from experiments.training.known_entropy.runs import model, train
+from experiments.training.known_entropy.runs import train
 from jaxkv.progress import QUIET, Quiet
 from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
@@ -41,24 +42,27 @@ def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
 
 def test_a_leak_is_noticed(result: experiment.Result) -> None:
     """Losses moved below the floor, as a model's that sees what it predicts."""
-    moved = result.runs._replace(
-        loss=result.runs.loss - 1, excess=result.runs.excess - 1
-    )
-    found = experiment.claims(result._replace(runs=moved))
+    runs = result.runs
+    moved = dataclasses.replace(runs, loss=runs.loss - 1, excess=runs.excess - 1)
+    found = experiment.claims(dataclasses.replace(result, runs=moved))
     assert [claim.verdict for claim in found[:2]] == ["fails"] * 2
 
 
 def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
     floor = result.optima[-1]
-    fit = result.fit._replace(floor_low=floor - 0.1, floor_high=floor + 0.1)
 
-    def verdict(fit: experiment.Fit) -> str:
-        return experiment.claims(result._replace(fit=fit))[-2].verdict
+    def verdict(identified: bool, high: float) -> str:
+        fit = dataclasses.replace(
+            result.fit,
+            floor_low=floor - 0.1,
+            floor_high=floor + high,
+            identified=identified,
+        )
+        return experiment.claims(dataclasses.replace(result, fit=fit))[-2].verdict
 
-    assert verdict(fit._replace(identified=True)) == "holds"
-    wrong = fit._replace(floor_high=floor - 0.05)
-    assert verdict(wrong._replace(identified=True)) == "fails"
-    assert verdict(wrong._replace(identified=False)) == "holds"
+    assert verdict(True, 0.1) == "holds"
+    assert verdict(True, -0.05) == "fails"
+    assert verdict(False, -0.05) == "holds"
 
 
 def test_counting_pays_half_a_nat_for_each_parameter(
@@ -106,11 +110,10 @@ def test_stopped_early_it_keeps_what_it_has() -> None:
 def test_branches_are_runs_of_their_own() -> None:
     """A branch off a longer trunk ends as the run that was meant to be so short."""
     language = LanguageConfig(kind="kgram", num_tokens=2**13, num_held_out=2**12)
-    shapes = [model(8, 1, 16, 32)]
-    recipe = CONFIGS["smoke"].recipe
+    config = CONFIGS["smoke"]
 
     def losses(*lengths: int) -> list[float]:
-        found = train(language, shapes, lengths, recipe, QUIET)
+        found = train(language, [8], lengths, config, QUIET)
         return found.loss.tolist()
 
     assert losses(2**12)[0] == losses(2**12, 2**13)[0]

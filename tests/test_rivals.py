@@ -2,28 +2,32 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from experiments.framework import registry
+from experiments.harness import sweep_tables
 from experiments.plotting import style
-from experiments.training.rivals import experiment, fits, outcomes, report
-from experiments.training.rivals import sides as rivals_sides
-from experiments.training.rivals.runs import NUM_TRIALS, Trained, next_rate
-from experiments.training.rivals.sides import PAIRS, REFERENCE, Published
+from experiments.training.rivals import report
+from experiments.training.rivals import runs as rivals_runs
+from experiments.training.rivals import settings as rivals_settings
+from experiments.training.rivals.runs import NUM_TRIALS, Runs, Trained
+from experiments.training.rivals.settings import PAIRS, REFERENCE, Published
 from jaxkv.progress import Quiet
+from scaling.frontiers import best_runs
+from scaling.sweeps.learning_rates import next_rate
 from scaling.training import architectures
 from tests.support import smoke
 
+(STUDY,) = registry.load("rivals").studies
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 @pytest.mark.thorough
 def test_smoke_runs_to_a_verdict() -> None:
-    config, result = experiment.CONFIGS["smoke"], smoke.run("rivals").result
+    config, result = STUDY.configs["smoke"], smoke.run("rivals").result
     assert list(result.sides) == ["transformer", "lstm"]
     runs = result.runs
     assert len(runs.loss) == 2 * 2 * 3
@@ -48,14 +52,13 @@ def test_smoke_runs_to_a_verdict() -> None:
     np.testing.assert_allclose(apart.difference, apart.by_seed.mean(1))
     assert abs(longest[0, 0] - longest[0, 1]) > 1e-3
     # What is trained at a time changes nothing.
-    alone = experiment.run(dataclasses.replace(config, num_threads=1))
-    for ours, theirs in zip(runs[:-1], alone.runs[:-1], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    alone = STUDY.run(dataclasses.replace(config, num_threads=1))
+    for name in Runs.columns().keys() - {"seconds"}:
+        np.testing.assert_array_equal(getattr(runs, name), getattr(alone.runs, name))
     np.testing.assert_array_equal(result.places.loss, alone.places.loss)
-    (study,) = registry.load("rivals").studies
-    assert study.tell(result)
-    assert study.metrics(result)["differences"]
-    figure = style.render(lambda axes: study.plot(axes, result), panels=(2, 2))
+    assert STUDY.tell(result)
+    assert STUDY.metrics(result)["differences"]
+    figure = style.render(lambda axes: STUDY.plot(axes, result), panels=(2, 2))
     assert b"compute" in figure["figure.svg"]
 
 
@@ -67,82 +70,83 @@ class Impatient(Quiet):
 
 
 def test_what_was_done_before_an_early_end_is_told() -> None:
-    config = dataclasses.replace(experiment.CONFIGS["smoke"], num_threads=1)
-    result = experiment.run(config, Impatient())
+    config = dataclasses.replace(STUDY.configs["smoke"], num_threads=1)
+    result = STUDY.run(config, Impatient())
     assert set(result.runs.side) == {0}
     assert len(result.runs.loss) == 2 * 3
     assert len(result.differences.side) == 0
     assert np.isnan(result.places.lead[1])
-    assert experiment.claims(result) == []
-    assert experiment.summary(result)
-    assert style.render(lambda axes: experiment.plot(axes, result), panels=(2, 2))
+    assert STUDY.claims(result) == []
+    assert STUDY.tell(result)
+    assert style.render(lambda axes: STUDY.plot(axes, result), panels=(2, 2))
     never = Quiet()
     never.stopped = True
-    nothing = experiment.run(config, never)
+    nothing = STUDY.run(config, never)
     assert nothing.runs.loss.size == 0
-    assert experiment.metrics(nothing)["ratios"] == []
-    assert experiment.summary(nothing)
+    assert STUDY.metrics(nothing)["ratios"] == []
+    assert STUDY.tell(nothing)
 
 
-def rows(scale: float) -> list[dict[str, Any]]:
-    """Runs on a known surface; with `scale` times the compute, the same losses."""
-    found = []
-    for size in (1e4, 3e4, 9e4):
-        for tokens in (1e5, 2e5, 4e5, 8e5):
-            loss = 1.2 + 8 / size**0.25 + 12 / tokens**0.25
-            flops = 6 * size * tokens * scale
-            found.append({"flops": flops, "loss": loss, "size": size, "seed": 0})
-    return found
+SURFACE = [
+    (6 * size * tokens, 1.2 + 8 / size**0.25 + 12 / tokens**0.25, size)
+    for size in (1e4, 3e4, 9e4)
+    for tokens in (1e5, 2e5, 4e5, 8e5)
+]
+FLOPS, LOSS, SIZE = np.array(SURFACE).T
+"""Runs on a known surface."""
+
+
+def resampled(scale: float, seed: int) -> list[best_runs.Fit | None]:
+    """Resamples whole sizes; with `scale` times the compute, the same losses."""
+    return best_runs.resampled(
+        FLOPS * scale, LOSS, SIZE[:, None].astype(int), count=20, seed=seed
+    )
 
 
 def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
-    first, second = (fits.fit(rows(scale), "exact") for scale in (1.0, 3.0))
+    first, second = (best_runs.fit(FLOPS * scale, LOSS) for scale in (1.0, 3.0))
     assert first is not None
-    again = [fits.resampled(rows(x), "exact", 20, 0) for x in (1.0, 3.0)]
-    found = fits.ratio(first, second, (again[0], again[1]))
+    found = best_runs.compare(first, second, (resampled(1.0, 0), resampled(3.0, 0)))
     np.testing.assert_allclose(found.ratio, 3, rtol=1e-3)
     # Drawn alike, the two sides keep their ratio; otherwise it spreads.
     np.testing.assert_allclose([found.low, found.high], 3, rtol=1e-3)
-    other = fits.resampled(rows(3.0), "exact", 20, 1)
-    apart = fits.ratio(first, second, (again[0], other))
+    apart = best_runs.compare(first, second, (resampled(1.0, 0), resampled(3.0, 1)))
     assert apart.low[0] < 3 < apart.high[0]
     # The curve goes through the runs, and ends where they do.
-    curve = fits.curve(first)
-    flops, loss = (np.array([row[x] for row in rows(1.0)]) for x in ("flops", "loss"))
-    best = fits.frontier(flops, loss)
-    assert curve.flops[[0, -1]] == pytest.approx([flops.min(), flops.max()])
-    near = np.interp(np.log(flops[best]), np.log(curve.flops), curve.loss)
-    assert np.abs(near - loss[best]).max() < 3 * curve.residual < 0.06
+    curve = best_runs.curve(first)
+    best = best_runs.find(FLOPS, LOSS)
+    assert curve.flops[[0, -1]] == pytest.approx([FLOPS.min(), FLOPS.max()])
+    near = np.interp(np.log(FLOPS[best]), np.log(curve.flops), curve.loss)
+    assert np.abs(near - LOSS[best]).max() < 3 * curve.residual < 0.06
 
 
 def test_the_frontier_is_what_no_cheaper_run_has_reached() -> None:
     flops = np.array([4.0, 1.0, 2.0, 2.0, 8.0])
     loss = np.array([3.0, 5.0, 4.0, 3.5, 3.0])
-    assert fits.frontier(flops, loss).tolist() == [1, 3, 0]
+    assert best_runs.find(flops, loss).tolist() == [1, 3, 0]
 
 
-def changed(change: Callable[[int, float], float]) -> list[dict[str, Any]]:
-    return [row | {"loss": change(i, row["loss"])} for i, row in enumerate(rows(1.0))]
+STEPS = np.arange(len(LOSS))
 
 
 @pytest.mark.parametrize(
-    ("side", "reason"),
+    ("loss", "reason"),
     [
-        (rows(1.0)[:1], "fewer than 4 runs"),
-        (changed(lambda i, loss: loss + 5), "do not overlap"),
-        (changed(lambda i, loss: 2.0 - 0.1 * i - 2 * (i > 6)), "misses its runs"),
+        (LOSS[:1], "fewer than 4 runs"),
+        (LOSS + 5, "do not overlap"),
+        (2.0 - 0.1 * STEPS - 2 * (STEPS > 6), "misses its runs"),
     ],
 )
-def test_a_ratio_that_the_runs_do_not_bear_is_refused(side, reason: str) -> None:
-    first, second = (fits.fit(x, "exact") for x in (rows(1.0), side))
-    found = fits.ratio(first, second)
+def test_a_ratio_that_the_runs_do_not_bear_is_refused(loss, reason: str) -> None:
+    first, second = best_runs.fit(FLOPS, LOSS), best_runs.fit(FLOPS[: len(loss)], loss)
+    found = best_runs.compare(first, second)
     assert reason in str(found.reason)
     assert np.isnan(found.ratio).all()
 
 
 def test_an_interval_without_bounds_is_not_identified() -> None:
-    first = fits.fit(rows(1.0), "exact")
-    found = fits.ratio(first, first, ([first, first], [first, None]))
+    first = best_runs.fit(FLOPS, LOSS)
+    found = best_runs.compare(first, first, ([first, first], [first, None]))
     assert np.all(found.ratio == 1)
     assert np.isnan([found.low, found.high]).all()
 
@@ -157,14 +161,14 @@ def test_an_interval_without_bounds_is_not_identified() -> None:
     ],
 )
 def test_the_next_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
-    trials = list(zip((1.0, 2.0, 4.0), losses, strict=True))
+    trials = list(zip((1.0, 2.0, 4.0), map(float, losses), strict=True))
     assert next_rate(trials) == pytest.approx(expected)
 
 
 def test_sides_differ_in_what_their_names_say() -> None:
-    config = experiment.CONFIGS["cpu"]
+    config = STUDY.configs["cpu"]
     sides = {
-        name: rivals_sides.side(
+        name: rivals_settings.side(
             name, vocab_size=257, seq_len=256, head_dim=config.head_dim
         )
         for name in (REFERENCE, *PAIRS)
@@ -189,7 +193,7 @@ def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
     more, one = (PAIRS[name] for name in ("lstm", "6 layers"))
 
     def told(low: float, high: float, said: Published) -> str:
-        return report._direction({"low": low, "high": high}, said)
+        return report.direction(low, high, said)
 
     assert told(1.1, 2.0, more) == "shows"
     assert told(0.9, 2.0, more) == "is not decided"
@@ -202,7 +206,7 @@ def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
 
 
 def test_a_ratio_is_read_where_it_has_an_interval() -> None:
-    ratios = fits.Ratio(
+    ratios = best_runs.Ratio(
         loss=np.tile([2.5, 2.2, 1.9], (2, 2, 1)),
         ratio=np.tile([2.0, 3.0, 4.0], (2, 2, 1)),
         low=np.tile([1.0, 1.5, np.nan], (2, 2, 1)),
@@ -211,12 +215,11 @@ def test_a_ratio_is_read_where_it_has_an_interval() -> None:
     )
     unused: Any = None
     sides = np.array(["transformer", "lstm"])
-    result = outcomes.Result(sides, *5 * [unused], ratios)
-    [ending] = report._endings(result, 0).values()
-    assert (ending["loss"], ending["ratio"]) == (2.2, 3.0)
-    assert (ending["low"], ending["high"]) == (1.5, 4.0)
-    assert (ending["first_ratio"], ending["last_ratio"]) == (2.0, 4.0)
-    [open_ended] = report._endings(result, 1).values()
+    result = rivals_runs.Result(sides, *5 * [unused], ratios)
+    bounded, open_ended = report.readings(result).rows()
+    assert (bounded["loss"], bounded["ratio"]) == (2.2, 3.0)
+    assert (bounded["low"], bounded["high"]) == (1.5, 4.0)
+    assert (bounded["first_ratio"], bounded["last_ratio"]) == (2.0, 4.0)
     assert (open_ended["loss"], open_ended["ratio"]) == (1.9, 4.0)
 
 
@@ -229,21 +232,22 @@ def test_a_lead_from_late_context_is_told_window_by_window() -> None:
         (0, 9): Trained([], [], hard + lead),
         (1, 9): Trained([], [], hard),
     }
-    places = outcomes._places(trained, 2, 64)
+    places = rivals_runs._places(trained, 2, 64)
     assert places.lead[1] == pytest.approx(0.1 * 32 / 63, rel=0.05)
     assert places.lead_se[1] < 0.01 < places.gain_se[1]
-    assert report._sign(places.lead[1], places.lead_se[1]) == "shows"
+    ends = places.lead[1] + np.array([-2, 2]) * places.lead_se[1]
+    assert sweep_tables.direction(*ends, above=0) == "shows"
 
 
 def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
     nothing = np.full((2, 2, 40), np.nan)
     unused: Any = None
-    result = outcomes.Result(
+    result = rivals_runs.Result(
         np.array(["transformer", "lstm"]),
         *(unused, unused),
-        outcomes.Differences(*np.zeros((5, 0))),
-        outcomes.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
-        *(unused, fits.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
+        rivals_runs.Differences.of([]),
+        rivals_runs.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
+        *(unused, best_runs.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
     )
     assert report.claims(result) == []
     assert report.metrics(result)["ratios"] == []

@@ -116,3 +116,18 @@ def test_columns_by_name_become_rows() -> None:
     assert found == [{"tokens": 1, "is_same": True}, {"tokens": 2, "is_same": False}]
     assert type(found[0]["tokens"]) is int
     assert table.by_row({"tokens": np.zeros(0)}) == []
+
+
+class Bare(Record):
+    """As older run folders have it."""
+
+    tail: Tail = column("without its name", prefix="")
+    best: Tail = column("with another", prefix="best_")
+
+
+def test_parts_may_lie_under_names_of_older_folders(tmp_path) -> None:
+    arrays = run_folder._flatten(Bare(Tail(0.5), Tail(0.25)))
+    assert [*arrays] == ["p95_s", "best_p95_s"]
+    np.savez(tmp_path / "result.npz", **arrays)
+    again = run_folder._load_arrays(tmp_path / "result.npz", Bare)
+    assert (again.tail.p95_s, again.best.p95_s) == (0.5, 0.25)

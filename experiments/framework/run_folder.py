@@ -337,7 +337,7 @@ def _flatten(result: Any, prefix: str = "") -> dict[str, Any]:
     arrays = {}
     for name, value in table.parts(result).items():
         if table.is_compound(type(value)):
-            arrays |= _flatten(value, f"{prefix}{name}.")
+            arrays |= _flatten(value, prefix + table.prefix(type(result), name))
             continue
         array = np.asarray(value)
         if array.dtype.kind not in "biufcU":
@@ -361,7 +361,8 @@ def _unflatten(
     values = {}
     for name, inner in typing.get_type_hints(hint).items():
         if table.is_compound(inner):
-            values[name] = _unflatten(path, inner, arrays, f"{prefix}{name}.")
+            inside = prefix + table.prefix(hint, name)
+            values[name] = _unflatten(path, inner, arrays, inside)
         elif prefix + name not in arrays:
             raise ValueError(f"{path}: lacks {prefix}{name}")
         else:

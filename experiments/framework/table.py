@@ -48,6 +48,8 @@ class Column(NamedTuple):
       key: its name in JSON; its own by default.
       of: what is told of a row's array, such as `np.median`; a list of all by default.
       is_told: whether it stands in JSON and tables that do not name their columns.
+      prefix: of a table's or record's arrays in a run folder; its own name and a dot by
+        default, nothing where older folders have them so.
     """
 
     heading: str = ""
@@ -55,6 +57,7 @@ class Column(NamedTuple):
     key: str = ""
     of: Callable[[np.ndarray], Any] | None = None
     is_told: bool = True
+    prefix: str | None = None
 
 
 def column(meaning: str, **told: Any) -> Any:
@@ -190,6 +193,13 @@ def by_row(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Columns, arrays of equal lengths by name, as rows for JSON."""
     rows = zip(*(values.tolist() for values in columns.values()), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def prefix(kind: Any, name: str) -> str:
+    """What stands before the names of arrays of a record's part, in a run folder."""
+    declared = kind.columns() if issubclass(kind, Record) else {}
+    said = declared.get(name, Column()).prefix
+    return f"{name}." if said is None else said
 
 
 def metrics(result: Any) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""The table of a sweep that is under way."""
+"""Tables of training runs: of a sweep under way, and of the learning rates tried."""
 
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jaxtyping import Float
 
 from experiments.framework import environment, units
 from jaxkv.progress import Progress
@@ -58,3 +61,34 @@ def cell(records: list[dict[str, Any]]) -> str:
     if done:
         return f"{min(done):.4f}"
     return records[-1]["status"] if records else "."
+
+
+TRIED = ("rate: loss", "taken", "at the edge")
+"""Heads of what `tried` writes."""
+
+
+def tried(
+    rates: Float[np.ndarray, " trials"],
+    losses: Float[np.ndarray, " trials"],
+    taken: float,
+) -> tuple[str, str, str]:
+    """Writes learning rates, rising, with their losses, and the one that was taken."""
+    order = np.argsort(rates)
+    pairs = zip(rates[order], losses[order], strict=True)
+    shown = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in pairs)
+    is_edge = taken in (rates.min(), rates.max())
+    return shown, f"{taken:.2g}", "yes" if is_edge else "no"
+
+
+def interval(low: float, high: float, digits: int = 2) -> str:
+    """Writes an interval; "not identified" where an end is not finite."""
+    if not np.isfinite([low, high]).all():
+        return "not identified"
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def direction(low: float, high: float, *, above: float = 1.0) -> str:
+    """Whether a number is shown to be above another, by its whole interval."""
+    if low > above:
+        return "shows"
+    return "does not show: the other way" if high < above else "is not decided"

@@ -118,3 +118,15 @@ def plain_log(axis: Any) -> None:
     axis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
     axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def wide_log(axis: Any) -> None:
+    """Labels a logarithmic axis at powers of ten and three times those, as 3 x 10^9."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))
+    everywhere = (float("inf"), float("inf"))
+    axis.set_major_formatter(
+        ticker.LogFormatterSciNotation(minor_thresholds=everywhere)
+    )
+    axis.set_minor_formatter(ticker.NullFormatter())

@@ -6,6 +6,7 @@ from scaling.frontiers.groups import Groups as Groups
 __all__ = [
     "Frontier",
     "Groups",
+    "best_runs",
     "envelope",
     "frontier",
     "groups",

@@ -15,6 +15,7 @@ __all__ = [
     "family",
     "folder",
     "grid",
+    "learning_rates",
     "sweep",
     "workers",
 ]

@@ -62,6 +62,11 @@ class Finished(NamedTuple):
     params: transformer.Params | None
     error: str | None = None
 
+    @property
+    def loss(self) -> float:
+        """Of held-out text, in nats per token; not a number unless done."""
+        return math.nan if self.score is None else self.score.loss
+
 
 class Lanes(NamedTuple):
     """Where some runs side by side stand, after `step` steps."""

@@ -132,6 +132,19 @@ class TrainConfig:
                 f"{self.model.vocab_size=} must be at least {self.corpus.vocab_size=}"
             )
 
+    @property
+    def num_tokens(self) -> int:
+        """Predictions of the whole run."""
+        return self.num_steps * self.batch_size * self.seq_len
+
+    @property
+    def flops(self) -> float:
+        """Operations of the whole run, exactly, causal attention."""
+        step = architectures.training_flops(
+            self.model, batch=self.batch_size, sequence=self.seq_len
+        )
+        return float(step) * self.num_steps
+
 
 def steps_taken(lengths: Sequence[int], cooldowns: Sequence[int]) -> int:
     """Counts the steps of runs of rising length: of a trunk and its branches.

@@ -18,16 +18,7 @@ from experiments.bench import peer_process
 from experiments.bench.train import peers
 from experiments.bench.train.peers import Ours, Rival
 from experiments.bench.turns import in_turns
-from experiments.framework import (
-    Floats,
-    Ints,
-    Part,
-    Study,
-    Table,
-    Texts,
-    column,
-    units,
-)
+from experiments.framework import Floats, Ints, Part, Study, Table, Texts, column, units
 from experiments.framework.table import shown
 from experiments.plotting import style
 from jaxkv import validation

@@ -6,18 +6,17 @@ the model is served with. The same command takes up a run that was stopped.
 """
 
 import dataclasses
-import tempfile
+import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.training.bundled_model import model_card
-from jaxkv import validation
-from jaxkv.models import checkpoints
-from jaxkv.models.config import ModelConfig
+from experiments.framework import Record, Study, column, environment, table
+from jaxkv import files, validation
+from jaxkv.models import ModelConfig, checkpoints
 from jaxkv.progress import QUIET, Progress
 from jaxkv.text import tokenizer
 from scaling.corpora import corpora
@@ -124,37 +123,85 @@ CONFIGS = {
 }
 
 
-class Result(NamedTuple):
-    """What was learnt.
+class Result(Record):
+    """What was learnt; bits per byte are not numbers if training did not end."""
 
-    Attributes:
-      tokens: tokens trained on before each report, both runs together.
-      loss: nats per token of training since the report before.
-      status: of the run that came last: `done`, `stopped` or `diverged`.
-      num_params: parameters of the model.
-      bits_per_byte: of the held-out documents, by the weights rounded to bfloat16; NaN
-        if training did not end.
-      bits_per_byte_float32: the same before rounding.
-      num_held_out_bytes: size of the held-out documents.
-      duration_s: time spent in training, on the clock.
-    """
+    tokens: np.ndarray = column("trained on before each report, both runs together")
+    loss: np.ndarray = column("nats per token of training since the report before")
+    status: str = column("of the last run: `done`, `stopped` or `diverged`")
+    num_params: int = column("of the model")
+    bits_per_byte: float = column(
+        "of the held-out documents, by the weights rounded to bfloat16",
+        heading="held-out bits per byte",
+        key="held_out_bits_per_byte",
+    )
+    bits_per_byte_float32: float = column(
+        "the same before rounding",
+        heading="held-out bits per byte, float32",
+        key="held_out_bits_per_byte_float32",
+    )
+    num_held_out_bytes: int = column("size of the held-out documents")
+    duration_s: float = column(
+        "time spent in training, on the clock", key="train_duration_s"
+    )
 
-    tokens: np.ndarray
-    loss: np.ndarray
-    status: str
-    num_params: int
-    bits_per_byte: float
-    bits_per_byte_float32: float
-    num_held_out_bytes: int
-    duration_s: float
+    @property
+    @table.shown()
+    def num_tokens(self) -> int:
+        """Trained on."""
+        return int(self.tokens[-1]) if len(self.tokens) else 0
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
-    if config.folder:
-        return _run(config, Path(config.folder), progress)
-    with tempfile.TemporaryDirectory() as folder:
-        return _run(config, Path(folder), progress)
+    split = corpora.load(config.text)
+    with files.kept(config.folder) as folder:
+        runs = [train.train(config.trunk, folder / "trunk", progress=progress)]
+        if runs[0].status == "done":
+            at, start = folder / "cooldown", runs[0].checkpoint
+            runs.append(
+                train.train(config.cooldown, at, start=start, progress=progress)
+            )
+    params, done = runs[-1].params, len(runs) == 2 and runs[-1].status == "done"
+    tokens, loss, before = [], [], 0
+    for part in runs:
+        tokens += [before + line["tokens"] for line in part.curve]
+        loss += [line["loss"] for line in part.curve]
+        before = tokens[-1] if tokens else 0
+
+    def scored(dtype: str) -> float:
+        if not done:
+            return float("nan")
+        found = objectives.score(
+            jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), params),
+            split.held_out,
+            model=config.trunk.model,
+            seq_len=config.cooldown_seq_len,
+        )
+        return found.bits_per_byte
+
+    result = Result(
+        tokens=np.asarray(tokens, np.int64),
+        loss=np.asarray(loss),
+        status=runs[-1].status,
+        num_params=sum(x.size for x in jax.tree.leaves(params)),
+        bits_per_byte=scored("bfloat16"),
+        bits_per_byte_float32=scored("float32"),
+        num_held_out_bytes=corpora.num_bytes(split.held_out),
+        duration_s=sum(part.curve[-1]["duration_s"] for part in runs if part.curve),
+    )
+    if done and config.export:
+        model = architectures.servable(config.trunk.model)
+        checkpoints.save_model(
+            config.export,
+            model,
+            params,
+            tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
+            model_card=model_card(config, split, result),
+            dtype="bfloat16",
+            overwrite=True,
+        )
+    return result
 
 
 def plot(ax: Any, result: Result) -> None:
@@ -168,71 +215,76 @@ def plot(ax: Any, result: Result) -> None:
             ha="right",
             va="bottom",
         )
-    ax.set_yscale("log")
-    ax.set_xlabel("tokens trained on [million]")
-    ax.set_ylabel("loss [bits per byte]")
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Names the numbers of the report."""
-    return {
-        "status": result.status,
-        "num_params": result.num_params,
-        "num_tokens": int(result.tokens[-1]) if len(result.tokens) else 0,
-        "held_out_bits_per_byte": result.bits_per_byte,
-        "held_out_bits_per_byte_float32": result.bits_per_byte_float32,
-        "num_held_out_bytes": result.num_held_out_bytes,
-        "train_duration_s": result.duration_s,
-    }
-
-
-def _run(config: Config, folder: Path, progress: Progress) -> Result:
-    split = corpora.load(config.text)
-    runs = [train.train(config.trunk, folder / "trunk", progress=progress)]
-    if runs[0].status == "done":
-        start = runs[0].checkpoint
-        runs.append(
-            train.train(
-                config.cooldown, folder / "cooldown", start=start, progress=progress
-            )
-        )
-    params, done = runs[-1].params, len(runs) == 2 and runs[-1].status == "done"
-    tokens, loss, before = [], [], 0
-    for part in runs:
-        tokens += [before + line["tokens"] for line in part.curve]
-        loss += [line["loss"] for line in part.curve]
-        before = tokens[-1] if tokens else 0
-    bits = dict.fromkeys(("bfloat16", "float32"), float("nan"))
-    if done:
-        for dtype in bits:
-            rounded = jax.tree.map(
-                lambda x, dtype=dtype: x.astype(dtype).astype(jnp.float32), params
-            )
-            bits[dtype] = objectives.score(
-                rounded,
-                split.held_out,
-                model=config.trunk.model,
-                seq_len=config.cooldown_seq_len,
-            ).bits_per_byte
-    result = Result(
-        tokens=np.asarray(tokens, np.int64),
-        loss=np.asarray(loss),
-        status=runs[-1].status,
-        num_params=sum(x.size for x in jax.tree.leaves(params)),
-        bits_per_byte=bits["bfloat16"],
-        bits_per_byte_float32=bits["float32"],
-        num_held_out_bytes=corpora.num_bytes(split.held_out),
-        duration_s=sum(part.curve[-1]["duration_s"] for part in runs if part.curve),
+    ax.set(
+        yscale="log",
+        xlabel="tokens trained on [million]",
+        ylabel="loss [bits per byte]",
     )
-    if done and config.export:
-        model = architectures.servable(config.trunk.model)
-        checkpoints.save_model(
-            config.export,
-            model,
-            params,
-            tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
-            model_card=model_card.text(config, split, result),
-            dtype="bfloat16",
-            overwrite=True,
-        )
-    return result
+
+
+def model_card(config: Config, split: corpora.Split, result: Result) -> str:
+    """Writes the model's card, in Markdown; every number in it is the run's."""
+    model, trunk = architectures.servable(config.trunk.model), config.trunk
+    env = environment.describe()
+    versions = env["versions"]
+    epochs = result.num_tokens / len(corpora.tokens(split.train))
+    data = corpora.describe(config.text)
+    window = config.cooldown_seq_len
+    rows = [
+        ("held-out bits per byte, these bfloat16 weights", result.bits_per_byte),
+        ("the same before rounding to bfloat16", result.bits_per_byte_float32),
+        ("training loss at the end, nats per token", np.mean(result.loss[-10:])),
+    ]
+    parts = [
+        "---\nlicense: psf-2.0\ntags: [llama, byte-level, code]\n---",
+        f"# {Path(config.export).name}",
+        f"""A decoder-only transformer of {result.num_params / 1e6:.2f} million
+        parameters that writes text like {data}. It is small enough to ship with the
+        project and to be served on any machine: a model to test and to show a serving
+        engine with, not one to write programs with.""",
+        "## Use",
+        f"    jaxkv generate {Path(config.export).name} --prompt 'def '",
+        f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {corpora.END} ends a
+        document, and stands before one too. Contexts of up to {window} tokens were
+        trained.""",
+        "## Shape",
+        f"""Llama architecture (RMS norm, rotary positions, SwiGLU, tied embeddings):
+        hidden size {model.hidden_size}, {model.num_layers} layers,
+        {model.num_q_heads} query and {model.num_kv_heads} KV heads of
+        {model.head_dim}, MLP {model.mlp_size}, vocabulary {model.vocab_size}.
+        Weights in bfloat16.""",
+        "## Data",
+        f"""{data[0].upper()}{data[1:]}, without tests, code tables, generated texts and
+        copies: {len(split.train)} files of {corpora.num_bytes(split.train):,} bytes to
+        train on, {len(split.held_out)} files of {result.num_held_out_bytes:,} bytes
+        held out. Files are held out whole, by a hash of their names;
+        `scaling.corpora.held_out_files()` lists them.""",
+        "## Result",
+        "| | |\n|---|---|\n" + "\n".join(f"| {k} | {v:.4f} |" for k, v in rows),
+        f"""Held-out files are scored in consecutive windows of {window} tokens, every
+        byte and every document's end once.""",
+        "## Training",
+        "    jaxkv run bundled_model shipped",
+        f"""{result.num_tokens:,} tokens ({epochs:.1f} epochs):
+        {trunk.num_steps:,} steps of {trunk.batch_size} x {trunk.seq_len} tokens at a
+        constant learning rate of {trunk.learning_rate}, then
+        {config.cooldown_steps:,} steps of {config.cooldown_batch_size} x {window} while
+        it falls to zero. Muon for the layers' matrices, AdamW for the rest, seed
+        {trunk.seed}. It took {result.duration_s:,.0f} seconds on the clock of
+        {env["num_cpus"]} cores ({env["cpu"]}) that other work shared, with Python
+        {versions["python"]}, jax {versions["jax"]}, optax {versions["optax"]}.""",
+        "## Licence",
+        """The text is under the licence of the Python Software Foundation; the weights
+        are given on the same terms.""",
+    ]
+    return "\n\n".join(map(_filled, parts)) + "\n"
+
+
+def _filled(part: str) -> str:
+    """Fills a paragraph; headings, tables and commands stay as they are."""
+    if part.startswith(("-", "#", "|", "    ")):
+        return part
+    return textwrap.fill(" ".join(part.split()), 88, break_on_hyphens=False)
+
+
+STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot),)

@@ -9,74 +9,47 @@ The mixture holds more weights, which this count of compute does not see: memory
 serving the bytes of every expert that some token of the batch meets.
 """
 
-import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
-from experiments.training.experts import drawing, fits, report, runs
-from experiments.training.experts.runs import PAIR, Job, Kind, Run, Shapes
-from jaxkv import validation
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Study,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+    table,
+    units,
+)
+from experiments.harness import sweep_tables
+from experiments.plotting import style
+from experiments.training.experts import runs
+from experiments.training.experts.runs import PAIR, Config, Run, Shapes
+from jaxkv.models import moe
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import corpora
-from scaling.sweeps import executors, workers
+from scaling.fits import fit
+from scaling.laws import published
+from scaling.sweeps import Workers, executors
 
-PANELS = (1, 2)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Which models, on which text."""
-
-    widths: tuple[int, ...] = (16, 24, 32, 40, 48)
-    """Hidden sizes, ascending multiples of 8; a pair of models each."""
-    num_tuned: int = 2
-    """Widths, the smallest ones, at which both kinds try every learning rate."""
-    learning_rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
-    """Peaks at the smallest width; at another they are smaller by as much as it is
-    wider (Yang et al. 2022, arXiv:2203.03466, table 3). Each kind uses the one that is
-    best for it at the tuned widths."""
-    num_repeated: int = 5
-    """Widths, the smallest ones, with a second seed."""
-    shapes: Shapes = runs.SHAPES
-    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
-    num_threads: int = 2
-    """Models that are trained at a time: while one is compiled on a core the other has
-    work for the next. The numbers do not depend on it."""
-    num_windows: int = 512
-    """Held-out windows that are scored."""
-    num_resamples: int = 1000
-    """Resamples of the runs, for the intervals."""
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be compared."""
-        if sorted(set(self.widths)) != [*self.widths] or len(self.widths) < 3:
-            raise ValueError(f"{self.widths=} must be three or more, ascending")
-        if any(width < 8 or width % 8 for width in self.widths):
-            raise ValueError(f"{self.widths=} must be multiples of 8")
-        if not self.learning_rates or min(self.learning_rates) <= 0:
-            raise ValueError(f"{self.learning_rates=} must be above 0, one or more")
-        for name in ("num_tuned", "num_repeated"):
-            if not 0 <= getattr(self, name) <= len(self.widths):
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, widths]")
-        if len(self.learning_rates) > 1 and not self.num_tuned:
-            raise ValueError("several learning rates need num_tuned of at least 1")
-        validation.at_least(self, "num_threads")
-        if self.num_windows < 2 or self.num_resamples < 2:
-            raise ValueError(
-                f"{self.num_windows=} and {self.num_resamples=} must be at least 2"
-            )
-
-
-_SMALL = Shapes(num_layers=1, num_experts=4, seq_len=32, tokens_per_param=1.0)
 CONFIGS = {
     "smoke": Config(
         widths=(8, 16, 24),
         num_tuned=0,
         learning_rates=(1e-2,),
         num_repeated=0,
-        shapes=_SMALL,
+        shapes=Shapes(num_layers=1, num_experts=4, seq_len=32, tokens_per_param=1.0),
         num_windows=16,
         num_resamples=50,
     ),
@@ -90,165 +63,321 @@ CONFIGS = {
         num_threads=1,
     ),
 }
+BALANCING = ("with", "without")
 
 
-class Result(NamedTuple):
+class Runs(Table):
+    """All runs, a row each."""
+
+    kind: Texts = column("as `runs.Kind`")
+    width: Ints = column("hidden size")
+    learning_rate: Floats = column("at that width", heading="rate", form="{:.2g}")
+    seed: Ints = column("of parameters and the order of the text")
+    num_params: Ints = column("every expert counted", heading="parameters")
+    num_active: Ints = column("weights that a token meets", heading="active")
+    num_tokens: Ints = column("trained on", heading="tokens")
+    flops: Floats = column(
+        "of experts in use, causal attention", heading="compute", form=units.flops
+    )
+    loss: Floats = column("nats per token of held-out text", form="{:.3f}")
+    loss_se: Floats = column("its", heading="standard error", form="{:.3f}")
+    seconds: Floats = column("of training", heading="time", form=units.seconds)
+    is_fitted: table.Bools = column(
+        "at its kind's chosen rate; not without the balancing loss", heading="fitted"
+    )
+
+
+class Laws(Table):
+    """Loss as a power of compute, with 90 % intervals."""
+
+    kind: Texts = column("dense or mixture")
+    runs: Ints = column("that were fitted")
+    exponent: Floats = column("of compute, negative", form="{:.3f}")
+    low: Floats = column("where its interval begins", form="{:.3f}")
+    high: Floats = column("where it ends", form="{:.3f}")
+
+
+class Imbalance(Table):
+    """How unevenly the experts of one pair of runs are met, over the mean load."""
+
+    balancing: Texts = column("with the loss, or without", heading="balancing loss")
+    layer: Ints = column("counted from 1")
+    busiest: Floats = column("of the experts", form="{:.2f}")
+    variation: Floats = column("the standard deviation", form="{:.2f}")
+    idle: Floats = column("nobody meets them", heading="idle experts", form=units.share)
+
+
+class Result(Record):
     """All runs, and what was fitted to them."""
 
-    kind: np.ndarray
-    width: np.ndarray
-    learning_rate: np.ndarray
-    seed: np.ndarray
-    num_params: np.ndarray
-    num_active: np.ndarray
-    num_tokens: np.ndarray
-    flops: np.ndarray
-    loss: np.ndarray
-    loss_se: np.ndarray
-    seconds: np.ndarray
-    is_fitted: np.ndarray
-    """Runs at their kind's chosen rate; not those without the balancing loss."""
-    loads: np.ndarray
-    """[2, mixtures, experts] of the pair trained with and without the balancing loss:
-    share of held-out tokens over the mean, so 1 if even."""
-    curve_flops: np.ndarray
-    curve_loss: np.ndarray
-    """[2, points, 3]: dense and mixture; the fitted law and its 90 % interval."""
-    slope: np.ndarray
-    """[2, 3]: exponent of compute, negative, with its interval."""
-    ratio: np.ndarray
-    """[3]: compute that the dense models need over the mixtures', in the middle of the
-    losses that both reached, with its interval."""
-    routing_error: float
-    """Largest difference between the shares of a trained router and the formula."""
+    runs: Runs = column("all that ended", prefix="")
+    loads: Float[np.ndarray, "2 mixtures experts"] = column(
+        "of the pair trained with and without the balancing loss: share of held-out "
+        "tokens over the mean, so 1 if even"
+    )
+    curve_flops: np.ndarray = column("where the laws are drawn")
+    curve_loss: Float[np.ndarray, "2 points 3"] = column(
+        "dense and mixture; the fitted law and its 90 % interval"
+    )
+    slope: Float[np.ndarray, "2 3"] = column("exponent of compute, with its interval")
+    ratio: Float[np.ndarray, "3"] = column(
+        "compute that the dense models need over the mixtures', in the middle of the "
+        "losses that both reached, with its interval"
+    )
+    routing_error: float = column(
+        "largest difference between the shares of a trained router and the formula"
+    )
+
+    @property
+    def laws(self) -> Laws:
+        """What was fitted to each kind."""
+        counts = [len(self.runs.where(kind=kind, is_fitted=True)) for kind in PAIR]
+        return Laws(np.array(PAIR), np.array(counts), *self.slope.T)
+
+    @property
+    def imbalance(self) -> Imbalance:
+        """Loads, layer by layer; of an early end none."""
+        rows = []
+        for name, loads in zip(BALANCING, self.loads, strict=True):
+            if not loads.size:
+                continue
+            one = moe.imbalance(jnp.asarray(loads, jnp.float32))
+            for layer, values in enumerate(zip(*one, strict=True), 1):
+                rows.append((name, layer, *map(float, values)))
+        return Imbalance.of(rows)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all pairs, then fits; ended early, it has the runs that are done."""
     found: list[Run] = []
-    router = None
-    plan = _Plan(config, found)
     corpus = executors.open_corpus(config.corpus)
-    all_workers = workers.Workers(
+    jobs = (*runs.tuning(config), *runs.rest(config, ()))
+    workers = Workers(
         corpus,
         functools.partial(runs.score, corpus, config.num_windows),
         progress,
-        num_steps=plan.num_steps(),
+        num_steps=sum(runs.num_steps(width, config.shapes) for _, width, *_ in jobs),
         num_threads=config.num_threads,
     )
-    train = functools.partial(
-        runs.train,
-        shapes=config.shapes,
-        corpus=config.corpus,
-        workers=all_workers,
-    )
+    train = functools.partial(runs.train, config=config, workers=workers)
+    found += workers.map(train, runs.tuning(config))
     # What is trained after the tuning follows from all of it.
-    for jobs in (plan.tuning, plan.rest):
-        for done, params in all_workers.map(train, jobs()):
-            found.append(done)
-            if done.kind == "mixture":
-                router = params["layers"][0]["mixture"]["router"]["weight"]
-    error = np.nan
-    if router is not None:
-        error = fits.routing_error(np.asarray(router), top_k=config.shapes.top_k)
-    return _collect(config, found, plan, error)
-
-
-class _Plan:
-    """What is to be trained next, given what was."""
-
-    def __init__(self, config: Config, found: list[Run]):
-        self.config, self.found = config, found
-
-    def rate(self, kind: Kind, width: int) -> float:
-        """A kind's learning rate at a width: best at the tuned widths, on average."""
-        rates = self.config.learning_rates
-        like: Kind = "dense" if kind == "dense" else "mixture"
-        tuned = self.config.widths[: self.config.num_tuned]
-        by = {(r.kind, r.width, r.learning_rate, r.seed): r.loss for r in self.found}
-        losses = [
-            [by.get((like, w, self.scaled(rate, w), 0), np.inf) for w in tuned]
-            for rate in rates
-        ]
-        best = int(np.argmin([np.mean(x) for x in losses])) if tuned else 0
-        return self.scaled(rates[best], width)
-
-    def scaled(self, rate: float, width: int) -> float:
-        """A rate of the smallest width, at another."""
-        return rate * self.config.widths[0] / width
-
-    def tuning(self) -> list[Job]:
-        """Kind, width, rate and seed of the runs that decide on the rates."""
-        return [
-            (kind, width, self.scaled(rate, width), 0)
-            for width in self.config.widths[: self.config.num_tuned]
-            for rate in self.config.learning_rates
-            for kind in PAIR
-        ]
-
-    def rest(self) -> list[Job]:
-        """The other runs, at the rate that each kind is given by then."""
-        widths, num = self.config.widths, self.config.num_tuned
-        jobs: list[Job] = [
-            (kind, width, self.rate(kind, width), seed)
-            for seed, chosen in enumerate(
-                (widths[num:], widths[: self.config.num_repeated])
-            )
-            for width in chosen
-            for kind in PAIR
-        ]
-        free: Kind = "unbalanced"
-        return [*jobs, (free, self.shown, self.rate(free, self.shown), 0)]
-
-    def num_steps(self) -> int:
-        """Steps of all runs."""
-        jobs = (*self.tuning(), *self.rest())
-        return sum(runs.num_steps(width, self.config.shapes) for _, width, *_ in jobs)
-
-    @property
-    def shown(self) -> int:
-        """The width whose loads are compared."""
-        return self.config.widths[len(self.config.widths) // 2]
-
-
-def _collect(config: Config, found: list[Run], plan: _Plan, error: float) -> Result:
-    rows = {
-        name: np.array([getattr(r, name) for r in found])
-        for name in Run._fields
-        if name != "loads"
-    }
-    chosen = [
-        r.kind != "unbalanced" and r.learning_rate == plan.rate(r.kind, r.width)
-        for r in found
+    found += workers.map(train, runs.rest(config, found))
+    rates = runs.best_rates(config, found)
+    rows = [
+        row | {"is_fitted": kind in PAIR and rate == config.scaled(rates[kind], width)}
+        for row in (each.row for each in found)
+        for kind, width, rate in [(row["kind"], row["width"], row["learning_rate"])]
     ]
-    by = {(r.kind, r.width): r.loads for r in reversed(found) if r.seed == 0}
-    names: list[tuple[Kind, int]] = [
-        ("mixture", plan.shown),
-        ("unbalanced", plan.shown),
-    ]
-    loads = np.zeros((2, 0, 0))
-    if all(name in by for name in names):
-        loads = np.stack([by[name] for name in names])
-        loads = loads / loads.mean(axis=2, keepdims=True)
-    fitted, used = fits.NOTHING, np.array(chosen, bool)
-    if len({(r.kind, r.width) for r in found}) >= 2 * len(config.widths):
-        fitted = fits.fit_both(
-            *(rows[name][used] for name in ("kind", "flops", "loss")),
-            num_resamples=config.num_resamples,
-        )
+    all_runs, top_k = Runs.of(rows), config.shapes.top_k
+    is_whole = len({(x["kind"], x["width"]) for x in rows}) >= 2 * len(config.widths)
+    routers = [x.score.router for x in found if x.row["kind"] == "mixture"]
     return Result(
-        **rows,
-        is_fitted=used,
-        loads=loads,
-        curve_flops=fitted.flops,
-        curve_loss=fitted.curves,
-        slope=fitted.slopes,
-        ratio=fitted.ratio,
-        routing_error=error,
+        runs=all_runs,
+        **fit_both(all_runs, config.num_resamples if is_whole else 0),
+        loads=_loads(config, found),
+        routing_error=routing_error(routers[-1], top_k=top_k) if routers else np.nan,
     )
 
 
-plot = drawing.plot
-claims = report.claims
-metrics = report.metrics
-summary = report.summary
+def _loads(config: Config, found: Sequence[Run]) -> np.ndarray:
+    """The loads of a pair, over their mean; none if one was not trained."""
+    by_kind = [
+        [run.score.loads for run in found if run.is_of(kind, config.shown)]
+        for kind in ("mixture", "unbalanced")
+    ]
+    if not all(by_kind):
+        return np.zeros((2, 0, 0))
+    loads = np.stack([first for first, *_ in by_kind])
+    return loads / loads.mean(axis=2, keepdims=True)
+
+
+def fit_both(found: Runs, num_resamples: int) -> dict[str, np.ndarray]:
+    """Fits a power law of compute to each kind; without resamples to none."""
+    curves, slopes = np.full((2, 0, 3), np.nan), np.full((2, 3), np.nan)
+    grid, ratio = np.zeros(0), np.full(3, np.nan)
+    if num_resamples:
+        used = found.where(is_fitted=True)
+        law = published.find("power").over("flops")
+        grid = np.geomspace(used.flops.min(), used.flops.max(), 50)
+        curves, fits = np.full((2, 50, 3), np.nan), []
+        for i, mine in enumerate(used.where(kind=kind) for kind in PAIR):
+            data = {"flops": mine.flops, "loss": mine.loss}
+            one = fit.fit(law, data, loss="mse", bootstrap=num_resamples)
+            curves[i] = np.stack(fit.predict(one, {"flops": grid}, "confidence"), 1)
+            low, high = one.intervals["b"]
+            slopes[i] = (-one.coefficients["b"], -high, -low)
+            fits.append(one)
+        dense, mixture = fits
+        try:
+            both = fit.compare(mixture, dense)
+        except ValueError:  # no loss that both reached
+            pass
+        else:
+            ratio = np.stack(both[1:])[:, len(both.loss) // 2]
+    return {
+        "curve_flops": grid,
+        "curve_loss": curves,
+        "slope": slopes,
+        "ratio": ratio,
+    }
+
+
+def routing_error(router: np.ndarray, *, top_k: int) -> float:
+    """Holds the shares of a router against the lecture's formula, in float64.
+
+    Args:
+      router: its weights, `[experts, hidden]`.
+      top_k: experts of a token.
+
+    Returns:
+      The largest difference over 4,096 random inputs: of expert i among the chosen T,
+      g_i = p_i / sum_{j in T} p_j with p = softmax(W x).
+    """
+    x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
+    scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
+    routing = moe.route(jnp.asarray(scores), top_k=top_k, renormalise=True)
+    p = np.exp(scores.astype("f8"))
+    p /= p.sum(axis=1, keepdims=True)
+    chosen = np.argsort(-p, axis=1, kind="stable")[:, :top_k]
+    of_chosen = np.take_along_axis(p, chosen, axis=1)
+    wanted, found = np.zeros_like(p), np.zeros_like(p)
+    np.put_along_axis(wanted, chosen, of_chosen / of_chosen.sum(1, keepdims=True), 1)
+    np.put_along_axis(found, np.asarray(routing.expert), np.asarray(routing.share), 1)
+    return float(np.abs(found - wanted).max())
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds routing, gain and balance against what was said of them."""
+    yield ours("shares", result.routing_error)
+    ratio, *ends = result.ratio.tolist()
+    words: dict[str, Any] = {"interval": sweep_tables.interval(*ends)}
+    yield ours("gain", ratio, direction=sweep_tables.direction(*ends), **words)
+    if result.loads.size:
+        balanced, free = result.loads.max(axis=2).mean(axis=1).tolist()
+        yield ours("balance", balanced, published=free)
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Gives laws, the ratio of compute, the imbalance, and every run."""
+    names = ("ratio", "ratio_low", "ratio_high")
+    return {
+        "routing_error": result.routing_error,
+        **dict(zip(names, result.ratio.tolist(), strict=True)),
+        "laws": result.laws.rows(),
+        "imbalance": result.imbalance.rows(),
+        "runs": result.runs.rows(),
+    }
+
+
+def summary(result: Result) -> list[Part]:
+    """Puts the laws, the gain, the imbalance and the runs in tables."""
+    ratio, *ends = result.ratio
+    gain = (sweep_tables.interval(*ends), sweep_tables.direction(*ends))
+    rates = _rates(result.runs)
+    return [
+        result.laws.sheet(
+            "laws of loss by active compute, factor * FLOP ^ exponent",
+            note="Fitted to the runs at the rate that was best for their kind; 90 % "
+            "intervals by resampling runs, seeds among them.",
+        ),
+        Sheet(
+            "compute of dense models over the mixtures', to equal loss",
+            ("ratio", "90 %", "mixtures need less"),
+            [(f"{ratio:.2f}", *gain)],
+            "In the middle of the losses that both reached. Active compute: experts "
+            "that a token does not meet are not counted.",
+        ),
+        result.imbalance.sheet(
+            "load of the experts, held-out tokens",
+            note="The busiest and the standard deviation, over the mean; of one pair "
+            "of runs. A token's shares differ from the formula by "
+            f"{result.routing_error:.1e} at most.",
+        ),
+        *([rates] if rates.rows else []),
+        result.runs.sheet(
+            "runs",
+            note="The standard error is of the held-out text, which all runs share.",
+        ),
+    ]
+
+
+def _rates(found: Runs) -> Sheet:
+    """Every rate tried with the first seed, where there were several."""
+    rows = []
+    for kind in PAIR:
+        for width in sorted(found.distinct("width")):
+            mine = found.where(kind=kind, width=width, seed=0)
+            if len(mine) > 1:
+                taken = mine.where(is_fitted=True).learning_rate[0]
+                cells = sweep_tables.tried(mine.learning_rate, mine.loss, taken)
+                rows.append((kind, str(width), *cells))
+    return Sheet(
+        "learning rates tried",
+        ("kind", "width", *sweep_tables.TRIED),
+        rows,
+        "The rate taken is best on average over the widths that tried several; other "
+        "widths have it in inverse proportion to their size.",
+    )
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws the runs with their laws on the left, the loads of a pair on the right."""
+    from matplotlib import ticker
+
+    left, right = axes
+    palette = style.colors()
+    for i, (kind, color) in enumerate(zip(PAIR, (palette[5], palette[6]), strict=True)):
+        mine = result.runs.where(kind=kind)
+        fitted, others = (mine.where(is_fitted=x) for x in (True, False))
+        left.plot(fitted.flops, fitted.loss, "o", color=color)
+        left.plot(others.flops, others.loss, "x", color=color, alpha=0.4)
+        if result.curve_flops.size:
+            at, low, high = result.curve_loss[i].T
+            left.plot(result.curve_flops, at, color=color, label=kind)
+            left.fill_between(result.curve_flops, low, high, color=color, alpha=0.15)
+    left.plot([], [], "x", color="0.5", alpha=0.6, label="other learning rates")
+    left.set(
+        title="all runs, laws with 90 % intervals",
+        xscale="log",
+        yscale="log",
+        xlabel="training compute, experts in use [FLOP]",
+        ylabel="held-out loss [nats per byte]",
+    )
+    style.wide_log(left.xaxis)
+    style.plain_log(left.yaxis)
+    left.legend()
+    for name, loads, dash in zip(BALANCING, result.loads, ("-", "--"), strict=True):
+        for layer, load in enumerate(loads, 1):
+            right.plot(
+                np.arange(1, len(load) + 1),
+                np.sort(load)[::-1],
+                linestyle=dash,
+                color=palette[1 + (layer - 1) % 6],
+                marker="o",
+                label=f"layer {layer}, {name} balancing",
+            )
+    right.axhline(1.0, color="0.7", linewidth=0.8, zorder=0)
+    right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    right.set(
+        title="load of the experts, held-out text",
+        xlabel="expert, busiest first",
+        ylabel="load over the mean",
+    )
+    if result.loads.size:
+        right.legend()
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=metrics,
+        summary=summary,
+        panels=(1, 2),
+    ),
+)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
+from jaxkv import validation
 from jaxkv.models import Experts, ModelConfig, transformer
 from scaling.corpora import corpora, streams
 from scaling.sweeps import Finished, Workers
@@ -43,29 +46,128 @@ class Shapes:
     its width is multiplied with."""
 
 
-SHAPES = Shapes()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which models, on which text."""
+
+    widths: tuple[int, ...] = (16, 24, 32, 40, 48)
+    """Hidden sizes, ascending multiples of 8; a pair of models each."""
+    num_tuned: int = 2
+    """Widths, the smallest ones, at which both kinds try every learning rate."""
+    learning_rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
+    """Peaks at the smallest width; at another they are smaller by as much as it is
+    wider (Yang et al. 2022, arXiv:2203.03466, table 3). Each kind uses the one that is
+    best for it at the tuned widths."""
+    num_repeated: int = 5
+    """Widths, the smallest ones, with a second seed."""
+    shapes: Shapes = Shapes()
+    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    num_threads: int = 2
+    """Models that are trained at a time: while one is compiled on a core the other has
+    work for the next. The numbers do not depend on it."""
+    num_windows: int = 512
+    """Held-out windows that are scored."""
+    num_resamples: int = 1000
+    """Resamples of the runs, for the intervals."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be compared."""
+        validation.ascending(self, "widths", low=8, least=3)
+        if any(width % 8 for width in self.widths):
+            raise ValueError(f"{self.widths=} must be multiples of 8")
+        validation.above(self, "learning_rates")
+        most = len(self.widths)
+        validation.within(self, "num_tuned", "num_repeated", low=0, high=most)
+        if len(self.learning_rates) != 1 and not self.num_tuned:
+            raise ValueError("several learning rates need num_tuned of at least 1")
+        if not self.learning_rates:
+            raise ValueError(f"{self.learning_rates=} must be one or more")
+        validation.at_least(self, "num_threads")
+        validation.at_least(self, "num_windows", "num_resamples", low=2)
+
+    def scaled(self, rate: float, width: int) -> float:
+        """A learning rate of the smallest width, at another."""
+        return rate * self.widths[0] / width
+
+    @property
+    def shown(self) -> int:
+        """The width whose loads are compared."""
+        return self.widths[len(self.widths) // 2]
+
+
+class Score(NamedTuple):
+    """What a run is worth.
+
+    Attributes:
+      loss: nats per token of held-out text, the load-balancing loss not counted.
+      loss_se: its standard error.
+      loads: share of held-out tokens; of a dense model nothing.
+      router: weights of the first layer's; of a dense model none.
+    """
+
+    loss: float
+    loss_se: float
+    loads: Float[np.ndarray, "mixtures experts"]
+    router: Float[np.ndarray, "experts hidden"]
 
 
 class Run(NamedTuple):
-    """One training run and its score."""
+    """One training run.
 
-    kind: Kind
-    width: int
-    learning_rate: float
-    seed: int
-    num_params: int
-    """All of them, every expert counted."""
-    num_active: int
-    """Weights that a token is multiplied with."""
-    num_tokens: int
-    flops: float
-    """Of the whole run, of the experts that were used, causal attention."""
-    loss: float
-    """Nats per token of held-out text, the load-balancing loss not counted."""
-    loss_se: float
-    seconds: float
-    loads: np.ndarray
-    """[mixtures, experts], share of held-out tokens; [0, 0] of a dense model."""
+    Attributes:
+      row: numbers by the names of `Result`'s columns.
+      score: its score.
+    """
+
+    row: dict[str, Any]
+    score: Score
+
+    def is_of(self, kind: Kind, width: int) -> bool:
+        """Whether it is the first run of a kind and width."""
+        row = self.row
+        return (row["kind"], row["width"], row["seed"]) == (kind, width, 0)
+
+
+def tuning(config: Config) -> list[Job]:
+    """The runs that decide on the rates."""
+    return [
+        (kind, width, config.scaled(rate, width), 0)
+        for width in config.widths[: config.num_tuned]
+        for rate in config.learning_rates
+        for kind in PAIR
+    ]
+
+
+def best_rates(config: Config, found: Sequence[Run]) -> Mapping[Kind, float]:
+    """Each kind's rate, at the smallest width: best at the tuned ones, on average."""
+    rows = [run.row for run in found]
+    names = ("kind", "width", "learning_rate", "seed")
+    losses = {tuple(row[name] for name in names): row["loss"] for row in rows}
+    tuned = config.widths[: config.num_tuned]
+
+    def mean(kind: Kind, rate: float) -> float:
+        keys = [(kind, width, config.scaled(rate, width), 0) for width in tuned]
+        return float(np.mean([losses.get(key, np.inf) for key in keys] or [0.0]))
+
+    best: dict[Kind, float] = {
+        kind: min(config.learning_rates, key=functools.partial(mean, kind))
+        for kind in PAIR
+    }
+    return best | {"unbalanced": best["mixture"]}
+
+
+def rest(config: Config, found: Sequence[Run]) -> list[Job]:
+    """The other runs, at the rate that each kind is given by then."""
+    rates = best_rates(config, found)
+    by_seed = config.widths[config.num_tuned :], config.widths[: config.num_repeated]
+    asked: list[tuple[Kind, int, int]] = [
+        (kind, width, seed)
+        for seed, widths in enumerate(by_seed)
+        for width in widths
+        for kind in PAIR
+    ]
+    asked.append(("unbalanced", config.shown, 0))
+    return [(k, width, config.scaled(rates[k], width), x) for k, width, x in asked]
 
 
 def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
@@ -94,20 +196,6 @@ def num_steps(width: int, shapes: Shapes) -> int:
     return max(4, round(tokens / (shapes.batch_size * shapes.seq_len)))
 
 
-class Score(NamedTuple):
-    """What a run is worth.
-
-    Attributes:
-      loss: nats per token of held-out text.
-      loss_se: its standard error.
-      loads: see `Run`.
-    """
-
-    loss: float
-    loss_se: float
-    loads: np.ndarray
-
-
 def score(
     corpus: streams.Corpus,
     num_windows: int,
@@ -122,19 +210,23 @@ def score(
         seq_len=run.seq_len,
         num_windows=num_windows,
     )
-    loads = np.zeros((0, 0))
+    loads = router = np.zeros((0, 0))
     if isinstance(run.model, ModelConfig) and run.model.experts is not None:
         windows = objectives.stream_windows(
             corpus.held_out, seq_len=run.seq_len, num_windows=min(num_windows, 64)
         )
         output = _outputs(run.model)(params, jnp.asarray(windows[:, :-1]))
         loads = np.asarray(output.loads, np.float64)
-    return Score(found.loss, found.loss_se, loads)
+        router = np.asarray(params["layers"][0]["mixture"]["router"]["weight"])
+    return Score(found.loss, found.loss_se, loads, router)
 
 
-def train(
-    job: Job, *, shapes: Shapes, corpus: corpora.CorpusConfig, workers: Workers
-) -> tuple[Run, transformer.Params]:
+@functools.cache
+def _outputs(model: ModelConfig):
+    return jax.jit(functools.partial(transformer.outputs, config=model))
+
+
+def train(job: Job, *, config: Config, workers: Workers) -> Run:
     """Trains and scores one model.
 
     Raises:
@@ -142,10 +234,10 @@ def train(
       branching.Stopped: somebody asked to stop before its end.
     """
     kind, width, learning_rate, seed = job
-    model, steps = make_model(kind, width, shapes), num_steps(width, shapes)
-    config = TrainConfig(
-        model=model,
-        corpus=corpus,
+    shapes, steps = config.shapes, num_steps(width, config.shapes)
+    run = TrainConfig(
+        model=make_model(kind, width, shapes),
+        corpus=config.corpus,
         optimizer=OptimizerConfig(kind="adamw"),
         batch_size=shapes.batch_size,
         seq_len=shapes.seq_len,
@@ -155,35 +247,25 @@ def train(
         cooldown_steps=steps // 5,
         seed=seed,
     )
-    [done] = workers.train([config], _shown)
-    if done.score is None or done.params is None:
+
+    def shown(end: Finished) -> str:
+        return f"width {width}: {end.loss:.3f} nats a token"
+
+    [done] = workers.train([run], shown)
+    if done.score is None:
         raise ValueError(f"{kind} of width {width} diverged at {learning_rate=}")
-    counted = architectures.parameters(model)
-    flops = architectures.training_flops(
-        model, batch=shapes.batch_size, sequence=shapes.seq_len
-    )
-    run = Run(
-        kind=kind,
-        width=width,
-        learning_rate=learning_rate,
-        seed=seed,
-        num_params=counted.total,
-        num_active=counted.matmul,
-        num_tokens=steps * shapes.batch_size * shapes.seq_len,
-        flops=float(steps) * flops,
-        loss=done.score.loss,
-        loss_se=done.score.loss_se,
-        seconds=done.seconds,
-        loads=done.score.loads,
-    )
-    return run, done.params
-
-
-def _shown(end: Finished) -> str:
-    loss = np.nan if end.score is None else end.score.loss
-    return f"width {end.run.model.hidden_size}: {loss:.3f} nats a token"
-
-
-@functools.cache
-def _outputs(model: ModelConfig):
-    return jax.jit(functools.partial(transformer.outputs, config=model))
+    counted = architectures.parameters(run.model)
+    row = {
+        "kind": kind,
+        "width": width,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "num_params": counted.total,
+        "num_active": counted.matmul,
+        "num_tokens": run.num_tokens,
+        "flops": run.flops,
+        "loss": done.score.loss,
+        "loss_se": done.score.loss_se,
+        "seconds": done.seconds,
+    }
+    return Run(row, done.score)

@@ -8,89 +8,18 @@ the true one or say that it cannot. Beside it the lectures' first law, without a
 network: who counts an independent source pays (V - 1) / 2D nats.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from experiments.framework import Claim, judge
+from experiments.framework import Ours, Record, Study, beside, column, ours, table
 from experiments.plotting import style
-from experiments.training.known_entropy.counts import Counts, count
-from experiments.training.known_entropy.fits import Fit, fit
-from experiments.training.known_entropy.runs import Recipe, Runs, model, train
+from experiments.training.known_entropy.runs import Config, Runs, train
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora.languages import LanguageConfig
-from scaling.corpora.languages import language as languages_language
-
-PANELS = (1, 2)
-_ENTROPY = "Shannon 1948, theorem 9: no code is shorter than the entropy"
-_COUNTING = "Rissanen 1984: half of ln D nats for each parameter; per token its slope"
-
-
-_LANGUAGE = LanguageConfig(kind="kgram", num_tokens=2**21)
-_SOURCE = LanguageConfig(kind="zipf", num_tokens=2**19)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Which models learn which language for how long."""
-
-    language: LanguageConfig = _LANGUAGE
-    """Of known entropy, with as many tokens as the longest run reads."""
-    source: LanguageConfig = _SOURCE
-    """Of independent tokens, which the smallest model learns as well."""
-    widths: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
-    """Of the models; even."""
-    num_layers: int = 2
-    """Of each."""
-    lengths: tuple[int, ...] = tuple(2**n for n in range(16, 22))
-    """Tokens trained on."""
-    fitted_from: int = 2**18
-    """Fewest tokens of a run that the law is fitted to: shorter ones are still
-    learning single tokens' frequencies, which is another law."""
-    learning_rate: float = 0.02
-    """Of width 16; times 16 over the width."""
-    batch_size: int = 16
-    """Windows per step."""
-    seq_len: int = 32
-    """Predictions per window."""
-    num_windows: int = 4096
-    """Held-out windows that score a run."""
-    num_resamples: int = 1000
-    """Resamples for the fits' intervals."""
-    counted: tuple[int, ...] = tuple(2**n for n in range(9, 18))
-    """Tokens that are counted."""
-    repeats: int = 2000
-    """Texts of each length that are counted."""
-    seed: int = 0
-    """Of parameters and order."""
-
-    def __post_init__(self) -> None:
-        """Refuses models that cannot be, and languages that say nothing."""
-        if not self.widths or any(w < 4 or w % 4 for w in self.widths):
-            raise ValueError(f"{self.widths=} must be multiples of 4")
-        if self.language.num_tokens < max(self.lengths, default=0):
-            raise ValueError(
-                f"{self.language.num_tokens=} must be at least the longest of "
-                f"{self.lengths=}"
-            )
-        if self.source.kind != "zipf":
-            raise ValueError(f"{self.source.kind=} must be zipf")
-        if len(self.counted) < 3 or self.repeats < 2:
-            raise ValueError(
-                f"{self.counted=} must be at least 3, {self.repeats=} at least 2"
-            )
-
-    @property
-    def recipe(self) -> Recipe:
-        """What all runs share."""
-        sees = {"kgram": len(self.language.mixture), "markov": self.language.order}
-        return Recipe(
-            *(self.learning_rate, self.batch_size, self.seq_len, self.num_windows),
-            carry=max(0, sees.get(self.language.kind, 1) - 1),
-            seed=self.seed,
-        )
-
+from scaling.corpora.languages import LanguageConfig, language, markov
+from scaling.fits import fit
+from scaling.laws import published
 
 CONFIGS = {
     "cpu": Config(),
@@ -124,51 +53,128 @@ CONFIGS = {
 }
 
 
-class Result(NamedTuple):
-    """Losses, floors, fits.
+class Fit(Record):
+    """The Chinchilla law of the losses, with 90 % intervals."""
 
-    Attributes:
-      runs: on the language.
-      optima: least loss of readers of the last 0, 1, 2, ... tokens; the last is the
-        floor.
-      floor_se: standard error of that.
-      fit: of the runs long enough.
-      fit_all: of all runs.
-      source_loss: of the smallest model on the independent source.
-      source_excess: over its entropy on the same tokens.
-      counts: of that source.
-    """
+    floor: float = column("it found, E, in nats per token")
+    floor_low: float = column("where its interval begins")
+    floor_high: float = column("where it ends")
+    alpha: float = column("exponent of the parameters")
+    alpha_low: float = column("where its interval begins")
+    alpha_high: float = column("where it ends")
+    beta: float = column("exponent of the tokens")
+    beta_low: float = column("where its interval begins")
+    beta_high: float = column("where it ends")
+    identified: bool = column("whether the fit finds nothing to doubt about its floor")
+    warnings: str = column("its doubts in words")
+    num_points: int = column("runs fitted")
 
-    runs: Runs
-    optima: np.ndarray
-    floor_se: float
-    fit: Fit
-    fit_all: Fit
-    source_loss: float
-    source_excess: float
-    counts: Counts
+    def covers(self, floor: float) -> bool:
+        """Whether the interval is bounded and holds a floor."""
+        bounded = bool(np.isfinite([self.floor_low, self.floor_high]).all())
+        return bounded and self.floor_low <= floor <= self.floor_high
+
+
+class Counts(Record):
+    """Excess losses of counting."""
+
+    num_tokens: np.ndarray = column("counted")
+    excess: np.ndarray = column("mean nats per token over the entropy")
+    excess_se: np.ndarray = column("its standard error")
+    entropy: float = column("of the source")
+    num_free: int = column("its free parameters, V - 1")
+    slope: float = column("of ln excess against ln tokens, by a power law")
+    slope_low: float = column("where its 90 % interval begins")
+    slope_high: float = column("where it ends")
+
+
+class Result(Record):
+    """Losses, floors, fits."""
+
+    runs: Runs = column("on the language")
+    optima: np.ndarray = column(
+        "least loss of readers of the last 0, 1, 2, ... tokens; the last is the floor"
+    )
+    floor_se: float = column("standard error of that")
+    fit: Fit = column("of the runs long enough")
+    fit_all: Fit = column("of all runs")
+    source_loss: float = column("of the smallest model on the independent source")
+    source_excess: float = column("over its entropy on the same tokens")
+    counts: Counts = column("of that source")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
-    known = languages_language.optima(config.language)
+    known = language.optima(config.language)
     counts = count(config.source, config.counted, config.repeats)
-    sizes = (config.num_layers, config.language.vocab_size, config.seq_len)
-    shapes = [model(width, *sizes) for width in config.widths]
-    small = dataclasses.replace(shapes[0], vocab_size=config.source.vocab_size)
-    recipe, longest = config.recipe, (config.source.num_tokens,)
-    alone = train(config.source, [small], longest, recipe, progress)
-    runs = train(config.language, shapes, config.lengths, recipe, progress)
+    longest = (config.source.num_tokens,)
+    alone = train(config.source, config.widths[:1], longest, config, progress)
+    runs = train(config.language, config.widths, config.lengths, config, progress)
     late = runs.num_tokens >= config.fitted_from
     return Result(
         runs=runs,
         optima=np.array([*known.by_order[:-1], known.floor]),
         floor_se=known.floor_se,
-        fit=fit(runs, late, config.num_resamples),
-        fit_all=fit(runs, np.ones_like(late), config.num_resamples),
-        source_loss=float(alone.loss[0]) if len(alone.loss) else np.nan,
-        source_excess=float(alone.excess[0]) if len(alone.loss) else np.nan,
+        fit=fit_runs(runs, late, config.num_resamples),
+        fit_all=fit_runs(runs, np.ones_like(late), config.num_resamples),
+        source_loss=float(alone.loss[0]) if len(alone) else np.nan,
+        source_excess=float(alone.excess[0]) if len(alone) else np.nan,
         counts=counts,
+    )
+
+
+def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Counts:
+    """Counts texts of every length, and scores the counts by the true source.
+
+    Who estimates V probabilities from D independent tokens needs, beyond the entropy,
+    `(V - 1) / (2 D)` nats for the next token: half a nat for every free parameter. A
+    count starts at one half, which is the least that costs no more, in the first
+    order, for any source (Krichevsky and Trofimov 1981).
+    """
+    probs = language.zipf(source.vocab_size, source.exponent)
+    entropy = markov.entropy(probs)
+    random = np.random.default_rng([source.seed, 4])
+    means, errors = [], []
+    for length in lengths:
+        counts = random.multinomial(length, probs, size=repeats) + 0.5
+        estimated = counts / counts.sum(1, keepdims=True)
+        excess = -np.log(estimated) @ probs - entropy
+        means.append(excess.mean())
+        errors.append(excess.std(ddof=1) / repeats**0.5)
+    tokens, excess = np.array(lengths, float), np.array(means)
+    law, data = published.find("power"), {"num_tokens": tokens, "loss": excess}
+    power = fit.fit(law.over("num_tokens"), data, loss="mse")
+    low, high = power.intervals["b"]
+    return Counts(
+        num_tokens=tokens,
+        excess=excess,
+        excess_se=np.array(errors),
+        entropy=entropy,
+        num_free=source.vocab_size - 1,
+        slope=-power.coefficients["b"],
+        slope_low=-high,
+        slope_high=-low,
+    )
+
+
+def fit_runs(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
+    """Fits the law with its floor free; nothing where the runs are too few."""
+    chosen = chosen & np.isfinite(runs.loss)
+    if len({*runs.width[chosen]}) < 2 or chosen.sum() < 6:
+        return Fit(*[float("nan")] * 9, False, "too few runs", int(chosen.sum()))
+    names = ("num_params", "num_tokens", "loss")
+    data = {name: getattr(runs, name)[chosen] for name in names}
+    found = fit.fit(published.find("chinchilla"), data, bootstrap=num_resamples)
+    ends: list[float] = []
+    for name in ("E", "alpha", "beta"):
+        ends += [found.coefficients[name], *found.intervals[name]]
+    said = any(warning.startswith(("E=", "E ")) for warning in found.warnings)
+    free = any(abs(way.get("E", 0)) > 0.1 for way in found.flat_directions)
+    return Fit(
+        *ends,
+        identified=not (said or free),
+        warnings="; ".join(found.warnings),
+        num_points=found.num_points,
     )
 
 
@@ -183,117 +189,79 @@ def plot(axes: Any, result: Result) -> None:
         left.axhline(optimum, color="0.2" if last else "0.7", lw=1.0 if last else 0.7)
         label = "the floor" if last else f"who sees {names[seen]}"
         left.text(start, optimum, label, va="bottom", fontsize=6, color="0.4")
-    for index, width in enumerate(np.unique(runs.width)):
-        mine = runs.width == width
-        color = colors[index % len(colors)]
-        left.plot(runs.num_tokens[mine], runs.loss[mine], "o-", ms=2.5, color=color)
+    for i, width in enumerate(runs.distinct("width")):
+        mine, color = runs.where(width=width), colors[i % len(colors)]
+        left.plot(mine.num_tokens, mine.loss, "o-", ms=2.5, color=color)
         left.annotate(
-            f"N {runs.num_params[mine][0]:,}",
-            (runs.num_tokens[mine][-1], runs.loss[mine][-1]),
+            f"N {mine.num_params[0]:,}",
+            (mine.num_tokens[-1], mine.loss[-1]),
             xytext=(3, 0),
             textcoords="offset points",
             fontsize=5,
             va="center",
             color=color,
         )
-    left.set_xscale("log")
-    left.set_xlim(start / 1.2, 3 * max(runs.num_tokens, default=4))
-    left.set_xlabel("tokens trained on")
-    left.set_ylabel("loss [nats per token]")
+    left.set(
+        xscale="log",
+        xlim=(start / 1.2, 3 * max(runs.num_tokens, default=4)),
+        xlabel="tokens trained on",
+        ylabel="loss [nats per token]",
+    )
     counts = result.counts
-    free = _free(counts)
-    right.loglog(counts.num_tokens, free / counts.num_tokens, color="0.7")
+    right.loglog(
+        counts.num_tokens, counts.num_free / 2 / counts.num_tokens, color="0.7"
+    )
     right.loglog(counts.num_tokens, counts.excess, "o", ms=3, color=colors[5])
     right.text(0.3, 0.85, f"slope {counts.slope:.3f}", transform=right.transAxes)
-    right.set_xlabel("tokens counted")
-    right.set_ylabel("loss over the entropy [nats]")
+    right.set(xlabel="tokens counted", ylabel="loss over the entropy [nats]")
 
 
-def claims(result: Result) -> list[Claim]:
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
     """Holds every loss against the floor, and the fits against the truth."""
     runs, counts, floor = result.runs, result.counts, float(result.optima[-1])
     if not np.isfinite(runs.loss).any():
-        return []
+        return
     far = (runs.loss - floor) / np.hypot(runs.loss_se, result.floor_se)
-    paired = runs.excess / runs.excess_se
-    found = [
-        judge(
-            "no loss lies below the floor, in standard errors of the loss",
-            source=_ENTROPY,
-            published=-3,
-            ours=float(np.nanmin(far)),
-            unit="1",
-            relation="at_least",
-        ),
-        judge(
-            "nor below what the language itself needs for the same tokens",
-            source=_ENTROPY,
-            published=-3,
-            ours=float(np.nanmin(paired)),
-            unit="1",
-            relation="at_least",
-        ),
-        judge(
-            "the smallest model learns independent tokens to within 1 % of their "
-            "entropy",
-            source=_ENTROPY,
-            published=1.0,
-            ours=1 + result.source_excess / counts.entropy,
-            unit="1",
-            tolerance=0.01,
-        ),
-        judge(
-            "counting independent tokens, the excess falls with slope -1",
-            source=_COUNTING,
-            published=-1,
-            ours=counts.slope,
-            unit="1",
-            tolerance=0.02,
-        ),
-        judge(
-            "and is (V - 1) / 2D: its product with D for the longest text",
-            source=_COUNTING,
-            published=_free(counts),
-            ours=float(counts.excess[-1] * counts.num_tokens[-1]),
-            unit="nats",
-            tolerance=4 * float(counts.excess_se[-1] * counts.num_tokens[-1]),
-        ),
-    ]
-    for name, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
-        honest = law.covers(floor) or not law.identified
-        found.append(
-            judge(
-                f"the floor fitted to {name} covers the true one in its 90 % "
-                "interval, or is said to be unidentified",
-                source="every fit should report its own doubt",
-                published=1,
-                ours=float(honest),
-                unit="1",
-                note=f"E {law.floor:.3f}, from {law.floor_low:.3f} to "
-                f"{law.floor_high:.3f}; truth {floor:.3f}; "
-                f"{'identified' if law.identified else 'not identified'}. "
-                f"{law.warnings}",
-            )
-        )
-    return found
+    yield ours("floor", float(np.nanmin(far)))
+    yield ours("paired", float(np.nanmin(runs.excess / runs.excess_se)))
+    yield ours("source", 1 + result.source_excess / counts.entropy)
+    yield ours("slope", counts.slope)
+    last, slack = (
+        float(x[-1] * counts.num_tokens[-1]) for x in (counts.excess, counts.excess_se)
+    )
+    yield ours("size", last, published=counts.num_free / 2, tolerance=4 * slack)
+    for which, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
+        honest = float(law.covers(floor) or not law.identified)
+        said = "identified" if law.identified else "not identified"
+        yield ours("fitted", honest, which=which, fit=law, truth=floor, said=said)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives the floor, the fits and the best run."""
-    learnt = np.isfinite(result.runs.loss).any()
-    best = int(np.nanargmin(result.runs.loss)) if learnt else None
+    runs, best = result.runs, {"best_loss": None, "best_num_params": None}
+    if np.isfinite(runs.loss).any():
+        at = np.nanargmin(runs.loss)
+        best = {"best_loss": runs.loss[at], "best_num_params": runs.num_params[at]}
     return {
         "floor": float(result.optima[-1]),
         "optima": {f"who sees {seen}": loss for seen, loss in enumerate(result.optima)},
-        "best_loss": None if best is None else result.runs.loss[best],
-        "best_num_params": None if best is None else result.runs.num_params[best],
-        "fit": result.fit._asdict(),
-        "fit_all": result.fit_all._asdict(),
+        **best,
+        "fit": table.metrics(result.fit),
+        "fit_all": table.metrics(result.fit_all),
         "source_excess": result.source_excess,
         "counting_slope": result.counts.slope,
     }
 
 
-def _free(counts: Counts) -> float:
-    """Half a nat for each free parameter."""
-    return counts.num_free / 2
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=metrics,
+        panels=(1, 2),
+    ),
+)

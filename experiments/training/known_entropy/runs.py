@@ -5,16 +5,19 @@ branches off and falls to zero (Hägele et al. 2024, arXiv:2405.18392). So a wid
 little more than its longest run, and compiles once.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv.models import config, transformer
+from experiments.framework import Floats, Ints, Table, column
+from jaxkv import validation
+from jaxkv.models import transformer
 from jaxkv.progress import Progress
 from scaling.corpora.languages.language import LanguageConfig, code_lengths
-from scaling.sweeps import branching, executors, workers
+from scaling.sweeps import Finished, Workers, executors
 from scaling.training import (
     OptimizerConfig,
     TrainConfig,
@@ -24,111 +27,89 @@ from scaling.training import (
 )
 
 COOLDOWN = 0.2
+"""Share of a run in which its rate falls."""
 _OPTIMIZER = OptimizerConfig(kind="muon", weight_decay=0.0)
 
 
-class Recipe(NamedTuple):
-    """What all runs share.
-
-    Attributes:
-      learning_rate: of a model of width 16; others have it times 16 over their width.
-      batch_size: windows per step.
-      seq_len: predictions per window.
-      num_windows: that are scored.
-      carry: predictions at their start that do not count, so that all others see as
-        much as the language does.
-      seed: of the parameters and the order.
-    """
-
-    learning_rate: float
-    batch_size: int
-    seq_len: int
-    num_windows: int
-    carry: int
-    seed: int
+_LANGUAGE = LanguageConfig(kind="kgram", num_tokens=2**21)
+_SOURCE = LanguageConfig(kind="zipf", num_tokens=2**19)
 
 
-class Runs(NamedTuple):
-    """One entry for each run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which models learn which language for how long."""
 
-    Attributes:
-      width: of the model.
-      num_params: its parameters, embedding included.
-      num_tokens: trained on.
-      loss: on the held-out text, in nats per token; NaN if it diverged.
-      loss_se: its standard error.
-      excess: of the loss over what who knows the language needs for the same tokens.
-      excess_se: its standard error, smaller as the text's chance is in both.
-    """
+    language: LanguageConfig = _LANGUAGE
+    """Of known entropy, with as many tokens as the longest run reads."""
+    source: LanguageConfig = _SOURCE
+    """Of independent tokens, which the smallest model learns as well."""
+    widths: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
+    """Of the models; even."""
+    num_layers: int = 2
+    """Of each."""
+    lengths: tuple[int, ...] = tuple(2**n for n in range(16, 22))
+    """Tokens trained on."""
+    fitted_from: int = 2**18
+    """Fewest tokens of a run that the law is fitted to: shorter ones are still
+    learning single tokens' frequencies, which is another law."""
+    learning_rate: float = 0.02
+    """Of width 16; times 16 over the width."""
+    batch_size: int = 16
+    """Windows per step."""
+    seq_len: int = 32
+    """Predictions per window."""
+    num_windows: int = 4096
+    """Held-out windows that score a run."""
+    num_resamples: int = 1000
+    """Resamples for the fits' intervals."""
+    counted: tuple[int, ...] = tuple(2**n for n in range(9, 18))
+    """Tokens that are counted."""
+    repeats: int = 2000
+    """Texts of each length that are counted."""
+    seed: int = 0
+    """Of parameters and order."""
 
-    width: np.ndarray
-    num_params: np.ndarray
-    num_tokens: np.ndarray
-    loss: np.ndarray
-    loss_se: np.ndarray
-    excess: np.ndarray
-    excess_se: np.ndarray
+    def __post_init__(self) -> None:
+        """Refuses models that cannot be, and languages that say nothing."""
+        if not self.widths or any(w < 4 or w % 4 for w in self.widths):
+            raise ValueError(f"{self.widths=} must be multiples of 4")
+        if self.language.num_tokens < max(self.lengths, default=0):
+            raise ValueError(
+                f"{self.language.num_tokens=} must be at least the longest of "
+                f"{self.lengths=}"
+            )
+        if self.source.kind != "zipf":
+            raise ValueError(f"{self.source.kind=} must be zipf")
+        validation.at_least(self, "repeats", low=2)
+        if len(self.counted) < 3:
+            raise ValueError(f"{self.counted=} must be at least three")
+
+    @property
+    def carry(self) -> int:
+        """Predictions at a window's start that do not count.
+
+        So all others see as much as the language does.
+        """
+        sees = {"kgram": len(self.language.mixture), "markov": self.language.order}
+        return max(0, sees.get(self.language.kind, 1) - 1)
 
 
-def model(width: int, num_layers: int, vocab_size: int, seq_len: int):
-    """A small transformer with two heads, and an MLP of three times its width."""
-    return architectures.transformer(
-        width,
-        num_heads=2,
-        num_layers=num_layers,
-        mlp_size=3 * width,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
+class Runs(Table):
+    """One row for each run."""
+
+    width: Ints = column("of the model")
+    num_params: Ints = column("embedding included")
+    num_tokens: Ints = column("trained on")
+    loss: Floats = column("held out, nats per token; not a number if it diverged")
+    loss_se: Floats = column("its standard error")
+    excess: Floats = column(
+        "of the loss over what who knows the language needs for the same tokens"
     )
+    excess_se: Floats = column("smaller, as the text's chance is in both")
 
 
-def train(
-    language: LanguageConfig,
-    shapes: Sequence[config.ModelConfig],
-    lengths: Sequence[int],
-    recipe: Recipe,
-    progress: Progress,
-) -> Runs:
-    """Trains every shape for every number of tokens, smallest first.
-
-    Args:
-      language: what to learn; it has as many tokens as the longest run.
-      shapes: of the models.
-      lengths: numbers of tokens.
-      recipe: of all runs.
-      progress: told of the steps; may stop them.
-
-    Returns:
-      The runs that were finished.
-    """
-    corpus = executors.open_corpus(language)
-    nats = _own_losses(language, corpus.held_out, recipe)
-    per_step = recipe.batch_size * recipe.seq_len
-    ends = sorted({max(2, round(length / per_step)) for length in lengths})
-    chains = [[_config(language, x, recipe, ends[0], n) for n in ends] for x in shapes]
-    all_workers = workers.Workers(
-        corpus,
-        functools.partial(_score, corpus.held_out, nats, recipe),
-        progress,
-        num_steps=sum(
-            steps_taken(ends, [run.cooldown_steps for run in runs]) for runs in chains
-        ),
-    )
-    rows: list[tuple[float, ...]] = []
-
-    def work(runs: Sequence[TrainConfig]) -> None:
-        for finished in all_workers.train(runs, _shown):
-            shape, tokens = finished.run.model, finished.run.num_steps * per_step
-            sizes = (shape.hidden_size, architectures.parameters(shape).total, tokens)
-            rows.append((*sizes, *(finished.score or _Score(*[np.nan] * 4))))
-
-    for _ in all_workers.map(work, chains):
-        pass
-    return _columns(rows)
-
-
-class _Score(NamedTuple):
-    """Columns of `Runs`."""
+class Score(NamedTuple):
+    """What a run is worth: columns of `Runs`."""
 
     loss: float
     loss_se: float
@@ -136,70 +117,114 @@ class _Score(NamedTuple):
     excess_se: float
 
 
-def _config(
+def train(
     language: LanguageConfig,
-    shape: config.ModelConfig,
-    recipe: Recipe,
-    first: int,
-    num_steps: int,
-) -> TrainConfig:
-    """A run; the warm-up is an eighth of the shortest one, so all share the trunk."""
-    return TrainConfig(
-        model=shape,
-        corpus=language,
-        optimizer=_OPTIMIZER,
-        batch_size=recipe.batch_size,
-        seq_len=recipe.seq_len,
-        num_steps=num_steps,
-        learning_rate=recipe.learning_rate * 16 / shape.hidden_size,
-        warmup_steps=max(1, first // 8),
-        cooldown_steps=max(1, round(num_steps * COOLDOWN)),
-        seed=recipe.seed,
+    widths: Sequence[int],
+    lengths: Sequence[int],
+    config: Config,
+    progress: Progress,
+) -> Runs:
+    """Trains every width for every number of tokens, smallest first.
+
+    Args:
+      language: what to learn; it has as many tokens as the longest run.
+      widths: of small transformers with two heads, their MLPs three times as wide.
+      lengths: numbers of tokens.
+      config: of all runs.
+      progress: told of the steps; may stop them.
+
+    Returns:
+      The runs that were finished.
+    """
+    corpus = executors.open_corpus(language)
+    nats = _own_losses(language, corpus.held_out, config)
+    per_step = config.batch_size * config.seq_len
+    ends = sorted({max(2, round(length / per_step)) for length in lengths})
+
+    def chain(width: int) -> list[TrainConfig]:
+        model = architectures.transformer(
+            width,
+            num_heads=2,
+            num_layers=config.num_layers,
+            mlp_size=3 * width,
+            vocab_size=language.vocab_size,
+            seq_len=config.seq_len,
+        )
+        return [
+            TrainConfig(
+                model=model,
+                corpus=language,
+                optimizer=_OPTIMIZER,
+                batch_size=config.batch_size,
+                seq_len=config.seq_len,
+                num_steps=num_steps,
+                learning_rate=config.learning_rate * 16 / width,
+                # An eighth of the shortest run, so that all share the trunk.
+                warmup_steps=max(1, ends[0] // 8),
+                cooldown_steps=max(1, round(num_steps * COOLDOWN)),
+                seed=config.seed,
+            )
+            for num_steps in ends
+        ]
+
+    chains = [chain(width) for width in widths]
+    cooldowns = [run.cooldown_steps for run in chains[0]]
+    workers = Workers(
+        corpus,
+        functools.partial(score, corpus.held_out, nats, config),
+        progress,
+        num_steps=len(chains) * steps_taken(ends, cooldowns),
     )
+    rows: list[tuple[float, ...]] = []
+
+    def work(runs: Sequence[TrainConfig]) -> None:
+        for end in workers.train(runs, shown):
+            model, tokens = end.run.model, end.run.num_tokens
+            num_params = architectures.parameters(model).total
+            numbers = end.score or [np.nan] * 4
+            rows.append((model.hidden_size, num_params, tokens, *numbers))
+
+    for _ in workers.map(work, chains):
+        pass
+    return Runs.of(rows)
 
 
-def _shown(finished: branching.Finished) -> str:
-    run, scored = finished.run, finished.score
-    tokens = run.num_steps * run.batch_size * run.seq_len
-    loss = scored.loss if scored else np.nan
-    return f"width {run.model.hidden_size}, {tokens:,} tokens: {loss:.4f} nats"
+def shown(end: Finished) -> str:
+    """What a person sees when a run is over."""
+    run = end.run
+    return f"width {run.model.hidden_size}, {run.num_tokens:,} tokens: {end.loss:.4f}"
 
 
 def _own_losses(
-    language: LanguageConfig, held_out: np.ndarray, recipe: Recipe
+    language: LanguageConfig, held_out: np.ndarray, config: Config
 ) -> np.ndarray:
     """Mean code length of each scored window by the language itself."""
     place = objectives.stream_windows(
         np.arange(len(held_out), dtype=np.uint32),
-        seq_len=recipe.seq_len,
-        num_windows=recipe.num_windows,
-    )[:, 1 + recipe.carry :]
+        seq_len=config.seq_len,
+        num_windows=config.num_windows,
+    )[:, 1 + config.carry :]
     nats = code_lengths(language, held_out)
     return nats[place - (len(held_out) - len(nats))].mean(1)
 
 
-def _score(
+def score(
     held_out: np.ndarray,
     nats: np.ndarray,
-    recipe: Recipe,
+    config: Config,
     run: TrainConfig,
     params: transformer.Params,
-) -> _Score:
+) -> Score:
+    """Scores a run beside what who knows the language needs for the same windows."""
     found = objectives.score_stream(
         params,
         held_out,
         model=run.model,
-        seq_len=recipe.seq_len,
-        num_windows=recipe.num_windows,
-        carry=recipe.carry,
+        seq_len=config.seq_len,
+        num_windows=config.num_windows,
+        carry=config.carry,
         batch_size=256,
     )
     excess = found.windows - nats
     excess_se = float(excess.std(ddof=1) / len(excess) ** 0.5)
-    return _Score(found.loss, found.loss_se, float(excess.mean()), excess_se)
-
-
-def _columns(rows: list[tuple[float, ...]]) -> Runs:
-    table = np.array(rows, float).reshape(len(rows), len(Runs._fields))
-    whole = [column.astype(np.int64) for column in table.T[:3]]
-    return Runs(*whole, *table.T[3:])
+    return Score(found.loss, found.loss_se, float(excess.mean()), excess_se)

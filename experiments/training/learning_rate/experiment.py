@@ -9,23 +9,33 @@ Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section
 """
 
 import dataclasses
-import tempfile
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from experiments.framework import Claim, Part, Sheet, judge, units
+from experiments.framework import (
+    Floats,
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Study,
+    Table,
+    beside,
+    column,
+    ours,
+    table,
+    units,
+)
 from experiments.harness import sweep_tables
 from experiments.plotting import style
-from experiments.training.isoflop import prediction, settings
-from jaxkv import validation
+from experiments.training.isoflop import prediction
+from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
-from scaling.fits import intervals
-from scaling.sweeps import SweepConfig
-
-PANELS = (1, 2)
+from scaling.sweeps import SweepConfig, family
+from scaling.sweeps.learning_rates import Powers, fit_powers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,22 +73,15 @@ class Config:
     @property
     def sweep(self) -> SweepConfig:
         """The grid of runs."""
+        names = {x.name for x in dataclasses.fields(SweepConfig)}
+        fields = {name: x for name, x in vars(self).items() if name in names}
+        layers, seq_len = self.num_layers, self.seq_len
         return SweepConfig(
-            models=tuple(
-                settings.shape(width, self.num_layers, self.seq_len)
-                for width in self.widths
-            ),
-            corpus=self.corpus,
-            num_tokens=self.num_tokens,
-            learning_rates=self.learning_rates,
-            base_width=settings.BASE_WIDTH,
-            max_extensions=self.max_extensions,
+            models=tuple(family.shape(width, layers, seq_len) for width in self.widths),
+            base_width=family.BASE_WIDTH,
             seeds=(self.seed,),
-            batch_size=self.batch_size,
-            seq_len=self.seq_len,
-            warmup_steps=self.warmup_steps,
             min_steps=1,
-            num_eval_windows=self.num_eval_windows,
+            **fields,
         )
 
 
@@ -110,185 +113,138 @@ CONFIGS = {
 }
 
 
-class Powers(NamedTuple):
-    """`rate = coefficient width^of_width tokens^of_tokens`, with half intervals.
+class Runs(Table):
+    """All runs that ended."""
 
-    Not numbers where there are too few optima.
-    """
-
-    coefficient: float
-    of_width: float
-    of_width_half: float
-    of_tokens: float
-    of_tokens_half: float
+    width: Floats = column("of the model")
+    num_tokens: Floats = column("trained on")
+    learning_rate: Floats = column("tried")
+    loss: Floats = column("of held-out text, nats per token")
 
 
-class Result(NamedTuple):
-    """All runs that ended, and the optima.
+class Optima(Table):
+    """The best rate of every width and number of tokens that has one."""
 
-    Attributes:
-      width: of each run.
-      num_tokens: alike.
-      learning_rate: alike.
-      loss: alike, of held-out text, nats per token.
-      best_width: of each optimum.
-      best_num_tokens: alike.
-      best_rate: alike.
-      powers: through the optima.
-      level: probability of the intervals.
-    """
+    width: Floats = column("of the model", form="{:.0f}")
+    num_tokens: Floats = column("trained on", heading="tokens", form="{:,.0f}")
+    rate: Floats = column("the best", heading="best rate", form="{:.3g}")
 
-    width: np.ndarray
-    num_tokens: np.ndarray
-    learning_rate: np.ndarray
-    loss: np.ndarray
-    best_width: np.ndarray
-    best_num_tokens: np.ndarray
-    best_rate: np.ndarray
-    powers: Powers
-    level: float
+    @property
+    @table.shown(heading="times width / 32", form="{:.3g}")
+    def relative(self) -> np.ndarray:
+        """The rate of the base width that it stands for."""
+        return self.rate * self.width / family.BASE_WIDTH
+
+
+class Result(Record):
+    """All runs that ended, and what was read off them."""
+
+    runs: Runs = column("all of them", prefix="")
+    best: Optima = column("where the best rate lies between others", prefix="best_")
+    powers: Powers = column("through the optima")
+    level: float = column("probability of the intervals")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, or takes up what the folder holds; stopped, it uses what there is."""
-    if config.folder:
-        return _run(config, Path(config.folder), progress)
-    with tempfile.TemporaryDirectory() as folder:
-        return _run(config, Path(folder), progress)
-
-
-def _run(config: Config, folder: Path, progress: Progress) -> Result:
-    outcome = sweep_tables.run(config.sweep, folder, progress)
-    rows = [row for row in outcome.records if row["status"] == "done"]
-    found = prediction.optimal_rates(rows) if rows else []
-    width, tokens, rate = np.array(found, float).reshape(-1, 3).T
+    with files.kept(config.folder) as folder:
+        records = sweep_tables.run(config.sweep, folder, progress).records
+    rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
+    best = Optima.of(prediction.optimal_rates(rows) if rows else [])
     return Result(
-        *(np.array([row[name] for row in rows], float) for name in names),
-        best_width=width,
-        best_num_tokens=tokens,
-        best_rate=rate,
-        powers=fit(width, tokens, rate, config.level),
+        runs=Runs.of([row[name] for name in names] for row in rows),
+        best=best,
+        powers=fit_powers(best.width, best.num_tokens, best.rate, level=config.level),
         level=config.level,
-    )
-
-
-def fit(
-    width: np.ndarray, num_tokens: np.ndarray, rate: np.ndarray, level: float
-) -> Powers:
-    """Lays powers through optima by least squares in logarithms.
-
-    Args:
-      width: of each optimum.
-      num_tokens: of each.
-      rate: of each.
-      level: of the intervals, which are Student's.
-    """
-    design = np.stack([np.ones(len(rate)), np.log(width), np.log(num_tokens)], 1)
-    freedom = len(rate) - 3
-    if freedom < 1 or np.linalg.matrix_rank(design) < 3:
-        return Powers(*[float("nan")] * 5)
-    found = np.linalg.lstsq(design, np.log(rate), rcond=None)[0]
-    residuals = np.log(rate) - design @ found
-    covariance = np.linalg.inv(design.T @ design) * (residuals @ residuals) / freedom
-    half = intervals.student(level, freedom) * np.sqrt(np.diagonal(covariance))
-    return Powers(
-        float(np.exp(found[0])),
-        *(float(x) for pair in zip(found[1:], half[1:], strict=True) for x in pair),
     )
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws loss against rate, and the best rate against width."""
     left, right = axes
-    tokens = np.unique(result.num_tokens)
-    widths = np.unique(result.width)
-    for i, width in enumerate(widths):
+    runs, powers, colors = result.runs, result.powers, style.colors()
+    tokens, widths = np.unique(runs.num_tokens), np.unique(runs.width)
+    for i, width in enumerate(widths, 1):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
-            mine = np.flatnonzero(
-                (result.width == width) & (result.num_tokens == number)
-            )
-            mine = mine[np.argsort(result.learning_rate[mine])]
-            x, y = result.learning_rate[mine], result.loss[mine]
-            color = style.colors()[(i + 1) % 8]
+            mine = runs.where(width=width, num_tokens=number)
+            mine = mine.at(np.argsort(mine.learning_rate))
             label = f"width {width:.0f}" if line == "-" else None
-            left.plot(x, y, line + "o", color=color, label=label, linewidth=0.8)
-    left.set(xscale="log", xlabel="learning rate", ylabel="held-out loss [nats/token]")
-    left.set_title(f"{tokens[-1]:,.0f} tokens (dashed: {tokens[0]:,.0f})")
-    left.legend(loc="best")
-    powers = result.powers
-    for i, number in enumerate(tokens):
-        mine = result.best_num_tokens == number
-        color, label = style.colors()[i + 1], f"{number:,.0f} tokens"
-        x, y = result.best_width[mine], result.best_rate[mine]
-        right.plot(x, y, "o", color=color, label=label)
-        if np.isfinite(powers.of_width):
-            x = np.geomspace(widths[0], widths[-1], 20)
+            left.plot(
+                mine.learning_rate,
+                mine.loss,
+                line + "o",
+                color=colors[i % 8],
+                label=label,
+                linewidth=0.8,
+            )
+    left.set(
+        title=f"{tokens[-1]:,.0f} tokens (dashed: {tokens[0]:,.0f})",
+        xscale="log",
+        xlabel="learning rate",
+        ylabel="held-out loss [nats/token]",
+    )
+    exponents = f"width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
+    is_known = bool(np.isfinite(powers.of_width))
+    for color, number in zip(colors[1:], tokens, strict=False):
+        mine, x = result.best.where(num_tokens=number), np.geomspace(*widths[[0, -1]])
+        label = f"{number:,.0f} tokens"
+        right.plot(mine.width, mine.rate, "o", color=color, label=label)
+        if is_known:
             y = powers.coefficient * x**powers.of_width * number**powers.of_tokens
             right.plot(x, y, color=color, linewidth=0.8)
-    right.set(xscale="log", yscale="log", xlabel="width", ylabel="best learning rate")
+    right.set(
+        title=f"rate ~ {exponents}" if is_known else "too few optima",
+        xscale="log",
+        yscale="log",
+        xlabel="width",
+        ylabel="best learning rate",
+    )
     right.set_xticks(widths, [f"{width:.0f}" for width in widths])
     right.set_xticks([], minor=True)
-    right.set_title(
-        f"rate ~ width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
-        if np.isfinite(powers.of_width)
-        else "too few optima"
-    )
-    right.legend(loc="best")
+    for ax in axes:
+        ax.legend(loc="best")
 
 
-def claims(result: Result) -> list[Claim]:
-    """Holds the exponent of the width against what a published rule says."""
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds the exponents against what published rules say."""
     powers = result.powers
     if not np.isfinite(powers.of_width):
-        return []
-    ends = f"{powers.of_width_half:.2f}"
-    return [
-        judge(
-            "Adam's best learning rate falls as one over the width",
-            source="Yang et al. 2022, arXiv:2203.03466, table 3, hidden matrices",
-            published=-1.0,
-            ours=powers.of_width,
-            unit="1",
-            tolerance=powers.of_width_half,
-            note=f"{result.level:.0%} interval +- {ends}; one rate for all parameters.",
-        ),
-        judge(
-            "the best rate falls where training is longer",
-            source="Bjorck et al. 2024, arXiv:2409.19913, section 3",
-            published=0.0,
-            ours=powers.of_tokens + powers.of_tokens_half,
-            unit="1",
-            relation="at_most",
-            note=f"Upper end of the exponent of the tokens, {powers.of_tokens:.2f} +- "
-            f"{powers.of_tokens_half:.2f}: it must exclude zero.",
-        ),
-    ]
+        return
+    exponent, half = powers.of_width, powers.of_width_half
+    yield ours("width", exponent, tolerance=half, half=half, level=result.level)
+    exponent, half = powers.of_tokens, powers.of_tokens_half
+    yield ours("tokens", exponent + half, exponent=exponent, half=half)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives the exponents with the half widths of their intervals."""
-    powers = result.powers
+    powers = result.powers._asdict()
+    del powers["coefficient"]
     return {
-        "runs": len(result.loss),
-        "optima": len(result.best_rate),
-        "exponent_of_width": powers.of_width,
-        "exponent_of_width_half": powers.of_width_half,
-        "exponent_of_tokens": powers.of_tokens,
-        "exponent_of_tokens_half": powers.of_tokens_half,
+        "runs": len(result.runs),
+        "optima": len(result.best),
+        **{f"exponent_{name}": x for name, x in powers.items()},
     }
 
 
 def summary(result: Result) -> list[Part]:
-    """Lists the optima."""
-    rows = [
-        (f"{width:.0f}", f"{tokens:,.0f}", f"{rate:.3g}", f"{rate * width / 32:.3g}")
-        for width, tokens, rate in zip(
-            *(result.best_width, result.best_num_tokens, result.best_rate), strict=True
-        )
-    ]
+    """Lists the powers and the optima."""
     numbers = [units.named(*item) for item in metrics(result).items()]
-    return [
-        Sheet("powers through the optima", ("", ""), numbers),
-        Sheet("optima", ("width", "tokens", "best rate", "times width / 32"), rows),
-    ]
+    powers = Sheet("powers through the optima", ("", ""), numbers)
+    return [powers, result.best.sheet("optima")]
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=metrics,
+        summary=summary,
+        panels=(1, 2),
+    ),
+)

@@ -5,60 +5,23 @@ falls to zero, so that each loss is that of a finished run (Hägele et al. 2024,
 arXiv:2405.18392, section 3).
 """
 
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
-from experiments.training.rivals.sides import Side
+from experiments.framework import Floats, Ints, Record, Table, column
+from experiments.training.rivals.settings import REFERENCE, Config, Side, side
 from jaxkv.models import transformer
-from scaling.corpora import corpora, streams
-from scaling.sweeps import Finished, Workers
+from jaxkv.progress import QUIET, Progress
+from scaling.corpora import streams
+from scaling.frontiers import best_runs
+from scaling.frontiers.best_runs import Curve, Ratio
+from scaling.sweeps import Finished, Workers, executors, learning_rates
 from scaling.training import TrainConfig, architectures, objectives, steps_taken
-
-
-class Budget(NamedTuple):
-    """What every run of every side has alike.
-
-    Attributes:
-      corpus: what is learned.
-      batch_size: windows per step.
-      seq_len: predictions per window.
-      horizons: steps of the finished runs, rising.
-      trial_steps: steps of a run that only tries a rate.
-      warmup_steps: of all runs.
-      num_windows: held-out windows that are scored.
-      seeds: of parameters and the order of the text; the first chooses the rate.
-    """
-
-    corpus: corpora.CorpusConfig
-    batch_size: int
-    seq_len: int
-    horizons: tuple[int, ...]
-    trial_steps: int
-    warmup_steps: int
-    num_windows: int
-    seeds: tuple[int, ...]
-
-    def num_steps(self) -> int:
-        """Steps that one side takes at one size, trials included."""
-        whole = steps_taken(self.horizons, [_cooldown(h) for h in self.horizons])
-        return NUM_TRIALS * self.trial_steps + len(self.seeds) * whole
-
-
-class Trained(NamedTuple):
-    """What one side did at one size.
-
-    Attributes:
-      rows: a dict of numbers for each seed and horizon.
-      trials: the rates tried, with the loss of each.
-      losses: nats of every held-out token, of each seed's longest run,
-        `[seeds, windows, seq]`.
-    """
-
-    rows: list[dict[str, Any]]
-    trials: list[tuple[float, float]]
-    losses: np.ndarray
-
 
 NUM_TRIALS = 5
 """Learning rates that every side tries at every size: three, and two where they lead.
@@ -68,10 +31,107 @@ it. A side whose best is an edge at last is said to be so in the report.
 """
 
 
-class TokenLosses(NamedTuple):
-    """Nats of every token of the held-out windows, `[windows, seq]`."""
+COMPUTE = {"exact": "flops", "6ND": "flops_6nd"}
+"""How compute is counted: columns of `Runs`."""
 
-    losses: np.ndarray
+
+class Runs(Table):
+    """Finished runs, a row each; `side` counts in `Result.sides`."""
+
+    side: Ints = column("who")
+    size: Ints = column("what the shape came near to")
+    seed: Ints = column("of parameters and the order of the text")
+    num_params: Ints = column("all of them")
+    num_params_non_embedding: Ints = column("those that are compared")
+    hidden_size: Ints = column("of the model")
+    num_tokens: Ints = column("trained on")
+    flops: Floats = column("compute, exactly")
+    flops_6nd: Floats = column("as 6 N D")
+    loss: Floats = column("of held-out windows, nats per token")
+    loss_se: Floats = column("its standard error")
+    learning_rate: Floats = column("the best that was tried")
+    seconds: Floats = column("beside whatever else was trained at the time")
+
+
+class Trials(Table):
+    """Learning rates tried, and the losses that they led to."""
+
+    side: Ints = column("counts in `Result.sides`")
+    size: Ints = column("what the shape came near to")
+    learning_rate: Floats = column("tried")
+    loss: Floats = column("of the short run")
+
+
+class Differences(Table):
+    """Loss of a side less the reference's: longest runs of equal size, same windows."""
+
+    side: np.ndarray = column("counts in `Result.sides`; in reports, its name")
+    size: Ints = column("of both", heading="parameters", form="{:,}")
+    difference: Floats = column("mean over the seeds", heading="nats", form="{:+.4f}")
+    se: Floats = column(
+        "its standard error by chance of the held-out text alone",
+        heading="standard error",
+        form="{:.4f}",
+    )
+    by_seed: Float[np.ndarray, "rows seeds"] = column(
+        "that of each seed, whose text came to both sides in the same order",
+        heading="seed by seed",
+        form=lambda each: ", ".join(f"{x:+.4f}" for x in each),
+    )
+
+
+class Places(Record):
+    """Loss by place in the window, of each side's longest runs of its largest size."""
+
+    place: Float[np.ndarray, " bins"] = column("tokens seen, the middle of each bin")
+    loss: Float[np.ndarray, "sides bins"] = column("mean over the bin")
+    gain: Float[np.ndarray, " sides"] = column(
+        "mean loss over the second quarter of the window minus that over the last"
+    )
+    gain_se: Float[np.ndarray, " sides"] = column(
+        "by windows; most of it is how hard the text is at one place and the other, "
+        "and common to all sides"
+    )
+    lead: Float[np.ndarray, " sides"] = column("the reference's gain minus this side's")
+    lead_se: Float[np.ndarray, " sides"] = column("by windows that both have scored")
+
+
+class Result(Record):
+    """All runs, and what was read off them; the reference is the first side."""
+
+    sides: np.ndarray = column("their names")
+    runs: Runs = column("all that ended")
+    trials: Trials = column("before them")
+    differences: Differences = column("at equal size and tokens")
+    places: Places = column("where in the window who is better")
+    curves: Curve = column("through the frontier of each side, exact compute")
+    ratios: Ratio = column("by how compute is counted, and side; the first is itself")
+
+
+class Trained(NamedTuple):
+    """What one side did at one size.
+
+    Attributes:
+      rows: a dict of numbers for each seed and horizon, of the columns of `Runs`.
+      trials: the rates tried, with the loss of each.
+      losses: nats of every held-out token, of each seed's longest run.
+    """
+
+    rows: list[dict[str, Any]]
+    trials: list[tuple[float, float]]
+    losses: Float[np.ndarray, "seeds windows seq"]
+
+
+def num_steps(config: Config) -> int:
+    """Steps that one side takes at one size, trials included."""
+    whole = steps_taken(config.horizons, [_cooldown(x) for x in config.horizons])
+    return NUM_TRIALS * config.trial_steps + len(config.seeds) * whole
+
+
+class TokenLosses(NamedTuple):
+    """Nats of every token of the held-out windows."""
+
+    losses: Float[np.ndarray, "windows seq"]
 
     @property
     def loss(self) -> float:
@@ -80,27 +140,27 @@ class TokenLosses(NamedTuple):
 
 
 def score(
-    corpus: streams.Corpus, budget: Budget, run: TrainConfig, params: transformer.Params
+    corpus: streams.Corpus, config: Config, run: TrainConfig, params: transformer.Params
 ) -> TokenLosses:
     """Scores a run, few windows at a time: they stay in a processor's cache."""
     losses = objectives.stream_losses(
         params,
         corpus.held_out,
         model=run.model,
-        seq_len=budget.seq_len,
-        num_windows=budget.num_windows,
+        seq_len=config.seq_len,
+        num_windows=config.num_windows,
         batch_size=16,
     )
     return TokenLosses(losses)
 
 
-def train(side: Side, num_params: int, budget: Budget, workers: Workers) -> Trained:
+def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trained:
     """Tunes the rate, then trains to every horizon.
 
     Args:
       side: what to train.
       num_params: outside embeddings, what its shape comes near to.
-      budget: the same for all sides.
+      config: the same for all sides.
       workers: trains, and scores with `score`.
 
     Raises:
@@ -110,71 +170,46 @@ def train(side: Side, num_params: int, budget: Budget, workers: Workers) -> Trai
     model = architectures.sized(base, num_params)
     name = f"{side.name}, {num_params:,}"
 
-    def config(num_steps: int, rate: float, seed: int) -> TrainConfig:
+    def asked(num_steps: int, rate: float, seed: int) -> TrainConfig:
         return TrainConfig(
             model=model,
-            corpus=budget.corpus,
+            corpus=config.corpus,
             optimizer=side.optimizer,
-            batch_size=budget.batch_size,
-            seq_len=budget.seq_len,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
             num_steps=num_steps,
             learning_rate=rate,
-            warmup_steps=budget.warmup_steps,
+            warmup_steps=config.warmup_steps,
             cooldown_steps=_cooldown(num_steps),
             seed=seed,
         )
 
-    def tried(end: Finished) -> str:
-        return f"{name}: rate {end.run.learning_rate:.2g}, loss {_loss(end):.3f}"
-
-    def trained(end: Finished) -> str:
-        return f"{name}: {_loss(end):.3f} at {end.run.num_steps}"
+    def shown(end: Finished) -> str:
+        run = end.run
+        return f"{name}: {end.loss:.3f} at {run.num_steps}, {run.learning_rate:.2g}"
 
     trials: list[tuple[float, float]] = []
     rates = list(side.rates)
     for count in range(NUM_TRIALS):
         if count == len(rates):
-            rates.append(next_rate(trials))
-        trial = config(budget.trial_steps, rates[count], budget.seeds[0])
-        [end] = workers.train([trial], tried)
-        trials.append((rates[count], _loss(end)))
-    finite = [trial for trial in trials if np.isfinite(trial[1])]
-    rate = min(finite or trials, key=lambda trial: trial[1])[0]
+            rates.append(learning_rates.next_rate(trials))
+        trial = asked(config.trial_steps, rates[count], config.seeds[0])
+        [end] = workers.train([trial], shown)
+        trials.append((rates[count], end.loss))
+    rate = min(trials, key=lambda trial: np.nan_to_num(trial[1], nan=np.inf))[0]
     windows = objectives.stream_windows(
-        workers.corpus.held_out, seq_len=budget.seq_len, num_windows=budget.num_windows
+        workers.corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
     )
+    diverged = np.full((len(windows), config.seq_len), np.nan)
     rows, longest = [], []
-    for seed in budget.seeds:
-        losses = np.full((len(windows), budget.seq_len), np.nan)
-        runs = [config(horizon, rate, seed) for horizon in budget.horizons]
-        for end in workers.train(runs, trained):
-            losses = np.full_like(losses, np.nan)
-            if end.score is not None:
-                losses = end.score.losses
-            rows.append({"seed": seed} | _row(end, losses))
+    for seed in config.seeds:
+        losses = diverged
+        runs = [asked(horizon, rate, seed) for horizon in config.horizons]
+        for end in workers.train(runs, shown):
+            losses = diverged if end.score is None else end.score.losses
+            rows.append({"size": num_params} | _row(end, losses))
         longest.append(losses)
     return Trained(rows, trials, np.array(longest))
-
-
-def _loss(end: Finished) -> float:
-    return np.nan if end.score is None else end.score.loss
-
-
-def next_rate(trials: list[tuple[float, float]]) -> float:
-    """The next rate to try: beyond the best if that is an edge, else beside it.
-
-    An edge is left by the grid's own factor. Between two rates goes the trial on
-    the side of the better neighbour, halfway in the logarithm.
-    """
-    rates, losses = zip(*sorted(trials), strict=True)
-    losses = [loss if np.isfinite(loss) else np.inf for loss in losses]
-    best = int(np.argmin(losses))
-    if best == 0:
-        return rates[0] ** 2 / rates[1]
-    if best == len(rates) - 1:
-        return rates[-1] ** 2 / rates[-2]
-    beside = best - 1 if losses[best - 1] < losses[best + 1] else best + 1
-    return float(np.sqrt(rates[best] * rates[beside]))
 
 
 def _cooldown(num_steps: int) -> int:
@@ -185,20 +220,128 @@ def _cooldown(num_steps: int) -> int:
 def _row(end: Finished, losses: np.ndarray) -> dict[str, Any]:
     run = end.run
     counts = architectures.parameters(run.model)
-    tokens = run.num_steps * run.batch_size * run.seq_len
-    step = architectures.training_flops(
-        run.model, batch=run.batch_size, sequence=run.seq_len
-    )
     means = losses.mean(1)
     return {
+        "seed": run.seed,
         "num_params": counts.total,
         "num_params_non_embedding": counts.non_embedding,
         "hidden_size": run.model.hidden_size,
-        "num_tokens": tokens,
-        "flops": float(step) * run.num_steps,
-        "flops_6nd": 6.0 * counts.non_embedding * tokens,
+        "num_tokens": run.num_tokens,
+        "flops": run.flops,
+        "flops_6nd": 6.0 * counts.non_embedding * run.num_tokens,
         "loss": float(means.mean()),
         "loss_se": float(means.std(ddof=1) / np.sqrt(len(means))),
         "learning_rate": run.learning_rate,
         "seconds": end.seconds,
     }
+
+
+type Done = Mapping[tuple[int, int], Trained]
+"""What was trained, by side and size."""
+
+
+def collect(
+    names: Sequence[str], trained: Done, *, seq_len: int, num_resamples: int
+) -> Result:
+    """Reads a result off what was trained, which may be a part of what was planned."""
+    rows = [{"side": i} | row for (i, _), x in trained.items() for row in x.rows]
+    trials = [(*pair, *trial) for pair, x in trained.items() for trial in x.trials]
+    runs = Runs.of(rows)
+    by_side = [runs.where(side=i) for i in range(len(names))]
+    fits, ratios = {}, []
+    for compute in COMPUTE.values():
+        points = [(getattr(mine, compute), mine.loss) for mine in by_side]
+        fits[compute] = [best_runs.fit(*each) for each in points]
+        again = [
+            best_runs.resampled(
+                *each, np.stack([mine.size, mine.seed], 1), count=num_resamples, seed=i
+            )
+            for i, (mine, each) in enumerate(zip(by_side, points, strict=True))
+        ]
+        ratios.append(
+            _stacked(
+                best_runs.compare(
+                    fits[compute][0],
+                    each,
+                    (again[0], drawn),
+                    names=("the transformer", "this side"),
+                )
+                for each, drawn in zip(fits[compute], again, strict=True)
+            )
+        )
+    return Result(
+        sides=np.array(names),
+        runs=runs,
+        trials=Trials.of(trials),
+        differences=_differences(trained),
+        places=_places(trained, len(names), seq_len),
+        curves=_stacked(best_runs.curve(x) for x in fits[COMPUTE["exact"]]),
+        ratios=_stacked(ratios),
+    )
+
+
+def _stacked(each: Any) -> Any:
+    """Stacks NamedTuples of arrays."""
+    listed = [*each]
+    return type(listed[0])(*map(np.stack, zip(*listed, strict=True)))
+
+
+def _differences(trained: Done) -> Differences:
+    found = []
+    for (i, size), each in trained.items():
+        if i and (0, size) in trained:
+            apart = (each.losses - trained[0, size].losses).mean(2)
+            found.append((i, size, *_mean(apart.mean(0)), apart.mean(1)))
+    return Differences.of(found)
+
+
+def _places(trained: Done, num_sides: int, seq_len: int) -> Places:
+    edges = np.unique(np.geomspace(1, seq_len + 1, 17).round().astype(int)) - 1
+    middle = np.sqrt((edges[:-1] + 1.0) * edges[1:])
+    loss = np.full((num_sides, len(middle)), np.nan)
+    gains = np.full((4, num_sides), np.nan)
+    quarter, reference = seq_len // 4, None
+    for i in range(num_sides):
+        sizes = [size for j, size in trained if j == i]
+        if not sizes:
+            continue
+        losses = trained[i, max(sizes)].losses.mean(0)
+        parts = itertools.pairwise(edges)
+        loss[i] = [losses[:, low:high].mean() for low, high in parts]
+        gain = losses[:, quarter : 2 * quarter].mean(1) - losses[:, -quarter:].mean(1)
+        reference = gain if i == 0 else reference
+        gains[:2, i] = _mean(gain)
+        if reference is not None:
+            gains[2:, i] = _mean(reference - gain)
+    return Places(middle, loss, *gains)
+
+
+def _mean(windows: np.ndarray) -> tuple[float, float]:
+    """The mean over windows, and its standard error."""
+    se = windows.std(ddof=1) / np.sqrt(len(windows))
+    return float(windows.mean()), float(se)
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Trains all sides; ended early, it has the pairs of side and size done by then."""
+    names = (REFERENCE, *config.sides)
+    corpus = executors.open_corpus(config.corpus)
+    shape = {"vocab_size": corpus.vocab_size, "seq_len": config.seq_len}
+    sides = [side(name, **shape, head_dim=config.head_dim) for name in names]
+    plan = [(i, size) for i in range(len(sides)) for size in config.sizes]
+    all_workers = Workers(
+        corpus,
+        functools.partial(score, corpus, config),
+        progress,
+        num_steps=len(plan) * num_steps(config),
+        num_threads=config.num_threads,
+    )
+
+    def trained(pair: tuple[int, int]) -> tuple[tuple[int, int], Trained]:
+        i, size = pair
+        return pair, train(sides[i], size, config, all_workers)
+
+    found = dict(all_workers.map(trained, plan))
+    return collect(
+        names, found, seq_len=config.seq_len, num_resamples=config.num_resamples
+    )
