@@ -28,6 +28,7 @@ from jaxkv.engine.state import (
 )
 from jaxkv.engine.step import StepInfo
 from jaxkv.memory import prefix_cache
+from jaxkv.memory.prefix_eviction import Eviction
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import sampler
@@ -254,6 +255,7 @@ def serve(
     max_calls: int = 2000,
     host: host_swap.HostSpace | None = None,
     num: int = 0,
+    eviction: Eviction | None = None,
 ) -> Run:
     """Runs requests to their end, handing them over as there is room.
 
@@ -269,6 +271,7 @@ def serve(
       max_calls: calls after which the engine counts as stuck.
       host: swap space beside the staging buffer.
       num: answers that the state owes already.
+      eviction: which pages leave the prefix cache first; None means `eviction.LRU()`.
     """
     waiting, infos = list(asks), []
     outcomes: dict[Name, Outcome] = {}
@@ -293,6 +296,7 @@ def serve(
             config=config,
             forward=forward,
             policy=policy,
+            eviction=eviction,
         )
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])
