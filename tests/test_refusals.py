@@ -371,6 +371,7 @@ def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
         ("forward", 3, "must be a Forward"),
         ("policy", jaxkv.fcfs, "must be a Policy or None"),
         ("policy", 3, "must be a Policy or None"),
+        ("eviction", jaxkv.fcfs(), "must be a Eviction or None"),
         ("logits_fn", "x", "must be a Callable or None"),
         ("host_pages", 1.5, "must be a whole number"),
         ("keep_trace", 1, "must be True or False"),

@@ -183,7 +183,6 @@ def keep(
         tokens = arrays.take(s.tokens, at, fill=0)
         cache, pool, kept = prefix_cache.enter(cache, pool, own, parent, tokens, salt)
         other = (kept != NO_PAGE) & (kept != own)
-        cache = prefix_eviction.use(cache, jnp.where(other, kept, NO_PAGE))
         pool = page_pool.share(pool, jnp.where(other, kept, NO_PAGE))
         pool = page_pool.release(pool, jnp.where(other, own, NO_PAGE))
         at = (slot, jnp.where(other, place, -1))
@@ -191,5 +190,7 @@ def keep(
 
     carry = (state.prefixes, state.pool, state.table.page_ids)
     cache, pool, page_ids = lax.fori_loop(0, jnp.max(num_filled), column, carry)
+    other = page_ids != state.table.page_ids
+    cache = prefix_eviction.use(cache, jnp.where(other, page_ids, NO_PAGE))
     table = state.table._replace(page_ids=page_ids)
     return state._replace(prefixes=cache, pool=pool, table=table)

@@ -24,7 +24,9 @@ from jaxkv.memory.page_pool import NO_PAGE
 FAN_OUT = 8
 """Neighbours that play one game."""
 CHUNK = 16
-"""Pages that are evicted at a time, and entered or taken out."""
+"""Pages that are evicted at a time."""
+PLAYS = 64
+"""Pages whose games are played again at a time."""
 
 _LOWEST = -(2**31)
 
@@ -124,17 +126,18 @@ def next_to_go(
     """Finds the first `CHUNK` pages, in order; `NO_PAGE` beyond the last."""
     *_, last = idle.rounds
     base = arrays.take(idle.rank, jnp.max(last), fill=0)
-    places = jnp.arange(last.shape[0], dtype=jnp.int32)
+    every = jnp.arange(CHUNK, dtype=jnp.int32)
+    page, places = last, jnp.arange(last.shape[0], dtype=jnp.int32)
     for entrants in reversed(idle.rounds):
         if entrants is not last:
             places = _games(places).reshape(-1)
         page = arrays.take(entrants, places, fill=NO_PAGE)
         rank = arrays.take(idle.rank, page, fill=0) - base
-        keys = (rank, -arrays.take(depth, page, fill=0), page)
-        order = _order(keys, page != NO_PAGE)
-        chosen = jnp.full(CHUNK, NO_PAGE, jnp.int32)
-        places = arrays.put(chosen, order, places, "set")
-    return places
+        level = arrays.take(depth, page, fill=0)
+        keys = (page == NO_PAGE, rank, -level, page, places)
+        _, _, _, page, places = lax.sort(keys, num_keys=4)
+        page, places = (arrays.take(x, every, fill=NO_PAGE) for x in (page, places))
+    return page
 
 
 def rebuilt(idle: IdlePages, depth: Int32[Array, " pages"]) -> IdlePages:
@@ -199,10 +202,10 @@ def _play_again(idle: IdlePages, depth: Array, ids: Array) -> IdlePages:
     """Plays the games again in which these pages would stand, where they win."""
     ids = arrays.packed(ids)
     num = jnp.sum(ids != NO_PAGE, dtype=jnp.int32)
-    every = jnp.arange(CHUNK, dtype=jnp.int32)
+    every = jnp.arange(PLAYS, dtype=jnp.int32)
 
     def play(i: Array, rounds: tuple[Array, ...]) -> tuple[Array, ...]:
-        place = arrays.take(ids, i * CHUNK + every, fill=NO_PAGE)
+        place = arrays.take(ids, i * PLAYS + every, fill=NO_PAGE)
         played = [rounds[0]]
         for winners in rounds[1:]:
             place = place // FAN_OUT  # of NO_PAGE: itself
@@ -210,7 +213,7 @@ def _play_again(idle: IdlePages, depth: Array, ids: Array) -> IdlePages:
             played.append(arrays.put(winners, place, new, "set"))
         return tuple(played)
 
-    trips = -(-num // CHUNK)
+    trips = -(-num // PLAYS)
     return idle._replace(rounds=lax.fori_loop(0, trips, play, idle.rounds))
 
 
@@ -230,13 +233,3 @@ def _winners(idle: IdlePages, depth: Array, entrants: Array, place: Array) -> Ar
 def _games(place: Array) -> Array:
     """The places of those who play for each place; below 0 for a place below 0."""
     return place[:, None] * FAN_OUT + jnp.arange(FAN_OUT, dtype=jnp.int32)[None, :]
-
-
-def _order(keys: tuple[Array, ...], plays: Array) -> Array:
-    """How many stand before each of those who play, -1 for the others."""
-    before = jnp.zeros((plays.shape[0],) * 2, bool)
-    equal = plays[:, None] & plays[None, :]
-    for key in keys:
-        before |= equal & (key[:, None] < key[None, :])
-        equal &= key[:, None] == key[None, :]
-    return jnp.where(plays, jnp.sum(before, axis=0, dtype=jnp.int32), -1)

@@ -29,7 +29,7 @@ from jaxkv.engine.state import (
     init,
 )
 from jaxkv.engine.step import StepInfo
-from jaxkv.memory import prefix_cache
+from jaxkv.memory import Eviction, prefix_cache
 from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import sampler
@@ -274,6 +274,7 @@ def serve(
     host: host_swap.HostSpace | None = None,
     num: int = 0,
     logits_fn: engine_step.LogitsFn | None = None,
+    eviction: Eviction | None = None,
 ) -> Run:
     """Runs requests to their end, handing them over as there is room.
 
@@ -290,6 +291,7 @@ def serve(
       host: swap space beside the staging buffer.
       num: answers that the state owes already.
       logits_fn: changes logits before a token is drawn.
+      eviction: which pages leave the prefix cache first; None means `eviction.LRU()`.
     """
     waiting, infos = list(asks), []
     # Left out where there is none, so that the program is that of all other tests.
@@ -317,6 +319,7 @@ def serve(
             forward=forward,
             policy=policy,
             **changed,
+            eviction=eviction,
         )
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])

@@ -161,9 +161,9 @@ def _idle(config: EngineConfig) -> EngineState:
     pages = kv_pages.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
-        num_kv_heads=1,
+        num_kv_heads=2,  # pages of one head, or one place, are laid out anew every step
         page_size=config.page_size,
-        head_dim=1,
+        head_dim=2,
         dtype="float32",
     )
     return init(config, pages)
