@@ -46,12 +46,12 @@ def run(
     Args:
       experiment: what to run.
       config: the config to run it with.
-      out: the folder for the results, as `store.new_folder` takes it.
+      out: the folder for the results, as `run_folder.new_folder` takes it.
       max_seconds: after which it is asked.
 
     Returns:
       The folder, claims and metrics, with status 130 if it was ended early, 143 if by
-      SIGTERM, or `interrupting.AGAIN` if by the clock and another call goes on from
+      SIGTERM, or `interrupts.AGAIN` if by the clock and another call goes on from
       there.
 
     Raises:

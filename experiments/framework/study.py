@@ -35,7 +35,7 @@ class Study(NamedTuple):
         its declarations say, or the metrics as tables where it has none.
       panels: rows and columns of axes of its figure; `plot` gets an array of several.
       panel_size_inches: width and height of each.
-      files: further files of a result, as text by name in `store.FILES`.
+      files: further files of a result, as text by name in `run_folder.FILES`.
       switch: the name of a field, and whether it was set, by which older config.json
         files, which have the fields of all studies, ask for this one.
     """
@@ -94,7 +94,7 @@ class Experiment(NamedTuple):
         return next(x for x in self.studies if type(config) is x.config_type)
 
     def config_loads(self, text: str, where: str) -> Any:
-        """Reads a config.json, as `documents.config_loads`, of any of the studies.
+        """Reads a config.json, as `config_json.config_loads`, of any of the studies.
 
         It is of the first that has all of its fields, or else most of them.
         """

@@ -84,7 +84,7 @@ class Roofline(NamedTuple):
     swap_s: Float[Array, ""]
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step, as `costs_steps.work` does from the slots apart."""
+        """Prices a step, as `steps.work` does from the slots apart."""
         w, c = as_floats(work), self.step
         tokens = w.num_decodes + w.num_prompt_rows
         layers = jnp.sum(c.layers, dtype=jnp.float32)
@@ -260,7 +260,7 @@ def roofline(
     Args:
       model: its shape.
       device: what it runs on.
-      num_devices: as for `costs_steps.step_cost`, like the next three.
+      num_devices: as for `steps.step_cost`, like the next three.
       compute_share: of the device's rate that is reached.
       bandwidth_share: of its bandwidth.
       overhead_s: of every step.

@@ -71,7 +71,7 @@ def advance(
       state: the engine, all rows of this step written.
       logits: next-token logits of every slot.
       emits: slots that have new ones.
-      choose: makes (tokens, log-probabilities) of logits, see `beams.choices`.
+      choose: makes (tokens, log-probabilities) of logits, see `beam_search.choices`.
       config: the engine's bounds.
 
     Returns:

@@ -61,9 +61,9 @@ class Requests(NamedTuple):
     beam_width: Int32[Array, " requests"]
     """Beams of the request, as many as it has rows; 0 if it does not search."""
     length_penalty: Float[Array, " requests"]
-    """As in `beams.Params`."""
+    """As in `beam_search.Params`."""
     early_stopping: Int32[Array, " requests"]
-    """As in `beams.Params`."""
+    """As in `beam_search.Params`."""
     arrival: Int32[Array, "requests 2"]
     """Seconds and microseconds at which the request may be admitted."""
 

@@ -205,7 +205,7 @@ def _score(
 
 
 def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
-    """`beams.choices`; no beam goes on from logits that are not all finite."""
+    """`beam_search.choices`; no beam goes on from logits that are not all finite."""
     sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
     ids, logprobs = sampling_beam_search.choices(logits, **sizes)
     return ids, jnp.where(sampler.is_finite(logits)[:, None], logprobs, jnp.nan)

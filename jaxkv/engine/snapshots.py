@@ -140,7 +140,7 @@ def load_state(
         ocp.StandardCheckpointer() as reader,
     ):
         arrays = shapes | reader.restore(folder / ARRAYS, full)
-    # From NumPy, as `states.init` would: bound to no device, so that programs that are
+    # From NumPy, as `state.init` would: bound to no device, so that programs that are
     # compiled for the one serve the other. Popped, so that no array is twice in memory.
     leaves = [jnp.array(arrays.pop(name)) for name in shapes]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

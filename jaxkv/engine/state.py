@@ -244,9 +244,9 @@ class Search(NamedTuple):
     width: Int32[Array, " sequences"]
     """Beams of the request, 0 if it does not search."""
     length_penalty: Float[Array, " sequences"]
-    """As in `beams.Params`."""
+    """As in `beam_search.Params`."""
     early_stopping: Int32[Array, " sequences"]
-    """As in `beams.Params`."""
+    """As in `beam_search.Params`."""
     groups: beam_search.Beams
     """The searches."""
     parents: Int32[Array, "sequences max_length"]

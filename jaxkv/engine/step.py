@@ -93,7 +93,7 @@ def step(
       forward: the model, static.
       policy: who runs; a pytree whose leaves may be traced.
       eviction: which pages leave the prefix cache first, a pytree, too; None means
-        `eviction.LRU()`.
+        `prefix_eviction.LRU()`.
       logits_fn: changes logits before a token is drawn, static.
 
     Returns:

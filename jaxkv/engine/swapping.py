@@ -1,7 +1,7 @@
 """Preemption by swapping: a request's pages leave the pool and come back as they were.
 
 A policy names whole requests that are preempted and keep their pages, see
-`scheduling.Plan`.
+`interface.Plan`.
 In the same step these pages are copied to the staging buffer, each once however many
 sequences of the request share it, and are free for others; when the request is admitted
 again it gets as many pages, wherever they lie, with the same bits. Pages of the prefix

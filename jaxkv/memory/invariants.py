@@ -19,7 +19,7 @@ class Violations(NamedTuple):
     i1: Int32[Array, ""]
     """Pages whose count is not their uses in tables plus their pins."""
     i2: Int32[Array, ""]
-    """Breaches of conservation, see `paging.unsound`."""
+    """Breaches of conservation, see `page_pool.unsound`."""
     i3: Int32[Array, ""]
     """Pages that were to be written while others held them, see `shared_writes`."""
     i4: Int32[Array, ""]
@@ -27,9 +27,9 @@ class Violations(NamedTuple):
     i5: Int32[Array, ""]
     """Slots that are not live and yet have a length, reserved places or a page."""
     i7: Int32[Array, ""]
-    """Faults of the prefix cache, see `prefixes.unsound`."""
+    """Faults of the prefix cache, see `prefix_cache.unsound`."""
     swap: Int32[Array, ""]
-    """Faults of what is swapped out, see `swap_space.unsound`."""
+    """Faults of what is swapped out, see `swap_buffer.unsound`."""
 
 
 class InvariantError(RuntimeError):

@@ -29,7 +29,7 @@ def fork(
       table: the slots.
       source: slot that each slot becomes a copy of, or -1 to leave it. A slot that
         becomes a copy must be empty; if it is not, its pages stay counted as used,
-        which `auditing.violations` shows.
+        which `invariants.violations` shows.
       page_size: token places in a page, static.
 
     Returns:

@@ -121,9 +121,9 @@ def reserve(
 
     A slot that will write to its last page while others hold it too maps a fresh page
     instead (see `needs_copy`); the caller copies before it writes. Pages beyond that
-    one are never shared by `siblings.fork`. Where they are all the same, as after
-    `siblings.reorder` with places reserved, they stay so, and
-    `auditing.shared_writes` tells of it.
+    one are never shared by `page_sharing.fork`. Where they are all the same, as after
+    `page_sharing.reorder` with places reserved, they stay so, and
+    `invariants.shared_writes` tells of it.
 
     Args:
       pool: the pool to take pages from.
@@ -208,7 +208,7 @@ def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
     Args:
       table: the slots.
       accepted: tokens by which each slot grows, in [0, ahead]. More than that makes
-        `ahead` negative, which `auditing.violations` shows.
+        `ahead` negative, which `invariants.violations` shows.
 
     Returns:
       The new table.

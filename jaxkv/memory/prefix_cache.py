@@ -140,7 +140,7 @@ def match(
 
     Returns:
       The page ids, in token order and `NO_PAGE` beyond, as wide as a row of a table of
-      `max_length` places. No use is added: `paging.share` them in the same step.
+      `max_length` places. No use is added: `page_pool.share` them in the same step.
     """
     page_size = cache.tokens.shape[1]
     rows, max_length = tokens.shape

@@ -39,7 +39,7 @@ class Uses(NamedTuple):
 
 @runtime_checkable
 class Eviction(Protocol):
-    """The rule of eviction. A NamedTuple, as a `scheduling.Policy` is.
+    """The rule of eviction. A NamedTuple, as a `interface.Policy` is.
 
     One rule goes with one engine: ranks that it gave stay until pages are used again.
     """
@@ -90,7 +90,7 @@ def rest(
       rows: all pages of each such sequence, in token order, cached or not; `NO_PAGE` is
         ignored.
       left: uses of each that are left, its pin among them, see
-        `paging.release_counted`.
+        `page_pool.release_counted`.
       rule: who goes first; None means `LRU()`.
 
     Returns:

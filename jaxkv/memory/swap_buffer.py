@@ -109,7 +109,7 @@ def move_out(
       pages: K and V of the pool.
       table: the slots.
       holder: for each page the slot of its group that accounts for it, see
-        `siblings.holders`.
+        `page_sharing.holders`.
       row: sequence of each slot that leaves, NOBODY for those that stay.
       group: row of the first sequence of each slot's request.
       page_size: token places in a page, static.

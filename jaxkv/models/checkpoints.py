@@ -30,7 +30,7 @@ class Loaded(NamedTuple):
     config: ModelConfig
     """The model's shape."""
     params: Params
-    """Its parameters, as `models.init_params` would return them."""
+    """Its parameters, as `transformer.init_params` would return them."""
     tokenizer: Tokenizer | ByteTokenizer | None
     """Its tokenizer; None if the folder has none that we can read: no text then."""
     eos_ids: tuple[int, ...]

@@ -184,7 +184,7 @@ class Outputs(NamedTuple):
     mean over the mixtures; 0 of a dense model."""
     loads: Float[Array, "mixtures experts"] | None
     """Share of the tokens that each expert of each mixture, first layer first, was
-    chosen by, see `mixtures.imbalance`; None of a dense model."""
+    chosen by, see `moe.imbalance`; None of a dense model."""
 
 
 def outputs(

@@ -118,7 +118,7 @@ def choices(
       max_stops: most stop tokens of a request, static.
 
     Returns:
-      Token ids, best first, and their log-probabilities, as `sampling.top_logprobs`.
+      Token ids, best first, and their log-probabilities, as `sampler.top_logprobs`.
     """
     num = min(max_beams + max_stops, logits.shape[1])
     return sampler.top_logprobs(logits, num)

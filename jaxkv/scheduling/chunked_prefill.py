@@ -7,7 +7,7 @@
 
 Both switches are arrays, so that all ways share one program. That chunks have steps of
 their own is a matter of price alone: in every round a step reads and one decodes, one
-after the other, which `simulation.Apart` says.
+after the other, which `step.Apart` says.
 """
 
 from typing import NamedTuple

@@ -113,9 +113,9 @@ class Engine:
           tokenizer: with `encode`, `stream` and `eos_ids`; needed for text.
           eos_ids: tokens that end an answer; None takes the tokenizer's.
           vocab_size: token ids must lie below it; None does not check.
-          policy: who runs; None means `policies.fcfs()`.
+          policy: who runs; None means `fcfs.fcfs()`.
           eviction: which pages leave the prefix cache first; None means
-            `eviction.LRU()`.
+            `prefix_eviction.LRU()`.
           logits_fn: changes logits before a token is drawn; a plain function, compiled
             once for each function object.
           keep_trace: whether `trace` collects the step infos.

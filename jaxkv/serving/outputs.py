@@ -204,7 +204,7 @@ def make_requests(
     eos_ids: tuple[int, ...] = (),
     width: int | None = None,
 ) -> requests.Requests:
-    """Lines up requests for `queueing.submit`, as NumPy arrays.
+    """Lines up requests for `requests.submit`, as NumPy arrays.
 
     Args:
       prompts: token ids, in order of arrival.

@@ -174,7 +174,7 @@ def num_copies(
 ) -> Int32[Array, " line"]:
     """Says who has to copy the last page before it writes `wants` tokens: 0 or 1.
 
-    All do that leave it another owner, as `tables.needs_copy` has it.
+    All do that leave it another owner, as `page_table.needs_copy` has it.
     """
     if group is None:
         return jnp.zeros_like(wants)

@@ -1,6 +1,6 @@
 """What the policy of a simulation is told: who runs, and who waits at the head.
 
-The counts are those of `admission.counts`, made of what a simulation knows.
+The counts are those of `counts.counts`, made of what a simulation knows.
 """
 
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ def reserve(
 def observe(
     state: Simulation, queued: Queued, capacity: Capacity, max_samples: int
 ) -> interface.Counts:
-    """What the policy may know, as `admission.counts` has it."""
+    """What the policy may know, as `counts.counts` has it."""
     line, size = state.line, capacity.page_size
     group = batch.groups(line, max_samples)
     owned, theirs = batch.num_owned(line, group, line.places, size)

@@ -308,7 +308,7 @@ def _grant(
     capacity: Capacity,
     reservation: Reservation | None,
 ) -> tuple[Line, _Granted]:
-    """Grants pages to all or to nobody, as `tables.reserve` does."""
+    """Grants pages to all or to nobody, as `page_table.reserve` does."""
     size = capacity.page_size
     copies = batch.num_copies(line, group, wish.num_rows, size)
     places = line.places  # with a reservation, all that is ever needed

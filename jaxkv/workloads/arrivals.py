@@ -30,7 +30,7 @@ class Workload(NamedTuple):
     """Sequences, at least 1; 0 for a request that is none."""
     clients: Int32[Array, ""]
     """Requests in the system at most: in a closed loop each of so many clients asks
-    again as soon as it is answered. `scheduling.NO_LIMIT` for an open one."""
+    again as soon as it is answered. `interface.NO_LIMIT` for an open one."""
 
 
 def make(

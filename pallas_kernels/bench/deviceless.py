@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
       registers: of every thread at the launch.
       spill_stores: bytes of registers that a thread writes to memory for want of room.
       spill_loads: bytes that it reads back.
-      smem_bytes: shared memory of a block, at most `targets.SMEM_BYTES`.
+      smem_bytes: shared memory of a block, at most `devices.SMEM_BYTES`.
       instructions: how often some stand in the code: `wgmma` (matrix products),
         `tma_load` and `tma_store` (bulk copies), `barrier_wait`.
     """

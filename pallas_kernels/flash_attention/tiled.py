@@ -3,7 +3,7 @@
 For training and for prompts that are not in pages. Scores exist for one tile of queries
 and one of keys at a time; the gradient computes them again from the log-sum-exp, so
 memory grows with the length and not with its square. Decoding is another matter: its
-single query leaves nothing to tile but the keys, see `attention.paged_attention`.
+single query leaves nothing to tile but the keys, see `api.paged_attention`.
 
 Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; the loop over keys inside
 that over queries: Dao 2023, arXiv:2307.08691, section 3.1.

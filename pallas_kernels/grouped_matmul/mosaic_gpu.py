@@ -31,7 +31,7 @@ type Ref = Any
 
 
 class _Inputs(NamedTuple):
-    """References to global memory that are read: see `grouping.Blocks`."""
+    """References to global memory that are read: see `blocks.Blocks`."""
 
     x: Ref
     w: Ref

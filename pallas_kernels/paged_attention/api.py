@@ -91,7 +91,7 @@ def paged_attention(
       plan: `make_plan` of the same rows, so that the layers of a model share it; None
         makes one where one is needed.
       tiling: sizes that change the speed of "mosaic_gpu" and nothing of the meaning;
-        None takes the plan's, else `routing.default_tilings`.
+        None takes the plan's, else `dispatch.default_tilings`.
 
     Returns:
       Output in the type of q, and the log-sum-exp in float32 (float64 if q is).

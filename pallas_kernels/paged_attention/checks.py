@@ -16,7 +16,7 @@ def check_arrays(
     """Refuses arrays that do not fit each other.
 
     Args:
-      q: as `attention.paged_attention` takes it, and so on.
+      q: as `api.paged_attention` takes it, and so on.
       k_pages: likewise.
       v_pages: likewise.
       k_scales: likewise.
@@ -60,7 +60,7 @@ def check_heads(q: Array, **values: Array | None) -> None:
     """Refuses what is not one number for each query head.
 
     Args:
-      q: as `attention.paged_attention` takes it.
+      q: as `api.paged_attention` takes it.
       **values: arrays by name, None where not given.
 
     Raises:

@@ -87,7 +87,7 @@ def make_plan(
       kv_heads: KV heads, static.
       group: query heads that share a KV head, static.
       head_dim: size of a head, static.
-      context: see `planning.make_plan`.
+      context: see `decode_plan.make_plan`.
       ancestors: see there.
       window: see there.
       tiling: sizes of the kernels; None takes `default_tilings`.
@@ -144,7 +144,7 @@ def attend(
       page_ids: page of every place / page_size.
       plan: `make_plan` of these rows, with the same window.
       window: latest keys seen; None means all.
-      **features: scale, softcap, alibi and sinks, see `decode_mosaic_gpu.attend`.
+      **features: scale, softcap, alibi and sinks, see `decode.attend`.
 
     Returns:
       Output in the type of q, and natural log-sum-exp; 0 and -inf without a key.

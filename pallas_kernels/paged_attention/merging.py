@@ -55,7 +55,7 @@ def merge_parts(
       lse: likewise.
       part_out: partial states of every program; unused ones hold anything.
       part_lse: likewise.
-      cut_of: cut item that each of them belongs to, see `cutting.Schedule`.
+      cut_of: cut item that each of them belongs to, see `stream_k.Schedule`.
       cut_items: those items.
 
     Returns:

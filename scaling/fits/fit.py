@@ -63,7 +63,7 @@ def fit(
     best end until rounding stops it.
 
     Args:
-      law: from `laws.LAWS`.
+      law: from `published.LAWS`.
       data: a column for each of the law's inputs, and one for its target; positive.
       loss: of a residual: `huber`, half its square up to `delta` and linear beyond;
         `lad`, its size; `mse`, half its square.
@@ -149,7 +149,7 @@ def rollout(
     """Fits the small runs and scores the fit on the others.
 
     Args:
-      law: from `laws.LAWS`.
+      law: from `published.LAWS`.
       data: columns, as `fit` takes them.
       held_out: which rows are not fitted; by default those with more than a tenth of
         the largest compute.

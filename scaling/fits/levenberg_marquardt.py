@@ -34,7 +34,7 @@ few ones to twice that."""
 
 
 class Ends(NamedTuple):
-    """An `optimising.Solution` on the host, in float64."""
+    """An `multistart.Solution` on the host, in float64."""
 
     coordinates: Float[np.ndarray, "problems k"]
     objective: Float[np.ndarray, " problems"]
@@ -113,7 +113,7 @@ def solve(
       weights: of the runs, instead of those in `problem.seen`; or what makes the next
         so many problems' weights, where all together are too large.
       starts: coordinates.
-      tolerance: see `optimising.Settings`; a stage of a small delta scales it.
+      tolerance: see `multistart.Settings`; a stage of a small delta scales it.
       max_steps: evaluations per problem and delta.
       report: called with the number of problems done.
 

@@ -94,7 +94,7 @@ def envelope(curves: Curves) -> Find:
 
     Returns:
       A finder. It refuses a budget at which no smaller or no larger run has a curve
-      than the best one (`grouping.merge_sizes`): whether such a run would be better
+      than the best one (`groups.merge_sizes`): whether such a run would be better
       still is not known.
     """
     size_id = merge_sizes(curves.num_params)[1]

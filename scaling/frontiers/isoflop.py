@@ -43,7 +43,7 @@ def by_parabola(
       window: sizes around the lowest one that the parabola goes through, odd, at least
         3; None for all.
       exponents: alpha and beta of the surface, with which the bias of the vertex is
-        taken out of the runs as they are (`parabolas.correct`); None for the vertex.
+        taken out of the runs as they are (`parabola.correct`); None for the vertex.
 
     Returns:
       A finder. It refuses a group whose lowest loss is at an edge, whose parabola opens

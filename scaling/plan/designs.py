@@ -23,7 +23,7 @@ from scaling.costs.flops import training
 from scaling.shapes import Description, HeadAttention
 
 type Count = Literal["total", "non-embedding", "matmul", "active"]
-"""Which parameters N counts, as in `costs.Parameters`."""
+"""Which parameters N counts, as in `parameters.Parameters`."""
 
 _KV_HEADS = 8
 _MOST = 2**31

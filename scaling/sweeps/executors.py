@@ -32,7 +32,7 @@ class Made(NamedTuple):
     """A run that is over, as a sweep's folder keeps it.
 
     Attributes:
-      record: as `run_records.RECORD` describes it, but for the commit.
+      record: as `folder.RECORD` describes it, but for the commit.
       curve: lines of `curves.jsonl`.
       model: its shape.
       params: as NumPy arrays; None unless done.

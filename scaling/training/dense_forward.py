@@ -1,6 +1,6 @@
 """A dense transformer over whole sequences with activations as rows: for training.
 
-The same function of the same parameters as `models.outputs`, whose activations are
+The same function of the same parameters as `transformer.outputs`, whose activations are
 columns, as suits decoding. In training the gradient of a weight is a product of two
 activations, and processors make it faster of rows.
 """
@@ -22,7 +22,7 @@ def logits(
     """Runs a model without experts over sequences, each from its beginning.
 
     Args:
-      params: as `models.init_params` returns them.
+      params: as `transformer.init_params` returns them.
       tokens: of the sequences.
       config: the model.
 

@@ -54,7 +54,7 @@ class RecurrentConfig:
 
 
 def init_params(config: RecurrentConfig, key: Array) -> Params:
-    """Random parameters, float32: nested dicts like those of `models.init_params`.
+    """Random parameters, float32: nested dicts like those of `transformer.init_params`.
 
     Embeddings are normal with standard deviation 0.02, a layer's products uniform in
     +-1/sqrt(hidden) as PyTorch has them. Biases are zero, but 1 in the LSTM's forget

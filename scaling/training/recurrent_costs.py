@@ -5,7 +5,7 @@ from scaling.training.recurrent import NUM_GATES, RecurrentConfig
 
 
 def weights(config: RecurrentConfig) -> tuple[Weight, ...]:
-    """Lists every weight once per place, as `costs.weights` does for transformers.
+    """Lists every weight once per place, as `parameters.weights` does for transformers.
 
     In the formulas v is the vocabulary, h the hidden size and g the gates: 4 of an
     LSTM, 3 of a GRU.

@@ -25,7 +25,7 @@ class Terminal:
     """Progress on standard error, as a context.
 
     Inside it the first Ctrl-C sets `stopped`; the second interrupts at once; so do the
-    other `interrupting.SIGNALS`. A process that was started to ignore them goes on
+    other `interrupts.SIGNALS`. A process that was started to ignore them goes on
     doing so. `stopped` is also set when it is looked at after `max_seconds`. On a
     terminal bars move and a text stands below them, which is gone at the end; elsewhere
     a bar is a line now and then.

@@ -77,7 +77,7 @@ def find(
 
     Args:
       log: the runs.
-      tolerance: of budgets in a group, as `grouping.find_groups` has it.
+      tolerance: of budgets in a group, as `groups.find_groups` has it.
       smoothing: of training curves, decades of FLOPs.
       resamples: of every bootstrap.
       level: of the intervals.

@@ -36,7 +36,7 @@ class Belief(NamedTuple):
       fit: it comes from, or None for published constants.
       count: which parameters it counts; None where it does not say.
       doubts: about the log behind it, in sentences.
-      shape: what its runs have in common, as `run_records.shape` gives it.
+      shape: what its runs have in common, as `folder.shape` gives it.
     """
 
     name: str

@@ -196,7 +196,7 @@ def sweep(name: str, options: SweepOptions) -> Answer:
       SIGTERM, 75 if by the clock.
 
     Raises:
-      ValueError: there is no such config, or `sweeps.sweep` refuses it.
+      ValueError: there is no such config, or `sweep.sweep` refuses it.
     """
     config = find(name, SweepConfig, SWEEPS)
     given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}

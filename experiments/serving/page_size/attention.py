@@ -108,7 +108,7 @@ class Result(Record):
     """What was measured, and where."""
 
     device: str = column("kind of it")
-    clock: str = column("as that of `benchmarking.Timing`")
+    clock: str = column("as that of `timing.Timing`")
     paged: str = column("the implementation")
     page_size: np.ndarray = column("token places in a page")
     latency: Latency = column("what was measured")

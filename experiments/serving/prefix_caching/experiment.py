@@ -3,7 +3,7 @@
 Requests that all wait are served one at a time by the engine, with its own scheduler,
 page pool and prefix cache, and a model that costs nothing. Their order is that of
 arrival; or whoever finds most in the cache goes first, among the first in the queue
-(`policies.fcfs(cached_first=True)`); or the tree of all prompts is walked depth first,
+(`fcfs.fcfs(cached_first=True)`); or the tree of all prompts is walked depth first,
 for which one must know all of them: then every page is computed once, which is the
 best there is.
 

@@ -1,6 +1,6 @@
 """What each model family calls things in a Hugging Face folder: tables, no code.
 
-`hf_configs.py` reads the first half of a table, `hf_tensors.py` the second. Another
+`configs.py` reads the first half of a table, `tensors.py` the second. Another
 family with the same arithmetic is another entry here. Defaults are transformers'.
 """
 
@@ -37,7 +37,7 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = {}
     """Another name of a key -> the key, `attribute_map` in transformers."""
     harmless: tuple[str, ...] = ()
-    """Keys that change no logit of this family, beside `hf_harmless.KEYS`."""
+    """Keys that change no logit of this family, beside `harmless.KEYS`."""
     windows: Literal["never", "always", "flagged", "off"] = "never"
     """Where a sliding window comes from: `never` from anywhere; `always` from
     `sliding_window`, of all layers; `flagged`: from there if `use_sliding_window`, of

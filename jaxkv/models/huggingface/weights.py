@@ -168,7 +168,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.ndarray]:
-    """Returns the parameters as a list, in the order of `hf_tensors.leaves`.
+    """Returns the parameters as a list, in the order of `tensors.leaves`.
 
     Raises:
       ValueError: if their tree or a shape is not that of the configuration.

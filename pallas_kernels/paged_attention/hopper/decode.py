@@ -51,7 +51,7 @@ def attend(
       v_pages: values, likewise; both of the type of q.
       page_ids: page of every place / page_size. Entries whose places no row sees are
         not followed.
-      plan: `planning.make_plan` of these rows, with the same tiling.
+      plan: `decode_plan.make_plan` of these rows, with the same tiling.
       scale: factor on the products.
       softcap: bound of the scores, above 0; None means none.
       alibi: slope of each query head.

@@ -53,7 +53,7 @@ def attend(
       v_pages: values, likewise; both of the type of q.
       page_ids: page of every place / page_size. Entries whose places no row sees are
         not followed.
-      plan: `prefill_planning.make_plan` of these rows, with the same tiling and window.
+      plan: `prefill_plan.make_plan` of these rows, with the same tiling and window.
       scale: factor on the products.
       window: latest keys seen; None means all.
       softcap: bound of the scores, above 0; None means none.
