@@ -397,14 +397,14 @@ BUGS = {
     "requests come before their time": Bug(
         apply_plan,
         "arrive",
-        "comes &= clocks.is_past(workload.arrival[request], state.clock)",
+        "comes &= is_past(workload.arrival[request], state.clock)",
         "",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
     ),
     "an idle machine waits step by step": Bug(
         simulation_step,
-        "_step",
-        "jnp.where(idle, clocks.later(clock, w.arrival[upcoming]), clock)",
+        "_advance",
+        "jnp.where(idle, later(clock, w.arrival[upcoming]), clock)",
         "clock",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
     ),

@@ -20,7 +20,7 @@ from scaling.training import architectures, objectives
 from scaling.training import step as training_step
 from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
 from scaling.training.recurrent import RecurrentConfig
-from scaling.training.step import TrainState, compiled, init
+from scaling.training.step import TrainState, init
 from tests.support import mutation
 from tests.support.folders import ROOT
 from tests.support.mutation import Bug
@@ -52,7 +52,7 @@ def train(
     """Some steps on random letters, and the loss of the last."""
     seed, schedule = jnp.int32(0), Schedule.constant(rate)
     state = init(TRANSFORMER, optimizer, seed)
-    call = compiled(TRANSFORMER, optimizer, 4, 16, how)
+    call = training_step.compiled(TRANSFORMER, optimizer, 4, 16, how)
     for num in (num_steps - 1, 1):
         state, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
     return state, float(loss)
@@ -248,7 +248,9 @@ def test_schedules_rise_stay_and_fall() -> None:
 def test_pieces_of_a_batch_that_are_weighed_wrongly_are_noticed(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_step, "compiled", inspect.unwrap(compiled))
+    monkeypatch.setattr(
+        training_step, "compiled", inspect.unwrap(training_step.compiled)
+    )
     check = test_how_a_step_is_computed_changes_roundings_alone
     arguments = StepConfig(accumulation=2), 1e-6
     bug = Bug(training_step, "_gradient", removed, added, check, arguments)
