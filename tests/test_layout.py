@@ -90,6 +90,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+TESTS = [*(ROOT / "tests").rglob("test_*.py")]
 MODULES = {module_of(path): path for path in sources()}
 
 
@@ -247,6 +248,13 @@ def test_top_level_holds_only_what_it_should() -> None:
     if top != ROOT or not tracked:
         pytest.skip("nothing is tracked by git here")
     assert tracked == TOP_LEVEL
+
+
+def test_tests_stand_where_what_they_test_stands() -> None:
+    tests = [path.relative_to(ROOT / "tests") for path in sorted(TESTS)]
+    assert not [x for x in tests if not (ROOT / x.parent).is_dir()]
+    stems = [path.stem for path in tests]
+    assert not [x for x in stems if stems.count(x) > 1]
 
 
 def test_no_test_file_imports_another() -> None:
