@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry
+from experiments.framework.study import of_module
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import (
     azure,
@@ -110,7 +111,7 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
 
 
 def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
-    study = figures.STUDY
+    (study,) = of_module(figures)
     claims = study.claims(rows)
     assert any("served at once by the paged system" in claim.claim for claim in claims)
     assert [getattr(x, "title", "") for x in study.tell(rows)] == [
@@ -179,8 +180,8 @@ def test_a_recording_is_replayed_whole(
     assert steps[0] == pytest.approx(13.48e9 / 2039e9, rel=0.05)
     assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01)
     assert steps[2] == pytest.approx(steps[0] * 26.03 / 13.48, rel=0.05)
-    assert azure.STUDY.tell(found)
-    assert azure.STUDY.metrics(found) == {"capacities": [], "rows": found}
+    assert azure.summary(found)
+    assert azure.metrics(found) == {"capacities": [], "rows": found}
 
 
 def test_without_recordings_one_line_says_so(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Study, beside, ours, report
+from experiments.framework import Ours, Part, beside, ours, report
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
@@ -49,6 +49,8 @@ class Config:
         validation.at_least(self, "rounds_before", "seed", "num_near", low=0)
         validation.at_least(self, "num_rates", low=2)
 
+
+PANELS = (1, 2)
 
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
@@ -168,17 +170,3 @@ def summary(result: list[Row]) -> list[Part]:
     ).format_map(result[0])
     title = f"requests/s at {runs.BOUND} s a token"
     return [report.row_sheet(title, rows, columns, note)]
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(1, 2),
-    ),
-)

@@ -22,7 +22,6 @@ from experiments.framework import (
     Ours,
     Part,
     Record,
-    Study,
     Texts,
     beside,
     column,
@@ -97,6 +96,9 @@ class Config:
                 f"tokens, more than {self.max_length=}"
             )
 
+
+PANELS = (3, 1)
+PANEL_SIZE_INCHES = (7.2, 1.6)
 
 CONFIGS = {
     "real": Config(),
@@ -286,17 +288,3 @@ def _serve(
         page_size=config.page_size,
         compile_s=compile_s,
     )
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    metrics=metrics,
-    summary=summary,
-    panels=(3, 1),
-    panel_size_inches=(7.2, 1.6),
-)
-STUDIES = (STUDY,)

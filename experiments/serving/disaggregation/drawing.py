@@ -55,13 +55,10 @@ def _draw_tail(ax: Any, field: str, lines: list[Loads], goal: float) -> None:
 def _draw_attained(ax: Any, lines: list[Loads]) -> None:
     for loads in filter(len, lines):
         label, color = LOOKS[loads.role[0]]
-        for name, mark, look in (
-            ("attained", "o-", {"label": label}),
-            ("attained_first", ":", {"linewidth": 0.8}),
-            ("attained_gap", "--", {"linewidth": 0.8}),
-        ):
-            shares = 100 * getattr(loads, name)
-            style.curve(ax, loads.rate_per_card, shares, color, mark=mark, **look)
+        rates = loads.rate_per_card
+        style.curve(ax, rates, 100 * loads.attained, color, label)
+        for values, mark in ((loads.attained_first, ":"), (loads.attained_gap, "--")):
+            style.curve(ax, rates, 100 * values, color, mark=mark, linewidth=0.8)
     ax.axhline(90, color=GREY, linewidth=0.8, linestyle=":")
     title = "objectives kept (dotted: first; dashed: between)"
     rates = f"{RATES} (split: 2 read and 1 decodes)"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Part, Study, report
+from experiments.framework import Part, report
 from experiments.harness import cost_models
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate.runs import Row
@@ -21,7 +21,12 @@ from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity, Members, Served, driver
-from jaxkv.workloads import metrics, recordings
+from jaxkv.workloads import recordings
+from jaxkv.workloads.metrics import (
+    percentile,
+    time_per_output_token_s,
+    time_to_first_token_s,
+)
 from scaling.costs import devices, serving
 from scaling.shapes import published
 
@@ -74,6 +79,8 @@ class Config:
                         f"{devices.find(self.device).name}"
                     )
 
+
+SWITCH = ("traces", True)
 
 CONFIGS = {"azure": Config()}
 
@@ -135,8 +142,8 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         x[index] for x in (served.arrival_s, served.first_s, served.finish_s)
     )
     output = recording.output
-    waits_s = metrics.time_to_first_token_s(arrival_s, first_s)
-    each_s = metrics.time_per_output_token_s(first_s, finish_s, output)[output > 1]
+    waits_s = time_to_first_token_s(arrival_s, first_s)
+    each_s = time_per_output_token_s(first_s, finish_s, output)[output > 1]
     answered = ~np.isnan(finish_s)
     did = served.numbers(index)
     return did | {
@@ -146,12 +153,17 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         "recorded_s": float(recording.arrival_s[-1]),
         "finished_s": float(np.nanmax(finish_s)) if answered.any() else float("nan"),
         "normalised_s": float(np.nanmean((finish_s - arrival_s) / output)),
-        "first_p50_s": float(metrics.percentile(waits_s, 50)),
-        "first_p99_s": float(metrics.percentile(waits_s, 99)),
-        "each_p50_s": float(metrics.percentile(each_s, 50)),
-        "each_p99_s": float(metrics.percentile(each_s, 99)),
+        "first_p50_s": float(percentile(waits_s, 50)),
+        "first_p99_s": float(percentile(waits_s, 99)),
+        "each_p50_s": float(percentile(each_s, 50)),
+        "each_p99_s": float(percentile(each_s, 99)),
         "busy_share": did["busy_s"] / float(served.end_s[index]),
     }
+
+
+def metrics(result: list[Row]) -> dict[str, Any]:
+    """Lists the replays, under the names that the figures' metrics have."""
+    return {"capacities": [], "rows": result}
 
 
 def summary(result: list[Row]) -> list[Part]:
@@ -194,14 +206,3 @@ def plot(ax: Any, result: list[Row]) -> None:
         yscale="log",
     )
     ax.legend()
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=list,
-    run=run,
-    plot=plot,
-    metrics=lambda result: {"capacities": [], "rows": result},
-    summary=summary,
-    switch=("traces", True),
-)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Part, Sheet, Study, report
+from experiments.framework import Part, Sheet, report
 from experiments.serving.latency_vs_rate import published, runs, settings
-from experiments.serving.latency_vs_rate.published import PANELS, by_panel, ends
+from experiments.serving.latency_vs_rate.published import by_panel, ends
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -28,7 +28,7 @@ it, as a multiple of it."""
 class Config:
     """Which panels, for how long, at how many rates."""
 
-    panels: tuple[str, ...] = tuple(PANELS)
+    panels: tuple[str, ...] = tuple(published.PANELS)
     """Of figures 12 and 14, as the paper names them."""
     hours_share: float = 1.0
     """Of the time that a panel has: the published hour of load, a quarter of one for
@@ -44,12 +44,17 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
-        validation.among(self, "panels", known=PANELS)
+        validation.among(self, "panels", known=published.PANELS)
         validation.among(self, "systems", known=settings.SYSTEMS)
         validation.within(self, "hours_share", low=0, high=24, ends="(]")
         validation.at_least(self, "num_rates", low=2)
         validation.at_least(self, "num_near", low=0)
 
+
+claims = published.claims
+PANELS = (5, 3)
+PANEL_SIZE_INCHES = (2.6, 1.9)
+SWITCH = ("traces", False)
 
 CONFIGS = {
     "smoke": Config(
@@ -70,7 +75,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     for name in config.panels:
         if progress.stopped:
             break
-        panel = PANELS[name]
+        panel = published.PANELS[name]
         progress.show(f"figure {name}: {panel.title}")
         setting, most = panel.setting(), BEYOND * panel.axis
         seconds = 3600 * panel.hours * config.hours_share
@@ -149,7 +154,7 @@ def _capacities(result: list[Row]) -> Sheet:
                 ratio = load_curves.ratio(curves["paged"], curves[system], runs.BOUND)
                 found[system] += f" ({ratio:.2f})"
         cells = [found.get(system, "-") for system in settings.SYSTEMS]
-        rows.append((name, PANELS[name].title, *cells))
+        rows.append((name, published.PANELS[name].title, *cells))
     return Sheet(
         f"requests/s at {runs.BOUND} s a token",
         ("figure", "load", *settings.SYSTEMS),
@@ -162,7 +167,7 @@ def plot(axes: Any, result: list[Row]) -> None:
     """Draws figures 12 and 14 in two rows each, then 13; axes left over may go."""
     free, handles = iter(axes.ravel()), {}
     for name, rows in by_panel(result).items():
-        ax, panel = next(free), PANELS[name]
+        ax, panel = next(free), published.PANELS[name]
         runs.draw(ax, rows, f"{name}: {panel.title}")
         ax.set_xlim(0, panel.axis)
         lines, labels = ax.get_legend_handles_labels()
@@ -187,21 +192,7 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
         bars = ax.bar(x + dx, heights, 0.4, color=color)
         ax.bar_label(bars, fmt="%.1f", fontsize=5.5)
     ax.set_xticks(x, [row["system"].replace("Orca ", "").strip("()") for row in rows])
-    panel = PANELS[name]
+    panel = published.PANELS[name]
     letter, rate = "ab"[panel.data == "Alpaca"], rows[0]["rate_per_s"]
     ax.set_title(f"13{letter}: {panel.data}, {rate:g}/s; paper grey")
     ax.set_ylabel("requests at once")
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=list,
-    run=run,
-    plot=plot,
-    claims=published.claims,
-    metrics=metrics,
-    summary=summary,
-    panels=(5, 3),
-    panel_size_inches=(2.6, 1.9),
-    switch=("traces", False),
-)

@@ -16,7 +16,6 @@ from experiments.framework import (
     Floats,
     Ours,
     Record,
-    Study,
     Table,
     Texts,
     beside,
@@ -57,6 +56,9 @@ class Config:
         validation.above(self, "hours")
         validation.at_least(self, "seed", low=0)
 
+
+PANELS = (1, 2)
+SWITCH = ("hours", True)
 
 CONFIGS = {"paper": Config()}
 
@@ -199,14 +201,3 @@ def plot(axes: Any, result: Result) -> None:
         style.powers_of_two(ax)
         ax.set_xlabel("token places in a page")
         ax.legend()
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    panels=(1, 2),
-    switch=("hours", True),
-)

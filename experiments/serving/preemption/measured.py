@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Record, Study, beside, column, ours, table
+from experiments.framework import Ours, Part, Record, beside, column, ours, table
 from experiments.harness import Request, model_shapes, prompts
 from experiments.plotting import style
 from experiments.serving.preemption import moving
@@ -95,6 +95,10 @@ class Config:
         shares = ("watermark_shares", "swap_shares", "host_shares")
         validation.within(self, *shares, low=0, high=1)
 
+
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.6, 2.5)
+SWITCH = ("simulated_requests", False)
 
 CONFIGS = {
     "real": Config(),
@@ -469,16 +473,3 @@ def _draw_moves(ax: Any, moves: Moves) -> None:
     style.powers_of_two(ax)
     ax.set(yscale="log", xlim=(0.8 * sizes[0], 6 * sizes[-1]), xticks=sizes)
     ax.minorticks_off()
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    summary=summary,
-    panels=(2, 2),
-    panel_size_inches=(3.6, 2.5),
-    switch=("simulated_requests", False),
-)

@@ -19,7 +19,6 @@ from experiments.framework import (
     Ours,
     Part,
     Record,
-    Study,
     Table,
     Texts,
     beside,
@@ -74,6 +73,10 @@ class Config:
         validation.at_least(self, "simulated_requests")
         validation.at_least(self, "seed", low=0)
 
+
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.6, 2.5)
+SWITCH = ("simulated_requests", True)
 
 CONFIGS = {"paper": Config()}
 
@@ -318,16 +321,3 @@ def plot(axes: Any, result: Result) -> None:
         style.powers_of_two(ax)
         ax.set(xlabel="token places in a page", yscale="log")
         ax.legend(fontsize=6)
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    summary=summary,
-    panels=(2, 2),
-    panel_size_inches=(3.6, 2.5),
-    switch=("simulated_requests", True),
-)
