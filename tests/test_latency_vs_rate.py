@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import registry
+from experiments.framework import registry, run_folder
 from experiments.framework.study import of_module
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import (
@@ -17,10 +17,11 @@ from experiments.serving.latency_vs_rate import (
     runs,
     settings,
 )
-from experiments.serving.latency_vs_rate.published import PANELS, savings
+from experiments.serving.latency_vs_rate.published import PANELS, spared
 from jaxkv import clock
 from jaxkv.workloads import Curve, lengths, load_curves
 from tests.support import smoke
+from tests.support.folders import RECORDS
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -144,13 +145,14 @@ def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() ->
 
 
 def test_beams_share_more_than_samples() -> None:
-    found = savings(4)
-    assert 0 < found.samples < found.beams < 3 / 4
-    setting = PANELS["14e"].setting()
-    assert setting.spared == pytest.approx((1 - found.samples) / (1 - found.beams))
+    measured = run_folder.read(RECORDS / "sharing", registry.load("sharing")).result
+    samples, beams = (x.saved("short", 4) for x in (measured.samples, measured.beams))
+    assert 0 < samples < beams < 3 / 4
+    assert spared(4) == pytest.approx((1 - samples) / (1 - beams))
+    assert PANELS["14e"].setting().spared == spared(4)
     assert PANELS["14b"].setting().spared == 1
     with pytest.raises(ValueError, match="no requests of 3"):
-        savings(3)
+        spared(3)
 
 
 RECORDING = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -27,30 +27,28 @@ from jaxkv.workloads.metrics import (
     time_per_output_token_s,
     time_to_first_token_s,
 )
-from scaling.costs import devices, serving
+from scaling.costs import devices
 from scaling.shapes import published
 
 TRACES = ("azure_conv", "azure_code")
 FOLDER = "JAXKV_DATA"
 """The environment's variable that names the folder in which `traces/` lies."""
 
-MEMORY_SHARE = 0.9
-"""Of a GPU's memory that is used, vLLM's default; the rest is for activations."""
-PAGE_SIZE, MAX_SLOTS, HEAD = 16, 256, 16
+MAX_SLOTS, HEAD = 256, 16
 BUDGET = 2048
 """Tokens fed in a step: prompts are read in chunks beside what decodes."""
 MAX_LENGTH = 1 << 14
 """Tokens of the longest request; some are longer than the models were made for."""
 
 
-def num_pages(model: str, device: str, num_devices: int) -> int:
-    """Pages that fit beside the weights."""
-    return serving.max_batch(
-        published.describe(model),
-        devices.find(device),
-        context=PAGE_SIZE,
-        num_devices=num_devices,
-        memory_share=MEMORY_SHARE,
+def capacity(model: str, device: str, num_devices: int) -> Capacity:
+    """The pages that fit beside the weights."""
+    found = published.describe(model)
+    return Capacity.of(
+        num_pages=cost_models.num_pages(found, device, num_devices),
+        page_size=cost_models.PAGE_SIZE,
+        max_length=MAX_LENGTH,
+        token_budget=BUDGET,
     )
 
 
@@ -71,13 +69,19 @@ class Config:
         """Refuses models that the GPUs do not hold."""
         validation.among(self, "traces", known=TRACES, least=1)
         validation.at_least(self, "num_devices")
-        for name in self.models:
-            for num in self.num_devices:
-                if num_pages(name, self.device, num) * PAGE_SIZE < MAX_LENGTH:
-                    raise ValueError(
-                        f"{name} and {MAX_LENGTH:,} tokens do not fit {num} x "
-                        f"{devices.find(self.device).name}"
-                    )
+        for name, num in self.asked:
+            found = published.describe(name)
+            pages = cost_models.num_pages(found, self.device, num)
+            if pages * cost_models.PAGE_SIZE < MAX_LENGTH:
+                raise ValueError(
+                    f"{name} and {MAX_LENGTH:,} tokens do not fit {num} x "
+                    f"{devices.find(self.device).name}"
+                )
+
+    @property
+    def asked(self) -> list[tuple[str, int]]:
+        """Every model on every number of GPUs."""
+        return [*itertools.product(self.models, self.num_devices)]
 
 
 SWITCH = ("traces", True)
@@ -106,23 +110,17 @@ def find(trace: str) -> Path:
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     """Replays recordings, each by every model on every number of GPUs at a time."""
     rows: list[Row] = []
-    asked = [(name, num) for name in config.models for num in config.num_devices]
     for trace in config.traces:
         recording = recordings.read(find(trace))
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
             Members(
                 recording.workload(),
-                Capacity.of(
-                    num_pages=num_pages(name, config.device, num),
-                    page_size=PAGE_SIZE,
-                    max_length=MAX_LENGTH,
-                    token_budget=BUDGET,
-                ),
+                capacity(name, config.device, num),
                 fcfs.fcfs(),
                 cost_models.find(f"roofline:{name}:{config.device}:{num}").cost,
             )
-            for name, num in asked
+            for name, num in config.asked
         ]
         served = driver.simulate(
             driver.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
@@ -132,7 +130,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         rows += [
             {"panel": trace, "trace": trace, "model": name, "num_devices": num}
             | _row(served, i, recording)
-            for i, (name, num) in enumerate(asked)
+            for i, (name, num) in enumerate(config.asked)
         ]
     return rows
 

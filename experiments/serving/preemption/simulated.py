@@ -209,9 +209,8 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
         hold_new="hold new" in way.preemption,
         stackable=True,
     )
-    capacity = runs.capacity(pages)._replace(
-        page_size=jnp.int32(way.page_size),
-        max_swap_pages=jnp.int32(pages if swaps else 0),
+    capacity = runs.capacity(pages, way.page_size)._replace(
+        max_swap_pages=jnp.int32(pages if swaps else 0)
     )
     cost = settings.cost(server)._replace(swap_s=jnp.float32(swap_s(way.page_size)))
     return Members(load, capacity, policy, cost)
