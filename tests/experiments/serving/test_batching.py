@@ -8,7 +8,7 @@ import pytest
 
 from experiments.plotting import style
 from experiments.serving.batching import experiment, lectures, sweeps
-from experiments.serving.batching.experiment import CONFIGS, STUDY, Config, Result
+from experiments.serving.batching.experiment import CONFIGS, Config, Result
 from tests.support import smoke
 
 SMOKE = CONFIGS["smoke"]
@@ -85,8 +85,8 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     assert len(experiment.claims(result)) == 7
     style.render(
         lambda axes: experiment.plot(axes, result),
-        panels=STUDY.panels,
-        size_inches=STUDY.panel_size_inches,
+        panels=experiment.PANELS,
+        size_inches=experiment.PANEL_SIZE_INCHES,
     )
 
 
@@ -101,7 +101,7 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
 
 @pytest.mark.thorough
 def test_more_room_gains_more(result: Result) -> None:
-    found = STUDY.metrics(result)["limits"]
+    found = experiment.metrics(result)["limits"]
     best, *_, least = result.limits.means[::-1]  # paged and static batching
     assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
     assert found[-1]["gain"] > found[0]["gain"] > 1

@@ -119,13 +119,13 @@ def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
     assert not result.continuous.is_done.any()
     assert experiment.metrics(result)["continuous"]["tokens_per_s"] is None
     assert experiment.claims(result) == []
-    table, *_ = experiment.STUDY.tell(result)
+    table, *_ = experiment.summary(result)
     assert isinstance(table, Sheet)
     assert table.note.startswith("Stopped early: ")
     style.render(
         lambda axes: experiment.plot(axes, result),
-        panels=experiment.STUDY.panels,
-        size_inches=experiment.STUDY.panel_size_inches,
+        panels=experiment.PANELS,
+        size_inches=experiment.PANEL_SIZE_INCHES,
     )
 
 
