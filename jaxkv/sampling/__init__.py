@@ -1,6 +1,6 @@
 """From logits to tokens: penalties, truncation, keyed draws, beam search."""
 
-from jaxkv.sampling.sampler import Sampling as Sampling
+from jaxkv.sampling.sampler import Sampling
 
 __all__ = [
     "Sampling",
