@@ -296,7 +296,7 @@ def test_evicting_none_and_forgetting_all() -> None:
     assert evicted == 0
     assert_same(same, case)
     held = run.take_up(case, 4)
-    after, _ = run.evict(held, held.cache.idle.num)
+    after, _ = run.evict(held, int(held.cache.idle.num))
     assert pinned(after) == [4]
     assert after.pool.num_free == 5
     assert run.lookup(after, (NO_PAGE, 10, 0), (NO_PAGE, 10, 7)) == [NO_PAGE, 4]

@@ -28,7 +28,7 @@ from jaxkv.engine.state import (
     no_sequences,
 )
 from jaxkv.memory import Eviction, demand
-from jaxkv.sampling import beam_search, sampler
+from jaxkv.sampling import Params, beam_search
 
 
 class Requests(NamedTuple):
@@ -48,7 +48,7 @@ class Requests(NamedTuple):
     """The caller's names."""
     stop_tokens: Int32[Array, "requests max_stop_tokens"]
     """Tokens that end the sequence; -1 where unused."""
-    params: sampler.Params
+    params: Params
     """How tokens are drawn."""
     salt: UInt32[Array, " requests"]
     """Cached pages are shared only where salts are equal."""

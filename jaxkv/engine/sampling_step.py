@@ -23,8 +23,8 @@ from jaxkv.engine.state import (
     EngineState,
     Sequences,
 )
+from jaxkv.sampling import Params, sampler, top_k
 from jaxkv.sampling import beam_search as sampling_beam_search
-from jaxkv.sampling import sampler
 
 
 class Answer(NamedTuple):
@@ -63,7 +63,7 @@ class _Rows(NamedTuple):
 
     answer: Answer
     logits: Float[Array, "rows vocab"]
-    params: sampler.Params
+    params: Params
     scored: Bool[Array, " rows"]
 
 
@@ -208,7 +208,7 @@ def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
     """`beam_search.choices`; no beam goes on from logits that are not all finite."""
     sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
     ids, logprobs = sampling_beam_search.choices(logits, **sizes)
-    return ids, jnp.where(sampler.is_finite(logits)[:, None], logprobs, jnp.nan)
+    return ids, jnp.where(top_k.is_finite(logits)[:, None], logprobs, jnp.nan)
 
 
 def _in_tiles(function: Callable, rows: Any) -> Any:
@@ -239,7 +239,7 @@ def _score_prompts(
 
     def of_all() -> Array:
         found = sampler.token_logprobs(logits, token)
-        found = jnp.where(sampler.is_finite(logits), found, jnp.nan)
+        found = jnp.where(top_k.is_finite(logits), found, jnp.nan)
         return found.astype(jnp.float32)
 
     values = lax.cond(
