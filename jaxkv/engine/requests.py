@@ -158,24 +158,16 @@ def _written(
     config: EngineConfig,
 ) -> Sequences:
     """The sequences with new ones in the rows named; all else of these is blank."""
-    r = requests
+    r, known = requests, Sequences._fields
+    asked = {name: x for name, x in r._asdict().items() if name in known}
+    # Scores of a prompt come from reading all of it.
+    asked["reuses"] = r.reuses & ~r.prompt_scored
     new = no_sequences(row.shape[0], config)._replace(
-        tokens=r.tokens,
         status=jnp.full_like(row, WAITING),
-        request_id=r.request_id,
         group=group,
-        prompt_length=r.prompt_length,
         num_tokens=r.prompt_length,
         num_common=r.prompt_length,
-        limit=r.limit,
-        stop_tokens=r.stop_tokens,
-        params=r.params,
-        salt=r.salt,
-        # Scores of a prompt come from reading all of it.
-        reuses=r.reuses & ~r.prompt_scored,
-        scored=r.scored,
-        prompt_scored=r.prompt_scored,
-        arrival=r.arrival,
+        **asked,
     )
     return jax.tree.map(lambda old, x: arrays.put(old, row, x), sequences, new)
 

@@ -12,7 +12,6 @@ from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
 from jaxkv.engine.state import (
-    FINISHED,
     FULL,
     NOBODY,
     NOT_A_NUMBER,
@@ -91,7 +90,7 @@ def emit(
     emits = ready & ~groups.is_beam(state)
     rows = _look_up(state, result.logits[: config.max_slots], emits)
     draw = _draw(rows, emits, logits_fn, config)
-    state, emitted = _note(state, rows, draw, emits, config)
+    state, emitted = _note(state, rows, draw, emits)
     state = _score(state, rows, result, emitted, config)
 
     def choose(logits: Array) -> tuple[Array, Array]:
@@ -157,7 +156,6 @@ def _note(
     rows: _Rows,
     draw: sampler.Draw,
     emits: Bool[Array, " slots"],
-    config: EngineConfig,
 ) -> tuple[EngineState, Emitted]:
     """Appends the tokens, and says who has ended, and why."""
     s, sequence, known = state.sequences, state.slots.sequence, rows.answer.num_tokens
@@ -169,20 +167,14 @@ def _note(
     reason = jnp.where(stops, STOPPED, reason)
     reason = jnp.where(draw.invalid, NOT_A_NUMBER, reason)
     reason = jnp.where(emits, reason, NOT_ENDED)
-    now = jnp.broadcast_to(state.clock, (config.max_slots, 2))
-    begun = jnp.where(counts & (known == rows.answer.prompt_length), sequence, NOBODY)
-    ended = jnp.where(reason != NOT_ENDED, sequence, NOBODY)
     at = (sequence, jnp.where(counts, known, NOBODY))
-    state = state._replace(
-        sequences=s._replace(
-            tokens=arrays.put(s.tokens, at, draw.token),
-            num_tokens=arrays.put(s.num_tokens, sequence, total),
-            status=arrays.put(s.status, ended, FINISHED),
-            reason=arrays.put(s.reason, ended, reason),
-            first_token=arrays.put(s.first_token, begun, now),
-            finish=arrays.put(s.finish, ended, now),
-        )
+    s = s._replace(
+        tokens=arrays.put(s.tokens, at, draw.token),
+        num_tokens=arrays.put(s.num_tokens, sequence, total),
     )
+    begins = counts & (known == rows.answer.prompt_length)
+    state = state._replace(sequences=s)
+    state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
     return state, Emitted(draw, counts.astype(jnp.int32), reason)
 
 
