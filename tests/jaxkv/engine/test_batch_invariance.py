@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from tests.support import engines, margins
 from tests.support.batches import (
     PLACES,

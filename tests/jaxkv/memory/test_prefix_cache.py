@@ -74,10 +74,7 @@ class Programs:
         self._release = alone(page_pool.release_counted)
         self._rest, self._use = alone(prefix_eviction.rest), alone(prefix_eviction.use)
         self._evict = alone(prefix_eviction.evict)
-        self.forget, self.unsound = (
-            alone(prefix_eviction.forget),
-            alone(prefix_cache.unsound),
-        )
+        self.unsound = alone(prefix_cache.unsound)
 
     @staticmethod
     def rows(rows: tuple, *, with_page: bool) -> tuple[jax.Array, ...]:
@@ -299,7 +296,7 @@ def test_evicting_none_and_forgetting_all() -> None:
     assert evicted == 0
     assert_same(same, case)
     held = run.take_up(case, 4)
-    after = Case(*run.forget(*held))
+    after, _ = run.evict(held, int(held.cache.idle.num))
     assert pinned(after) == [4]
     assert after.pool.num_free == 5
     assert run.lookup(after, (NO_PAGE, 10, 0), (NO_PAGE, 10, 7)) == [NO_PAGE, 4]
@@ -884,4 +881,5 @@ def test_shapes_and_types_are_kept() -> None:
     assert jax.eval_shape(f, *arguments)[:2] == case
     f, arguments, _ = verbs_of(LARGE)["rest"]
     assert jax.eval_shape(f, *arguments) == case.cache
-    assert jax.eval_shape(prefix_eviction.forget, *case) == case
+    f, arguments, _ = verbs_of(LARGE)["evict"]
+    assert jax.eval_shape(f, *arguments)[:2] == case

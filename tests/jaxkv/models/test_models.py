@@ -13,7 +13,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.memory import kv_pages
 from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.paged import PagedForward
 from scaling.training import dense_forward
 from tests.support import engines
@@ -129,9 +129,7 @@ def test_shapes_and_axes_match_the_parameters() -> None:
     [
         dict(num_layers=3),
         dict(vocab_size=150, hidden_size=96, positions="learned"),
-        dict(
-            experts=transformer.Experts(num_experts=3, top_k=2, size=8, shared_size=8)
-        ),
+        dict(experts=Experts(num_experts=3, top_k=2, size=8, shared_size=8)),
     ],
 )
 def test_parameters_have_the_bits_of_those_drawn_one_by_one(
