@@ -170,20 +170,24 @@ def write_gguf(folder, path):
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     rope = config.get("rope_parameters") or config
     out = gguf.GGUFWriter(str(path), "llama")
-    out.add_context_length(config["max_position_embeddings"])
-    out.add_embedding_length(config["hidden_size"])
-    out.add_block_count(config["num_hidden_layers"])
-    out.add_feed_forward_length(config["intermediate_size"])
-    out.add_head_count(num_heads)
-    out.add_head_count_kv(num_kv)
-    out.add_key_length(head_dim)
-    out.add_value_length(head_dim)
-    out.add_rope_dimension_count(head_dim)
-    out.add_rope_freq_base(rope["rope_theta"])
-    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    out.add_vocab_size(config["vocab_size"])
-    out.add_file_type(gguf.LlamaFileType.ALL_F32)
-    out.add_tokenizer_model("no_vocab")
+    settings = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "head_count": num_heads,
+        "head_count_kv": num_kv,
+        "key_length": head_dim,
+        "value_length": head_dim,
+        "rope_dimension_count": head_dim,
+        "rope_freq_base": rope["rope_theta"],
+        "layer_norm_rms_eps": config["rms_norm_eps"],
+        "vocab_size": config["vocab_size"],
+        "file_type": gguf.LlamaFileType.ALL_F32,
+        "tokenizer_model": "no_vocab",
+    }
+    for name, value in settings.items():
+        getattr(out, "add_" + name)(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
