@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from experiments.bench.kernels import processes, report, runs
 from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
+from experiments.bench.peer_process import PeerProcess, start
 from experiments.framework import Study
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -94,7 +95,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        others, versions, absent = processes.everyone(python, stack, budget, num_calls)
+        peers, absent = start(stack, PeerProcess, python, processes.PEERS)
+        others = [processes.implementation(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
         ceilings = _measure_ceilings(config, target.platform)
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
@@ -109,7 +111,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     head: dict[str, Any] = {
         "device": target.kind,
         "ceilings": ceilings._asdict(),
-        "peers": versions,
+        "peers": {peer.name: peer.version for peer in peers},
         "num_layers": NUM_LAYERS,
         "max_s": budget.seconds,
     }

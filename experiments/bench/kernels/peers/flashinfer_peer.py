@@ -3,7 +3,7 @@
 import flashinfer
 import torch
 
-from experiments.bench.kernels.peers.torch_peer import Peer, Turn, stopwatch
+from experiments.bench.kernels.peers.torch_peer import Peer, stopwatch
 
 WORKSPACE_BYTES = 512 * 2**20
 """Room for partial results, as its examples have it, and more for large batches."""
@@ -30,7 +30,7 @@ class FlashInfer(Peer):
         def keys(i):
             return [x[tables[i], 0].flatten(0, 1) for x in (k, v)]
 
-        return Turn(shape.queries(), keys, (k, v), tables)
+        return shape.queries(), keys, (k, v), tables
 
     def ways(self, shape, turns):
         """Yields its wrapper for such rows; for single rows more than one."""
@@ -49,13 +49,13 @@ class FlashInfer(Peer):
         types = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype}
 
         def ready(turn):
-            pages, tables = turn.rest
+            q, _, pages, tables = turn
             wrapper, lists, masks = make(shape, tables, *options)
             plan_s, _ = stopwatch(
                 lambda: wrapper.plan(*lists, *sizes, **masks, **types), self.device
             )
             # Its rows lie one after the other, all heads of each side by side.
-            rows = turn.q.transpose(1, 2).flatten(0, 1).contiguous()
+            rows = q.transpose(1, 2).flatten(0, 1).contiguous()
 
             def call():
                 out = wrapper.run(rows, pages)

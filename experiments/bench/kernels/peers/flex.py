@@ -10,7 +10,7 @@ from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from experiments.bench.kernels.peers.sdpa import Sdpa
-from experiments.bench.kernels.peers.torch_peer import Peer, Turn, stopwatch
+from experiments.bench.kernels.peers.torch_peer import Peer, stopwatch
 
 MAX_TABLE_BYTES = 2**32
 """Of the tables that turn pages back to places, one entry a sequence and page."""
@@ -26,7 +26,7 @@ class Flex(Sdpa):
         if not (shape.is_equal and shape.rows == 1):
             plan = functools.partial(_mask, shape, max(shape.lengths))
             plan_s, mask = stopwatch(plan, self.device)
-        calls = [functools.partial(attend, x.q, *x.rest, mask) for x in turns]
+        calls = [functools.partial(attend, q, k, v, mask) for q, _, k, v in turns]
         yield "", calls, plan_s
 
 
@@ -57,7 +57,7 @@ class FlexPaged(Peer):
             split = (num_pages, shape.page_size, shape.head_dim)
             return [x[0, 0].view(split)[tables[i]].flatten(0, 1) for x in (k, v)]
 
-        return Turn(shape.queries(), keys, k, v, pages)
+        return shape.queries(), keys, k, v, pages
 
     def ways(self, shape, turns):
         """Yields the one way; its plan is the mask, made and converted."""
@@ -70,10 +70,9 @@ class FlexPaged(Peer):
             return pages.convert_logical_block_mask(mask, kv_len=lengths)
 
         calls, plan_s = [], None
-        for turn in turns:
-            k, v, pages = turn.rest
+        for q, _, k, v, pages in turns:
             plan_s, mask = stopwatch(functools.partial(plan, pages), self.device)
-            calls.append(functools.partial(attend, turn.q, k, v, mask))
+            calls.append(functools.partial(attend, q, k, v, mask))
         yield "", calls, plan_s
 
 

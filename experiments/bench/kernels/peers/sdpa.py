@@ -6,7 +6,7 @@ import torch
 import torch.nn.attention.bias
 from torch.nn.attention import SDPBackend
 
-from experiments.bench.kernels.peers.torch_peer import Peer, Turn
+from experiments.bench.kernels.peers.torch_peer import Peer
 
 
 class Sdpa(Peer):
@@ -23,7 +23,7 @@ class Sdpa(Peer):
         """Draws a turn."""
         size = (shape.batch, shape.kv_heads, max(shape.lengths), shape.head_dim)
         k, v = shape.random(*size), shape.random(*size)
-        return Turn(shape.queries(), lambda i: (k[i, 0], v[i, 0]), k, v)
+        return shape.queries(), lambda i: (k[i, 0], v[i, 0]), k, v
 
     def ways(self, shape, turns):
         """Yields a way for each backend."""
@@ -38,8 +38,9 @@ class Sdpa(Peer):
             lower_right = torch.nn.attention.bias.causal_lower_right
             options["attn_mask"] = lower_right(shape.rows, length)
         for name, backend in self.backends().items():
-            call = functools.partial(_attend, backend, options)
-            yield name.lower(), [functools.partial(call, turn) for turn in turns], None
+            attend = functools.partial(_attend, backend, options)
+            calls = [functools.partial(attend, q, k, v) for q, _, k, v in turns]
+            yield name.lower(), calls, None
 
 
 class CuDnn(Sdpa):
@@ -52,7 +53,7 @@ class CuDnn(Sdpa):
         return {"": [SDPBackend.CUDNN_ATTENTION]}
 
 
-def _attend(backend, options, turn):
+def _attend(backend, options, q, k, v):
     attend = torch.nn.functional.scaled_dot_product_attention
     with torch.nn.attention.sdpa_kernel(backend):
-        return attend(turn.q, *turn.rest, enable_gqa=True, **options)
+        return attend(q, k, v, enable_gqa=True, **options)

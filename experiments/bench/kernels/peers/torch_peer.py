@@ -91,19 +91,6 @@ class Shape:
         return (off / norm) ** 0.5
 
 
-class Turn:
-    """Arrays of one call; calls take turns so that no cache still has them.
-
-    Args:
-      q: queries, `[batch, q_heads, rows, head_dim]`.
-      keys: as `Shape.error` takes them.
-      rest: what a peer's own calls need besides.
-    """
-
-    def __init__(self, q, keys, *rest):
-        self.q, self.keys, self.rest = q, keys, rest
-
-
 class Peer(abc.ABC):
     """What peers have in common.
 
@@ -123,7 +110,11 @@ class Peer(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, shape):
-        """Draws the arrays of a turn."""
+        """Draws the arrays of a turn, so many that no cache has them in the next.
+
+        Gives queries, `[batch, q_heads, rows, head_dim]`; `keys` as `Shape.error` takes
+        it; and what its calls need besides.
+        """
 
     @abc.abstractmethod
     def ways(self, shape, turns):
@@ -149,9 +140,10 @@ class Peer(abc.ABC):
     def _best(self, shape, asked):
         turns = [self.draw(shape) for _ in range(asked["num_turns"])]
         found, refusals = [], []
+        q, keys, *_ = turns[0]
         for how, calls, plan_s in self.ways(shape, turns):
             try:
-                error = shape.error(turns[0].q, turns[0].keys, calls[0]())
+                error = shape.error(q, keys, calls[0]())
                 if not error <= asked["max_error"]:
                     raise RuntimeError(f"its answer is wrong: error={error:.2g}")
                 timing = measure(calls, asked["num_calls"], self.device)
