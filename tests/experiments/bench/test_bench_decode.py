@@ -52,7 +52,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def peer(python: Path, kind: str, folder: Path) -> experiment.Peer:
-    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder, 1)
+    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder)
 
 
 @pytest.mark.thorough
