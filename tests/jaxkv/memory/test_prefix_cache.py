@@ -26,24 +26,15 @@ from jaxkv.memory.prefix_cache import Prefixes
 from tests.support import pool_sized
 from tests.support.engines import FAST_COMPILE
 from tests.support.oracle import Oracle
+from tests.support.trees import assert_maps, assert_same, ints
 
 NUM_PAGES, ROWS, SIZE, LENGTH = 12, 3, 2, 7
 compiled: Any = partial(jax.jit, compiler_options=FAST_COMPILE)
 real_extend = hashing.extend
 
 
-def ints(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
-
-
 def salts(*values: int) -> jax.Array:
     return jnp.asarray(values, jnp.uint32)
-
-
-def assert_same(a: object, b: object) -> None:
-    """Every leaf equal, bit for bit."""
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 class Case(NamedTuple):
@@ -265,17 +256,6 @@ def test_a_page_in_use_keeps_all_before_it() -> None:
     case, evicted = run.evict(run.let_go(case, (0, 1, 2)), 2)
     assert evicted == 2
     assert pinned(case) == [0]
-
-
-def test_using_a_page_is_using_all_before_it() -> None:
-    assert order_of(run.used(run.used(make_tree(), 0, 1, 2), 4, 5)) == [
-        3,
-        2,
-        1,
-        0,
-        5,
-        4,
-    ]
 
 
 def test_recency_outlives_a_wrap_of_the_tick() -> None:
@@ -690,47 +670,43 @@ def few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "extend", extend)
 
 
+def long(*arguments: Any) -> Any:
+    return pytest.param(*arguments, 20_000, marks=pytest.mark.slow)
+
+
 @pytest.mark.thorough
-def test_a_random_walk_equals_the_model() -> None:
-    walk = Walk(0, 4, hashes=2**64)
-    for _ in range(1500):
+@pytest.mark.parametrize(
+    ("seed", "size", "rule", "steps"),
+    [
+        (0, 4, "LRU", 1500),
+        *((8, 4, rule, 500) for rule in ("FIFO", "LFU", "shallow first")),
+        *(
+            long(2 + i, size, rule)
+            for i, (size, rule) in enumerate(zip((1, 3, 4, 16), RULES, strict=True))
+        ),
+    ],
+)
+def test_a_random_walk_equals_the_model(
+    seed: int, size: int, rule: str, steps: int
+) -> None:
+    walk = Walk(seed, size, 2**64, rule)
+    for _ in range(steps):
         walk.step()
-    assert min(walk.seen[key] for key in ("hit", "equal", "evicted")) > 30, walk.seen
+    seen = min(walk.seen[key] for key in ("hit", "equal", "evicted"))
+    assert seen > min(steps, 1500) / 50, walk.seen
     assert all(run._cache_size() == 1 for run in walk.run.values())
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rule", ["FIFO", "LFU", "shallow first"])
-def test_a_random_walk_of_another_rule_equals_the_model(rule: str) -> None:
-    walk = Walk(8, 4, 2**64, rule)
-    for _ in range(500):
-        walk.step()
-    assert min(walk.seen[key] for key in ("hit", "equal", "evicted")) > 10, walk.seen
-
-
-@pytest.mark.thorough
 @pytest.mark.usefixtures("few_hashes")
-def test_a_random_walk_of_few_hashes_equals_the_model() -> None:
-    walk = Walk(1, 1, hashes=5)
-    for _ in range(700):
+@pytest.mark.parametrize(("seed", "size", "steps"), [(1, 1, 700), long(6, 2)])
+def test_a_random_walk_of_few_hashes_equals_the_model(
+    seed: int, size: int, steps: int
+) -> None:
+    walk = Walk(seed, size, hashes=5)
+    for _ in range(steps):
         walk.step()
     assert min(walk.seen.values()) > 20, walk.seen
-
-
-@pytest.mark.slow
-def test_a_long_random_walk_equals_the_model() -> None:
-    for seed, (size, rule) in enumerate(zip([1, 3, 4, 16], RULES, strict=True)):
-        walk = Walk(2 + seed, size, 2**64, rule)
-        for _ in range(20_000):
-            walk.step()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_hashes")
-def test_a_long_random_walk_of_few_hashes_equals_the_model() -> None:
-    walk = Walk(6, 2, hashes=5)
-    for _ in range(20_000):
-        walk.step()
 
 
 # ---------------------------------------------------------------- faults, purity
@@ -810,20 +786,18 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
 
 @pytest.mark.thorough
 def test_vmap_equals_single_runs() -> None:
-    def everything(state: State, calls: dict) -> dict:
-        return {verb: f(state, *calls[verb]) for verb, f in operations(4).items()}
-
     walk, moments = Walk(7, 4, hashes=2**64), []
     for _ in range(4):
         for _ in range(40):
             walk.step()
         moments.append((walk.state, dict(walk.calls)))
-    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *moments)
-    after = compiled(jax.vmap(everything))(*together)
-    for i, (state, calls) in enumerate(moments):
-        for verb, f in walk.run.items():
-            one = jax.tree.map(lambda leaf, i=i: leaf[i], after[verb])
-            assert_same(one, f(state, *calls[verb]))
+
+    def each_of(verbs: dict[str, Any]) -> Any:
+        return lambda state, calls: {
+            verb: f(state, *calls[verb]) for verb, f in verbs.items()
+        }
+
+    assert_maps(each_of(operations(4)), moments, each_of(walk.run))
 
 
 LARGE = 65_521
