@@ -420,11 +420,3 @@ def strolls() -> list[tuple[State, dict]]:
 def test_vmap_equals_single_runs(verb: str, strolls: list[tuple[State, dict]]) -> None:
     calls = [(*state, arguments[verb]) for state, arguments in strolls]
     assert_maps(operations(4)[verb], calls, programs(4)[0][verb])
-
-
-def test_shapes_and_types_are_kept() -> None:
-    """So that a state may be the carry of a scan."""
-    pool, table = make_state()
-    reserve = operations(4)["reserve"]
-    after = jax.eval_shape(reserve, pool, table, (table.length, table.length))
-    assert after[:2] == jax.eval_shape(lambda: (pool, table))

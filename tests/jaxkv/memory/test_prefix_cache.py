@@ -1,6 +1,5 @@
 """The prefix cache: hand-worked cases, walks against a plain model, faults, purity."""
 
-import re
 from functools import cache as memo
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from jaxkv.memory import (
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.prefix_cache import Prefixes
-from tests.support import pool_sized
 from tests.support.engines import FAST_COMPILE
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
@@ -798,64 +796,3 @@ def test_vmap_equals_single_runs() -> None:
         }
 
     assert_maps(each_of(operations(4)), moments, each_of(walk.run))
-
-
-LARGE = 65_521
-MOVED = 8
-
-
-def verbs_of(num_pages: int) -> dict[str, tuple[Any, tuple, tuple[int, ...]]]:
-    """Each operation, shapes of its arguments for such a pool, and what it consumes."""
-
-    def shapes(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype)
-
-    case = jax.eval_shape(lambda: make_large(num_pages))
-    ids, tokens = shapes(MOVED), shapes(MOVED, 16)
-    salt, wanted = shapes(MOVED, dtype=jnp.uint32), shapes(MOVED, dtype=bool)
-    rows, cache = shapes(3, MOVED), case.cache
-    return {
-        "lookup": (prefix_cache.lookup, (cache, ids, tokens, salt), ()),
-        "match": (prefix_cache.match, (cache, tokens, ids, salt, wanted), ()),
-        "enter": (prefix_cache.enter, (*case, ids, ids, tokens, salt), (0, 1)),
-        "use": (prefix_eviction.use, (cache, rows), (0,)),
-        "rest": (prefix_eviction.rest, (cache, rows, rows), (0,)),
-        "evict": (prefix_eviction.evict, (*case, shapes()), (0, 1)),
-    }
-
-
-def make_large(num_pages: int) -> Case:
-    return Case(
-        prefix_cache.make_prefixes(num_pages, 16), page_pool.make_pool(num_pages)
-    )
-
-
-@pytest.mark.parametrize("verb", verbs_of(8))
-def test_cost_does_not_grow_with_the_pool(verb: str) -> None:
-    temporary, looks = [], []
-    for num_pages in (LARGE // 8, LARGE):
-        f, arguments, donated = verbs_of(num_pages)[verb]
-        program = jax.jit(f, donate_argnums=donated).lower(*arguments).compile()
-        memory = program.memory_analysis()
-        assert memory is not None
-        temporary.append(memory.temp_size_in_bytes)
-        looks.append(pool_sized.largest_look(f, arguments))
-    # Counts, buckets and tokens are all of 2**16 rows or nearly so.
-    assert not re.findall(r"\[(65521|65536)[\d,]*\]\S* copy\(", str(program.as_text()))
-    assert temporary[1] - temporary[0] < LARGE // 16
-    assert looks[0] == looks[1] < LARGE // 2
-
-
-def test_a_look_at_every_page_would_be_found() -> None:
-    case = jax.eval_shape(lambda: make_large(LARGE))
-    assert pool_sized.largest_look(lambda c: c.pinned.sum(), case[:1]) == LARGE
-
-
-def test_shapes_and_types_are_kept() -> None:
-    """So that a state may be the carry of a scan."""
-    case = jax.eval_shape(lambda: make_large(LARGE))
-    f, arguments, _ = verbs_of(LARGE)["enter"]
-    assert jax.eval_shape(f, *arguments)[:2] == case
-    f, arguments, _ = verbs_of(LARGE)["rest"]
-    assert jax.eval_shape(f, *arguments) == case.cache
-    assert jax.eval_shape(prefix_eviction.forget, *case) == case
