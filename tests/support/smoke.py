@@ -13,7 +13,7 @@ import jax
 from experiments.cli import run as cli_run
 from experiments.framework import registry, run_folder
 from experiments.framework.claims import Claim
-from tests.support import engines
+from tests.support import engines, texts
 
 QUICK = {
     *("bench_fit", "cost_check", "fit_coverage", "known_entropy", "latency_vs_rate"),
@@ -69,13 +69,8 @@ def _swept(config: Any) -> dict[str, Any]:
 
 def _trained(config: Any) -> dict[str, Any]:
     # A small text: the standard library takes a second to read.
-    text = folder() / "text"
-    text.mkdir()
-    for i in range(30):
-        (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x\n" * 20)
-    corpus = dataclasses.replace(
-        config.trunk.corpus, pattern=f"{text}/*.py", held_out=0.2
-    )
+    pattern = texts.write_functions(folder() / "text", num=30, times=20)
+    corpus = dataclasses.replace(config.trunk.corpus, pattern=pattern, held_out=0.2)
     return {
         "trunk": dataclasses.replace(config.trunk, corpus=corpus),
         "folder": str(folder() / "trained"),

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jaxkv.models import transformer
-from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora, streams
 from scaling.training import objectives
 from tests.support import mutation
 from tests.support.mutation import Bug
+from tests.support.shapes import SMALL
 
 
 @pytest.fixture
@@ -281,16 +281,7 @@ def test_streams_are_scored_in_the_same_windows() -> None:
 
 @pytest.mark.usefixtures("fast_compile")
 def test_score_of_a_stream() -> None:
-    model = ModelConfig(
-        vocab_size=7,
-        hidden_size=8,
-        num_layers=1,
-        num_q_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_size=8,
-        max_positions=16,
-    )
+    model = dataclasses.replace(SMALL, vocab_size=7)
     held_out = np.random.default_rng(0).integers(0, 7, 500).astype(np.uint16)
     params = transformer.init_params(model, jax.random.key(0))
 
