@@ -76,6 +76,8 @@ def test_a_record_is_judged_again_as_it_was(name: str) -> None:
             np.testing.assert_allclose(ours_, theirs_, rtol=1e-12, err_msg=key)
             del theirs[key]
         assert ours == theirs
+    config_json.dumps(kept.metrics)
+    assert kept.parts
 
 
 OF_SMOKE = ("batching", "bench_simulate", "rivals")

@@ -48,15 +48,6 @@ def test_whole_documents_are_held_out_by_name(folder: Path) -> None:
         assert (place < 0.25) == (name in held_out)
 
 
-def test_split_of_a_document_does_not_depend_on_the_others(folder: Path) -> None:
-    before = load(folder)
-    for name in names(before.train)[::2]:
-        (folder / name).unlink()
-    (folder / "new.txt").write_text("new")
-    after = load(folder)
-    assert set(names(after.held_out)) - {"new.txt"} == set(names(before.held_out))
-
-
 def test_documents_that_teach_nothing_are_left_out(folder: Path) -> None:
     (folder / "a_copy.txt").write_text((folder / "deep" / "3.txt").read_text())
     (folder / "empty.txt").touch()

@@ -86,20 +86,6 @@ NUM_TOKENS = 50_000
 """Of the streams that are made up here, so that one program reads all of them."""
 
 
-@pytest.mark.thorough
-def test_a_constant_text_is_soon_certain(config: TrainConfig) -> None:
-    config = dataclasses.replace(config, num_steps=40)
-    stream = jnp.full((NUM_TOKENS,), 97, jnp.uint16)
-    seed, schedule = jnp.int32(0), Schedule.of(config)
-    state = step.init(MODEL, config.optimizer, seed)
-    call = step.compiled(MODEL, config.optimizer, 4, 16)
-    state, loss = call(state, stream, schedule, seed, jnp.int32(40))
-    assert int(state.step) == 40
-    windows = jnp.full((1, 9), 97, jnp.int32)
-    after = objectives.token_losses(state.params, windows, model=MODEL).mean()
-    assert float(after) < 0.5 < float(loss) < math.log(257)
-
-
 def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
