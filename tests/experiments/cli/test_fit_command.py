@@ -392,34 +392,25 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         ("log.csv --where N>1 --hold-out N>1", "both --where and --hold-out; which?"),
         ("log.csv --columns U", "--columns U: must be INPUT=COLUMN"),
         ("log.csv --law data-constrained", "the law reads num_unique_tokens; name"),
-        ("log.csv --n x", "--n x: no such column; there is N, D, loss"),
         ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),
         ("log.csv --law kaplan-n --ignore row==2", "num_params is the same in all 2"),
         ("log.csv --bootstrap -1", "jaxkv: bootstrap=-1 must be at least 0"),
-        ("bad.csv", "row 2 (line 3): loss is 'x', not a number"),
         ("log.csv --loss-kindd mse", "did you mean --loss-kind?"),
-        ("/dev/zero", "/dev/zero: cannot be read: it is a device, not a file"),
         ("log.csv --level 2", "jaxkv: level=2.0 must be in (0, 1)"),
         ("log.csv --law power-floor --ignore row==1", "2 points are too few for the 3"),
         ("log.csv --by data", "log.csv: no column 'data'; there is N, D, loss"),
         ("log.csv --by ,", "--by ,: must name a column"),
-        ("log.csv --best-of M", "--best-of M: no such column; there is N, D, loss"),
         ("log.csv --last-of run", "--last-of run: no such column; there is N, D, los"),
         ("log.csv --columns U=N", "--columns U: no law here reads it: unknown input"),
         ("log.csv --n N --columns num_params=D", "--n N and --columns num_params=D;"),
         ("log.csv --fix E", "--fix E: must be NAME=VALUE, and '' is no finite number"),
         ("log.csv --fix E=1 E=2", "--fix and --bound: each coefficient once"),
-        ("log.csv --fix F=1", "F=1: chinchilla has no such coefficient; it has A, B"),
-        ("log.csv --fix alpha=9", "alpha=9: must be in [0.001, 2]"),
         ("log.csv --bound E=3", "--bound E=3: must be NAME=LOW:HIGH"),
-        ("log.csv --bound E=3:1", "E in [3, 1]: the first must be below the second"),
-        ("log.csv --loss-unit -1", "loss_unit=-1.0 must be above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
     jaxkv: Command, args: str, line: str
 ) -> None:
     Path("log.csv").write_text("N,D,loss\n1,2,3\n4,5,3\n1,7,2\n")
-    Path("bad.csv").write_text("N,D,loss\n1,2,3\n4,5,x\n")
     assert_refused(jaxkv, f"fit {args}", line)
     assert not Path("runs").exists()
