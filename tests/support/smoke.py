@@ -13,6 +13,8 @@ import jax
 from experiments.cli import run as cli_run
 from experiments.framework import registry, run_folder
 from experiments.framework.claims import Claim
+from experiments.framework.study import Study
+from experiments.plotting import style
 from tests.support import engines, texts
 
 QUICK = {
@@ -95,6 +97,15 @@ def ours(claims: Iterable[Claim]) -> dict[str, float]:
     found = {claim.claim: claim.ours for claim in listed}
     assert len(found) == len(listed)
     return found
+
+
+def draw(study: Study, result: Any) -> dict[str, bytes]:
+    """The files of a figure, of a result that lies in no folder."""
+    return style.render(
+        lambda axes: study.plot(axes, result),
+        panels=study.panels,
+        size_inches=study.panel_size_inches,
+    )
 
 
 @functools.cache

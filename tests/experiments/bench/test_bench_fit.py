@@ -1,22 +1,18 @@
 """The benchmark of fitting: everyone finds the same, with the right gradient."""
 
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.bench.fit import experiment, peers
-from experiments.cli import main
 from experiments.training.fit_coverage import surfaces
+from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
 
 
-def test_rows_for_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["bench", "fit", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert main.main(args) == 0
-    document = json.loads(capsys.readouterr().out)
-    rows = document["rows"]
+def test_rows_for_everyone(jaxkv: Command) -> None:
+    found = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
+    rows = found["rows"]
     assert [row["method"] for row in rows[:3]] == [
         *("jaxkv", "jaxkv, first call", "NumPy gradient + SciPy BFGS")
     ]
@@ -27,7 +23,7 @@ def test_rows_for_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         # Everyone ends near the same optima, ours never above by more than rounding.
         assert row["worst_excess"] < (1e-8 if "jaxkv" in row["method"] else 1e-4)
     assert min(row["worst_excess"] for row in rows) < 1e-9
-    assert document["details"][0]["resamples"] == 20
+    assert found["details"][0]["resamples"] == 20
 
 
 def test_a_piece_is_whole_or_not_there() -> None:
