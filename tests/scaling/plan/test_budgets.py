@@ -56,7 +56,8 @@ def test_the_lecture_and_the_paper() -> None:
     assert found.num_params == pytest.approx(4.7476e10, rel=1e-4)
     assert found.num_tokens == pytest.approx(1.9715e12, rel=1e-4)
     assert found.loss == pytest.approx(1.89696, abs=1e-5)
-    # Rounding the exponents moves tokens per parameter from 59 to 93.
+    # Hoffmann et al.: 5.76e23 FLOPs; rounding the exponents of the source's digits
+    # moves tokens per parameter from 59 to 93.
     for name, ratio in (("hoffmann-tex", 59), ("hoffmann", 93)):
         powers = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS[name])
         optimum = budgets.allocate(powers, 5.76e23)
