@@ -194,21 +194,16 @@ def _growth(
     requests = np.arange(1, int(most.max()) + 1)
     fits = requests <= most[:, None]
     memory = server.weight_bytes + requests * held[:, None] * token_bytes
-
-    def step_s(batch: jax.Array, context: jax.Array) -> jax.Array:
-        zero = jnp.zeros((), jnp.int32)
-        decodes = batch.astype(jnp.int32)
-        work = Work(*(zero,) * len(Work._fields))
-        work = work._replace(
-            num_decodes=decodes,
-            num_drawn=decodes,
-            decode_context=(batch * context).astype(jnp.int32),
-        )
-        return cost(work)
-
-    batches = jnp.asarray(requests, jnp.float32)
-    every = jax.jit(jax.vmap(jax.vmap(step_s, (0, None)), (None, 0)))
-    seconds = np.asarray(every(batches, jnp.asarray(context, jnp.float32)))
+    decodes = jnp.asarray(np.broadcast_to(requests, fits.shape), jnp.int32)
+    tokens = (
+        jnp.asarray(requests, jnp.float32) * jnp.asarray(context, jnp.float32)[:, None]
+    )
+    work = Work(*(jnp.zeros_like(decodes),) * len(Work._fields))._replace(
+        num_decodes=decodes,
+        num_drawn=decodes,
+        decode_context=tokens.astype(jnp.int32),
+    )
+    seconds = np.asarray(jax.jit(jax.vmap(jax.vmap(cost)))(work))
     return Growth(
         requests=requests,
         memory_bytes=np.where(fits, memory, np.nan),
