@@ -32,8 +32,7 @@ from jaxkv.engine.step import StepInfo
 from jaxkv.memory import Eviction, prefix_cache
 from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
-from jaxkv.sampling import sampler
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling, sampler
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import host_swap, outputs
 from jaxkv.text.tokenizer import ByteTokenizer
