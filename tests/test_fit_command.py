@@ -12,13 +12,14 @@ import pytest
 from matplotlib import pyplot as plt
 
 from experiments.cli.fit import command as fit_command
-from experiments.cli.fit import drawing, frontiers, grids
+from experiments.cli.fit import drawing, fitting, grids
 from experiments.cli.fit.report import metrics, summary
 from experiments.training.fit_coverage import surfaces
 from jaxkv.progress import Quiet
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json
+from scaling.frontiers import find
 from scaling.laws.published import CHINCHILLA
 from scaling.logs.log import read
 from tests.support import traces
@@ -129,7 +130,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
         space="linear",
         bootstrap=0,
     )
-    document = json.loads(fit_command.run(config).document)
+    document = json.loads(fitting.run(config).document)
     published = {"a": 113.69, "b": 189.52, "eta": -0.24247, "E": 1.50825}
     for name, value in published.items():
         assert document["coefficients"][name] == pytest.approx(value, rel=1e-4)
@@ -156,7 +157,7 @@ def test_laws_stand_side_by_side(sweep: Path) -> None:
         hold_out="flops > 5e15",
         bootstrap=0,
     )
-    result = fit_command.run(config)
+    result = fitting.run(config)
     document = metrics(result)
     assert [fit["law"] for fit in document["fits"]] == ["chinchilla", "kaplan-d"]
     assert [fit["held_out"]["num_points"] for fit in document["fits"]] == [7, 7]
@@ -266,7 +267,7 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
     config = fit_command.Config(
         log=str(tmp_path / "log.csv"), law="kaplan-d", bootstrap=0
     )
-    document = json.loads(fit_command.run(config).document)
+    document = json.loads(fitting.run(config).document)
     assert document["frontiers"] == []
     assert (
         "no envelope: curves of 1 size: below 3, the best one has no neighbour on "
@@ -289,7 +290,7 @@ class Impatient(Quiet):
 @pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
     config = fit_command.Config(log=str(sweep), law="chinchilla,kaplan-d")
-    result = fit_command.run(config, Impatient())
+    result = fitting.run(config, Impatient())
     document = json.loads(result.document)
     for fit in (document, *document["others"]):
         assert fit["samples"] is None
@@ -321,10 +322,10 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
     monkeypatch.setattr(grids, "MAX_ROWS", 20)
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
-    monkeypatch.setattr(frontiers, "MAX_GROUPED", 28)
+    monkeypatch.setattr(find, "MAX_GROUPED", 28)
     monkeypatch.setattr(profile, "profile", None)  # it is not called
     config = fit_command.Config(log=str(sweep), bootstrap=50)
-    result = fit_command.run(config)
+    result = fitting.run(config)
     document = json.loads(result.document)
     assert document["notes"][2:] == [
         abridged(34),
@@ -389,7 +390,7 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         log = tmp_path / f"log{scale}.csv"
         np.savetxt(log, rows, "%.10g", ",", header="N,C,loss", comments="")
         config = fit_command.Config(log=str(log), bootstrap=100)
-        document = json.loads(fit_command.run(config).document)
+        document = json.loads(fitting.run(config).document)
         found = {each["method"]: each["a"] for each in document["frontiers"]}
         is_sound = scale == 1
         assert ("parabola, corrected" in found) == is_sound

@@ -9,11 +9,13 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, sections 3.1 and 3.2.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from jaxkv.progress import QUIET, Progress
 
 FINE, FEW, EDGE, DOWNWARD, OUTSIDE, DEEP = range(6)
 """What became of the search for a minimum."""
@@ -99,9 +101,6 @@ class Frontier(NamedTuple):
 Find = Callable[[Float[np.ndarray, "resamples runs"]], Minima]
 """Finds minima, given how often each run counts: once, or as a resample drew it."""
 
-Track = Callable[[Iterable[int]], Iterator[int]]
-"""Passes items on under a progress bar; may end before them."""
-
 
 def frontier(
     method: str,
@@ -112,7 +111,7 @@ def frontier(
     resamples: int = 0,
     seed: int = 0,
     level: float = 0.9,
-    track: Track = iter,
+    progress: Progress = QUIET,
 ) -> Frontier:
     """Finds minima, lays power laws through them, and bootstraps the exponents.
 
@@ -128,8 +127,7 @@ def frontier(
       resamples: of the bootstrap; 0 for no intervals.
       seed: of its draws.
       level: of the intervals, percentiles, in (0, 1).
-      track: watches the bootstrap, in chunks of `CHUNK`; what was done when it ends is
-        used.
+      progress: watches the bootstrap; what was drawn when it is stopped is used.
 
     Returns:
       The frontier. Without two minima at different budgets it has no laws, and a
@@ -148,8 +146,7 @@ def frontier(
         return Frontier(method, flops, minima, None, None, None, 0, tuple(warnings))
     draws = np.random.default_rng(seed)
     slopes: dict[str, list[np.ndarray]] = {name: [] for name in _LAWS}
-    sizes = [min(CHUNK, resamples - start) for start in range(0, resamples, CHUNK)]
-    for size in track(sizes):
+    for size in _chunks(resamples, method, progress):
         found = find(_draw(draws, size, strata))
         for name in _LAWS:
             slopes[name].append(_power(flops, getattr(found, name))[0])
@@ -190,6 +187,19 @@ def frontier(
 
 
 _LAWS = ("num_params", "num_tokens", "loss")
+
+
+def _chunks(resamples: int, method: str, progress: Progress) -> Iterator[int]:
+    """Numbers of resamples to draw at a time, under a bar that counts them."""
+    if not resamples or progress.stopped:
+        return
+    update = progress.bar(method, resamples, "resamples")
+    for done in range(0, resamples, CHUNK):
+        if progress.stopped:
+            return
+        size = min(CHUNK, resamples - done)
+        yield size
+        update(done + size)
 
 
 def _shorten(refused: list[str], method: str, num_budgets: int) -> list[str]:

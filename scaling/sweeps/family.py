@@ -4,6 +4,7 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2, for isoFLOP sweeps.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
@@ -73,8 +74,6 @@ class FamilySweep:
     """Runs with fewer or more are left out: they are far from the optimum."""
     num_eval_windows: int = 2048
     """Held-out windows that all models are scored on."""
-    keep_models: bool = False
-    """Whether the trained models are kept in the folder, for the engine to serve."""
 
     @property
     def sweep(self) -> SweepConfig:
@@ -83,10 +82,24 @@ class FamilySweep:
         Raises:
           ValueError: it is none.
         """
-        names = {x.name for x in dataclasses.fields(FamilySweep)}
-        given = {name: getattr(self, name) for name in names - {"widths", "num_layers"}}
-        models = (shape(x, self.num_layers, self.seq_len) for x in self.widths)
-        return SweepConfig(models=tuple(models), base_width=BASE_WIDTH, **given)
+        return sweep_of(self)
+
+
+def sweep_of(config: Any, **others: Any) -> SweepConfig:
+    """The grid of a config of this family.
+
+    Args:
+      config: has `widths`, `num_layers`, `seq_len`, and what else it has of
+        `SweepConfig`.
+      others: further fields.
+
+    Raises:
+      ValueError: it is none.
+    """
+    names = {x.name for x in dataclasses.fields(SweepConfig)}
+    given = {name: value for name, value in vars(config).items() if name in names}
+    models = tuple(shape(x, config.num_layers, config.seq_len) for x in config.widths)
+    return SweepConfig(models=models, base_width=BASE_WIDTH, **given, **others)
 
 
 ISOFLOP = {

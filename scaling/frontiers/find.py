@@ -4,29 +4,36 @@ Approach 2 wherever runs share budgets, by every method, and approach 1 where th
 training curves: their exponents stand beside the fitted law's.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv.progress import Progress
 from scaling.fits import FitResult
-from scaling.frontiers import Frontier, Groups, envelope, isoflop, parabola
-from scaling.frontiers import frontier as frontiers_frontier
-from scaling.frontiers.frontier import CHUNK, NEAR, Find, compare, disagreement
-from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, find_groups
+from scaling.frontiers import envelope, isoflop, parabola
+from scaling.frontiers.frontier import (
+    CHUNK,
+    NEAR,
+    Find,
+    Frontier,
+    compare,
+    disagreement,
+    frontier,
+)
+from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, Groups, find_groups
 from scaling.logs import LETTERS, Log
 
 ENVELOPE = "envelope"
 PARABOLA = "parabola"
 CORRECTED = "parabola, corrected"
-PROJECTION, ROBUST = "projection", "projection, robust"
 ROBUST_RESAMPLES = 4 * CHUNK
-"""At most, since each takes several fits; the first ones of every method's."""
+"""Of the robust projection at most, since each takes several fits; the first ones of
+every method's."""
 NUM_BUDGETS = 500
 """Of the envelope; more do not change its exponent in the third digit."""
 MAX_GROUPED = 2048
 """Runs in isoFLOP groups; of more, so many drawn at random, from every group alike."""
+_NO_GROUPS = Groups((), np.empty(0, int), 0)
 
 
 class Found(NamedTuple):
@@ -59,8 +66,8 @@ class Found(NamedTuple):
             # An envelope always ends in its smallest and its largest size.
             if each.method != ENVELOPE or "edge of the sizes" not in line
         ]
-        said += self.doubts
-        return said + compare(self.windows, what="window of the parabola")
+        windows = compare(self.windows, what="window of the parabola")
+        return [*said, *self.doubts, *windows]
 
 
 def find(
@@ -84,94 +91,93 @@ def find(
       seed: of the draws.
       progress: watches; once it is stopped, what was drawn is used.
     """
-
-    def frontier(
-        method: str, found: Find, flops: np.ndarray, strata: np.ndarray
-    ) -> Frontier:
-        most = min(resamples, ROBUST_RESAMPLES) if method == ROBUST else resamples
-        return frontiers_frontier.frontier(
-            method,
-            found,
-            flops,
-            strata,
-            resamples=0 if progress.stopped else most,
-            level=level,
-            seed=seed,
-            track=lambda sizes: _track(sizes, method, progress),
-        )
-
-    if missing := [
-        x for x in ("num_params", "num_tokens", "loss") if x not in log.columns
-    ]:
-        nothing = Groups((), np.empty(0, int), len(log.runs))
-        said = " and ".join(LETTERS[x] for x in missing)
-        line = f"no isoFLOP groups, no envelope: the log has no {said}"
-        return Found(nothing, [], [], None, [line], [])
+    names = ("num_params", "num_tokens", "loss")
+    if missing := [LETTERS[x] for x in names if x not in log.columns]:
+        said = " and ".join(missing)
+        note = f"no isoFLOP groups, no envelope: the log has no {said}"
+        return Found(_NO_GROUPS, [], [], None, [note], [])
+    options: dict[str, Any] = {"level": level, "seed": seed, "progress": progress}
     notes: list[str] = []
     groups = _groups(log, tolerance, notes)
-    results: list[Frontier] = []
-    windows: list[Frontier] = []
-    doubts: list[str] = []
-    exponents = None
-    if len(groups.groups) < 2:
+    if len(groups.groups) > 1:
+        found = _by_groups(groups, notes, resamples, options)
+    else:
         notes.append(
             f"no isoFLOP groups: fewer than two budgets have {MIN_SIZES} "
             f"sizes within {tolerance:.0%}"
         )
-        groups = Groups((), np.empty(0, int), len(log.runs))
-    else:
-        surface = isoflop.surface(groups)
-        robust = isoflop.surface(groups, robust=True)
-        methods: list[tuple[str, Find]] = [
-            (PARABOLA, isoflop.by_parabola(groups)),
-            ("akima", isoflop.by_akima(groups)),
-            (PROJECTION, isoflop.by_projection(groups, surface)),
-            (ROBUST, isoflop.by_projection(groups, robust)),
-        ]
-        if num := groups.num_merged:
-            sizes = "size is" if num == 1 else "sizes are"
-            notes.append(
-                f"{num} {sizes} within {SAME_SIZE:.0%} of another in an "
-                "isoFLOP group, and merged with it"
-            )
-        if groups.num_left:
-            notes.append(f"{groups.num_left} runs are in no isoFLOP group")
-        flops, strata = groups.flops, groups.strata
-        results = [frontier(*method, flops, strata) for method in methods]
-        bare = [
-            (f"parabola of {window}", isoflop.by_parabola(groups, window))
-            for window in isoflop.WINDOWS
-            if max(group.sizes.size for group in groups.groups) >= window
-        ]
-        windows = [frontiers_frontier.frontier(*each, flops, strata) for each in bare]
-        doubts = [
-            f"projection: {line}" for line in isoflop.doubts(groups, surface, robust)
-        ]
-        doubts += disagreement(results)
-        if doubts:
-            notes.append(
-                "the bias of parabolas is not told or taken out: the surface that it "
-                "is computed from is in doubt"
-            )
-        elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
-            exponents = float(surface.alpha[0]), float(surface.beta[0])
-            corrected = isoflop.by_parabola(groups, None, exponents)
-            results.append(
-                frontiers_frontier.frontier(CORRECTED, corrected, flops, strata)
-            )
+        found = Found(_NO_GROUPS, [], [], None, notes, [])
     curves = log.curves
     if curves is None and not log.has_one_row_per_run:
         curves = log
-    if curves is not None:
-        results += _envelope(curves, smoothing, frontier, notes)
-    return Found(groups, results, windows, exponents, notes, doubts)
+    if curves is None:
+        return found
+    columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
+    try:
+        read = envelope.read_off(
+            curves.labels(), *columns, num_budgets=NUM_BUDGETS, smoothing=smoothing
+        )
+    except ValueError as error:
+        notes.append(f"no envelope: {error}")
+        return found
+    best, strata = envelope.envelope(read), np.zeros(len(read.num_params), int)
+    options["resamples"] = resamples
+    last = frontier(ENVELOPE, best, read.flops, strata, **options)
+    return found._replace(frontiers=[*found.frontiers, last])
+
+
+def _by_groups(
+    groups: Groups, notes: list[str], resamples: int, options: dict[str, Any]
+) -> Found:
+    """Approach 2 by every method; adds to the notes."""
+    if num := groups.num_merged:
+        sizes = "size is" if num == 1 else "sizes are"
+        notes.append(
+            f"{num} {sizes} within {SAME_SIZE:.0%} of another in an "
+            "isoFLOP group, and merged with it"
+        )
+    if groups.num_left:
+        notes.append(f"{groups.num_left} runs are in no isoFLOP group")
+
+    def plain(method: str, minima: Find, **bootstrap: Any) -> Frontier:
+        return frontier(method, minima, groups.flops, groups.strata, **bootstrap)
+
+    surface = isoflop.surface(groups)
+    robust = isoflop.surface(groups, robust=True)
+    few = min(resamples, ROBUST_RESAMPLES)
+    found = [
+        plain(method, minima, resamples=number, **options)
+        for method, minima, number in (
+            (PARABOLA, isoflop.by_parabola(groups), resamples),
+            ("akima", isoflop.by_akima(groups), resamples),
+            ("projection", isoflop.by_projection(groups, surface), resamples),
+            ("projection, robust", isoflop.by_projection(groups, robust), few),
+        )
+    ]
+    windows = [
+        plain(f"parabola of {window}", isoflop.by_parabola(groups, window))
+        for window in isoflop.WINDOWS
+        if max(group.sizes.size for group in groups.groups) >= window
+    ]
+    doubts = [f"projection: {x}" for x in isoflop.doubts(groups, surface, robust)]
+    doubts += disagreement(found)
+    exponents = None
+    if doubts:
+        notes.append(
+            "the bias of parabolas is not told or taken out: the surface that it "
+            "is computed from is in doubt"
+        )
+    elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
+        exponents = float(surface.alpha[0]), float(surface.beta[0])
+        corrected = isoflop.by_parabola(groups, None, exponents)
+        found.append(plain(CORRECTED, corrected))
+    return Found(groups, found, windows, exponents, notes, doubts)
 
 
 def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
     """Groups what runs ended at: of several rows of a run, the last."""
     order = np.argsort(log.columns["flops"], kind="stable")
     last = {log.runs[i]: int(i) for i in order}
-    rows = np.array(sorted(last.values()), int)
     names = ("num_params", "num_tokens", "flops", "loss")
 
     def group(rows: np.ndarray) -> Groups:
@@ -179,7 +185,7 @@ def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
         found = find_groups(*columns, tolerance=tolerance)
         return found._replace(rows=rows[found.rows])
 
-    groups = group(rows)
+    groups = group(np.array(sorted(last.values()), int))
     num = groups.rows.size
     if num <= MAX_GROUPED:
         return groups
@@ -197,50 +203,17 @@ def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
     return group(np.sort(groups.rows[chosen]))._replace(num_left=groups.num_left)
 
 
-def _envelope(
-    curves: Log,
-    smoothing: float,
-    frontier: Callable[[str, Find, np.ndarray, np.ndarray], Frontier],
-    notes: list[str],
-) -> list[Frontier]:
-    columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
-    try:
-        read = envelope.read_off(
-            curves.labels(), *columns, num_budgets=NUM_BUDGETS, smoothing=smoothing
-        )
-    except ValueError as error:
-        notes.append(f"no envelope: {error}")
-        return []
-    strata = np.zeros(len(read.num_params), int)
-    return [frontier(ENVELOPE, envelope.envelope(read), read.flops, strata)]
-
-
-def _track(sizes: Any, method: str, progress: Progress) -> Any:
-    """Passes chunks of resamples on under a bar that counts resamples."""
-    sizes = [*sizes]
-    if not sizes:
-        return
-    update, done = progress.bar(method, sum(sizes), "resamples"), 0
-    for size in sizes:
-        if progress.stopped:
-            return
-        yield size
-        done += size
-        update(done)
-
-
 def expected_shift(found: Found) -> str:
     """Says how far the parabola's vertices lie from the minima of the fitted surface.
 
     Returns:
       A sentence; empty where there is no parabola or no correction.
     """
-    by_name = {each.method: each for each in found.frontiers}
-    plain, corrected = by_name.get(PARABOLA), by_name.get(CORRECTED)
-    if plain is None or corrected is None or found.exponents is None:
+    by_name = {each.method: each.minima for each in found.frontiers}
+    if found.exponents is None:
         return ""
     with np.errstate(invalid="ignore"):
-        ratio = plain.minima.num_params[0] / corrected.minima.num_params[0]
+        ratio = by_name[PARABOLA].num_params[0] / by_name[CORRECTED].num_params[0]
     ratio = ratio[np.isfinite(ratio)]
     if not ratio.size:
         return ""
@@ -262,9 +235,9 @@ def against(fit: FitResult, found: Found) -> list[str]:
       found: the frontiers with intervals; an envelope, whose runs are not decayed, is
         left out.
     """
-    said = []
+    said, ours = [], fit.exponent_intervals.get("a")
     for each in found.frontiers:
-        ours, theirs = fit.exponent_intervals.get("a"), each.num_params
+        theirs = each.num_params
         if ours is None or not (theirs and theirs.interval) or each.method == ENVELOPE:
             continue
         low, high = theirs.interval
