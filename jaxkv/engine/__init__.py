@@ -24,6 +24,7 @@ __all__ = [
     "init",
     "requests",
     "run_steps",
+    "snapshots",
     "state",
     "step",
     "submit",

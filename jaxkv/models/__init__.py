@@ -19,6 +19,7 @@ __all__ = [
     "interface",
     "layers",
     "moe",
+    "paged",
     "rotary",
     "transformer",
 ]

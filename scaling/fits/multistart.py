@@ -4,8 +4,8 @@ Levenberg-Marquardt on Huber's objective. The curvature of a residual beyond del
 zero in Newton's method, which then jumps too far, and delta / |r| in reweighted least
 squares, which then creeps. Here it is `caution * delta / |r|`: caution starts at 1,
 falls while steps succeed and rises when one fails, so the last steps are Newton's.
-Bootstrap resamples of the surface in `tests/test_fitting.py` take 6 steps in place of
-17 of reweighting.
+Bootstrap resamples of the surface in `tests/scaling/fits/test_fitting.py` take 6 steps
+in place of 17 of reweighting.
 
 Problems differ in weights and starts only. A fixed number of lanes works on them; a
 lane whose problem is done takes the next, so nobody waits for the slowest.

@@ -159,7 +159,7 @@ def test_how_a_step_is_computed_changes_roundings_alone(
 
 ON_DEVICES = """
 import jax, math, numpy as np
-from tests import test_stepping as t
+from tests.scaling.training import test_training_step as t
 assert len(jax.local_devices()) == 2
 wanted, loss = t.plain()
 for accumulation in (1, 2):

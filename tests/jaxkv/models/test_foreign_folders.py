@@ -3,7 +3,7 @@
 The folders come from `golden/make_folders.py`, run by a Python that has torch and
 transformers; this one needs neither:
 
-    JAXKV_PEER_PYTHON=/path/to/python pytest -m slow tests/test_foreign_folders.py -s
+    JAXKV_PEER_PYTHON=/path/to/python pytest -m slow -k foreign_folders -s
 
 `JAXKV_PEER_SEED` draws other folders, and `-s` shows what became of them.
 """

@@ -66,7 +66,9 @@ def test_no_bit_depends_on_company_in_forty_workloads() -> None:
 
 @pytest.mark.slow
 def test_no_bit_depends_on_company_in_float64() -> None:
-    program = "from tests import test_company as t; t.print_float64()"
+    program = (
+        "from tests.jaxkv.engine import test_batch_invariance as t; t.print_float64()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"JAX_ENABLE_X64": "1", "PYTHONPATH": str(ROOT)},

@@ -155,7 +155,11 @@ def test_another_process_goes_on_bit_for_bit(numerics: Any, tmp_path: Path) -> N
     jaxkv.save_state(tmp_path / "busy", state, config)
     assert raw(state) == before
     rest = go_on(state, config)
-    code = "import sys; from tests import test_snapshots as t; t.main(*sys.argv[1:])"
+    code = """
+import sys
+from tests.jaxkv.engine import test_snapshots as t
+t.main(*sys.argv[1:])
+"""
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), numerics],
         cwd=ROOT,
