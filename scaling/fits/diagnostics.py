@@ -5,8 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling.fits import goodness
-from scaling.fits.levenberg_marquardt import Ends, Problem
+from scaling.fits import goodness, intervals
+from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.multistart import Solution
 from scaling.fits.result import FitResult, HeldOut
 from scaling.laws import evaluation
 
@@ -50,7 +51,7 @@ class Shape(NamedTuple):
     flat_directions: list[dict[str, float]]
 
 
-def compare_starts(problem: Problem, ends: Ends) -> Starts:
+def compare_starts(problem: Problem, ends: Solution) -> Starts:
     """Says how every start ended; counts optima that differ in what they predict."""
     low, high = problem.box
     walls = _at_walls(ends.coordinates, low, high)[:, problem.free].any(1)
@@ -83,8 +84,7 @@ def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[s
 
 def shape(problem: Problem, matrix: Float[np.ndarray, "free free"]) -> Shape:
     """Finds directions in which the objective does not rise."""
-    size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
-    bends, directions = np.linalg.eigh(matrix / np.outer(size, size))
+    size, bends, directions = intervals.scaled_bends(matrix)
     ratio = bends / max(bends[-1], 1e-300)
     names = np.array(problem.law.coefficients)[problem.free].tolist()
     flat = []

@@ -150,15 +150,15 @@ def frontier(
         found = find(_draw(draws, size, strata))
         for name in _LAWS:
             slopes[name].append(_power(flops, getattr(found, name))[0])
-    drawn = {name: np.concatenate(each) for name, each in slopes.items() if each}
+    drawn = {
+        name: np.concatenate(each or [np.empty(0)]) for name, each in slopes.items()
+    }
     fits = {}
     for name, (slope, intercept) in laws.items():
-        samples = drawn.get(name, np.empty(0))
-        good = samples[~np.isnan(samples)]
-        tails = ((1 - level) / 2, (1 + level) / 2)
+        good = drawn[name][~np.isnan(drawn[name])]
         interval = None
         if good.size >= 2:
-            low, high = np.quantile(good, tails)
+            low, high = np.quantile(good, ((1 - level) / 2, (1 + level) / 2))
             interval = float(low), float(high)
             if not low <= slope[0] <= high:
                 warnings.append(
@@ -168,21 +168,21 @@ def frontier(
         with np.errstate(over="ignore"):  # a slope beyond reason has no coefficient
             coefficient = float(np.exp(intercept[0]))
         fits[name] = PowerLaw(coefficient, float(slope[0]), interval)
-    num_drawn = drawn["num_params"].size if drawn else 0
-    num_failed = int(np.isnan(drawn["num_params"]).sum()) if drawn else 0
-    if num_drawn and num_failed > (1 - MIN_SHARE) * num_drawn:
+    exponents = drawn["num_params"]
+    num_failed = int(np.isnan(exponents).sum())
+    if num_failed > (1 - MIN_SHARE) * exponents.size:
         warnings.append(
-            f"{method}: {num_failed} of {num_drawn} resamples had no frontier; the "
-            "interval is of the others"
+            f"{method}: {num_failed} of {exponents.size} resamples had no frontier; "
+            "the interval is of the others"
         )
     return Frontier(
         method=method,
         flops=flops,
         minima=minima,
         **fits,
-        num_resamples=num_drawn - num_failed,
+        num_resamples=exponents.size - num_failed,
         warnings=tuple(warnings),
-        exponents=drawn.get("num_params", np.empty(0)),
+        exponents=exponents,
     )
 
 
@@ -250,22 +250,20 @@ def compare(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
       frontiers: with laws or without.
       what: what differs between them, such as "windows".
     """
-    found = [x for x in frontiers if x.num_params is not None]
-    exponents = [x.num_params.exponent for x in found if x.num_params]
-    if len(exponents) < 2:
+    laws = [x.num_params for x in frontiers if x.num_params is not None]
+    if len(laws) < 2:
         return []
-    spread = max(exponents) - min(exponents)
-    widths = [
-        x.num_params.interval[1] - x.num_params.interval[0]
-        for x in found
-        if x.num_params and x.num_params.interval
-    ]
-    if spread <= (max(widths) if widths else 0.05):
+    exponents = [law.exponent for law in laws]
+    widths = [law.interval[1] - law.interval[0] for law in laws if law.interval]
+    if max(exponents) - min(exponents) <= max(widths, default=0.05):
         return []
-    said = ", ".join(
-        f"{x.method} {x.num_params.exponent:.3f}" for x in found if x.num_params
-    )
-    return [f"the exponent of N depends on the {what}: {said}"]
+    return [f"the exponent of N depends on the {what}: {_exponents(frontiers)}"]
+
+
+def _exponents(frontiers: Sequence[Frontier]) -> str:
+    """Lists the exponents of N by method."""
+    laws = ((x.method, x.num_params) for x in frontiers if x.num_params)
+    return ", ".join(f"{method} {law.exponent:.3f}" for method, law in laws)
 
 
 def contradict(first: Frontier, second: Frontier) -> bool:
@@ -304,10 +302,8 @@ def disagreement(found: Sequence[Frontier]) -> list[str]:
     pairs = itertools.combinations(found, 2)
     if not any(contradict(*pair) for pair in pairs):
         return []
-    said = ", ".join(
-        f"{x.method} {x.num_params.exponent:.3f}" for x in found if x.num_params
-    )
     return [
-        f"the methods contradict each other in the exponent of N: {said}; outliers, "
-        "runs at the edges, or runs that do not have the surface's form"
+        "the methods contradict each other in the exponent of N: "
+        f"{_exponents(found)}; outliers, runs at the edges, or runs that do not have "
+        "the surface's form"
     ]

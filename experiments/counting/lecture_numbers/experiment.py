@@ -32,20 +32,20 @@ def claims(result: Result) -> Iterator[Ours]:
     """Holds every quoted figure against its bound."""
     latencies, requests, kept = result.latencies, result.requests, result.kept
     need, weights = latencies.num_devices.tolist(), latencies.weight_bytes.tolist()
-    largest = {"weights": units.size(weights[0]), "filled_gb": weights[0] / 9e9}
-    yield ours("gpt3_175b", need[0], need=need[0], **largest)
+    largest, filled_gb = units.size(weights[0]), weights[0] / 9e9
+    yield ours("gpt3_175b", need[0], weights=largest, need=need[0], filled_gb=filled_gb)
     for row in latency_rows(result):
-        bound, said, used = row["bound_s"], row["lecture_s"], row["cards_used"]
-        words = {
+        bound, quoted, used = row["bound_s"], row["lecture_s"], row["cards_used"]
+        words: dict[str, Any] = {
             "size": row["model"].removeprefix("gpt3-"),
             "tokens": latencies.tokens,
-            "percent": 100 * bound / said,
+            "percent": 100 * bound / quoted,
             "used": used,
             "turns_s": row["in_turn_s"],
-            "least": math.ceil(row["in_turn_s"] / said),
+            "least": math.ceil(row["in_turn_s"] / quoted),
         }
         name = "latency" if used == 1 else "latency_of_several"
-        yield ours(name, bound, published=said, **words)
+        yield ours(name, bound, published=quoted, **words)
     yield ours("one_each", max(need[1:]), weights=units.size(weights[1]))
     yield ours("one_at_a_time", requests.alone)
     together = requests.together
@@ -61,8 +61,9 @@ def claims(result: Result) -> Iterator[Ours]:
         ("without a cache attention's work grows as t^3", growth.scores_without, 3),
         ("with one as t^2", growth.scores_with, 2),
     ):
-        found, words = math.log2(values[-1] / values[-2]), {"before": before}
-        yield ours("growth", found, published=exponent, what=what, last=last, **words)
+        found = math.log2(values[-1] / values[-2])
+        said: dict[str, Any] = {"what": what, "before": before, "last": last}
+        yield ours("growth", found, published=exponent, **said)
 
 
 def latency_rows(result: Result) -> list[dict[str, Any]]:
