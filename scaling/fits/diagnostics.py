@@ -127,7 +127,11 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
         if name in problem.limits:
             why = "at the bound that was set: the data asks for another value"
         said.append(f"{name}={result.coefficients[name]:.4g} is {why}")
-    for name, share in _shares_at_walls(problem, result).items():
+    at_walls = np.zeros((1, len(problem.free)))
+    if result.samples is not None:
+        at_walls = _at_walls(result.samples, *problem.box) & problem.free
+    names = problem.law.coefficients
+    for name, share in zip(names, at_walls.mean(0), strict=True):
         if name not in result.bounds_hit and share > _WALL_SHARE:
             where = "where the search ends"
             if name in problem.limits:
@@ -189,14 +193,6 @@ def held_out(score: HeldOut) -> list[str]:
         f"of {score.num_points} held-out runs {covered:.0%} lie inside of their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
-
-
-def _shares_at_walls(problem: Problem, result: FitResult) -> dict[str, float]:
-    """How often each coefficient was at a wall in the resamples."""
-    if result.samples is None:
-        return {}
-    shares = _at_walls(result.samples, *problem.box).mean(0) * problem.free
-    return dict(zip(problem.law.coefficients, map(float, shares), strict=True))
 
 
 def _wide(problem: Problem, result: FitResult) -> list[str]:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from scaling.laws import Law
@@ -53,11 +52,11 @@ class Solution(NamedTuple):
       num_steps: evaluations it took.
     """
 
-    coordinates: Float[Array | np.ndarray, "problems k"]
-    objective: Float[Array | np.ndarray, " problems"]
-    promise: Float[Array | np.ndarray, " problems"]
-    damping: Float[Array | np.ndarray, " problems"]
-    num_steps: Int32[Array | np.ndarray, " problems"]
+    coordinates: Float[Any, "problems k"]
+    objective: Float[Any, " problems"]
+    promise: Float[Any, " problems"]
+    damping: Float[Any, " problems"]
+    num_steps: Int32[Any, " problems"]
 
 
 class _Lane(NamedTuple):
@@ -171,7 +170,8 @@ def solve(
         move = jnp.where(ended[:, None], jnp.zeros_like(move), move)
         after += nth[-1]
 
-        trial = jnp.clip(lane.x + move, *walls(lane.problem))
+        inside = jax.vmap(jnp.clip, (0, axis, axis))
+        trial = inside(lane.x + move, *walls(lane.problem))
         weight = weights.at[lane.problem].get(mode="clip")
         found = jax.vmap(evaluate)(trial, weight, lane.caution)
         better = found[0] <= lane.objective

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv.progress import Progress
-from scaling.fits import FitResult
-from scaling.frontiers import envelope, isoflop, parabola
+from scaling.frontiers import envelope, isoflop
 from scaling.frontiers.frontier import (
     CHUNK,
-    NEAR,
     Find,
     Frontier,
     compare,
@@ -76,9 +73,7 @@ def find(
     tolerance: float,
     smoothing: float,
     resamples: int,
-    level: float,
-    seed: int,
-    progress: Progress,
+    **options: Any,
 ) -> Found:
     """Finds the frontiers that a log has.
 
@@ -87,16 +82,13 @@ def find(
       tolerance: of budgets in a group, as `groups.find_groups` has it.
       smoothing: of training curves, decades of FLOPs.
       resamples: of every bootstrap.
-      level: of the intervals.
-      seed: of the draws.
-      progress: watches; once it is stopped, what was drawn is used.
+      options: of every bootstrap: level, seed and progress of `frontier.frontier`.
     """
     names = ("num_params", "num_tokens", "loss")
     if missing := [LETTERS[x] for x in names if x not in log.columns]:
         said = " and ".join(missing)
         note = f"no isoFLOP groups, no envelope: the log has no {said}"
         return Found(_NO_GROUPS, [], [], None, [note], [])
-    options: dict[str, Any] = {"level": level, "seed": seed, "progress": progress}
     notes: list[str] = []
     groups = _groups(log, tolerance, notes)
     if len(groups.groups) > 1:
@@ -121,8 +113,7 @@ def find(
         notes.append(f"no envelope: {error}")
         return found
     best, strata = envelope.envelope(read), np.zeros(len(read.num_params), int)
-    options["resamples"] = resamples
-    last = frontier(ENVELOPE, best, read.flops, strata, **options)
+    last = frontier(ENVELOPE, best, read.flops, strata, resamples=resamples, **options)
     return found._replace(frontiers=[*found.frontiers, last])
 
 
@@ -201,67 +192,3 @@ def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
     share[order] = (np.arange(num) - first) / np.bincount(strata)[strata[order]]
     chosen = places[np.argsort(share, kind="stable")[:MAX_GROUPED]]
     return group(np.sort(groups.rows[chosen]))._replace(num_left=groups.num_left)
-
-
-def expected_shift(found: Found) -> str:
-    """Says how far the parabola's vertices lie from the minima of the fitted surface.
-
-    Returns:
-      A sentence; empty where there is no parabola or no correction.
-    """
-    by_name = {each.method: each.minima for each in found.frontiers}
-    if found.exponents is None:
-        return ""
-    with np.errstate(invalid="ignore"):
-        ratio = by_name[PARABOLA].num_params[0] / by_name[CORRECTED].num_params[0]
-    ratio = ratio[np.isfinite(ratio)]
-    if not ratio.size:
-        return ""
-    alpha, beta = found.exponents
-    off = 100 * (np.exp(np.log(ratio).mean()) - 1)
-    centred = 100 * (10 ** parabola.vertex_shift(alpha, beta, 1.0, 9) - 1)
-    return (
-        f"The surface by projection has alpha {alpha:.3f} and beta {beta:.3f}: there "
-        f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
-        "through 9 centred ones over two decades); `parabola, corrected` takes it out."
-    )
-
-
-def against(fit: FitResult, found: Found) -> list[str]:
-    """Warns where a law's optimum and a frontier's grow differently.
-
-    Args:
-      fit: of a law; one without an optimum is not compared.
-      found: the frontiers with intervals; an envelope, whose runs are not decayed, is
-        left out.
-    """
-    said, ours = [], fit.exponent_intervals.get("a")
-    for each in found.frontiers:
-        theirs = each.num_params
-        if ours is None or not (theirs and theirs.interval) or each.method == ENVELOPE:
-            continue
-        low, high = theirs.interval
-        apart = abs(fit.exponents["a"] - theirs.exponent)
-        if apart > NEAR and (low > ours[1] or high < ours[0]):
-            said.append(
-                f"{fit.law} has N* grow as C^{fit.exponents['a']:.3f}, {each.method} "
-                f"as C^{theirs.exponent:.3f}, outside of each other's intervals"
-            )
-    return said
-
-
-def to_json(each: Frontier) -> dict[str, Any]:
-    """Writes a frontier down as JSON values."""
-    laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
-    exponents = {name: law.exponent if law else None for name, law in laws.items()}
-    intervals = {
-        f"{name}_interval": law.interval if law else None for name, law in laws.items()
-    }
-    return {
-        "method": each.method,
-        **exponents,
-        **intervals,
-        "num_minima": int((each.minima.reason[0] == 0).sum()),
-        "num_budgets": len(each.flops),
-        "num_resamples": each.num_resamples,
-    }

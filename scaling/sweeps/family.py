@@ -10,7 +10,7 @@ from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.sweeps import grid
 from scaling.sweeps.grid import ADAMW, SweepConfig
-from scaling.training import OptimizerConfig, TrainConfig
+from scaling.training import OptimizerConfig, TrainConfig, architectures
 
 BASE_WIDTH = 32
 """Of the model that a family's learning rates are for."""
@@ -18,16 +18,13 @@ BASE_WIDTH = 32
 
 def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     """A Llama of some width: heads of 16 or so, an MLP of 8/3 of the width."""
-    heads = max(1, width // 16)
-    return ModelConfig(
-        vocab_size=corpora.VOCAB_SIZE,
-        hidden_size=width,
+    return architectures.transformer(
+        width,
+        num_heads=max(1, width // 16),
         num_layers=num_layers,
-        num_q_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width // heads,
         mlp_size=8 * max(1, round(width / 3)),
-        max_positions=seq_len,
+        vocab_size=corpora.VOCAB_SIZE,
+        seq_len=seq_len,
     )
 
 
@@ -77,11 +74,7 @@ class FamilySweep:
 
     @property
     def sweep(self) -> SweepConfig:
-        """The grid of the runs.
-
-        Raises:
-          ValueError: it is none.
-        """
+        """The grid of the runs; a `ValueError` if it is none."""
         return sweep_of(self)
 
 

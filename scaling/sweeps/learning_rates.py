@@ -1,5 +1,6 @@
 """Searching learning rates: the next one to try, the best, and powers through them."""
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,11 +41,10 @@ def optimal_rates(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, flo
       Width, tokens and rate; by a parabola in the rate's logarithm through the best
       and its two neighbours, on the first seed.
     """
-    first = min(row["seed"] for row in rows)
-    cells: dict[str, list[Mapping[str, Any]]] = {}
+    first, cells = min(row["seed"] for row in rows), collections.defaultdict(list)
     for row in rows:
         if row["seed"] == first:
-            cells.setdefault(row["cell"], []).append(row)
+            cells[row["cell"]].append(row)
     found = []
     for each in cells.values():
         each.sort(key=lambda row: row["learning_rate"])

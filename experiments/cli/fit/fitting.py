@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit import drawing, grids
+from experiments.cli.fit import drawing, grids, report
 from experiments.cli.fit.command import Config
 from experiments.cli.fit.outcomes import Result
 from experiments.cli.fit.parts import ROLLOUT, Part, fit_parts
@@ -14,7 +14,6 @@ from experiments.framework import config_json
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import FitResult, goodness
 from scaling.fits.fit import abridged, predict, to_json
-from scaling.frontiers import find
 from scaling.laws import Law, published
 from scaling.logs import SIZES, Log, doubts
 from scaling.logs.columns import Columns
@@ -126,11 +125,11 @@ def _document(
         group = {"group": part.label} if config.by else {}
         notes += map(part.say, part.found.notes)
         every = [*part.found.frontiers, *part.found.windows]
-        frontiers += [find.to_json(each) | group for each in every]
+        frontiers += [report.frontier_json(each) | group for each in every]
         warnings += map(part.say, part.found.warnings)
         for fit in part.fits:
-            warnings += map(part.say, find.against(fit, part.found))
-        if shift := find.expected_shift(part.found):
+            warnings += map(part.say, report.against(fit, part.found))
+        if shift := report.expected_shift(part.found):
             shifts.append(part.say(shift))
     notes += [
         part.say(f"{fit.law}: not scored: too few runs, or too alike, {rolled_out}")

@@ -12,23 +12,16 @@ from jaxkv.progress import QUIET, Progress
 from scaling.costs import Device, devices, flops, parameters, serving
 from scaling.shapes import Description, published
 
-USED = {
-    "gpt3-175b": 10,
-    "gpt3-13b": 1,
-    "gpt3-2.7b": 1,
-    "gpt3-760m": 1,
-    "gpt3-125m": 1,
+QUOTED = {
+    "gpt3-175b": (10, 20.0),
+    "gpt3-13b": (1, 7.6),
+    "gpt3-2.7b": (1, 2.7),
+    "gpt3-760m": (1, 1.1),
+    "gpt3-125m": (1, 0.3),
 }
-"""GPUs of each model, of the lecture's table of latencies."""
-SECONDS = {
-    "gpt3-175b": 20.0,
-    "gpt3-13b": 7.6,
-    "gpt3-2.7b": 2.7,
-    "gpt3-760m": 1.1,
-    "gpt3-125m": 0.3,
-}
-"""Time of `SAID_TOKENS`, of the same table."""
-SAID_TOKENS = 256
+"""GPUs and seconds of the lecture's table of latencies, by model."""
+QUOTED_TOKENS = 256
+"""That the table's models generate in that time."""
 LENGTHS = tuple(2**x for x in range(4, 13))
 """Tokens generated, of the comparison of caches."""
 BATCHES = tuple(2**x for x in range(10))
@@ -71,8 +64,8 @@ class Latencies(Record):
     @property
     def lecture_s(self) -> np.ndarray:
         """The table's times, scaled to the tokens that were generated here."""
-        said = np.array([SECONDS[name] for name in self.model.tolist()])
-        return said * self.tokens / SAID_TOKENS
+        seconds = np.array([QUOTED[name][1] for name in self.model.tolist()])
+        return seconds * self.tokens / QUOTED_TOKENS
 
     @property
     def implied_share(self) -> np.ndarray:
@@ -142,12 +135,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def _latencies(device: Device, tokens: int) -> Latencies:
-    shapes = [published.describe(name) for name in USED]
+    shapes = [published.describe(name) for name in QUOTED]
     weights = [2 * parameters.parameters(shape).total for shape in shapes]
-    used = np.array([*USED.values()])
+    used = np.array([num for num, _ in QUOTED.values()])
     alone = np.array([_generation_s(shape, device, tokens) for shape in shapes])
     return Latencies(
-        model=np.array([*USED]),
+        model=np.array([*QUOTED]),
         weight_bytes=np.array(weights, np.float64),
         num_devices=np.array([math.ceil(x / device.memory_bytes) for x in weights]),
         used=used,
@@ -212,12 +205,11 @@ def _growth(llama: Description) -> Growth:
     without = np.array([t * (t + 1) * (2 * t + 1) // 3 * pair for t in LENGTHS])
     fed = np.array([t * (t + 1) / 2 for t in LENGTHS])
     with_cache = [flops.decode(llama, context=1, steps=t) for t in LENGTHS]
+    scores = [sum(x.flops for x in terms if x.growth == "s^2") for terms in with_cache]
     return Growth(
-        length=LENGTHS,
+        length=np.array(LENGTHS),
         scores_without=without,
-        scores_with=[
-            sum(x.flops for x in terms if x.growth == "s^2") for terms in with_cache
-        ],
+        scores_with=np.array(scores, np.float64),
         all_without=without + each * fed,
-        all_with=[flops.total(x) for x in with_cache],
+        all_with=np.array([flops.total(x) for x in with_cache], np.float64),
     )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments.cli.fit import command, fitting
+from experiments.cli.fit import report as fit_report
 from experiments.framework import Study, config_json, run_folder
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import drawing, held_out, prediction, report
@@ -147,7 +148,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         fit=fit,
         cosine=config_json.dumps(
             {
-                "frontiers": [find.to_json(each) for each in by_cosine],
+                "frontiers": [fit_report.frontier_json(each) for each in by_cosine],
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
             }
         ),
