@@ -18,6 +18,8 @@ WGMMA_ROWS = 64
 """Rows of one product of the tensor cores."""
 LINE_BYTES = 128
 """A line of the layout in which the tensor cores read and the copy engine moves."""
+GROUP_THREADS = 128
+"""Threads of a warpgroup, each with as many elements of an array."""
 ROW_ALIGNMENT = 8
 """Rows that the copy engine counts in."""
 

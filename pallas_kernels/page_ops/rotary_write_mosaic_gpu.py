@@ -1,0 +1,107 @@
+"""Rotary positions and the write of K and V, for Hopper GPUs: one launch, in place.
+
+A program has one row. The copy engine brings the halves of its queries and keys into
+shared memory apart, a warpgroup turns them there, and the copy engine takes keys and
+values to their places in the pages, which it can stride through.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+
+def rotate_and_write(
+    qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
+    cos: Float[Array, "rows half"],
+    sin: Float[Array, "rows half"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, " rows"],
+    offsets: Int[Array, " rows"],
+    *,
+    interpret: plgpu.InterpretGPUParams | bool = False,
+) -> tuple[Array, Array, Array]:
+    """As `rotary_write.rotate_and_write`, which says what it takes.
+
+    Args:
+      qkv: as there, like all that follow.
+      cos: computed in float32.
+      sin: likewise.
+      k_pages: donated or carried, else they are copied.
+      v_pages: likewise.
+      page_ids: those out of range are dropped.
+      offsets: likewise.
+      interpret: how to emulate the kernel on a CPU; False compiles it.
+
+    Returns:
+      Queries, pages of keys, pages of values.
+    """
+    rows, kv_heads, wide, head_dim = qkv.shape
+    (num_pages, _, page_size, _), group = k_pages.shape, wide - 2
+    half, dtype = head_dim // 2, qkv.dtype
+    low, high = pl.ds(0, half), pl.ds(half, half)
+
+    def one_row(*references: Any) -> None:
+        qkv, cos, sin, page_ids, offsets, k_pages, v_pages, q, *scratch = references
+        q_low, q_high, k_low, k_high, v, arrived = scratch
+        row = lax.axis_index("row")
+        read = qkv.at[row]
+        for part, heads, features in (
+            (q_low, pl.ds(0, group), low),
+            (q_high, pl.ds(0, group), high),
+            (k_low, group, low),
+            (k_high, group, high),
+            (v, group + 1, pl.ds(0, head_dim)),
+        ):
+            plgpu.copy_gmem_to_smem(read.at[:, heads, features], part, arrived)
+        plgpu.barrier_wait(arrived)
+        _turn(q_low, q_high, cos[row], sin[row])
+        _turn(k_low, k_high, cos[row, :, 0], sin[row, :, 0])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_low, q.at[row, :, :, low])
+        plgpu.copy_smem_to_gmem(q_high, q.at[row, :, :, high])
+        page, place = page_ids[row], offsets[row]
+        is_page = jnp.logical_and(page >= 0, page < num_pages)
+        is_place = jnp.logical_and(place >= 0, place < page_size)
+
+        @pl.when(jnp.logical_and(is_page, is_place))
+        def _() -> None:
+            plgpu.copy_smem_to_gmem(k_low, k_pages.at[page, :, place, low])
+            plgpu.copy_smem_to_gmem(k_high, k_pages.at[page, :, place, high])
+            plgpu.copy_smem_to_gmem(v, v_pages.at[page, :, place])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    # A reference to donated pages is the pages themselves.
+    written = jax.new_ref(k_pages), jax.new_ref(v_pages)
+    # A warpgroup's registers know no broadcast over heads: they read it from the cache.
+    each = (rows, kv_heads, group, half)
+    angles = (
+        jnp.broadcast_to(x.astype(jnp.float32)[:, None, None], each) for x in (cos, sin)
+    )
+    ids = (page_ids.astype(jnp.int32), offsets.astype(jnp.int32))
+    halves = [(kv_heads, group, half)] * 2 + [(kv_heads, half)] * 2
+    q = plgpu.kernel(
+        one_row,
+        out_type=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), dtype),
+        scratch_types=[
+            *(plgpu.SMEM(shape, dtype) for shape in (*halves, (kv_heads, head_dim))),
+            plgpu.Barrier(num_arrivals=5),
+        ],
+        grid=(rows,),
+        grid_names=("row",),
+        interpret=interpret,
+    )(qkv, *angles, *ids, *written)
+    return q, jax.freeze(written[0]), jax.freeze(written[1])
+
+
+def _turn(low: Any, high: Any, cos: Array, sin: Array) -> None:
+    """Turns pairs of features where they lie."""
+    first, second = low[...].astype(jnp.float32), high[...].astype(jnp.float32)
+    low[...] = (first * cos - second * sin).astype(low.dtype)
+    high[...] = (second * cos + first * sin).astype(high.dtype)

@@ -1,0 +1,167 @@
+"""Rotary positions and the write of K and V: a plain twin, then emulated."""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import devices
+from pallas_kernels.bench import deviceless
+from pallas_kernels.devices import Target
+from pallas_kernels.page_ops import rotary_write, rotary_write_mosaic_gpu
+from tests.support import emulating
+
+NUM_PAGES, PAGE_SIZE = 6, 16
+PAGE = (0, 3, -1, NUM_PAGES, 2, 2)
+PLACE = (1, 15, 0, 7, PAGE_SIZE, -1)
+"""Where rows go: two to places, four nowhere."""
+
+
+class Case(NamedTuple):
+    qkv: Any
+    cos: Any
+    sin: Any
+    k_pages: Any
+    v_pages: Any
+    page_ids: Any
+    offsets: Any
+
+
+def make(
+    kv_heads: int = 4, group: int = 2, head_dim: int = 64, dtype: Any = jnp.bfloat16
+) -> Case:
+    rng = np.random.default_rng(kv_heads + group + head_dim)
+    rows, pages = len(PAGE), (NUM_PAGES, kv_heads, PAGE_SIZE, head_dim)
+    angles = rng.uniform(0, 7, (rows, head_dim // 2)).astype(np.float32)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return Case(
+        qkv=normal(rows, kv_heads, group + 2, head_dim),
+        cos=jnp.cos(angles),
+        sin=jnp.sin(angles),
+        k_pages=normal(*pages),
+        v_pages=normal(*pages),
+        page_ids=jnp.asarray(PAGE, jnp.int32),
+        offsets=jnp.asarray(PLACE, jnp.int32),
+    )
+
+
+def emulate(case: Case) -> Any:
+    with emulating.emulator_of_races() as interpret:
+        run = jax.jit(
+            rotary_write_mosaic_gpu.rotate_and_write, static_argnames="interpret"
+        )
+        return jax.block_until_ready(run(*case, interpret=interpret))
+
+
+def test_the_reference_turns_and_writes_row_by_row() -> None:
+    case = make(kv_heads=2, group=3, head_dim=8, dtype=jnp.float32)
+    found = rotary_write.rotate_and_write(*case)
+    x = np.asarray(case.qkv, np.float64)
+    # Pairs as complex numbers, turned by the unit of their angle.
+    unit = np.asarray(case.cos, np.float64) + 1j * np.asarray(case.sin, np.float64)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * unit[:, None, None]
+    turned = np.concatenate([turned.real, turned.imag], -1)
+    np.testing.assert_allclose(found.q, turned[:, :, :3], atol=1e-6)
+    k, v = np.asarray(case.k_pages).copy(), np.asarray(case.v_pages).copy()
+    for row in (0, 1):
+        k[PAGE[row], :, PLACE[row]] = turned[row, :, 3]
+        v[PAGE[row], :, PLACE[row]] = x[row, :, 4]
+    np.testing.assert_allclose(found.k_pages, k, atol=1e-6)
+    np.testing.assert_array_equal(found.v_pages, v)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "dtype"),
+    [
+        (4, 3, 64, jnp.bfloat16),
+        (2, 1, 128, jnp.float16),
+        (1, 4, 256, jnp.bfloat16),
+    ],
+)
+def test_the_kernel_has_the_reference_s_bits(
+    kv_heads: int, group: int, head_dim: int, dtype: Any
+) -> None:
+    case = make(kv_heads, group, head_dim, dtype)
+    wanted = jax.jit(rotary_write.rotate_and_write)(*case)
+    for found, each in zip(emulate(case), wanted, strict=True):
+        assert found.dtype == each.dtype
+        assert np.asarray(found).tobytes() == np.asarray(each).tobytes()
+
+
+BUGS = {
+    "read before it has come": ("plgpu.barrier_wait(arrived)", "None"),
+    "taken before it is seen": ("plgpu.commit_smem()", "None"),
+    "left before it is gone": ("plgpu.wait_smem_to_gmem(0)", "None"),
+    "turned the other way": (" - second * sin", " + second * sin"),
+    "the value turned for the key": ("(k_low, group, low)", "(k_low, group + 1, low)"),
+    "a place out of range": ("jnp.logical_and(is_page, is_place)", "is_page"),
+    "a page out of range": ("jnp.logical_and(is_page, is_place)", "is_place"),
+    "halves the wrong way round": ("place, low]", "place, high]"),
+}
+
+
+def goes_wrong(case: Case, wanted: Any) -> bool:
+    """Whether the emulator complains, or other bits come out."""
+    try:
+        found = emulate(case)
+    except (RuntimeError, ValueError) as error:
+        return bool(re.search(rf"{emulating.NOTICED}|CpuCallback", str(error)))
+    pairs = zip(found, wanted, strict=True)
+    return any(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, kernel = make(), rotary_write_mosaic_gpu
+    wanted = jax.jit(rotary_write.rotate_and_write)(*case)
+    assert not goes_wrong(case, wanted)
+    changed = emulating.mutant(kernel, dict([BUGS[bug]]))
+    monkeypatch.setattr(kernel, "rotate_and_write", changed.rotate_and_write)
+    assert goes_wrong(case, wanted)
+
+
+def takes_it(case: Case, **options: Any) -> bool:
+    def call(*arrays: Any) -> Any:
+        return rotary_write.rotate_and_write(*arrays, **options)
+
+    return "mpmd_map" in str(jax.make_jaxpr(call)(*case))
+
+
+def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not takes_it(make())
+    hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
+    monkeypatch.setattr(devices, "current", lambda: hopper)
+    assert takes_it(make())
+    assert not takes_it(make(), implementation="reference")
+    # Three heads of 64 are 96 pairs, less than a warpgroup has threads.
+    for refused, line in (
+        (make(kv_heads=3), r"kv_heads=3 times half of head_dim=64 must be a multiple"),
+        (make(dtype=jnp.float32), r"qkv.dtype=.*float32.* must both be bfloat16"),
+    ):
+        assert not takes_it(refused)
+        with pytest.raises(ValueError, match=line):
+            takes_it(refused, implementation="mosaic_gpu")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim"), [(8, 4, 128), (2, 8, 128), (4, 3, 64)]
+)
+def test_it_compiles_in_place_without_spills(
+    kv_heads: int, group: int, head_dim: int
+) -> None:
+    case = make(kv_heads, group, head_dim)
+    run = rotary_write_mosaic_gpu.rotate_and_write
+    report = deviceless.compile(run, *case, donate_argnums=(3, 4))
+    [kernel] = report.kernels
+    assert kernel.spill_stores == kernel.spill_loads == 0
+    assert kernel.instructions["tma_store"] == 5
+    assert report.alias_bytes == 2 * case.k_pages.nbytes
+    assert "copy(" not in report.text
