@@ -1,0 +1,162 @@
+"""Results of packed rows brought back to rows, cut items merged, for Hopper GPUs.
+
+Where a cut of the line went through an item, several programs left partial states of
+it; elsewhere one left the result. A program of this kernel has the packed rows of one
+KV head, or some of their columns: it reads one state or all, weighs them by their
+log-sum-exps, and writes each row's heads to where the next product reads them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.paged_attention.hopper import softmax
+from pallas_kernels.paged_attention.row_packing import Packing
+
+COLUMNS = 128
+"""Columns of a state that a program merges at most: of two such its registers hold."""
+_STAGES = 2
+
+
+def merge_and_unpack(
+    out: Float32[Array, "blocks kv_heads block_rows head_dim"],
+    lse: Float32[Array, "blocks kv_heads block_rows"],
+    part_out: Float32[Array, "programs 2 block_rows head_dim"],
+    part_lse: Float32[Array, "programs 2 block_rows"],
+    parts: Int32[Array, "items 2"],
+    packing: Packing,
+    *,
+    group: int,
+    dtype: DTypeLike,
+    interpret: plgpu.InterpretGPUParams | bool = False,
+) -> Float[Array, "rows q_heads head_dim"]:
+    """Merges partial states as `merging.merge_parts`, unpacks as `row_packing.unpack`.
+
+    Args:
+      out: results of the items that no cut went through; the others hold anything.
+      lse: likewise, in base 2.
+      part_out: partial states of every program; unused ones hold anything.
+      part_lse: likewise.
+      parts: of each item the first program that has a part of it and the number of
+        parts: 0 where one program has it whole, -1 where there is nothing to see.
+      packing: where the rows lie.
+      group: query heads that share a KV head, static.
+      dtype: of the result.
+      interpret: how to emulate the kernel on a CPU; False compiles it.
+
+    Returns:
+      The output of each row; 0 where it sees nothing.
+    """
+    num_blocks, kv_heads, block_rows, head_dim = out.shape
+    (_, tokens), (rows,) = packing.row.shape, packing.block.shape
+    moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
+    stretches = range(-(-block_rows // WGMMA_ROWS))
+    # One row a block: it is known where nothing is seen, too.
+    is_row_a_block = tokens == 1 and num_blocks == rows
+    shape = (rows, kv_heads * group, head_dim)
+
+    def merge_one(*references: Any) -> None:
+        out, lse, part_out, part_lse, parts, row, *_ = references
+        *_, merged, state_out, state_lse, result, arrived = references
+        block, head = lax.axis_index("block"), lax.axis_index("head")
+        columns = pl.ds(lax.axis_index("columns") * width, width)
+        item = block * kv_heads + head
+        first, num_parts = parts[item, 0], parts[item, 1]
+
+        def ask(index: Any, packed: Any) -> None:
+            """Brings a state, the item's only one or that of a program."""
+            stage = lax.rem(index, jnp.int32(_STAGES))
+
+            def bring(outs: Any, lses: Any) -> None:
+                held = pl.ds(0, moved)
+                target = state_out.at[stage, held]
+                source = outs.at[packed, columns]
+                plgpu.copy_gmem_to_smem(source, target, arrived.at[stage])
+                source, target = lses.at[packed], state_lse.at[stage, held]
+                plgpu.copy_gmem_to_smem(source, target, arrived.at[stage])
+
+            @pl.when(num_parts == 0)
+            def _() -> None:
+                bring(out.at[block, head], lse.at[block, head])
+
+            @pl.when(num_parts > 0)
+            def _() -> None:
+                place = first + index, jnp.where(index == 0, 1, 0)
+                bring(part_out.at[place], part_lse.at[place])
+
+        def merge(index: Any, state: softmax.State, packed: Any) -> softmax.State:
+            @pl.when(index + 1 < num_parts)
+            def _() -> None:
+                ask(index + 1, packed)
+
+            stage = lax.rem(index, jnp.int32(_STAGES))
+            plgpu.barrier_wait(arrived.at[stage])
+            layout = plgpu.Layout.WGMMA
+            found = plgpu.load(state_out.at[stage], layout=layout)
+            weight = plgpu.load(state_lse.at[stage], layout=layout.reduce(1))
+            plgpu.commit_smem()
+            top = jnp.maximum(state.top, weight)
+            decay, weight = jnp.exp2(state.top - top), jnp.exp2(weight - top)
+            added = found * softmax.along(weight, found.shape)
+            return softmax.State(
+                state.out * softmax.along(decay, found.shape) + added,
+                top,
+                state.total * decay + weight,
+            )
+
+        for stretch in stretches:
+            packed = pl.ds(stretch * WGMMA_ROWS, moved)
+
+            @pl.when(num_parts >= 0)
+            def _(packed: Any = packed) -> None:
+                ask(jnp.int32(0), packed)
+
+            end = jnp.where(num_parts < 0, 0, jnp.maximum(num_parts, 1))
+            state = lax.fori_loop(
+                0,
+                end,
+                lambda index, state, packed=packed: merge(index, state, packed),
+                softmax.start(width),
+            )
+            total = jnp.where(state.total > 0, state.total, 1.0)
+            share = state.out / softmax.along(total, state.out.shape)
+            result[pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)] = share.astype(dtype)
+        plgpu.commit_smem()
+        for token in range(tokens):
+            source = result.at[pl.ds(token * group, group)]
+            target = block if is_row_a_block else row[block, token]
+            heads = pl.ds(head * group, group)
+
+            @pl.when(target < rows)
+            def _(source: Any = source, target: Any = target, heads: Any = heads):
+                plgpu.copy_smem_to_gmem(source, merged.at[target, heads, columns])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    inputs = [out, lse, part_out, part_lse, parts, packing.row]
+    scratch = [
+        plgpu.SMEM((_STAGES, WGMMA_ROWS, width), jnp.float32),
+        plgpu.SMEM((_STAGES, WGMMA_ROWS), jnp.float32),
+        plgpu.SMEM((len(stretches) * WGMMA_ROWS, width), dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+    ]
+    launch: dict[str, Any] = {
+        "scratch_types": scratch,
+        "grid": (num_blocks, kv_heads, head_dim // width),
+        "grid_names": ("block", "head", "columns"),
+        "compiler_params": plgpu.CompilerParams(approx_math=True),
+        "interpret": interpret,
+    }
+    if is_row_a_block:
+        wanted = jax.ShapeDtypeStruct(shape, dtype)
+        return plgpu.kernel(merge_one, out_type=wanted, **launch)(*inputs)
+    merged = jax.new_ref(jnp.zeros(shape, dtype))
+    plgpu.kernel(merge_one, out_type=(), **launch)(*inputs, merged)
+    return jax.freeze(merged)
