@@ -159,9 +159,12 @@ def attend(
     arrays, others = (q, k_pages, v_pages, page_ids), None
     if plan.few is not None:
         out, lse = hopper_decode.attend(
-            *arrays, plan.few, tiling=plan.tiling.decode, **features
+            *(*arrays, plan.few),
+            tiling=plan.tiling.decode,
+            dtype=q.dtype,
+            **features,
         )
-        others = out.astype(q.dtype), lse
+        others = out, lse
     if plan.many is not None:
         others = hopper_prefill.attend(
             *(*arrays, plan.many),

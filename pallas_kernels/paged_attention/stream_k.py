@@ -102,6 +102,9 @@ class Schedule(NamedTuple):
     `programs`, past the end, where there is none."""
     cut_items: Int32[Array, " programs"]
     """Those items, block * kv_heads + head; past the end after the last of them."""
+    parts: Int32[Array, "items 2"]
+    """Of each item the first program that holds a part of it, and how many do, one
+    after the other: 0 if a program holds it whole, -1 if it has no tiles."""
 
 
 def cut(
@@ -165,8 +168,15 @@ def cut(
     num_cut = jnp.cumsum(goes_on, dtype=jnp.int32)
     before = jnp.where(began_before, num_cut - goes_on.astype(jnp.int32) - 1, programs)
     after = jnp.where(goes_on, num_cut - 1, programs)
+    num_items = num_blocks * kv_heads
     item = order[last_block] * kv_heads + last_head
-    cut_items = jnp.full((programs,), num_blocks * kv_heads, jnp.int32)
+    cut_items = jnp.full((programs,), num_items, jnp.int32)
+    begun = jnp.where(goes_on, item, num_items)
+    carried = jnp.where(began_before, order[block] * kv_heads + head, num_items)
+    program = jnp.arange(programs, dtype=jnp.int32)
+    first = jnp.zeros((num_items,), jnp.int32).at[begun].set(program, mode="drop")
+    num_parts = jnp.repeat(jnp.where(high > low, 0, -1), kv_heads)
+    num_parts = num_parts.at[jnp.concatenate([begun, carried])].add(1, mode="drop")
     return Schedule(
         order=order,
         first_tile=first_tile,
@@ -175,4 +185,5 @@ def cut(
         begin=jnp.stack([block, head, tile_index], axis=1),
         cut_of=jnp.stack([before, after], axis=1),
         cut_items=cut_items.at[after].set(item, mode="drop"),
+        parts=jnp.stack([first, num_parts], axis=1),
     )

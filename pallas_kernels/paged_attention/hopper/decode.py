@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import decode_plan, merging, row_packing
 from pallas_kernels.paged_attention.decode_plan import Plan
-from pallas_kernels.paged_attention.hopper import decode_body
+from pallas_kernels.paged_attention.hopper import decode_body, merge
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
 from pallas_kernels.paged_attention.stream_k import Tiling
 
@@ -34,11 +35,9 @@ def attend(
     alibi: Float[Array, " q_heads"] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     tiling: Tiling,
+    dtype: DTypeLike = jnp.float32,
     interpret: plgpu.InterpretGPUParams | bool = False,
-) -> tuple[
-    Float32[Array, "rows q_heads head_dim"],
-    Float32[Array, "rows q_heads"],
-]:
+) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
     A score is scale * q.k, then softcap * tanh(score / softcap), then plus
@@ -57,11 +56,11 @@ def attend(
       alibi: slope of each query head.
       sinks: one more score a head, that takes weight and brings no value.
       tiling: sizes.
+      dtype: of the output: float32 if states of the same rows are to be merged.
       interpret: how to emulate the kernel on a CPU; False compiles it.
 
     Returns:
-      Output and natural log-sum-exp, both in float32 so that states of the same rows
-      can be merged; 0 and -inf for rows that see nothing.
+      Output, and natural log-sum-exp in float32; 0 and -inf for rows that see nothing.
 
     Raises:
       ValueError: types or sizes that the kernel does not take.
@@ -101,13 +100,17 @@ def attend(
         tiling=tiling,
         interpret=interpret,
     )
-    schedule = plan.schedule
-    out, lse = merging.merge_parts(*states, schedule.cut_of, schedule.cut_items)
-    out = row_packing.unpack(out, plan.packing, group=group, fill=0.0)
+    out, lse = merge.merge_and_unpack(
+        *(*states, plan.schedule.parts, plan.packing),
+        group=group,
+        dtype=dtype if sinks is None else jnp.float32,
+        interpret=interpret,
+    )
+    # Of packed rows: nothing is launched for what nobody reads.
     lse = row_packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
     if sinks is not None:
         out, lse = merging.add_sinks(out, lse, sinks)
-    return out, lse
+    return out.astype(dtype), lse
 
 
 def _launch(

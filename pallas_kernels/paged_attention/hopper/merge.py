@@ -36,7 +36,10 @@ def merge_and_unpack(
     group: int,
     dtype: DTypeLike,
     interpret: plgpu.InterpretGPUParams | bool = False,
-) -> Float[Array, "rows q_heads head_dim"]:
+) -> tuple[
+    Float[Array, "rows q_heads head_dim"],
+    Float32[Array, "blocks kv_heads block_rows"],
+]:
     """Merges partial states as `merging.merge_parts`, unpacks as `row_packing.unpack`.
 
     Args:
@@ -48,11 +51,12 @@ def merge_and_unpack(
         parts: 0 where one program has it whole, -1 where there is nothing to see.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
-      dtype: of the result.
+      dtype: of the output.
       interpret: how to emulate the kernel on a CPU; False compiles it.
 
     Returns:
-      The output of each row; 0 where it sees nothing.
+      The output of each row, 0 where it sees nothing; log-sum-exps of packed rows in
+      base 2, anything where nothing is seen.
     """
     num_blocks, kv_heads, block_rows, head_dim = out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
@@ -64,7 +68,9 @@ def merge_and_unpack(
 
     def merge_one(*references: Any) -> None:
         out, lse, part_out, part_lse, parts, row, *_ = references
-        *_, merged, state_out, state_lse, result, arrived = references
+        *_, merged, merged_lse, state_out, state_lse, result, result_lse, arrived = (
+            references
+        )
         block, head = lax.axis_index("block"), lax.axis_index("head")
         columns = pl.ds(lax.axis_index("columns") * width, width)
         item = block * kv_heads + head
@@ -127,8 +133,16 @@ def merge_and_unpack(
             )
             total = jnp.where(state.total > 0, state.total, 1.0)
             share = state.out / softmax.along(total, state.out.shape)
-            result[pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)] = share.astype(dtype)
+            held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
+            result[held] = share.astype(dtype)
+            result_lse[held] = state.top + jnp.log2(state.total)
         plgpu.commit_smem()
+
+        @pl.when(lax.axis_index("columns") == 0)
+        def _() -> None:
+            source = result_lse.at[pl.ds(0, block_rows)]
+            plgpu.copy_smem_to_gmem(source, merged_lse.at[block, head])
+
         for token in range(tokens):
             source = result.at[pl.ds(token * group, group)]
             target = block if is_row_a_block else row[block, token]
@@ -145,6 +159,7 @@ def merge_and_unpack(
         plgpu.SMEM((_STAGES, WGMMA_ROWS, width), jnp.float32),
         plgpu.SMEM((_STAGES, WGMMA_ROWS), jnp.float32),
         plgpu.SMEM((len(stretches) * WGMMA_ROWS, width), dtype),
+        plgpu.SMEM((len(stretches) * WGMMA_ROWS,), jnp.float32),
         plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
     ]
     launch: dict[str, Any] = {
@@ -154,9 +169,10 @@ def merge_and_unpack(
         "compiler_params": plgpu.CompilerParams(approx_math=True),
         "interpret": interpret,
     }
+    packed_lse = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     if is_row_a_block:
-        wanted = jax.ShapeDtypeStruct(shape, dtype)
+        wanted = [jax.ShapeDtypeStruct(shape, dtype), packed_lse]
         return plgpu.kernel(merge_one, out_type=wanted, **launch)(*inputs)
     merged = jax.new_ref(jnp.zeros(shape, dtype))
-    plgpu.kernel(merge_one, out_type=(), **launch)(*inputs, merged)
-    return jax.freeze(merged)
+    lse = plgpu.kernel(merge_one, out_type=packed_lse, **launch)(*inputs, merged)
+    return jax.freeze(merged), lse
