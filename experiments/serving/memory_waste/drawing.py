@@ -23,7 +23,7 @@ USES = {
 none; the rest."""
 
 
-def draw(axes: Any, result: Any) -> None:
+def plot(axes: Any, result: Any) -> None:
     """Draws memory by part, the waste, the growth of memory, and throughput."""
     weights, places = result.weight_bytes / 1e9, result.kv_bytes / 1e9
     _draw_parts(axes[0][0], weights, places, result.memory_bytes / 1e9)

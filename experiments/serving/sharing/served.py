@@ -9,19 +9,14 @@ being a token; the model's own end token is ignored.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from experiments.framework import Ours, Record, Study, beside, column, ours, table
-from experiments.harness import (
-    Law,
-    Lengths,
-    length_distributions,
-    model_shapes,
-    prompts,
-)
+from experiments.framework import Ours, Record, beside, column, ours, table
+from experiments.harness import length_distributions, model_shapes, prompts
 from experiments.plotting import boxes, style
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import GREY, INK, NUM_SEQUENCES, Picture
@@ -37,8 +32,12 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
+from jaxkv.workloads import lengths
+from jaxkv.workloads.lengths import Lengths
 
 BOOK = beside(__file__)
+PANEL_SIZE_INCHES = (7.2, 6.5)
+SWITCH = ("num_simulated", False)
 DATA = {"short": "Alpaca", "long": "ShareGPT"}
 
 
@@ -148,9 +147,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     server = Server(model, bounds(config))
     rng = np.random.default_rng(config.seed)
+    draw = functools.partial(
+        length_distributions.draw,
+        max_length=config.max_length,
+        rng=rng,
+        scale=config.length_scale,
+    )
     kinds = {
-        "short": _draw(length_distributions.ALPACA, config.num_short, config, rng),
-        "long": _draw(length_distributions.SHAREGPT, config.num_long, config, rng),
+        "short": draw(lengths.ALPACA, config.num_short),
+        "long": draw(lengths.SHAREGPT, config.num_long),
     }
     own = [
         np.array(prompts.ragged(rng, config.own_tokens, 0.5, config.num_prefixed))
@@ -171,14 +176,6 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             host, config.prefixes, Lengths(*own), repeats=config.repeats
         ),
     )
-
-
-def _draw(law: Law, num: int, config: Config, rng: np.random.Generator) -> Lengths:
-    scaled = law._replace(
-        prompt_mean=law.prompt_mean * config.length_scale,
-        answer_mean=law.answer_mean * config.length_scale,
-    )
-    return length_distributions.draw(scaled, num, config.max_length, rng)
 
 
 def bounds(config: Config) -> EngineConfig:
@@ -207,6 +204,9 @@ def metrics(result: Result) -> dict[str, Any]:
         del row["expected_share"]
     # Every run of the experiment has the lists of both studies.
     return found | {"simulated": [], "translations": []}
+
+
+summary = table.sheets
 
 
 def lengths_claims(savings: Any, **words: Any) -> Iterator[Ours]:
@@ -334,16 +334,3 @@ def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
         yticks=[],
         ylim=(max(1, 5 * len(prefixes)) - 2.3, -1.4),
     )
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    metrics=metrics,
-    summary=table.sheets,
-    panel_size_inches=(7.2, 6.5),
-    switch=("num_simulated", False),
-)
