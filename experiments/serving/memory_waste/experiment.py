@@ -200,14 +200,12 @@ def _growth(
     requests = np.arange(1, int(most.max()) + 1)
     fits = requests <= most[:, None]
     memory = server.weight_bytes + requests * held[:, None] * token_bytes
+    tokens = requests.astype(np.float32) * context.astype(np.float32)[:, None]
     decodes = jnp.asarray(np.broadcast_to(requests, fits.shape), jnp.int32)
-    tokens = (
-        jnp.asarray(requests, jnp.float32) * jnp.asarray(context, jnp.float32)[:, None]
-    )
     work = Work(*(jnp.zeros_like(decodes),) * len(Work._fields))._replace(
         num_decodes=decodes,
         num_drawn=decodes,
-        decode_context=tokens.astype(jnp.int32),
+        decode_context=jnp.asarray(tokens, jnp.int32),
     )
     seconds = np.asarray(jax.jit(jax.vmap(jax.vmap(cost)))(work))
     return Growth(

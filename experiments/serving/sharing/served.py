@@ -301,9 +301,9 @@ def _draw_bound(ax: Any, most: int) -> None:
     num = np.linspace(2, most)
     ax.plot(num, 100 - 100 / num, color="0.8", linewidth=0.8, zorder=0)
     ax.set_ylim(0, 100)
-    look = {"color": "0.65", "fontsize": 6, "ha": "right", "va": "bottom"}
-    at = {"xytext": (0, 2), "textcoords": "offset points"}
-    ax.annotate("at most (n - 1) / n", (most, 100 - 100 / most), **at, **look)
+    look = {"color": "0.65", "ha": "right", "va": "bottom"}
+    end = most, 100 - 100 / most
+    style.note(ax, "at most (n - 1) / n", end, (0, 2), **look)
 
 
 def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:

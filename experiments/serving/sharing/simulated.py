@@ -354,20 +354,17 @@ def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
 
 def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
     """Latency against rate, as figure 16 has it."""
-    colors = [style.colors()[k] for k in (1, 5)]
     # The slower system's curve rises on the left, the other one's on the right.
-    sides = ({"xytext": (5, -9), "ha": "left"}, {"xytext": (-5, 4), "ha": "right"})
-    for k, name in enumerate(SYSTEMS):
-        at_most = translated.at_most[i, k]
-        look: dict[str, Any] = {"color": colors[k]}
-        ax.plot(translated.rate[i], translated.latency_s[i, k], **look)
-        ax.plot(at_most, AT_MOST_S, "o", **look)
-        place, look = (at_most, AT_MOST_S), look | sides[k]
-        text = f"{name}: {at_most:.1f}/s"
-        ax.annotate(text, place, textcoords="offset points", **look)
+    looks = ((1, (5, -9), "left"), (5, (-5, 4), "right"))
+    for k, (color, offset, side) in enumerate(looks):
+        end = translated.at_most[i, k], AT_MOST_S
+        style.curve(ax, translated.rate[i], translated.latency_s[i, k], color, mark="-")
+        style.curve(ax, *end, color, mark="o")
+        look: dict[str, Any] = {"color": style.colors()[color], "fontsize": 7}
+        style.note(ax, f"{SYSTEMS[k]}: {end[0]:.1f}/s", end, offset, ha=side, **look)
     ax.axhline(AT_MOST_S, color="0.8", linewidth=0.8, zorder=0)
     row = translated.rows()[i]
     title = f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times"
     if np.isfinite(row["published_ratio"]):
         title += f", the paper's {row['published_ratio']}"
-    ax.set(title=title, ylim=(0, 1), xlabel="requests/s", ylabel="latency, s a token")
+    style.titled(ax, title, "requests/s", "latency, s a token", ylim=(0, 1))
