@@ -205,18 +205,3 @@ def test_configs_of_the_time_before_the_studies_parted_are_read() -> None:
     old |= {"panels": ["12a"], "traces": []}
     found = experiment.config_loads(json.dumps(old), "config.json")
     assert found == figures.Config(panels=("12a",))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"traces": ("azure",)}, "must be 1 or more of"),
-        ({"device": "a900"}, "unknown device"),
-        ({"models": ("llama-2-70b",)}, "do not fit 1 x"),
-    ],
-)
-def test_a_replay_that_cannot_be_served_is_refused(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        azure.Config(**changes)

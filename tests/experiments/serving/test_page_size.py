@@ -11,7 +11,6 @@ from experiments.bench.kernels import runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.framework import config_json
 from experiments.framework.study import Experiment, of_module
-from experiments.plotting import style
 from experiments.serving.page_size import attention, experiment, serving
 from experiments.serving.page_size.attention import CONFIGS, Config
 from experiments.serving.page_size.serving import Result, Serving
@@ -105,7 +104,7 @@ def test_workloads_are_served_with_pages_of_every_size() -> None:
     assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
     assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
     (study,) = of_module(serving)
-    files = style.render(lambda axes: study.plot(axes, result), panels=study.panels)
+    files = smoke.draw(study, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     assert len(study.metrics(result)["serving"]) == 8
 

@@ -137,11 +137,6 @@ def test_the_picture_shows_the_words() -> None:
         assert word in figure
 
 
-def test_a_seed_is_refused_as_the_engine_would() -> None:
-    with pytest.raises(ValueError, match=r"self\.seed=-1 must be in"):
-        experiment.Config(seed=-1)
-
-
 def test_a_language_shares_weight_among_what_follows() -> None:
     language = Language({"a b c": 3.0, "a b d": 1.0}, 4)
     assert language.words == ("a", "b", "c", "d")

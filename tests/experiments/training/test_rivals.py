@@ -9,7 +9,6 @@ import pytest
 
 from experiments.framework import registry
 from experiments.harness import sweep_tables
-from experiments.plotting import style
 from experiments.training.rivals import experiment
 from experiments.training.rivals import runs as rivals_runs
 from experiments.training.rivals import settings as rivals_settings
@@ -20,6 +19,7 @@ from scaling.frontiers import best_runs
 from scaling.sweeps.learning_rates import next_rate
 from scaling.training import architectures
 from tests.support import smoke
+from tests.support.impatience import Stopping
 
 (STUDY,) = registry.load("rivals").studies
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -56,10 +56,7 @@ def test_smoke_runs_to_a_verdict() -> None:
     for name in Runs.columns().keys() - {"seconds"}:
         np.testing.assert_array_equal(getattr(runs, name), getattr(alone.runs, name))
     np.testing.assert_array_equal(result.places.loss, alone.places.loss)
-    assert STUDY.tell(result)
     assert STUDY.metrics(result)["differences"]
-    figure = style.render(lambda axes: STUDY.plot(axes, result), panels=(2, 2))
-    assert b"compute" in figure["figure.svg"]
 
 
 class Impatient(Quiet):
@@ -78,10 +75,8 @@ def test_what_was_done_before_an_early_end_is_told() -> None:
     assert np.isnan(result.places.lead[1])
     assert STUDY.claims(result) == []
     assert STUDY.tell(result)
-    assert style.render(lambda axes: STUDY.plot(axes, result), panels=(2, 2))
-    never = Quiet()
-    never.stopped = True
-    nothing = STUDY.run(config, never)
+    assert smoke.draw(STUDY, result)
+    nothing = STUDY.run(config, Stopping(0))
     assert nothing.runs.loss.size == 0
     assert STUDY.metrics(nothing)["ratios"] == []
     assert STUDY.tell(nothing)

@@ -88,22 +88,6 @@ def test_a_search_ends_where_logits_are_not_finite() -> None:
     assert not any(run.tokens.values())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(beam_width=0), "self.beam_width=0 must be None or at least self.n=1"),
-        (dict(beam_width=2, n=3), "self.beam_width=2 must be None or at least"),
-        (dict(beam_width=2, best_of=2), "beam search takes no best_of, penalties"),
-        (dict(beam_width=2, presence_penalty=1.0), "beam search takes no best_of"),
-        (dict(length_penalty=11.0), r"self.length_penalty=11.0 must be in \[-10, 10\]"),
-        (dict(early_stopping="now"), "self.early_stopping='now' must be True, False"),
-    ],
-)
-def test_searches_out_of_range_are_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampling(**fields)
-
-
 def test_wider_than_the_engine_is_refused() -> None:
     ask = Ask(0, [1, 2], Sampling(beam_width=7, max_tokens=2))
     with pytest.raises(ValueError, match=r"ask.beam_width=7 must be at most"):

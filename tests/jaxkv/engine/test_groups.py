@@ -124,18 +124,6 @@ def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
     assert num_rows == 22 + 8 * (3 - len(gone))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(n=0), "self.n=0 must be at least 1"),
-        (dict(n=3, best_of=2), "self.best_of=2 must be None or at least self.n=3"),
-    ],
-)
-def test_numbers_of_answers_out_of_range(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampling(**fields)
-
-
 def test_more_answers_than_slots_or_pages_are_refused() -> None:
     check = functools.partial(
         outputs.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,35 +40,50 @@ def rows_of(tree: Any, rows: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "range_"),
     [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": INF},
-        {"temperature": 1e39},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.01},
-        {"top_p": math.nan},
-        {"min_p": -0.1},
-        {"min_p": 1.5},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": INF},
-        {"presence_penalty": math.nan},
-        {"frequency_penalty": -INF},
-        {"seed": -1},
-        {"seed": 2**64},
-        {"max_tokens": 0},
-        {"stop": ("",)},
-        {"stop_tokens": (-1,)},
-        {"logprobs": -1},
+        ({"temperature": -0.1}, "at least 0"),
+        ({"temperature": math.nan}, "at least 0"),
+        ({"temperature": INF}, "at least 0"),
+        ({"temperature": 1e39}, ""),
+        ({"top_k": -1}, ""),
+        ({"top_p": 0.0}, "in (0, 1]"),
+        ({"top_p": 1.01}, "in (0, 1]"),
+        ({"top_p": math.nan}, "in (0, 1]"),
+        ({"min_p": -0.1}, ""),
+        ({"min_p": 1.5}, ""),
+        ({"repetition_penalty": 0.0}, ""),
+        ({"repetition_penalty": INF}, ""),
+        ({"presence_penalty": math.nan}, ""),
+        ({"frequency_penalty": -INF}, ""),
+        ({"seed": -1}, ""),
+        ({"seed": 2**64}, ""),
+        ({"n": 0}, "at least 1"),
+        ({"best_of": 2, "n": 3}, "None or at least self.n=3"),
+        ({"beam_width": 0}, "None or at least self.n=1"),
+        ({"beam_width": 2, "n": 3}, "None or at least self.n=3"),
+        ({"length_penalty": 11.0}, "in [-10, 10]"),
+        ({"early_stopping": "now"}, "True, False"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"stop": ("",)}, ""),
+        ({"stop_tokens": (-1,)}, ""),
+        ({"logprobs": -1}, ""),
     ],
 )
-def test_a_field_out_of_range_is_refused_in_one_line(fields: dict[str, Any]) -> None:
-    (name,) = fields
-    with pytest.raises(ValueError, match=rf"self\.{name}=.* must be ") as raised:
+def test_a_field_out_of_range_is_refused_in_one_line(
+    fields: dict[str, Any], range_: str
+) -> None:
+    name, value = next(iter(fields.items()))
+    line = f"self.{name}={value!r} must be {range_}"
+    with pytest.raises(ValueError, match=re.escape(line)) as raised:
         Sampling(**fields)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("field", [{"best_of": 2}, {"presence_penalty": 1.0}])
+def test_beam_search_takes_no_rule_of_drawing(field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="beam search takes no best_of, penalties"):
+        Sampling(beam_width=2, **field)
 
 
 def test_the_edges_of_the_ranges_are_fine() -> None:
