@@ -22,7 +22,6 @@ from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import GREY, INK, NUM_SEQUENCES, Picture
 from experiments.serving.sharing.requests import (
     PUBLISHED,
-    Host,
     Prefixes,
     Readings,
     Savings,
@@ -145,7 +144,8 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all of it with one program; ended early, it has what is done."""
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
-    server = Server(model, bounds(config))
+    ask = Sampling(temperature=config.temperature, top_p=config.top_p)
+    server = Server(model, bounds(config), ask, progress)
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(
         length_distributions.draw,
@@ -162,18 +162,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for _ in Lengths._fields
     ]
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
-    ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    host = Host(server, ask, config.seed, progress)
     progress.show("compiling")
     return Result(
-        picture=picture.take(host),
-        samples=requests.serve_groups(host, kinds, config.answers, beams=False),
-        beams=requests.serve_groups(host, kinds, config.widths, beams=True),
+        picture=picture.take(server),
+        samples=requests.serve_groups(server, kinds, config.answers, beams=False),
+        beams=requests.serve_groups(server, kinds, config.widths, beams=True),
         readings=requests.read_in_chunks(
-            host, Lengths(*few), max(config.answers), config.chunk_sizes
+            server, Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
-            host, config.prefixes, Lengths(*own), repeats=config.repeats
+            server, config.prefixes, Lengths(*own), repeats=config.repeats
         ),
     )
 
