@@ -24,7 +24,7 @@ from experiments.framework.report import Sheet
 from experiments.plotting import style
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
-from pallas_kernels.bench import deviceless, grouped_specs, problems, specs
+from pallas_kernels.bench import deviceless, problems, sets, specs
 from pallas_kernels.bench import timing as bench_timing
 from pallas_kernels.bench.specs import Spec
 from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
@@ -54,6 +54,12 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+def tiny(kind: str) -> Spec:
+    spec = next(spec for spec in sets.SETS["tiny"] if spec.kind == kind)
+    assert isinstance(spec, Spec)
+    return spec
+
+
 def right(problem: problems.Problem) -> Run:
     return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
 
@@ -73,9 +79,8 @@ def test_the_command_gives_its_document(
     assert document["ceilings"].keys() == set(Ceilings._fields)
     rows, absent = document["rows"], document["absent"]
     assert all(row.keys() >= KEYS for row in rows)
-    *attention, copy = [spec.name for spec in specs.SETS["tiny"]]
-    (products,) = [spec.name for spec in grouped_specs.SETS["tiny"]]
-    known = [*attention, copy, products]
+    known = [spec.name for spec in sets.SETS["tiny"]]
+    *attention, copy, products = known
     assert list(dict.fromkeys(row["spec"] for row in rows)) == known
     for row in rows:
         assert row["seconds"] > 0
@@ -138,7 +143,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
 @pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
 def test_every_turn_of_everyone_is_right(kind: str) -> None:
     """Peers lay keys out on their own, and read another table at every call."""
-    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == kind)
+    spec = tiny(kind)
     problem = problems.make(spec, num_turns=2)
     outs = {}
     for implementation in runs.of_attention():
@@ -190,7 +195,7 @@ def test_peers_answer_from_a_process_of_their_own(
     head, *rows = experiment.run(config)
     assert head["peers"] == {"torch SDPA": "7"}
     said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
-    assert len(said) == len(specs.SETS["tiny"]) - 1  # not of copies
+    assert len(said) == len(sets.SETS["tiny"]) - 2  # not of copies, nor of products
     for name, row in said.items():
         if name.startswith("tree"):
             assert (row["seconds"], row["note"]) == (None, "no trees")
@@ -283,7 +288,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
         assert (row["plan_s"], row["plan_per_layer_s"]) == (32.0, 1.0)
         assert row["t0_s"] == 0.5
     assert ours["ratio"] == 0.5
-    spec = specs.SETS["tiny"][0]
+    spec = sets.SETS["tiny"][0]
     floor_s = ceilings.floor_s(spec.bytes, spec.flops)
     assert ours["excess_s"] == 2.0 - floor_s
     assert ours["target_s"] == pytest.approx(floor_s / 0.9 + 0.5)
@@ -293,7 +298,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
 def test_the_merge_alone_is_given_what_the_kernel_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == "chunk")
+    spec = tiny("chunk")
     problem = problems.make(spec)
     tiling = stream_k.default_tiling(head_dim=64, num_programs=3)
     make_plan = functools.partial(
@@ -350,8 +355,7 @@ def test_when_the_time_is_over_nothing_more_begins(
 
 def test_what_tells_most_comes_first() -> None:
     chosen = experiment._choose(Config(), "gpu")
-    both = specs.SETS, grouped_specs.SETS
-    quick, real = ([*both[0][name], *both[1][name]] for name in ("quick", "real"))
+    quick, real = (sets.SETS[name] for name in ("quick", "real"))
     assert {*chosen[: len(quick)]} == {*quick}
     assert sorted(map(str, chosen)) == sorted(map(str, real))
 
@@ -384,10 +388,8 @@ def test_everyone_multiplies_groups_on_an_h200(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         devices, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
     )
-    spec = grouped_specs.GroupedSpec(
-        tokens=40, experts=grouped_specs.Experts(8, 2, 256, 512)
-    )
-    problem = grouped_specs.make(spec)
+    spec = specs.GroupedSpec(tokens=40, experts=specs.Experts(8, 2, 256, 512))
+    problem = problems.make_grouped(spec)
     for implementation in runs.of_products():
         implementation.prepare(problem)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -29,9 +29,8 @@ from pallas_kernels.bench import (
     Ceilings,
     GroupedSpec,
     Spec,
-    grouped_specs,
     problems,
-    specs,
+    sets,
     timing,
 )
 
@@ -48,7 +47,7 @@ class Config:
     """Which shapes are measured, and how long."""
 
     shapes: Literal["auto", "tiny", "small", "quick", "real", "grid"] = "auto"
-    """Sets of `specs` and `grouped_specs`; auto takes real on a GPU, else small."""
+    """Sets of `sets`; auto takes real on a GPU, else small."""
     quick: bool = False
     """Fewer shapes and calls, and less than half of the seconds."""
     only: str = ""
@@ -136,12 +135,10 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     name = config.shapes
     if name == "auto":
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
-    known = (*specs.SETS[name], *grouped_specs.SETS[name])
-    chosen = [spec for spec in known if config.only in spec.name]
+    chosen = [spec for spec in sets.SETS[name] if config.only in spec.name]
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
-    first = (*specs.SETS["quick"], *grouped_specs.SETS["quick"])
-    return sorted(chosen, key=lambda spec: spec not in first)
+    return sorted(chosen, key=lambda spec: spec not in sets.SETS["quick"])
 
 
 def _measure_ceilings(config: Config, platform: str) -> Ceilings:
@@ -194,7 +191,7 @@ class _Measurement:
     def _make(self, spec: Spec | GroupedSpec) -> Any:
         turns = timing.num_turns(spec.bytes, self.kind)
         if isinstance(spec, GroupedSpec):
-            return grouped_specs.make(spec, num_turns=turns)
+            return problems.make_grouped(spec, num_turns=turns)
         if spec.kind == "copy":
             return problems.make_copy(spec)
         return problems.make(spec, num_turns=turns)
