@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench import peer_process
 from experiments.bench.kernels import calls as kernels_calls
-from experiments.bench.kernels import experiment, processes, report, runs
+from experiments.bench.kernels import experiment, report, runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.bench.kernels.experiment import Config
 from experiments.cli import main
@@ -221,7 +221,7 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     head, *rows = experiment.run(config)
     assert head["peers"] == {}
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes.keys() == processes.PEERS.keys()
+    assert notes.keys() == runs.ELSEWHERE.keys()
     # Of a library, never of a file of ours.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
@@ -366,7 +366,7 @@ def test_a_peer_that_does_not_answer_is_ended(
     says = """print('{"version": "1"}', flush=True)"""
     (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
     monkeypatch.setattr(peer_process, "MAIN", tmp_path / "silent.py")
-    monkeypatch.setattr(processes, "PEERS", {"one": ("", "")})
+    monkeypatch.setattr(runs, "ELSEWHERE", {"one": ("", "")})
     few(ours=right)
     config = Config(
         shapes="tiny",

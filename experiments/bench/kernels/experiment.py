@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import processes, report, runs
+from experiments.bench.kernels import report, runs
 from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
 from experiments.bench.peer_process import PeerProcess, start
 from experiments.framework import Study
@@ -94,17 +94,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        peers, absent = start(stack, PeerProcess, python, processes.PEERS)
-        others = [processes.implementation(x, budget, num_calls) for x in peers]
+        peers, absent = start(stack, PeerProcess, python, runs.ELSEWHERE)
+        others = [runs.elsewhere(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
         ceilings = _measure_ceilings(config, target.platform)
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
-            # Attention is all that the peers elsewhere do.
-            attends = spec.kind not in ("copy", "grouped")
-            rows += measurement.rows(spec, [*runs.of(spec), *(others * attends)])
-            if attends:
+            if spec.kind in ("copy", "grouped"):  # no work of peers elsewhere
+                rows += measurement.rows(spec, runs.of(spec))
+            else:
+                rows += measurement.rows(spec, [*runs.of(spec), *others])
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
     head: dict[str, Any] = {
