@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from scipy import optimize
 
 from experiments.bench.turns import draw_bars, split, timed
-from experiments.framework import Part, Sheet, Study, units
+from experiments.framework import Part, Sheet, units
 from experiments.training.fit_coverage import surfaces
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -258,6 +258,3 @@ def _compiling_anew() -> Generator[None]:
 def _logged(coefficients: np.ndarray) -> np.ndarray:
     """Turns `A, B, E` into their logarithms."""
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)
-
-
-STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)

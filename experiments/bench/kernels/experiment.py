@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import report, runs
+from experiments.bench.kernels import runs
 from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
+from experiments.bench.kernels.report import plot as plot
+from experiments.bench.kernels.report import summary as summary
 from experiments.bench.peer_process import PeerProcess, start
-from experiments.framework import Study
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
@@ -66,6 +67,7 @@ class Config:
         validation.above(self, "max_s")
 
 
+PANELS = (1, 2)
 CONFIGS = {
     "real": Config(),
     "quick": Config(quick=True),
@@ -239,16 +241,3 @@ def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
         **dict.fromkeys(UNKNOWN),
         **dict.fromkeys(("clock", "how", "note"), ""),
     }
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=report.plot,
-        metrics=metrics,
-        summary=report.sheets,
-        panels=(1, 2),
-    ),
-)

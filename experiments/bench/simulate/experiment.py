@@ -19,7 +19,7 @@ import numpy as np
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import Request
 from experiments.bench.turns import draw_bars
-from experiments.framework import Part, Sheet, Study, units
+from experiments.framework import Part, Sheet, units
 from experiments.harness import cost_models, length_distributions
 from jaxkv import clock, validation
 from jaxkv.progress import QUIET, Progress
@@ -266,6 +266,3 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     draw_bars(ax, names, values, [*map(units.rate, values)])
     ax.set_xlabel("steps per second")
     ax.margins(x=0.15)
-
-
-STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)
