@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
+from scaling.sweeps import grid
 from scaling.sweeps.grid import ADAMW, SweepConfig
 from scaling.training import OptimizerConfig, TrainConfig, architectures
 
@@ -25,6 +26,20 @@ def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
         vocab_size=corpora.VOCAB_SIZE,
         seq_len=seq_len,
     )
+
+
+def nearest(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
+    """The model of the family with a number of parameters nearest to one, by ratio."""
+    found = [
+        shape(width, num_layers, seq_len)
+        for width in (*range(4, 16, 2), *range(16, 2049, 16))
+    ]
+
+    def off(model: ModelConfig) -> float:
+        params = grid.count(model, seq_len).params
+        return max(params.total / num_params, num_params / params.total)
+
+    return min(found, key=off)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Trains a language model in a folder that survives anything.
+"""Trains a language model: in memory, or in a folder that survives anything.
 
 With `jaxkv.snapshots` the door to Orbax; the steps themselves are in `stepping`. A run
 that was killed is taken up by calling `train` again with the same folder, and ends bit
@@ -24,7 +24,18 @@ from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
 from scaling.training import run_folder
 from scaling.training.recipes import Schedule, TrainConfig
-from scaling.training.step import TrainState, compiled, init
+from scaling.training.step import TrainState, compiled, init, steps
+
+__all__ = [
+    "Result",
+    "TrainState",
+    "init",
+    "restore",
+    "save",
+    "steps",
+    "train",
+    "train_in_memory",
+]
 
 
 class Result(NamedTuple):
@@ -35,14 +46,15 @@ class Result(NamedTuple):
       curve: one dict per report: `step`; `tokens` and `epoch`, trained on by this run
         so far; `loss` (nats per token, mean over the steps since the last report);
         `learning_rate`; `duration_s`, spent in training by this run so far.
-      checkpoint: folder of the last checkpoint, which another run can start from.
+      checkpoint: folder of the last checkpoint, which another run can start from; None
+        of a run in memory.
       status: `done`; `stopped`, because it was asked to; or `diverged`, if a loss was
         not finite: the parameters are then those before the last report.
     """
 
     state: TrainState
     curve: list[dict[str, Any]]
-    checkpoint: Path
+    checkpoint: Path | None
     status: Literal["done", "stopped", "diverged"]
 
     @property
@@ -112,6 +124,39 @@ def _train(
     return Result(run.state, run.curve, _save(folder, run.state), run.status)
 
 
+def train_in_memory(
+    config: TrainConfig,
+    corpus: streams.Corpus,
+    *,
+    start: TrainState | None = None,
+    progress: Progress = QUIET,
+) -> Result:
+    """Trains a model without leaving anything on disk.
+
+    Args:
+      config: the run; `corpus` and `checkpoint_every` do not matter.
+      corpus: what `corpora.open` made of its corpus, so that many runs can share it.
+      start: where another run of the same model and optimizer ended, if not anew; its
+        step count is continued under this run's schedule and text.
+      progress: who is told.
+
+    Returns:
+      What was reached, bit for bit what `train` reaches if it reports at the same
+      steps. Ctrl-C is passed on.
+
+    Raises:
+      ValueError: the text is too short.
+    """
+    state = start
+    if state is None:
+        state = init(config.model, config.optimizer, jnp.int32(config.seed))
+    endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
+    run = _Run(endless, corpus, state, int(state.step), progress)
+    for line in run.reports():
+        run.tell(line)
+    return Result(run.state, run.curve, None, run.status)
+
+
 class _Run:
     """A run under way: its state and curve, whole whenever a report is out.
 
@@ -131,6 +176,10 @@ class _Run:
         first_step: int,
         progress: Progress,
     ):
+        if corpus.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"{config.model.vocab_size=} must be at least {corpus.vocab_size=}"
+            )
         self.state = state
         self.curve: list[dict[str, Any]] = []
         self.status: Literal["done", "stopped", "diverged"] = "done"

@@ -266,7 +266,9 @@ def translate(config: Config, progress: Progress) -> Translated:
         for both in latency_s
     ]
     rates = np.broadcast_to(RATES, shape)
-    return Translated(config.prefixes, rates, latency_s, batch, np.array(at_most))
+    return Translated(
+        np.array(config.prefixes), rates, latency_s, batch, np.array(at_most)
+    )
 
 
 def _translations(

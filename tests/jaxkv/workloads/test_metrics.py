@@ -14,6 +14,7 @@ OUTPUT = np.array([10, 100, 1, 7])
 def test_latencies_leave_out_what_never_happened() -> None:
     mean = metrics.normalised_latency_s(ARRIVAL, FINISH, OUTPUT)
     np.testing.assert_allclose(mean, (0.1 + 0.02 + 0.5) / 3)
+    np.testing.assert_allclose(metrics.share_served(FINISH), 0.75)
     gap = metrics.time_per_output_token_s(FIRST, FINISH, OUTPUT)
     np.testing.assert_allclose(gap, [0.5 / 9, 1 / 99, 0, np.nan])
     first = metrics.time_to_first_token_s(ARRIVAL, FIRST)

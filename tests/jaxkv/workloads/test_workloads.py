@@ -1,6 +1,7 @@
 """Workloads: laws keep what they promise, files are read whole or refused by line."""
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from jaxkv import clock
 from jaxkv.scheduling.interface import NO_LIMIT
+from jaxkv.text.tokenizer import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths, recordings
 from jaxkv.workloads.lengths import (
     ALPACA,
@@ -176,6 +178,8 @@ def test_azures_times_count_from_the_first(tmp_path: Path) -> None:
     assert found.prompt.tolist() == [374, 10]
     assert found.output.tolist() == [44, 3]
     assert found.chunk_ids is None
+    with pytest.raises(ValueError, match="has no ids of chunks"):
+        recordings.num_known_chunks(found)
 
 
 def test_burstgpts_failures_are_refused_or_counted(tmp_path: Path) -> None:
@@ -194,21 +198,8 @@ def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
     assert clock.to_seconds(np.asarray(w.arrival)).tolist() == [1.5, 1.5]
     assert w.prompt.tolist() == [3, 5]
     assert np.isnan(found.rate)
-
-
-def num_known_chunks(chunk_ids: tuple[np.ndarray, ...]) -> list[int]:
-    """Chunks of each prompt that earlier prompts began with, too.
-
-    It is what a prefix cache without bounds could find, whole chunks of it.
-    """
-    seen: set[int] = set()
-    counts = []
-    for ids in chunk_ids:
-        # An id stands for its chunk and all before it.
-        is_known = [int(x) in seen for x in ids]
-        counts.append(is_known.index(False) if False in is_known else len(is_known))
-        seen.update(map(int, ids))
-    return counts
+    with pytest.raises(ValueError, match="came at once have no rate"):
+        found.at_rate(1.0)
 
 
 def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
@@ -216,12 +207,19 @@ def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
     assert found.arrival_s.tolist() == [0.0, 2.5, 2.5]
     assert found.chunk_ids is not None
     assert [ids.tolist() for ids in found.chunk_ids] == [[0, 1], [0, 2, 3], [0]]
-    assert num_known_chunks(found.chunk_ids) == [0, 1, 1]
+    assert recordings.num_known_chunks(found).tolist() == [0, 1, 1]
 
 
-def test_the_rate_is_that_of_the_gaps(tmp_path: Path) -> None:
+def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
     found = recordings.read(write(tmp_path, MOONCAKE))
     assert found.rate == pytest.approx(0.8)
+    faster = found.at_rate(8.0)
+    assert faster.rate == pytest.approx(8.0)
+    assert faster.arrival_s == pytest.approx([0.0, 0.25, 0.25])
+    closed = found.workload(clients=2)
+    assert not closed.arrival.any()
+    with pytest.raises(ValueError, match=r"rate=0\.0 must be above 0"):
+        found.at_rate(0.0)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +262,27 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         recordings.read(tmp_path / "gone.csv")
 
 
+def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> None:
+    def entry(*texts: str) -> dict:
+        return {"conversations": [{"from": "x", "value": text} for text in texts]}
+
+    entries = [entry("ab", "abc", "d"), entry("alone"), entry("", "x"), entry("é", "y")]
+    path = write(tmp_path, json.dumps(entries))
+    encode = ByteTokenizer(257).encode
+    assert recordings.read_sharegpt(path, encode).prompt.tolist() == [2, 2]
+    assert recordings.read_sharegpt(path, encode).output.tolist() == [3, 1]
+    for bad, line in (
+        ([entry("a", "b"), {"id": 3}], "entry 2: has no conversations"),
+        ([{"conversations": [{"value": 3}, {"value": 4}]}], "entry 1: has no"),
+        ({}, "holds dict, not a list"),
+        ([entry("alone")], "holds no conversation of two turns"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            recordings.read_sharegpt(write(tmp_path, json.dumps(bad)), encode)
+    with pytest.raises(ValueError, match="Expecting value"):
+        recordings.read_sharegpt(write(tmp_path, "no"), encode)
+
+
 @pytest.mark.parametrize(
     ("name", "requests", "hours", "prompt", "output"),
     [
@@ -287,5 +306,5 @@ def test_mooncakes_trace_can_be_found_in_a_cache_to_64_percent() -> None:
     assert found.chunk_ids is not None
     num_chunks = sum(ids.size for ids in found.chunk_ids)
     assert num_chunks == 121_877
-    known = sum(num_known_chunks(found.chunk_ids)) / num_chunks
+    known = recordings.num_known_chunks(found).sum() / num_chunks
     assert known == pytest.approx(0.640, abs=0.0005)

@@ -187,6 +187,32 @@ def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) ->
     assert train.train(longer, tmp_path / "longer", start=at).status == "done"
 
 
+def test_a_run_in_memory_is_the_one_on_disk(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    on_disk = train.train(config, tmp_path / "out")
+    corpus = corpora.open(config.corpus)
+    in_memory = train.train_in_memory(config, corpus)
+    assert in_memory.checkpoint is None
+    assert equal(in_memory.state, on_disk.state)
+    # It stops at the steps of no checkpoint.
+    assert [line["step"] for line in in_memory.curve] == [3, 6, 9, 12]
+    known = {line["step"]: line["loss"] for line in on_disk.curve}
+    assert in_memory.curve[0]["loss"] == known[3]
+    progress = Stopping(2, "show")
+    half = train.train_in_memory(config, corpus, progress=progress)
+    assert half.status == "stopped"
+    assert progress.done == [3 * 64, 6 * 64]
+    rest = train.train_in_memory(config, corpus, start=half.state)
+    assert equal(rest.state, on_disk.state)
+    assert rest.curve[-1]["tokens"] == 6 * 64
+    assert [x["loss"] for x in half.curve + rest.curve] == [
+        x["loss"] for x in in_memory.curve
+    ]
+    with pytest.raises(ValueError, match=r"must be at least corpus\.vocab_size=300"):
+        train.train_in_memory(config, corpus._replace(vocab_size=300))
+
+
 def test_one_compilation_for_all_lengths_rates_and_seeds(config: TrainConfig) -> None:
     call = step.compiled(MODEL, config.optimizer, 4, 16)
     stream = jnp.zeros((NUM_TOKENS,), jnp.uint16)
