@@ -10,6 +10,7 @@ import pytest
 from experiments.bench import peer_process
 from experiments.bench.decode import experiment, ours
 from experiments.bench.decode.ours import CallTimes
+from experiments.framework.study import of_module
 from jaxkv.progress import Quiet
 from tests.support import smoke
 from tests.support.commands import Command, document
@@ -92,7 +93,7 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
                     return
                 yield batch, turn
 
-    (study,) = experiment.STUDIES
+    (study,) = of_module(experiment)
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None
