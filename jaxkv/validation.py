@@ -6,10 +6,13 @@ and JAX's scalars can stand wherever theirs do. Both are loaded where they are a
 for: configs are checked by programs that compute nothing with them.
 """
 
+import dataclasses
 import math
+import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 INT32 = 2**31
 """What int32 counts stay below."""
@@ -105,6 +108,60 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
             return each
     *first, last = map(repr, allowed)
     raise ValueError(f"{name}={shown(value)} must be {', '.join(first)} or {last}")
+
+
+def by_type(owner: Any, **bounds: int | tuple[int, int]) -> dict[str, Any]:
+    """Checks every field of a config by its type.
+
+    Whole numbers are at least 1, others above 0 and finite; a Literal is one of its
+    values; None stands where the type says so.
+
+    Args:
+      owner: a dataclass.
+      **bounds: the smallest number allowed, of fields of which that is another; or the
+        smallest whole one, and what all are below.
+
+    Returns:
+      The values, by name.
+
+    Raises:
+      ValueError: names the first field that has another value.
+    """
+    return {
+        field.name: _of_type(
+            *(f"self.{field.name}", getattr(owner, field.name)),
+            *(field.type, bounds.get(field.name)),
+        )
+        for field in dataclasses.fields(owner)
+    }
+
+
+def _of_type(
+    name: str, value: object, kind: Any, bounds: int | tuple[int, int] | None
+) -> Any:
+    """Checks a value of a field by the field's type."""
+    kind, ending = getattr(kind, "__value__", kind), ""
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        (kind, _), ending = get_args(kind), " or None"
+    if get_origin(kind) is Literal:
+        return choice(name, value, get_args(kind))
+    if kind is bool:
+        return boolean(name, value)
+    if kind is int:
+        low, below = bounds if isinstance(bounds, tuple) else (bounds, INT32)
+        low = 1 if low is None else low
+        hint = f"at least {low},{ending}" if ending else ""
+        return integer(name, value, low=low, below=below, hint=hint)
+    if kind is float:
+        least, hint = math.ulp(0.0), "above 0 and finite"
+        if isinstance(bounds, int):
+            least, hint = bounds, f"at least {bounds}"
+        return number(name, value, low=least, high=sys.float_info.max, hint=hint)
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={shown(value)} must be a {kind.__name__}{ending}")
+    return value
 
 
 def at_least(owner: object, *names: str, low: int | float = 1) -> None:

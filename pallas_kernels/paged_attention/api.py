@@ -233,13 +233,7 @@ def choose(
     def refusal() -> str | None:
         if numerics != "fast":
             return f"{numerics=} needs sums that do not depend on the other rows"
-        return decode_plan.why_not(
-            q_dtype=str(q.dtype),
-            page_dtype=str(k_pages.dtype),
-            group=q.shape[1] // k_pages.shape[1],
-            head_dim=q.shape[2],
-            page_size=k_pages.shape[2],
-        )
+        return decode_plan.why_not(q, k_pages)
 
     return devices.choose(implementation, refusal)
 
