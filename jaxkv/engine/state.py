@@ -306,12 +306,7 @@ def init(config: EngineConfig, pages: kv_pages.Pages) -> EngineState:
 
 
 def no_sequences(num: int, config: EngineConfig) -> Sequences:
-    """Makes empty rows of sequences.
-
-    Args:
-      num: how many, static.
-      config: the bounds.
-    """
+    """Makes so many empty rows of sequences; static."""
 
     # A fresh buffer each: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:

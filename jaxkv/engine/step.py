@@ -183,12 +183,6 @@ def plan_step(
 ) -> tuple[EngineState, scheduling_interface.Plan, apply_plan.Applied]:
     """Decides one step, and does all of it that comes before the model.
 
-    Args:
-      state: the engine.
-      config: its bounds, static.
-      policy: who runs.
-      eviction: as in `step`.
-
     Returns:
       The new state, whose tables hold the pages that the step writes; the plan; and
       what came of it.
@@ -211,18 +205,10 @@ def run_steps(
     logits_fn: LogitsFn | None = None,
     num_steps: int | None = None,
 ) -> tuple[EngineState, StepInfo]:
-    """Runs several steps as one program.
+    """Runs several steps as one program; arguments are those of `step`.
 
-    Args:
-      params: parameters of the model.
-      state: the engine; donate it.
-      clock: seconds and microseconds; requests that arrive later are not admitted.
-      config: static.
-      forward: static.
-      policy: as in `step`.
-      eviction: as in `step`.
-      logits_fn: static.
-      num_steps: how many, static; None means `config.steps_per_call`.
+    Requests that arrive after `clock`, in seconds and microseconds, are not admitted.
+    There are `num_steps`, static; None means `config.steps_per_call`. Donate the state.
 
     Returns:
       The new state, and the stacked infos of all steps.

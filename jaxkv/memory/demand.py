@@ -33,10 +33,8 @@ def at_most(
 ) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"]]:
     """Pages that sequences of one request can hold: shared by all, and of each alone.
 
-    Args:
-      prompt: tokens of the prompt, whose full pages are shared.
-      limit: tokens at which a sequence ends; the last one is never fed.
-      page_size: token places in a page.
+    The full pages of the prompt are shared; of the tokens at which a sequence ends, its
+    limit, the last one is never fed.
     """
     shared = prompt // page_size
     return shared, pages_for(limit - 1, page_size=page_size) - shared

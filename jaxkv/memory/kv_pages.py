@@ -154,10 +154,6 @@ def locate(
 ) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
     """Finds the page and the offset inside it where each row's K and V belong.
 
-    Args:
-      rows: the packed rows.
-      page_size: token places in a page, static.
-
     Returns:
       Page ids, `NO_PAGE` on padding rows and where the table maps nothing; and offsets
       in [0, page_size), without meaning where the page is `NO_PAGE`.
@@ -271,14 +267,7 @@ def copy(
 
 
 def flat(pages: Pages) -> Pages:
-    """Views every leaf as `[layers * pages, ...]`, without a copy.
-
-    Args:
-      pages: the pages.
-
-    Returns:
-      The same leaves, to be indexed with what `flat_ids` returns.
-    """
+    """Views every leaf as `[layers * pages, ...]`, for `flat_ids`, without a copy."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
 
 
@@ -291,11 +280,7 @@ def flat_ids(
 ) -> Int32[Array, "..."]:
     """Turns page ids into indices of one layer's pages in the `flat` view.
 
-    Args:
-      page_ids: page ids, `NO_PAGE` where unmapped.
-      layer: layer to reach, in [0, num_layers).
-      num_layers: layers of the leaf that will be indexed, static.
-      num_pages: pages in the pool, static.
+    The layer is in [0, num_layers), those of the leaf that will be indexed.
 
     Returns:
       Indices in [0, num_layers * num_pages); unmapped places are num_layers *
@@ -311,14 +296,9 @@ def gather(
     Float[Array, "n tokens kv_heads head_dim"],
     Float[Array, "n tokens kv_heads head_dim"],
 ]:
-    """Copies one layer's K and V out of the pages, in token order.
+    """Copies one layer's K and V out of the pages, in token order, for rows of a table.
 
     For checks and for research code: attention reads the pages where they are.
-
-    Args:
-      pages: the pages.
-      layer: layer to read, in [0, layers).
-      page_ids: rows of a page table.
 
     Returns:
       K and V with tokens = columns * page_size, as `write` was given them, up to their

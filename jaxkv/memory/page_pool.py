@@ -112,15 +112,10 @@ def allocate_at(
 
 
 def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
-    """Adds one use to every page in `ids`.
+    """Adds one use to every page in `ids`, `NO_PAGE` ignored.
 
-    Args:
-      pool: the pool that holds the pages.
-      ids: page ids in use, in [0, pages); `NO_PAGE` is ignored, and an id that stands
-        m times gains m uses. Sharing a free page is misuse, which `unsound` shows.
-
-    Returns:
-      The new pool.
+    An id that stands m times gains m uses. Sharing a free page is misuse, which
+    `unsound` shows.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
@@ -131,16 +126,9 @@ def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
     """Takes one use from every page in `ids`; pages without uses become free.
 
     They go on the stack in the order in which they stand in `ids`, row by row, an id
-    that stands several times at its last place. Counts are never clamped: a page
-    released more often than it was used keeps a negative count, which `unsound` shows.
-
-    Args:
-      pool: the pool that holds the pages.
-      ids: page ids in use, in [0, pages); `NO_PAGE` is ignored, and an id that stands
-        m times loses m uses.
-
-    Returns:
-      The new pool.
+    that stands several times at its last place: it loses as many uses. `NO_PAGE` is
+    ignored. Counts are never clamped: a page released more often than it was used keeps
+    a negative count, which `unsound` shows.
     """
     return release_counted(pool, ids)[0]
 
@@ -177,13 +165,10 @@ def unsound(pool: Pool) -> Int32[Array, ""]:
     The free entries of the stack are distinct and are exactly the pages with count
     zero, and no count is negative. Looks at every page: for tests and debug mode.
 
-    Args:
-      pool: the pool to check.
-
     Returns:
       Pages whose count is negative, plus pages that are free by count but not once on
-      the stack or the reverse, plus free entries of the stack that are no page id,
-      plus 1 if `num_free` is out of range.
+      the stack or the reverse, plus free entries of the stack that are no page id, plus
+      1 if `num_free` is out of range.
     """
     (num_pages,) = pool.ref.shape
     free = jnp.arange(num_pages, dtype=jnp.int32) < pool.num_free

@@ -75,11 +75,8 @@ def empty(
 ) -> Line:
     """Makes a line of empty slots.
 
-    Args:
-      num_slots: how many.
-      has_groups: whether requests may have several sequences.
-      holds: whether the policy holds finished sequences.
-      has_blocks: whether places are contiguous.
+    Requests may have several sequences, the policy may hold finished ones, and places
+    may be contiguous.
     """
 
     # A fresh buffer each: the state is donated, and no buffer can be donated twice.

@@ -175,7 +175,7 @@ class Part:
             self._sums["busy_s"] > 0, 1.0 - sum(shares.values()), np.nan
         )
         return Served(
-            **found._asdict(),
+            **vars(found),
             end_s=np.minimum(self.clock_s, self._until_s),
             means=Means(**means | shares, external=external),
             totals=Totals(**self._sums),

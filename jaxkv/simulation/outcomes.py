@@ -4,9 +4,11 @@ Arrays have the leading axes of the state, of members mapped together for one; r
 are the last. `metrics` says what they come to.
 """
 
+import dataclasses
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -15,7 +17,9 @@ from jaxkv.simulation.state import Events, Simulation
 from jaxkv.workloads import Workload
 
 
-class Outcome(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
     """What became of every request."""
 
     arrival_s: Float[np.ndarray, "*members requests"]

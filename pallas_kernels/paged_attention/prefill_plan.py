@@ -110,15 +110,9 @@ def make_plan(
     tiling: Tiling,
     window: int | None = None,
 ) -> Plan:
-    """Cuts the chunks of slots with many rows into tiles.
+    """Cuts the chunks of slots with many rows into tiles; as `decode_plan.make_plan`.
 
-    Args:
-      positions: position of each row; -1 for a padding row.
-      slots: slot of each row, the rows of a slot side by side.
-      num_slots: slots, static.
-      few: slots of so many rows or fewer are left out, static.
-      tiling: sizes; the same for plan and kernel.
-      window: a row sees places above its position - window; None means all.
+    Slots of `few` rows or fewer are left out.
 
     Returns:
       The plan, of `max_tiles` tiles.

@@ -65,14 +65,7 @@ def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
 
 
 def one_row_a_slot(live: Bool[Array, " rows"]) -> Packing:
-    """Packs row i, which is slot i, into block i.
-
-    Args:
-      live: whether the row sees any key.
-
-    Returns:
-      The packing, of blocks of one token.
-    """
+    """Packs row i, which is slot i, into block i, of one token; if it sees any key."""
     num_rows = live.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     kept = jnp.where(live, row, num_rows)
@@ -127,13 +120,7 @@ def pack_queries(
 ) -> Float[Array, "blocks {kv_heads} block_rows head_dim"]:
     """Lays the queries out in blocks, one of each for every KV head.
 
-    Args:
-      q: queries; query head h reads KV head `h // (q_heads // kv_heads)`.
-      packing: where the rows lie.
-      kv_heads: KV heads, a divisor of the query heads, static.
-
-    Returns:
-      The blocks; zeros where there is no row.
+    Query head h reads KV head `h // (q_heads // kv_heads)`. Zeros where no row is.
     """
     (num_blocks, tokens), (_, q_heads, head_dim) = packing.row.shape, q.shape
     group = q_heads // kv_heads
@@ -149,14 +136,7 @@ def pack_values(
 ) -> Shaped[Array, "blocks wgmma_rows"]:
     """Spreads one number a row over the packed rows, padded to whole matrix products.
 
-    Args:
-      values: the numbers.
-      packing: where the rows lie.
-      group: query heads that share a KV head, static.
-      fill: what padding gets.
-
-    Returns:
-      The number of each packed row.
+    Each of the `group` query heads of a KV head gets it; padding gets `fill`.
     """
     tokens, filler = packing.row.shape[1], jnp.asarray(fill, values.dtype)
     found = values.at[packing.row].get(mode="fill", fill_value=fill)
@@ -172,17 +152,7 @@ def unpack(
     group: int,
     fill: float,
 ) -> Shaped[Array, "rows q_heads *rest"]:
-    """Brings packed results back to rows.
-
-    Args:
-      blocks: the results.
-      packing: where the rows lie.
-      group: query heads that share a KV head, static.
-      fill: what rows get that are left out.
-
-    Returns:
-      The results of each row and query head.
-    """
+    """Brings packed results back to rows and query heads; rows left out get `fill`."""
     num_blocks, kv_heads, _, *rest = blocks.shape
     tokens = packing.row.shape[1]
     blocks = blocks[:, :, : tokens * group]

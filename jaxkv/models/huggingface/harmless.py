@@ -87,10 +87,8 @@ def refuse_unknown(
 ) -> None:
     """Refuses keys that may change what the model computes.
 
-    Args:
-      family: whose file it is.
-      given: the file, without nulls.
-      read: keys that are read, beside those of the family's tables.
+    `given` is the file, without nulls; `read` are keys that are read, beside those of
+    the family's tables.
 
     Raises:
       ValueError: names the first few such keys.

@@ -37,23 +37,9 @@ def attend(
 ]:
     """Attends from the planned rows to the pages of their slots.
 
-    A score is scale * q.k, then softcap * tanh(score / softcap), then plus
-    alibi[head] * (place - position).
-
-    Args:
-      q: queries in bfloat16 or float16; query head h reads KV head
-        `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of all layers with ids offset by the layer.
-      v_pages: values, likewise; both of the type of q.
-      page_ids: page of every place / page_size. Entries whose places no row sees are
-        not followed.
-      plan: `decode_plan.make_plan` of these rows, with the same tiling.
-      scale: factor on the products.
-      softcap: bound of the scores, above 0; None means none.
-      alibi: slope of each query head.
-      sinks: one more score a head, that takes weight and brings no value.
-      tiling: sizes.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
+    Arguments are those of `api.paged_attention`, all in bfloat16 or float16; `plan` is
+    `decode_plan.make_plan` of these rows, with the same `tiling`. `interpret` says how
+    to emulate the kernel on a CPU; False compiles it.
 
     Returns:
       Output and natural log-sum-exp, both in float32 so that states of the same rows
@@ -61,9 +47,6 @@ def attend(
 
     Raises:
       ValueError: types or sizes that the kernel does not take.
-
-    Sources: softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi, Press et al. 2022,
-    arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2.
     """
     warpgroups.check(q, k_pages, tiling)
     kv_heads = k_pages.shape[1]

@@ -37,37 +37,18 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
-    A score is scale * q.k, then softcap * tanh(score / softcap), then plus
-    alibi[head] * (place - position). A row sees the places up to its position. Of a
-    slot's places, those between the first and the last that its rows see must hold
-    numbers: under a window, positions of its rows follow on one another.
-
-    Args:
-      q: queries in bfloat16 or float16; query head h reads KV head
-        `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of all layers with ids offset by the layer.
-      v_pages: values, likewise; both of the type of q.
-      page_ids: page of every place / page_size. Entries whose places no row sees are
-        not followed.
-      plan: `prefill_plan.make_plan` of these rows, with the same tiling and window.
-      scale: factor on the products.
-      window: latest keys seen; None means all.
-      softcap: bound of the scores, above 0; None means none.
-      alibi: slope of each query head.
-      sinks: one more score a head, that takes weight and brings no value.
-      others: output, in the type of q, and log-sum-exp of the rows that are left out;
-        None means 0 and -inf.
-      tiling: sizes, of 128 rows.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
+    Arguments are those of `decode.attend`, but for `plan`, which is
+    `prefill_plan.make_plan` with the same `tiling`, of 128 rows, and `window`; and
+    `others`: output, in the type of q, and log-sum-exp of the rows that are left out,
+    None for 0 and -inf. Of a slot's places, those between the first and the last that
+    its rows see must hold numbers: under a window, positions of its rows follow on one
+    another.
 
     Returns:
       Output in the type of q, and natural log-sum-exp.
 
     Raises:
       ValueError: types or sizes that the kernel does not take.
-
-    Sources: softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi, Press et al. 2022,
-    arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2.
     """
     warpgroups.check(q, k_pages, tiling)
     num_rows, q_heads, _ = q.shape
