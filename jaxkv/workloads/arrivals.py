@@ -88,16 +88,7 @@ def poisson(
 ) -> Float[np.ndarray, " num"]:
     """Draws times at which independent users ask: gaps are exponential.
 
-    Args:
-      rng: where the draws come from.
-      rate: requests per second on average, above 0.
-      num: requests, at least 1.
-
-    Returns:
-      Seconds from 0 of each arrival, in order.
-
-    Raises:
-      ValueError: `rate` or `num` is out of its range.
+    Arguments, result and errors are those of `bursty`.
     """
     return bursty(rng, rate=rate, num=num, cv=1.0)
 
@@ -145,17 +136,12 @@ def open_loop(
 ) -> Workload:
     """Draws requests of users who do not wait for each other.
 
-    Lengths are drawn before arrivals and do not depend on `rate`: members of a sweep
-    that start from equal generators serve the same requests, faster.
-
-    Args:
-      rng: where the draws come from.
-      law: how long prompts and outputs are.
-      rate: requests per second on average, above 0.
-      num: requests, at least 1.
+    There are `rate` a second on average. Lengths are drawn before arrivals and do not
+    depend on `rate`: members of a sweep that start from equal generators serve the same
+    requests, faster.
 
     Raises:
-      ValueError: a parameter is out of its range.
+      ValueError: `rate` is not above 0, or `num` below 1.
     """
     tokens = law.draw(rng, num)
     arrival_s = poisson(rng, rate=rate, num=num)
@@ -171,14 +157,10 @@ def closed_loop(
 ) -> Workload:
     """Draws requests of so many clients, of whom each asks again once it is answered.
 
-    Args:
-      rng: where the draws come from.
-      law: how long prompts and outputs are.
-      clients: how many, at least 1.
-      num: requests of all of them, at least 1.
+    There are `num` requests of all of them.
 
     Raises:
-      ValueError: a parameter is out of its range.
+      ValueError: a count is below 1.
     """
     tokens = law.draw(rng, num)
     return make(np.zeros(num), tokens.prompt, tokens.output, clients=clients)

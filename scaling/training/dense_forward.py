@@ -21,10 +21,7 @@ def logits(
 ) -> Float[Array, "batch seq vocab"]:
     """Runs a model without experts over sequences, each from its beginning.
 
-    Args:
-      params: as `transformer.init_params` returns them.
-      tokens: of the sequences.
-      config: the model.
+    Parameters are as `transformer.init_params` returns them.
 
     Returns:
       Next-token logits, at least float32.

@@ -109,10 +109,7 @@ def logits(
 ) -> Float[Array, "batch seq vocab"]:
     """Reads whole sequences from a state of zeros.
 
-    Args:
-      params: as `init_params` returns them, in any floating type.
-      tokens: ids.
-      config: the shape.
+    Parameters are as `init_params` returns them, in any floating type.
 
     Returns:
       Next-token logits, in float32 at least.

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -99,99 +98,50 @@ def _train(
     """Trains from a state, or from the last checkpoint if there is one."""
     if (last := folder.last_step()) is not None:
         state = restore(folder.checkpoint(last), state)
-    run = _Run(config, corpus, state, folder.first_step, progress)
-    run.curve = folder.read_curve(int(state.step))
+    curve, first = folder.read_curve(int(state.step)), folder.first_step
+    per_step = config.batch_size * config.seq_len
+    per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
+    total = (config.num_steps - first) * per_step
+    update = progress.bar("training", total, "tokens")
+    schedule, sizes = Schedule.of(config), (config.batch_size, config.seq_len)
+    call = compiled(config.model, config.optimizer, *sizes, config.how)
+    tokens, seed = jnp.asarray(corpus.stream), jnp.int32(config.seed)
+    status: Literal["done", "stopped", "diverged"] = "done"
+    before_s = curve[-1]["duration_s"] if curve else 0.0
+    started = time.monotonic()
     try:
-        for line in run.reports():
-            folder.report(line)
-            run.tell(line)
-            if line["step"] % config.checkpoint_every == 0:
-                _save(folder, run.state)
-    except KeyboardInterrupt:
-        run.status = "stopped"
-    return Result(run.state, run.curve, _save(folder, run.state), run.status)
-
-
-class _Run:
-    """A run under way: its state and curve, whole whenever a report is out.
-
-    Args:
-      config: the run.
-      corpus: what it learns.
-      state: where it stands.
-      first_step: the step that its own tokens are counted from.
-      progress: who is told.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        corpus: streams.Corpus,
-        state: TrainState,
-        first_step: int,
-        progress: Progress,
-    ):
-        self.state = state
-        self.curve: list[dict[str, Any]] = []
-        self.status: Literal["done", "stopped", "diverged"] = "done"
-        self._config, self._first, self._progress = config, first_step, progress
-        self._stream = corpus.stream
-        self._per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
-        self._update = self._open_bar()
-
-    def reports(self) -> Iterator[dict[str, Any]]:
-        """Trains to the end, and gives a line of the curve after each stretch of it."""
-        config, schedule = self._config, Schedule.of(self._config)
-        call = compiled(
-            config.model,
-            config.optimizer,
-            config.batch_size,
-            config.seq_len,
-            config.how,
-        )
-        tokens, seed = jnp.asarray(self._stream), jnp.int32(config.seed)
-        before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
-        started = time.monotonic()
-        while (step := int(self.state.step)) < config.num_steps:
-            if self._progress.stopped:
-                self.status = "stopped"
-                return
+        while (step := int(state.step)) < config.num_steps:
+            if progress.stopped:
+                status = "stopped"
+                break
             end = _next_stop(step, config)
             # Not donated: an interrupt in here leaves the state before it whole.
-            new, loss = call(self.state, tokens, schedule, seed, jnp.int32(end - step))
+            new, loss = call(state, tokens, schedule, seed, jnp.int32(end - step))
             if not math.isfinite(loss := float(loss)):
-                self.status = "diverged"
-                return
-            self.state = new
-            num_steps = end - self._first
+                status = "diverged"
+                break
+            state = new
             line = {
                 "step": end,
-                "tokens": num_steps * config.batch_size * config.seq_len,
-                "epoch": num_steps * config.batch_size / self._per_epoch,
+                "tokens": (end - first) * per_step,
+                "epoch": (end - first) * config.batch_size / per_epoch,
                 "loss": loss,
                 "learning_rate": float(schedule.at(jnp.int32(end - 1))),
                 "duration_s": before_s + time.monotonic() - started,
             }
-            self.curve.append(line)
-            yield line
-
-    def tell(self, line: dict[str, Any]) -> None:
-        """Shows who watches how far the run is."""
-        self._update(line["tokens"])
-        self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
-
-    def _open_bar(self) -> Callable[[float], None]:
-        num_steps = self._config.num_steps - self._first
-        total = num_steps * self._config.batch_size * self._config.seq_len
-        return self._progress.bar("training", total, "tokens")
+            curve.append(line)
+            folder.report(line)
+            update(line["tokens"])
+            progress.show(f"step {end}: {loss:.3f} nats a token")
+            if end % config.checkpoint_every == 0:
+                _save(folder, state)
+    except KeyboardInterrupt:
+        status = "stopped"
+    return Result(state, curve, _save(folder, state), status)
 
 
 def restore(checkpoint: Path, like: TrainState) -> TrainState:
-    """Reads a checkpoint.
-
-    Args:
-      checkpoint: its folder.
-      like: a state of the same model and optimizer.
+    """Reads a checkpoint, for a state of the same model and optimizer.
 
     Raises:
       ValueError: it is missing, broken, or of another model or optimizer.
@@ -209,11 +159,9 @@ def restore(checkpoint: Path, like: TrainState) -> TrainState:
 
 
 def save(checkpoint: Path, state: TrainState) -> None:
-    """Writes a checkpoint, whole or not at all.
+    """Writes a checkpoint that `restore` will read, whole or not at all.
 
-    Args:
-      checkpoint: a folder that is not there, in one that is.
-      state: what `restore` will read.
+    The folder is not there; the one it is in is.
 
     Raises:
       ValueError: there is no room, or it must not be written.
