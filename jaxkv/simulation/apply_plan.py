@@ -209,7 +209,6 @@ def _note(
         finish_s=if_(state.ended, state.clock[0] + 1),
         finish_us=if_(state.ended, state.clock[1]),
         num_preempted=if_(gone, ones),
-        num_swapped=if_(out, ones),
         num_recomputed=again,
     )
     index = jnp.where(state.began | leaves, whose, NOBODY)

@@ -150,7 +150,6 @@ class Part:
             "decoded": work.num_decodes,
             "read": work.num_prompt_rows,
             "drawn": work.num_drawn,
-            "copied_pages": work.num_copied,
             "swapped_pages": work.num_swapped,
             "preempted": info.num_preempted,
         }

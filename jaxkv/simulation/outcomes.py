@@ -30,8 +30,6 @@ class Outcome:
     """When its last sequence ended, NaN where one did not."""
     preempted: Int[np.ndarray, "*members requests"]
     """Times that its sequences were preempted."""
-    swapped: Int[np.ndarray, "*members requests"]
-    """How many of these kept their pages."""
     recomputed: Int[np.ndarray, "*members requests"]
     """Tokens computed again."""
     rejected: Bool[np.ndarray, "*members requests"]
@@ -72,7 +70,6 @@ def read(
         first_s=np.where(np.isfinite(first_s), first_s, np.nan),
         finish_s=finish_s,
         preempted=noted.num_preempted.sum(axis=-1),
-        swapped=noted.num_swapped.sum(axis=-1),
         recomputed=noted.num_recomputed.sum(axis=-1),
         rejected=~served & (w.samples > 0),
     )

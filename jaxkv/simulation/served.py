@@ -45,7 +45,6 @@ class Totals(NamedTuple):
     read: Int[np.ndarray, " members"]
     """Other tokens fed: prompts, and what was lost."""
     drawn: Int[np.ndarray, " members"]
-    copied_pages: Int[np.ndarray, " members"]
     swapped_pages: Int[np.ndarray, " members"]
     """Pages moved out and in."""
     preempted: Int[np.ndarray, " members"]
