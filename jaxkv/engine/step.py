@@ -112,8 +112,10 @@ def step(
     state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, plan, applied, emitted, state, config)
     if config.debug:
-        found = _audit(state, config)._replace(i3=_unsafe_writes(planned, num_rows))
-        info = info._replace(violations=found)
+        unsafe = invariants.shared_writes(
+            planned.pool, planned.table, num_rows, page_size=config.page_size
+        )
+        info = info._replace(violations=_audit(state, config)._replace(i3=unsafe))
     return state, info
 
 
@@ -231,15 +233,6 @@ def run_steps(
         state._replace(clock=clock),
         None,
         length=config.steps_per_call if num_steps is None else num_steps,
-    )
-
-
-def _unsafe_writes(
-    planned: EngineState, num_rows: Int32[Array, " slots"]
-) -> Int32[Array, ""]:
-    """Counts the pages that a step may not write as it planned to."""
-    return invariants.shared_writes(
-        planned.pool, planned.table, num_rows, page_size=planned.pages.page_size
     )
 
 

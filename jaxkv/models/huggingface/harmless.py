@@ -96,7 +96,9 @@ def refuse_unknown(
     known = _EVERYWHERE | read | {*family.keys, *family.expert_keys, *family.only}
     known.update(family.harmless)
     unknown = [
-        key for key, value in given.items() if key not in known and not _is_empty(value)
+        key
+        for key, value in given.items()
+        if key not in known and value not in ("", [], {})
     ]
     for key in unknown:
         if key in _REASONS:
@@ -110,7 +112,3 @@ def refuse_unknown(
             f"{few}{more} may change what {family.architecture} computes, and is not "
             "read here; remove what does not"
         )
-
-
-def _is_empty(value: Any) -> bool:
-    return value in ("", [], {})
