@@ -3,7 +3,8 @@
 A value is checked by its type as well as its range: True is no count, "5" is no number,
 and 1.5 pages are none. What passes comes back as Python's own number, so that NumPy's
 and JAX's scalars can stand wherever theirs do. Both are loaded where they are asked
-for: configs are checked by programs that compute nothing with them.
+for: configs are checked by programs that compute nothing with them. Checks of a config
+are given it, and the names of fields, with dots where they are fields of fields.
 """
 
 import dataclasses
@@ -167,11 +168,6 @@ def _of_type(
 def at_least(owner: object, *names: str, low: int | float = 1) -> None:
     """Checks fields of a config: numbers, or tuples of them, of `low` or more.
 
-    Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: the smallest allowed.
-
     Raises:
       ValueError: names the first field that has less, or NaN.
     """
@@ -183,11 +179,7 @@ def above(
 ) -> None:
     """Checks fields of a config: numbers, or tuples of them, greater than `low`.
 
-    Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: what they exceed.
-      finite: whether infinity is refused too.
+    Infinity is refused too where they are to be finite.
 
     Raises:
       ValueError: names the first field that has `low`, less or NaN.
@@ -201,12 +193,7 @@ def within(
 ) -> None:
     """Checks fields of a config: numbers, or tuples of them, of an interval.
 
-    Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: where the interval begins.
-      high: where it ends.
-      ends: a bracket at each end: "[" and "]" if it is part, "(" and ")" if not.
+    `ends` has a bracket at each end: "[" and "]" if it is part, "(" and ")" if not.
 
     Raises:
       ValueError: names the first field that leaves it, or has NaN.
@@ -228,12 +215,8 @@ def ascending(
 ) -> None:
     """Checks fields of a config: tuples of numbers, each greater than the one before.
 
-    Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: the smallest number allowed.
-      least: the fewest numbers.
-      strictly: whether two may not be equal.
+    There are `least` or more of them, all `low` or more; two may be equal unless they
+    ascend strictly.
 
     Raises:
       ValueError: names the first field that has fewer, or others.
@@ -249,13 +232,7 @@ def ascending(
 
 
 def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> None:
-    """Checks fields of a config: tuples of names, each of those that are known.
-
-    Args:
-      owner: what has the fields.
-      names: the fields.
-      known: the names allowed.
-      least: the fewest names.
+    """Checks fields of a config: tuples of known names, `least` or more of them.
 
     Raises:
       ValueError: names the first field that has others, or fewer.

@@ -49,12 +49,9 @@ def to_begin(
 ) -> Int32[Array, " requests"]:
     """Pages that all tokens known of a request take, if none of them is in the pool.
 
-    Args:
-      known: token places that each sequence needs.
-      common: tokens with which all of them begin; the full pages of these count once. 0
-        for a sequence that is alone.
-      waits: which entries are sequences of the request.
-      page_size: token places in a page.
+    `known` are the token places that each sequence needs, and `waits` says which
+    entries are sequences of the request. The full pages of the `common` tokens, with
+    which all of them begin, count once; there are none for a sequence that is alone.
     """
     full = common // page_size
     each = pages_for(known, page_size=page_size) - full[:, None]

@@ -96,17 +96,11 @@ def make_pages(
     dtype: DTypeLike,
     kv_dtype: Literal["model", "int8", "fp8"] = "model",
 ) -> Pages:
-    """Makes the K and V arrays, filled with zeros.
+    """Makes the K and V arrays, filled with zeros; all sizes are at least 1.
 
-    Args:
-      num_layers: layers that write K and V, at least 1.
-      num_pages: pages in the pool, at least 1.
-      num_kv_heads: key and value heads of a layer, at least 1.
-      page_size: token places in a page, at least 1.
-      head_dim: elements of one key or value, at least 1.
-      dtype: floating type of the model.
-      kv_dtype: "model" keeps K and V in that type, the others in 8 bits with a scale
-        for each token and head, see `pallas_kernels.quantizing`.
+    `dtype` is that of the model. With a `kv_dtype` of "model" K and V are kept in it,
+    with the others in 8 bits with a scale for each token and head, see
+    `pallas_kernels.quantizing`.
 
     Returns:
       The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
@@ -114,7 +108,7 @@ def make_pages(
 
     Raises:
       ValueError: a size is below 1, the type is not a floating one, or there is no
-        memory for them.
+      memory for them.
     """
     sizes = dict(
         num_layers=num_layers,
@@ -182,18 +176,10 @@ def write(
 ) -> Pages:
     """Writes one layer's K and V of every row to the row's page, in place.
 
-    Padding rows and rows whose place is unmapped are dropped. No two rows may have the
-    same slot and position, and a page written to must have a count of one (I3).
-
-    Args:
-      pages: the pages, donated or carried.
-      layer: layer to write, in [0, layers).
-      k: keys, cast to the type of the pages, or rounded to their 8 bits.
-      v: values, likewise.
-      rows: where each row belongs; only position, slot and page_ids are read.
-
-    Returns:
-      The new pages.
+    Keys and values are cast to the type of the pages, donated or carried, or rounded to
+    their 8 bits. Padding rows and rows whose place is unmapped are dropped. No two rows
+    may have the same slot and position, and a page written to must have a count of one
+    (I3).
 
     Raises:
       ValueError: `rows.slot` is None and there are not as many rows as slots.

@@ -117,14 +117,8 @@ def match(
 
     At least one token is always left to compute, since the next one is drawn from its
     logits. Columns are looked up in turn for all sequences at once, until nobody finds
-    more; if nobody wants a match, nothing runs.
-
-    Args:
-      cache: the cached pages.
-      tokens: tokens of each sequence from its first; beyond `num_tokens`, anything.
-      num_tokens: tokens known of each, in [0, max_length].
-      salt: of each sequence.
-      wanted: sequences that may use the cache; others match nothing.
+    more; if nobody wants a match, nothing runs, and who does not matches nothing. Of
+    each sequence `num_tokens` are known, in [0, max_length]; beyond stands anything.
 
     Returns:
       The page ids, in token order and `NO_PAGE` beyond, as wide as a row of a table of

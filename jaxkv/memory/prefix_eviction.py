@@ -85,16 +85,10 @@ def rest(
 ) -> Prefixes:
     """Notes that sequences have let go of their pages, all of one call at one tick.
 
-    Args:
-      cache: the cached pages.
-      rows: all pages of each such sequence, in token order, cached or not; `NO_PAGE` is
-        ignored.
-      left: uses of each that are left, its pin among them, see
-        `page_pool.release_counted`.
-      rule: who goes first; None means `LRU()`.
-
-    Returns:
-      The new cache: those of the pages that nobody uses any more are idle.
+    `rows` are all pages of each such sequence, in token order, cached or not, `NO_PAGE`
+    ignored; `left` are the uses that each has left, its pin among them, see
+    `page_pool.release_counted`. Those that nobody uses any more are idle, ranked by the
+    rule; None means `LRU()`.
 
     Raises:
       ValueError: the rule ranks by something else than int32.

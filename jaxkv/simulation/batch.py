@@ -190,12 +190,9 @@ def split(
 ) -> tuple[Split, Int32[Array, ""]]:
     """Says what the places of all pages in use are good for.
 
-    Args:
-      line: the batch.
-      group: its groups.
-      limit: tokens at which each sequence ends; the last is never written.
-      page_size: token places in a page.
-      asked: places reserved for each, if its block may have more than these.
+    `limit` are the tokens at which each sequence ends, of which the last is never
+    written; `asked` the places reserved for each, if its block may have more than
+    these.
 
     Returns:
       The places, and the pages that sharing saves.

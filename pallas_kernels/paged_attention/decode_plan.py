@@ -159,11 +159,7 @@ def make_plan(
 def ancestor_words(ancestors: Bool[Array, "rows columns"]) -> UInt32[Array, "rows _"]:
     """Packs flags into words of 32 bits, column j into bit j % 32 of word j // 32.
 
-    Args:
-      ancestors: the flags.
-
-    Returns:
-      ceil(columns / 32) words a row.
+    There are ceil(columns / 32) words a row.
     """
     rows, columns = ancestors.shape
     num_words = -(-columns // 32)

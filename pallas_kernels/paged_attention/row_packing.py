@@ -31,17 +31,10 @@ class Packing(NamedTuple):
 
 
 def num_block_rows(*, tokens: int, group: int) -> int:
-    """Counts the packed rows of a block, padding included.
+    """Counts the packed rows of a block, padding included; both are at least 1.
 
-    Memory holds multiples of what a transfer can move. Beyond one matrix product
-    they are whole ones, a warpgroup each.
-
-    Args:
-      tokens: tokens in a block, at least 1.
-      group: query heads that share a KV head, at least 1.
-
-    Returns:
-      A multiple of 8 up to 64, else a multiple of 64.
+    Memory holds multiples of what a transfer can move. Beyond one matrix product they
+    are whole ones, a warpgroup each: a multiple of 8 up to 64, else of 64.
     """
     unit = ROW_ALIGNMENT if tokens * group <= WGMMA_ROWS else WGMMA_ROWS
     return -(-tokens * group // unit) * unit
@@ -50,15 +43,8 @@ def num_block_rows(*, tokens: int, group: int) -> int:
 def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
     """Bounds the blocks that rows of so many slots can fill, whatever their split.
 
-    A slot with n rows fills ceil(n / tokens) <= 1 + (n - 1) / tokens blocks.
-
-    Args:
-      num_rows: rows, at least 1.
-      num_slots: slots, at least 1.
-      tokens: rows of one slot in a block, at least 1.
-
-    Returns:
-      The bound, at least 1. 10 rows of 3 slots in blocks of 4: 3 + 7 // 4 = 4.
+    A slot with n rows fills ceil(n / tokens) <= 1 + (n - 1) / tokens blocks. All counts
+    are at least 1. 10 rows of 3 slots in blocks of 4: 3 + 7 // 4 = 4.
     """
     used = min(num_rows, num_slots)
     return used + (num_rows - used) // tokens

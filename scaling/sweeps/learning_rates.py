@@ -49,13 +49,9 @@ def fit_powers(
 ) -> Powers:
     """Lays powers through optima by least squares in logarithms.
 
-    Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
+    `level` is the probability of the intervals, which are Student's, in (0, 1).
 
-    Args:
-      width: of each optimum.
-      num_tokens: of each.
-      rate: of each.
-      level: probability of the intervals, which are Student's, in (0, 1).
+    Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
     """
     design = np.stack([np.ones(len(rate)), np.log(width), np.log(num_tokens)], 1)
     freedom = len(rate) - 3
