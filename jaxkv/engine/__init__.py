@@ -17,6 +17,7 @@ __all__ = [
     "init",
     "requests",
     "run_steps",
+    "snapshots",
     "state",
     "step",
     "submit",

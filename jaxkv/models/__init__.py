@@ -15,6 +15,7 @@ __all__ = [
     "interface",
     "layers",
     "moe",
+    "paged",
     "rotary",
     "transformer",
 ]

@@ -6,7 +6,7 @@ user waits for. Here arrays of equal shape are drawn by one loop over their keys
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class _Stream:
     """In place of `nnx.Rngs`: its one stream is that of the parameters."""
 
     @property
-    def params(self) -> Self:
+    def params(self) -> Any:
         """The stream of the parameters."""
         return self
 

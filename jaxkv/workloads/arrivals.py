@@ -133,19 +133,28 @@ def open_loop(
     *,
     rate: float,
     num: int,
+    cv: float = 1.0,
+    samples: int = 1,
 ) -> Workload:
     """Draws requests of users who do not wait for each other.
 
-    There are `rate` a second on average. Lengths are drawn before arrivals and do not
-    depend on `rate`: members of a sweep that start from equal generators serve the same
-    requests, faster.
+    Lengths are drawn before arrivals and do not depend on `rate` and `cv`: members of a
+    sweep that start from equal generators serve the same requests, faster.
+
+    Args:
+      rng: where the draws come from.
+      law: how long prompts and outputs are.
+      rate: requests per second on average, above 0.
+      num: requests, at least 1.
+      cv: as for `bursty`; 1 is Poisson's.
+      samples: sequences of each request.
 
     Raises:
-      ValueError: `rate` is not above 0, or `num` below 1.
+      ValueError: a parameter is out of its range.
     """
     tokens = law.draw(rng, num)
-    arrival_s = poisson(rng, rate=rate, num=num)
-    return make(arrival_s, tokens.prompt, tokens.output)
+    arrival_s = bursty(rng, rate=rate, num=num, cv=cv)
+    return make(arrival_s, tokens.prompt, tokens.output, samples=samples)
 
 
 def closed_loop(
@@ -154,16 +163,26 @@ def closed_loop(
     *,
     clients: int,
     num: int,
+    samples: int = 1,
 ) -> Workload:
     """Draws requests of so many clients, of whom each asks again once it is answered.
 
-    There are `num` requests of all of them.
+    Args:
+      rng: where the draws come from.
+      law: how long prompts and outputs are.
+      clients: how many, at least 1.
+      num: requests of all of them, at least 1.
+      samples: sequences of each request.
 
     Raises:
-      ValueError: a count is below 1.
+      ValueError: a parameter is out of its range.
     """
     tokens = law.draw(rng, num)
-    return make(np.zeros(num), tokens.prompt, tokens.output, clients=clients)
+    return make(
+        *(np.zeros(num), tokens.prompt, tokens.output),
+        samples=samples,
+        clients=clients,
+    )
 
 
 def _numbers(name: str, column: Any, kinds: str) -> np.ndarray:

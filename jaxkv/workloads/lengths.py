@@ -209,6 +209,8 @@ ALPACA = Pair(
 
 Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1.
 """
+ORCA = Pair(prompt=Uniform(low=32, high=512), output=Uniform(low=1, high=128))
+"""Source: Yu et al. 2022 (Orca), section 6.2."""
 
 
 def stretch(

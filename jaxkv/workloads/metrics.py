@@ -1,7 +1,8 @@
 """What a served workload comes to: latencies, goodput, gaps between tokens.
 
 Plain NumPy on the host. Arrays may have any leading axes, of members of a simulation
-for one; requests are the last. What never happened is NaN, and left out.
+for one; requests are the last. What never happened is NaN, and left out: ask
+`share_served` how much that is.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,18 @@ from jaxtyping import Bool, Float, Int
 
 type Seconds = Float[np.ndarray, "*members requests"]
 type Tokens = Int[np.ndarray, "*#members requests"]
+
+
+def share_served(finish_s: Seconds, is_asked: np.ndarray | None = None) -> np.ndarray:
+    """The share of requests that were answered.
+
+    Args:
+      finish_s: when each was, NaN if it was not.
+      is_asked: the requests that count; all by default.
+    """
+    asked = np.ones(finish_s.shape, bool) if is_asked is None else is_asked
+    num = np.maximum(asked.sum(-1), 1)
+    return np.asarray((np.isfinite(finish_s) & asked).sum(-1) / num)
 
 
 def normalised_latency_s(

@@ -4,6 +4,7 @@
     BurstGPT    CSV  Timestamp, Request tokens, Response tokens (and others)
     plain       CSV  arrival_s, prompt_tokens, output_tokens
     Mooncake    JSON lines  timestamp (ms), input_length, output_length, hash_ids
+    ShareGPT    JSON, a list of conversations; texts without times
 
 A file is known by its columns. Nothing is put right in silence: a row that no server
 could have seen is refused, with its line and the reason, and what is left out because
@@ -25,7 +26,7 @@ from jaxtyping import Float, Int32, Int64
 
 from jaxkv import files
 from jaxkv.workloads import arrivals
-from jaxkv.workloads.lengths import LONGEST
+from jaxkv.workloads.lengths import LONGEST, Lengths
 
 CHUNK = 512
 """Tokens of a prompt that one of Mooncake's ids stands for."""
@@ -52,9 +53,25 @@ class Recording(NamedTuple):
         span = float(self.arrival_s[-1] - self.arrival_s[0])
         return (self.arrival_s.size - 1) / span if span > 0 else math.nan
 
-    def workload(self) -> arrivals.Workload:
-        """Makes the workload."""
-        return arrivals.make(self.arrival_s, self.prompt, self.output)
+    def at_rate(self, rate: float) -> "Recording":
+        """Replays it faster or slower, the pattern of bursts kept.
+
+        Args:
+          rate: requests per second on average, above 0.
+
+        Raises:
+          ValueError: `rate` is out of range, or all requests came at once.
+        """
+        if not 0 < rate < math.inf:
+            raise ValueError(f"{rate=} must be above 0 requests per second")
+        if math.isnan(self.rate):
+            raise ValueError("requests that came at once have no rate to scale")
+        return self._replace(arrival_s=self.arrival_s * (self.rate / rate))
+
+    def workload(self, *, clients: int | None = None) -> arrivals.Workload:
+        """Makes the workload; with `clients`, their order is kept, not their times."""
+        arrival_s = self.arrival_s if clients is None else np.zeros(self.prompt.size)
+        return arrivals.make(arrival_s, self.prompt, self.output, clients=clients)
 
 
 class _Row(NamedTuple):
@@ -106,6 +123,66 @@ def read(path: Path, *, skip_empty: bool = False) -> Recording:
         chunk_ids=tuple(np.array(x, np.int64) for x in ids) if ids else None,
         num_empty=num_empty,
     )
+
+
+def num_known_chunks(recording: Recording) -> Int32[np.ndarray, " requests"]:
+    """Counts the chunks of each prompt that earlier prompts began with, too.
+
+    It is what a prefix cache without bounds could find, whole chunks of it.
+
+    Raises:
+      ValueError: nobody recorded what the prompts have in common.
+    """
+    if recording.chunk_ids is None:
+        raise ValueError("the recording has no ids of chunks")
+    seen: set[int] = set()
+    counts = []
+    for ids in recording.chunk_ids:
+        # An id stands for its chunk and all before it.
+        is_known = [int(x) in seen for x in ids]
+        counts.append(is_known.index(False) if False in is_known else len(is_known))
+        seen.update(map(int, ids))
+    return np.array(counts, np.int32)
+
+
+def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
+    """Reads the lengths of conversations: the first question and its answer.
+
+    Conversations without both, or in which either has no token, are left out.
+
+    Args:
+      path: a JSON list of objects with `conversations`, lists of turns `from`, `value`.
+      encode: a tokenizer's.
+
+    Returns:
+      The lengths, in the order of the file.
+
+    Raises:
+      ValueError: the file cannot be read, is no such list, or none is left; one line
+        that names the file, and the entry, counted from 1.
+
+    Source: the choice of turns is that of vLLM's `benchmarks/benchmark_serving.py`.
+    """
+    entries = files.parse_json(_text(path), path)
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: holds {type(entries).__name__}, not a list")
+    found = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            texts = [turn["value"] for turn in entry["conversations"][:2]]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"{path}: entry {number}: has no conversations of turns with a value"
+            ) from None
+        sizes = [len(encode(text)) for text in texts]
+        if len(sizes) == 2 and min(sizes) >= 1:
+            found.append(sizes)
+    if not found:
+        raise ValueError(f"{path}: holds no conversation of two turns")
+    tokens = np.array(found, np.int32)
+    return Lengths(tokens[:, 0], tokens[:, 1])
 
 
 class _Kind(NamedTuple):

@@ -7,5 +7,6 @@ __all__ = [
     "Corpus",
     "CorpusConfig",
     "corpora",
+    "languages",
     "streams",
 ]

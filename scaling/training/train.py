@@ -1,4 +1,4 @@
-"""Trains a language model in a folder that survives anything.
+"""Trains a language model: in memory, or in a folder that survives anything.
 
 With `jaxkv.snapshots` the door to Orbax; the steps themselves are in `stepping`. A run
 that was killed is taken up by calling `train` again with the same folder, and ends bit
@@ -10,6 +10,7 @@ import dataclasses
 import math
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +24,18 @@ from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
 from scaling.training import run_folder
 from scaling.training.recipes import Schedule, TrainConfig
-from scaling.training.step import TrainState, compiled, init
+from scaling.training.step import TrainState, compiled, init, steps
+
+__all__ = [
+    "Result",
+    "TrainState",
+    "init",
+    "restore",
+    "save",
+    "steps",
+    "train",
+    "train_in_memory",
+]
 
 
 class Result(NamedTuple):
@@ -34,14 +46,15 @@ class Result(NamedTuple):
       curve: one dict per report: `step`; `tokens` and `epoch`, trained on by this run
         so far; `loss` (nats per token, mean over the steps since the last report);
         `learning_rate`; `duration_s`, spent in training by this run so far.
-      checkpoint: folder of the last checkpoint, which another run can start from.
+      checkpoint: folder of the last checkpoint, which another run can start from; None
+        of a run in memory.
       status: `done`; `stopped`, because it was asked to; or `diverged`, if a loss was
         not finite: the parameters are then those before the last report.
     """
 
     state: TrainState
     curve: list[dict[str, Any]]
-    checkpoint: Path
+    checkpoint: Path | None
     status: Literal["done", "stopped", "diverged"]
 
     @property
@@ -98,46 +111,128 @@ def _train(
     """Trains from a state, or from the last checkpoint if there is one."""
     if (last := folder.last_step()) is not None:
         state = restore(folder.checkpoint(last), state)
-    curve, first = folder.read_curve(int(state.step)), folder.first_step
-    per_step = config.batch_size * config.seq_len
-    per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
-    total = (config.num_steps - first) * per_step
-    update = progress.bar("training", total, "tokens")
-    schedule, sizes = Schedule.of(config), (config.batch_size, config.seq_len)
-    call = compiled(config.model, config.optimizer, *sizes, config.how)
-    tokens, seed = jnp.asarray(corpus.stream), jnp.int32(config.seed)
-    status: Literal["done", "stopped", "diverged"] = "done"
-    before_s = curve[-1]["duration_s"] if curve else 0.0
-    started = time.monotonic()
+    run = _Run(config, corpus, state, folder.first_step, progress)
+    run.curve = folder.read_curve(int(state.step))
     try:
-        while (step := int(state.step)) < config.num_steps:
-            if progress.stopped:
-                status = "stopped"
-                break
+        for line in run.reports():
+            folder.report(line)
+            run.tell(line)
+            if line["step"] % config.checkpoint_every == 0:
+                _save(folder, run.state)
+    except KeyboardInterrupt:
+        run.status = "stopped"
+    return Result(run.state, run.curve, _save(folder, run.state), run.status)
+
+
+def train_in_memory(
+    config: TrainConfig,
+    corpus: streams.Corpus,
+    *,
+    start: TrainState | None = None,
+    progress: Progress = QUIET,
+) -> Result:
+    """Trains a model without leaving anything on disk.
+
+    Args:
+      config: the run; `corpus` and `checkpoint_every` do not matter.
+      corpus: what `corpora.open` made of its corpus, so that many runs can share it.
+      start: where another run of the same model and optimizer ended, if not anew; its
+        step count is continued under this run's schedule and text.
+      progress: who is told.
+
+    Returns:
+      What was reached, bit for bit what `train` reaches if it reports at the same
+      steps. Ctrl-C is passed on.
+
+    Raises:
+      ValueError: the text is too short.
+    """
+    state = start
+    if state is None:
+        state = init(config.model, config.optimizer, jnp.int32(config.seed))
+    endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
+    run = _Run(endless, corpus, state, int(state.step), progress)
+    for line in run.reports():
+        run.tell(line)
+    return Result(run.state, run.curve, None, run.status)
+
+
+class _Run:
+    """A run under way: its state and curve, whole whenever a report is out.
+
+    Args:
+      config: the run.
+      corpus: what it learns.
+      state: where it stands.
+      first_step: the step that its own tokens are counted from.
+      progress: who is told.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: streams.Corpus,
+        state: TrainState,
+        first_step: int,
+        progress: Progress,
+    ):
+        if corpus.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"{config.model.vocab_size=} must be at least {corpus.vocab_size=}"
+            )
+        self.state = state
+        self.curve: list[dict[str, Any]] = []
+        self.status: Literal["done", "stopped", "diverged"] = "done"
+        self._config, self._first, self._progress = config, first_step, progress
+        self._stream = corpus.stream
+        self._per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
+        self._update = self._open_bar()
+
+    def reports(self) -> Iterator[dict[str, Any]]:
+        """Trains to the end, and gives a line of the curve after each stretch of it."""
+        config, schedule = self._config, Schedule.of(self._config)
+        call = compiled(
+            config.model,
+            config.optimizer,
+            config.batch_size,
+            config.seq_len,
+            config.how,
+        )
+        tokens, seed = jnp.asarray(self._stream), jnp.int32(config.seed)
+        before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
+        started = time.monotonic()
+        while (step := int(self.state.step)) < config.num_steps:
+            if self._progress.stopped:
+                self.status = "stopped"
+                return
             end = _next_stop(step, config)
             # Not donated: an interrupt in here leaves the state before it whole.
-            new, loss = call(state, tokens, schedule, seed, jnp.int32(end - step))
+            new, loss = call(self.state, tokens, schedule, seed, jnp.int32(end - step))
             if not math.isfinite(loss := float(loss)):
-                status = "diverged"
-                break
-            state = new
+                self.status = "diverged"
+                return
+            self.state = new
+            num_steps = end - self._first
             line = {
                 "step": end,
-                "tokens": (end - first) * per_step,
-                "epoch": (end - first) * config.batch_size / per_epoch,
+                "tokens": num_steps * config.batch_size * config.seq_len,
+                "epoch": num_steps * config.batch_size / self._per_epoch,
                 "loss": loss,
                 "learning_rate": float(schedule.at(jnp.int32(end - 1))),
                 "duration_s": before_s + time.monotonic() - started,
             }
-            curve.append(line)
-            folder.report(line)
-            update(line["tokens"])
-            progress.show(f"step {end}: {loss:.3f} nats a token")
-            if end % config.checkpoint_every == 0:
-                _save(folder, state)
-    except KeyboardInterrupt:
-        status = "stopped"
-    return Result(state, curve, _save(folder, state), status)
+            self.curve.append(line)
+            yield line
+
+    def tell(self, line: dict[str, Any]) -> None:
+        """Shows who watches how far the run is."""
+        self._update(line["tokens"])
+        self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
+
+    def _open_bar(self) -> Callable[[float], None]:
+        num_steps = self._config.num_steps - self._first
+        total = num_steps * self._config.batch_size * self._config.seq_len
+        return self._progress.bar("training", total, "tokens")
 
 
 def restore(checkpoint: Path, like: TrainState) -> TrainState:

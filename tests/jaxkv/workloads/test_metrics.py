@@ -1,0 +1,60 @@
+"""Latencies, goodput and gaps against cases worked by hand."""
+
+import numpy as np
+import pytest
+
+from jaxkv.workloads import metrics
+
+ARRIVAL = np.array([0.0, 0.0, 1.0, 5.0])
+FIRST = np.array([0.5, 1.0, 1.5, np.nan])
+FINISH = np.array([1.0, 2.0, 1.5, np.nan])
+OUTPUT = np.array([10, 100, 1, 7])
+
+
+def test_latencies_leave_out_what_never_happened() -> None:
+    mean = metrics.normalised_latency_s(ARRIVAL, FINISH, OUTPUT)
+    np.testing.assert_allclose(mean, (0.1 + 0.02 + 0.5) / 3)
+    np.testing.assert_allclose(metrics.share_served(FINISH), 0.75)
+    gap = metrics.time_per_output_token_s(FIRST, FINISH, OUTPUT)
+    np.testing.assert_allclose(gap, [0.5 / 9, 1 / 99, 0, np.nan])
+    first = metrics.time_to_first_token_s(ARRIVAL, FIRST)
+    assert metrics.percentile(first[None], 50).tolist() == [0.5]
+    assert np.isnan(metrics.percentile(np.full((2, 3), np.nan), 99)).all()
+    with pytest.raises(ValueError, match=r"percent=101 must be in \[0, 100\]"):
+        metrics.percentile(first, 101)
+
+
+def test_who_is_not_answered_misses_the_objectives() -> None:
+    met = metrics.attainment(
+        *(ARRIVAL, FIRST, FINISH, OUTPUT), metrics.Objectives(0.5, 0.06)
+    )
+    assert met == 0.5  # the first and the third of four
+
+
+def test_rates_at_a_crossing_are_interpolated() -> None:
+    rates = np.array([1.0, 2.0, 3.0])
+    found = metrics.goodput(rates, np.array([1.0, 0.95, 0.85]))
+    np.testing.assert_allclose(found, 2.5)
+    assert metrics.goodput(rates, np.array([0.8, 0.95, 0.85])) == 0.0
+    assert metrics.goodput(rates, np.ones(3)) == 3.0
+    latency = np.array([0.1, 0.3, np.nan])
+    found = metrics.capacity(rates, latency, at_most_s=0.2)
+    np.testing.assert_allclose(found, 1.5)
+    assert metrics.capacity(rates, latency, at_most_s=0.4) == 2.0
+    with pytest.raises(ValueError, match="ascend"):
+        metrics.goodput(rates[::-1], np.ones(3))
+
+
+def test_gaps_between_tokens_span_the_steps_that_stall() -> None:
+    drew = np.array([[4, -1], [4, 7], [-1, -1], [7, 4], [-1, 4]])
+    gaps = metrics.gaps_between_tokens(drew, np.array([1.0, 2.0, 4.0, 7.0, 8.0]))
+    assert gaps.sequence.tolist() == [4, 4, 4, 7]
+    assert gaps.seconds.tolist() == [1.0, 5.0, 1.0, 5.0]
+
+
+def test_shares() -> None:
+    np.testing.assert_allclose(metrics.saving(np.array(20.0), np.array(80.0)), 0.2)
+    np.testing.assert_allclose(metrics.waste(np.array(5), np.array(50)), 0.1)
+    np.testing.assert_allclose(metrics.waiting_s(2.0, 0.3), 0.225)
+    with pytest.raises(ValueError, match="must be in"):
+        metrics.waiting_s(4.0, 0.3)

@@ -1,0 +1,310 @@
+"""Workloads: laws keep what they promise, files are read whole or refused by line."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxkv import clock
+from jaxkv.scheduling.interface import NO_LIMIT
+from jaxkv.text.tokenizer import ByteTokenizer
+from jaxkv.workloads import arrivals, lengths, recordings
+from jaxkv.workloads.lengths import (
+    ALPACA,
+    SHAREGPT,
+    Fixed,
+    Gamma,
+    LogNormal,
+    Pair,
+    Uniform,
+)
+from tests.support import traces
+
+# Not its annotations, which the tests check, but what it checks itself.
+make: Any = inspect.unwrap(arrivals.make)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize(
+    ("law", "deviation"),
+    [
+        (Fixed(tokens=7), 0.0),
+        (Uniform(low=1, high=9), np.sqrt(80 / 12)),
+        (LogNormal(mean=300.0, sigma=0.8), 300 * np.sqrt(np.expm1(0.64))),
+        (Gamma(mean=300.0, shape=1.3), 300 / np.sqrt(1.3)),
+    ],
+)
+def test_laws_have_their_moments(law: lengths.Law, deviation: float) -> None:
+    drawn = law.draw(rng(), 200_000)
+    assert drawn.mean() == pytest.approx(law.mean, rel=0.01)
+    assert drawn.std() == pytest.approx(deviation, rel=0.02)
+
+
+@pytest.mark.parametrize("pair", [SHAREGPT, ALPACA])
+def test_published_means_are_those_of_what_the_bounds_leave(pair: Pair) -> None:
+    prompt, output = pair.draw(rng(1), 200_000)
+    assert prompt.mean() == pytest.approx(pair.prompt.mean, rel=0.01)
+    assert output.mean() == pytest.approx(pair.output.mean, rel=0.01)
+    assert min(prompt.min(), output.min()) == 1
+    assert prompt.max() <= 1024
+    assert (prompt + output).max() <= 2048
+
+
+def test_the_shape_of_sharegpt_follows_from_figure_2() -> None:
+    """Orca (Max) has reserved 0.133 of 15,728 places for what 7 requests will draw."""
+    output = SHAREGPT.draw(rng(2), 200_000).output.astype(float)
+    still_to_come = (output**2).mean() / (2 * output.mean())
+    assert still_to_come == pytest.approx(0.133 * 15_728 / 7, rel=0.04)
+
+
+def test_bounds_that_leave_no_law_are_refused() -> None:
+    pair = Pair(prompt=Fixed(tokens=9), output=Fixed(tokens=9), max_length=17)
+    with pytest.raises(ValueError, match="hardly any pair keeps the bounds"):
+        pair.draw(rng(), 5)
+    law = Gamma(mean=100.0, shape=1.0)
+    pair = Pair(prompt=law, output=law, max_length=120, keeps_means=True)
+    with pytest.raises(ValueError, match="no law has the means"):
+        pair.draw(rng(), 5)
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
+def test_arrivals_have_their_rate_and_their_bursts(cv: float) -> None:
+    arrival = arrivals.bursty(rng(), rate=4.0, num=100_000, cv=cv)
+    gaps = np.diff(arrival, prepend=0.0)
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(0.25, rel=0.03)
+    assert gaps.std() == pytest.approx(0.25 * cv, rel=0.03, abs=1e-9)
+
+
+def test_gaps_of_poisson_are_exponential() -> None:
+    """A gap is longer than so many means with probability e^-x."""
+    arrival = arrivals.poisson(rng(), rate=10.0, num=50_000)
+    gaps = np.diff(arrival) * 10
+    for x in (0.1, 1.0, 3.0):
+        assert (gaps > x).mean() == pytest.approx(np.exp(-x), abs=0.01)
+
+
+def test_a_seed_gives_the_same_requests_at_every_rate() -> None:
+    slow, fast = (
+        arrivals.open_loop(rng(5), SHAREGPT, rate=rate, num=50) for rate in (1.0, 4.0)
+    )
+    np.testing.assert_array_equal(slow.prompt, fast.prompt)
+    np.testing.assert_array_equal(slow.output, fast.output)
+    times = [clock.to_seconds(np.asarray(w.arrival)) for w in (slow, fast)]
+    np.testing.assert_allclose(times[0], 4 * times[1], atol=4e-6)
+
+
+def test_a_closed_loop_has_its_clients() -> None:
+    law = Pair(prompt=Fixed(tokens=3), output=Fixed(tokens=2))
+    closed = arrivals.closed_loop(rng(), law, clients=2, num=3)
+    assert int(closed.clients) == 2
+    assert not closed.arrival.any()
+    assert int(arrivals.open_loop(rng(), law, rate=1.0, num=3).clients) == NO_LIMIT
+
+
+TWO = np.array([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("build", "line"),
+    [
+        (lambda: arrivals.poisson(rng(), rate=0.0, num=3), "rate=0.0 must be above 0"),
+        (lambda: arrivals.poisson(rng(), rate=-1.0, num=3), "rate=-1.0 must be"),
+        (lambda: arrivals.poisson(rng(), rate=np.nan, num=3), "rate=nan must be"),
+        (lambda: arrivals.poisson(rng(), rate=1.0, num=0), "num=0 must be at"),
+        (lambda: arrivals.bursty(rng(), rate=1.0, num=1, cv=-1.0), "cv=-1.0 must be"),
+        (lambda: arrivals.make(TWO[::-1], TWO, TWO), "request 1: arrives at 1.0 s, b"),
+        (lambda: arrivals.make(-TWO, TWO, TWO), "request 0: arrives at -1.0 s, not"),
+        (lambda: arrivals.make(TWO * np.nan, TWO, TWO), "request 0: arrives at nan"),
+        (lambda: arrivals.make(TWO, TWO, TWO - 1), "request 0: has output=0"),
+        (lambda: arrivals.make(TWO, TWO * 2**29, TWO), "request 1: has prompt=107"),
+        (lambda: arrivals.make(TWO[:0], TWO[:0], TWO[:0]), "columns of one length"),
+        (lambda: arrivals.make(TWO, TWO, TWO, clients=0), "clients=0 must be"),
+        (lambda: make(TWO, TWO * 1.7, TWO), "prompt must be whole numbers, not float6"),
+        (lambda: make(TWO, TWO, TWO * np.nan), "output must be whole numbers, not flo"),
+        (lambda: make(TWO, TWO, TWO, samples=1.5), "samples must be whole numbers"),
+        (lambda: make(TWO, TWO, TWO, clients=1.5), "clients=1.5 must be at least 1"),
+        (lambda: make(TWO.astype(str), TWO, TWO), "arrival_s must be numbers, not <U"),
+        (lambda: make(TWO, [1, "2"], TWO), "prompt must be whole numbers, not <U"),
+        (lambda: make(TWO, TWO, TWO[:1]), "columns of one length"),
+        (lambda: SHAREGPT.draw(rng(), 0), "num=0 must be at least 1"),
+        (lambda: Gamma(mean=0.0, shape=1.0), "mean=0.0 must be in"),
+        (lambda: Gamma(mean=9.0, shape=0.0), "self.shape=0.0 must be above 0"),
+        (lambda: LogNormal(mean=9.0, sigma=-1.0), "self.sigma=-1.0 must be at least 0"),
+        (lambda: Uniform(low=3, high=2), "must be in order"),
+        (lambda: Fixed(tokens=0), "self.tokens=0 must be in"),
+    ],
+)
+def test_what_is_no_workload_is_refused(build: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 23:59:59.5000000,374,44
+2023-11-17 00:00:01.2500000,10,3
+"""
+BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45.5,GPT-4,20,0,20,API log
+118,ChatGPT,1087,230,1317,Conversation log
+"""
+PLAIN = "arrival_s, prompt_tokens ,output_tokens\n\n1.5,3,4\n1.5,5,6\n"
+MOONCAKE = """{"timestamp": 100, "input_length": 600, "output_length": 5, \
+"hash_ids": [0, 1]}
+{"timestamp": 2600, "input_length": 1100, "output_length": 7, "hash_ids": [0, 2, 3]}
+
+{"timestamp": 2600, "input_length": 512, "output_length": 1, "hash_ids": [0]}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "requests"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_azures_times_count_from_the_first(tmp_path: Path) -> None:
+    found = recordings.read(write(tmp_path, AZURE))
+    assert found.arrival_s.tolist() == [0.0, 1.75]
+    assert found.prompt.tolist() == [374, 10]
+    assert found.output.tolist() == [44, 3]
+    assert found.chunk_ids is None
+    with pytest.raises(ValueError, match="has no ids of chunks"):
+        recordings.num_known_chunks(found)
+
+
+def test_burstgpts_failures_are_refused_or_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, BURST)
+    with pytest.raises(ValueError, match="line 3: the output has 0 tokens"):
+        recordings.read(path)
+    found = recordings.read(path, skip_empty=True)
+    assert found.num_empty == 1
+    assert found.arrival_s.tolist() == [0.0, 113.0]
+    assert found.output.tolist() == [18, 230]
+
+
+def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
+    found = recordings.read(write(tmp_path, PLAIN))
+    w = found.workload()
+    assert clock.to_seconds(np.asarray(w.arrival)).tolist() == [1.5, 1.5]
+    assert w.prompt.tolist() == [3, 5]
+    assert np.isnan(found.rate)
+    with pytest.raises(ValueError, match="came at once have no rate"):
+        found.at_rate(1.0)
+
+
+def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
+    found = recordings.read(write(tmp_path, MOONCAKE))
+    assert found.arrival_s.tolist() == [0.0, 2.5, 2.5]
+    assert found.chunk_ids is not None
+    assert [ids.tolist() for ids in found.chunk_ids] == [[0, 1], [0, 2, 3], [0]]
+    assert recordings.num_known_chunks(found).tolist() == [0, 1, 1]
+
+
+def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
+    found = recordings.read(write(tmp_path, MOONCAKE))
+    assert found.rate == pytest.approx(0.8)
+    faster = found.at_rate(8.0)
+    assert faster.rate == pytest.approx(8.0)
+    assert faster.arrival_s == pytest.approx([0.0, 0.25, 0.25])
+    closed = found.workload(clients=2)
+    assert not closed.arrival.any()
+    with pytest.raises(ValueError, match=r"rate=0\.0 must be above 0"):
+        found.at_rate(0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "its columns are ; known are: TIMESTAMP, ContextTokens"),
+        ("a,b\n1,2\n", "its columns are a, b; known are"),
+        (PLAIN[:40], "holds no requests"),
+        (PLAIN + "1,2,3\n", "line 5: arrives before line 4; is the file sorted?"),
+        (PLAIN + "2,-2,3\n", "line 5: the prompt has -2 tokens"),
+        (PLAIN + "2,2,-3\n", "line 5: the output has -3 tokens"),
+        (PLAIN + "2,2\n", "line 5: 2 cells, the header has 3"),
+        (PLAIN + "2,2.5,1\n", "line 5: prompt_tokens='2.5' is not whole"),
+        (PLAIN + "nan,2,1\n", "line 5: arrival_s='nan' is not a time"),
+        (PLAIN + f"2,2,{2**31}\n", "line 5: the output has 2147483648 tokens"),
+        (PLAIN.replace("1.5,3", "-1.5,3"), "line 3: arrives at -1.5 s, before 0"),
+        (PLAIN + '2,"2,1\n', "unexpected end of data"),
+        (AZURE + "yesterday,1,1\n", "line 4: TIMESTAMP='yesterday' is not a time"),
+        (MOONCAKE + "[1]", "line 5: holds list, not an object"),
+        (MOONCAKE + '{"timestamp"', "line 5: not JSON"),
+        (MOONCAKE + '{"timestamp": 9e3}', "line 5: has no input_length"),
+        (
+            MOONCAKE.replace("[0]", "[0, 9]"),
+            "line 4: 2 hash_ids for 512 tokens, 512 to each",
+        ),
+        (MOONCAKE.replace("[0]", '"0"'), "line 4: hash_ids is not a list"),
+        (MOONCAKE.replace("512,", "51.5,"), "line 4: input_length=51.5 is not whole"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, text: str, line: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        recordings.read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone\.csv: cannot be read"):
+        recordings.read(tmp_path / "gone.csv")
+
+
+def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> None:
+    def entry(*texts: str) -> dict:
+        return {"conversations": [{"from": "x", "value": text} for text in texts]}
+
+    entries = [entry("ab", "abc", "d"), entry("alone"), entry("", "x"), entry("é", "y")]
+    path = write(tmp_path, json.dumps(entries))
+    encode = ByteTokenizer(257).encode
+    assert recordings.read_sharegpt(path, encode).prompt.tolist() == [2, 2]
+    assert recordings.read_sharegpt(path, encode).output.tolist() == [3, 1]
+    for bad, line in (
+        ([entry("a", "b"), {"id": 3}], "entry 2: has no conversations"),
+        ([{"conversations": [{"value": 3}, {"value": 4}]}], "entry 1: has no"),
+        ({}, "holds dict, not a list"),
+        ([entry("alone")], "holds no conversation of two turns"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            recordings.read_sharegpt(write(tmp_path, json.dumps(bad)), encode)
+    with pytest.raises(ValueError, match="Expecting value"):
+        recordings.read_sharegpt(write(tmp_path, "no"), encode)
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "hours", "prompt", "output"),
+    [
+        ("azure_conv", 19_366, 3_502, 1154.7, 211.1),
+        ("azure_code", 8_819, 3_436, 2047.8, 27.9),
+    ],
+)
+def test_azures_traces_have_their_known_means(
+    name: str, requests: int, hours: float, prompt: float, output: float
+) -> None:
+    found = recordings.read(traces.find(f"traces/{name}.csv"))
+    assert found.prompt.size == requests
+    assert found.arrival_s[-1] == pytest.approx(hours, abs=1)
+    assert found.prompt.mean() == pytest.approx(prompt, abs=0.05)
+    assert found.output.mean() == pytest.approx(output, abs=0.05)
+
+
+def test_mooncakes_trace_can_be_found_in_a_cache_to_64_percent() -> None:
+    """The hit rate of a cache without bounds: 64.0 % of 121,877 chunks."""
+    found = recordings.read(traces.find("traces/mooncake_synthetic.jsonl"))
+    assert found.chunk_ids is not None
+    num_chunks = sum(ids.size for ids in found.chunk_ids)
+    assert num_chunks == 121_877
+    known = recordings.num_known_chunks(found).sum() / num_chunks
+    assert known == pytest.approx(0.640, abs=0.0005)
