@@ -137,34 +137,6 @@ def by_type(owner: Any, **bounds: int | tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _of_type(
-    name: str, value: object, kind: Any, bounds: int | tuple[int, int] | None
-) -> Any:
-    """Checks a value of a field by the field's type."""
-    kind, ending = getattr(kind, "__value__", kind), ""
-    if isinstance(kind, types.UnionType):
-        if value is None:
-            return None
-        (kind, _), ending = get_args(kind), " or None"
-    if get_origin(kind) is Literal:
-        return choice(name, value, get_args(kind))
-    if kind is bool:
-        return boolean(name, value)
-    if kind is int:
-        low, below = bounds if isinstance(bounds, tuple) else (bounds, INT32)
-        low = 1 if low is None else low
-        hint = f"at least {low},{ending}" if ending else ""
-        return integer(name, value, low=low, below=below, hint=hint)
-    if kind is float:
-        least, hint = math.ulp(0.0), "above 0 and finite"
-        if isinstance(bounds, int):
-            least, hint = bounds, f"at least {bounds}"
-        return number(name, value, low=least, high=sys.float_info.max, hint=hint)
-    if not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} must be a {kind.__name__}{ending}")
-    return value
-
-
 def at_least(owner: object, *names: str, low: int | float = 1) -> None:
     """Checks fields of a config: numbers, or tuples of them, of `low` or more.
 
@@ -310,6 +282,34 @@ def seconds(name: str, value: object) -> float:
         high=INT32 - 1.0,
         hint="in [0, 2**31 - 1] seconds",
     )
+
+
+def _of_type(
+    name: str, value: object, kind: Any, bounds: int | tuple[int, int] | None
+) -> Any:
+    """Checks a value of a field by the field's type."""
+    kind, ending = getattr(kind, "__value__", kind), ""
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        (kind, _), ending = get_args(kind), " or None"
+    if get_origin(kind) is Literal:
+        return choice(name, value, get_args(kind))
+    if kind is bool:
+        return boolean(name, value)
+    if kind is int:
+        low, below = bounds if isinstance(bounds, tuple) else (bounds, INT32)
+        low = 1 if low is None else low
+        hint = f"at least {low},{ending}" if ending else ""
+        return integer(name, value, low=low, below=below, hint=hint)
+    if kind is float:
+        least, hint = math.ulp(0.0), "above 0 and finite"
+        if isinstance(bounds, int):
+            least, hint = bounds, f"at least {bounds}"
+        return number(name, value, low=least, high=sys.float_info.max, hint=hint)
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={shown(value)} must be a {kind.__name__}{ending}")
+    return value
 
 
 def _entries(
