@@ -379,18 +379,9 @@ def run_steps(
     head: int | None = None,
     reservation: Reservation | None = None,
 ) -> tuple[Simulation, StepInfo]:
-    """Runs several steps as one program.
+    """Runs several steps as one program; arguments are those of `step`.
 
-    Args:
-      state: as for `step`, like all that is not named here.
-      workload: the requests.
-      capacity: bounds.
-      policy: who runs.
-      cost: how long it takes.
-      num_steps: how many, static. Steps after everything is done do nothing.
-      max_samples: as for `init`.
-      head: as for `step`.
-      reservation: as for `init`.
+    There are `num_steps`, static. Steps after everything is done do nothing.
 
     Returns:
       The new state, and the stacked infos of all steps. Everything is done and noted
@@ -426,19 +417,9 @@ def run(
 
     It also ends where nothing moves any more, since the policy admits nobody. Then
     `num_done` is below `num_served`, and `outcomes.read` says whom it concerns, as it
-    does for requests that could never be served.
-
-    Args:
-      workload: the requests, in order of arrival.
-      capacity: bounds.
-      policy: who runs; the same that the engine takes.
-      cost: how long a step takes.
-      max_slots: sequences that can run at once, static.
-      max_samples: sequences that a request may have, static.
-      head: as for `step`.
-      reservation: as for `init`.
-      max_steps: ends it soon after so many steps, for policies that never come to an
-        end, static.
+    does for requests that could never be served. Arguments are those of `init` and
+    `step`; `max_steps` ends it soon after so many, static, for policies that never come
+    to an end.
 
     Returns:
       The state in the end.

@@ -107,7 +107,10 @@ def sweep(
             if len(folder.known) == failed_round:
                 raise RuntimeError("a round of runs left no record")
             failed_round = len(folder.known)
-            choice = _choice(config, groups, corpus, header)
+            if "mode" in header:  # when the folder began: other sums round otherwise
+                choice = Choice(header["mode"], header["reason"])
+            else:
+                choice = executors.choose(config, groups, corpus)
             folder.write_header(header | choice._asdict())
             header |= choice._asdict()
             if choice.mode == "loop" or config.executor == "ray":
@@ -153,15 +156,6 @@ def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[st
         "floor": corpus.floor,
         "executor": config.executor,
     }
-
-
-def _choice(
-    config: SweepConfig, groups: list[Group], corpus: Corpus, header: dict[str, Any]
-) -> Choice:
-    """Keeps to what was chosen when the folder began: other sums round otherwise."""
-    if "mode" in header:
-        return Choice(header["mode"], header["reason"])
-    return executors.choose(config, groups, corpus)
 
 
 def _made(

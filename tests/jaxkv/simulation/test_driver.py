@@ -182,7 +182,7 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
     )
     with pytest.warns(UserWarning, match=line):
         found = outcomes.read(state, members.workload)
-    for name, values in found._asdict().items():
+    for name, values in vars(found).items():
         np.testing.assert_array_equal(values, getattr(expected, name), name)
     one: Any = jax.tree.map(lambda x: x[2], (state, members.workload))
     np.testing.assert_array_equal(

@@ -275,7 +275,7 @@ def test_budgets_become_steps(config) -> None:
     [
         ({"models": ()}, "models"),
         ({"num_tokens": ()}, "budgets or num_tokens"),
-        ({"learning_rates": (2.0, 1.0)}, "must rise"),
+        ({"learning_rates": (2.0, 1.0)}, "must be ascending"),
         ({"min_steps": 10**6}, "min_steps=1000000 is more than the 40 steps"),
         ({"tokens_per_param": (1e5, 2e5)}, "no run is left: .*tokens_per_param="),
         ({"seq_len": 17}, r"seq_len=17 must be at most model.max_positions=16"),
