@@ -233,6 +233,14 @@ def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
     )
 
 
+def submitted(asks: Sequence[Ask], config: EngineConfig) -> EngineState:
+    """An engine in which the requests wait."""
+    requests = requests_of(asks, config)
+    state, taken = submit(start(config), requests, config=config)
+    assert np.asarray(taken)[: len(names_of(asks))].all()
+    return state
+
+
 def assert_sound(info: StepInfo) -> None:
     """Every step kept every invariant, and got the pages that it planned with."""
     assert info.violations is not None, "the engine must run in debug mode"

@@ -34,14 +34,6 @@ def served(chunk_size: int | None = None, watermark: int = 0) -> Run:
     return engines.serve(singles(), TIGHT, policy)
 
 
-def submitted(*asks: Ask) -> EngineState:
-    """An engine in which the requests wait."""
-    requests = engines.requests_of(asks, TIGHT)
-    state, taken = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
-    assert np.asarray(taken)[: len(asks)].all()
-    return state
-
-
 POLICIES = [(None, 0), (1, 0), (5, 3)]
 
 
@@ -165,7 +157,7 @@ def test_nobody_is_admitted_before_arrival() -> None:
         greedy(2, [4, 5, 6], 2, arrival_s=1.500001),
         greedy(3, [4], 2, arrival_s=3000.25),
     ]
-    state = submitted(*asks)
+    state = engines.submitted(asks, TIGHT)
     seen, stamps = [], (0.0, 1.499999, 1.5, 1.500001, 2999.75, 3001.0)
     for seconds in stamps:
         state, info = run_on(state, seconds)
@@ -248,7 +240,7 @@ def statuses(state: EngineState) -> dict[int, tuple[int, int]]:
 def test_cancel_wherever_the_request_is() -> None:
     asks = [greedy(1, [3] * 30, 30), greedy(2, [4] * 20, 30), greedy(3, [5], 1)]
     asks += [greedy(4, [6] * 50, 3), greedy(5, [7] * 9, 4), greedy(6, [8] * 9, 4)]
-    state, _ = run_on(submitted(*asks), calls=2)
+    state, _ = run_on(engines.submitted(asks, TIGHT), calls=2)
     running, waiting = (RUNNING, 0), (WAITING, 0)
     assert statuses(state)[1] == statuses(state)[2] == running
     assert statuses(state)[5] == statuses(state)[6] == waiting
@@ -285,7 +277,7 @@ def test_cancel_wherever_the_request_is() -> None:
 
 def test_cancel_a_preempted_request() -> None:
     asks = [greedy(1, [3] * 20, 40), greedy(2, [4] * 20, 40)]
-    state = submitted(*asks)
+    state = engines.submitted(asks, TIGHT)
     for _ in range(30):
         state, info = run_on(state)
         if info.num_preempted.any():
@@ -413,7 +405,7 @@ class Hoarder(NamedTuple):
 @pytest.mark.slow
 def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
     asks = [greedy(1, [3] * 5, 4), greedy(2, [3] * 5, 4)]
-    state = submitted(*asks)
+    state = engines.submitted(asks, TIGHT)
     state, info = engines.run_steps(
         *(engines.params(), state, from_seconds(0.0)),
         config=TIGHT,
@@ -447,7 +439,7 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     alone = []
     for seed in range(8):
         asks = engines.random_asks(np.random.default_rng(seed), 8, scores=True)
-        alone.append(submitted(*asks))
+        alone.append(engines.submitted(asks, TIGHT))
     together = jax.tree.map(lambda *x: jnp.stack(x), *alone)
     run_together = jax.jit(
         jax.vmap(functools.partial(run_steps, **fixed), in_axes=(None, 0, None)),

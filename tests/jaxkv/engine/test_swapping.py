@@ -126,13 +126,6 @@ def contents(state: EngineState) -> dict[int, np.ndarray]:
     return found
 
 
-def submitted(asks: Any, config: EngineConfig) -> EngineState:
-    requests = engines.requests_of(asks, config)
-    state, taken = engines.submit(engines.start(config), requests, config=config)
-    assert np.asarray(taken)[: len(asks)].all()
-    return state
-
-
 def crowd(num: int = 5, **fields: Any) -> list[Ask]:
     """Requests that are admitted at once and soon want more pages than there are."""
     rng = np.random.default_rng(4)
@@ -144,7 +137,7 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
 
 @pytest.mark.thorough
 def test_pages_come_back_bit_for_bit_and_elsewhere() -> None:
-    state = start = submitted(crowd(), SWAP)
+    state = start = engines.submitted(crowd(), SWAP)
     policy = fcfs(preemption="swap")
     before, lost, moved = contents(state), {}, 0
     ids, seen = {}, 0
@@ -174,7 +167,7 @@ def test_nobody_new_comes_in_until_all_who_gave_way_are_done(hold_new: bool) -> 
     # The last one is so small that there is nearly always room for it.
     asks = [*crowd(7), greedy(9, [1], 2, ignore_eos=True)]
     asks = [each._replace(request_id=i) for i, each in enumerate(asks)]
-    state = start = submitted(asks, SWAP)
+    state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap", hold_new=hold_new)
     owed, overtaken, seen = set(), 0, set()
     for state, info in steps(start, SWAP, policy, 120):
@@ -210,7 +203,7 @@ def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
         each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
         for each in crowd(4)
     ]
-    state = start = submitted(asks, SWAP)
+    state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap")
     space = host_swap.HostSpace(24)
     state = next(

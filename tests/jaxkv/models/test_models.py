@@ -11,10 +11,8 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.memory import kv_pages
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.paged import PagedForward
 from scaling.training import dense_forward
 from tests.support import engines
 from tests.support.folders import GOLDEN
@@ -84,27 +82,6 @@ TINY = ModelConfig(
 )
 
 
-def test_equal_configs_are_the_same_static_argument() -> None:
-    same = PagedForward(ModelConfig(**vars(TINY)), "fast")
-    assert same == PagedForward(TINY)
-    assert hash(same) == hash(PagedForward(TINY))
-    assert same != PagedForward(TINY, "reproducible")
-    zero: Any = np.zeros(1, np.int32)
-    rows = kv_pages.Rows(zero, zero, None, zero[None], zero)
-    before = feed_fast_to_compile._cache_size()
-    for forward in (PagedForward(TINY), same):
-        pages = kv_pages.make_pages(
-            num_layers=1,
-            num_pages=1,
-            num_kv_heads=1,
-            page_size=4,
-            head_dim=4,
-            dtype="float32",
-        )
-        feed_fast_to_compile(engines.params(TINY), pages, rows, forward=forward)
-    assert feed_fast_to_compile._cache_size() == before + 1
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -167,19 +144,6 @@ def test_half_precision_weights_give_float32_logits() -> None:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     expected = engines.full_logits(wide, tokens, config=TINY)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
-
-
-def test_keys_outside_the_window_change_nothing() -> None:
-    config = dataclasses.replace(TINY, window=3)
-    params = engines.params(config)
-    tokens = np.arange(10, dtype=np.int32)[None]
-    changed = tokens.copy()
-    changed[0, 4] = 0
-    a = engines.full_logits(params, tokens, config=config)
-    b = engines.full_logits(params, changed, config=config)
-    # One layer, so place 4 reaches places 4, 5 and 6.
-    differs = np.asarray(jnp.any(a != b, axis=2))[0]
-    assert np.flatnonzero(differs).tolist() == [4, 5, 6]
 
 
 # Longer than the model's positions

@@ -1,11 +1,9 @@
 """The decode kernel through the door and through the engine's forward pass."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxkv.engine import state
@@ -13,9 +11,6 @@ from jaxkv.memory import kv_pages
 from jaxkv.models import config, paged, transformer
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, decode_plan
-from pallas_kernels.paged_attention.hopper import decode
-from tests.support import emulating
-from tests.support.attention_cases import make_case
 
 H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 MODEL = config.ModelConfig(
@@ -70,41 +65,6 @@ def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
     assert api.choose(q, k) == "reference"
     with pytest.raises(ValueError, match=r"compute capability 8.0, not 9.0; 'refer"):
         api.choose(q, k, implementation="mosaic_gpu")
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("hopper")
-def test_the_door_opens_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(
-        np.random.default_rng(0),
-        [(20, 3), (0, 0), (33, 1)],
-        page_size=16,
-        kv_heads=1,
-        group=2,
-        head_dim=64,
-        padding=2,
-    )
-    narrow = [jnp.asarray(x, jnp.bfloat16) for x in case[:3]]
-    rest = [jnp.asarray(x) for x in case[3:]]
-    features: Any = dict(softcap=2.0, sinks=jnp.asarray([0.5, -1.0], jnp.float32))
-    expected = api.paged_attention(
-        *narrow, *rest, implementation="reference", **features
-    )
-    attend = decode.attend
-    with emulating.emulator_of_races() as interpret:
-        emulated = functools.partial(attend, interpret=interpret)
-        monkeypatch.setattr(decode, "attend", emulated)
-        found = api.paged_attention(
-            *narrow, *rest, **features, tiling=emulating.TILINGS
-        )
-        found = jax.block_until_ready(found)
-    assert found.out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(found.out, np.float32),
-        np.asarray(expected.out, np.float32),
-        atol=0.02,
-    )
-    np.testing.assert_allclose(found.lse, expected.lse, atol=1e-2)
 
 
 @pytest.mark.usefixtures("hopper")

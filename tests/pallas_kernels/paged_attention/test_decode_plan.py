@@ -78,27 +78,22 @@ def check_schedule(
     [
         ([0, 0], 2, 3),
         ([1], 1, 4),
-        (
-            [0, 1, 0, 63, 64, 65, 0],
-            2,
-            4,
-        ),  # fewer tiles than programs, empty ones between
+        # Fewer tiles than programs, empty ones between.
+        ([0, 1, 0, 63, 64, 65, 0], 2, 4),
         ([64] * 6, 2, 3),
         ([64 * 4], 3, 4),
         ([100_000], 8, 132),
+        # Totals around a multiple of the programs.
+        *(
+            ([64 * (12 * each + over - 4), 64 * 3, 0, 17], 1, 12)
+            for each in (1, 5)
+            for over in (-1, 0, 1)
+        ),
     ],
 )
 def test_schedules_worked_through_by_plain_python(lengths, kv_heads, programs) -> None:
     zeros = [0] * len(lengths)
     check_schedule(zeros, lengths, kv_heads, Tiling(num_programs=programs))
-
-
-@pytest.mark.parametrize("over", [-1, 0, 1])
-@pytest.mark.parametrize("each", [1, 5])
-def test_totals_around_a_multiple_of_the_programs(over: int, each: int) -> None:
-    programs = 12
-    lengths = [64 * (programs * each + over - 4), 64 * 3, 0, 17]
-    check_schedule([0] * 4, lengths, 1, Tiling(num_programs=programs))
 
 
 @pytest.mark.thorough

@@ -44,6 +44,7 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
         group=2,
         padding=1,
         window=60,
+        softcap=2.0,
         sinks=np.asarray([0.5, -1.0]),
     )
     arrays = case.arrays()
@@ -54,6 +55,7 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
         return api.paged_attention(
             *(arrays[name] for name in names),
             window=case.window,
+            softcap=case.softcap,
             sinks=arrays["sinks"],
             implementation="mosaic_gpu",
             tiling=emulating.TILINGS,
