@@ -401,9 +401,7 @@ def test_an_interrupted_call_leaves_what_was_there(
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "_digests", fail)
         with pytest.raises(KeyboardInterrupt):
-            jaxkv.save_state(
-                folder, engines.submitted(asks(), CONFIG), CONFIG, overwrite=True
-            )
+            jaxkv.save_state(folder, later, CONFIG, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(state)
 
