@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import clock
 from jaxkv.models import checkpoints, paged
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import static_batching
 from jaxkv.scheduling.fcfs import fcfs
 from jaxkv.serving import outputs

@@ -21,7 +21,7 @@ from jaxkv.engine.state import (
 )
 from jaxkv.engine.step import run_steps
 from jaxkv.models import paged
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
 from tests.support import engines
 from tests.support.asks import singles

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import outputs
 from tests.support import engines

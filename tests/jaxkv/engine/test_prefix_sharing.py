@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from tests.support import engines
 from tests.support.asks import alike

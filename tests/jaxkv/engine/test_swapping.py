@@ -15,7 +15,7 @@ from jaxkv.engine import step
 from jaxkv.engine.state import WAITING, EngineConfig, EngineState
 from jaxkv.memory import kv_pages
 from jaxkv.models import paged
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling.fcfs import victims
 from jaxkv.serving import host_swap

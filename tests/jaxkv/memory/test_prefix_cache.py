@@ -63,10 +63,7 @@ class Programs:
         self._release = alone(page_pool.release_counted)
         self._rest, self._use = alone(prefix_eviction.rest), alone(prefix_eviction.use)
         self._evict = alone(prefix_eviction.evict)
-        self.forget, self.unsound = (
-            alone(prefix_eviction.forget),
-            alone(prefix_cache.unsound),
-        )
+        self.unsound = alone(prefix_cache.unsound)
 
     @staticmethod
     def rows(rows: tuple, *, with_page: bool) -> tuple[jax.Array, ...]:
@@ -277,7 +274,7 @@ def test_evicting_none_and_forgetting_all() -> None:
     assert evicted == 0
     assert_same(same, case)
     held = run.take_up(case, 4)
-    after = Case(*run.forget(*held))
+    after, _ = run.evict(held, int(held.cache.idle.num))
     assert pinned(after) == [4]
     assert after.pool.num_free == 5
     assert run.lookup(after, (NO_PAGE, 10, 0), (NO_PAGE, 10, 7)) == [NO_PAGE, 4]

@@ -21,7 +21,7 @@ from jaxkv.memory import kv_pages, prefix_cache, prefix_eviction
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.memory.prefix_cache import Prefixes
 from jaxkv.models.interface import ForwardResult
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from tests.support import engines, traces
 from tests.support.engines import Ask, Outcome

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import ModelConfig, RopeScaling
 from jaxkv.models.huggingface import configs
 from jaxkv.models.huggingface.tensors import embed_and_head
 from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
@@ -256,14 +256,14 @@ def test_both_ways_to_write_rotary_positions() -> None:
         kind = rope.pop("rope_type", "llama3")
         old["rope_scaling"] = rope | {key: kind}
         assert configs.from_hf(old) == configs.from_hf(new)
-    assert configs.from_hf(new).rope_scaling == transformer.RopeScaling(
+    assert configs.from_hf(new).rope_scaling == RopeScaling(
         factor=8.0,
         low_frequency_factor=1.0,
         high_frequency_factor=4.0,
         original_max_positions=24,
     )
     linear = old | {"rope_scaling": {"type": "linear", "factor": 4}}
-    assert configs.from_hf(linear).rope_scaling == transformer.RopeScaling(
+    assert configs.from_hf(linear).rope_scaling == RopeScaling(
         kind="linear", factor=4.0
     )
     assert configs.to_hf(configs.from_hf(linear))["rope_scaling"] == {

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import checkpoints, moe, transformer
+from jaxkv.models import Experts, checkpoints, moe, transformer
 from jaxkv.models.huggingface import configs
-from jaxkv.models.transformer import Experts
 from jaxkv.scheduling import fcfs
 from scaling.costs import parameters
 from scaling.shapes import from_model, huggingface

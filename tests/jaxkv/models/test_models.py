@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import Experts, ModelConfig
 from scaling.training import dense_forward
 from tests.support import engines
 from tests.support.folders import GOLDEN
@@ -96,7 +96,7 @@ def test_impossible_shapes_are_refused(fields: dict, message: str) -> None:
         ModelConfig(**vars(TINY) | fields)
 
 
-EXPERTS = transformer.Experts(num_experts=3, top_k=2, size=8, shared_size=8)
+EXPERTS = Experts(num_experts=3, top_k=2, size=8, shared_size=8)
 
 
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "mixture"])
