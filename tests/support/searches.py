@@ -22,7 +22,7 @@ from tests.support.folders import GOLDEN
 EXPECTED = np.load(GOLDEN / "beams.npz")
 
 
-NUM_BEAMS, LIMIT = 6, 16
+LIMIT = 16
 
 
 ROOMY = EngineConfig(

@@ -17,7 +17,6 @@ from jaxkv.engine.state import (
     RUNNING,
     WAITING,
     EngineState,
-    init,
 )
 from jaxkv.engine.step import run_steps
 from jaxkv.models import paged
@@ -457,28 +456,3 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
             one = jax.tree.map(lambda x: x[index], (together, infos))  # noqa: B023
             jax.tree.map(assert_close, (alone[index], info), one)
     assert num_preempted > 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(num_pages=0), "num_pages=0 must be at least 1"),
-        (dict(max_slots=0), "max_slots=0 must be at least 1"),
-        (dict(max_length=1), "self.max_length=1 must be at least 2"),
-        (dict(token_budget=3), "self.token_budget=3 must be at least self.max_slots=8"),
-        (dict(max_logit_rows=3), "self.max_logit_rows=3 must be 0 or at least"),
-        (dict(max_logprobs=-1), "max_logprobs=-1 must be at least 0"),
-        (dict(emit_width=2), "self.emit_width=2 must be 1"),
-        (dict(seed=-1), "self.seed=-1 must be in"),
-    ],
-)
-def test_bounds_out_of_range_are_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TIGHT, **fields)
-
-
-@pytest.mark.parametrize("field", ["num_pages", "page_size"])
-def test_pages_of_another_size_are_refused(field: str) -> None:
-    other = dataclasses.replace(TIGHT, **{field: 5})
-    with pytest.raises(ValueError, match=f"must be config.{field}=5"):
-        init(other, paged.make_pages(MODEL, TIGHT))

@@ -13,7 +13,6 @@ import pytest
 from jaxkv import clock
 from jaxkv.engine import step
 from jaxkv.engine.state import WAITING, EngineConfig, EngineState
-from jaxkv.memory import kv_pages
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
@@ -114,18 +113,6 @@ def steps(
         yield jax.tree.map(jnp.copy, state), info
 
 
-def contents(state: EngineState) -> dict[int, np.ndarray]:
-    """K and V of every running sequence."""
-    found = {}
-    for slot in np.flatnonzero(np.asarray(state.slots.sequence) >= 0):
-        ids = state.table.page_ids[slot][None]
-        length = int(state.table.length[slot])
-        pages = [kv_pages.gather(state.pages, layer, ids) for layer in range(2)]
-        both = np.stack([np.stack([np.asarray(x)[0] for x in each]) for each in pages])
-        found[int(state.slots.sequence[slot])] = both[:, :, :length]
-    return found
-
-
 def crowd(num: int = 5, **fields: Any) -> list[Ask]:
     """Requests that are admitted at once and soon want more pages than there are."""
     rng = np.random.default_rng(4)
@@ -133,33 +120,6 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
         greedy(i, rng.integers(0, 61, 7 + i).tolist(), 16, ignore_eos=True, **fields)
         for i in range(num)
     ]
-
-
-@pytest.mark.thorough
-def test_pages_come_back_bit_for_bit_and_elsewhere() -> None:
-    state = start = engines.submitted(crowd(), SWAP)
-    policy = fcfs(preemption="swap")
-    before, lost, moved = contents(state), {}, 0
-    ids, seen = {}, 0
-    for state, _ in steps(start, SWAP, policy, 60):
-        now = contents(state)
-        for row in before.keys() - now.keys():
-            if state.sequences.status[row] == WAITING:
-                lost[row] = before[row], ids[row]
-        for row in now.keys() & lost.keys():
-            old, old_ids = lost.pop(row)
-            np.testing.assert_array_equal(now[row], old)
-            slot = int(np.flatnonzero(np.asarray(state.slots.sequence) == row)[0])
-            moved += state.table.page_ids[slot].tolist() != old_ids
-            seen += 1
-        before = now
-        ids = {
-            int(row): state.table.page_ids[slot].tolist()
-            for slot, row in enumerate(state.slots.sequence)
-        }
-    assert seen > 2
-    assert moved > 0
-    engines.assert_empty(state)
 
 
 @pytest.mark.parametrize("hold_new", [True, False])

@@ -79,15 +79,6 @@ def test_sentinels_never_reach_the_last_page() -> None:
     assert arrays.take(full.ref, none, fill=9).tolist() == [9, 9, 9]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((0,), "num_pages=0 must be"), ((3, ints(1, 0)), "must be .3,.")],
-)
-def test_misuse_of_sizes_is_an_error(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        page_pool.make_pool(*arguments)
-
-
 def test_unsound_sees_each_breach() -> None:
     pool, ids, _ = allocate(page_pool.make_pool(6), ints(3), max_pages=3)
     assert unsound(pool) == 0

@@ -153,22 +153,6 @@ def test_reorder_releases_what_no_slot_continues() -> None:
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: page_table.make_table(0, 1), "max_slots=0 must be at least 1"),
-        (lambda: page_table.make_table(1, 0), "max_pages_per_slot=0 must be"),
-        (
-            lambda: reserve(*make_state(), ints(*[0] * 5), None, 4, 0),
-            "max_new_pages=0 must",
-        ),
-    ],
-)
-def test_misuse_of_sizes_is_an_error(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 FAULTS = {
     "released but still mapped": (lambda s: release(s, 3), "i1"),
     "double free": (lambda s: release(s, 3, 3), "i1 i2"),

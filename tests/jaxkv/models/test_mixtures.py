@@ -249,24 +249,6 @@ def test_a_mixture_without_a_place_in_its_family(
         configs.to_hf(config)
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
-        ({"top_k": 6}, "top_k=6 must be at most"),
-        ({"shared_size": 0}, "needs shared experts"),
-        ({"num_dense_layers": -1}, "num_dense_layers=-1 must be at least 0"),
-        ({"num_dense_layers": 2}, "num_dense_layers=2 must be below"),
-        ({"balance_weight": float("nan")}, "balance_weight=nan must be at least 0"),
-    ],
-)
-def test_impossible_mixtures_are_refused(changes: Any, line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        dataclasses.replace(MODEL, experts=dataclasses.replace(EXPERTS, **changes))
-    with pytest.raises(ValueError, match="experts have no biases"):
-        dataclasses.replace(MODEL, mlp_bias=True)
-
-
 @pytest.mark.thorough
 def test_half_precision_weights_are_routed_in_float32() -> None:
     params = engines.params(MODEL, "bfloat16")

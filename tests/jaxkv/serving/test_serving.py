@@ -159,16 +159,6 @@ def test_a_token_that_begins_every_text_is_a_prompt(engine: jaxkv.Engine) -> Non
     assert done.tokens == list(greedy_answer(""))
 
 
-def test_tokens_in_and_one_sampling_each(engine: jaxkv.Engine) -> None:
-    tokenizer = the_tokenizer()
-    asks = [Sampling.greedy(max_tokens=num) for num in (1, 5, 9)]
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:3]]
-    for prompt, ask, completion in zip(
-        PROMPTS, asks, engine.generate(prompts, asks), strict=False
-    ):
-        assert completion.tokens == list(greedy_answer(prompt))[: ask.max_tokens]
-
-
 def test_no_prompts_no_completions(engine: jaxkv.Engine) -> None:
     assert engine.generate([]) == []
 
