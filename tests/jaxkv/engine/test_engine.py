@@ -218,16 +218,6 @@ def test_static_batching() -> None:
     assert num_batches == 8
 
 
-@pytest.mark.thorough
-def test_static_batching_waits_for_the_next_batch_to_arrive() -> None:
-    config = ROOMY
-    asks = [greedy(1, [5], 3), greedy(2, [6], 9), greedy(3, [7], 3, arrival_s=0.1)]
-    run = engines.serve(asks, config, static_batching.static(), step_s=0.2)
-    first = np.flatnonzero((run.info.request_id == 3).any(axis=1))[0]
-    assert first == 9  # the second one ends in step 8, and held the batch open
-    assert not (run.info.num_rows[:9] > 0)[:, 2:].any()
-
-
 def statuses(state: EngineState) -> dict[int, tuple[int, int]]:
     s = state.sequences
     rows = np.flatnonzero(np.asarray(s.status) != EMPTY)

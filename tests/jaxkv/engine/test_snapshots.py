@@ -31,18 +31,13 @@ from tests.support.folders import ROOT
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 # Too few pages for all, so that somebody always waits and some give way.
-CONFIG = EngineConfig(
-    num_pages=16,
-    page_size=4,
+CONFIG = dataclasses.replace(
+    engines.TIGHT,
     max_slots=4,
-    max_length=64,
     max_sequences=24,
-    queue_capacity=12,
-    token_budget=12,
-    max_stop_tokens=3,
     submit_width=24,
-    steps_per_call=4,
-    debug=True,
+    max_logit_rows=0,
+    max_logprobs=0,
 )
 REPRODUCIBLE = dataclasses.replace(CONFIG, numerics="reproducible")
 FCFS = fcfs.fcfs()

@@ -202,14 +202,6 @@ def part(seen: np.ndarray, **changes: Any) -> AttentionState:
     return attend(*case, context=nothing, ancestors=seen, **(ask | changes))
 
 
-def test_a_split_anywhere_merges_to_the_whole() -> None:
-    _, whole, _ = partition_case()
-    place = np.arange(PLACES)[None, :]
-    for cut in (0, 1, 3, 63, 64, 65, 128, PLACES):
-        cuts = np.array([cut, PLACES - cut, cut // 2])[:, None]
-        check(merge_states(part(place < cuts), part(place >= cuts)), whole, 1e-5)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_partition_merges_in_any_order_and_grouping(seed: int) -> None:
     _, whole, _ = partition_case()

@@ -147,28 +147,11 @@ def test_random_rows_are_packed_in_order_and_come_back() -> None:
         assert (back[~live] == -1).all()
 
 
-def test_one_row_a_slot() -> None:
-    got = row_packing.one_row_a_slot(jnp.asarray([True, False, True]))
-    assert got.row.tolist() == [[0], [3], [2]]
-    assert got.block.tolist() == [0, 3, 2]
-
-
 def test_rows_of_a_block() -> None:
     sizes = [(1, 1), (1, 8), (3, 5), (16, 4), (1, 64), (17, 4), (2, 64)]
     wanted = [8, 8, 16, 64, 64, 128, 128]
     got = [row_packing.num_block_rows(tokens=t, group=g) for t, g in sizes]
     assert got == wanted
-
-
-def test_blocks_are_never_more_than_the_bound() -> None:
-    assert row_packing.max_blocks(num_rows=10, num_slots=3, tokens=4) == 4
-    for tokens in range(1, 6):
-        for split in np.ndindex(5, 5, 5):
-            used = sum(-(-n // tokens) for n in split)
-            bound = row_packing.max_blocks(
-                num_rows=max(sum(split), 1), num_slots=3, tokens=tokens
-            )
-            assert used <= bound
 
 
 def test_spans_of_a_block_are_those_of_its_rows() -> None:
@@ -209,15 +192,6 @@ def test_spans_of_a_tree() -> None:
     assert (plan.inner_low.item(), plan.inner_high.item()) == (0, 10)
     assert plan.rows[0, decode_plan.LIMIT, ::8].tolist() == [10, 10, 10] + [0] * 5
     assert plan.rows[0, decode_plan.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
-
-
-def test_words_of_ancestors() -> None:
-    rng = np.random.default_rng(2)
-    flags = rng.random((5, 70)) < 0.5
-    words = np.asarray(decode_plan.ancestor_words(jnp.asarray(flags)))
-    assert words.shape == (5, 3)
-    for row, column in np.ndindex(*flags.shape):
-        assert (words[row, column // 32] >> (column % 32)) & 1 == flags[row, column]
 
 
 @pytest.mark.parametrize(
