@@ -1,7 +1,6 @@
 """Attention over pages worked out in float64, and cases where all else is poisoned."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -117,31 +116,25 @@ def _trees(
     return kin, positions
 
 
-def exact(
-    case: Case, narrow: Callable[[np.ndarray], np.ndarray] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp in float64, row after row."""
+    arrays, features = _parts(case)
+    return attention_cases.oracle(arrays, **features)
+
+
+def _parts(case: Case) -> tuple[attention_cases.Case, dict[str, Any]]:
+    """What `attention_cases` calls the case, and its features."""
     names = ("context", "ancestors", "scale", "window", "softcap", "alibi", "sinks")
-    fields = {name: getattr(case, name) for name in names}
     arrays = (getattr(case, name) for name in attention_cases.Case._fields)
-    return attention_cases.oracle(
-        attention_cases.Case(*arrays), **fields, narrow=narrow
-    )
-
-
-def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The same with float32 scores and weights of the type of q, as one writes it."""
-
-    def narrow(x: np.ndarray) -> np.ndarray:
-        return np.asarray(jnp.asarray(x, case.dtype).astype(jnp.float32), np.float64)
-
-    return exact(case, narrow)
+    return attention_cases.Case(*arrays), {name: getattr(case, name) for name in names}
 
 
 def assert_within_rule(case: Case, out: Any, lse: Any) -> None:
     """At most twice the error of the plain implementation, plus 1e-5."""
     out, lse = (np.asarray(x, np.float64) for x in (out, lse))
-    (exact_out, exact_lse), (plain_out, _) = exact(case), plain(case)
+    exact_out, exact_lse = exact(case)
+    arrays, features = _parts(case)
+    plain_out, _ = attention_cases.plain(arrays, case.dtype, **features)
     dead = np.isneginf(exact_lse)
     assert (out[dead] == 0).all()
     assert (lse[dead] == -np.inf).all()
