@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.scheduling import fcfs
+from jaxkv import clock
+from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
 from jaxkv.simulation.state import Capacity, Events, Simulation
 from jaxkv.simulation.step import init
+from jaxkv.workloads.arrivals import Workload
 from tests.support.buddies import Buddies
 from tests.support.engines import FAST_COMPILE
-from tests.support.simulations import COST, workload
+from tests.support.simulations import COST
 
 find = jax.jit(
     lambda idle, start, num, order: contiguous.place(
@@ -64,10 +66,21 @@ def test_what_is_reserved() -> None:
     assert orders.tolist() == [0, 0, 1, 7, 7]
 
 
+def load(num: int) -> Workload:
+    rng = np.random.default_rng(5)
+    return Workload(
+        arrival=jnp.asarray(clock.from_seconds(np.cumsum(rng.exponential(0.03, num)))),
+        prompt=jnp.asarray(rng.integers(1, 40, num), jnp.int32),
+        output=jnp.asarray(rng.integers(1, 60, num), jnp.int32),
+        samples=jnp.ones(num, jnp.int32),
+        clients=jnp.int32(interface.NO_LIMIT),
+    )
+
+
 @pytest.mark.thorough
 def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     """Each step of all three rules against the lists; nobody ever gives way."""
-    w, num, leaf = workload(5, 60, rate=30.0, longest=50), 60, 2
+    w, num, leaf = load(60), 60, 2
     bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
     policy = fcfs.fcfs()
     rules = [
