@@ -42,7 +42,7 @@ def rows_of(tree: Any, rows: Any) -> Any:
 @pytest.mark.parametrize(
     ("fields", "range_"),
     [
-        ({"temperature": -0.1}, "at least 0"),
+        ({"temperature": -0.1}, ">= 0 and finite"),
         ({"top_p": 1.01}, "in (0, 1]"),
         ({"n": 0}, "at least 1"),
         ({"best_of": 2, "n": 3}, "None or at least self.n=3"),
