@@ -1,6 +1,5 @@
 """The benchmark of fitting: everyone finds the same, with the right gradient."""
 
-
 import numpy as np
 import pytest
 

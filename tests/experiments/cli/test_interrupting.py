@@ -4,9 +4,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from experiments.training.bundled_model import experiment
 from scaling.training import train
 from scaling.training.step import init
 from tests.support import engines
-from tests.support.folders import ROOT
 
 TIMEOUT_S = 120
 
@@ -26,27 +24,20 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts `jaxkv` in a process of its own, which does not outlive the test."""
-    begun = []
+def start(popen: Start) -> Start:
+    """Starts `jaxkv`, after some lines of code."""
 
-    def popen(*args: str, code: str = "") -> subprocess.Popen[str]:
+    def begin(*args: str, code: str = "") -> subprocess.Popen[str]:
         lines = ["import sys", "from experiments.cli import main as cli", code]
-        command = [sys.executable, "-c", "\n".join([*lines, "sys.exit(cli.main())"])]
-        process = subprocess.Popen(
-            [*command, *args],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        begun.append(process)
-        return process
+        return popen("-c", "\n".join([*lines, "sys.exit(cli.main())"]), *args)
 
-    yield popen
-    for process in begun:
-        process.kill()
-        process.communicate()
+    return begin
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    """The next line that it prints."""
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +72,7 @@ def test_before_there_is_anything_to_keep_it_ends_at_once(
     start: Start, number: signal.Signals
 ) -> None:
     process = start("run", "demo", code=STUBBORN)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
+    assert heard(process) == "here\n"
     assert press(process, number) == ("", "jaxkv: interrupted\n")
 
 
@@ -145,8 +135,7 @@ def test_a_second_one_does_not_wait_for_a_compiler(
 ) -> None:
     out = tmp_path / "run"
     process = start("run", "demo", "--out", str(out), code=DEAF)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
+    assert heard(process) == "here\n"
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     assert process.stderr.readline() == STOPPING
@@ -226,8 +215,7 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
 ) -> None:
     out = tmp_path / "run"
     process = start("run", "lecture_numbers", "--out", str(out), code=PATIENT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
+    assert heard(process) == "here\n"
     said, err = press(process, signal.SIGTERM)
     assert err == "stopping after this piece; SIGTERM again stops at once\n"
     assert said.splitlines()[-2:] == [
