@@ -100,12 +100,6 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
         assert smoke.draw(study, kept)
 
 
-def test_a_peer_that_breaks_down_says_its_last_words(fake: Path) -> None:
-    with peer(fake, "Transformers", Path("/")) as theirs:
-        timing = theirs.measure([[1, 2], [3, 4]], 5)
-        assert timing.tokens == [[0] * 5] * 2
-
-
 def test_a_broken_peer_is_one_line(fake: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     with (

@@ -1,6 +1,6 @@
 """Approaches 1 and 2: exact where they must be, honest where they cannot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -136,19 +136,29 @@ def test_what_has_no_minimum_is_refused() -> None:
         isoflop.by_parabola(bent, 4)
 
 
-def noisy_groups(shares: list[float]) -> Groups:
-    """Runs at four budgets, of sizes that are `shares` of a tenth of the root of C."""
-    flops = np.repeat(BUDGETS[:4], len(shares))
-    num_params = 0.1 * flops**0.5 * np.tile(shares, 4)
+def noisy_groups(flops: np.ndarray, shares: Sequence[float], *spoilt: int) -> Groups:
+    """Runs at budgets, of sizes that are `shares` of a tenth of the root of C.
+
+    Those at the places `spoilt` have losses 40 % too high.
+    """
+    flops = np.repeat(flops, len(shares))
+    num_params = 0.1 * flops**0.5 * np.tile(shares, flops.size // len(shares))
     num_tokens = flops / 6 / num_params
     loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
     loss *= np.exp(0.005 * np.random.default_rng(0).normal(size=loss.size))
+    loss[list(spoilt)] *= 1.4
     return find_groups(num_params, num_tokens, flops, loss)
 
 
+def spoilt_groups(*spoilt: int) -> Groups:
+    """28 runs at four budgets."""
+    shares = 10 ** np.linspace(-0.5, 0.5, 7)
+    return noisy_groups(np.geomspace(6e18, 3e21, 4), shares.tolist(), *spoilt)
+
+
 def test_sizes_that_are_nearly_equal_are_one() -> None:
-    near = noisy_groups([0.3, 0.6, 1, 1 + 3e-7, 2, 4])
-    same = noisy_groups([0.3, 0.6, 1, 1, 2, 4])
+    near = noisy_groups(BUDGETS[:4], [0.3, 0.6, 1, 1 + 3e-7, 2, 4])
+    same = noisy_groups(BUDGETS[:4], [0.3, 0.6, 1, 1, 2, 4])
     assert (near.num_merged, same.num_merged) == (4, 0)
     for find in (isoflop.by_akima, isoflop.by_parabola):
         found, wanted = (frontier(x, find(x), 100) for x in (near, same))
@@ -182,17 +192,6 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
     whole = frontier(groups, isoflop.by_parabola(groups))
     assert whole.warnings == ()
     np.testing.assert_allclose(whole.minima.loss[0], [2.45, 2.205], rtol=0.01)
-
-
-def spoilt_groups(*places: int, noise: float = 0.005) -> Groups:
-    """28 runs at four budgets; those at `places` have losses 40 % too high."""
-    flops = np.repeat(np.geomspace(6e18, 3e21, 4), 7)
-    num_params = 0.1 * flops**0.5 * 10 ** np.tile(np.linspace(-0.5, 0.5, 7), 4)
-    num_tokens = flops / 6 / num_params
-    loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
-    loss *= np.exp(noise * np.random.default_rng(0).normal(size=loss.size))
-    loss[list(places)] *= 1.4
-    return find_groups(num_params, num_tokens, flops, loss)
 
 
 def test_methods_that_contradict_each_other_say_so() -> None:

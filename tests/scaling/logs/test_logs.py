@@ -12,6 +12,7 @@ import pytest
 from scaling.logs import doubts, files, rules
 from scaling.logs.log import Columns, read
 from tests.support import traces
+from tests.support.refusals import refused
 
 RUNS = [
     {
@@ -138,7 +139,7 @@ def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
         (b'[{"N": 1},]', "not JSON: "),
         (b"[" * 100_000, "nested too deeply"),
         (
-            gzip.compress(b"N,D,loss\n" * 99, mtime=0)[:-9],
+            gzip.compress(b"N,D" * 99, mtime=0)[:-9],
             "cannot be read: Compressed file en",
         ),
         (gzip.compress(b"PK\x03\x04", mtime=0), "cannot be read: it is a zip archive"),
@@ -148,10 +149,8 @@ def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
 )
 def test_files_of_other_kinds_are_named(tmp_path: Path, data: bytes, line: str) -> None:
     (tmp_path / "log").write_bytes(data)
-    with pytest.raises(ValueError, match=r".") as error:
+    with refused(line):
         read(tmp_path / "log")
-    assert line in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_only_files_of_a_size_are_read(
@@ -348,10 +347,8 @@ def test_published_runs_and_our_sweeps_are_not_doubted(tmp_path: Path) -> None:
 def test_bad_logs_are_named_in_a_line(
     tmp_path: Path, text: str, flags: dict[str, Any], line: str
 ) -> None:
-    with pytest.raises(ValueError, match=r".") as error:
+    with refused(line):
         read(write(tmp_path, text), Columns(**flags))
-    assert line in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_sweep_with_a_run_twice_is_refused(tmp_path: Path) -> None:
@@ -401,9 +398,8 @@ def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
     ],
 )
 def test_bad_rules_are_named(rule: str, line: str) -> None:
-    with pytest.raises(ValueError, match=r".") as error:
+    with refused(line):
         rules.parse(rule, ["a"])
-    assert line in str(error.value)
 
 
 def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:

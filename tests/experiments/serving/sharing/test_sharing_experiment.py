@@ -296,13 +296,3 @@ def test_the_model_must_be_long_enough(model: str) -> None:
     smoke = dataclasses.replace(served.CONFIGS["smoke"], model=model, length_scale=1.0)
     with pytest.raises(ValueError, match="do not fit max_length=208"):
         served.run(smoke)
-
-
-@pytest.mark.slow
-def test_real_claims_hold() -> None:
-    result = served.run(dataclasses.replace(served.CONFIGS["real"], repeats=1))
-    claims = served.claims(result)
-    assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
-    assert len(claims) == 16
-    assert not result.samples.num_preempted.any()
-    np.testing.assert_array_equal(result.prefixes.num_cached, [80, 336])
