@@ -230,7 +230,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import Ours, Record, Study, beside, column, ours
+from experiments.framework import Ours, Record, beside, column, ours
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
@@ -269,8 +269,6 @@ def plot(ax, result: Result) -> None:
 def claims(result: Result) -> Iterator[Ours]:
     yield ours("mean", result.mean)
 
-
-STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot, claims=claims),)
 '''
 CLAIMS = """
 [mean]

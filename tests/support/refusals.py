@@ -2,13 +2,13 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
 
 @contextlib.contextmanager
-def refused(line: str, *others: str) -> Iterator[None]:
+def refused(line: str, *others: str) -> Generator[None]:
     """Expects a ValueError of one line that says this, and these."""
     with pytest.raises(ValueError, match=re.escape(line)) as error:
         yield

@@ -10,6 +10,7 @@ import pytest
 from experiments.bench import peer_process
 from experiments.bench.decode import experiment, ours
 from experiments.bench.decode.ours import CallTimes
+from experiments.framework import registry
 from jaxkv.progress import Quiet
 from tests.support import smoke
 from tests.support.commands import Command, document
@@ -51,7 +52,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def peer(python: Path, kind: str, folder: Path) -> experiment.Peer:
-    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder, 1)
+    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder)
 
 
 @pytest.mark.thorough
@@ -92,7 +93,7 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
                     return
                 yield batch, turn
 
-    (study,) = experiment.STUDIES
+    (study,) = registry.load("bench_decode").studies
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None

@@ -18,6 +18,7 @@ from experiments.bench.kernels import calls as kernels_calls
 from experiments.bench.kernels import experiment, processes, report, runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.bench.kernels.experiment import Config
+from experiments.framework import registry
 from experiments.framework.report import Sheet
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
@@ -45,7 +46,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def install(**calls: Any) -> None:
         everyone = [
-            Implementation(name, name != "ours", call, has_share=name == "shared")
+            Implementation(name, name != "ours", call, 0.1 if name == "shared" else 1.0)
             for name, call in calls.items()
         ]
         monkeypatch.setattr(runs, "of_attention", lambda: everyone)
@@ -120,7 +121,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
         def track(self, items: Any, label: str, unit: str) -> Any:
             yield next(iter(items))
 
-    (study,) = experiment.STUDIES
+    (study,) = registry.load("bench_kernels").studies
     few(ours=right, theirs=right)
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
@@ -154,7 +155,7 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
 FAKE = """
 import json, sys
 if sys.argv[2] == "FlashInfer":
-    print(json.dumps({"absent": "not importable: no such thing"}), flush=True)
+    print(json.dumps({"absent": "no such thing"}), flush=True)
     sys.exit()
 if sys.argv[2] != "Sdpa":
     sys.exit(3)
@@ -163,7 +164,8 @@ for line in sys.stdin:
     asked = json.loads(line)
     assert asked["heads"] == [4, 2, 16] and len(asked["contexts"]) > 1
     assert (asked["page_size"], asked["max_error"]) == (8, 2e-3)
-    if asked["is_tree"]:
+    if asked["ancestors"]:
+        assert asked["ancestors"][0][0] == [True] + [False] * 4
         print(json.dumps({"refused": "no trees"}), flush=True)
         continue
     timing = {"seconds": 1e-9, "spread": None, "clock": "cupti"}
@@ -195,7 +197,7 @@ def test_peers_answer_from_a_process_of_their_own(
             assert row["plan_per_layer_s"] == pytest.approx(1e-6)
             assert row["how"] == "best"
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes["FlashInfer"] == "not importable: no such thing"
+    assert notes["FlashInfer"] == "no such thing"
     assert notes["torch cuDNN"] == "ended early: it said nothing"
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
@@ -214,7 +216,7 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     # Of a library, never of a file of ours.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
-        assert note == f"not importable: No module named '{libraries[name]}'"
+        assert note == f"No module named '{libraries[name]}'"
 
 
 @pytest.fixture

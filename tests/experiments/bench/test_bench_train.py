@@ -9,11 +9,16 @@ import pytest
 
 from experiments.bench import peer_process
 from experiments.bench.train import experiment, peers
+from experiments.framework import registry
 from tests.support import smoke
 from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
+
+KEYS = {
+    *("implementation", "width", "tokens_per_s", "flops_per_s", "compile_s", "ratio")
+}
 
 # A peer that answers at once, in the words of `peer_main`.
 FAKE = """
@@ -40,7 +45,7 @@ def test_rows_beside_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> 
     args = ("bench", "train", "smoke", "--out", "run", "--peer-python", sys.executable)
     found = document(jaxkv, *args)
     ours, theirs = found["rows"]
-    assert set(ours) == set(theirs) == set(experiment.ROW)
+    assert set(ours) == set(theirs) == KEYS
     assert [ours["implementation"], theirs["implementation"]] == ["jaxkv", "PyTorch"]
     assert theirs["tokens_per_s"] == 100
     assert theirs["ratio"] == 1
@@ -68,7 +73,7 @@ def test_stopped_early_it_has_whole_widths() -> None:
     rows = experiment.run(config, Impatient("training"))
     assert [row["width"] for row in rows] == [8]
     assert rows[0]["ratio"] is None
-    (study,) = experiment.STUDIES
+    (study,) = registry.load("bench_train").studies
     for kept in (rows, []):
         assert smoke.draw(study, kept)
         assert bool(experiment.summary(kept)) == bool(kept)
@@ -78,7 +83,7 @@ def test_stopped_early_it_has_whole_widths() -> None:
     importlib.util.find_spec("torch") is not None, reason="it is installed here"
 )
 def test_the_real_script_says_what_is_missing() -> None:
-    rival = peers.Rival("PyTorch", Path(sys.executable), peers.SCRIPT, "Eager", 1)
+    rival = peers.Rival("PyTorch", Path(sys.executable), peers.SCRIPT, "Eager")
     with pytest.raises(ValueError, match="PyTorch: No module named 'torch'"), rival:
         pass
 

@@ -11,12 +11,13 @@ import pytest
 from matplotlib import pyplot as plt
 
 from experiments.cli.fit import command as fit_command
-from experiments.cli.fit import drawing, frontiers, grids
+from experiments.cli.fit import drawing, fitting, grids
 from experiments.cli.fit.report import metrics, summary
 from experiments.training.fit_coverage import surfaces
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json
+from scaling.frontiers import find
 from scaling.laws.published import CHINCHILLA
 from scaling.logs.log import read
 from tests.support import traces
@@ -115,7 +116,7 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
 
 
 def fitted(**config: Any) -> dict[str, Any]:
-    return json.loads(fit_command.run(fit_command.Config(**config)).document)
+    return json.loads(fitting.run(fit_command.Config(**config)).document)
 
 
 def test_published_coefficients_come_out_of_published_runs() -> None:
@@ -157,7 +158,7 @@ def test_laws_stand_side_by_side(sweep: Path) -> None:
         hold_out="flops > 5e15",
         bootstrap=0,
     )
-    result = fit_command.run(config)
+    result = fitting.run(config)
     document = metrics(result)
     assert [fit["law"] for fit in document["fits"]] == ["chinchilla", "kaplan-d"]
     assert [fit["held_out"]["num_points"] for fit in document["fits"]] == [7, 7]
@@ -259,7 +260,7 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
     config = fit_command.Config(log=str(sweep), law="chinchilla,kaplan-d")
-    result = fit_command.run(config, Stopping(1))
+    result = fitting.run(config, Stopping(1))
     document = json.loads(result.document)
     for fit in (document, *document["others"]):
         assert fit["samples"] is None
@@ -291,10 +292,10 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
     monkeypatch.setattr(grids, "MAX_ROWS", 20)
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
-    monkeypatch.setattr(frontiers, "MAX_GROUPED", 28)
+    monkeypatch.setattr(find, "MAX_GROUPED", 28)
     monkeypatch.setattr(profile, "profile", None)  # it is not called
     config = fit_command.Config(log=str(sweep), bootstrap=50)
-    result = fit_command.run(config)
+    result = fitting.run(config)
     document = json.loads(result.document)
     assert document["notes"][2:] == [
         abridged(34),

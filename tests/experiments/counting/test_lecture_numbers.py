@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from experiments.counting.lecture_numbers import experiment, report
-from experiments.counting.lecture_numbers.experiment import Config
+from experiments.counting.lecture_numbers import bounds, experiment
+from experiments.counting.lecture_numbers.bounds import Config
 
 
 @pytest.fixture(scope="module")
-def result() -> experiment.Result:
-    return experiment.run(experiment.CONFIGS["paper"])
+def result() -> bounds.Result:
+    return bounds.run(experiment.CONFIGS["paper"])
 
 
-def test_bounds_of_the_table(result: experiment.Result) -> None:
+def test_bounds_of_the_table(result: bounds.Result) -> None:
     found = result.latencies
     assert found.num_devices.tolist() == [9, 1, 1, 1, 1]
     # 256 x 349.2 GB at 10 x 1,555 GB/s, and a little of keys and values.
@@ -22,14 +22,14 @@ def test_bounds_of_the_table(result: experiment.Result) -> None:
     np.testing.assert_allclose(found.turns_s, found.bound_s * found.used)
 
 
-def test_what_is_kept(result: experiment.Result) -> None:
+def test_what_is_kept(result: bounds.Result) -> None:
     assert (result.kept.small, result.kept.large) == (524_288, 819_200)
     assert result.kept.request == 2048 * 819_200
     left = 160e9 - 2 * 68_976_648_192
     assert result.kept.tokens_70b == pytest.approx(left / 327_680)
 
 
-def test_requests_a_second(result: experiment.Result) -> None:
+def test_requests_a_second(result: bounds.Result) -> None:
     # 338 tokens of 25.7 GB each, one request at a time.
     alone = 1555e9 / (338 * 2 * 12_851_609_600)
     assert result.requests.alone == pytest.approx(alone, rel=0.02)
@@ -38,7 +38,7 @@ def test_requests_a_second(result: experiment.Result) -> None:
     assert 1 < result.requests.together < result.requests.batch * alone
 
 
-def test_work_with_and_without_a_cache(result: experiment.Result) -> None:
+def test_work_with_and_without_a_cache(result: bounds.Result) -> None:
     growth = result.growth
     for i, t in enumerate(growth.length):
         squares = sum(x * x for x in range(1, t + 1))
@@ -48,16 +48,16 @@ def test_work_with_and_without_a_cache(result: experiment.Result) -> None:
     assert fed == 2 * 6_607_077_376 * growth.length[0]
 
 
-def test_claims_notice_a_slower_card(result: experiment.Result) -> None:
-    slow = experiment.run(Config(device="t4"))
+def test_claims_notice_a_slower_card(result: bounds.Result) -> None:
+    slow = bounds.run(Config(device="t4"))
     failed = [x for x in experiment.claims(slow) if x.verdict == "fails"]
     # A 13B model does not fit, nor is it read 256 times in 7.6 s.
     assert any("fit one A100" in claim.claim for claim in failed)
     assert any("13b" in claim.claim for claim in failed)
 
 
-def test_questions_are_answered_with_numbers(result: experiment.Result) -> None:
-    said = dict(report.answers(result))
+def test_questions_are_answered_with_numbers(result: bounds.Result) -> None:
+    said = experiment.answers(result)
     assert said["Do we cache Q?"].startswith("No.")
     assert "524,288 bytes a token" in said["Do we cache Q?"]
     one = said["What happens at b = s = 1?"]

@@ -6,10 +6,12 @@ import heapq
 import numpy as np
 import pytest
 
+from experiments.framework.study import of_module
 from experiments.serving.batching import experiment, lectures, sweeps
-from experiments.serving.batching.experiment import CONFIGS, STUDY, Config, Result
+from experiments.serving.batching.experiment import CONFIGS, Config, Result
 from tests.support import smoke
 
+(STUDY,) = of_module(experiment)
 SMOKE = CONFIGS["smoke"]
 
 
@@ -95,7 +97,7 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
 
 @pytest.mark.thorough
 def test_more_room_gains_more(result: Result) -> None:
-    found = STUDY.metrics(result)["limits"]
+    found = experiment.metrics(result)["limits"]
     best, *_, least = result.limits.means[::-1]  # paged and static batching
     assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
     assert found[-1]["gain"] > found[0]["gain"] > 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
+from experiments.framework.study import of_module
 from experiments.harness import prompts, servings
 from experiments.plotting import timelines
 from experiments.serving.demo import experiment
@@ -20,6 +21,7 @@ from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
+(STUDY,) = of_module(experiment)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +101,10 @@ def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
     assert not result.continuous.is_done.any()
     assert experiment.metrics(result)["continuous"]["tokens_per_s"] is None
     assert experiment.claims(result) == []
-    table, *_ = experiment.STUDY.tell(result)
+    table, *_ = experiment.summary(result)
     assert isinstance(table, Sheet)
     assert table.note.startswith("Stopped early: ")
-    assert smoke.draw(experiment.STUDY, result)
+    assert smoke.draw(STUDY, result)
 
 
 def test_the_model_must_have_text_and_room(model: str) -> None:

@@ -11,16 +11,10 @@ import pytest
 
 from experiments.cli import generate
 from experiments.training.isoflop import experiment as isoflop_experiment
-from experiments.training.isoflop.prediction import (
-    average,
-    learning_rate,
-    optimal_rates,
-    rows_of,
-    seed_spread,
-)
-from experiments.training.isoflop.settings import nearest, shape
+from experiments.training.isoflop.prediction import average, seed_spread
 from experiments.training.learning_rate import experiment as learning_rate_experiment
-from scaling.sweeps import grid, learning_rates
+from scaling.sweeps import family, grid, learning_rates
+from scaling.sweeps.learning_rates import extrapolate, optimal_rates
 from tests.support import smoke
 
 
@@ -84,7 +78,8 @@ def test_it_was_foreseen_before(folder: Path) -> None:
 def test_the_engine_serves_what_was_trained(folder: Path) -> None:
     options = generate.Options(prompt=("def ",), max_tokens=4)
     models = folder / "models"
-    rows = rows_of(folder)
+    rows = [json.loads(line) for line in smoke.run("isoflop").result.runs.splitlines()]
+    assert {row["status"] for row in rows} == {"done"}
     assert {x.name for x in models.iterdir()} == {
         *(row["run_id"] for row in rows),
         "held_out",
@@ -124,7 +119,7 @@ def test_optima_of_rates_are_found() -> None:
     assert len(found) == 6
     for width, tokens, rate in found:
         assert rate == pytest.approx(1 / width / tokens**0.2, rel=1e-6)
-    rate, powers = learning_rate(rows, 64, 64000)
+    rate, powers = extrapolate(rows, 64, 64000)
     assert rate == pytest.approx(1 / 64 / 64000**0.2, rel=1e-3)
     assert powers == pytest.approx((-1, -0.2))
     fit = learning_rates.fit_powers(*np.array(found, float).T, level=0.9)
@@ -134,10 +129,10 @@ def test_optima_of_rates_are_found() -> None:
 
 
 def test_the_nearest_model_has_the_nearest_size() -> None:
-    config = isoflop_experiment.CONFIGS["cpu"]
     for width in (8, 48, 112):
-        size = grid.count(shape(width, 2, 64), 64).params.total
-        assert nearest(config, 1.02 * size) == shape(width, 2, 64)
+        shape = family.shape(width, 2, 64)
+        size = grid.count(shape, 64).params.total
+        assert family.nearest(1.02 * size, num_layers=2, seq_len=64) == shape
 
 
 def test_seeds_spread_is_pooled() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxkv import models
 from jaxkv.models import transformer
 from scaling.costs import parameters, serving
 from scaling.shapes import from_model, huggingface, published
@@ -52,9 +53,9 @@ OURS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "window": 7},
     "qwen2": {"family": "qwen2", "qkv_bias": True, "num_layers": 1},
     "qwen3": {"family": "qwen3", "qk_norm": True, "out_bias": True},
-    "mixtral": {"experts": transformer.Experts(num_experts=5, top_k=2, size=40)},
+    "mixtral": {"experts": models.Experts(num_experts=5, top_k=2, size=40)},
     "shared": {
-        "experts": transformer.Experts(
+        "experts": models.Experts(
             num_experts=5,
             top_k=2,
             size=12,

@@ -99,7 +99,7 @@ def test_cosines_of_two_lengths_share_the_warm_up(
     run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
     corpus = executors.open_corpus(cosine.corpus)
     (run_id,) = found
-    trained = train.train_in_memory(run, corpus)
+    trained = train.train(run, tmp_path / "trained")
     score = objectives.score_stream(
         trained.params,
         corpus.held_out,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry, run_folder, table
+from experiments.framework.study import of_module
 from experiments.serving.preemption import measured, serving
-from experiments.serving.preemption.measured import STUDY, Config, Result
+from experiments.serving.preemption.measured import Config, Result
 from experiments.serving.preemption.serving import Server, Servings, Way
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
@@ -17,6 +18,7 @@ from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
+(STUDY,) = of_module(measured)
 SMOKE = measured.CONFIGS["smoke"]
 
 

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
+from experiments.framework.study import of_module
 from experiments.serving.preemption import simulated
-from experiments.serving.preemption.simulated import STUDY, Config, Result, Simulated
+from experiments.serving.preemption.simulated import Config, Result, Simulated
 from tests.support import smoke
+
+(STUDY,) = of_module(simulated)
 
 
 def made_up() -> Result:

@@ -16,7 +16,7 @@ from experiments.serving.sharing.server import Server
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
