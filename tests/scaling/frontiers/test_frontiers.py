@@ -61,6 +61,13 @@ def exponents(found: Frontier) -> tuple[float, float]:
     return found.num_params.exponent, found.num_tokens.exponent
 
 
+def interval(found: Frontier) -> tuple[float, float]:
+    """Of the exponent of N."""
+    assert found.num_params is not None
+    assert found.num_params.interval is not None
+    return found.num_params.interval
+
+
 def test_a_symmetric_surface_has_exponent_one_half() -> None:
     groups = make_groups(0.35, 0.35)
     surface = isoflop.surface(groups)
@@ -281,11 +288,9 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     found.append(frontier(groups, projection, 300))
     widths = []
     for each in found:
-        assert each.num_params is not None
-        assert each.num_params.interval is not None
-        low, high = each.num_params.interval
+        low, high = interval(each)
         assert low < a < high
-        inside = low < each.num_params.exponent < high
+        inside = low < exponents(each)[0] < high
         assert inside == (not any("its own interval" in x for x in each.warnings))
         widths.append(high - low)
     assert widths[3] < widths[2] < widths[0]
@@ -316,10 +321,8 @@ def test_intervals_of_many_sets_cover_as_often_as_they_say() -> None:
             ("parabola", isoflop.by_parabola(groups)),
             ("projection", isoflop.by_projection(groups, surface)),
         ):
-            found = frontier(groups, find, 200).num_params
-            assert found is not None
-            assert found.interval is not None
-            covered[name] += found.interval[0] < 0.28 / 0.62 < found.interval[1]
+            low, high = interval(frontier(groups, find, 200))
+            covered[name] += low < 0.28 / 0.62 < high
     # 90 % of 80, and three standard deviations of that.
     for name, count in covered.items():
         assert 64 <= count <= 80, (name, count)
@@ -363,10 +366,9 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     find = envelope.envelope(curves)
     strata = np.zeros(25, int)
     found = frontiers_frontier.frontier("e", find, curves.flops, strata, resamples=100)
-    assert found.num_params is not None
-    assert found.num_params.interval is not None
     np.testing.assert_allclose(exponents(found), 0.5, atol=0.01)
-    assert found.num_params.interval[0] < 0.5 < found.num_params.interval[1]
+    low, high = interval(found)
+    assert low < 0.5 < high
     assert "edge of the sizes" in found.warnings[0]
     good = found.minima.reason[0] == FINE
     sizes = found.minima.num_params[0, good]

@@ -47,6 +47,12 @@ def request_of(num: int, sampling: Sampling) -> Request:
     return Request(bytes(tokens).decode(), tokens, sampling)
 
 
+def served_by(server: Server, asked: list[Request], **how: Any) -> Any:
+    done = server.serve(asked, **how)
+    assert done is not None
+    return done
+
+
 def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
     """Logical and distinct pages of every step, with sets and nothing else."""
     logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one reads for all
@@ -104,8 +110,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     server: Server, prompt: int, answer: int, n: int
 ) -> None:
     ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
-    done = server.serve([request_of(prompt, ask)])
-    assert done is not None
+    done = served_by(server, [request_of(prompt, ask)])
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert done.logical_pages.tolist() == logical
     assert done.distinct_pages.tolist() == distinct
@@ -120,8 +125,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
 @pytest.mark.thorough
 def test_requests_apart_share_nothing(server: Server) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
-    done = server.serve([request_of(40, ask)] * 5)
-    assert done is not None
+    done = served_by(server, [request_of(40, ask)] * 5)
     np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
     assert done.prompt_rows.tolist() == [40] * 5
     assert done.num_cached.tolist() == [0] * 5
@@ -137,8 +141,8 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
     policy = fcfs.fcfs(chunk_size=chunk_size)
-    done = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
-    assert done is not None
+    asked = [request_of(n, ask) for n in (37, 3, 64)]
+    done = served_by(server, asked, policy=policy)
     assert done.prompt_rows.tolist() == [37, 3, 64]
     assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
@@ -271,8 +275,7 @@ def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     requests = [request_of(50, ask)] * 3
     assert server.serve(requests, progress=Stopping(0)) is None
-    again = server.serve(requests[:1])
-    assert again is not None
+    again = served_by(server, requests[:1])
     assert again.num_cached.tolist() == [0]
     server.clear()
 
