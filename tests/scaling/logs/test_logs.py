@@ -230,73 +230,45 @@ def test_losses_in_bits_are_scaled(tmp_path: Path) -> None:
         Columns(loss_unit=0.0)
 
 
+UNNAMED: dict[str, tuple[str, ...]] = {
+    "N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n": (),
+    "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n": (
+        "experiment is not used, and parts the runs (a, b): --by experiment ",
+        """--where 'experiment == "a"' one of them""",
+    ),
+    "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n": (
+        "marks 1 run, which is fitted",
+        "--ignore '`is outlier` == \"True\"' leaves",
+    ),
+    "N,D,loss,unique_tokens\n1e6,4e9,3,1e9\n2e6,1e9,2,1e9\n": (
+        "tokens up to 4 times: --law data-constrained --columns num_unique_",
+    ),
+    "N,D,loss,lr\n1e6,1e9,3,0.1\n1e6,1e9,3,0.2\n": (
+        "lr is not used, and differs in runs of one N and D: --best-of N,D reads",
+    ),
+    "N,D,loss,run\n1e6,1e9,3,a\n1e6,2e9,2,a\n": (
+        "runs have several rows, and each is fitted: --last-of run reads the",
+    ),
+    "N,D,L\n1e6,1e9,19\n": ("L is up to 19: nats per token? Of a perplexity",),
+    "N,D,loss\n70.5,1e9,3\n": ("N (N) is 70.5 to 70.5: parameters? --n-unit 1",),
+    "N,D,loss\n1e7,3,3\n": ("D (D) is 3 to 3: tokens? --d-unit 1e+09 if",),
+    "N,C,loss\n1e7,300,3\n": ("C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if",),
+    "N,D,C,loss\n1e7,1e9,6e20,3\n": ("C is 1e+04 times 6 N D: is one of them",),
+}
+"""Logs without flags, and what is said of them."""
+
+
 @pytest.mark.parametrize(
-    ("text", "flags", "lines"),
+    ("text", "lines", "flags"),
     [
-        ("N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n", {}, []),
-        (
-            "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n",
-            {},
-            [
-                "experiment is not used, and parts the runs (a, b): --by experiment ",
-                """--where 'experiment == "a"' one of them""",
-            ],
-        ),
-        (
-            "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n",
-            {},
-            [
-                "marks 1 run, which is fitted",
-                "--ignore '`is outlier` == \"True\"' leaves",
-            ],
-        ),
-        (
-            "N,D,loss,unique_tokens\n1e6,4e9,3,1e9\n2e6,1e9,2,1e9\n",
-            {},
-            ["tokens up to 4 times: --law data-constrained --columns num_unique_"],
-        ),
-        (
-            "N,D,loss,lr\n1e6,1e9,3,0.1\n1e6,1e9,3,0.2\n",
-            {},
-            ["lr is not used, and differs in runs of one N and D: --best-of N,D reads"],
-        ),
-        (
-            "N,D,loss,run\n1e6,1e9,3,a\n1e6,2e9,2,a\n",
-            {},
-            ["runs have several rows, and each is fitted: --last-of run reads the"],
-        ),
-        (
-            "N,D,bpb\n1e6,1e9,1\n",
-            {"loss": "bpb"},
-            ["looks like bits", "--loss-unit 0.69"],
-        ),
-        ("N,D,L\n1e6,1e9,19\n", {}, ["L is up to 19: nats per token? Of a perplexity"]),
-        (
-            "N,D,loss\n70.5,1e9,3\n",
-            {},
-            ["N (N) is 70.5 to 70.5: parameters? --n-unit 1"],
-        ),
-        ("N,D,loss\n1e7,3,3\n", {}, ["D (D) is 3 to 3: tokens? --d-unit 1e+09 if"]),
-        (
-            "s_m,D,loss\n7e4,1e9,3\n",
-            {"n": "s_m"},
-            ["parameters? --n-unit 1e+06 if a 1"],
-        ),
-        ("s_m,D,loss\n70,1e9,3\n", {"n": "s_m", "n_unit": 1e6}, []),
-        (
-            "N,C,loss\n1e7,300,3\n",
-            {},
-            ["C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if"],
-        ),
-        (
-            "N,D,C,loss\n1e7,1e9,6e20,3\n",
-            {},
-            ["C is 1e+04 times 6 N D: is one of them"],
-        ),
+        *((text, lines, {}) for text, lines in UNNAMED.items()),
+        ("N,D,bpb\n1e6,1e9,1\n", ("like bits", "--loss-unit 0.69"), {"loss": "bpb"}),
+        ("s_m,D,loss\n7e4,1e9,3\n", ("--n-unit 1e+06 if a 1",), {"n": "s_m"}),
+        ("s_m,D,loss\n70,1e9,3\n", (), {"n": "s_m", "n_unit": 1e6}),
     ],
 )
 def test_what_nobody_asked_for_is_pointed_at(
-    tmp_path: Path, text: str, flags: dict[str, Any], lines: list[str]
+    tmp_path: Path, text: str, lines: tuple[str, ...], flags: dict[str, Any]
 ) -> None:
     columns = Columns(**flags)
     log = read(write(tmp_path, text), columns)
