@@ -153,9 +153,7 @@ def test_what_vjp_keeps_of_our_models(change: dict[str, Any], dtype: str) -> Non
     assert more - less == residuals.total(listed, 2 * SEQ)
 
 
-def test_what_vjp_keeps_of_checkpointed_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_vjp_keeps_of_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = layers.Layer.__call__
 
     def again(self: Any, index: int, x: Any, *more: Any) -> Any:
