@@ -18,8 +18,8 @@ from experiments.bench.kernels import calls as kernels_calls
 from experiments.bench.kernels import experiment, report, runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.bench.kernels.experiment import Config
+from experiments.framework import registry
 from experiments.framework.report import Sheet
-from experiments.framework.study import of_module
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless, problems, sets, specs
@@ -126,7 +126,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
         def track(self, items: Any, label: str, unit: str) -> Any:
             yield next(iter(items))
 
-    (study,) = of_module(experiment)
+    (study,) = registry.load("bench_kernels").studies
     few(ours=right, theirs=right)
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1

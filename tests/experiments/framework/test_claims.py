@@ -119,6 +119,8 @@ FILES = sorted(results_page.PAGE.parent.rglob("claims.toml"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_every_claim_that_ships_is_whole_and_asked_for(path: Path) -> None:
-    code = "\n".join(x.read_text("utf-8") for x in path.parent.glob("*.py"))
+    modules = path.parent.glob("*.py")
+    code = "\n".join(module.read_text("utf-8") for module in modules)
+    assert Book(path).ids
     for id in Book(path).ids:
         assert f'"{id}"' in code, id

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from experiments.framework import config_json
-from scaling.corpora import corpora
 from scaling.logs import best_rates
 from scaling.sweeps import branching, executors, grid, planning, sweep
 from scaling.sweeps.folder import RECORD, SweepFolder
@@ -33,6 +32,12 @@ pytestmark = pytest.mark.usefixtures("fast_compile")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
     return sweeping.config(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.fixture
+def small(config: SweepConfig) -> SweepConfig:
+    """Two rates at two lengths of one model."""
+    return dataclasses.replace(config, models=(model(8),), max_extensions=0)
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +128,8 @@ def test_a_stopped_sweep_goes_on(whole: sweep.Outcome, config, tmp_path) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["loop", pytest.param("vmap", marks=pytest.mark.slow)])
-def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> None:
-    small = dataclasses.replace(
-        config, models=(model(8),), max_extensions=0, mode=mode, cooldown=0.7
-    )
+def test_runs_under_way_are_taken_up(small, tmp_path, monkeypatch, mode) -> None:
+    small = dataclasses.replace(small, mode=mode, cooldown=0.7)
     unbroken = sweep.sweep(small, tmp_path / "unbroken")
     taken, real = [], branching._go
 
@@ -154,8 +157,7 @@ def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> Non
         assert taken_up == whole
 
 
-def test_a_pause_that_is_broken_says_what_to_do(config, tmp_path) -> None:
-    small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
+def test_a_pause_that_is_broken_says_what_to_do(small, tmp_path) -> None:
     out = tmp_path / "sweep"
     assert sweep.sweep(small, out, progress=Stopping(1)).is_stopped
     (place,) = (out / "paused").iterdir()
@@ -302,15 +304,6 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
-    (tmp_path / "text").mkdir()
-    for i in range(30):
-        (tmp_path / "text" / f"{i}").write_text(str(i % 7))
-    corpus = corpora.CorpusConfig(pattern=f"{tmp_path}/text/*", held_out=0.4)
-    with pytest.raises(ValueError, match=r"seq_len=16 is longer than the .* tokens"):
-        sweep.sweep(dataclasses.replace(config, corpus=corpus), tmp_path / "out")
-
-
 _CHILD = """
 import sys, time
 from pathlib import Path
@@ -358,8 +351,7 @@ def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
 
 
 @pytest.mark.thorough
-def test_kill_9(whole, config, tmp_path) -> None:
-    small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
+def test_kill_9(whole, small, tmp_path) -> None:
     kept = kill(small, tmp_path / "sweep", 1, 0.1)
     again = sweep.sweep(small, tmp_path / "sweep")
     assert 0 < kept == again.skipped < len(again.records) == 4

@@ -49,6 +49,12 @@ def request_of(num: int, sampling: Sampling) -> Request:
     return Request(bytes(tokens).decode(), tokens, sampling)
 
 
+def served_by(server: Server, asked: list[Request], **how: Any) -> Any:
+    done = server.serve(asked, **how)
+    assert done is not None
+    return done
+
+
 def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
     """Logical and distinct pages of every step, with sets and nothing else."""
     logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one reads for all
@@ -102,8 +108,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     server: Server, prompt: int, answer: int, n: int
 ) -> None:
     ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
-    done = server.serve([request_of(prompt, ask)])
-    assert done is not None
+    done = served_by(server, [request_of(prompt, ask)])
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert done.logical_pages.tolist() == logical
     assert done.distinct_pages.tolist() == distinct
@@ -118,8 +123,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
 @pytest.mark.thorough
 def test_requests_apart_share_nothing(server: Server) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
-    done = server.serve([request_of(40, ask)] * 5)
-    assert done is not None
+    done = served_by(server, [request_of(40, ask)] * 5)
     np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
     assert done.prompt_rows.tolist() == [40] * 5
     assert done.num_cached.tolist() == [0] * 5
@@ -135,8 +139,8 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
     policy = fcfs.fcfs(chunk_size=chunk_size)
-    done = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
-    assert done is not None
+    asked = [request_of(n, ask) for n in (37, 3, 64)]
+    done = served_by(server, asked, policy=policy)
     assert done.prompt_rows.tolist() == [37, 3, 64]
     assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
@@ -271,8 +275,7 @@ def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     server.progress = Stopping(0)
     assert server.serve(requests) is None
     server.progress = QUIET
-    again = server.serve(requests[:1])
-    assert again is not None
+    again = served_by(server, requests[:1])
     assert again.num_cached.tolist() == [0]
     server.clear()
 
@@ -294,13 +297,3 @@ def test_the_model_must_be_long_enough(model: str) -> None:
     smoke = dataclasses.replace(served.CONFIGS["smoke"], model=model, length_scale=1.0)
     with pytest.raises(ValueError, match="do not fit max_length=208"):
         served.run(smoke)
-
-
-@pytest.mark.slow
-def test_real_claims_hold() -> None:
-    result = served.run(dataclasses.replace(served.CONFIGS["real"], repeats=1))
-    claims = served.claims(result)
-    assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
-    assert len(claims) == 16
-    assert not result.samples.num_preempted.any()
-    np.testing.assert_array_equal(result.prefixes.num_cached, [80, 336])
