@@ -10,12 +10,11 @@ if TYPE_CHECKING:
 
 # Names load on first use: the command line asks for names of models, and no arrays.
 _HOMES = {
-    "Language": "sentences",
-    "Law": "length_distributions",
-    "Lengths": "length_distributions",
-    "Request": "prompts",
-    "Scribe": "sentences",
+    "length_distributions": "Law Lengths",
+    "prompts": "Request",
+    "sentences": "Language Scribe",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Language",
@@ -36,6 +35,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -140,12 +140,8 @@ def plot(axes: Any, result: Result) -> None:
             )
     note = "dark: reading the prompt   hatched: finished, slot kept"
     bars[0].set_title(note, loc="right", color="0.4", fontsize=6)
-    memory.set(
-        title="KV memory",
-        xlabel="step",
-        ylabel="token places",
-        xlim=(0, num_steps),
-        ylim=(0, None),
+    style.titled(
+        memory, "KV memory", "step", "token places", xlim=(0, num_steps), ylim=(0, None)
     )
     for axis in (memory.xaxis, memory.yaxis):
         axis.set_major_formatter("{x:,.0f}")

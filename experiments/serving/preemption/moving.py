@@ -72,15 +72,9 @@ def measure(
     numerics: Literal["fast", "reproducible"],
     progress: Progress,
 ) -> Moves:
-    """Times all of it, one page size after the other.
+    """Times all of it, a page size after the other; if stopped, some are left out.
 
-    Args:
-      model: the model.
-      request: whose tokens are brought back.
-      page_sizes: token places in a page.
-      repeats: measurements of each; one more is taken and not counted.
-      numerics: of the engine, see `EngineConfig`.
-      progress: shows a bar; if stopped, page sizes are left out.
+    One measurement more than the `repeats` of each is taken, and not counted.
     """
     rows = []
     num_tokens = len(request.tokens)
