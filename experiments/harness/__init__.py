@@ -27,7 +27,6 @@ __all__ = [
     "length_distributions",
     "model_shapes",
     "prompts",
-    "servings",
     "showing",
     "streaming",
     "sweep_tables",
