@@ -11,7 +11,7 @@ its leaves, with a word on where it holds and how far it is off its data.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,10 +162,7 @@ def linear(
     decode: tuple[float, ...],
     decode_large: tuple[float, ...] | None = None,
     *,
-    large: float = 95.0,
     scale: float = 1e-3,
-    copy_s: float = 0.0,
-    swap_s: float = 0.0,
 ) -> Linear:
     """Makes a `Linear` cost of coefficients, times `scale`: those of fits are in ms."""
 
@@ -176,9 +173,9 @@ def linear(
         prefill=scaled(prefill),
         decode=scaled(decode),
         decode_large=scaled(decode_large or decode),
-        large=jnp.float32(large),
-        copy_s=jnp.float32(copy_s),
-        swap_s=jnp.float32(swap_s),
+        large=jnp.float32(95.0),
+        copy_s=jnp.float32(0.0),
+        swap_s=jnp.float32(0.0),
     )
 
 
@@ -261,7 +258,7 @@ def roofline(
     *,
     num_devices: int = 1,
     name: str = "roofline",
-    **how: float,
+    **how: Any,
 ) -> CostModel[Roofline]:
     """What a data sheet promises: weights, keys and values, products, an overhead.
 
