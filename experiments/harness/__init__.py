@@ -28,6 +28,7 @@ __all__ = [
     "model_shapes",
     "prompts",
     "showing",
+    "stepping",
     "streaming",
     "sweep_tables",
 ]
