@@ -141,7 +141,8 @@ def _asked(config: Config, requests: list[Request]) -> Iterator[tuple[str, str, 
     Yields:
       A field of the result, what a person sees meanwhile, and what is served.
     """
-    pages = sorted(_pages(config, request) for request in requests)
+    lengths = [len(x.tokens) + (x.sampling.max_tokens or 0) for x in requests]
+    pages = sorted(-(-length // config.page_size) for length in lengths)
     need = sum(pages[-config.max_slots :])
 
     def pages_of(share: float) -> int:
@@ -201,11 +202,6 @@ def workload(
     tries, ask = [config.move_tokens] * 8, requests[0].sampling
     found = prompts.held_out(model.tokenizer, tries, [ask] * 8, rng)
     return requests, max(found, key=lambda request: len(request.tokens))
-
-
-def _pages(config: Config, request: Request) -> int:
-    tokens = len(request.tokens) + (request.sampling.max_tokens or 0)
-    return -(-tokens // config.page_size)
 
 
 @beside(__file__).judges
