@@ -4,13 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.harness.length_distributions import Law, Lengths
     from experiments.harness.prompts import Request
     from experiments.harness.sentences import Language, Scribe
 
 # Names load on first use: the command line asks for names of models, and no arrays.
 _HOMES = {
-    "length_distributions": "Law Lengths",
     "prompts": "Request",
     "sentences": "Language Scribe",
 }
@@ -18,8 +16,6 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 __all__ = [
     "Language",
-    "Law",
-    "Lengths",
     "Request",
     "Scribe",
     "bundled",

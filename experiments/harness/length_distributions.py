@@ -1,52 +1,22 @@
 """Lengths of prompts and answers after published means, and the pages they share."""
 
-from typing import NamedTuple
-
 import numpy as np
-from jaxtyping import Int
 
-from jaxkv.workloads import lengths as workloads_lengths
-from jaxkv.workloads.lengths import Gamma, Pair, stretch
+from jaxkv.workloads.lengths import Gamma, Lengths, Pair, stretch
 
 NUM_DRAWN = 8192
 """Pairs that stand for a law."""
 NUM_ROUNDS, NUM_SWAPS = 100, 10_000
 
 
-class Law(NamedTuple):
-    """Gamma laws of prompts and answers, apart from each other.
-
-    Attributes:
-      prompt_mean: tokens.
-      answer_mean: tokens.
-      prompt_shape: 1 / its squared coefficient of variation.
-      answer_shape: likewise.
-    """
-
-    prompt_mean: float
-    answer_mean: float
-    prompt_shape: float
-    answer_shape: float
-
-
-def _of(pair: Pair) -> Law:
-    prompt, output = pair.prompt, pair.output
-    assert isinstance(prompt, Gamma)
-    assert isinstance(output, Gamma)
-    return Law(prompt.mean, output.mean, prompt.shape, output.shape)
-
-
-ALPACA, SHAREGPT = _of(workloads_lengths.ALPACA), _of(workloads_lengths.SHAREGPT)
-
-
-class Lengths(NamedTuple):
-    """Tokens of some requests."""
-
-    prompt: Int[np.ndarray, " requests"]
-    answer: Int[np.ndarray, " requests"]
-
-
-def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengths:
+def draw(
+    law: Pair,
+    num: int,
+    max_length: int,
+    rng: np.random.Generator,
+    *,
+    scale: float = 1.0,
+) -> Lengths:
     """Draws lengths that have the law's means however few they are.
 
     Pairs longer than `max_length` are left out, and the others scaled to the means.
@@ -54,10 +24,11 @@ def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengt
     represented by its mean, and paired at random but for those that would not fit.
 
     Args:
-      law: the means must fit `max_length` twice over.
+      law: of Gamma laws, whose means must fit `max_length` twice over.
       num: how many, from 1 to some hundred.
       max_length: prompt and answer together, in tokens.
       rng: where the draws come from.
+      scale: of both means.
 
     Returns:
       The lengths; prompts have at least 1 token, answers at least 2.
@@ -65,8 +36,9 @@ def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengt
     Raises:
       ValueError: the law is too long for `max_length`.
     """
-    shapes = np.array([law.prompt_shape, law.answer_shape])
-    means = np.array([law.prompt_mean, law.answer_mean])
+    both = [x for x in (law.prompt, law.output) if isinstance(x, Gamma)]
+    shapes = np.array([x.shape for x in both])
+    means = np.array([x.mean * scale for x in both])
     too_long = f"{means.tolist()} tokens on average do not fit {max_length=}"
     if means.sum() > max_length / 2:
         raise ValueError(too_long)
@@ -75,11 +47,11 @@ def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengt
     def fits(tokens: np.ndarray) -> np.ndarray:
         return tokens.sum(1) <= max_length - 3
 
-    scale = stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
-    if scale is None:
+    factor = stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
+    if factor is None:
         raise ValueError(too_long)
-    mask = fits(unit * scale)
-    kept = unit[mask][: mask.sum() // num * num] * scale
+    mask = fits(unit * factor)
+    kept = unit[mask][: mask.sum() // num * num] * factor
     parts = np.sort(kept, axis=0).reshape(num, -1, 2)
     sizes = parts.mean(1).round().astype(int)
     prompt, answer = np.maximum(sizes[:, 0], 1), np.maximum(sizes[:, 1], 2)

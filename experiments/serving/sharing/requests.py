@@ -9,11 +9,12 @@ from jaxtyping import Float, Int
 
 from experiments.framework import Floats, Ints, Table, Texts, column, units
 from experiments.framework.table import shown
-from experiments.harness import Lengths, Request, length_distributions, prompts
+from experiments.harness import Request, length_distributions, prompts
 from experiments.serving.sharing.server import Served, Server
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
+from jaxkv.workloads.lengths import Lengths
 
 PUBLISHED = {
     "answers": {
@@ -199,7 +200,7 @@ def serve_groups(
         fields = {"beam_width": size, "temperature": 1.0, "top_p": 1.0} if beams else {}
         fields |= {"n": size, "prefix_cache": False}
         drawn = kinds[name]
-        samplings = host.samplings(drawn.answer, **fields)
+        samplings = host.samplings(drawn.output, **fields)
         requests = host.requests(drawn.prompt.tolist(), samplings)
         served = host.server.serve(requests, progress=host.progress)
         if served is None:
@@ -265,7 +266,7 @@ def serve_prefixes(
     rows = []
     for num in host.progress.track(prefixes, "common beginnings", "lengths"):
         # One leaves the beginning in the cache, and the others go on there.
-        samplings = [Sampling.greedy(max_tokens=1), *host.samplings(own.answer, n=1)]
+        samplings = [Sampling.greedy(max_tokens=1), *host.samplings(own.output, n=1)]
         first, *rest = host.requests([num, *own.prompt.tolist()], samplings)
         runs: dict[bool, list[Served]] = {False: [], True: []}
         for turn in range(2 * repeats):

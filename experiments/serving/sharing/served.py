@@ -16,8 +16,6 @@ import numpy as np
 
 from experiments.framework import Ours, Record, Study, beside, column, ours, table
 from experiments.harness import (
-    Law,
-    Lengths,
     length_distributions,
     model_shapes,
     prompts,
@@ -37,6 +35,7 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
+from jaxkv.workloads import lengths
 
 BOOK = beside(__file__)
 DATA = {"short": "Alpaca", "long": "ShareGPT"}
@@ -149,12 +148,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     server = Server(model, bounds(config))
     rng = np.random.default_rng(config.seed)
     kinds = {
-        "short": _draw(length_distributions.ALPACA, config.num_short, config, rng),
-        "long": _draw(length_distributions.SHAREGPT, config.num_long, config, rng),
+        "short": _draw(lengths.ALPACA, config.num_short, config, rng),
+        "long": _draw(lengths.SHAREGPT, config.num_long, config, rng),
     }
     own = [
         np.array(prompts.ragged(rng, config.own_tokens, 0.5, config.num_prefixed))
-        for _ in Lengths._fields
+        for _ in lengths.Lengths._fields
     ]
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
@@ -165,20 +164,19 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         samples=requests.serve_groups(host, kinds, config.answers, beams=False),
         beams=requests.serve_groups(host, kinds, config.widths, beams=True),
         readings=requests.read_in_chunks(
-            host, Lengths(*few), max(config.answers), config.chunk_sizes
+            host, lengths.Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
-            host, config.prefixes, Lengths(*own), repeats=config.repeats
+            host, config.prefixes, lengths.Lengths(*own), repeats=config.repeats
         ),
     )
 
 
-def _draw(law: Law, num: int, config: Config, rng: np.random.Generator) -> Lengths:
-    scaled = law._replace(
-        prompt_mean=law.prompt_mean * config.length_scale,
-        answer_mean=law.answer_mean * config.length_scale,
-    )
-    return length_distributions.draw(scaled, num, config.max_length, rng)
+def _draw(
+    law: lengths.Pair, num: int, config: Config, rng: np.random.Generator
+) -> lengths.Lengths:
+    longest, scale = config.max_length, config.length_scale
+    return length_distributions.draw(law, num, longest, rng, scale=scale)
 
 
 def bounds(config: Config) -> EngineConfig:

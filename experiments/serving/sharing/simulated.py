@@ -32,7 +32,7 @@ from experiments.framework import (
     table,
 )
 from experiments.framework.table import shown
-from experiments.harness import Lengths, length_distributions
+from experiments.harness import length_distributions
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.picture import GREY
@@ -53,7 +53,7 @@ SERVER = settings.SERVERS["13B"]
 MAX_ROWS = 2560
 """Tokens fed in a step at most: a longest prompt, and all that decode."""
 
-LAWS = {"short": length_distributions.ALPACA, "long": length_distributions.SHAREGPT}
+LAWS = {"short": lengths.ALPACA, "long": lengths.SHAREGPT}
 TIMES = {"short": 4, "long": 1}
 """Short requests are soon served: so many times as many for the same numbers."""
 SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
@@ -225,14 +225,14 @@ def count(config: Config, progress: Progress) -> Counted:
     return Counted.of(rows)
 
 
-def _answers(name: str, tokens: Lengths, num: int, seed: int) -> Members:
+def _answers(name: str, tokens: lengths.Lengths, num: int, seed: int) -> Members:
     # The same requests in an order of chance, whatever their number of answers.
     rng = np.random.default_rng(seed)
     order, rate = rng.permutation(len(tokens.prompt)), SEQUENCES_PER_S[name] / num
     load = arrivals.make(
         arrivals.poisson(rng, rate=rate, num=len(order)),
         tokens.prompt[order],
-        tokens.answer[order],
+        tokens.output[order],
         samples=num,
     )
     pool = _capacity(SERVER.num_places)

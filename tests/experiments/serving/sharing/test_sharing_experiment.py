@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from experiments.harness import length_distributions
-from experiments.harness.length_distributions import Lengths
 from experiments.harness.prompts import Request
 from experiments.serving.sharing import requests, served
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
@@ -18,6 +17,7 @@ from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
+from jaxkv.workloads.lengths import ALPACA, SHAREGPT, Lengths, Pair
 from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
 from tests.support.smoke import ours, run
@@ -81,19 +81,15 @@ def test_the_saving_worked_by_hand(
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    "law", [length_distributions.ALPACA, length_distributions.SHAREGPT]
-)
+@pytest.mark.parametrize("law", [ALPACA, SHAREGPT])
 @pytest.mark.parametrize("num", [1, 16, 300])
-def test_lengths_have_the_printed_means(
-    law: length_distributions.Law, num: int
-) -> None:
+def test_lengths_have_the_printed_means(law: Pair, num: int) -> None:
     lengths = length_distributions.draw(law, num, 1024, np.random.default_rng(3))
-    assert lengths.prompt.mean() == pytest.approx(law.prompt_mean, rel=0.05)
-    assert lengths.answer.mean() == pytest.approx(law.answer_mean, rel=0.05)
-    assert (lengths.prompt + lengths.answer).max() <= 1024
+    assert lengths.prompt.mean() == pytest.approx(law.prompt.mean, rel=0.05)
+    assert lengths.output.mean() == pytest.approx(law.output.mean, rel=0.05)
+    assert (lengths.prompt + lengths.output).max() <= 1024
     assert lengths.prompt.min() >= 1
-    assert lengths.answer.min() >= 2
+    assert lengths.output.min() >= 2
     with pytest.raises(ValueError, match="do not fit max_length=100"):
         length_distributions.draw(law, num, 100, np.random.default_rng(3))
 
