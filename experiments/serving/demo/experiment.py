@@ -169,13 +169,13 @@ def plot(axes: Any, result: Result) -> None:
         edges, kind = np.arange(steps + 1), name.split()[0]
         reserved = served.used_pages * served.page_size
         memory.stairs(reserved, edges, fill=True, color=pale)
-        for places, label, dash in (
-            (reserved, f"{kind}: reserved", ":"),
-            (served.used_places, f"{kind}: holding a token", "-"),
+        for places, label, dash, order in (
+            (reserved, f"{kind}: reserved", ":", 2),
+            (served.used_places, f"{kind}: holding a token", "-", 3),
         ):
-            line = {"baseline": None, "linewidth": 0.9, "zorder": 2 + (dash == "-")}
+            look = {"color": color, "linestyle": dash, "linewidth": 0.9}
             memory.stairs(
-                places, edges, label=label, color=color, linestyle=dash, **line
+                places, edges, label=label, baseline=None, zorder=order, **look
             )
     note = "dark: reading the prompt   hatched: finished, slot kept"
     bars[0].set_title(note, loc="right", color="0.4", fontsize=6)
