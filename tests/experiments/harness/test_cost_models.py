@@ -62,8 +62,6 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
         num_devices=2,
         compute_share=0.5,
         overhead_s=0.002,
-        copy_s=0.25,
-        swap_s=0.5,
     )
     step = work(
         num_decodes=2,
@@ -77,7 +75,8 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
     apart = steps.work(found.cost.step, new, past, jnp.int32(3))
     np.testing.assert_allclose(found.cost(step), apart.time_s, rtol=1e-6)
     moves = step._replace(num_copied=jnp.int32(1), num_swapped=jnp.int32(2))
-    np.testing.assert_allclose(found.cost(moves), apart.time_s + 1.25, rtol=1e-6)
+    cost = found.cost._replace(copy_s=jnp.float32(0.25), swap_s=jnp.float32(0.5))
+    np.testing.assert_allclose(cost(moves), apart.time_s + 1.25, rtol=1e-6)
 
 
 def test_a_measured_run_gives_back_its_own_times() -> None:
