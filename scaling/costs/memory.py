@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
+from jaxkv import validation
 from scaling.costs import activations as costs_activations
 from scaling.costs import parallelism, parameters
 from scaling.costs.activations import per_token
@@ -33,9 +34,7 @@ class Bytes:
 
     def __post_init__(self):
         """Refuses negative sizes."""
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name}={getattr(self, field.name)} < 0")
+        validation.at_least(self, "weight", "gradient", "master", "moments", low=0)
 
 
 MIXED = Bytes()

@@ -94,10 +94,8 @@ def step_cost(
       ValueError: a share or count out of range.
     """
     check(num_devices=num_devices)
-    for name, share in (
-        ("compute_share", compute_share),
-        ("bandwidth_share", bandwidth_share),
-    ):
+    shares = {"compute_share": compute_share, "bandwidth_share": bandwidth_share}
+    for name, share in shares.items():
         if not 0 < share <= 1:
             raise ValueError(f"{name}={share} must be in (0, 1]")
     if overhead_s < 0:
