@@ -171,7 +171,7 @@ def describe(case: Case) -> dict[str, Any]:
     }
     return {
         "model": model.name,
-        "symbols": tables.symbols(case),
+        "symbols": {letter: value for letter, value, _ in tables.symbols(case)},
         "num_params": params._asdict(),
         "params_by_weight": {
             f"{x.part}: {x.name}": x.size * x.stored * places[x.place]
