@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import importlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+TESTS = [*(ROOT / "tests").rglob("test_*.py")]
 MODULES = {module_of(path): path for path in sources()}
 
 
@@ -172,19 +174,50 @@ def test_nothing_imports_in_a_circle() -> None:
     assert not edges, sorted(edges)
 
 
+def face(module: str) -> set[str]:
+    """What a room's `__all__` names: its public things, and its public modules."""
+    for node in ast.parse(MODULES[module].read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+ROOMS = {
+    module: face(module)
+    for module, path in MODULES.items()
+    if path.stem == "__init__" and "." in module
+}
+
+
+def doors(module: str, name: str) -> Iterator[tuple[str, str]]:
+    """Each room that a module enters for a name, and what it takes there."""
+    parts = name.split(".")
+    for depth in range(2, len(parts)):
+        room = ".".join(parts[:depth])
+        if room in ROOMS and not is_in(module, room):
+            yield room, parts[depth]
+
+
 def test_a_room_is_entered_by_its_face() -> None:
-    """A face names its modules and things; nobody reaches for what it does not."""
     wrong = []
     for module, path in MODULES.items():
-        home = module.split(".")[:2]
         for line, name in imports(path):
-            room, _, thing = name.rpartition(".")
-            parts = room.split(".")
-            if parts[0] not in PACKAGES or len(parts) < 2 or parts[:2] == home:
-                continue
-            if thing.startswith("_"):
+            for room, thing in doors(module, name):
+                if thing not in ROOMS[room]:
+                    wrong.append(f"{module}:{line} imports {name} past {room}")
+            home, there = module.split(".")[:2], name.split(".")
+            is_private = there[-1].startswith("_") and there[0] in PACKAGES
+            if is_private and there[:2] != home:
                 wrong.append(f"{module}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_face_names_what_there_is() -> None:
+    for room, names in ROOMS.items():
+        held = {module.removeprefix(f"{room}.") for module in MODULES}
+        module = importlib.import_module(room)
+        missing = [x for x in names if x not in held and not hasattr(module, x)]
+        assert not missing, (room, missing)
 
 
 def test_folders_hold_a_dozen_or_so() -> None:
@@ -247,6 +280,13 @@ def test_top_level_holds_only_what_it_should() -> None:
     if top != ROOT or not tracked:
         pytest.skip("nothing is tracked by git here")
     assert tracked == TOP_LEVEL
+
+
+def test_tests_stand_where_what_they_test_stands() -> None:
+    tests = [path.relative_to(ROOT / "tests") for path in sorted(TESTS)]
+    assert not [x for x in tests if not (ROOT / x.parent).is_dir()]
+    stems = [path.stem for path in tests]
+    assert not [x for x in stems if stems.count(x) > 1]
 
 
 def test_no_test_file_imports_another() -> None:

@@ -1,1 +1,5 @@
 """Benchmarks against what a user would run instead."""
+
+__all__ = [
+    "kernels",
+]

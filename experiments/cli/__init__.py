@@ -1,1 +1,8 @@
 """The command line."""
+
+__all__ = [
+    "cost",
+    "fit",
+    "plan",
+    "train",
+]

@@ -40,7 +40,6 @@ __all__ = [
     "Ints",
     "Ours",
     "Part",
-    "Quiet",
     "Record",
     "Run",
     "Sheet",

@@ -1,1 +1,5 @@
 """Experiments that train and fit."""
+
+__all__ = [
+    "fit_coverage",
+]

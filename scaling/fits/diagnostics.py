@@ -5,8 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling.fits import goodness
-from scaling.fits.levenberg_marquardt import Ends, Problem
+from scaling.fits import goodness, intervals
+from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.multistart import Solution
 from scaling.fits.result import FitResult, HeldOut
 from scaling.laws import evaluation
 
@@ -50,7 +51,7 @@ class Shape(NamedTuple):
     flat_directions: list[dict[str, float]]
 
 
-def compare_starts(problem: Problem, ends: Ends) -> Starts:
+def compare_starts(problem: Problem, ends: Solution) -> Starts:
     """Says how every start ended; counts optima that differ in what they predict."""
     low, high = problem.box
     walls = _at_walls(ends.coordinates, low, high)[:, problem.free].any(1)
@@ -83,8 +84,7 @@ def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[s
 
 def shape(problem: Problem, matrix: Float[np.ndarray, "free free"]) -> Shape:
     """Finds directions in which the objective does not rise."""
-    size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
-    bends, directions = np.linalg.eigh(matrix / np.outer(size, size))
+    size, bends, directions = intervals.scaled_bends(matrix)
     ratio = bends / max(bends[-1], 1e-300)
     names = np.array(problem.law.coefficients)[problem.free].tolist()
     flat = []
@@ -127,7 +127,11 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
         if name in problem.limits:
             why = "at the bound that was set: the data asks for another value"
         said.append(f"{name}={result.coefficients[name]:.4g} is {why}")
-    for name, share in _shares_at_walls(problem, result).items():
+    at_walls = np.zeros((1, len(problem.free)))
+    if result.samples is not None:
+        at_walls = _at_walls(result.samples, *problem.box) & problem.free
+    names = problem.law.coefficients
+    for name, share in zip(names, at_walls.mean(0), strict=True):
         if name not in result.bounds_hit and share > _WALL_SHARE:
             where = "where the search ends"
             if name in problem.limits:
@@ -189,14 +193,6 @@ def held_out(score: HeldOut) -> list[str]:
         f"of {score.num_points} held-out runs {covered:.0%} lie inside of their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
-
-
-def _shares_at_walls(problem: Problem, result: FitResult) -> dict[str, float]:
-    """How often each coefficient was at a wall in the resamples."""
-    if result.samples is None:
-        return {}
-    shares = _at_walls(result.samples, *problem.box).mean(0) * problem.free
-    return dict(zip(problem.law.coefficients, map(float, shares), strict=True))
 
 
 def _wide(problem: Problem, result: FitResult) -> list[str]:

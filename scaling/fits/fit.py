@@ -4,11 +4,13 @@ The doors: `fit` and `rollout`, which fits the small runs and scores the others;
 `predict`, `score` and `compare`; `to_json` and `from_json`.
 """
 
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxkv import validation
 from scaling.fits import (
     assemble,
     diagnostics,
@@ -75,8 +77,8 @@ def fit(
         degrees of freedom.
       bounds: the least and the largest value of coefficients, by name.
       bootstrap: number of resamples for the intervals, fitted from the optimum; with
-        none they come from the curvature. With more than `solving.MANY_ROWS` rows they
-        are drawn from a normal law (`intervals.draw_normal`).
+        none they come from the curvature. Of more than 4,096 rows they are drawn from
+        a normal law (`intervals.draw_normal`).
       cluster: labels; rows with equal labels are resampled together.
       level: probability of the intervals, in (0, 1).
       seed: of the resamples.
@@ -264,10 +266,8 @@ def _coordinates(
 def _check(
     *, loss: str, space: str, delta: float, bootstrap: int, level: float
 ) -> None:
-    if loss not in ("huber", "lad", "mse"):
-        raise ValueError(f"{loss=} must be 'huber', 'lad' or 'mse'")
-    if space not in ("log", "linear"):
-        raise ValueError(f"{space=} must be 'log' or 'linear'")
+    validation.choice("loss", loss, typing.get_args(Loss))
+    validation.choice("space", space, typing.get_args(Space))
     if not 0 < delta < np.inf:
         raise ValueError(f"{delta=} must be positive and finite; see loss='mse'")
     if bootstrap < 0 or bootstrap == 1:

@@ -74,12 +74,10 @@ def curvature(
 
     Source: Huber 1981, Robust Statistics, section 7.6.
     """
-    law, seen, free = problem.law, problem.seen, problem.free
-    slopes = evaluation.slopes(law, coordinates, seen.logs)[:, free]
-    residuals = problem.residuals(coordinates)
-    if problem.space == "linear":
-        slopes = slopes * (residuals + np.exp(seen.target))[:, None]
-    matrix = (slopes * seen.weights[:, None]).T @ slopes
+    free = problem.free
+    residuals, slopes = _linearised(problem, coordinates)
+    slopes = slopes[:, free]
+    matrix = (slopes * problem.seen.weights[:, None]).T @ slopes
     n, k = slopes.shape
     lost = n / max(1, n - k)
     if problem.loss == "mse":
@@ -116,11 +114,8 @@ def draw_normal(
     Source: the clustered sandwich of Liang & Zeger 1986, Biometrika 73(1), with
     Huber's curvature 1981, Robust Statistics, section 7.6.
     """
-    law, seen = problem.law, problem.seen
-    slopes = evaluation.slopes(law, coordinates, seen.logs)
-    residuals = problem.residuals(coordinates)
-    if problem.space == "linear":
-        slopes = slopes * (residuals + np.exp(seen.target))[:, None]
+    seen = problem.seen
+    residuals, slopes = _linearised(problem, coordinates)
     pull, bend = residuals, np.ones(len(residuals))
     if problem.loss != "mse":
         delta = problem.deltas()[-1]
@@ -139,10 +134,26 @@ def draw_normal(
     return np.clip(drawn, *problem.box)
 
 
+def _linearised(
+    problem: Problem, coordinates: Float[np.ndarray, " k"]
+) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, "n k"]]:
+    """Residuals in the problem's space, and their slopes."""
+    seen, residuals = problem.seen, problem.residuals(coordinates)
+    slopes = evaluation.slopes(problem.law, coordinates, seen.logs)
+    if problem.space == "linear":
+        slopes = slopes * (residuals + np.exp(seen.target))[:, None]
+    return residuals, slopes
+
+
+def scaled_bends(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sizes of coordinates of unit curvature; in these the bends, and directions."""
+    size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
+    return size, *np.linalg.eigh(matrix / np.outer(size, size))
+
+
 def _inverse(matrix: np.ndarray) -> np.ndarray:
     """Inverts a curvature; a free direction gets a huge variance, not none."""
-    size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
-    bends, directions = np.linalg.eigh(matrix / np.outer(size, size))
+    size, bends, directions = scaled_bends(matrix)
     bends = np.maximum(bends, 1e-14 * bends[-1])
     return (directions / bends) @ directions.T / np.outer(size, size)
 

@@ -1,16 +1,16 @@
 """Runs the optimiser on observations: in float64, in pieces, from many starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float
 
 from scaling.fits import multistart, restrictions
-from scaling.fits.multistart import Space
+from scaling.fits.multistart import Solution, Space
 from scaling.fits.observations import Observations
 from scaling.laws import Law, evaluation
 
@@ -18,7 +18,7 @@ Loss = Literal["huber", "lad", "mse"]
 Report = Callable[[float], None]
 
 DELTA = 1e-3
-_LAST_DELTA = 1e-8
+LAST_DELTA = 1e-8
 """Below it Huber's loss is, to rounding, the absolute value times delta."""
 _PIECE, _LEAST_PIECE = 1024, 64
 """Problems in one call: one compiled program, and pauses in which to report."""
@@ -33,16 +33,6 @@ _POINTS = 16
 few ones to twice that."""
 
 
-class Ends(NamedTuple):
-    """An `multistart.Solution` on the host, in float64."""
-
-    coordinates: Float[np.ndarray, "problems k"]
-    objective: Float[np.ndarray, " problems"]
-    promise: Float[np.ndarray, " problems"]
-    damping: Float[np.ndarray, " problems"]
-    num_steps: Int32[np.ndarray, " problems"]
-
-
 class Problem(NamedTuple):
     """What is minimised, over which runs.
 
@@ -53,7 +43,7 @@ class Problem(NamedTuple):
         its size; `mse`, half its square.
       delta: see there.
       space: whether residuals are of logarithms or of the target itself.
-      limits: of coordinates that are given or bounded, as `restricting` has them.
+      limits: of coordinates that are given or bounded, as `restrictions` has them.
     """
 
     law: Law
@@ -83,7 +73,7 @@ class Problem(NamedTuple):
         """The deltas to go through: a small one is approached from larger ones."""
         if self.loss == "mse":
             return [np.inf]
-        last = _LAST_DELTA if self.loss == "lad" else self.delta
+        last = LAST_DELTA if self.loss == "lad" else self.delta
         steps = max(0, round(np.log10(DELTA / last)))
         return [*np.geomspace(DELTA, last, steps + 1)[:-1], last]
 
@@ -102,10 +92,11 @@ def solve(
     weights: Float[np.ndarray, "problems n"] | Callable[[int], np.ndarray],
     starts: Float[np.ndarray, "problems k"],
     *,
+    box: tuple[np.ndarray, np.ndarray] | None = None,
     tolerance: float = 1e-10,
     max_steps: int = 300,
     report: Report = lambda done: None,
-) -> Ends:
+) -> Solution:
     """Fits many weightings of the same runs, each from its own start.
 
     Args:
@@ -113,12 +104,13 @@ def solve(
       weights: of the runs, instead of those in `problem.seen`; or what makes the next
         so many problems' weights, where all together are too large.
       starts: coordinates.
+      box: least and largest coordinates of each problem; by default those of `problem`.
       tolerance: see `multistart.Settings`; a stage of a small delta scales it.
       max_steps: evaluations per problem and delta.
       report: called with the number of problems done.
 
     Returns:
-      The ends.
+      The ends, on the host, in float64.
     """
     size = _PIECE
     while size > _LEAST_PIECE and size * problem.seen.num_points > _MAX_WEIGHTS:
@@ -131,36 +123,41 @@ def solve(
         now = done + len(some)
         fixed = isinstance(weights, np.ndarray)
         given = weights[done:now] if fixed else weights(len(some))
-        parts.append(_solve_piece(problem, given, some, size, tolerance, max_steps))
+        walls = problem.box if box is None else [x[done:now] for x in box]
+        parts.append(
+            _solve_piece(problem, given, some, walls, size, tolerance, max_steps)
+        )
         report(done := now)
-    return Ends(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+    return Solution(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
 
 def _solve_piece(
     problem: Problem,
     weights: np.ndarray,
     starts: np.ndarray,
+    box: Sequence[np.ndarray],
     size: int,
     tolerance: float,
     max_steps: int,
-) -> Ends:
+) -> Solution:
     """Solves at most `size` problems in a call of that many."""
     seen, count = problem.seen, len(starts)
     unit = _POINTS if seen.num_points > 8 * _POINTS else 2 * _POINTS
     room = -seen.num_points % unit
     logs = np.pad(seen.logs, ((0, 0), (0, room)))
     target = np.pad(seen.target, (0, room), constant_values=seen.level)
-    low, high = problem.box
+    if box[0].ndim > 1:
+        box = [np.pad(x, ((0, size - count), (0, 0)), "edge") for x in box]
     with jax.enable_x64(True):
         lanes = min(size, _LEAST_PIECE)
         call = multistart.compiled(problem.law, problem.space, lanes)
         full = np.zeros((size, seen.num_points + room))
         full[:count, : seen.num_points] = weights
         x = np.zeros((size, starts.shape[1]))
-        x[:count] = np.clip(starts, low, high)
+        x[:count] = np.clip(starts, *(x[:count] if x.ndim > 1 else x for x in box))
         steps, found = np.zeros(count, np.int32), []
         arrays = [jnp.asarray(a) for a in (logs, target, full)]
-        walls = (jnp.asarray(low), jnp.asarray(high))
+        walls = tuple(jnp.asarray(x) for x in box)
         for delta in problem.deltas():
             scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
             settings = multistart.Settings(
@@ -170,7 +167,7 @@ def _solve_piece(
             x = np.asarray(end.coordinates)
             steps += np.asarray(end.num_steps)[:count]
             found = [np.asarray(part)[:count] for part in end]
-    return Ends(*found)._replace(num_steps=steps)
+    return Solution(*found)._replace(num_steps=steps)
 
 
 def draw_weights(

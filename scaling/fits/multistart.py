@@ -4,8 +4,8 @@ Levenberg-Marquardt on Huber's objective. The curvature of a residual beyond del
 zero in Newton's method, which then jumps too far, and delta / |r| in reweighted least
 squares, which then creeps. Here it is `caution * delta / |r|`: caution starts at 1,
 falls while steps succeed and rises when one fails, so the last steps are Newton's.
-Bootstrap resamples of the surface in `tests/test_fitting.py` take 6 steps in place of
-17 of reweighting.
+Bootstrap resamples of the surface in `tests/scaling/fits/test_fitting.py` take 6 steps
+in place of 17 of reweighting.
 
 Problems differ in weights and starts only. A fixed number of lanes works on them; a
 lane whose problem is done takes the next, so nobody waits for the slowest.
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Where the problems ended.
+    """Where the problems ended, on the device or the host.
 
     Attributes:
       coordinates: the best found.
@@ -52,11 +52,11 @@ class Solution(NamedTuple):
       num_steps: evaluations it took.
     """
 
-    coordinates: Float[Array, "problems k"]
-    objective: Float[Array, " problems"]
-    promise: Float[Array, " problems"]
-    damping: Float[Array, " problems"]
-    num_steps: Int32[Array, " problems"]
+    coordinates: Float[Any, "problems k"]
+    objective: Float[Any, " problems"]
+    promise: Float[Any, " problems"]
+    damping: Float[Any, " problems"]
+    num_steps: Int32[Any, " problems"]
 
 
 class _Lane(NamedTuple):
@@ -102,7 +102,7 @@ def solve(
     target: Float[Array, " n"],
     weights: Float[Array, "problems n"],
     starts: Float[Array, "problems k"],
-    box: tuple[Float[Array, " k"], Float[Array, " k"]],
+    box: tuple[Float[Array, "*problems k"], Float[Array, "*problems k"]],
     settings: Settings,
     num_problems: Int32[Array, ""] | None = None,
     *,
@@ -117,7 +117,8 @@ def solve(
       target: logarithms of what it should predict.
       weights: of the points, at least 0; a resample's are how often it drew each.
       starts: coordinates to start from, within the box.
-      box: least and largest coordinates; steps end at its walls.
+      box: least and largest coordinates, of all problems or of each; steps end at its
+        walls.
       settings: see there.
       num_problems: how many to solve; all by default.
       space: see `residuals`.
@@ -130,9 +131,12 @@ def solve(
     width, k = starts.shape
     if num_problems is None:
         num_problems = jnp.int32(width)
-    low, high = box
+    axis = None if box[0].ndim == 1 else 0
     dtype = starts.dtype
     lanes = jnp.arange(min(num_lanes, width), dtype=jnp.int32)
+
+    def walls(problem: Any) -> Any:
+        return box if axis is None else [x.at[problem].get(mode="clip") for x in box]
 
     def evaluate(x: Any, weight: Any, caution: Any) -> Any:
         r, slopes = residuals(law, x, logs, target, space)
@@ -151,9 +155,10 @@ def solve(
             jnp.zeros(size, jnp.int32),
         )
 
-    def step(state: Any) -> Any:
+    def advance(state: Any) -> Any:
         lane, after, solution = state
-        move, promise = jax.vmap(_step, (0, None, None))(lane, low, high)
+        step = jax.vmap(_step, (0, axis, axis))
+        move, promise = step(lane, *walls(lane.problem))
         steady = (promise < settings.tolerance) & (lane.damping < 1)
         ended = steady | (lane.damping > _LAST_DAMPING)
         ended &= jnp.isfinite(lane.objective)
@@ -165,7 +170,8 @@ def solve(
         move = jnp.where(ended[:, None], jnp.zeros_like(move), move)
         after += nth[-1]
 
-        trial = jnp.clip(lane.x + move, low[None], high[None])
+        inside = jax.vmap(jnp.clip, (0, axis, axis))
+        trial = inside(lane.x + move, *walls(lane.problem))
         weight = weights.at[lane.problem].get(mode="clip")
         found = jax.vmap(evaluate)(trial, weight, lane.caution)
         better = found[0] <= lane.objective
@@ -189,7 +195,7 @@ def solve(
     )
     state = (fresh(lanes), jnp.int32(lanes.size), nothing)
     return jax.lax.while_loop(
-        lambda state: jnp.any(state[0].problem < num_problems), step, state
+        lambda state: jnp.any(state[0].problem < num_problems), advance, state
     )[2]
 
 

@@ -60,17 +60,13 @@ def predict(
     if interval is None:
         nothing = np.full(value.shape, np.nan)
         return Prediction(np.exp(value), nothing, nothing)
-    with_noise = interval == "prediction"
-    if result.samples is None:
-        low, high = _by_curvature(result, law, logs, value, with_noise, level)
-    else:
-        low, high = _by_samples(result, law, logs, value, with_noise, level)
+    ends = _by_curvature if result.samples is None else _by_samples
+    low, high = ends(result, logs, value, interval == "prediction", level)
     return Prediction(np.exp(value), np.exp(low), np.exp(high))
 
 
 def _by_samples(
     result: FitResult,
-    law: Law,
     logs: np.ndarray,
     value: np.ndarray,
     with_noise: bool,
@@ -79,7 +75,7 @@ def _by_samples(
     assert result.samples is not None
     # A residual for every resample and point; drawn with a seed, so that asking twice
     # gives one answer.
-    rng = np.random.default_rng(0)
+    rng, law = np.random.default_rng(0), result.find_law()
     size = {"num_points": result.num_points, "k": result.num_free}
     step, ends = max(1, _MAX_NUMBERS // len(result.samples)), []
     for first in range(0, len(value), step):
@@ -98,15 +94,14 @@ def _by_samples(
 
 def _by_curvature(
     result: FitResult,
-    law: Law,
     logs: np.ndarray,
     value: np.ndarray,
     with_noise: bool,
     level: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    natural = evaluation.coefficient_slopes(law, result.coordinates, result.centre)
-    back = np.linalg.inv(natural)
-    slopes = evaluation.slopes(law, result.coordinates, logs) @ back
+    law, at = result.find_law(), result.coordinates
+    natural = evaluation.coefficient_slopes(law, at, result.centre)
+    slopes = evaluation.slopes(law, at, logs) @ np.linalg.inv(natural)
     variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
     if with_noise:
         variance = variance + np.mean(result.noise**2)
@@ -133,10 +128,14 @@ def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
         some = {name: np.asarray(data[name])[rows] for name in law.inputs}
         found, there = predict(result, some, "prediction"), seen[rows]
         covered = float(np.mean((found.low <= there) & (there <= found.high)))
-    last = int(np.argmax(compute(law, data)))
     size = np.abs(error)
-    worst = float(size.max())
-    return HeldOut(len(seen), float(size.mean()), worst, float(error[last]), covered)
+    return HeldOut(
+        num_points=len(seen),
+        mean_error=float(size.mean()),
+        worst_error=float(size.max()),
+        last_error=float(error[np.argmax(compute(law, data))]),
+        covered=covered,
+    )
 
 
 def compute(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:

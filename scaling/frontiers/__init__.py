@@ -8,6 +8,7 @@ __all__ = [
     "Groups",
     "best_runs",
     "envelope",
+    "find",
     "frontier",
     "groups",
     "isoflop",

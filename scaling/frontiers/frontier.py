@@ -9,11 +9,13 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, sections 3.1 and 3.2.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from jaxkv.progress import QUIET, Progress
 
 FINE, FEW, EDGE, DOWNWARD, OUTSIDE, DEEP = range(6)
 """What became of the search for a minimum."""
@@ -99,9 +101,6 @@ class Frontier(NamedTuple):
 Find = Callable[[Float[np.ndarray, "resamples runs"]], Minima]
 """Finds minima, given how often each run counts: once, or as a resample drew it."""
 
-Track = Callable[[Iterable[int]], Iterator[int]]
-"""Passes items on under a progress bar; may end before them."""
-
 
 def frontier(
     method: str,
@@ -112,7 +111,7 @@ def frontier(
     resamples: int = 0,
     seed: int = 0,
     level: float = 0.9,
-    track: Track = iter,
+    progress: Progress = QUIET,
 ) -> Frontier:
     """Finds minima, lays power laws through them, and bootstraps the exponents.
 
@@ -128,8 +127,7 @@ def frontier(
       resamples: of the bootstrap; 0 for no intervals.
       seed: of its draws.
       level: of the intervals, percentiles, in (0, 1).
-      track: watches the bootstrap, in chunks of `CHUNK`; what was done when it ends is
-        used.
+      progress: watches the bootstrap; what was drawn when it is stopped is used.
 
     Returns:
       The frontier. Without two minima at different budgets it has no laws, and a
@@ -148,20 +146,19 @@ def frontier(
         return Frontier(method, flops, minima, None, None, None, 0, tuple(warnings))
     draws = np.random.default_rng(seed)
     slopes: dict[str, list[np.ndarray]] = {name: [] for name in _LAWS}
-    sizes = [min(CHUNK, resamples - start) for start in range(0, resamples, CHUNK)]
-    for size in track(sizes):
+    for size in _chunks(resamples, method, progress):
         found = find(_draw(draws, size, strata))
         for name in _LAWS:
             slopes[name].append(_power(flops, getattr(found, name))[0])
-    drawn = {name: np.concatenate(each) for name, each in slopes.items() if each}
+    drawn = {
+        name: np.concatenate(each or [np.empty(0)]) for name, each in slopes.items()
+    }
     fits = {}
     for name, (slope, intercept) in laws.items():
-        samples = drawn.get(name, np.empty(0))
-        good = samples[~np.isnan(samples)]
-        tails = ((1 - level) / 2, (1 + level) / 2)
+        good = drawn[name][~np.isnan(drawn[name])]
         interval = None
         if good.size >= 2:
-            low, high = np.quantile(good, tails)
+            low, high = np.quantile(good, ((1 - level) / 2, (1 + level) / 2))
             interval = float(low), float(high)
             if not low <= slope[0] <= high:
                 warnings.append(
@@ -171,25 +168,38 @@ def frontier(
         with np.errstate(over="ignore"):  # a slope beyond reason has no coefficient
             coefficient = float(np.exp(intercept[0]))
         fits[name] = PowerLaw(coefficient, float(slope[0]), interval)
-    num_drawn = drawn["num_params"].size if drawn else 0
-    num_failed = int(np.isnan(drawn["num_params"]).sum()) if drawn else 0
-    if num_drawn and num_failed > (1 - MIN_SHARE) * num_drawn:
+    exponents = drawn["num_params"]
+    num_failed = int(np.isnan(exponents).sum())
+    if num_failed > (1 - MIN_SHARE) * exponents.size:
         warnings.append(
-            f"{method}: {num_failed} of {num_drawn} resamples had no frontier; the "
-            "interval is of the others"
+            f"{method}: {num_failed} of {exponents.size} resamples had no frontier; "
+            "the interval is of the others"
         )
     return Frontier(
         method=method,
         flops=flops,
         minima=minima,
         **fits,
-        num_resamples=num_drawn - num_failed,
+        num_resamples=exponents.size - num_failed,
         warnings=tuple(warnings),
-        exponents=drawn.get("num_params", np.empty(0)),
+        exponents=exponents,
     )
 
 
 _LAWS = ("num_params", "num_tokens", "loss")
+
+
+def _chunks(resamples: int, method: str, progress: Progress) -> Iterator[int]:
+    """Numbers of resamples to draw at a time, under a bar that counts them."""
+    if not resamples or progress.stopped:
+        return
+    update = progress.bar(method, resamples, "resamples")
+    for done in range(0, resamples, CHUNK):
+        if progress.stopped:
+            return
+        size = min(CHUNK, resamples - done)
+        yield size
+        update(done + size)
 
 
 def _shorten(refused: list[str], method: str, num_budgets: int) -> list[str]:
@@ -240,22 +250,20 @@ def compare(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
       frontiers: with laws or without.
       what: what differs between them, such as "windows".
     """
-    found = [x for x in frontiers if x.num_params is not None]
-    exponents = [x.num_params.exponent for x in found if x.num_params]
-    if len(exponents) < 2:
+    laws = [x.num_params for x in frontiers if x.num_params is not None]
+    if len(laws) < 2:
         return []
-    spread = max(exponents) - min(exponents)
-    widths = [
-        x.num_params.interval[1] - x.num_params.interval[0]
-        for x in found
-        if x.num_params and x.num_params.interval
-    ]
-    if spread <= (max(widths) if widths else 0.05):
+    exponents = [law.exponent for law in laws]
+    widths = [law.interval[1] - law.interval[0] for law in laws if law.interval]
+    if max(exponents) - min(exponents) <= max(widths, default=0.05):
         return []
-    said = ", ".join(
-        f"{x.method} {x.num_params.exponent:.3f}" for x in found if x.num_params
-    )
-    return [f"the exponent of N depends on the {what}: {said}"]
+    return [f"the exponent of N depends on the {what}: {_exponents(frontiers)}"]
+
+
+def _exponents(frontiers: Sequence[Frontier]) -> str:
+    """Lists the exponents of N by method."""
+    laws = ((x.method, x.num_params) for x in frontiers if x.num_params)
+    return ", ".join(f"{method} {law.exponent:.3f}" for method, law in laws)
 
 
 def contradict(first: Frontier, second: Frontier) -> bool:
@@ -294,10 +302,8 @@ def disagreement(found: Sequence[Frontier]) -> list[str]:
     pairs = itertools.combinations(found, 2)
     if not any(contradict(*pair) for pair in pairs):
         return []
-    said = ", ".join(
-        f"{x.method} {x.num_params.exponent:.3f}" for x in found if x.num_params
-    )
     return [
-        f"the methods contradict each other in the exponent of N: {said}; outliers, "
-        "runs at the edges, or runs that do not have the surface's form"
+        "the methods contradict each other in the exponent of N: "
+        f"{_exponents(found)}; outliers, runs at the edges, or runs that do not have "
+        "the surface's form"
     ]

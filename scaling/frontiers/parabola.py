@@ -45,7 +45,7 @@ def fit(
     Returns:
       The vertices; not a number for a curve with less than three points.
     """
-    x, y, weights = _full(x, y, weights)
+    y = np.where(weights > 0, y, 0.0)  # absent values become harmless ones
     # Centred on the weighted mean and scaled: the normal equations stay well
     # conditioned, and a symmetric curve has its vertex at the centre to rounding.
     total = weights.sum(1, keepdims=True)
@@ -171,16 +171,3 @@ def _along(
 ) -> Float[np.ndarray, " points"]:
     """`L - E` along an isoFLOP curve, up to a factor, in decades from its minimum."""
     return 10 ** (-alpha * w) / alpha + 10 ** (beta * w) / beta
-
-
-def _full(
-    x: Float[np.ndarray, " points"],
-    y: Float[np.ndarray, "curves points"],
-    weights: Float[np.ndarray, "curves points"],
-) -> tuple[
-    Float[np.ndarray, "curves points"],
-    Float[np.ndarray, "curves points"],
-    Float[np.ndarray, "curves points"],
-]:
-    """Spreads the places over the curves; absent values become harmless ones."""
-    return np.broadcast_to(x, y.shape), np.where(weights > 0, y, 0.0), weights

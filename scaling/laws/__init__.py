@@ -1,9 +1,9 @@
 """Scaling laws: published ones, and the forms that fits choose among."""
 
 from scaling.laws.base import Law as Law
+from scaling.laws.base import TwoPowers as TwoPowers
 from scaling.laws.published import CHINCHILLA as CHINCHILLA
 from scaling.laws.published import Optimum as Optimum
-from scaling.laws.published import TwoPowers as TwoPowers
 
 __all__ = [
     "CHINCHILLA",

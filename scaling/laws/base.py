@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-Columns = Mapping[str, Any]
-"""Named columns of equal length."""
 LogLoss = Callable[[Any, Any], Any]
 Linearise = Callable[[Any, Any], tuple[Any, list[Any]]]
 
@@ -118,7 +116,7 @@ class Law:
         return tuple(coordinate.name for coordinate in self.coordinates)
 
     def predict(
-        self, coefficients: Float[Array | np.ndarray, " k"], data: Columns
+        self, coefficients: Float[Array | np.ndarray, " k"], data: Mapping[str, Any]
     ) -> Float[Array, " n"]:
         """Computes the target from coefficients and columns in natural units.
 

@@ -1,8 +1,9 @@
 """A law's functions on the host: many coordinates at once, in float64."""
 
 import functools
+import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,18 +54,10 @@ def coordinates(
     return _call(_compiled(law).coordinates, coefficients, centre)
 
 
-class _Functions(NamedTuple):
+@functools.cache
+def _compiled(law: Law) -> types.SimpleNamespace:
     """What stands above, compiled for one law."""
 
-    values: Callable[..., Any]
-    slopes: Callable[..., Any]
-    coefficients: Callable[..., Any]
-    coefficient_slopes: Callable[..., Any]
-    coordinates: Callable[..., Any]
-
-
-@functools.cache
-def _compiled(law: Law) -> _Functions:
     def slopes(x: Any, logs: Any) -> Any:
         return jnp.stack(law.derivatives(x, logs)[1], axis=1)
 
@@ -74,7 +67,7 @@ def _compiled(law: Law) -> _Functions:
     def inward(x: Any, centre: Any) -> Any:
         return law.shift(law.encode(x), centre)
 
-    return _Functions(
+    return types.SimpleNamespace(
         values=jax.jit(jax.vmap(law.log_loss, (0, None))),
         slopes=jax.jit(slopes),
         coefficients=jax.jit(jax.vmap(natural, (0, None))),

@@ -9,24 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from scaling.laws.base import Columns, Coordinate, Law, TwoPowers
+from scaling.laws.base import Law, TwoPowers
 from scaling.laws.forms import FORMS
-from scaling.laws.powers import CHINCHILLA, POWER_SUMS
-
-__all__ = [
-    "CHINCHILLA",
-    "CONSTANTS",
-    "LAWS",
-    "Columns",
-    "Coordinate",
-    "Exponents",
-    "Law",
-    "Optimum",
-    "TwoPowers",
-    "exponents",
-    "find",
-    "optimum",
-]
+from scaling.laws.powers import CHINCHILLA as CHINCHILLA
+from scaling.laws.powers import POWER_SUMS
 
 LAWS = {law.name: law for law in (*POWER_SUMS, *FORMS)}
 

@@ -67,14 +67,10 @@ def lowest(keys: Sequence[Hashable], losses: Sequence[float | None]) -> list[int
     Returns:
       Places, rising; none of a key without a loss.
     """
-    best: dict[Hashable, int] = {}
-    for place, (key, loss) in enumerate(zip(keys, losses, strict=True)):
-        if loss is None or not 0 < loss < math.inf:
-            continue
-        before = best.get(key)
-        if before is None or loss < (losses[before] or math.inf):
-            best[key] = place
-    return sorted(best.values())
+    counted = [i for i, x in enumerate(losses) if x is not None and 0 < x < math.inf]
+    # The last of a key stays, so the best comes last.
+    counted.sort(key=lambda i: (losses[i] or math.inf, i), reverse=True)
+    return sorted({keys[i]: i for i in counted}.values())
 
 
 def last(keys: Sequence[Hashable], progress: Sequence[float]) -> list[int]:
@@ -87,8 +83,5 @@ def last(keys: Sequence[Hashable], progress: Sequence[float]) -> list[int]:
     Returns:
       Places, rising.
     """
-    found: dict[Hashable, int] = {}
-    for place, (key, how_far) in enumerate(zip(keys, progress, strict=True)):
-        if key not in found or how_far >= progress[found[key]]:
-            found[key] = place
-    return sorted(found.values())
+    order = sorted(range(len(keys)), key=progress.__getitem__)
+    return sorted({keys[i]: i for i in order}.values())

@@ -40,13 +40,15 @@ _KNOWN_AS = {
 STEPS = ("step", "steps", "num_steps", "iteration", "iterations", "iter", "global_step")
 """What tells the last row of a run, where neither tokens nor FLOPs do."""
 
-FLAGS = {
-    "num_params": "--n",
-    "num_tokens": "--d",
-    "flops": "--c",
-    "loss": "--loss",
-    "run": "--run",
+FIELDS = {
+    "num_params": "n",
+    "num_tokens": "d",
+    "flops": "c",
+    "loss": "loss",
+    "run": "run",
 }
+FLAGS = {meaning: f"--{field}" for meaning, field in FIELDS.items()}
+"""Of `Columns`, and of the command line, by meaning."""
 
 _SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -148,11 +150,7 @@ def _sizes(
     table: RawTable, columns: Columns, names: Mapping[str, str]
 ) -> dict[str, Float[np.ndarray, " runs"]]:
     """Reads what there is of N, D and C."""
-    units = {
-        "num_params": columns.n_unit,
-        "num_tokens": columns.d_unit,
-        "flops": columns.c_unit,
-    }
+    units = {x: getattr(columns, f"{FIELDS[x]}_unit") for x in SIZES}
     for meaning, unit in units.items():
         if unit != 1 and meaning not in names:
             flag = FLAGS[meaning]
@@ -222,13 +220,7 @@ def find(table: RawTable, columns: Columns) -> Roles:
     Raises:
       ValueError: a column that was named is not there.
     """
-    said = {
-        "num_params": columns.n,
-        "num_tokens": columns.d,
-        "flops": columns.c,
-        "loss": columns.loss,
-        "run": columns.run,
-    }
+    said = {meaning: getattr(columns, field) for meaning, field in FIELDS.items()}
     for meaning in LETTERS:
         if name := columns.others.get(meaning):
             flag = FLAGS[meaning]

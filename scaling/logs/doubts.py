@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from scaling.logs.columns import FLAGS, LETTERS, SIZES, Columns, parse
+from scaling.logs.columns import FIELDS, FLAGS, LETTERS, SIZES, Columns, parse
 from scaling.logs.log import Log
 
 _GROUPS = re.compile(
@@ -162,9 +162,9 @@ def _units(log: Log, columns: Columns) -> Iterator[str]:
                 f"{math.log(2):.6f} if it is bits per token; of bits per byte or "
                 "character, times how many of them a token has"
             )
-    units = (columns.n_unit, columns.d_unit, columns.c_unit)
-    for meaning, unit in zip(SIZES, units, strict=True):
+    for meaning in SIZES:
         if meaning in log.roles:
+            unit = getattr(columns, f"{FIELDS[meaning]}_unit")
             yield from _size(log, meaning, unit)
     if {*SIZES} <= log.roles.keys():
         n, d, c = (log.columns[x] for x in SIZES)

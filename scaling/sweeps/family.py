@@ -4,12 +4,13 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2, for isoFLOP sweeps.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.sweeps import grid
 from scaling.sweeps.grid import ADAMW, SweepConfig
-from scaling.training import OptimizerConfig, TrainConfig
+from scaling.training import OptimizerConfig, TrainConfig, architectures
 
 BASE_WIDTH = 32
 """Of the model that a family's learning rates are for."""
@@ -17,16 +18,13 @@ BASE_WIDTH = 32
 
 def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     """A Llama of some width: heads of 16 or so, an MLP of 8/3 of the width."""
-    heads = max(1, width // 16)
-    return ModelConfig(
-        vocab_size=corpora.VOCAB_SIZE,
-        hidden_size=width,
+    return architectures.transformer(
+        width,
+        num_heads=max(1, width // 16),
         num_layers=num_layers,
-        num_q_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width // heads,
         mlp_size=8 * max(1, round(width / 3)),
-        max_positions=seq_len,
+        vocab_size=corpora.VOCAB_SIZE,
+        seq_len=seq_len,
     )
 
 
@@ -49,7 +47,7 @@ class FamilySweep:
     """Which widths are trained for which budgets."""
 
     widths: tuple[int, ...]
-    """Of the models that are fitted."""
+    """Of the models that are fitted; the one to foresee is one of this kind, too."""
     budgets: tuple[float, ...]
     """FLOPs, exact ones."""
     num_layers: int = 2
@@ -73,20 +71,28 @@ class FamilySweep:
     """Runs with fewer or more are left out: they are far from the optimum."""
     num_eval_windows: int = 2048
     """Held-out windows that all models are scored on."""
-    keep_models: bool = False
-    """Whether the trained models are kept in the folder, for the engine to serve."""
 
     @property
     def sweep(self) -> SweepConfig:
-        """The grid of the runs.
+        """The grid of the runs; a `ValueError` if it is none."""
+        return sweep_of(self)
 
-        Raises:
-          ValueError: it is none.
-        """
-        names = {x.name for x in dataclasses.fields(FamilySweep)}
-        given = {name: getattr(self, name) for name in names - {"widths", "num_layers"}}
-        models = (shape(x, self.num_layers, self.seq_len) for x in self.widths)
-        return SweepConfig(models=tuple(models), base_width=BASE_WIDTH, **given)
+
+def sweep_of(config: Any, **others: Any) -> SweepConfig:
+    """The grid of a config of this family.
+
+    Args:
+      config: has `widths`, `num_layers`, `seq_len`, and what else it has of
+        `SweepConfig`.
+      others: further fields.
+
+    Raises:
+      ValueError: it is none.
+    """
+    names = {x.name for x in dataclasses.fields(SweepConfig)}
+    given = {name: value for name, value in vars(config).items() if name in names}
+    models = tuple(shape(x, config.num_layers, config.seq_len) for x in config.widths)
+    return SweepConfig(models=models, base_width=BASE_WIDTH, **given, **others)
 
 
 ISOFLOP = {

@@ -1,7 +1,9 @@
-"""Searching learning rates: the next one to try, and powers through the best ones."""
+"""Searching learning rates: the next one to try, the best, and powers through them."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -29,6 +31,59 @@ def next_rate(trials: Sequence[tuple[float, float]]) -> float:
     return float(np.sqrt(rates[best] * rates[beside]))
 
 
+def optimal_rates(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float]]:
+    """Finds the best learning rate of every cell that has one between others.
+
+    Args:
+      rows: of a sweep's `runs.jsonl`, of runs that are done.
+
+    Returns:
+      Width, tokens and rate; by a parabola in the rate's logarithm through the best
+      and its two neighbours, on the first seed.
+    """
+    first, cells = min(row["seed"] for row in rows), collections.defaultdict(list)
+    for row in rows:
+        if row["seed"] == first:
+            cells[row["cell"]].append(row)
+    found = []
+    for each in cells.values():
+        each.sort(key=lambda row: row["learning_rate"])
+        losses = [row["loss"] for row in each]
+        at = int(np.argmin(losses))
+        if not 0 < at < len(each) - 1:
+            continue
+        x = np.log([row["learning_rate"] for row in each[at - 1 : at + 2]])
+        bend, slope, _ = np.polyfit(x - x[1], losses[at - 1 : at + 2], 2)
+        rate = math.exp(x[1] - slope / (2 * bend)) if bend > 0 else math.exp(x[1])
+        found.append((each[0]["hidden_size"], each[0]["num_tokens"], rate))
+    return found
+
+
+def extrapolate(
+    rows: Sequence[Mapping[str, Any]], width: int, num_tokens: int
+) -> tuple[float, tuple[float, float]]:
+    """Predicts the best learning rate: a power of the width times one of the tokens.
+
+    Args:
+      rows: as `optimal_rates` takes them.
+      width: of the model to train.
+      num_tokens: to train it on.
+
+    Returns:
+      The rate, of four digits; and the two exponents. Where fewer than three widths and
+      two lengths have an optimum, that of the nearest cell by tokens, in proportion to
+      1 / width.
+    """
+    found = optimal_rates(rows)
+    if len({w for w, _, _ in found}) >= 3 and len({d for _, d, _ in found}) >= 2:
+        _, powers = _least_squares(*np.array(found, float).T)
+        value = powers @ [1.0, math.log(width), math.log(num_tokens)]
+        return float(f"{math.exp(value):.4g}"), (float(powers[1]), float(powers[2]))
+    best = min(rows, key=lambda row: (abs(row["num_tokens"] - num_tokens), row["loss"]))
+    scale = best["hidden_size"] / width
+    return float(f"{best['learning_rate'] * scale:.4g}"), (-1.0, 0.0)
+
+
 class Powers(NamedTuple):
     """`rate = coefficient width^of_width tokens^of_tokens`, with half intervals.
 
@@ -51,19 +106,16 @@ def fit_powers(
 ) -> Powers:
     """Lays powers through optima by least squares in logarithms.
 
-    Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
-
     Args:
       width: of each optimum.
       num_tokens: of each.
       rate: of each.
       level: probability of the intervals, which are Student's, in (0, 1).
     """
-    design = np.stack([np.ones(len(rate)), np.log(width), np.log(num_tokens)], 1)
+    design, found = _least_squares(width, num_tokens, rate)
     freedom = len(rate) - 3
     if freedom < 1 or np.linalg.matrix_rank(design) < 3:
         return Powers(*[float("nan")] * 5)
-    found = np.linalg.lstsq(design, np.log(rate), rcond=None)[0]
     residuals = np.log(rate) - design @ found
     covariance = np.linalg.inv(design.T @ design) * (residuals @ residuals) / freedom
     half = intervals.student(level, freedom) * np.sqrt(np.diagonal(covariance))
@@ -74,3 +126,14 @@ def fit_powers(
         of_tokens=float(found[2]),
         of_tokens_half=float(half[2]),
     )
+
+
+def _least_squares(
+    width: np.ndarray, num_tokens: np.ndarray, rate: np.ndarray
+) -> tuple[Float[np.ndarray, "optima 3"], Float[np.ndarray, " 3"]]:
+    """Logarithms of 1, width and tokens, and the powers of them that give the rates.
+
+    Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
+    """
+    design = np.stack([np.ones(len(rate)), np.log(width), np.log(num_tokens)], 1)
+    return design, np.linalg.lstsq(design, np.log(rate), rcond=None)[0]

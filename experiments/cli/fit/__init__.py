@@ -2,9 +2,4 @@
 
 from experiments.cli.fit.outcomes import Result as Result
 
-__all__ = [
-    "Result",
-    "command",
-    "drawing",
-    "frontiers",
-]
+__all__ = ["Result", "command", "drawing", "fitting", "grids", "report"]

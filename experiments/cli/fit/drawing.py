@@ -1,5 +1,6 @@
 """The figure of a fit: losses and curves, residuals, isoFLOP curves, the objective."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def _thinned(result: Result) -> Result:
     rows = np.sort(np.random.default_rng(0).choice(num, MAX_DOTS, replace=False))
     columns = ("row", "num_params", "num_tokens", "flops", "loss", "is_fitted", "group")
     kept = {name: getattr(result, name)[rows] for name in columns}
-    return result._replace(**kept, predicted=result.predicted[:, rows])
+    return dataclasses.replace(result, **kept, predicted=result.predicted[:, rows])
 
 
 def _draw_losses(ax: Any, result: Result) -> None:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.cli.fit.frontiers import PARABOLA, Found
-from experiments.cli.fit.groups import Part
 from experiments.cli.fit.outcomes import Contour, Curve
+from experiments.cli.fit.parts import Part
 from scaling.fits import FitResult, profile
 from scaling.fits.fit import predict
 from scaling.frontiers import parabola
+from scaling.frontiers.find import PARABOLA, Found
 from scaling.frontiers.groups import by_size
 from scaling.laws import published
 from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES

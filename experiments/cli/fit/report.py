@@ -8,7 +8,9 @@ import numpy as np
 
 from experiments.cli.fit.outcomes import Result
 from experiments.framework import Part, Sheet, units
-from scaling.fits import goodness
+from scaling.fits import FitResult, goodness
+from scaling.frontiers import Frontier, find, parabola
+from scaling.frontiers.frontier import NEAR
 
 MAX_ROWS = 25
 """Held-out runs in a table; the largest by compute where there are more."""
@@ -175,3 +177,73 @@ def _short(value: float | None) -> str:
 
 def _percent(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{100 * value:{sign}.2f} %"
+
+
+def frontier_json(each: Frontier) -> dict[str, Any]:
+    """Writes a frontier down as JSON values."""
+    laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
+    exponents = {name: law.exponent if law else None for name, law in laws.items()}
+    intervals = {
+        f"{name}_interval": law.interval if law else None for name, law in laws.items()
+    }
+    return {
+        "method": each.method,
+        **exponents,
+        **intervals,
+        "num_minima": int((each.minima.reason[0] == 0).sum()),
+        "num_budgets": len(each.flops),
+        "num_resamples": each.num_resamples,
+    }
+
+
+def expected_shift(found: find.Found) -> str:
+    """Says how far the parabola's vertices lie from the minima of the fitted surface.
+
+    Returns:
+      A sentence; empty where there is no parabola or no correction.
+    """
+    by_name = {each.method: each.minima for each in found.frontiers}
+    if found.exponents is None:
+        return ""
+    with np.errstate(invalid="ignore"):
+        ratio = (
+            by_name[find.PARABOLA].num_params[0] / by_name[find.CORRECTED].num_params[0]
+        )
+    ratio = ratio[np.isfinite(ratio)]
+    if not ratio.size:
+        return ""
+    alpha, beta = found.exponents
+    off = 100 * (np.exp(np.log(ratio).mean()) - 1)
+    centred = 100 * (10 ** parabola.vertex_shift(alpha, beta, 1.0, 9) - 1)
+    return (
+        f"The surface by projection has alpha {alpha:.3f} and beta {beta:.3f}: there "
+        f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
+        "through 9 centred ones over two decades); `parabola, corrected` takes it out."
+    )
+
+
+def against(fit: FitResult, found: find.Found) -> list[str]:
+    """Warns where a law's optimum and a frontier's grow differently.
+
+    Args:
+      fit: of a law; one without an optimum is not compared.
+      found: the frontiers with intervals; an envelope, whose runs are not decayed, is
+        left out.
+    """
+    said, ours = [], fit.exponent_intervals.get("a")
+    for each in found.frontiers:
+        theirs = each.num_params
+        if (
+            ours is None
+            or not (theirs and theirs.interval)
+            or each.method == find.ENVELOPE
+        ):
+            continue
+        low, high = theirs.interval
+        apart = abs(fit.exponents["a"] - theirs.exponent)
+        if apart > NEAR and (low > ours[1] or high < ours[0]):
+            said.append(
+                f"{fit.law} has N* grow as C^{fit.exponents['a']:.3f}, {each.method} "
+                f"as C^{theirs.exponent:.3f}, outside of each other's intervals"
+            )
+    return said

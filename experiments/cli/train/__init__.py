@@ -1,1 +1,5 @@
 """`jaxkv train` and `jaxkv sweep`."""
+
+__all__ = [
+    "command",
+]

@@ -12,14 +12,19 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import Claim, Part, Sheet, judge
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.framework import Ours, Part, Sheet, Study, beside, ours
 from experiments.plotting import style
 from jaxkv import validation
+from jaxkv.models import transformer
+from jaxkv.models.config import ModelConfig
 from jaxkv.progress import QUIET, Progress
-
-FLOPS_TOLERANCE = 0.02
-"""Norms, activations and the softmax are counted by XLA alone."""
-
+from scaling.costs import flops, parameters, residuals
+from scaling.shapes import from_model
+from scaling.training import objectives
 
 _KEPT_SEQUENCE = 256
 """Tokens of a sequence whose residuals are looked at: more than a tile of attention,
@@ -70,19 +75,11 @@ CONFIGS = {
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Counts every model; ended early, it has those that are done."""
-    rows = []
-    for family in progress.track(config.families, "models", "models"):
-        rows.append(_row(config, family))
-    return rows
+    families = progress.track(config.families, "models", "models")
+    return [_row(config, family) for family in families]
 
 
 def _row(config: Config, family: str) -> dict[str, Any]:
-    import jax
-
-    from jaxkv.models import transformer
-    from scaling.costs import flops, parameters, residuals
-    from scaling.shapes import from_model
-
     model = _model(config, family)
     shape = from_model.describe(model)
     step = flops.training(shape, batch=config.batch, sequence=config.sequence)
@@ -95,9 +92,9 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         "params": parameters.parameters(shape).total,
         "params_jax": sum(x.size for x in held),
         "forward_flops": step.forward,
-        "forward_flops_xla": _analysis(forward),
+        "forward_flops_xla": float(forward.cost_analysis()["flops"]),
         "training_flops": step.model,
-        "training_flops_xla": _analysis(gradient),
+        "training_flops_xla": float(gradient.cost_analysis()["flops"]),
         "kept_bytes": residuals.total(listed, config.batch * _KEPT_SEQUENCE),
         # The difference of two batches leaves the weights out.
         "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
@@ -105,9 +102,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
     }
 
 
-def _model(config: Config, family: str) -> Any:
-    from jaxkv.models.config import ModelConfig
-
+def _model(config: Config, family: str) -> ModelConfig:
     plain = ModelConfig(
         vocab_size=256,
         hidden_size=config.hidden_size,
@@ -121,13 +116,8 @@ def _model(config: Config, family: str) -> Any:
     return dataclasses.replace(plain, **_CHANGES[family])
 
 
-def _compiled(model: Any, config: Config, what: str) -> Any:
+def _compiled(model: ModelConfig, config: Config, what: str) -> Any:
     """The forward pass, or the gradient of the mean loss, compiled from shapes."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv.models import transformer
-    from scaling.training import objectives
 
     def loss(params: Any, windows: Any) -> Any:
         return jnp.mean(objectives.token_losses(params, windows, model=model))
@@ -139,12 +129,8 @@ def _compiled(model: Any, config: Config, what: str) -> Any:
     return jax.jit(step).lower(transformer.param_shapes(model), tokens).compile()
 
 
-def _kept(model: Any, sequence: int, batch: int) -> int:
+def _kept(model: ModelConfig, sequence: int, batch: int) -> int:
     """Bytes that the vjp of the forward pass holds, weights included; runs nothing."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv.models import transformer
 
     def pull(params: Any, tokens: Any) -> Any:
         forward = functools.partial(transformer.logits, tokens=tokens, config=model)
@@ -155,47 +141,31 @@ def _kept(model: Any, sequence: int, batch: int) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
-def _analysis(compiled: Any) -> float:
-    return float(compiled.cost_analysis()["flops"])
-
-
-def claims(result: list[dict[str, Any]]) -> list[Claim]:
+@beside(__file__).judges
+def claims(result: list[dict[str, Any]]) -> Iterator[Ours]:
     """Holds the formulas against what was counted."""
-    return [claim for row in result for claim in _claims(row)]
+    for row in result:
+        yield ours("parameters", row["params"], published=row["params_jax"], **row)
+        for what in ("forward", "training"):
+            name = f"{what}_flops"
+            counted = row[f"{name}_xla"]
+            yield ours("operations", row[name], published=counted, what=what, **row)
+        yield ours("kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row)
 
 
-def _claims(row: dict[str, Any]) -> Iterator[Claim]:
-    family = row["family"]
-    yield judge(
-        f"{family}: parameters",
-        source="jax.eval_shape of the model",
-        published=row["params_jax"],
-        ours=row["params"],
-        unit="1",
-    )
-    for what in ("forward", "training"):
-        yield judge(
-            f"{family}: operations, {what}",
-            source="XLA's cost analysis of the compiled program",
-            published=row[f"{what}_flops_xla"],
-            ours=row[f"{what}_flops"],
-            unit="FLOP",
-            tolerance=FLOPS_TOLERANCE * row[f"{what}_flops_xla"],
-        )
-    yield judge(
-        f"{family}: bytes kept for the backward pass",
-        source="residuals of jax.vjp of the forward pass",
-        published=row["kept_bytes_vjp"],
-        ours=row["kept_bytes"],
-        unit="B",
-        note=f"XLA plans {row['xla_temporary_bytes']:,} temporary bytes for the "
-        "compiled gradient, loss included.",
-    )
+PAIRS = {
+    "parameters": ("params", "params_jax"),
+    "forward": ("forward_flops", "forward_flops_xla"),
+    "training": ("training_flops", "training_flops_xla"),
+    "kept": ("kept_bytes", "kept_bytes_vjp"),
+}
+"""Formula and count of a row."""
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the rows."""
-    return {"rows": result}
+def ratio(row: dict[str, Any], what: str) -> float:
+    """The formula over the count, of one of `PAIRS`."""
+    formula, count = PAIRS[what]
+    return row[formula] / row[count]
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
@@ -204,10 +174,10 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         (
             row["family"],
             f"{row['params']:,}",
-            f"{row['forward_flops'] / row['forward_flops_xla']:.4f}",
-            f"{row['training_flops'] / row['training_flops_xla']:.4f}",
+            f"{ratio(row, 'forward'):.4f}",
+            f"{ratio(row, 'training'):.4f}",
             f"{row['kept_bytes']:,}",
-            f"{row['kept_bytes'] / row['kept_bytes_vjp']:.4f}",
+            f"{ratio(row, 'kept'):.4f}",
             f"{row['xla_temporary_bytes']:,}",
         )
         for row in result
@@ -222,25 +192,28 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the ratios of formula and count."""
-    pairs = {
-        "parameters": ("params", "params_jax"),
-        "forward": ("forward_flops", "forward_flops_xla"),
-        "training": ("training_flops", "training_flops_xla"),
-        "kept": ("kept_bytes", "kept_bytes_vjp"),
-    }
-    for place, (ours, counted) in enumerate(pairs.values()):
-        for i, row in enumerate(result):
-            shift = (i - (len(result) - 1) / 2) * 0.12
-            ax.plot(
-                place + shift,
-                row[ours] / row[counted],
-                "o",
-                color=style.colors()[i + 1],
-                label=row["family"] if place == 0 else None,
-            )
-    ax.axhspan(1 - FLOPS_TOLERANCE, 1 + FLOPS_TOLERANCE, color="0.93", zorder=0)
+    places = np.arange(len(PAIRS))
+    for i, row in enumerate(result):
+        shift = (i - (len(result) - 1) / 2) * 0.12
+        ratios = [ratio(row, what) for what in PAIRS]
+        color = style.colors()[i + 1]
+        ax.plot(places + shift, ratios, "o", color=color, label=row["family"])
+    ax.axhspan(0.98, 1.02, color="0.93", zorder=0)
     ax.axhline(1, color="0.6", linewidth=0.6, zorder=0)
-    ax.set_xticks(range(len(pairs)), list(pairs))
+    ax.set_xticks(places, list(PAIRS))
     ax.set_ylim(0.95, 1.05)
     ax.set_ylabel("formula / count")
     ax.legend(loc="upper left", ncols=2)
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=list[dict[str, Any]],
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=lambda rows: {"rows": rows},
+        summary=summary,
+    ),
+)

@@ -1,44 +1,43 @@
 """The figure of the lectures' numbers: latencies, caches and batches."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.counting.lecture_numbers import report
+from experiments.counting.lecture_numbers.bounds import (
+    BATCHES,
+    CONTEXTS,
+    Growth,
+    Latencies,
+    Result,
+)
 from experiments.plotting import style
 
-if TYPE_CHECKING:
-    from experiments.counting.lecture_numbers.experiment import Growth, Result
 
-
-def draw(
-    axes: Any, result: "Result", batches: Sequence[int], contexts: Sequence[int]
-) -> None:
-    """Draws on an array of three axes."""
-    _latencies(axes[0], result)
+def plot(axes: Any, result: Result) -> None:
+    """Draws latencies, the work of attention, and what a batch does."""
+    _latencies(axes[0], result.latencies)
     _growth(axes[1], result.growth)
-    _intensity(axes[2], result, batches, contexts)
+    _intensity(axes[2], result)
 
 
-def _latencies(ax: Any, result: "Result") -> None:
-    colors, places = style.colors(), range(len(result.latencies.model))
-    said = [report.lecture_s(result, i) for i in places]
-    ax.plot(places, said, "o", color="0.5", label="lecture")
-    ax.plot(places, result.latencies.bound_s, "o", color=colors[5], label="bound")
-    for x, low, high in zip(places, result.latencies.bound_s, said, strict=True):
+def _latencies(ax: Any, found: Latencies) -> None:
+    colors, places = style.colors(), range(len(found.model))
+    ax.plot(places, found.lecture_s, "o", color="0.5", label="lecture")
+    ax.plot(places, found.bound_s, "o", color=colors[5], label="bound")
+    for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
         ax.plot([x, x], [low, high], color="0.8", linewidth=0.8, zorder=0)
         middle = math.sqrt(low * high)
         ax.annotate(f"{100 * low / high:.0f} %", (x + 0.08, middle), va="center")
-    names = [str(name).removeprefix("gpt3-") for name in result.latencies.model]
+    names = [str(name).removeprefix("gpt3-") for name in found.model]
     ax.set_xticks(places, names)
     ax.set_xlim(-0.4, len(names) - 0.4)
     ax.set_yscale("log")
-    ax.set_ylabel(f"{result.latencies.tokens} tokens (s)")
+    ax.set_ylabel(f"{found.tokens} tokens (s)")
     ax.set_title("one request: share of the bandwidth")
     ax.legend(loc="upper right")
 
 
-def _growth(ax: Any, growth: "Growth") -> None:
+def _growth(ax: Any, growth: Growth) -> None:
     colors = style.colors()
     for values, label, color in (
         (growth.all_without, "all, no cache", colors[1]),
@@ -56,15 +55,13 @@ def _growth(ax: Any, growth: "Growth") -> None:
     ax.legend(loc="upper left")
 
 
-def _intensity(
-    ax: Any, result: "Result", batches: Sequence[int], contexts: Sequence[int]
-) -> None:
+def _intensity(ax: Any, result: Result) -> None:
     colors = style.colors()
-    for i, context in enumerate(contexts):
-        ax.plot(batches, result.intensity[i], color=colors[i + 1])
+    for i, context in enumerate(CONTEXTS):
+        ax.plot(BATCHES, result.intensity[i], color=colors[i + 1])
         ax.annotate(
             f"{context:,}",
-            (batches[-1], result.intensity[i][-1]),
+            (BATCHES[-1], result.intensity[i][-1]),
             xytext=(3, 0),
             textcoords="offset points",
             va="center",

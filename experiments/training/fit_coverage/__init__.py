@@ -1,4 +1,4 @@
-"""Experiments training fit coverage."""
+"""How often intervals cover the truth."""
 
 __all__ = [
     "surfaces",

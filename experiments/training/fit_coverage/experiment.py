@@ -8,19 +8,18 @@ is next to nothing) should be doubted, unless all three intervals hold the truth
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Claim, Part, Sheet, judge, units
+from experiments.framework import Ours, Part, Sheet, Study, beside, ours, units
 from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
 from scaling.laws import published
 
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (4.2, 2.6)
 QUANTITIES = ("a", "E", "loss at 10 C")
 SOUND = "sound"
 _ENOUGH = 200
@@ -69,7 +68,7 @@ class Outcome(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Fits all surfaces, a row for each kind; ended early, it has whole kinds."""
-    kinds: list[tuple[str, int, str, int]] = [
+    kinds = [
         (SOUND, size, noise, config.num_datasets)
         for size in config.sizes
         for noise in ("student", "normal")
@@ -90,7 +89,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             outcomes.append(_fit(kind, size, drawn, config.seed + i, config))
             done += 1
             update(done)
-        rows.append(_row(kind, size, noise, outcomes))
+        about = {"kind": kind, "runs": size, "noise": noise, "surfaces": count}
+        rows.append(about | _shares(outcomes))
     return rows
 
 
@@ -105,43 +105,28 @@ def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome
     )
     flops = 10 * 6 * np.max(data["num_params"] * data["num_tokens"])
     params = 0.1 * flops**0.5
-    target = {"num_params": [params], "num_tokens": [flops / (6 * params)]}
+    tokens = flops / (6 * params)
+    target = {"num_params": [params], "num_tokens": [tokens]}
     found = fit.predict(result, target, "confidence")
-    ends = np.array(
-        [
-            result.exponent_intervals["a"],
-            result.intervals["E"],
-            (found.low[0], found.high[0]),
-        ]
-    )
-    loss = surfaces.surface(params, flops / (6 * params), truth)
-    true = np.array(
-        [truth["beta"] / (truth["alpha"] + truth["beta"]), truth["E"], loss]
-    )
-    covered = (ends[:, 0] <= true) & (true <= ends[:, 1])
-    return Outcome(covered, ends[:, 1] - ends[:, 0], bool(result.warnings))
+    a, floor = result.exponent_intervals["a"], result.intervals["E"]
+    low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
+    exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
+    true = np.array([exponent, truth["E"], surfaces.surface(params, tokens, truth)])
+    return Outcome((low <= true) & (true <= high), high - low, bool(result.warnings))
 
 
-def _row(kind: str, size: int, noise: str, outcomes: list[Outcome]) -> dict[str, Any]:
+def _shares(outcomes: list[Outcome]) -> dict[str, float]:
+    """What became of the surfaces of one kind."""
     covered = np.array([x.covered for x in outcomes])
     width = np.median([x.width for x in outcomes], axis=0)
     doubted = np.array([x.doubted for x in outcomes])
     whole = covered.all(1)
-    row: dict[str, Any] = {
-        "kind": kind,
-        "runs": size,
-        "noise": noise,
-        "surfaces": len(outcomes),
-    }
-    row |= {
-        f"covers {x}": float(covered[:, i].mean()) for i, x in enumerate(QUANTITIES)
-    }
-    row |= {f"width {x}": float(width[i]) for i, x in enumerate(QUANTITIES)}
-    return row | {
-        "doubted": float(doubted.mean()),
-        "covers all": float(whole.mean()),
-        "neither": float(np.mean(~whole & ~doubted)),
-    }
+    row = {f"covers {x}": covered[:, i].mean() for i, x in enumerate(QUANTITIES)}
+    row |= {f"width {x}": width[i] for i, x in enumerate(QUANTITIES)}
+    row["doubted"] = doubted.mean()
+    row["covers all"] = whole.mean()
+    row["neither"] = np.mean(~whole & ~doubted)
+    return {name: float(value) for name, value in row.items()}
 
 
 def _sound(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,60 +171,22 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     right.legend(ncols=3, fontsize=6, **place, **look)
 
 
-def claims(result: list[dict[str, Any]]) -> list[Claim]:
+@beside(__file__).judges
+def claims(result: list[dict[str, Any]]) -> Iterator[Ours]:
     """Holds coverage against what the intervals promise."""
-
-    def few(count: int) -> str:
-        if count >= _ENOUGH:
-            return ""
-        return f"{count} surfaces are too few to tell one in twenty from chance."
-
-    found = [
-        judge(
-            f"90 % intervals of {name} hold the truth: {row['runs']} runs, "
-            f"{row['noise']} noise",
-            source="between 86 and 98 %, the bar set for 400 surfaces",
-            published=0.92,
-            ours=row[f"covers {name}"],
-            unit="1",
-            tolerance=0.06,
-            differs=few(row["surfaces"]),
-        )
-        for row in _sound(result)
-        for name in QUANTITIES
-    ]
-    found += [
-        judge(
-            f"sound fits are not doubted: {row['runs']} runs, {row['noise']} noise",
-            source="at most one in twenty, the bar set",
-            published=0.05,
-            ours=row["doubted"],
-            unit="1",
-            relation="at_most",
-            differs=few(row["surfaces"]),
-        )
-        for row in _sound(result)
-    ]
+    for row in _sound(result):
+        few = row["surfaces"] < _ENOUGH
+        for name in QUANTITIES:
+            covers = row[f"covers {name}"]
+            yield ours("covers", covers, differs=few, name=name, **row)
+    for row in _sound(result):
+        few = row["surfaces"] < _ENOUGH
+        yield ours("sound", row["doubted"], differs=few, **row)
     if ill := _ill_posed(result):
         weights = [row["surfaces"] for row in ill]
-        share = np.average([row["neither"] for row in ill], weights=weights)
-        found.append(
-            judge(
-                "ill-posed surfaces that pass neither covered nor doubted",
-                source="at most one in twenty, the bar set",
-                published=0.05,
-                ours=float(share),
-                unit="1",
-                relation="at_most",
-                differs=few(sum(weights)),
-            )
-        )
-    return found
-
-
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives all rows."""
-    return {"rows": result}
+        share = float(np.average([row["neither"] for row in ill], weights=weights))
+        few = sum(weights) < _ENOUGH
+        yield ours("ill_posed", share, differs=few, surfaces=sum(weights))
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
@@ -266,3 +213,18 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         )
         parts.append(Sheet(title, ["kind", *keys], rows))
     return parts
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=list[dict[str, Any]],
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=lambda rows: {"rows": rows},
+        summary=summary,
+        panels=(1, 2),
+        panel_size_inches=(4.2, 2.6),
+    ),
+)

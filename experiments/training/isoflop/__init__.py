@@ -1,7 +1,1 @@
 """Experiments training isoflop."""
-
-__all__ = [
-    "experiment",
-    "prediction",
-    "settings",
-]

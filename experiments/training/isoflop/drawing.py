@@ -1,13 +1,12 @@
-"""The figure of `isoflop`: the lecture's three panels, and what was foreseen."""
+"""The figure of `isoflop`: the lecture's three panels, and the prediction."""
 
-import json
 from typing import Any
 
 import numpy as np
 
 from experiments.cli.fit import drawing
 from experiments.plotting import colors, plain_log, shades
-from experiments.training.isoflop.outcomes import Optima, Powers, Result
+from experiments.training.isoflop.outcomes import Powers, Result
 
 _GREY = "0.6"
 METHODS = {"parabola": "v", "akima": "o", "projection": "s"}
@@ -18,14 +17,12 @@ def plot(axes: Any, result: Result) -> None:
     """Draws a result on two rows of three axes."""
     from matplotlib import ticker
 
-    foreseen = json.loads(result.prediction)
-    held_out = json.loads(result.held_out) if result.held_out else None
     _draw_curves(axes[0, 0], result)
     for ax, name in ((axes[0, 1], "num_params"), (axes[0, 2], "num_tokens")):
-        _draw_optima(ax, result, foreseen, name)
+        _draw_optima(ax, result, name)
     _draw_groups(axes[1, 0], result)
-    _draw_losses(axes[1, 1], result, foreseen, held_out)
-    _draw_rates(axes[1, 2], result, foreseen)
+    _draw_losses(axes[1, 1], result)
+    _draw_rates(axes[1, 2], result)
     for ax in axes.flat:  # only powers of ten: others overlap
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
@@ -55,13 +52,13 @@ def _draw_curves(ax: Any, result: Result) -> None:
     plain_log(ax.yaxis)
 
 
-def _draw_optima(ax: Any, result: Result, foreseen: dict[str, Any], name: str) -> None:
+def _draw_optima(ax: Any, result: Result, name: str) -> None:
     """The optimum by three approaches, as far as the held-out run."""
-    optima: Optima = result.optima
-    ends = np.array([optima.flops.min() / 2, foreseen["flops"] * 1.5])
+    optima, predicted = result.optima, result.predicted
+    ends = np.array([optima.flops.min() / 2, predicted["flops"] * 1.5])
     cloud = getattr(result.envelope, name)
     ax.plot(result.envelope.flops, cloud, ".", color=_GREY, markersize=1.5)
-    powers: Powers = getattr(result.envelope, f"{name}_power")
+    powers = getattr(result.envelope, f"{name}_power")
     _line(ax, powers, ends, _GREY, "1: envelope")
     for i, method in enumerate(optima.methods):
         if method not in METHODS:
@@ -74,7 +71,7 @@ def _draw_optima(ax: Any, result: Result, foreseen: dict[str, Any], name: str) -
         _line(ax, one, ends, color, f"2: {method}")
     surface = result.surface
     ax.plot(surface.flops, getattr(surface, name), "k--", linewidth=0.8, label="3: law")
-    ax.plot(foreseen["flops"], foreseen[name], "*", color=colors()[6], markersize=7)
+    ax.plot(predicted["flops"], predicted[name], "*", color=colors()[6], markersize=7)
     what = {"num_params": "parameters", "num_tokens": "tokens"}[name]
     ax.set(
         xscale="log", yscale="log", xlabel="compute [FLOP]", ylabel=f"optimal {what}"
@@ -83,7 +80,7 @@ def _draw_optima(ax: Any, result: Result, foreseen: dict[str, Any], name: str) -
     ax.legend(loc="upper left")
 
 
-def _line(ax: Any, powers: Any, x: np.ndarray, color: Any, label: str) -> None:
+def _line(ax: Any, powers: Powers, x: np.ndarray, color: Any, label: str) -> None:
     if np.isfinite(powers.exponent):
         y = powers.coefficient * x**powers.exponent
         label = f"{label}, C^{powers.exponent:.2f}"
@@ -100,30 +97,28 @@ def _draw_groups(ax: Any, result: Result) -> None:
     ax.margins(x=0.15)
 
 
-def _draw_losses(
-    ax: Any, result: Result, foreseen: dict[str, Any], held_out: dict[str, Any] | None
-) -> None:
-    """What was foreseen, and what came."""
-    fit, (blue, red) = result.fit, (colors()[5], colors()[6])
+def _draw_losses(ax: Any, result: Result) -> None:
+    """What was predicted, and what came."""
+    fit, predicted, truth = result.fit, result.predicted, result.truth
     ax.plot(fit.flops, fit.loss, ".", color=_GREY, markersize=2, label="fitted runs")
     surface = result.surface
     ax.plot(surface.flops, surface.loss, "k--", linewidth=0.8, label="law")
     x = surface.flops
-    y = foreseen["loss_law"][0] * x ** foreseen["loss_law"][1]
+    y = predicted["loss_law"][0] * x ** predicted["loss_law"][1]
     ax.plot(x, y, ":", color=_GREY, linewidth=0.9, label="log-linear")
-    value = foreseen["predicted"]
+    value = predicted["predicted"]
     ax.errorbar(
-        foreseen["flops"],
+        predicted["flops"],
         value,
-        [[value - foreseen["low"]], [foreseen["high"] - value]],
+        [[value - predicted["low"]], [predicted["high"] - value]],
         fmt="_",
-        color=blue,
+        color=colors()[5],
         capsize=2,
         linewidth=0.9,
-        label=f"foreseen, {foreseen['level']:.0%} interval",
+        label=f"foreseen, {predicted['level']:.0%} interval",
     )
-    if held_out is not None and held_out["loss"] is not None:
-        ax.plot(held_out["flops"], held_out["loss"], "*", color=red, label="truth")
+    if truth:
+        ax.plot(truth["flops"], truth["loss"], "*", color=colors()[6], label="truth")
     ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
     ax.set_ylabel("held-out loss [nats per token]")
     ax.set_title("foreseen before it was trained")
@@ -131,9 +126,9 @@ def _draw_losses(
     plain_log(ax.yaxis)
 
 
-def _draw_rates(ax: Any, result: Result, foreseen: dict[str, Any]) -> None:
+def _draw_rates(ax: Any, result: Result) -> None:
     """The best learning rate of every cell, by the tokens of its runs."""
-    rates = result.rates
+    rates, predicted = result.rates, result.predicted
     for color, width in zip(
         shades(np.log(np.unique(rates.width))), np.unique(rates.width), strict=True
     ):
@@ -142,7 +137,7 @@ def _draw_rates(ax: Any, result: Result, foreseen: dict[str, Any]) -> None:
         x, y = rates.num_tokens[mine], rates.learning_rate[mine]
         ax.plot(x, y, ".-", color=color, linewidth=0.6)
         ax.annotate(f" {width:.0f}", (x[-1], y[-1]), fontsize=5, color=color)
-    x, y = foreseen["num_tokens"], foreseen["learning_rate"]
+    x, y = predicted["num_tokens"], predicted["learning_rate"]
     ax.plot(x, y, "*", color=colors()[6], markersize=7)
     ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="best learning rate")
     ax.set_title("learning rates by width (star: held out)")

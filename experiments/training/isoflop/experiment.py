@@ -10,22 +10,60 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3; the lectures' three p
 """
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
-from experiments.framework import Claim, Part
-from experiments.training.isoflop import drawing, report, runs
-from experiments.training.isoflop.outcomes import Result
-from experiments.training.isoflop.settings import Settings
+import numpy as np
+
+from experiments.cli.fit import command, fitting
+from experiments.cli.fit import report as fit_report
+from experiments.framework import Study, config_json, run_folder
+from experiments.harness import sweep_tables
+from experiments.training.isoflop import drawing, held_out, prediction, report
+from experiments.training.isoflop.outcomes import Line, Points, Rates, Result, optima
+from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
+from scaling.fits import result as fits_result
+from scaling.frontiers import find
+from scaling.laws import published
+from scaling.logs.log import Log, read
+from scaling.sweeps import SweepConfig, family, learning_rates
 
-PANELS = (2, 3)
+COSINE = "cosine"
+"""Within the folder of the sweep, that of the runs under a cosine."""
+SMOOTHING = 0.05
+"""Decades of FLOPs over which training curves are averaged for their envelope."""
+PREDICTION = "prediction.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Settings):
-    """The sizes and budgets of `isoflop`."""
+class Config(family.FamilySweep):
+    """Which sizes and budgets to fit, and how much larger the held-out run is."""
+
+    held_out_factor: float = 10.0
+    """Compute of the run that is foreseen, over the largest budget."""
+    bootstrap: int = 2000
+    """Resamples behind the intervals."""
+    level: float = 0.9
+    """Probability of the intervals."""
+    folder: str = ""
+    """Where runs are kept, for a sweep to be taken up; empty: not kept."""
+    keep_models: bool = False
+    """Whether the trained models are kept in that folder, for the engine to serve."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be predicted."""
+        validation.above(self, "held_out_factor", low=1)
+        validation.within(self, "level", low=0, high=1, ends="()")
+        validation.at_least(self, "bootstrap", low=2)
+        if len(self.budgets) < 3:
+            raise ValueError(f"{self.budgets=} must be at least three")
+        if self.keep_models and not self.folder:
+            raise ValueError(f"{self.keep_models=} needs a folder")
+        _ = self.sweep  # refuses the rest
 
 
 CONFIGS = {
@@ -45,58 +83,188 @@ CONFIGS = {
         held_out_factor=2.0,
         bootstrap=20,
     ),
-    "cpu": Config(
-        widths=(6, 8, 12, 16, 24, 32, 48, 64, 96),
-        budgets=(2.5e10, 6.25e10, 1.5625e11, 3.90625e11),
-        # Earlier tries had seeds 0 to 4, and their truths changed the rules: these runs
-        # are new to them.
-        seeds=(5, 6),
-        num_repeated=9,
-        folder="runs/isoflop-cpu",
-        keep_models=True,
-    ),
-    # Commands of under ten minutes each take up one another.
-    "gpu": Config(
-        widths=(24, 32, 48, 64, 96, 128, 192, 256),
-        budgets=(1e13, 3e13, 1e14, 3e14),
-        num_layers=4,
-        batch_size=32,
-        seq_len=256,
-        warmup_steps=100,
-        min_steps=300,
-        num_eval_windows=1024,
-        folder="runs/isoflop-gpu",
-        keep_models=True,
-    ),
+    **{
+        name: Config(**vars(sweep), folder=f"runs/isoflop-{name}", keep_models=True)
+        for name, sweep in family.ISOFLOP.items()
+    },
 }
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains, fits, foresees, and trains what was foreseen."""
-    return runs.run(config, progress)
+    """Trains, fits, predicts, and trains what was predicted.
+
+    Where its folder holds runs it takes them up.
+    """
+    with files.kept(config.folder) as folder:
+        return _run(config, folder, progress)
 
 
-def plot(axes: Any, result: Result) -> None:
-    """Draws curves, optima, isoFLOP curves, the prediction and the learning rates."""
-    drawing.plot(axes, result)
+def _run(config: Config, folder: Path, progress: Progress) -> Result:
+    rows = _train(config, config.sweep, folder, progress)
+    under_cosine = _train(config, cosine_sweep(config, rows), folder / COSINE, progress)
+    progress.show("fitting")
+    log, cosine = read(folder), read(folder / COSINE)
+    assert cosine.curves is not None
+    errors = prediction.choose_law(log, config.budgets)
+    fit = fitting.run(
+        command.Config(
+            log=str(folder),
+            law=",".join(errors),
+            bootstrap=config.bootstrap,
+            level=config.level,
+            smoothing=SMOOTHING,
+        ),
+        progress,
+    )
+
+    def frontiers(log: Log, resamples: int, progress: Progress) -> list[find.Frontier]:
+        return find.find(
+            log,
+            tolerance=0.1,
+            smoothing=SMOOTHING,
+            resamples=resamples,
+            level=config.level,
+            seed=0,
+            progress=progress,
+        ).frontiers
+
+    by_cosine = frontiers(cosine, config.bootstrap, progress)
+    predicted = _predict(config, log, rows, fit.document, errors)
+    progress.show(
+        f"width {predicted['width']} for {predicted['num_steps']:,} steps: "
+        f"{predicted['predicted']:.4f} foreseen"
+    )
+    truth = held_out.train(config, folder, predicted, progress)
+    decayed = frontiers(log, 0, QUIET)
+    curves = cosine.curves.columns
+    rates = learning_rates.optimal_rates(rows)
+    return Result(
+        runs=(folder / "runs.jsonl").read_text("utf-8"),
+        header=(folder / "sweep.json").read_text("utf-8"),
+        prediction=config_json.dumps(predicted),
+        held_out="" if truth.record is None else config_json.dumps(truth.record),
+        held_out_flops=np.array([x for x, _ in truth.curve]),
+        held_out_loss=np.array([y for _, y in truth.curve]),
+        fit=fit,
+        cosine=config_json.dumps(
+            {
+                "frontiers": [fit_report.frontier_json(each) for each in by_cosine],
+                "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
+            }
+        ),
+        curves=Points(
+            cosine.curves.labels(),
+            *(curves[x] for x in ("num_params", "num_tokens", "flops", "loss")),
+        ),
+        optima=optima([x for x in decayed if x.method != find.ENVELOPE]),
+        envelope=optima(
+            [x for x in by_cosine if x.method == find.ENVELOPE], is_one=True
+        ),
+        surface=_surface(fit.document, log, predicted["flops"]),
+        rates=Rates(*np.array(rates, float).reshape(-1, 3).T),
+    )
 
 
-def claims(result: Result) -> list[Claim]:
-    """Holds what must hold against what came out."""
-    return report.claims(result)
+def _train(
+    config: Config, sweep: SweepConfig, folder: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """Carries a sweep out, or takes it up; the runs that are done."""
+    outcome = sweep_tables.run(sweep, folder, progress)
+    if outcome.is_stopped:
+        raise KeyboardInterrupt(
+            f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "
+            "same command goes on"
+            if config.folder
+            else "interrupted before anything could be fitted"
+        )
+    return [row for row in outcome.records if row["status"] == "done"]
 
 
-def metrics(result: Result) -> dict[str, Any]:
-    """Names the numbers of the report."""
-    return report.metrics(result)
+def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
+    """Every size at every length, each a schedule of its own, at one rate for a width.
+
+    The published envelope is of such curves: at its end each has a rate that is
+    decayed.
+
+    Args:
+      config: the experiment.
+      rows: the runs of its sweep; the rate suits a middle length of them.
+    """
+    middle = math.exp(np.mean(np.log([row["num_tokens"] for row in rows])))
+    rate, (of_width, _) = learning_rates.extrapolate(
+        rows, family.BASE_WIDTH, round(middle)
+    )
+    return dataclasses.replace(
+        config.sweep,
+        schedule="cosine",
+        learning_rates=(rate,),
+        rate_exponent=float(f"{-of_width:.4g}"),
+        seeds=config.seeds[:1],
+        num_repeated=0,
+        keep_models=False,
+    )
 
 
-def summary(result: Result) -> list[Part]:
-    """Lays out the approaches, the budgets and the prediction."""
-    return report.summary(result)
+def cosine_ratios(
+    rows: list[dict[str, Any]], under_cosine: list[dict[str, Any]], seed: int
+) -> list[float]:
+    """What a cosine costs each size and length.
+
+    Returns:
+      Natural logarithms of the loss under a cosine over that of the best run of the
+      same size and length whose rate was constant and then fell.
+    """
+    best: dict[tuple[int, int], float] = {}
+    for row in rows:
+        if row["seed"] == seed:
+            at = row["num_params"], row["num_steps"]
+            best[at] = min(best.get(at, math.inf), row["loss"])
+    return [
+        math.log(row["loss"] / best[row["num_params"], row["num_steps"]])
+        for row in under_cosine
+    ]
 
 
-def files(result: Result) -> dict[str, str]:
+def _surface(document: str, log: Log, flops: float) -> Line:
+    """The optimum of the law, from the smallest run to the one that is predicted."""
+    fit = fits_result.from_json(document)
+    n, d, c = (log.columns[x] for x in ("num_params", "num_tokens", "flops"))
+    x = np.geomspace(c.min() / 2, 1.5 * flops, 60)
+    # C is not 6 N D of all parameters: attention and the head count, norms do not.
+    by_6nd = 6 * x / float(np.median(c / (n * d)))
+    best = published.optimum(fit.find_law(), fit.coefficients, by_6nd)
+    return Line(x, *(np.asarray(each, float) for each in best))
+
+
+def _predict(
+    config: Config,
+    log: Log,
+    rows: list[dict[str, Any]],
+    document: str,
+    errors: dict[str, float],
+) -> dict[str, Any]:
+    """Writes the prediction down, unless it stands there from the same runs.
+
+    Raises:
+      ValueError: it stands there from others, and the held-out run is known.
+    """
+    path = log.source / PREDICTION
+    made = prediction.predict(config, log, rows, document, errors)
+    if path.exists():
+        before = json.loads(path.read_text("utf-8"))
+        undated = json.loads(config_json.dumps({**made, "made_at": ""}))
+        if {**before, "made_at": ""} == undated:
+            return before
+        if (log.source / held_out.FILE).exists():
+            raise ValueError(
+                f"{path}: was made from other runs or another config, and its truth is "
+                "known; name another folder"
+            )
+    run_folder.write(path, config_json.dumps(made))
+    return json.loads(path.read_text("utf-8"))
+
+
+def files_of(result: Result) -> dict[str, str]:
     """Keeps the log beside, so that `jaxkv fit` and `plan` can go on from it."""
     return {
         "runs.jsonl": result.runs,
@@ -105,3 +273,18 @@ def files(result: Result) -> dict[str, str]:
         "prediction.json": result.prediction,
         "fit.json": result.fit.document,
     }
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=drawing.plot,
+        claims=report.claims,
+        metrics=report.metrics,
+        summary=report.summary,
+        panels=(2, 3),
+        files=files_of,
+    ),
+)

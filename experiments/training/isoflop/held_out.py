@@ -1,4 +1,4 @@
-"""The run that was foreseen, trained after the prediction stands.
+"""The held-out run, trained after the prediction stands.
 
 As every size and length that was fitted, it has several learning rates, and the best of
 them is what it is worth.
@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.framework import config_json, environment, run_folder
-from experiments.training.isoflop.settings import Settings, shape
-from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.text import tokenizer
 from scaling.corpora import Corpus
-from scaling.sweeps import branching, executors, grid
+from scaling.sweeps import SweepConfig, branching, executors, family, grid
 from scaling.sweeps.sweep import model_folder
 from scaling.training import TrainConfig
 from scaling.training import train as training_train
@@ -39,43 +37,43 @@ class Truth(NamedTuple):
 
 
 def train(
-    config: Settings, folder: Path, prediction: dict[str, Any], progress: Progress
+    config: Any, folder: Path, prediction: dict[str, Any], progress: Progress
 ) -> Truth:
     """Trains the run at every rate, or reads what it gave.
 
     Args:
-      config: the experiment.
+      config: the experiment's.
       folder: of its sweep; each rate has a folder within, and is taken up there.
       prediction: what `prediction.json` holds.
       progress: watches, and may stop it.
     """
     sweep, path = config.sweep, folder / FILE
-    model = shape(prediction["width"], config.num_layers, config.seq_len)
+    model = family.shape(prediction["width"], config.num_layers, config.seq_len)
     cell = grid.Cell(model, prediction["num_steps"])
-    runs, results = [], []
+    tried: dict[float, tuple[TrainConfig, Result]] = {}
     for i, rate in enumerate(prediction["learning_rates"]):
-        lane = grid.Lane(rate, config.seeds[0])
-        runs.append(_reporting(grid.train_config(sweep, cell, lane)))
+        run = grid.train_config(sweep, cell, grid.Lane(rate, config.seeds[0]))
+        run = _reporting(run)
         at = folder / "held_out" / str(i)
-        results.append(training_train.train(runs[-1], at, progress=progress))
-        if results[-1].status == "stopped":
+        tried[rate] = run, training_train.train(run, at, progress=progress)
+        if tried[rate][1].status == "stopped":
             return Truth(None, [])
     if not path.exists():
         corpus = executors.open_corpus(sweep.corpus)
-        records = [
-            _record(config, corpus, run, result)
-            for run, result in zip(runs, results, strict=True)
-        ]
-        tried = [(record["learning_rate"], record["loss"]) for record in records]
+        records = [_record(sweep, corpus, *each) for each in tried.values()]
+        losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
-        run_folder.write(path, config_json.dumps(best | {"tried": tried}))
+        run_folder.write(path, config_json.dumps(best | {"tried": losses}))
     record = json.loads(path.read_text("utf-8"))
-    rates = [run.learning_rate for run in runs]
-    run, result = [*zip(runs, results, strict=True)][
-        rates.index(record["learning_rate"])
-    ]
+    run, result = tried[record["learning_rate"]]
     if config.keep_models and record["status"] == "done":
-        _save(model_folder(folder, "held_out"), model, result.params)
+        checkpoints.save_model(
+            model_folder(folder, "held_out"),
+            model,
+            result.params,
+            tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
+            overwrite=True,
+        )
     per_token = grid.count(model, config.seq_len).flops_per_token
     curve = [
         (x["tokens"] * per_token, x["loss"])
@@ -86,33 +84,20 @@ def train(
 
 
 def _record(
-    config: Settings, corpus: Corpus, run: TrainConfig, result: Result
+    sweep: SweepConfig, corpus: Corpus, run: TrainConfig, result: Result
 ) -> dict[str, Any]:
     """Scores a run, and writes it down as a sweep's are."""
     is_done = result.status == "done"
-    score = None
-    if is_done:
-        score = executors.score(config.sweep, corpus, run, result.params)
     finished = branching.Finished(
         run=run,
         status="done" if is_done else "diverged",
-        score=score,
+        score=executors.score(sweep, corpus, run, result.params) if is_done else None,
         curve=[],
         seconds=result.curve[-1]["duration_s"] if result.curve else 0.0,
         params=None,
     )
-    record = executors.made(config.sweep, corpus, finished).record
+    record = executors.made(sweep, corpus, finished).record
     return record | {"commit": environment.describe()["commit"]}
-
-
-def _save(folder: Path, model: ModelConfig, params: transformer.Params) -> None:
-    checkpoints.save_model(
-        folder,
-        model,
-        params,
-        tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
-        overwrite=True,
-    )
 
 
 def _reporting(run: TrainConfig) -> TrainConfig:

@@ -1,122 +1,122 @@
 """What comes out of `isoflop`, as a run folder keeps it, and how it is laid out."""
 
-from typing import Any, NamedTuple
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from experiments.cli.fit import Result as Fit
+from experiments.framework import Floats, Ints, Record, Table, column
+from scaling.frontiers import Frontier
+from scaling.frontiers.frontier import PowerLaw
+
+_UNKNOWN = PowerLaw(np.nan, np.nan)
 
 
-class Points(NamedTuple):
-    """Training curves of some runs, one after another.
+class Points(Table):
+    """Training curves of some runs, one after another."""
 
-    Attributes:
-      run: a number for the run of each point.
-      num_params: its size.
-      num_tokens: trained on so far.
-      flops: spent so far.
-      loss: of training, nats per token.
-    """
-
-    run: np.ndarray
-    num_params: np.ndarray
-    num_tokens: np.ndarray
-    flops: np.ndarray
-    loss: np.ndarray
+    run: Ints = column("a number for the run of each point")
+    num_params: Floats = column("its size")
+    num_tokens: Floats = column("trained on so far")
+    flops: Floats = column("spent so far")
+    loss: Floats = column("of training, nats per token")
 
 
-class Powers(NamedTuple):
+class Powers(Record):
     """Powers of the compute, `coefficient C^exponent`; not numbers where unknown."""
 
-    coefficient: np.ndarray
-    exponent: np.ndarray
+    coefficient: np.ndarray = column("by method")
+    exponent: np.ndarray = column("by method")
 
 
-class Optima(NamedTuple):
-    """Optima at some budgets by some methods, and the powers through them.
+class Optima(Record):
+    """Optima at some budgets by some methods, and the powers through them."""
 
-    Attributes:
-      methods: their names.
-      flops: the budgets.
-      num_params: by method and budget, not a number where there is no minimum.
-      num_tokens: alike.
-      loss: alike.
-      num_params_power: by method.
-      num_tokens_power: alike.
-      loss_power: alike.
-    """
-
-    methods: np.ndarray
-    flops: np.ndarray
-    num_params: np.ndarray
-    num_tokens: np.ndarray
-    loss: np.ndarray
-    num_params_power: Powers
-    num_tokens_power: Powers
-    loss_power: Powers
+    methods: np.ndarray = column("their names")
+    flops: np.ndarray = column("the budgets")
+    num_params: np.ndarray = column(
+        "by method and budget, not a number where there is no minimum"
+    )
+    num_tokens: np.ndarray = column("by method and budget")
+    loss: np.ndarray = column("by method and budget")
+    num_params_power: Powers = column("through the sizes")
+    num_tokens_power: Powers = column("through the tokens")
+    loss_power: Powers = column("through the losses")
 
 
-class Line(NamedTuple):
+class Line(Table):
     """The law's optimum at some budgets."""
 
-    flops: np.ndarray
-    num_params: np.ndarray
-    num_tokens: np.ndarray
-    loss: np.ndarray
+    flops: Floats = column("the budgets")
+    num_params: Floats = column("the best size")
+    num_tokens: Floats = column("the tokens to train it on")
+    loss: Floats = column("that the law predicts")
 
 
-class Rates(NamedTuple):
+class Rates(Table):
     """Best learning rates, of the cells that have one between others."""
 
-    width: np.ndarray
-    num_tokens: np.ndarray
-    learning_rate: np.ndarray
+    width: Floats = column("of the model")
+    num_tokens: Floats = column("trained on")
+    learning_rate: Floats = column("the best")
 
 
-class Result(NamedTuple):
-    """What came out.
+class Result(Record):
+    """What came out."""
 
-    Attributes:
-      runs: the lines of `runs.jsonl`.
-      header: `sweep.json`.
-      prediction: `prediction.json`.
-      held_out: the record of the run that was foreseen; empty if it did not end.
-      held_out_flops: its training curve.
-      held_out_loss: of training, at each.
-      fit: what `jaxkv fit` makes of the folder.
-      cosine: `cosine.json`, what every size at several lengths says, its rate a cosine.
-      curves: training curves of those.
-      optima: approach 2, from the runs whose rate was constant and then fell.
-      envelope: approach 1, from `curves`; its arrays have no axis of methods.
-      surface: approach 3.
-      rates: of the cells.
+    runs: str = column("the lines of `runs.jsonl`")
+    header: str = column("`sweep.json`")
+    prediction: str = column("`prediction.json`")
+    held_out: str = column("the record of the held-out run; empty if it did not end")
+    held_out_flops: np.ndarray = column("its training curve")
+    held_out_loss: np.ndarray = column("of training, at each")
+    fit: Fit = column("what `jaxkv fit` makes of the folder")
+    cosine: str = column(
+        "`cosine.json`, what every size at several lengths says, its rate a cosine"
+    )
+    curves: Points = column("training curves of those")
+    optima: Optima = column(
+        "approach 2, from the runs whose rate was constant and then fell"
+    )
+    envelope: Optima = column("approach 1, from `curves`; without an axis of methods")
+    surface: Line = column("approach 3")
+    rates: Rates = column("of the cells")
+
+    @functools.cached_property
+    def predicted(self) -> dict[str, Any]:
+        """What `prediction.json` holds."""
+        return json.loads(self.prediction)
+
+    @functools.cached_property
+    def truth(self) -> dict[str, Any]:
+        """The record of the held-out run; empty if it has no loss."""
+        record = json.loads(self.held_out) if self.held_out else {}
+        return {} if record.get("loss") is None else record
+
+
+def optima(found: Sequence[Frontier], *, is_one: bool = False) -> Optima:
+    """Puts frontiers of equal budgets side by side.
+
+    Args:
+      found: the frontiers, at least one.
+      is_one: whether there is but one, which needs no axis of methods.
     """
 
-    runs: str
-    header: str
-    prediction: str
-    held_out: str
-    held_out_flops: np.ndarray
-    held_out_loss: np.ndarray
-    fit: Fit
-    cosine: str
-    curves: Points
-    optima: Optima
-    envelope: Optima
-    surface: Line
-    rates: Rates
-
-
-def optima(found: list[Any]) -> Optima:
-    """Puts frontiers of equal budgets side by side."""
+    def by_method(rows: list[Any]) -> np.ndarray:
+        return np.asarray(rows[0] if is_one else np.stack(rows))
 
     def power(name: str) -> Powers:
-        laws = [getattr(each, name) for each in found]
-        numbers = [(x.coefficient, x.exponent) if x else (np.nan,) * 2 for x in laws]
-        return Powers(*np.array(numbers, float).T)
+        laws = [getattr(each, name) or _UNKNOWN for each in found]
+        return Powers(
+            by_method([law.coefficient for law in laws]),
+            by_method([law.exponent for law in laws]),
+        )
 
     def minima(name: str) -> np.ndarray:
-        return np.stack([getattr(each.minima, name)[0] for each in found])
+        return by_method([getattr(each.minima, name)[0] for each in found])
 
     return Optima(
         np.array([each.method for each in found]),
@@ -127,16 +127,4 @@ def optima(found: list[Any]) -> Optima:
         num_params_power=power("num_params"),
         num_tokens_power=power("num_tokens"),
         loss_power=power("loss"),
-    )
-
-
-def only(several: Optima) -> Optima:
-    """Takes the axis of methods away, where there is one method."""
-
-    def first(value: Any) -> Any:
-        return Powers(*(x[0] for x in value)) if isinstance(value, Powers) else value[0]
-
-    fields = several._asdict()
-    return Optima(
-        **{k: v if k in ("methods", "flops") else first(v) for k, v in fields.items()}
     )

@@ -1,22 +1,20 @@
-"""The run to foresee: which one, at what learning rate, with what loss; said before."""
+"""The held-out run: which one, at what learning rate, with what loss; said before."""
 
+import contextlib
 import hashlib
-import json
 import math
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.training.isoflop.settings import Settings, nearest
 from scaling.fits import fit as fits_fit
 from scaling.fits import intervals, result
-from scaling.fits.fit import predict
 from scaling.frontiers import frontier, isoflop
 from scaling.frontiers.groups import find_groups
 from scaling.laws import published
-from scaling.logs.log import read
+from scaling.logs.log import Log
+from scaling.sweeps import family, learning_rates
 from scaling.sweeps.grid import count
 
 LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
@@ -40,46 +38,43 @@ CONVENTIONS = (
 )
 
 
-def choose_law(folder: Path, budgets: tuple[float, ...]) -> dict[str, float]:
+def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
     """Scores the laws on the largest of the runs that are fitted.
 
     Args:
-      folder: of a finished sweep.
+      log: of a finished sweep.
       budgets: its budgets.
 
     Returns:
       The mean of |ln(predicted / seen)| by law, the best first; infinite where too
       few runs are left to fit.
     """
-    columns = read(folder).columns
-    flops, rising = columns["flops"], sorted(budgets)
+    flops, rising = log.columns["flops"], sorted(budgets)
     found = {}
     for name in LAWS:
         errors = []
         for cut in CUTS:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])
-            small, others = (
-                {key: column[mask] for key, column in columns.items()}
-                for mask in (~larger, larger)
-            )
-            try:
-                fit = fits_fit.fit(published.find(name), small)
-            except ValueError:  # too few runs are left
-                continue
-            told = predict(fit, others).loss
-            errors.append(np.abs(np.log(told / others["loss"])).mean())
+            with contextlib.suppress(ValueError):  # too few runs are left
+                fit = fits_fit.rollout(published.find(name), log.columns, larger)
+                errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
         found[name] = float(np.mean(errors)) if errors else math.inf
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def foresee(
-    config: Settings, folder: Path, document: str, errors: dict[str, float]
+def predict(
+    config: Any,
+    log: Log,
+    rows: list[dict[str, Any]],
+    document: str,
+    errors: dict[str, float],
 ) -> dict[str, Any]:
-    """Chooses the run to foresee and predicts its loss from the runs in a folder.
+    """Chooses the run to hold out and predicts its loss from those of a sweep.
 
     Args:
-      config: the experiment.
-      folder: of a finished sweep.
+      config: the experiment's.
+      log: of a finished sweep, the best rate of each cell.
+      rows: its runs that are done, at every rate.
       document: the law fitted to it, as `fit.json` has it.
       errors: as `choose_law` gives them, of this law and the others.
 
@@ -89,7 +84,6 @@ def foresee(
     Raises:
       ValueError: fewer than two budgets have a minimum.
     """
-    log = read(folder)
     n, d, c, loss = (
         log.columns[x] for x in ("num_params", "num_tokens", "flops", "loss")
     )
@@ -98,21 +92,23 @@ def foresee(
         "parabola", isoflop.by_parabola(groups), groups.flops, groups.strata
     )
     if found.num_params is None or found.loss is None or found.num_tokens is None:
-        raise ValueError(f"{folder}: {'; '.join(found.warnings)}")
+        raise ValueError(f"{log.source}: {'; '.join(found.warnings)}")
     flops = config.held_out_factor * max(config.budgets)
-    model = nearest(config, float(found.num_params(np.array([flops]))[0]))
+    size = float(found.num_params(np.array([flops]))[0])
+    model = family.nearest(size, num_layers=config.num_layers, seq_len=config.seq_len)
     params, per_token = count(model, config.seq_len)
     batch_tokens = config.batch_size * config.seq_len
     num_steps = round(flops / per_token / batch_tokens)
     num_tokens = num_steps * batch_tokens
-    rate, powers = learning_rate(rows_of(folder), model.hidden_size, num_tokens)
+    width = model.hidden_size
+    rate, powers = learning_rates.extrapolate(rows, width, num_tokens)
     fit = result.from_json(document)
     at = {
         "num_params": np.array([float(params.total)]),
         "num_tokens": np.array([float(num_tokens)]),
         "flops": np.array([per_token * num_tokens]),
     }
-    told = predict(fit, at, "prediction", config.level)
+    told = fits_fit.predict(fit, at, "prediction", config.level)
     best, low, high = (float(x[0]) for x in told)
     by_law = {fit.law: best}
     for name in errors:
@@ -120,7 +116,7 @@ def foresee(
             other = fits_fit.fit(
                 published.find(name), log.columns, cluster=log.labels()
             )
-            by_law[name] = float(predict(other, at)[0][0])
+            by_law[name] = float(fits_fit.predict(other, at).loss[0])
     value, between = average(by_law, errors)
     spread = seed_spread([row.cells for row in log.raw])
     half = intervals.student(config.level, 10**6) * math.hypot(spread, between)
@@ -131,11 +127,13 @@ def foresee(
     return {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "conventions": CONVENTIONS,
-        "runs_sha256": hashlib.sha256((folder / "runs.jsonl").read_bytes()).hexdigest(),
+        "runs_sha256": hashlib.sha256(
+            (log.source / "runs.jsonl").read_bytes()
+        ).hexdigest(),
         "num_runs": len(log.runs),
         "largest_fitted_flops": float(c.max()),
         "best_fitted_loss": float(loss[largest].min()),
-        "width": model.hidden_size,
+        "width": width,
         "num_params": params.total,
         "num_steps": num_steps,
         "num_tokens": num_tokens,
@@ -178,68 +176,12 @@ def average(by_law: dict[str, float], errors: dict[str, float]) -> tuple[float, 
     Returns:
       The average, and the standard deviation of ln L about it.
     """
-    logs_ = np.log([by_law[name] for name in by_law])
+    logs_ = np.log([*by_law.values()])
     weights = np.array([errors[name] for name in by_law]) ** -2.0
     weights = weights if weights.any() else np.ones(len(logs_))
     mean = float(np.average(logs_, weights=weights))
     spread = math.sqrt(np.average((logs_ - mean) ** 2, weights=weights))
     return math.exp(mean), spread
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Reads the runs of a sweep that are done, at every learning rate."""
-    lines = (folder / "runs.jsonl").read_text("utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [row for row in rows if row["status"] == "done"]
-
-
-def optimal_rates(rows: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """Finds the best learning rate of every cell that has one between others.
-
-    Returns:
-      Width, tokens and rate; by a parabola in the rate's logarithm through the best
-      and its two neighbours, on the first seed.
-    """
-    first = min(row["seed"] for row in rows)
-    cells: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["seed"] == first:
-            cells.setdefault(row["cell"], []).append(row)
-    found = []
-    for each in cells.values():
-        each.sort(key=lambda row: row["learning_rate"])
-        losses = [row["loss"] for row in each]
-        at = int(np.argmin(losses))
-        if not 0 < at < len(each) - 1:
-            continue
-        x = np.log([row["learning_rate"] for row in each[at - 1 : at + 2]])
-        bend, slope, _ = np.polyfit(x - x[1], losses[at - 1 : at + 2], 2)
-        rate = math.exp(x[1] - slope / (2 * bend)) if bend > 0 else math.exp(x[1])
-        found.append((each[0]["hidden_size"], each[0]["num_tokens"], rate))
-    return found
-
-
-def learning_rate(
-    rows: list[dict[str, Any]], width: int, num_tokens: int
-) -> tuple[float, tuple[float, float]]:
-    """Extrapolates the best learning rate: a power of the width times one of tokens.
-
-    Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715.
-
-    Returns:
-      The rate; and the two exponents. Where fewer than three widths and two lengths
-      have an optimum, that of the nearest cell by tokens, in proportion to 1 / width.
-    """
-    found = optimal_rates(rows)
-    if len({w for w, _, _ in found}) >= 3 and len({d for _, d, _ in found}) >= 2:
-        w, d, rate = np.log(np.array(found, float)).T
-        design = np.stack([np.ones(len(w)), w, d], 1)
-        constant, of_width, of_tokens = np.linalg.lstsq(design, rate, rcond=None)[0]
-        value = constant + of_width * math.log(width) + of_tokens * math.log(num_tokens)
-        return float(f"{math.exp(value):.4g}"), (float(of_width), float(of_tokens))
-    best = min(rows, key=lambda row: (abs(row["num_tokens"] - num_tokens), row["loss"]))
-    scale = best["hidden_size"] / width
-    return float(f"{best['learning_rate'] * scale:.4g}"), (-1.0, 0.0)
 
 
 def seed_spread(rows: list[Any]) -> float:

@@ -1,101 +1,39 @@
 """What `isoflop` says: what must hold, its numbers, and tables for a person."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from experiments.framework import Claim, Part, Sheet, judge, units
+from experiments.framework import Ours, Part, Sheet, beside, ours, units
 from experiments.training.isoflop.outcomes import Result
 
 RANGE = (0.35, 0.65)
 """Where the exponent of N* should lie: around one half, as far as tiny models say."""
-MAX_ERROR_SHARE = 0.2
-MAX_EXCESS = 0.01
-_LECTURE = "the lectures, compute trade-off: best N and D of a budget by small runs"
-_CHINCHILLA = "Hoffmann et al. 2022, arXiv:2203.15556, table 2"
 
 
-def claims(result: Result) -> list[Claim]:
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
     """Holds the minima, the exponent and the prediction against what they should be."""
     found = metrics(result)
-    a, low, high = (found[x] for x in ("exponent", "exponent_low", "exponent_high"))
     middle, half = sum(RANGE) / 2, (RANGE[1] - RANGE[0]) / 2
-    said = [
-        judge(
-            "budgets whose best size lies between others, in a U that opens upward",
-            source=_LECTURE,
-            published=3,
-            ours=found["interior_minima"],
-            unit="budgets",
-            relation="at_least",
-        ),
-        judge(
-            "the best size grows with about the square root of the compute",
-            source=f"{_CHINCHILLA}: 0.49 by isoFLOP curves",
-            published=middle,
-            ours=a,
-            unit="1",
-            tolerance=half,
-            note=f"By parabolas; 90 % interval {low:.3f} to {high:.3f}.",
-        ),
-        judge(
-            "and so say both ends of its interval",
-            source=_CHINCHILLA,
-            published=half,
-            ours=max(abs(low - middle), abs(high - middle)),
-            unit="1",
-            relation="at_most",
-            note="The distance of the farther end from one half.",
-        ),
-    ]
-    said.append(
-        judge(
-            "a rate that is constant and then falls ends as low as a cosine",
-            source="Hägele et al. 2024, arXiv:2405.18392, section 4",
-            published=MAX_EXCESS,
-            ours=-found["cosine_excess"],
-            unit="1",
-            relation="at_most",
-            note=(
-                "Mean of ln(best loss of several such rates / loss under one cosine), "
-                f"{found['cosine_runs']} sizes and lengths; standard error "
-                f"{found['cosine_excess_se']:.4f}."
-            ),
-        )
-    )
-    if "error_share" not in found:
-        return said
-    return [
-        *said,
-        judge(
-            "the law foresees a larger run's loss, as a share of what it gains",
-            source=_LECTURE,
-            published=MAX_ERROR_SHARE,
-            ours=abs(found["error_share"]),
-            unit="1",
-            relation="at_most",
-            note=(
-                f"{found['held_out_factor']:.3g} times the compute; foreseen "
-                f"{found['predicted']:.4f}, came {found['truth']:.4f}, the best that "
-                f"was fitted {found['best_fitted_loss']:.4f}; a log-linear law misses "
-                f"by {abs(found['log_linear_error_share']):.3g}."
-            ),
-        ),
-        judge(
-            "the truth lies in the 90 % interval that was told before",
-            source=_LECTURE,
-            published=1,
-            ours=float(found["is_inside"]),
-            unit="1",
-            note=f"{found['low']:.4f} to {found['high']:.4f}.",
-        ),
-    ]
+    farther = max(abs(found[f"exponent_{x}"] - middle) for x in ("low", "high"))
+    a = found["exponent"]
+    yield ours("minima", found["interior_minima"])
+    yield ours("exponent", a, published=middle, tolerance=half, **found)
+    yield ours("ends", farther, published=half)
+    yield ours("cosine", -found["cosine_excess"], **found)
+    if result.truth:
+        missed = abs(found["log_linear_error_share"])
+        share = abs(found["error_share"])
+        yield ours("prediction", share, log_linear_miss=missed, **found)
+        yield ours("interval", float(found["is_inside"]), **found)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gathers the numbers."""
-    foreseen, fit = json.loads(result.prediction), json.loads(result.fit.document)
+    predicted, fit = result.predicted, json.loads(result.fit.document)
     by_method = {x["method"]: x for x in fit["frontiers"]}
     parabola = by_method["parabola"]
     rows = [json.loads(line) for line in result.runs.splitlines()]
@@ -118,35 +56,34 @@ def metrics(result: Result) -> dict[str, Any]:
         "cosine_excess_se": float(ratios.std(ddof=1) / ratios.size**0.5),
         "law_exponent": fit["exponents"]["a"],
         "law": fit["law"],
-        "largest_fitted_flops": foreseen["largest_fitted_flops"],
-        "best_fitted_loss": foreseen["best_fitted_loss"],
-        "held_out_width": foreseen["width"],
-        "held_out_params": foreseen["num_params"],
-        "held_out_tokens": foreseen["num_tokens"],
-        "held_out_flops": foreseen["flops"],
-        "held_out_factor": foreseen["flops"] / foreseen["largest_fitted_flops"],
-        "predicted": foreseen["predicted"],
-        "level": foreseen["level"],
-        "low": foreseen["low"],
-        "high": foreseen["high"],
-        "log_linear": foreseen["log_linear"],
-        "seed_spread": foreseen["seed_spread"],
+        "largest_fitted_flops": predicted["largest_fitted_flops"],
+        "best_fitted_loss": predicted["best_fitted_loss"],
+        "held_out_width": predicted["width"],
+        "held_out_params": predicted["num_params"],
+        "held_out_tokens": predicted["num_tokens"],
+        "held_out_flops": predicted["flops"],
+        "held_out_factor": predicted["flops"] / predicted["largest_fitted_flops"],
+        "predicted": predicted["predicted"],
+        "level": predicted["level"],
+        "low": predicted["low"],
+        "high": predicted["high"],
+        "log_linear": predicted["log_linear"],
+        "seed_spread": predicted["seed_spread"],
         "seconds_of_fitted_runs": sum(row["seconds"] for row in rows),
     }
-    held_out = json.loads(result.held_out) if result.held_out else {}
-    if held_out.get("loss") is None:
+    if not result.truth:
         return found
-    truth = held_out["loss"]
-    gain = foreseen["best_fitted_loss"] - truth
+    truth = result.truth["loss"]
+    gain = predicted["best_fitted_loss"] - truth
     return found | {
         "truth": truth,
-        "tried": held_out["tried"],
-        "truth_se": held_out["loss_se"],
-        "truth_seconds": held_out["seconds"],
+        "tried": result.truth["tried"],
+        "truth_se": result.truth["loss_se"],
+        "truth_seconds": result.truth["seconds"],
         "gain": gain,
-        "error_share": (foreseen["predicted"] - truth) / gain,
-        "log_linear_error_share": (foreseen["log_linear"] - truth) / gain,
-        "is_inside": bool(foreseen["low"] <= truth <= foreseen["high"]),
+        "error_share": (predicted["predicted"] - truth) / gain,
+        "log_linear_error_share": (predicted["log_linear"] - truth) / gain,
+        "is_inside": bool(predicted["low"] <= truth <= predicted["high"]),
     }
 
 
@@ -196,50 +133,49 @@ def _approaches(result: Result) -> Sheet:
 def _budgets(result: Result) -> Sheet:
     optima, rows = result.optima, []
     at = [*optima.methods].index("parabola")
-    for i, flops in enumerate(optima.flops):
+    minima = zip(
+        optima.num_params[at], optima.num_tokens[at], optima.loss[at], strict=True
+    )
+    for i, (n, d, loss) in enumerate(minima):
         mine = result.fit.group == i
-        n, d, loss = (
-            x[at][i] for x in (optima.num_params, optima.num_tokens, optima.loss)
-        )
-        is_there = np.isfinite(n)
-        rows.append(
-            (
-                f"{flops:.3g}",
-                str(len(np.unique(result.fit.num_params[mine]))),
-                units.cell(float(n)) if is_there else "none",
-                units.cell(float(d)) if is_there else "",
-                f"{d / n:.3g}" if is_there else "",
-                f"{loss:.4f}" if is_there else "",
-                f"{result.fit.loss[mine].min():.4f}",
-            )
-        )
+        cells = ["none", "", "", ""]
+        if np.isfinite(n):
+            cells = [units.cell(float(n)), units.cell(float(d))]
+            cells += [f"{d / n:.3g}", f"{loss:.4f}"]
+        num_sizes = len(np.unique(result.fit.num_params[mine]))
+        lowest = result.fit.loss[mine].min()
+        flops = f"{optima.flops[i]:.3g}"
+        rows.append((flops, str(num_sizes), *cells, f"{lowest:.4f}"))
     heads = ("C", "sizes", "N*", "D*", "D*/N*", "L*", "best run")
     return Sheet("budgets", heads, rows, "Minima of parabolas through all sizes.")
 
 
 def _prediction(result: Result) -> Sheet:
-    foreseen, found = json.loads(result.prediction), metrics(result)
+    predicted, found = result.predicted, metrics(result)
     rows = [
-        ("said at", foreseen["made_at"]),
-        ("model", f"width {foreseen['width']}, {foreseen['num_params']:,} parameters"),
-        ("tokens", f"{foreseen['num_tokens']:,}"),
-        ("compute", f"{foreseen['flops']:.3g} FLOP"),
+        ("said at", predicted["made_at"]),
+        (
+            "model",
+            f"width {predicted['width']}, {predicted['num_params']:,} parameters",
+        ),
+        ("tokens", f"{predicted['num_tokens']:,}"),
+        ("compute", f"{predicted['flops']:.3g} FLOP"),
         ("over the largest fitted", f"{found['held_out_factor']:.3g}"),
-        ("learning rate", f"{foreseen['learning_rate']:.4g}"),
+        ("learning rate", f"{predicted['learning_rate']:.4g}"),
         (
             "foreseen, three laws averaged",
-            f"{foreseen['predicted']:.4f} ({foreseen['low']:.4f} to "
-            f"{foreseen['high']:.4f})",
+            f"{predicted['predicted']:.4f} ({predicted['low']:.4f} to "
+            f"{predicted['high']:.4f})",
         ),
-        ("by a log-linear law", f"{foreseen['log_linear']:.4f}"),
-        *((f"by {name}", f"{x:.4f}") for name, x in foreseen["by_law"].items()),
+        ("by a log-linear law", f"{predicted['log_linear']:.4f}"),
+        *((f"by {name}", f"{x:.4f}") for name, x in predicted["by_law"].items()),
         *(
             (f"{name} on the largest budgets", f"off by {100 * x:.2f} %")
-            for name, x in foreseen["rollout_errors"].items()
+            for name, x in predicted["rollout_errors"].items()
         ),
-        ("best of the fitted", f"{foreseen['best_fitted_loss']:.4f}"),
+        ("best of the fitted", f"{predicted['best_fitted_loss']:.4f}"),
     ]
-    if "truth" in found:
+    if result.truth:
         rows += [
             *((f"at rate {rate:.4g}", _loss(x)) for rate, x in found["tried"]),
             ("truth", f"{found['truth']:.4f}"),
@@ -250,7 +186,7 @@ def _prediction(result: Result) -> Sheet:
             ),
             ("inside the interval", "yes" if found["is_inside"] else "no"),
         ]
-    return Sheet("the run that was foreseen", ("", ""), rows, foreseen["conventions"])
+    return Sheet("the run that was foreseen", ("", ""), rows, predicted["conventions"])
 
 
 def _loss(value: float | None) -> str:

@@ -30,12 +30,11 @@ from experiments.framework import (
 )
 from experiments.harness import sweep_tables
 from experiments.plotting import style
-from experiments.training.isoflop import prediction
 from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.sweeps import SweepConfig, family
-from scaling.sweeps.learning_rates import Powers, fit_powers
+from scaling.sweeps.learning_rates import Powers, fit_powers, optimal_rates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +72,7 @@ class Config:
     @property
     def sweep(self) -> SweepConfig:
         """The grid of runs."""
-        names = {x.name for x in dataclasses.fields(SweepConfig)}
-        fields = {name: x for name, x in vars(self).items() if name in names}
-        layers, seq_len = self.num_layers, self.seq_len
-        return SweepConfig(
-            models=tuple(family.shape(width, layers, seq_len) for width in self.widths),
-            base_width=family.BASE_WIDTH,
-            seeds=(self.seed,),
-            min_steps=1,
-            **fields,
-        )
+        return family.sweep_of(self, seeds=(self.seed,), min_steps=1)
 
 
 CONFIGS = {
@@ -151,7 +141,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         records = sweep_tables.run(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
-    best = Optima.of(prediction.optimal_rates(rows) if rows else [])
+    best = Optima.of(optimal_rates(rows) if rows else [])
     return Result(
         runs=Runs.of([row[name] for name in names] for row in rows),
         best=best,

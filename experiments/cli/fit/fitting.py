@@ -1,0 +1,184 @@
+"""Reads a log, fits the laws to it, and writes down what was found."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.cli.fit import drawing, grids, report
+from experiments.cli.fit.command import Config
+from experiments.cli.fit.outcomes import Result
+from experiments.cli.fit.parts import ROLLOUT, Part, fit_parts
+from experiments.framework import config_json
+from jaxkv.progress import QUIET, Progress
+from scaling.fits import FitResult, goodness
+from scaling.fits.fit import abridged, predict, to_json
+from scaling.laws import Law, published
+from scaling.logs import SIZES, Log, doubts
+from scaling.logs.columns import Columns
+from scaling.logs.log import read
+from scaling.sweeps import folder
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Reads the log, fits the laws, and finds the frontiers.
+
+    Once it is stopped it bootstraps no more: fits that have no resamples yet keep the
+    intervals of their curvature, and say so.
+
+    Raises:
+      ValueError: the log, a rule or a law cannot be used.
+    """
+    chosen = [published.find(name) for name in config.laws]
+    if len({law.target for law in chosen}) > 1:
+        raise ValueError(f"{config.law}: laws of different targets")
+    log = _read(config, chosen)
+    is_fitted = np.ones(len(log.runs), bool)
+    if config.where:
+        is_fitted = log.select(config.where)
+    elif config.hold_out:
+        is_fitted = ~log.select(config.hold_out)
+    if not is_fitted.any():
+        raise ValueError(f"{config.log}: the rule leaves no row to fit")
+    parts, unfitted = fit_parts(config, chosen, log, is_fitted, progress)
+    if config.by:  # what cannot be fitted is told of, and not drawn
+        there = np.any([part.rows for part in parts], axis=0)
+        log, is_fitted = log.take(there), is_fitted[there]
+        parts = [part._replace(rows=part.rows[there]) for part in parts]
+    progress.show("the objective over the plane")
+    num_runs = len(log.runs)
+    predicted = np.full((len(chosen), num_runs), np.nan)
+    for part in parts:
+        mine = {name: column[part.rows] for name, column in log.columns.items()}
+        predicted[:, part.rows] = [predict(x, mine).loss for x in part.fits]
+    sizes, curves = grids.curves(parts, log.columns)
+    grouped = grids.parabolas_of(parts, is_fitted)
+    first = parts[0]
+    seen = log.take(first.rows & is_fitted)
+    unknown = np.full(num_runs, np.nan)
+    return Result(
+        document=config_json.dumps(_document(config, log, parts, is_fitted, unfitted)),
+        target=chosen[0].target,
+        row=np.array([row.number for row in log.raw]),
+        **{name: log.columns.get(name, unknown) for name in SIZES},
+        loss=log.columns[chosen[0].target],
+        is_fitted=is_fitted,
+        predicted=predicted,
+        laws=np.array(config.laws),
+        sizes=sizes,
+        curves=curves,
+        frontier=grids.frontier(parts, log.columns),
+        group=grouped.group,
+        parabolas=grouped.curves,
+        minima=grouped.minima,
+        contour=grids.contour(first.fits[0], seen.columns),
+    )
+
+
+def _read(config: Config, chosen: list[Law]) -> Log:
+    """Reads what the laws need of the log."""
+    needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
+    columns = _columns(config)
+    for name in columns.others:
+        if name not in needs:
+            line = config_json.unknown("input", name, needs)
+            raise ValueError(f"--columns {name}: no law here reads it: {line}")
+    return read(
+        Path(config.log),
+        columns,
+        needs=needs,
+        ignore=config.ignore,
+        last_of=config.names("last_of"),
+        best_of=config.names("best_of"),
+    )
+
+
+def _columns(config: Config) -> Columns:
+    names = ("n", "d", "c", "loss", "run", "n_unit", "d_unit", "c_unit", "loss_unit")
+    return Columns(
+        **{name: getattr(config, name) for name in (*names, "count")},
+        others=dict(pair.split("=", 1) for pair in config.columns),
+    )
+
+
+def _document(
+    config: Config,
+    log: Log,
+    parts: list[Part],
+    is_fitted: np.ndarray,
+    unfitted: list[str],
+) -> dict[str, Any]:
+    """What `fit.json` holds: the first fit, the others, and what they rest on."""
+    first, *others = (_described(config, part, x) for part in parts for x in part.fits)
+    axis = "compute" if "flops" in log.columns else "input"
+    rolled_out = f"up to {ROLLOUT:g} of the largest {axis}"
+    scored = f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
+    if is_fitted.all():
+        scored = f"Held-out errors are of fits to the runs {rolled_out}, on the others."
+    # All that the options say of columns.
+    rules = (config.where, config.hold_out, config.ignore)
+    picks = (config.last_of, config.best_of, config.by)
+    used = [x for x in (*rules, *picks, *config.columns) if x]
+    notes, frontiers, warnings, shifts = [], [], [], []
+    for part in parts:
+        group = {"group": part.label} if config.by else {}
+        notes += map(part.say, part.found.notes)
+        every = [*part.found.frontiers, *part.found.windows]
+        frontiers += [report.frontier_json(each) | group for each in every]
+        warnings += map(part.say, part.found.warnings)
+        for fit in part.fits:
+            warnings += map(part.say, report.against(fit, part.found))
+        if shift := report.expected_shift(part.found):
+            shifts.append(part.say(shift))
+    notes += [
+        part.say(f"{fit.law}: not scored: too few runs, or too alike, {rolled_out}")
+        for part in parts
+        for fit in part.fits
+        if fit.held_out is None
+    ]
+    return first | {
+        "others": others,
+        **({"by": config.by} if config.by else {}),
+        "log": config.log,
+        "log_warnings": [*unfitted, *doubts.find(log, _columns(config), used)],
+        "count": log.count,
+        "shape": folder.shape(Path(config.log)),
+        "notes": [*log.notes, *_choices(config, log, is_fitted), *notes],
+        "scored": scored,
+        "frontiers": frontiers,
+        "frontier_warnings": warnings,
+        "shift": " ".join(shifts),
+    }
+
+
+def _described(config: Config, part: Part, fit: FitResult) -> dict[str, Any]:
+    """A fit, with its law and how far its runs are off."""
+    law = fit.find_law()
+    return to_json(fit) | {
+        "formula": law.formula,
+        "source": law.source,
+        "residual_sizes": goodness.measure(fit.residuals)._asdict(),
+        **({"group": part.label} if config.by else {}),
+    }
+
+
+def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
+    """Says what follows from the options and sizes, and may surprise."""
+    num_fitted, num_rows = int(is_fitted.sum()), is_fitted.size
+    if line := abridged(num_fitted):
+        yield line
+    if num_fitted > (most := grids.MAX_ROWS):
+        yield f"the objective over the plane is not drawn: above {most:,} rows"
+    if num_rows > (most := drawing.MAX_DOTS):
+        yield f"the figure's dots are {most:,} of {num_rows:,} rows"
+    if is_fitted.all() and (rule := config.where or config.hold_out):
+        yield f"the rule {rule!r} holds out no run"
+    num_raw = sum(row.cells.get("decayed") is False for row in log.raw)
+    if 0 < num_raw < len(log.raw):
+        yield f"{num_raw} of {len(log.raw)} runs ended before their rate was decayed"
+    if not log.has_one_row_per_run:
+        yield (
+            f"{len({*log.runs})} runs in {len(log.runs)} rows: all rows are fitted, "
+            "and resamples draw runs"
+        )

@@ -1,0 +1,181 @@
+"""Fits laws to a log as one, or each group of its rows by itself; and scores them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
+
+from experiments.cli.fit.command import Config
+from jaxkv.progress import Progress
+from scaling.fits import FitResult, diagnostics, prediction
+from scaling.fits import fit as fits_fit
+from scaling.frontiers.find import Found, find
+from scaling.laws import Law
+from scaling.logs import Log
+
+ROLLOUT = 0.1
+"""Of the largest compute: what a rollout is fitted to, where no rule says which."""
+ROLLOUT_RESAMPLES = 500
+"""At most, for the intervals that a rollout's runs should lie in."""
+
+
+class _Stopped(Exception):
+    """Raised inside a bootstrap whose person has pressed Ctrl-C."""
+
+
+class Part(NamedTuple):
+    """Rows that are fitted together, and what was fitted to them.
+
+    Attributes:
+      label: of the group; empty for a log that is one.
+      rows: which of the log's rows, those held out among them.
+      fits: by law.
+      found: their frontiers.
+    """
+
+    label: str
+    rows: Bool[np.ndarray, " runs"]
+    fits: list[FitResult]
+    found: Found
+
+    def say(self, line: str) -> str:
+        """Says which group a sentence is about."""
+        return f"{self.label}: {line}" if self.label else line
+
+
+def fit_parts(
+    config: Config,
+    chosen: list[Law],
+    log: Log,
+    is_fitted: Bool[np.ndarray, " runs"],
+    progress: Progress,
+) -> tuple[list[Part], list[str]]:
+    """Fits all laws to each group of `config.by`, or to the log as one.
+
+    Args:
+      config: how to fit.
+      chosen: the laws.
+      log: the runs.
+      is_fitted: which of them are fitted; the others are held out.
+      progress: watches.
+
+    Returns:
+      The groups, at least one, and why others were not fitted, in sentences.
+
+    Raises:
+      ValueError: the log, or every group of it, cannot be fitted.
+    """
+    parts, doubts = [], []
+    for label, rows in _groups(config, log):
+        if label:
+            progress.show(f"{config.by} {label}")
+        try:
+            parts.append(_part(config, chosen, log, label, rows, is_fitted, progress))
+        except ValueError as error:
+            if not config.by:
+                raise
+            doubts.append(f"{config.by} {label}: not fitted: {error}")
+    if not parts:
+        raise ValueError(f"{config.log}: no group can be fitted, such as {doubts[0]}")
+    return parts, doubts
+
+
+def _groups(config: Config, log: Log) -> Iterator[tuple[str, np.ndarray]]:
+    """The groups in the order of their first rows."""
+    if not config.by:
+        yield "", np.ones(len(log.runs), bool)
+        return
+    labels = np.array(log.label(config.names("by")))
+    for label in dict.fromkeys(labels.tolist()):
+        yield label, labels == label
+
+
+def _part(
+    config: Config,
+    chosen: list[Law],
+    log: Log,
+    label: str,
+    rows: np.ndarray,
+    is_fitted: np.ndarray,
+    progress: Progress,
+) -> Part:
+    """Fits all laws to one group, and finds its frontiers."""
+    if not (rows & is_fitted).any():
+        raise ValueError(f"{config.log}: the rule leaves no row to fit")
+    seen, others = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
+    if label and seen.curves is not None:
+        mine = {log.runs[i] for i in np.flatnonzero(rows)}
+        curves = seen.curves.take(np.array([x in mine for x in seen.curves.runs]))
+        seen = seen._replace(curves=curves if curves.runs else None)
+    fits = [_fit(config, law, seen, others, progress) for law in chosen]
+    found = find(
+        seen,
+        tolerance=config.tolerance,
+        smoothing=config.smoothing,
+        resamples=config.bootstrap,
+        level=config.level,
+        seed=config.seed,
+        progress=progress,
+    )
+    return Part(label, rows, fits, found)
+
+
+def _fit(
+    config: Config, law: Law, seen: Log, others: Log, progress: Progress
+) -> FitResult:
+    """Fits a law to the rows that are seen, and scores it on others.
+
+    If there are none, a fit to the small ones of `seen` is scored on the larger.
+    """
+    options: dict[str, Any] = {
+        "loss": config.loss_kind,
+        "delta": config.delta,
+        "space": config.space,
+        "level": config.level,
+        "seed": config.seed,
+        "cluster": seen.labels(),  # runs are resampled, not rows
+        "fixed": config.fixed,
+        "bounds": config.bounds,
+    }
+    fit = _resampled(law, seen, config.bootstrap, options, progress)
+    if others.runs:
+        return fits_fit.scored(fit, others.columns)
+    flops = prediction.compute(law, seen.columns)
+    is_large = flops > ROLLOUT * flops.max()
+    if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
+        return fit
+    options["bootstrap"] = 0 if progress.stopped else ROLLOUT_RESAMPLES
+    options["bootstrap"] = min(config.bootstrap, options["bootstrap"])
+    try:
+        held_out = fits_fit.rollout(law, seen.columns, is_large, **options).held_out
+    except ValueError:  # such as one size among the small runs
+        return fit
+    assert held_out is not None
+    doubts = diagnostics.held_out(held_out)
+    return fit._replace(held_out=held_out, warnings=[*fit.warnings, *doubts])
+
+
+def _resampled(
+    law: Law, log: Log, resamples: int, options: dict[str, Any], progress: Progress
+) -> FitResult:
+    """Fits a law with resamples, or, interrupted, without."""
+    if not resamples:
+        return fits_fit.fit(law, log.columns, **options)
+    update = progress.bar(law.name, resamples, "resamples")
+
+    def report(done: float) -> None:
+        update(done)
+        if progress.stopped:
+            raise _Stopped
+
+    if not progress.stopped:
+        try:
+            return fits_fit.fit(
+                law, log.columns, bootstrap=resamples, progress=report, **options
+            )
+        except _Stopped:
+            pass
+    said = "interrupted before its resamples: the intervals are from the curvature"
+    first = fits_fit.fit(law, log.columns, **options)
+    return first._replace(warnings=[*first.warnings, said])

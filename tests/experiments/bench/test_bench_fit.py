@@ -1,0 +1,45 @@
+"""The benchmark of fitting: everyone finds the same, with the right gradient."""
+
+import numpy as np
+import pytest
+
+from experiments.bench.fit import experiment, peers
+from experiments.training.fit_coverage import surfaces
+from tests.support.commands import Command, document
+from tests.support.impatience import Impatient
+
+
+def test_rows_for_everyone(jaxkv: Command) -> None:
+    found = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
+    rows = found["rows"]
+    assert [row["method"] for row in rows[:3]] == [
+        *("jaxkv", "jaxkv, first call", "NumPy gradient + SciPy BFGS")
+    ]
+    assert rows[-1]["method"] == "finite differences + SciPy BFGS"
+    for row in rows:
+        assert set(row) == {"method", "seconds", "worst_excess"}
+        assert row["seconds"] > 0
+        # Everyone ends near the same optima, ours never above by more than rounding.
+        assert row["worst_excess"] < (1e-8 if "jaxkv" in row["method"] else 1e-4)
+    assert min(row["worst_excess"] for row in rows) < 1e-9
+    assert found["details"][0]["resamples"] == 20
+
+
+def test_a_piece_is_whole_or_not_there() -> None:
+    config = experiment.Config(num_points=32, num_resamples=6, num_pieces=3, slow=False)
+    rows = experiment.run(config, Impatient("resamples"))
+    assert [row["resamples"] for row in rows] == [4, 6, 4]
+    assert "4 resamples of 32 runs" in str(experiment.summary(rows)[0])
+    assert experiment.summary([]) == []
+
+
+def test_the_gradient_by_hand() -> None:
+    data = surfaces.runs(32)
+    columns = (data[x] for x in ("num_params", "num_tokens", "loss"))
+    runs = peers.Runs(*map(np.log, columns))
+    x = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])
+    value, gradient = peers.value_and_gradient(x, runs)
+    assert value == pytest.approx(peers.objective(x, runs))
+    for i, step in enumerate(1e-7 * np.eye(5)):
+        ends = [peers.objective(x + sign * step, runs) for sign in (1, -1)]
+        assert gradient[i] == pytest.approx((ends[0] - ends[1]) / 2e-7, rel=1e-4)

@@ -1,0 +1,455 @@
+"""The kernel benchmark: its document, what it refuses to time, and how it counts."""
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+from experiments.bench import peer_process
+from experiments.bench.kernels import calls as kernels_calls
+from experiments.bench.kernels import experiment, processes, report, runs
+from experiments.bench.kernels.calls import Implementation, Run
+from experiments.bench.kernels.experiment import Config
+from experiments.framework.report import Sheet
+from jaxkv.progress import Quiet
+from pallas_kernels import devices
+from pallas_kernels.bench import deviceless, grouped_specs, problems, specs
+from pallas_kernels.bench import timing as bench_timing
+from pallas_kernels.bench.specs import Spec
+from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
+from pallas_kernels.devices import Target
+from pallas_kernels.paged_attention import decode_plan, merging, stream_k
+from tests.support import smoke
+from tests.support.commands import Command, document
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+KEYS = {
+    *("spec", "implementation", "seconds", "error"),
+    *("bytes", "flops", "fraction", "ratio"),
+    *("call_s", "plan_s", "plan_per_layer_s", "merge_s", "t0_s"),
+}
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts two implementations in place of all: one of ours, one peer."""
+
+    def install(**calls: Any) -> None:
+        everyone = [
+            Implementation(name, name != "ours", call, 0.1 if name == "shared" else 1.0)
+            for name, call in calls.items()
+        ]
+        monkeypatch.setattr(runs, "of_attention", lambda: everyone)
+
+    return install
+
+
+def right(problem: problems.Problem) -> Run:
+    return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
+
+
+@pytest.mark.thorough
+def test_the_command_gives_its_document(
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a machine that was only lent.
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    found = document(jaxkv, "bench", "kernels", "smoke", "--out", "run")
+    assert found["device"] == "cpu"
+    assert found["ceilings"].keys() == set(Ceilings._fields)
+    rows, absent = found["rows"], found["absent"]
+    assert all(row.keys() >= KEYS for row in rows)
+    *attention, copy = [spec.name for spec in specs.SETS["tiny"]]
+    (products,) = [spec.name for spec in grouped_specs.SETS["tiny"]]
+    known = [*attention, copy, products]
+    assert list(dict.fromkeys(row["spec"] for row in rows)) == known
+    for row in rows:
+        assert row["seconds"] > 0
+        assert row["error"] < 1e-5
+        assert row["clock"] == "wall"
+    by_name = {(row["spec"], row["implementation"]): row for row in rows}
+    peers_of = dict.fromkeys(attention, ("XLA gather", "XLA contiguous"))
+    peers_of[products] = ("XLA ragged_dot", "XLA all experts")
+    for name, names in peers_of.items():
+        peers = [row for row in rows if row["spec"] == name and row["is_peer"]]
+        assert {*names} <= {peer["implementation"] for peer in peers}
+        best = min(peer["seconds"] for peer in peers)
+        ours = by_name[name, "reference"]
+        assert ours["ratio"] == pytest.approx(best / ours["seconds"])
+    assert by_name[copy, "reference"]["error"] == 0
+    reasons = {row["implementation"]: row["note"] for row in absent}
+    assert reasons["cuDNN contiguous"] == "cuDNN needs a GPU"
+    assert "is a cpu, not a GPU" in reasons["mosaic_gpu"]
+    assert Path("run/figure.png").stat().st_size > 10_000
+    assert "XLA gather" in Path("run/report.md").read_text("utf-8")
+
+
+def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
+    def broken(problem: problems.Problem) -> Run:
+        raise RuntimeError("out of memory\nand a long story")
+
+    few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
+    result = experiment.run(Config(shapes="tiny", only="decode"))
+    ours, theirs = result[1:]
+    assert ours["note"] == "its answer is wrong: error=0.5"
+    assert theirs["note"] == "RuntimeError: out of memory"
+    assert ours["seconds"] is ours["ratio"] is theirs["seconds"] is None
+    assert not experiment.metrics(result)["rows"]
+    (_, sheet) = report.sheets(result)
+    assert isinstance(sheet, Sheet)
+    assert [row[0] for row in sheet.rows] == ["ours", "theirs"]
+    nan = lambda problem: right(problem)._replace(error=lambda: float("nan"))  # noqa: E731
+    few(ours=nan, theirs=nan)
+    assert experiment.run(Config(shapes="tiny", only="decode"))[1]["seconds"] is None
+
+
+@pytest.mark.thorough
+def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
+    class Impatient(Quiet):
+        """Stops before the second shape."""
+
+        def track(self, items: Any, label: str, unit: str) -> Any:
+            yield next(iter(items))
+
+    (study,) = experiment.STUDIES
+    few(ours=right, theirs=right)
+    result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
+    assert len({row["spec"] for row in result[1:]}) == 1
+    assert {row["implementation"] for row in result[1:]} == {"ours", "theirs"}
+    for kept in (result, result[:1]):
+        assert smoke.draw(study, kept)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
+def test_every_turn_of_everyone_is_right(kind: str) -> None:
+    """Peers lay keys out on their own, and read another table at every call."""
+    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == kind)
+    problem = problems.make(spec, num_turns=2)
+    outs = {}
+    for implementation in runs.of_attention():
+        try:
+            run = implementation.prepare(problem)
+            outs[implementation.name] = [run.call(index) for index in range(3)]
+        except ValueError:
+            continue
+    ours = outs.pop("reference")
+    assert len(outs) == 3
+    for theirs in outs.values():
+        for mine, other in zip(ours, theirs, strict=True):
+            assert jnp.allclose(mine, other, atol=1e-5)
+    assert not jnp.allclose(ours[0], ours[1], atol=1e-2)
+    assert jnp.array_equal(ours[0], ours[2])
+
+
+FAKE = """
+import json, sys
+if sys.argv[2] == "FlashInfer":
+    print(json.dumps({"absent": "no such thing"}), flush=True)
+    sys.exit()
+if sys.argv[2] != "Sdpa":
+    sys.exit(3)
+print(json.dumps({"version": "7"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    assert asked["heads"] == [4, 2, 16] and len(asked["contexts"]) > 1
+    assert (asked["page_size"], asked["max_error"]) == (8, 2e-3)
+    if asked["ancestors"]:
+        assert asked["ancestors"][0][0] == [True] + [False] * 4
+        print(json.dumps({"refused": "no trees"}), flush=True)
+        continue
+    timing = {"seconds": 1e-9, "spread": None, "clock": "cupti"}
+    timing |= {"num_kernels": 1, "longest_s": 1e-9}
+    answer = {"error": 1e-7, "timing": timing, "plan_s": 3.2e-5, "how": "best"}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_peers_answer_from_a_process_of_their_own(
+    few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(peer_process, "MAIN", tmp_path / "fake.py")
+    few(ours=right, theirs=right)
+    config = Config(shapes="tiny", num_calls=2, peer_python=Path(sys.executable))
+    head, *rows = experiment.run(config)
+    assert head["peers"] == {"torch SDPA": "7"}
+    said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
+    assert len(said) == len(specs.SETS["tiny"]) - 1  # not of copies
+    for name, row in said.items():
+        if name.startswith("tree"):
+            assert (row["seconds"], row["note"]) == (None, "no trees")
+        else:
+            assert (row["seconds"], row["ratio"]) == (1e-9, 1)
+            assert row["num_kernels"] == 1
+            # A peer's plan stands beside its time.
+            assert row["plan_per_layer_s"] == pytest.approx(1e-6)
+            assert row["how"] == "best"
+    notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
+    assert notes["FlashInfer"] == "no such thing"
+    assert notes["torch cuDNN"] == "ended early: it said nothing"
+    ours = [row for row in rows if row["implementation"] == "ours"]
+    assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is not None, reason="it is installed here"
+)
+def test_the_real_script_says_what_is_missing(few: Any) -> None:
+    few(ours=right, theirs=right)
+    config = Config(shapes="tiny", only="decode", peer_python=Path(sys.executable))
+    head, *rows = experiment.run(config)
+    assert head["peers"] == {}
+    notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
+    assert notes.keys() == processes.PEERS.keys()
+    # Of a library, never of a file of ours.
+    libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
+    for name, note in notes.items():
+        assert note == f"No module named '{libraries[name]}'"
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked to be run where the device is an H200: nothing runs."""
+    asked: list[Any] = []
+
+    def prepare(*args: Any) -> Run:
+        asked.append(args)
+        return Run(lambda index: None, lambda: 0.0)
+
+    monkeypatch.setattr(kernels_calls, "make_run", prepare)
+    h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
+    monkeypatch.setattr(devices, "current", lambda: h200)
+    return asked
+
+
+def compiled(prepared: list[Any]) -> list[Any]:
+    # Others' code is not as strict as ours.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return [deviceless.compile(run, *turns[0]) for _, run, turns in prepared]
+
+
+without_a_compiler = pytest.mark.skipif(
+    deviceless.available() is not None, reason="no compiler for GPUs"
+)
+
+
+@pytest.mark.slow
+@without_a_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
+def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
+    """All that can be known of them before there is a GPU; cuDNN asks for itself."""
+    rows = 1 if kind == "decode" else 26
+    problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
+    for implementation in runs.of_attention():
+        if implementation.name == "cuDNN contiguous":
+            continue
+        try:
+            implementation.prepare(problem)
+        except ValueError:
+            assert (implementation.name, kind) != ("Pallas Triton", "decode")
+    assert len(compiled(prepared)) >= 3
+
+
+def test_what_is_made_once_a_step_is_shared_by_the_layers(
+    few: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are made up: each kind of call has its own."""
+    one, two, three = (lambda index, n=n: n for n in (1, 2, 3))
+    seconds = {one: 1.0, two: 32.0, three: 0.25}
+
+    def measure(call: Any, *, num_calls: int) -> Timing:
+        return Timing(seconds[call], None, 5, None, "cupti")
+
+    ceilings = Ceilings(1.0, 1.0, 1.0, 0.125, "cupti")
+    monkeypatch.setattr(bench_timing, "measure", measure)
+    monkeypatch.setattr(bench_timing, "measure_ceilings", lambda **sizes: ceilings)
+    empty = lambda num_kernels: Timing(num_kernels * 0.1, None, None, None, "cupti")  # noqa: E731
+    monkeypatch.setattr(bench_timing, "measure_empty", empty)
+    few(
+        ours=lambda problem: Run(one, lambda: 0.0, plan=two, merge=three),
+        theirs=lambda problem: Run(one, lambda: 0.0, plan_s=32.0),
+    )
+    _, ours, theirs = experiment.run(Config(shapes="tiny", only="decode"))
+    assert (ours["call_s"], ours["seconds"], ours["merge_s"]) == (1.0, 2.0, 0.25)
+    assert (theirs["call_s"], theirs["seconds"], theirs["merge_s"]) == (1.0, 1.0, None)
+    for row in (ours, theirs):
+        assert (row["plan_s"], row["plan_per_layer_s"]) == (32.0, 1.0)
+        assert row["t0_s"] == 0.5
+    assert ours["ratio"] == 0.5
+    spec = specs.SETS["tiny"][0]
+    floor_s = ceilings.floor_s(spec.bytes, spec.flops)
+    assert ours["excess_s"] == 2.0 - floor_s
+    assert ours["target_s"] == pytest.approx(floor_s / 0.9 + 0.5)
+
+
+@pytest.mark.thorough
+def test_the_merge_alone_is_given_what_the_kernel_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == "chunk")
+    problem = problems.make(spec)
+    tiling = stream_k.default_tiling(head_dim=64, num_programs=3)
+    make_plan = functools.partial(
+        decode_plan.make_plan,
+        num_slots=spec.batch,
+        kv_heads=spec.heads.kv_heads,
+        group=2,
+        tiling=tiling,
+    )
+    plan = jax.jit(make_plan)(problem.positions, problem.slots)
+    seen: list[Any] = []
+    monkeypatch.setattr(merging, "merge_parts", lambda *given: seen.extend(given))
+    runs.merge_alone(problem, plan)(0)
+    # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
+    assert [x.shape for x in seen[:4]] == [
+        *((2, 2, 40, 16), (2, 2, 40)),
+        *((3, 2, 40, 16), (3, 2, 40)),
+    ]
+    assert [x.shape for x in seen[4:]] == [(3, 2), (3,)]
+
+
+@pytest.mark.thorough
+def test_when_the_time_is_over_nothing_more_begins(
+    few: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(kernels_calls, "now_s", lambda: clock[0])
+
+    def taking(seconds: float) -> Any:
+        def prepare(problem: problems.Problem) -> Run:
+            clock[0] += seconds
+            return right(problem)
+
+        return prepare
+
+    few(ours=taking(30.0), theirs=taking(10.0), shared=taking(11.0))
+    config = Config(shapes="tiny", num_calls=2, max_s=100.0)
+    result = experiment.run(config)
+    said = [(row["implementation"], row["note"]) for row in result[1:10]]
+    share = "skipped: its share of the time, 10 s, was over"
+    over = "skipped: the 100 s were over"
+    # 51 s, 91 s, 121 s: what has begun is finished.
+    assert said[:6] == [
+        *(("ours", ""), ("theirs", ""), ("shared", "")),
+        *(("ours", ""), ("theirs", ""), ("shared", share)),
+    ]
+    assert said[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
+    # Quick is over earlier.
+    clock[0] = 0.0
+    quick = experiment.run(dataclasses.replace(config, quick=True))
+    assert quick[0]["max_s"] == 40.0
+    assert [row["note"] for row in quick[1:4]] == ["", "", over.replace("100", "40")]
+
+
+def test_what_tells_most_comes_first() -> None:
+    chosen = experiment._choose(Config(), "gpu")
+    both = specs.SETS, grouped_specs.SETS
+    quick, real = ([*both[0][name], *both[1][name]] for name in ("quick", "real"))
+    assert {*chosen[: len(quick)]} == {*quick}
+    assert sorted(map(str, chosen)) == sorted(map(str, real))
+
+
+def test_a_peer_that_does_not_answer_is_ended(
+    few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = """print('{"version": "1"}', flush=True)"""
+    (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
+    monkeypatch.setattr(peer_process, "MAIN", tmp_path / "silent.py")
+    monkeypatch.setattr(processes, "PEERS", {"one": ("", "")})
+    few(ours=right)
+    config = Config(
+        shapes="tiny",
+        only="decode",
+        num_calls=2,
+        max_s=2.0,
+        peer_python=Path(sys.executable),
+    )
+    *_, row = experiment.run(config)
+    assert row["implementation"] == "one"
+    assert re.fullmatch(r"ended after [12] s without an answer", row["note"])
+
+
+@pytest.mark.slow
+@without_a_compiler
+def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
+    experts = grouped_specs.Experts(8, 2, 256, 512)
+    spec = grouped_specs.GroupedSpec(tokens=40, experts=experts)
+    problem = grouped_specs.make(spec)
+    for implementation in runs.of_products():
+        implementation.prepare(problem)
+    kernels = [len(report.kernels) for report in compiled(prepared)]
+    assert kernels == [0, 1, 0, 0, 1]
+
+
+def test_the_floor_and_the_target_worked_by_hand() -> None:
+    ceilings = Ceilings(4e12, 4.4e12, 8e14, 2e-6, "cupti")
+    # Reading is the faster way through memory; the larger of both times counts.
+    assert ceilings.floor_s(4_400_000_000, 0) == pytest.approx(1e-3)
+    assert ceilings.floor_s(4_400_000, 8 * 10**12) == pytest.approx(1e-2)
+    ceilings = Ceilings(4.3e12, 4e12, 8e14, 5e-6, "cupti")
+    seconds = ceilings.target_s(33_600_000, 0)
+    assert seconds == pytest.approx(13.7e-6, rel=1e-2)
+    assert ceilings.target_s(33_600_000, 0, 15e-6) == pytest.approx(seconds + 10e-6)
+
+
+def test_calls_go_round_until_the_cache_has_forgotten() -> None:
+    cache = 62_914_560
+    assert num_turns(4_214_784, "NVIDIA H200") == 60
+    assert num_turns(4 * cache, "NVIDIA H200") == 1
+    assert num_turns(4 * cache - 1, "NVIDIA H200") == 2
+    assert num_turns(1000, "cpu") == 1
+
+
+def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler is made up: it is what a GPU would answer."""
+    seen: list[int] = []
+
+    def measure(function: Any, *, aggregate: bool, iterations: int) -> Any:
+        # What it would jit again would have no turns.
+        assert isinstance(function, jax.stages.Wrapped)
+        assert not aggregate
+
+        def run() -> Any:
+            for _ in range(1 + iterations):  # it warms up
+                function()
+            return None, [[("a", 1.0), ("b", n)] for n in range(iterations)]
+
+        return run
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    timing = _cupti(seen.append, 5)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert timing is not None
+    # Milliseconds 1 to 5.
+    assert timing.seconds == pytest.approx(3e-3)
+    # From the lowest of five to the highest, by the one in the middle.
+    assert timing.spread == pytest.approx((5 - 1) / 3)
+    assert timing.num_kernels == 2
+    # 0 to 4 of the one, always 1 of the other.
+    assert timing.longest_s == pytest.approx(2e-3)
+    assert timing.clock == "cupti"
+
+
+def test_without_cupti_the_queue_is_timed() -> None:
+    add, x = jax.jit(lambda x: x + 1), jnp.zeros((3,))
+    assert _cupti(lambda index: add(x), 2) is None
+    timing = _queue(lambda index: add(x), 2)
+    assert timing.clock == "queue"
+    assert timing.seconds > 0
+
+
+def test_shapes_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"config\.only='nothing' is in no name"):
+        experiment.run(Config(shapes="tiny", only="nothing"))

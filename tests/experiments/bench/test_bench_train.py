@@ -1,0 +1,98 @@
+"""The benchmark of training: its rows, and that everyone trains the same."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import peer_process
+from experiments.bench.train import experiment, peers
+from tests.support import smoke
+from tests.support.commands import Command, document
+from tests.support.impatience import Impatient
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+KEYS = {
+    *("implementation", "width", "tokens_per_s", "flops_per_s", "compile_s", "ratio")
+}
+
+# A peer that answers at once, in the words of `peer_main`.
+FAKE = """
+import json, sys, zipfile
+if sys.argv[2] == "Compiled":
+    print(json.dumps({"absent": "no compiler"}))
+    sys.exit()
+print(json.dumps({"version": "torch 0"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    said = {"tokens_per_s": 100.0}
+    if "file" in asked:
+        names = zipfile.ZipFile(asked["file"]).namelist()
+        assert "layers.0.qkv.weight.npy" in names and "windows.npy" in names
+        said = {"losses": [0.0] * 4, "compile_s": 0.0, "optimizer": "fused"}
+    print(json.dumps(said), flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_rows_beside_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("fake.py").write_text(FAKE)
+    monkeypatch.setattr(peer_process, "MAIN", Path("fake.py").resolve())
+    args = ("bench", "train", "smoke", "--out", "run", "--peer-python", sys.executable)
+    found = document(jaxkv, *args)
+    ours, theirs = found["rows"]
+    assert set(ours) == set(theirs) == KEYS
+    assert [ours["implementation"], theirs["implementation"]] == ["jaxkv", "PyTorch"]
+    assert theirs["tokens_per_s"] == 100
+    assert theirs["ratio"] == 1
+    assert ours["ratio"] == pytest.approx(ours["tokens_per_s"] / 100)
+    assert ours["width"] == 8
+    assert ours["compile_s"] > 0
+    # By hand: 6 per weight of a product, and causal attention's 16 / 2 keys a query:
+    # 4 operations a feature and key forward, 12 with the gradients.
+    matmul = 2 * 12 * 8 * 8 + 257 * 8
+    flops = 6 * matmul + 12 * 2 * 8 * 16 / 2
+    assert ours["flops_per_s"] == pytest.approx(flops * ours["tokens_per_s"])
+    details, other = found["details"]
+    assert details["absent"] == "PyTorch, compiled: no compiler"
+    assert details["mfu"] is None
+    assert details["ceiling_flops_per_s"] > 1e8
+    # The fake has losses of zero: ours at the start is that of a guess.
+    assert other["loss_gap"] == pytest.approx(5.549, abs=0.06)
+    assert Path("run/figure.png").stat().st_size > 10_000
+
+
+def test_stopped_early_it_has_whole_widths() -> None:
+    config = experiment.Config(
+        width=(8, 16), head_dim=4, batch_size=2, seq_len=8, rounds=1, seconds=0.01
+    )
+    rows = experiment.run(config, Impatient("training"))
+    assert [row["width"] for row in rows] == [8]
+    assert rows[0]["ratio"] is None
+    (study,) = experiment.STUDIES
+    for kept in (rows, []):
+        assert smoke.draw(study, kept)
+        assert bool(experiment.summary(kept)) == bool(kept)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is not None, reason="it is installed here"
+)
+def test_the_real_script_says_what_is_missing() -> None:
+    rival = peers.Rival("PyTorch", Path(sys.executable), peers.SCRIPT, "Eager")
+    with pytest.raises(ValueError, match="PyTorch: No module named 'torch'"), rival:
+        pass
+
+
+@pytest.mark.slow
+def test_pytorch_trains_the_same_model() -> None:
+    if not (python := os.environ.get("JAXKV_PEER_PYTHON")):
+        pytest.skip("JAXKV_PEER_PYTHON names no Python with torch")
+    config = experiment.Config(
+        width=(16,), rounds=1, seconds=0.1, peer_python=Path(python)
+    )
+    rows = experiment.run(config)
+    assert max(row["loss_gap"] for row in rows) < 1e-5

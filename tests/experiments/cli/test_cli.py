@@ -1,0 +1,251 @@
+"""The command line: one JSON document, exit statuses, one line for bad input."""
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.framework import registry, run_folder
+from experiments.framework.study import Experiment
+from tests.support.commands import (
+    Command,
+    assert_nothing_heavy_is_imported,
+    assert_refused,
+    command,
+)
+
+
+@pytest.fixture
+def jaxkv(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in an empty folder, with one experiment more in the catalogue."""
+    return command(capsys)
+
+
+def test_run_prints_one_document_and_keeps_a_folder(jaxkv: Command) -> None:
+    status, out, _ = jaxkv("run", "made_up", "paper", "--load.rate", "4", "--json")
+    assert status == 0
+    document = json.loads(out)
+    assert document["metrics"] == {"points": 9, "tail": {"p95_s": 4.5, "label": "µ|s"}}
+    assert document["claims"][0]["verdict"] == "fails"
+    config = json.loads((Path(document["out"]) / "config.json").read_text())
+    assert config["load"]["rate"] == 4.0
+
+
+def test_any_config_file_runs_again(jaxkv: Command) -> None:
+    jaxkv("run", "made-up", "--num-points", "7", "--name", "x", "--out", "first")
+    again = ("run", "made_up", "--config", "first/config.json", "--out", "second")
+    assert jaxkv(*again)[0] == 0
+    first, second = Path("first"), Path("second")
+    assert (second / "config.json").read_text() == (first / "config.json").read_text()
+    assert (second / "figure.svg").read_bytes() == (first / "figure.svg").read_bytes()
+    assert jaxkv(*again, "--num-points", "2", "--json")[0] == 0
+    assert json.loads((second / "config.json").read_text())["num_points"] == 2
+
+
+def test_run_says_it_plainly_to_a_person(
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, err = jaxkv("run", "made_up", "--out", "here")
+    assert status == 0
+    assert err == "points: 5 of 5 points, 0.0 s\n"
+    assert (
+        out
+        == """
+  metric  value
+  points      5
+
+  metric  tail
+  p95     2.5 s
+  label   µ|s
+
+claims: 0 hold, 1 fail, 0 differ in conditions
+  fails  the tail is short
+         ours 2.5 s, published 3 s (us)
+
+report: here/report.md
+"""
+    )
+
+
+def test_list_names_every_experiment(jaxkv: Command) -> None:
+    status, out, _ = jaxkv("list", "--json")
+    assert status == 0
+    assert json.loads(out)["experiments"][-1] == {
+        "name": "made_up",
+        "question": "Does a made-up experiment leave a whole folder?",
+        "configs": ["smoke", "paper"],
+    }
+    assert "made_up" in jaxkv("list")[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("", "which command?"),
+        ("rum", "unknown command 'rum'; did you mean run?"),
+        ("run", "which experiment?"),
+        ("run made_upp", "unknown experiment 'made_upp'; did you mean made_up?"),
+        ("run made_up papr", "unknown config 'papr'; did you mean paper?"),
+        ("run made_up --load.rat 4", "did you mean --load.rate?"),
+        ("run made_up --load.rate x", "load.rate: could not convert string to float"),
+        ("run made_up --load.rate -1", "load: rate=-1.0 must be above 0"),
+        ("run made_up --config no.json", "no.json"),
+        ("run made_up paper --config no.json", "both paper and --config no.json"),
+        ("run made_up --config bad.json", "bad.json: load: unknown field 'rat'"),
+        ("run made_up --out bad.json", "bad.json: is a file"),
+        ("run made_up --name refused", "model/config.json: not JSON"),
+        ("list --bogus", "--bogus"),
+        ("bench no_such_thing", "unknown benchmark 'no_such_thing'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    jaxkv: Command, args: str, line: str
+) -> None:
+    Path("bad.json").write_text('{"load": {"rat": 4}}')
+    assert_refused(jaxkv, args, line)
+
+
+def test_a_run_that_comes_to_nothing_leaves_the_earlier_one(jaxkv: Command) -> None:
+    jaxkv("run", "made_up", "--out", "here")
+    before = {path: path.read_bytes() for path in Path("here").iterdir()}
+    for name, status in (("refused", 2), ("broken", 1)):
+        assert jaxkv("run", "made_up", "--out", "here", "--name", name)[0] == status
+        assert {path: path.read_bytes() for path in Path("here").iterdir()} == before
+    assert jaxkv("run", "made_up", "--out", "new", "--name", "broken")[0] == 1
+    assert json.loads(Path("new/env.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("width", ["40", "80", "120"])
+def test_what_is_printed_fits_and_steers_nothing(
+    jaxkv: Command, width: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    for args in (("list",), ("run", "made_up")):
+        _, out, err = jaxkv(*args)
+        assert max(map(len, out.splitlines())) <= max(int(width), 80)
+        assert "\x1b" not in out + err
+
+
+def test_a_failure_keeps_its_traceback_and_status_1(jaxkv: Command) -> None:
+    status, out, err = jaxkv("run", "made_up", "--name", "broken", "--json")
+    assert (status, out) == (1, "")
+    assert "Traceback" in err
+    assert "invalid literal" in err
+
+
+def running_by(experiment: Experiment, run: Callable[..., Any]) -> Experiment:
+    """The same experiment, its only study carried out by another function."""
+    (study,) = experiment.studies
+    return experiment._replace(studies=(study._replace(run=run),))
+
+
+def test_ctrl_c_keeps_what_there_is(
+    jaxkv: Command, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: Any, progress: Any) -> Any:
+        real = progress.track
+
+        def track(items: Any, label: str, unit: str) -> Any:
+            for item in real(items, label, unit):
+                if item == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield item
+
+        monkeypatch.setattr(progress, "track", track)
+        return experiment.studies[0].run(config, progress)
+
+    interrupted = running_by(experiment, run)
+    monkeypatch.setattr(registry, "load", lambda name: interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    status, out, err = jaxkv("run", "made_up", "--json")
+    assert status == 130, err
+    document = json.loads(out)
+    assert document["interrupted"]
+    assert document["metrics"]["points"] == 3
+    assert "Interrupted" in (Path(document["out"]) / "report.md").read_text()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    jaxkv: Command, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: Any, progress: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupted = running_by(experiment, run)
+    monkeypatch.setattr(registry, "load", lambda name: interrupted)
+    status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
+    assert (status, out) == (130, "")
+    assert "only the config is in here" in err
+    assert Path("here/config.json").exists()
+
+
+def test_a_full_disk_is_one_line_and_status_2(
+    jaxkv: Command, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "draw", full)
+    monkeypatch.setattr(run_folder, "mark", full)
+    status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
+    assert (status, out) == (2, "")
+    line = "jaxkv: here: cannot be written: No space left on device"
+    assert err.splitlines()[1:] == [line]  # after that of the bar
+    assert Path("here/result.npz").exists()  # it may have taken long
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *("", "run", "bench", "list", "run made_up", "sweep", "train"),
+        *("plan", "cost", "generate", "claims", "fit", "demo"),
+    ],
+)
+def test_help_is_status_0_and_says_what_holds_without_a_flag(
+    jaxkv: Command, args: str
+) -> None:
+    status, out, _ = jaxkv(*args.split(), "--help")
+    assert status == 0
+    assert "usage: jaxkv" in out
+    assert "None" not in out
+
+
+def test_help_lists_and_costs_import_nothing_heavy() -> None:
+    assert_nothing_heavy_is_imported(
+        *("--help", "run --help", "generate --help", "list --json"),
+        "cost deepseek-v3 --json",
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("entry", registry.entries(), ids=lambda entry: entry.name)
+def test_every_experiment_is_as_the_catalogue_says(entry: registry.Entry) -> None:
+    experiment = registry.load(entry.name)
+    assert entry.question.endswith("?")
+    assert sorted(entry.configs) == sorted(experiment.configs)
+    assert entry.configs[0] == next(iter(experiment.configs))
+    for study in experiment.studies:
+        assert {type(config) for config in study.configs.values()} == {
+            study.config_type
+        }
+        assert not study.fields & {"config", "out", "json", "help", "max_seconds"}
+    # Else a config.json could be of either.
+    fields = {frozenset(study.fields) for study in experiment.studies}
+    assert len(fields) == len(experiment.studies)
+
+
+def test_the_catalogue_has_every_experiment_in_order() -> None:
+    known = registry.entries()
+    assert [entry.name for entry in known] == sorted(entry.name for entry in known)
+    root = Path(registry.__file__).parents[2]
+    found = (root / "experiments").glob("*/*/experiment.py")
+    modules = {".".join(path.relative_to(root).with_suffix("").parts) for path in found}
+    assert modules == {entry.module for entry in known}

@@ -1,0 +1,342 @@
+"""`jaxkv generate`: the model's own words, live, as JSON, and errors in one line."""
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.cli import compilation_cache, generate
+from experiments.cli.console import writing
+from experiments.harness import bundled, showing
+from jaxkv.models import checkpoints, transformer
+from jaxkv.serving import engine
+from jaxkv.serving.outputs import Event
+from tests.support import engines, folders
+from tests.support.commands import Command, assert_refused, command, document
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+TOKENIZED = str(folders.TOKENIZED)
+LLAMA = str(folders.GOLDEN / "llama")
+
+
+@pytest.fixture
+def jaxkv(capsys: pytest.CaptureFixture[str]) -> Command:
+    return command(capsys, "generate")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    return engines.save_tiny_model(folder, max_positions=64)
+
+
+def completions(called: Command, *args: str) -> list[dict[str, Any]]:
+    return document(called, *args)["completions"]
+
+
+@pytest.mark.thorough
+def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
+    prompt, num = "import os\n\ndef ", 12
+    flags = ("--prompt", prompt, "--max-tokens", str(num), "--temperature", "0")
+    (completion,) = completions(jaxkv, "stdlib-bytes", *flags)
+    assert completion.keys() >= {"text", "tokens", "reason"}
+    assert completion["reason"] == "length"
+    assert bytes(completion["tokens"]).decode() == completion["text"]
+    # The same as a plain forward pass over the whole.
+    best = laws([*prompt.encode(), *completion["tokens"]]).argmax(-1)
+    assert best[len(prompt) - 1 : -1].tolist() == completion["tokens"]
+
+
+@pytest.mark.thorough
+def test_several_prompts_stream_in_their_order(jaxkv: Command) -> None:
+    flags = ["--prompt", "import ", "--prompt", "class A", "--max-tokens", "12"]
+    status, out, err = jaxkv("stdlib-bytes", *flags)
+    assert status == 0
+    found = completions(jaxkv, "stdlib-bytes", *flags)
+    first, second = (completion["text"] for completion in found)
+    assert out == f"--- 1 of 2 ---\n{first}\n--- 2 of 2 ---\n{second}\n"
+    assert "24 tokens" in err
+
+
+@pytest.mark.thorough
+def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Command) -> None:
+    def answer(*flags: str) -> dict:
+        words = ("--prompt", "import ", "--max-tokens", "12", "--temperature", "1")
+        return completions(jaxkv, "stdlib-bytes", *words, *flags)[0]
+
+    whole = answer("--seed", "3")
+    assert whole == answer("--seed", "3")
+    assert whole["tokens"] != answer("--seed", "4")["tokens"]
+    middle = whole["text"][4]
+    cut = answer("--seed", "3", "--stop", middle)
+    assert cut["reason"] == "stop"
+    assert cut["text"] == whole["text"].partition(middle)[0]
+
+
+@pytest.mark.thorough
+def test_several_answers_to_each_prompt(jaxkv: Command) -> None:
+    both = ("--prompt", "import ", "--prompt", "class A", "--max-tokens", "12")
+    found = completions(jaxkv, "stdlib-bytes", *both, "--n", "2")
+    assert [each["prompt"] for each in found] == [0, 0, 1, 1]
+    texts = [each["text"] for each in found]
+    assert len(set(texts)) == 4
+    assert [found[0], found[2]] == completions(jaxkv, "stdlib-bytes", *both)
+    status, out, err = jaxkv("stdlib-bytes", *both, "--n", "2")
+    assert status == 0
+    assert out == "".join(
+        f"--- {i + 1} of 4 ---\n{text}\n" for i, text in enumerate(texts)
+    )
+    assert "48 tokens" in err
+
+
+@pytest.mark.thorough
+def test_the_best_of_several_answers(jaxkv: Command) -> None:
+    one = ("--prompt", "import ", "--max-tokens", "12")
+    drawn = completions(jaxkv, "stdlib-bytes", *one, "--n", "4")
+    best = ("--n", "2", "--best-of", "4")
+    first, second = completions(jaxkv, "stdlib-bytes", *one, *best)
+    ranked = sorted(drawn, key=lambda each: -logprob("import ", each["tokens"]))
+    assert [first | {"score": None}, second | {"score": None}] == ranked[:2]
+    for each in first, second:
+        expected = logprob("import ", each["tokens"])
+        assert each["score"] == pytest.approx(expected, abs=1e-3)
+    assert {each["score"] for each in drawn} == {None}
+    assert jaxkv("stdlib-bytes", *one, *best)[1] == said([first, second])
+
+
+@pytest.mark.thorough
+def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
+    both = (*("--prompt", "import "), *("--prompt", "class A"), "--max-tokens", "12")
+    search = ("--beam-width", "4", "--n", "3", "--length-penalty", "0.5")
+    status, out, err = jaxkv(tiny, *both, *search)
+    assert status == 0
+    found = completions(jaxkv, tiny, *both, *search)
+    assert out == said(found)
+    assert err.startswith("[searching: no text before the end]\n[length; 72 tokens")
+    assert [each["prompt"] for each in found] == [0, 0, 0, 1, 1, 1]
+    assert [each["sample"] for each in found] == [0, 1, 2] * 2
+    for prompt, mine in ("import ", found[:3]), ("class A", found[3:]):
+        scores = [each["score"] for each in mine]
+        totals = [logprob(prompt, each["tokens"], tiny) for each in mine]
+        assert scores == pytest.approx([each / 12**0.5 for each in totals], abs=1e-3)
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(each["tokens"]) for each in mine}) == 3
+        flags = ("--prompt", prompt, "--max-tokens", "12", "--temperature", "0")
+        (greedy,) = completions(jaxkv, tiny, *flags)
+        assert totals[0] > logprob(prompt, greedy["tokens"], tiny) - 1e-3
+
+
+@pytest.mark.thorough
+def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Command) -> None:
+    flags = ("--prompt", "import ", "--prompt", "class A", "--max-tokens", "12")
+    found = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
+    assert found == "[stop; 1 tokens in 2.0 s; score -0.500]"
+    assert "score" not in jaxkv("stdlib-bytes", *flags, "--n", "2")[2]
+
+
+def test_a_search_is_asked_for_as_the_flags_say() -> None:
+    options = generate.Options(prompt=("x", "y"), beam_width=3, length_penalty=-1.0)
+    asks = generate._asks(options)
+    assert [ask.beam_width for ask in asks] == [3, 3]
+    assert asks[0].length_penalty == -1.0
+    for flag, asked in ("false", False), ("true", True), ("never", "never"):
+        ask = dataclasses.replace(options, early_stopping=flag)
+        assert generate._asks(ask)[0].early_stopping is asked
+    # Off is off: what draws nothing may say so.
+    generate._asks(dataclasses.replace(options, temperature=0.0, top_p=1.0))
+
+
+def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
+    """Log-probabilities of what follows each token."""
+    model = checkpoints.load_model(bundled.folder_of(model_name))
+    sequence = jnp.asarray([tokens])
+    logits = transformer.logits(model.params, sequence, config=model.config)
+    return np.asarray(jax.nn.log_softmax(logits[0], axis=1))
+
+
+def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") -> float:
+    """Log-probability of an answer, by a plain forward pass over the whole."""
+    tokens, start = [*prompt.encode(), *answer], len(prompt)
+    law = laws(tokens, model_name)
+    return sum(float(law[i - 1, tokens[i]]) for i in range(start, len(tokens)))
+
+
+def said(found: list[dict]) -> str:
+    """What a person reads of ranked answers."""
+    return "".join(
+        f"--- {i + 1} of {len(found)}, score {each['score']:.3f} ---\n{each['text']}\n"
+        for i, each in enumerate(found)
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("", "which model? A folder, or one of: stdlib-bytes"),
+        ("--prompt x", "which model?"),
+        ("stdlib-byte --prompt x", "did you mean stdlib-bytes?"),
+        ("no/such/folder --prompt x", "unknown model 'no/such/folder'"),
+        ("stdlib-bytes", "give at least one --prompt"),
+        ("stdlib-bytes --promt x", "did you mean --prompt?"),
+        ("stdlib-bytes --prompt x --temperature -1", "temperature=-1.0"),
+        ("stdlib-bytes --prompt x --top-p 0", "top_p=0.0 must be in (0, 1]"),
+        ("stdlib-bytes --prompt x --max-tokens 0", "max_tokens=0"),
+        ("stdlib-bytes --prompt x --n 0", "n=0 must be at least 1"),
+        ("stdlib-bytes --prompt x --n 3 --best-of 2", "best_of=2 must be None or at"),
+        ("stdlib-bytes --prompt x --best-of 65", "65 answers to a prompt must be at"),
+        ("stdlib-bytes --prompt x --n three", "three"),
+        ("stdlib-bytes --prompt x --beam-width 0", "beam_width=0 must be None or at"),
+        ("stdlib-bytes --prompt x --beam-width 2 --n 3", "beam_width=2 must be None"),
+        ("stdlib-bytes --prompt x --beam-width 65", "65 beams for a prompt must be at"),
+        ("stdlib-bytes --prompt x --beam-width 2 --best-of 2", "takes no best_of"),
+        ("stdlib-bytes --prompt x --beam-width 2 --stop y", "or stop strings"),
+        ("stdlib-bytes --prompt x --beam-width 2 --top-k 3", "search draws nothing"),
+        (
+            "stdlib-bytes --prompt x --beam-width 2 --length-penalty inf",
+            "length_penalty=inf must be in [-10, 10]",
+        ),
+        (
+            "stdlib-bytes --prompt x --beam-width 2 --length-penalty nan",
+            "length_penalty=nan must be in [-10, 10]",
+        ),
+        ("stdlib-bytes --prompt x --beam-width 2 --early-stopping x", "early-stopping"),
+        ("stdlib-bytes --prompt x --length-penalty 2", "2.0: needs --beam-width"),
+        ("stdlib-bytes --prompt x --early-stopping true", "true: needs --beam-width"),
+        ("stdlib-bytes --prompt x --chat", "no chat template"),
+        ("stdlib-bytes --prompt=", "the prompt is empty"),
+        (f"stdlib-bytes --prompt {'x' * 1024}", "the prompt has 1024 tokens"),
+        (f"{LLAMA} --prompt x", "has no tokenizer that reads text"),
+        ("EMPTY --prompt x", "config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    jaxkv: Command, tmp_path: Path, args: str, line: str
+) -> None:
+    assert_refused(jaxkv, args.replace("EMPTY", str(tmp_path)), line)
+
+
+def test_ctrl_c_keeps_the_words_so_far(
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = writing.Writer.__call__
+
+    def interrupt(self: writing.Writer, index: int, text: str, done: bool) -> None:
+        say(self, index, text, done)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing.Writer, "__call__", interrupt)
+    monkeypatch.setattr(writing.Writer, "finish", lambda self: None)
+    flags = ("--prompt", "import ", "--max-tokens", "12", "--json")
+    status, out, _ = jaxkv("stdlib-bytes", *flags)
+    assert status == 130
+    (completion,) = json.loads(out)["completions"]
+    assert completion["reason"] == "cancelled"
+    assert 0 < len(completion["tokens"]) <= 12
+
+
+def interrupt_when(
+    monkeypatch: pytest.MonkeyPatch, is_so: Callable[[Event], object]
+) -> None:
+    """Has Ctrl-C pressed after the first event of which something is so."""
+    stream = engine.Engine.stream
+
+    def interrupted(self: engine.Engine) -> Iterator[Event]:
+        for event in stream(self):
+            yield event
+            if is_so(event):
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.Engine, "stream", interrupted)
+
+
+def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_when(monkeypatch, lambda event: event.sample == 1 and event.tokens)
+    flags = ("--prompt", "import ", "--max-tokens", "12", "--n", "2", "--best-of", "3")
+    status, out, _ = jaxkv("stdlib-bytes", *flags)
+    first, second = json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])[
+        "completions"
+    ]
+    assert status == 130
+    assert {first["reason"], second["reason"]} == {"cancelled"}
+    assert 0 < len(first["tokens"]) < 12
+    texts = [first["text"], second["text"]]
+    assert out == "--- 1 of 2 ---\n{}\n--- 2 of 2 ---\n{}\n".format(*texts)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_keeps_the_searches_that_have_ended(
+    jaxkv: Command, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_when(monkeypatch, lambda event: event.completion is not None)
+    both = (*("--prompt", "import "), *("--prompt", "class A"), "--max-tokens", "12")
+    search = ("--beam-width", "4", "--n", "3")
+    status, out, _ = jaxkv(tiny, *both, *search, "--json")
+    assert status == 130
+    found = json.loads(out)["completions"]
+    assert [each["reason"] for each in found] == ["length"] * 3 + ["cancelled"] * 3
+    assert [each["score"] is None for each in found] == [False] * 3 + [True] * 3
+    assert [len(each["tokens"]) for each in found] == [12] * 3 + [0] * 3
+
+
+def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    write = writing.Writer(("a\x1b]b", "c"))
+    write(1, "late", True)
+    write(0, "x\x1b[2J\r    y", False)
+    write.finish()
+    assert screen.getvalue() == (
+        "--- 1 of 2 ---\n\033[1ma\ufffd]b\033[0mx\ufffd[2J\ufffd    y\n"
+        "--- 2 of 2 ---\n\033[1mc\033[0mlate\n"
+    )
+
+
+def test_ranked_answers_come_whole_and_in_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write = writing.Writer(("a", "b", "c"), whole=True)
+    write(2, "z", True, -3.0)
+    write(1, "y", True, -2.0)
+    assert capsys.readouterr().out == ""
+    write(0, "x", True, -1.0)
+    write.finish()
+    texts = ((1, "-1.000", "x"), (2, "-2.000", "y"), (3, "-3.000", "z"))
+    assert capsys.readouterr().out == "".join(
+        f"--- {i} of 3, score {score} ---\n{text}\n" for i, score, text in texts
+    )
+
+
+def test_last_lines_fit_on_a_screen() -> None:
+    assert showing.last_lines("a\nbcd\n\tef", num_lines=2, width=3) == "bcd\n   "
+
+
+def test_a_folder_comes_before_a_bundled_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bundled.folder_of("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
+    (tmp_path / "stdlib-bytes").mkdir()
+    assert bundled.folder_of("stdlib-bytes") == Path("stdlib-bytes")
+
+
+def test_programs_are_kept_where_nobody_said_otherwise(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    compilation_cache.keep_programs(environ)
+    assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "jaxkv")
+    environ = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
+    compilation_cache.keep_programs(environ)
+    assert environ == {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}

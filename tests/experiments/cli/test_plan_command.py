@@ -1,0 +1,307 @@
+"""`jaxkv plan`: the lecture's case, fits with intervals, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scaling.fits import fit as fits_fit
+from scaling.fits.fit import to_json
+from scaling.laws import published
+from scaling.plan import budgets
+from tests.support.commands import Command, assert_refused, document, words
+
+GPUS = "--gpu a100:4.0:312 --gpu v100:2.5:125 --gpu t4:1.0:65 --mfu 0.4"
+LECTURE = f"{GPUS} --budget-usd 5e6"
+SMALL = "--vocab-size 256 --sequence 128 --tie-embeddings --attention causal"
+
+
+@pytest.fixture(scope="module")
+def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fit of a surface whose optimum is known, and its folder."""
+    rng = np.random.default_rng(0)
+    flops = np.repeat(np.geomspace(1e18, 1e21, 5), 8)
+    num_params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.6, 0.6, 40)
+    num_tokens = flops / (6 * num_params)
+    loss = 1.8 + 420 / num_params**0.34 + 1500 / num_tokens**0.36
+    data = {
+        "num_params": num_params,
+        "num_tokens": num_tokens,
+        "flops": flops,
+        "loss": loss * np.exp(rng.normal(0, 0.003, 40)),
+    }
+    found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=60)
+    document = to_json(found) | {"count": "non-embedding", "others": []}
+    folder = tmp_path_factory.mktemp("fit")
+    (folder / "fit.json").write_text(json.dumps(document))
+    return folder
+
+
+def planned(jaxkv: Command, args: str) -> dict[str, Any]:
+    return document(jaxkv, "plan", *args.split())
+
+
+def told(jaxkv: Command, args: str) -> str:
+    return words(jaxkv, "plan", *args.split())
+
+
+def test_the_lecture_s_case(jaxkv: Command) -> None:
+    found = planned(jaxkv, LECTURE)
+    assert found["device"] == "a100"
+    assert found["flops"] == pytest.approx(5.616e23, rel=1e-12)
+    assert found["num_params"] == pytest.approx(4.74762e10, rel=1e-5)
+    assert found["num_tokens"] == pytest.approx(1.97151e12, rel=1e-5)
+    assert found["num_params_searched"] == pytest.approx(found["num_params"], rel=1e-6)
+    assert found["tokens_per_param"] == pytest.approx(41.526, abs=1e-3)
+    assert found["loss"] == pytest.approx(1.896964, abs=1e-6)
+    assert found["cost_usd"] == pytest.approx(5e6, rel=1e-12)
+    assert found["device_s"] == pytest.approx(1.25e6 * 3600, rel=1e-12)
+    for name in ("interval", "num_devices", "duration_s"):
+        assert found[name] is None
+    assert (found["warnings"], found["count"]) == ([], "total")
+    shape = found["architecture"]
+    assert abs(shape["num_params"]["total"] / found["num_params"] - 1) < 1e-3
+    # The counts of a layer, by hand.
+    h, i = shape["hidden_size"], shape["mlp_size"]
+    kv = shape["num_kv_heads"] * shape["head_dim"]
+    layer = 2 * h * h + 2 * h * kv + 3 * h * i + 2 * h
+    total = 2 * 32_000 * h + shape["num_layers"] * layer + h
+    assert shape["num_params"]["total"] == total
+    assert found["memory_bytes"] > 16 * total
+    assert shape["min_devices"] == -(-found["memory_bytes"] // 80e9)
+    # Attention makes it dearer than 6 N, so the budget trains it on less.
+    assert shape["cost_usd"] > 5e6
+    spent = shape["num_tokens"] * shape["train_flops_per_token"]
+    assert spent == pytest.approx(found["flops"], rel=1e-12)
+    assert found["exact_optimum"]["loss"] <= shape["loss"]
+
+
+def test_it_is_explained_step_by_step(jaxkv: Command) -> None:
+    said = told(jaxkv, f"{LECTURE} --days 60")
+    for part in (
+        "a100 4 312 124.8 1.123e+17 best v100 2.5 125 50 7.2e+16 t4 1 65 26 9.36e+16",
+        "5,000,000 USD / 4 USD an hour = 1,250,000 device-hours",
+        "= 5.616e+23 FLOPs",
+        "0.29 / 0.63 = 0.4603",
+        "N* = 4.748e+10, D* = 1.972e+12, 41.5 tokens per parameter",
+        "finds N = 4.74762e+10 (closed form 4.74762e+10)",
+        "too few tokens B / D^beta 0.1117",
+        "without an interval",
+        "on 869 of them 59.93 days",
+    ):
+        assert part in said
+
+
+def test_days_and_devices_give_each_other(jaxkv: Command) -> None:
+    days = planned(jaxkv, f"{LECTURE} --days 60")
+    assert days["num_devices"] == 869
+    assert days["duration_s"] == pytest.approx(days["device_s"] / 869, rel=1e-12)
+    devices = planned(jaxkv, f"{LECTURE} --devices 1000")
+    assert devices["duration_s"] == pytest.approx(4.5e6, rel=1e-12)
+    few = planned(jaxkv, f"{LECTURE} --devices 2")
+    assert "2 devices cannot hold a training step" in few["warnings"][0]
+    # Both are a budget of their own.
+    both = planned(jaxkv, "--gpu h100:2 --mfu 0.5 --devices 64 --days 10")
+    assert both["flops"] == pytest.approx(64 * 864_000 * 989.4e12 * 0.5, rel=1e-12)
+    assert both["cost_usd"] == pytest.approx(64 * 240 * 2, rel=1e-12)
+
+
+def test_operations_alone_are_a_budget(jaxkv: Command) -> None:
+    found = planned(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
+    assert found["num_params"] == pytest.approx(4.036e10, rel=1e-3)
+    assert (found["device"], found["cost_usd"], found["device_s"]) == (None, None, None)
+    small = planned(jaxkv, f"--flops 1e15 --count non-embedding {SMALL}")
+    counts = small["architecture"]["num_params"]
+    assert counts["non_embedding"] == pytest.approx(small["num_params"], rel=0.02)
+    assert (
+        counts["total"] - counts["non_embedding"]
+        == 256 * (small["architecture"]["hidden_size"])
+    )
+
+
+def test_serving_and_repetition(jaxkv: Command) -> None:
+    plain = planned(jaxkv, LECTURE)
+    served = planned(jaxkv, f"{LECTURE} --inference-tokens 2e12")
+    assert served["num_params"] < plain["num_params"]
+    assert served["compute_optimum"]["num_params"] == plain["num_params"]
+    spent = served["train_flops"] + served["serve_flops"]
+    assert spent == pytest.approx(plain["flops"], rel=1e-9)
+    assert served["equal_loss"]["loss"] == pytest.approx(plain["loss"], rel=1e-12)
+    assert 0 < served["equal_loss"]["saved"] < 0.2
+    hours = served["device_s"] + served["serve_device_s"]
+    assert hours == pytest.approx(plain["device_s"], rel=1e-9)
+    # Serving that uses devices half as well counts twice.
+    args = f"{LECTURE} --inference-tokens 1e12 --serve-mfu 0.2"
+    assert planned(jaxkv, args)["num_params"] == served["num_params"]
+    few = planned(jaxkv, f"{LECTURE} --unique-tokens 2e11")
+    assert few["epochs"] == pytest.approx(few["num_tokens"] / 2e11, rel=1e-12)
+    assert few["epochs"] > 4
+    assert few["loss"] > plain["loss"]
+    assert few["num_params_searched"] == pytest.approx(few["num_params"], rel=1e-6)
+    assert planned(jaxkv, f"{LECTURE} --unique-tokens 1e13")["epochs"] == 1
+    (said,) = planned(jaxkv, f"{LECTURE} --unique-tokens 1e9")["warnings"]
+    assert "half of the budget would reach a loss of 2.5977" in said
+    said = told(jaxkv, f"{args} --unique-tokens 2e11")
+    assert "weighed x 2 for serving's MFU of 0.2" in said
+    assert "with new data it were" in said
+
+
+def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None:
+    args = f"--flops 1e22 --law {fit} {SMALL}"
+    found = planned(jaxkv, args)
+    truth = published.optimum(
+        published.CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
+    )
+    low, high = found["interval"]
+    assert low < found["loss"] < high
+    assert low < truth.loss < high
+    least, most = found["prediction_interval"]
+    assert most - least > high - low
+    low, high = found["num_params_interval"]
+    assert low < truth.num_params < high
+    assert found["count"] == "non-embedding"
+    counted = found["architecture"]["num_params"]["non_embedding"]
+    assert counted == pytest.approx(found["num_params"], rel=2e-3)
+    assert not [x for x in found["warnings"] if "times the operations" in x]
+    far = planned(jaxkv, f"--flops 1e24 --law {fit}/fit.json --count total")
+    said = " ".join(far["warnings"])
+    assert "times the operations of the largest run" in said
+    assert "counted non-embedding parameters, --count is total" in said
+    limits = f"{args} --unique-tokens 1e10 --inference-tokens 1e10"
+    low, high = planned(jaxkv, limits)["interval"]
+    assert low < high
+    assert "90% interval of the law" in told(jaxkv, args)
+
+
+def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> None:
+    found = planned(jaxkv, "--target-loss 2.0 --gpu a100:4.0:312 --days 30")
+    assert found["target_loss"] == 2.0
+    assert found["flops"] == pytest.approx(4.249004e22, rel=1e-6)
+    assert found["loss"] == pytest.approx(2.0, rel=1e-12)
+    assert found["flops_interval"] is None
+    assert found["cost_usd"] == pytest.approx(
+        found["flops"] / 312e12 / 0.4 / 3600 * 4, rel=1e-9
+    )
+    assert found["duration_s"] == pytest.approx(30 * 86400, rel=0.02)
+    # What is planned for that budget is the same plan.
+    again = planned(jaxkv, f"--flops {found['flops']!r}")
+    assert again["num_params"] == pytest.approx(found["num_params"], rel=1e-9)
+    assert again["architecture"]["num_layers"] == found["architecture"]["num_layers"]
+
+    fitted = planned(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
+    powers = published.CHINCHILLA.two_powers
+    assert powers is not None
+    truth = powers(dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36))
+    low, high = fitted["flops_interval"]
+    assert low < fitted["flops"] < high
+    assert low < budgets.needed(truth, 2.1) < high
+    near = planned(jaxkv, f"--target-loss 1.83 --law {fit} {SMALL}")
+    assert near["flops_interval"][1] is None
+    said = " ".join(near["warnings"])
+    assert "by some resamples no budget reaches a loss of 1.83" in said
+    said = told(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
+    assert "The loss is given: L = 2.1. The smallest budget whose best N and D" in said
+    assert f"{low:.4g} to {high:.4g} FLOPs" in said
+
+    limits = "--target-loss 2.1 --inference-tokens 1e12 --unique-tokens 5e10"
+    limited = planned(jaxkv, limits)
+    assert limited["loss"] == pytest.approx(2.1, rel=1e-9)
+    assert limited["epochs"] > 1
+    spent = limited["train_flops"] + limited["serve_flops"]
+    assert spent == pytest.approx(limited["flops"], rel=1e-9)
+    assert limited["flops"] > planned(jaxkv, limits[:42])["flops"]
+
+
+def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Command, fit: Path) -> None:
+    plain = json.loads((fit / "fit.json").read_text())
+    other = plain | {"group": "b", "coefficients": plain["coefficients"] | {"E": 1.5}}
+    other["fixed"] = {"E": 1.5}
+    groups = plain | {"by": "data", "group": "a", "others": [other]}
+    groups["log_warnings"] = ["bpb looks like bits"]
+    Path("groups.json").write_text(json.dumps(groups))
+    args = f"--flops 1e22 --law groups.json {SMALL}"
+    first = planned(jaxkv, f"{args} --group a")
+    assert first["loss"] == planned(jaxkv, f"--flops 1e22 --law {fit} {SMALL}")["loss"]
+    assert first["law"] == "groups.json (data a)"
+    assert first["warnings"][0] == "bpb looks like bits"
+    second = planned(jaxkv, f"{args} --group b")
+    assert second["loss"] < first["loss"] - 0.2
+    assert (first["fixed"], second["fixed"]) == ({}, {"E": 1.5})
+    assert "E = 1.5 (given)" in told(jaxkv, f"{args} --group b")
+    for more, line in (
+        ("", "it has a law for each data; --group a, or one of: a, b"),
+        (" --group c", "unknown --group 'c'; one of: a, b"),
+    ):
+        assert_refused(jaxkv, f"plan {args}{more}", line)
+
+
+@pytest.mark.thorough
+def test_the_folder(jaxkv: Command) -> None:
+    found = planned(jaxkv, f"{LECTURE} --plot --out here")
+    kept = json.loads(Path("here/plan.json").read_text())
+    assert kept["num_params"] == found["num_params"]
+    assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
+    assert b"tokens per parameter" in Path("here/figure.svg").read_bytes()
+    cost = document(jaxkv, "cost", "here/architecture.json")
+    assert cost["num_params"] == found["architecture"]["num_params"]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("", "which budget? One of: --budget-usd, --flops, --days with --devices"),
+        ("--days 3", "which budget?"),
+        ("--flops 1e20 --budget-usd 5", "--budget-usd and --flops; which"),
+        (f"{LECTURE} --days 1 --devices 5", "which is the budget?"),
+        ("--budget-usd 5e6", "--budget-usd needs --gpu NAME:USD_PER_HOUR:TFLOPS"),
+        ("--days 3 --devices 3", "--days with --devices needs --gpu"),
+        ("--budget-usd 5e6 --gpu a100:x:312", "'x' is no positive price"),
+        ("--budget-usd 5e6 --gpu b999:4", "--gpu unknown device 'b999'"),
+        ("--budget-usd -5 --gpu a100:4:312", "--budget-usd -5: must be in [1e-06"),
+        ("--flops nan", "--flops nan: must be in"),
+        ("--flops 1e20 --mfu 0", "--mfu 0: must be in (0, 1]"),
+        ("--flops 1e20 --serve-mfu 2", "--serve-mfu 2: must be in (0, 1]"),
+        ("--flops 1e20 --inference-tokens -1", "--inference-tokens -1: must be in"),
+        ("--flops 1e20 --unique-tokens 0", "--unique-tokens 0: must be in"),
+        ("--flops 1e20 --devices 0", "--devices 0: must be in"),
+        ("--flops 1e20 --level 1", "--level 1: must be in (0, 1)"),
+        ("--flops 1e20 --vocab-size 0", "vocab_size=0 must be in"),
+        ("--flops 1e20 --law lectures", "unknown law 'lectures'"),
+        ("--flops 1e20 --law lectur", "file or folder; did you mean lecture?"),
+        ("--flops 1e20 --law chinchila", "did you mean chinchilla or chinchilla-tied?"),
+        ("--flops 1e20 --law bad.jsn", "bad.jsn', no such file or folder; did you mea"),
+        ("--flops 1e20 --law ./bad.jsn", "no such file or folder; did you mean bad"),
+        ("--flops 1e20 --law /dev/zero", "it is a device, not a file"),
+        ("--flops 1e20 --group a", "--group a: --law lecture is no fit of groups"),
+        ("--target-loss 1", "--target-loss 1 by lecture: target=1 must be above the f"),
+        ("--target-loss nan", "--target-loss nan: must be in"),
+        ("--target-loss 2 --flops 1e20", "--flops and --target-loss; which is the bud"),
+        ("--target-loss 1.8 --unique-tokens 1e10", "be reached with 1e+10 unique"),
+        ("--target-loss 30", "30: a budget of 1.263e+10 FLOPs is too small"),
+        ("--flops 1e20 --law chinchilla", "no published constants here"),
+        ("--flops 1e20 --law here/fit.json", "no such file or folder"),
+        ("--flops 1e20 --law bad.json", "bad.json: not a fit.json"),
+        ("--flops 1e20 --law .", "fit.json"),
+        ("--flops 1e20 --count some", "--count"),
+        ("--flops 1e9", "a budget of 1e+09 FLOPs is too small for any design"),
+        ("--flops 1e12", "; with --vocab-size in [1, 5,991] there are smaller ones"),
+        ("--flops 1e14 --sequence 900000000", "; a smaller --sequence might do"),
+        ("--flops 1e20 --law odd.json", "odd.json: shape={'vocab_size': '9'} must"),
+        ("--flops 1e-3", "too small for any design"),
+        (f"{GPUS} --budget-usd 1e30", "too large for any design"),
+        ("--flops 1e32", "too large for any design: 2.981e+14 parameters (total)"),
+        ("--flops 1e31", "the largest design has 29,390,700,609,536 with"),
+        ("--flops 1e20 --inference-tokens 1e30", "1e+30 tokens to serve is too small"),
+        ("--flops 1e20 --unique-tokens 1", "1 unique tokens is too small for any"),
+        ("--flops 1e20 --out bad.json", "bad.json: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    jaxkv: Command, fit: Path, args: str, line: str
+) -> None:
+    Path("bad.json").write_text("{")
+    odd = json.loads((fit / "fit.json").read_text()) | {"shape": {"vocab_size": "9"}}
+    Path("odd.json").write_text(json.dumps(odd))
+    assert_refused(jaxkv, f"plan {args}", line)

@@ -1,0 +1,298 @@
+"""What preemptions cost: read off traces, from one workload served in many ways."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.framework import registry, run_folder, table
+from experiments.framework.study import of_module
+from experiments.serving.preemption import measured, moving, serving
+from experiments.serving.preemption.measured import Config, Result
+from experiments.serving.preemption.serving import Server, Servings, Way
+from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET
+from tests.support import smoke
+from tests.support.folders import RECORDS
+from tests.support.impatience import Impatient, Stopping
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+(STUDY,) = of_module(measured)
+SMOKE = measured.CONFIGS["smoke"]
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return smoke.model(72)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Result:
+    """All that the folder of the smoke run holds."""
+    return smoke.run("preemption").result
+
+
+@pytest.fixture(scope="module")
+def result(model: str) -> Result:
+    """A run without what needs programs of its own: the host's memory, and moves."""
+    config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
+    return measured.run(config)
+
+
+def served(result: Result) -> Servings:
+    """All servings in one table."""
+    found = table.parts(result).values()
+    return Servings.joined(x for x in found if isinstance(x, Servings))
+
+
+def rows(servings: Servings, **wanted: Any) -> Servings:
+    """The servings of which that is so."""
+    found = servings.where(**wanted)
+    assert len(found)
+    return found
+
+
+TRACE = [
+    # Requests in three slots, and the tokens that they feed; * ends the request.
+    ("7:5 8:9 -", "both are read"),
+    ("7:1 8:1 -", ""),
+    ("7:1 - -", "8 is preempted with 10 tokens"),
+    ("7:1* - -", "7 completes; 8 is still away"),
+    ("- 9:4 -", "9 overtakes"),
+    ("8:0 9:1 -", "8 is back with its pages"),
+    ("8:1 9:1* -", ""),
+    ("- - -", "8 is preempted with 11; nobody runs"),
+    ("- 8:6 -", "it is fed again, in two parts"),
+    ("- 8:6* 5:3*", "with its last token; 5 is let in before that"),
+]
+
+
+def test_a_trace_is_read_as_by_hand() -> None:
+    cells = [line.split() for line, _ in TRACE]
+    names = [[int(c.split(":")[0]) if c != "-" else -1 for c in row] for row in cells]
+    fed = [
+        [int(c.split(":")[1].strip("*")) if c != "-" else 0 for c in row]
+        for row in cells
+    ]
+    ended = [["*" in c for c in row] for row in cells]
+    story = serving.read_steps(
+        *(np.array(names), np.array(fed), np.array(ended)), page_size=4
+    )
+    assert story == {
+        "num_preempted": 2,
+        "num_returned": 1,
+        "pages_moved": 2 * 3,
+        "num_fed": int(np.sum(fed)),
+        "num_recomputed": 11,
+        "num_overtaken": 2,
+        "steps": 9,
+    }
+
+
+@pytest.mark.thorough
+def test_no_answer_depends_on_who_is_preempted_or_how(result: Result) -> None:
+    all_ = served(result)
+    assert len(all_.name) >= 18
+    assert not all_.num_different.any()
+    # Not for want of occasions.
+    assert (all_.num_preempted > 0).sum() >= 15
+    # Whoever is preempted, each token is computed once, and those lost again.
+    assert len(set((all_.num_fed - all_.num_recomputed).tolist())) == 1
+
+
+@pytest.mark.thorough
+def test_nobody_is_preempted_where_there_is_room(result: Result) -> None:
+    roomy = rows(result.ways, name="room for all")
+    assert not roomy.num_preempted.any()
+    assert not roomy.num_recomputed.any()
+    tight = rows(result.ways, name="recompute")
+    assert tight.num_preempted > 2
+    assert tight.steps > roomy.steps
+    # Each token of prompts and answers is fed once, but for the last of an answer.
+    lost = tight.num_recomputed[0]
+    assert tight.num_fed[0] == roomy.num_fed[0] + lost
+    assert tight.recomputed_share[0] == lost / (roomy.num_fed[0] + lost)
+
+
+@pytest.mark.thorough
+def test_with_enough_swap_space_nothing_is_computed_again(
+    result: Result,
+) -> None:
+    swap = rows(served(result), preemption="swap", host_pages=0)
+    roomy = swap.swap_pages >= swap.pool_pages
+    assert roomy.sum() >= 6
+    assert not swap.num_recomputed[roomy].any()
+    assert not swap.num_fallbacks[roomy].any()
+    assert (swap.num_returned[roomy] == swap.num_preempted[roomy]).all()
+    # As many pages come back as left, and a request has at least one.
+    assert (swap.pages_moved[roomy] >= 2 * swap.num_preempted[roomy]).all()
+    again = rows(served(result), preemption="recompute")
+    assert not again.pages_moved.any()
+    assert (again.num_fallbacks == again.num_preempted).all()
+
+
+@pytest.mark.thorough
+def test_nobody_new_before_the_preempted_are_done(
+    result: Result,
+) -> None:
+    held = rows(result.ways, hold_new=True)
+    assert held.preemption.tolist() == ["recompute", "swap"]
+    assert (held.num_preempted > 0).all()
+    assert not held.num_overtaken.any()
+    assert rows(result.ways, name="swap").num_overtaken > 0
+
+
+@pytest.mark.thorough
+def test_rules_choose_different_victims(result: Result) -> None:
+    for preemption_ in ("recompute", "swap"):
+        rules = rows(result.victims, preemption=preemption_)
+        assert len(rules.name) == 4
+        assert len({*rules.num_fed.tolist()} | {*rules.steps.tolist()}) > 2
+    # The first of them is what the ways do.
+    latest = rows(result.victims, victim="latest", preemption="recompute")
+    assert latest.num_fed == rows(result.ways, name="recompute").num_fed
+
+
+@pytest.mark.thorough
+def test_a_watermark_leaves_less_to_compute_again(result: Result) -> None:
+    marks = result.watermarks
+    assert marks.watermark[0] == 0
+    assert marks.num_fed[0] == rows(result.ways, name="recompute").num_fed
+    assert marks.recomputed_share[-1] < marks.recomputed_share[0]
+
+
+@pytest.mark.thorough
+def test_too_small_a_swap_space_lies_between(result: Result) -> None:
+    spaces = result.spaces
+    again = rows(result.ways, name="recompute")
+    assert spaces.swap_pages[0] == 0
+    for name in ("num_fed", "num_preempted", "steps", "num_overtaken"):
+        assert getattr(spaces, name)[0] == getattr(again, name)[0]
+    assert (spaces.num_fallbacks[1:-1] > 0).all()
+    assert (spaces.num_swapped_out[1:-1] > 0).all()
+    assert (np.diff(spaces.num_fallbacks) <= 0).all()
+    assert spaces.num_recomputed[-1] == 0
+
+
+@pytest.mark.slow
+def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(
+    whole: Result,
+) -> None:
+    assert whole.hosts.host_pages[0] == 0
+    assert (whole.hosts.swap_pages == whole.hosts.swap_pages[0]).all()
+    hidden = rows(whole.spaces, swap_pages=whole.hosts.swap_pages[0])
+    for name in ("num_fed", "num_preempted", "num_recomputed", "pages_moved", "steps"):
+        assert getattr(hidden, name) == getattr(whole.hosts, name)[0]
+
+
+@pytest.mark.thorough
+def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(
+    result: Result,
+) -> None:
+    """The ways have the pool that they know of; here it is a part of a larger one."""
+    for preemption_ in ("recompute", "swap"):
+        real = rows(result.ways, name=preemption_)
+        hidden = rows(
+            result.pools, preemption=preemption_, pool_pages=real.pool_pages[0]
+        )
+        for name in ("num_fed", "num_preempted", "pages_moved", "steps"):
+            assert getattr(hidden, name) == getattr(real, name)
+
+
+@pytest.mark.slow
+def test_times_of_one_request(whole: Result) -> None:
+    moves = whole.moves
+    assert moves.page_size.tolist() == list(SMOKE.page_sizes)
+    assert (moves.num_tokens == moves.num_tokens[0]).all()
+    # Keys and values of one head of eight dimensions, in float32.
+    assert (moves.num_bytes == 2 * 8 * 4 * moves.num_tokens).all()
+    for name in ("recompute_s", "out_s", "in_s", "host_out_s", "host_in_s"):
+        times_s = getattr(moves, name)
+        assert times_s.shape == (len(moves.page_size), SMOKE.move_repeats)
+        assert (times_s > 0).all()
+    assert (moves.swap_through_host_s > moves.swap_s).all()
+
+
+@pytest.mark.slow
+def test_claims_are_what_the_result_holds(whole: Result) -> None:
+    said = smoke.ours(measured.claims(whole))
+    assert said["no answer depends on who gives way, or how"] == 0
+    assert said["with swap space as large as the pool nothing is computed again"] == 0
+    assert said["nobody new is let in until all who gave way have completed"] == 0
+    again = rows(whole.ways, name="recompute")
+    left = "swapping without swap space is recomputation"
+    assert said[left] == again.num_recomputed[0]
+    pools = rows(whole.pools, preemption="recompute")
+    share = 100 * max(pools.num_recomputed / pools.num_fed)
+    most = "most of all compute is computing again when the pool is small enough"
+    assert said[most] == pytest.approx(share)
+    rules = rows(whole.victims, preemption="recompute")
+    spared = 1 - min(rules.num_recomputed / rules.num_fed) / again.recomputed_share[0]
+    best = "choosing other victims saves half of the recomputation"
+    assert said[best] == pytest.approx(spared)
+    kept = smoke.run("preemption")
+    assert [*kept.metrics, "simulated"] == list(Result.columns())
+    assert kept.metrics["ways"][0]["name"] == "room for all"
+    assert "room for all" in (kept.folder / "figure.svg").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
+def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
+    config = dataclasses.replace(SMOKE, model=model)
+    result = measured.run(config, Impatient(label))
+    assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
+    assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
+    assert len(result.spaces.name) == len(result.moves.page_size) == 0
+    said = smoke.ours(measured.claims(result))
+    assert not said.get("no answer depends on who gives way, or how")
+    assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
+    assert len(STUDY.tell(result)) >= 1
+    assert smoke.draw(STUDY, result)
+
+
+@pytest.mark.thorough
+def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
+    config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
+    result = measured.run(config, Stopping(0))
+    assert measured.claims(result) == []
+    assert STUDY.tell(result) == []
+    assert smoke.draw(STUDY, result)
+
+
+def test_a_way_must_fit_its_engine(model: str) -> None:
+    loaded = checkpoints.load_model(model)
+    requests, _ = measured.workload(SMOKE, loaded)
+    server = Server(loaded, requests, QUIET)
+    config = measured.bounds(SMOKE, 20, 4)
+    with pytest.raises(ValueError, match="needs more pages"):
+        server.serve("too large", [(Way("large", 21), config)])
+
+
+def test_the_model_must_be_long_enough(model: str) -> None:
+    with pytest.raises(ValueError, match="max_length=513 must be at most"):
+        measured.run(Config(model=model))
+
+
+def test_moves_of_no_page_size_are_empty(model: str) -> None:
+    loaded = checkpoints.load_model(model)
+    _, moved = measured.workload(SMOKE, loaded)
+    moves = moving.measure(
+        loaded, moved, (), repeats=1, numerics="fast", progress=QUIET
+    )
+    assert len(moves) == moves.swap_through_host_s.size == 0
+
+
+def test_the_record_shows_what_makes_it_cheap() -> None:
+    folder = RECORDS / "preemption"
+    run = run_folder.read(folder, registry.load("preemption"))
+    said = smoke.ours(measured.claims(run.result))
+    assert said["no answer depends on who gives way, or how"] == 0
+    assert said["with swap space as large as the pool nothing is computed again"] == 0
+    ways, hosts = run.result.ways, run.result.hosts
+    again = rows(ways, name="recompute")
+    # Holding new requests back loses more steps than preemption costs.
+    assert rows(ways, name="recompute, hold new").steps > 1.2 * again.steps
+    assert (hosts.num_recomputed[1:] < hosts.num_recomputed[0]).all()
+    assert run.result.victims.recomputed_share.max() == again.recomputed_share

@@ -1,0 +1,89 @@
+"""Sharing at the paper's lengths: who holds what, and what is said of it."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.cli import main
+from experiments.harness import cost_models
+from experiments.serving.sharing import simulated
+from experiments.serving.sharing.simulated import (
+    Behind,
+    Counted,
+    Result,
+    Translated,
+)
+from jaxkv.simulation import Members
+from jaxkv.simulation.step import Work
+
+
+def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
+    plain = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+    work = Work(*(jnp.int32(0) for _ in Work._fields))._replace(
+        num_decodes=jnp.int32(7), decode_context=jnp.int32(100)
+    )
+    cost = Behind(plain, jnp.int32(80))
+    assert float(cost(work)) == pytest.approx(0.010 + 1e-5 * (100 + 7 * 80) + 7 * 2e-4)
+
+
+def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() -> None:
+    def member(system: str) -> Members:
+        return simulated._translations(system, 341, 10.0, 3.0, seed=1)
+
+    ours, theirs = member("paged"), member("Orca (Oracle)")
+    own = np.asarray(theirs.workload.prompt) - 341
+    # 21 pages of 16 hold 336 of the tokens; the other 5 are each one's own.
+    np.testing.assert_array_equal(np.asarray(ours.workload.prompt), own + 5)
+    assert own.min() >= 1
+    assert (int(ours.capacity.num_pages), int(theirs.capacity.num_pages)) == (962, 983)
+    assert ours.reservation is None
+    assert theirs.reservation is not None
+
+
+def counted(saved: list[float]) -> Counted:
+    num = len(saved)
+    ones = np.ones(num, int)
+    return Counted(
+        lengths=np.array(["short"] * num),
+        num_sequences=np.array([2, 4, 6][:num]),
+        rate=np.ones(num),
+        num_requests=ones,
+        batch=np.ones(num),
+        saved_share=np.array(saved),
+        expected_share=np.array([0.065, 0.097, 0.108][:num]),
+        num_preempted=0 * ones,
+    )
+
+
+def test_savings_are_judged_in_points() -> None:
+    saved = counted([0.0650, 0.0970, 0.1170])
+    claims = simulated.claims(Result(counted=saved, translated=Translated.of([])))
+    assert [claim.verdict for claim in claims] == ["holds", "holds", "holds", "fails"]
+    assert claims[0].ours == pytest.approx(0.9)
+    assert claims[3].ours - claims[3].published == pytest.approx(11.7 - 9.79)
+
+
+def test_rates_at_equal_latency_are_compared() -> None:
+    two = np.ones((1, 2, 3))
+    told = Translated(
+        np.array([80]), np.ones((1, 3)), two, two, np.array([[20.0, 33.4]])
+    )
+    (claim,) = simulated.claims(Result(counted=counted([]), translated=told))
+    assert (claim.ours, claim.published) == pytest.approx((1.67, 1.67))
+    assert claim.verdict == "differs"
+    nothing = Result(counted=counted([]), translated=Translated.of([]))
+    assert simulated.claims(nothing) == []
+
+
+@pytest.mark.slow
+def test_a_simulated_run_counts_what_lengths_say(tmp_path: Path) -> None:
+    args = ["run", "sharing", "paper", "--num-simulated", "48", "--json"]
+    assert main.main([*args, "--out", str(tmp_path / "run")]) == 0
+    claims = json.loads((tmp_path / "run" / "claims.json").read_text())
+    forms = [x for x in claims if "full prompt pages" in x["claim"]]
+    assert [x["ours"] < 1.0 for x in forms] == [True, True]
+    one, five = (x["ours"] for x in claims if "translations" in x["claim"])
+    assert five > one > 1

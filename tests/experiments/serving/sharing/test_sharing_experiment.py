@@ -1,0 +1,308 @@
+"""What sequences share: counted from tables, from lengths, and by hand."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.harness import length_distributions
+from experiments.harness.length_distributions import Lengths
+from experiments.harness.prompts import Request
+from experiments.serving.sharing import requests, served
+from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
+from experiments.serving.sharing.requests import Host
+from experiments.serving.sharing.server import Server
+from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs
+from tests.support import smoke as support_smoke
+from tests.support.impatience import Impatient, Stopping
+from tests.support.smoke import ours, run
+
+SIZE = served.CONFIGS["smoke"].page_size
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return support_smoke.model(208)
+
+
+@pytest.fixture(scope="module")
+def result() -> served.Result:
+    return run("sharing").result
+
+
+@pytest.fixture(scope="module")
+def server(model: str) -> Server:
+    """The engine that the run had; its programs are compiled by now."""
+    smoke = served.CONFIGS["smoke"]
+    return Server(checkpoints.load_model(model), served.bounds(smoke))
+
+
+def request_of(num: int, sampling: Sampling) -> Request:
+    tokens = np.random.default_rng(num).integers(32, 127, num).tolist()
+    return Request(bytes(tokens).decode(), tokens, sampling)
+
+
+def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
+    """Logical and distinct pages of every step, with sets and nothing else."""
+    logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one reads for all
+    for places in range(prompt + 1, prompt + answer):
+        held = [
+            # A full page of the prompt is the same for all, any other one's own.
+            {(None if (k + 1) * SIZE <= prompt else sample, k) for k in range(num)}
+            for sample in range(n)
+            for num in [-(-places // SIZE)]
+        ]
+        logical.append(sum(map(len, held)))
+        distinct.append(len(set().union(*held)))
+    return logical, distinct
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "n", "share"),
+    [
+        (33, 17, 2, 16 / 49),  # 15 steps of 3 pages, one of 4; 2 of them shared
+        (16, 2, 4, 3 / 4 / 2),  # one step: a shared page, and one for the new token
+        (15, 30, 8, 0.0),
+        (64, 17, 2, 1 / 2 * 4 / 5),
+    ],
+)
+def test_the_saving_worked_by_hand(
+    prompt: int, answer: int, n: int, share: float
+) -> None:
+    lengths = Lengths(np.array([prompt]), np.array([answer]))
+    assert length_distributions.saving(lengths, n, 16) == pytest.approx(share)
+    # A count of sets agrees, but for the step that reads the prompt.
+    logical, distinct = pages_by_hand(prompt, answer, n)
+    assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "law", [length_distributions.ALPACA, length_distributions.SHAREGPT]
+)
+@pytest.mark.parametrize("num", [1, 16, 300])
+def test_lengths_have_the_printed_means(
+    law: length_distributions.Law, num: int
+) -> None:
+    lengths = length_distributions.draw(law, num, 1024, np.random.default_rng(3))
+    assert lengths.prompt.mean() == pytest.approx(law.prompt_mean, rel=0.05)
+    assert lengths.answer.mean() == pytest.approx(law.answer_mean, rel=0.05)
+    assert (lengths.prompt + lengths.answer).max() <= 1024
+    assert lengths.prompt.min() >= 1
+    assert lengths.answer.min() >= 2
+    with pytest.raises(ValueError, match="do not fit max_length=100"):
+        length_distributions.draw(law, num, 100, np.random.default_rng(3))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("prompt", "answer", "n"), [(37, 20, 3), (32, 40, 8)])
+def test_pages_of_every_step_are_those_counted_by_hand(
+    server: Server, prompt: int, answer: int, n: int
+) -> None:
+    ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
+    done = server.serve([request_of(prompt, ask)])
+    assert done is not None
+    logical, distinct = pages_by_hand(prompt, answer, n)
+    assert done.logical_pages.tolist() == logical
+    assert done.distinct_pages.tolist() == distinct
+    # Everybody but the last to write copies the prompt's partial page.
+    assert done.num_copied == (n - 1 if prompt % SIZE else 0)
+    assert done.num_rows.sum() == prompt + n * (answer - 1)
+    assert {name: len(tokens) for name, tokens in done.tokens.items()} == {
+        (0, sample): answer for sample in range(n)
+    }
+
+
+@pytest.mark.thorough
+def test_requests_apart_share_nothing(server: Server) -> None:
+    ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
+    done = server.serve([request_of(40, ask)] * 5)
+    assert done is not None
+    np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
+    assert done.prompt_rows.tolist() == [40] * 5
+    assert done.num_cached.tolist() == [0] * 5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk_size", [1, 5, 16, 40, None])
+@pytest.mark.parametrize("beams", [False, True])
+def test_a_prompt_is_computed_once_whatever_the_chunks(
+    server: Server, chunk_size: int | None, beams: bool
+) -> None:
+    num = 4 if beams else 8
+    fields: dict[str, Any] = {"beam_width": num} if beams else {}
+    ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
+    policy = fcfs.fcfs(chunk_size=chunk_size)
+    done = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
+    assert done is not None
+    assert done.prompt_rows.tolist() == [37, 3, 64]
+    assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
+
+
+@pytest.mark.thorough
+def test_samples_save_what_lengths_say(result: served.Result) -> None:
+    samples = result.samples
+    assert samples.lengths.tolist() == ["short", "short", "long", "long"]
+    assert samples.num_sequences.tolist() == [4, 8, 4, 8]
+    apart = samples.saved_share - samples.expected_share
+    assert abs(apart).max() < 0.01
+    assert (samples.saved_share[2:] > 0.2).all()
+    assert not samples.num_preempted.any()
+
+
+@pytest.mark.thorough
+def test_beams_save_more_than_samples(result: served.Result) -> None:
+    assert result.beams.num_sequences.tolist() == [4, 4]
+    for name in ("short", "long"):
+        assert result.samples.saved(name, 4) < result.beams.saved(name, 4) < 3 / 4
+    assert np.isnan(result.beams.expected_share).all()
+
+
+@pytest.mark.thorough
+def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
+    readings = result.readings
+    assert readings.chunk_size.tolist() == [3, 64]
+    assert readings.num_sequences.tolist() == [8, 8]
+    np.testing.assert_array_equal(readings.prompt_rows, readings.prompt_tokens)
+
+
+@pytest.mark.thorough
+def test_a_common_beginning_is_found_and_changes_no_answer(
+    result: served.Result,
+) -> None:
+    smoke, prefixes = served.CONFIGS["smoke"], result.prefixes
+    assert prefixes.prefix_tokens.tolist() == [33]
+    assert prefixes.num_cached.tolist() == [32]  # its full pages
+    assert prefixes.num_different.tolist() == [0]
+    without, with_ = prefixes.prompt_rows[0]
+    assert without == prefixes.prompt_tokens[0]
+    assert with_ == without - 32 * smoke.num_prefixed
+    assert prefixes.steps[0, 1] < prefixes.steps[0, 0]
+    assert 0.3 < prefixes.saved_share[0] < 1
+    assert prefixes.rate.shape == (1, smoke.repeats, 2)
+
+
+@pytest.mark.thorough
+def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
+    picture, rows = result.picture, NUM_SEQUENCES
+    apart, samples, beams = picture.page_ids
+    assert picture.logical_pages.tolist() == (
+        (picture.page_ids != NO_PAGE).sum((1, 2)).tolist()
+    )
+    assert picture.logical_pages[0] == picture.pages[0]
+    full = len(PROMPT) // SIZE
+    assert (samples[:, :full] == samples[0, :full]).all()
+    own = samples[:, full:][samples[:, full:] != NO_PAGE]
+    assert np.unique(own).size == own.size
+    assert (beams[:, :full] == beams[0, :full]).all()
+    for i, table in enumerate((apart, samples, beams)):
+        for row in range(rows):
+            text = "".join(picture.text[i, row, :full])
+            assert text == PROMPT[: full * SIZE]
+            held = picture.num_filled[i, row][table[row] != NO_PAGE]
+            assert (held[:-1] == SIZE).all()
+            assert held.sum() >= len(PROMPT)
+        # Who shares a page reads the same there, and shares all pages before it.
+        for column, one, two in np.ndindex(table.shape[1], rows, rows):
+            if table[one, column] == table[two, column] != NO_PAGE:
+                assert (table[one, :column] == table[two, :column]).all()
+                texts = picture.text[i, [one, two], column]
+                assert texts[0] == texts[1]
+
+
+@pytest.mark.thorough
+def test_claims_are_what_the_result_holds(result: served.Result) -> None:
+    kept, samples = run("sharing"), result.samples
+    said = ours(kept.claims)
+    assert said["8 answers to a prompt compute its tokens once"] == 1
+    for name in ("short", "long"):
+        here = samples.lengths == name
+        pairs = zip(
+            samples.saved_share[here], samples.expected_share[here], strict=True
+        )
+        worst = max(100 * abs(saved - expected) for saved, expected in pairs)
+        (closed,) = (x for x in said if x.startswith(f"{name} prompts: n answers"))
+        assert said[closed] == pytest.approx(worst)
+    saved = 100 * samples.saved("short", 4)
+    assert said["pages saved by 4 answers, short prompts"] == pytest.approx(saved)
+    gains = [
+        result.beams.saved(name, 4) - samples.saved(name, 4)
+        for name in ("short", "long")
+    ]
+    beams = "beams save more pages than as many answers; smallest difference"
+    assert said[beams] == pytest.approx(100 * min(gains))
+    (picture, *_) = kept.metrics["pictures"]
+    assert picture["logical_pages"] == picture["pages"]
+    report = (kept.folder / "report.md").read_text()
+    assert "pages saved by sequences of one request" in report
+    assert "requests that begin with the same text" in report
+    assert "read_lines" in (kept.folder / "figure.svg").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("label", ["parallel sampling", "picture"])
+def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
+    config = dataclasses.replace(served.CONFIGS["smoke"], model=model)
+    result = served.run(config, Impatient(label))
+    assert len(result.samples.lengths) == (label == "parallel sampling")
+    assert len(result.prefixes.prefix_tokens) == 0
+    said, samples = ours(served.claims(result)), result.samples
+    if label == "parallel sampling":
+        saved = said.pop("pages saved by 4 answers, short prompts")
+        assert saved == pytest.approx(100 * samples.saved_share[0])
+        apart = abs(samples.saved_share[0] - samples.expected_share[0])
+        assert [*said.values()] == pytest.approx([100 * apart])
+    else:
+        assert not said
+    study = served.STUDY
+    assert study.metrics(result)["prefixes"] == []
+    assert len(study.tell(result)) >= 1
+    nothing = dataclasses.replace(result, picture=Picture.of([]))
+    for part in (result, nothing):
+        assert support_smoke.draw(study, part)
+
+
+@pytest.mark.thorough
+def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
+    ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
+    requests = [request_of(50, ask)] * 3
+    assert server.serve(requests, progress=Stopping(0)) is None
+    again = server.serve(requests[:1])
+    assert again is not None
+    assert again.num_cached.tolist() == [0]
+    server.clear()
+
+
+@pytest.mark.thorough
+def test_settings_serve_the_same_requests(server: Server) -> None:
+    """Whatever their number of answers, so that savings can be compared."""
+    kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
+    ask = Sampling(temperature=0.7)
+    host = Host(server, ask, 1, QUIET)
+    savings = requests.serve_groups(host, kinds, (2, 3), beams=False)
+    assert savings.mean_prompt.tolist() == [14.5] * 2
+    assert savings.mean_answer.tolist() == [9.0] * 2
+    assert savings.saved("short", 3) > savings.saved("short", 2) > 0
+    assert np.isnan(savings.saved("long", 2))
+
+
+def test_the_model_must_be_long_enough(model: str) -> None:
+    with pytest.raises(ValueError, match="max_length=1024 must be at most"):
+        served.run(served.Config(model=model))
+    smoke = dataclasses.replace(served.CONFIGS["smoke"], model=model, length_scale=1.0)
+    with pytest.raises(ValueError, match="do not fit max_length=208"):
+        served.run(smoke)
+
+
+@pytest.mark.slow
+def test_real_claims_hold() -> None:
+    result = served.run(dataclasses.replace(served.CONFIGS["real"], repeats=1))
+    claims = served.claims(result)
+    assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
+    assert len(claims) == 16
+    assert not result.samples.num_preempted.any()
+    np.testing.assert_array_equal(result.prefixes.num_cached, [80, 336])

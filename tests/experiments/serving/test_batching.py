@@ -1,0 +1,108 @@
+"""Batching: the lectures' pictures, and speeds that a plain loop predicts."""
+
+import dataclasses
+import heapq
+
+import numpy as np
+import pytest
+
+from experiments.framework.study import of_module
+from experiments.serving.batching import experiment, lectures, sweeps
+from experiments.serving.batching.experiment import CONFIGS, Config, Result
+from tests.support import smoke
+
+(STUDY,) = of_module(experiment)
+SMOKE = CONFIGS["smoke"]
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return smoke.run("batching").result
+
+
+@pytest.mark.thorough
+def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
+    static, continuous = result.static_sequences, result.continuous_sequences
+    assert lectures.words(static) == [*lectures.STATIC]
+    assert lectures.words(continuous) == [*lectures.CONTINUOUS]
+    # "Sequence 3 finished after two iterations", sequence 2 after six.
+    assert result.static_sequences.last[:4].tolist() == [3, 6, 2, 3]
+    # Six cells are idle in one and taken in the other: 32 - 6.
+    assert lectures.num_equal(static, lectures.CONTINUOUS) == 26
+
+
+@pytest.mark.thorough
+def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> None:
+    assert lectures.batches(result.continuous_requests) == [
+        *("R1 R2", "R1 R2 R3", "R1 R3 R4", "R1 R3 R4", "R3 R4 R5", "R5")
+    ]
+    waited = lectures.batches(result.static_requests)
+    assert waited[:5] == ["R1 R2", "R1 R2", "R1", "R1", "R3 R4 R5"]
+    assert lectures.num_joined(result.static_requests) == 0
+    assert lectures.num_joined(result.continuous_requests) == 2
+
+
+def steps_by_hand(output: np.ndarray, slots: int) -> list[int]:
+    """Steps of static batching, and of a slot taken as soon as it is free."""
+    batches = [output[k : k + slots] for k in range(0, output.size, slots)]
+    ends = [0] * slots
+    for tokens in output.tolist():
+        heapq.heappush(ends, heapq.heappop(ends) + tokens)
+    return [sum(int(batch.max()) for batch in batches), max(ends)]
+
+
+@pytest.mark.thorough
+def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
+    steps = result.limits.steps[:, :, 0]
+    for i, (load, longest) in enumerate(sweeps.limited(SMOKE)):
+        slots = sweeps.num_reserved(SMOKE, longest)
+        expected = steps_by_hand(np.asarray(load.output), slots)
+        assert steps[:2, i].tolist() == expected
+    assert (steps[2] <= steps[1]).all()
+
+
+@pytest.mark.slow
+def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
+    config = dataclasses.replace(
+        CONFIGS["real"],
+        num_places=3 * 48,
+        prompt_tokens=8,
+        mean_output_tokens=12.0,
+        limits=(40,),
+        deviations=(0.0, 1.0),
+        clients=(1, 2),
+        num_requests=10,
+        num_seeds=1,
+    )
+    result = experiment.run(config)
+    assert result.num_slots == 3
+    for i, (load, _) in enumerate(sweeps.spread(config)):
+        expected = steps_by_hand(np.asarray(load.output), 3)
+        assert result.deviations.steps[:2, i, 0].tolist() == expected
+    assert (result.deviations.tokens_per_s > 0).all()
+    assert (result.clients.tokens_per_s > 0).all()
+    assert not result.limits.value.size
+    assert len(experiment.claims(result)) == 7
+    assert smoke.draw(STUDY, result)
+
+
+@pytest.mark.thorough
+def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
+    found = result.deviations
+    assert found.deviation[0, 0] == 0
+    static, continuous = found.means
+    assert continuous[0] == pytest.approx(static[0])
+    assert continuous[1] > 1.2 * static[1]
+
+
+@pytest.mark.thorough
+def test_more_room_gains_more(result: Result) -> None:
+    found = experiment.metrics(result)["limits"]
+    best, *_, least = result.limits.means[::-1]  # paged and static batching
+    assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
+    assert found[-1]["gain"] > found[0]["gain"] > 1
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown cost model 'abacus'"):
+        experiment.run(Config(cost="abacus"))

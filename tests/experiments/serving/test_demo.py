@@ -1,0 +1,215 @@
+"""The demo: both policies serve the same requests, and its numbers are right."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.framework.report import Sheet
+from experiments.framework.study import of_module
+from experiments.harness import prompts, servings
+from experiments.plotting import timelines
+from experiments.serving.demo import experiment
+from jaxkv.engine import step
+from jaxkv.serving.outputs import Answer, Completion
+from jaxkv.text.tokenizer import ByteTokenizer
+from tests.support import smoke
+from tests.support.commands import Command, assert_refused, document
+from tests.support.impatience import Stopping
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+(STUDY,) = of_module(experiment)
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return smoke.model(64)
+
+
+@pytest.fixture(scope="module")
+def result() -> experiment.Result:
+    return smoke.run("demo").result
+
+
+@pytest.mark.thorough
+def test_both_policies_give_every_request_the_same_answer(
+    result: experiment.Result,
+) -> None:
+    assert result.static.is_done.all()
+    assert result.continuous.is_done.all()
+    np.testing.assert_array_equal(result.static.text, result.continuous.text)
+    np.testing.assert_array_equal(
+        result.static.num_tokens, result.continuous.num_tokens
+    )
+
+
+@pytest.mark.thorough
+def test_the_documents_keys_are_the_contracts(model: str, jaxkv: Command) -> None:
+    found = document(jaxkv, "demo", "smoke", "--model", model, "--out", "x")
+    assert Path(found["out"]) == Path("x")
+    for name in ("static", "continuous"):
+        assert found[name].keys() >= {
+            *("tokens_per_s", "steps", "mean_latency_s", "p95_latency_s"),
+            "kv_utilisation",
+        }
+        assert all(value > 0 for value in found[name].values())
+    assert found["same_answers"] == found["requests"] == 6
+
+
+@pytest.mark.thorough
+def test_static_batching_keeps_what_continuous_batching_gives_away(
+    result: experiment.Result,
+) -> None:
+    config = experiment.CONFIGS["smoke"]
+    static, continuous = result.static, result.continuous
+    assert len(static.num_rows) > len(continuous.num_rows)
+    assert static.held.any()
+    assert not continuous.held.any()
+    # The longest case for every slot, from a batch's first step to its last.
+    pages = config.max_slots * config.max_length // config.page_size
+    assert set(static.used_pages.tolist()) == {pages}
+    numbers = servings.numbers(continuous)
+    assert numbers["kv_utilisation"] > servings.numbers(static)["kv_utilisation"]
+
+
+@pytest.mark.thorough
+def test_every_token_of_every_request_is_in_the_steps(
+    result: experiment.Result,
+) -> None:
+    for served in (result.static, result.continuous):
+        for i, prompt in enumerate(result.prompt):
+            fed = served.num_rows[served.request_id == i].sum()
+            # The last token drawn is never fed.
+            assert fed == len(prompt.encode()) + served.num_tokens[i] - 1
+
+
+@pytest.mark.thorough
+def test_the_report_shows_what_the_model_wrote() -> None:
+    report = (smoke.run("demo").folder / "report.md").read_text()
+    for said in ("Given:", "Written:", "6 of 6 answers are the same under both."):
+        assert said in report
+
+
+@pytest.mark.thorough
+def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
+    config = dataclasses.replace(experiment.CONFIGS["smoke"], model=model)
+    result = experiment.run(config, Stopping(1))
+    assert 0 < result.static.is_done.sum() < config.num_requests
+    assert not result.continuous.is_done.any()
+    assert experiment.metrics(result)["continuous"]["tokens_per_s"] is None
+    assert experiment.claims(result) == []
+    table, *_ = experiment.summary(result)
+    assert isinstance(table, Sheet)
+    assert table.note.startswith("Stopped early: ")
+    assert smoke.draw(STUDY, result)
+
+
+def test_the_model_must_have_text_and_room(model: str) -> None:
+    with pytest.raises(ValueError, match="max_length=512 must be at most"):
+        experiment.run(experiment.Config(model=model))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--page-size 0", "page_size=0 must be at least 1"),
+        ("--max-slots 0", "max_slots=0 must be at least 1"),
+        ("--num-requests -1", "num_requests=-1 must be at least 1"),
+        ("--sigma -1", "sigma=-1.0 must be at least 0"),
+        ("--sigma nan", "sigma=nan must be at least 0"),
+        ("--seed -1", "seed=-1 must be at least 0"),
+        ("--top-p 0", "top_p=0.0 must be in (0, 1]"),
+        ("--temperature -1", "temperature=-1.0 must be"),
+        ("--token-budget 1", "token_budget=1 must be at least"),
+        ("--max-length 100000", "max_length=100000 must be at most"),
+        ("--model nope", "unknown model 'nope'"),
+        ("--model broken", "broken/model.safetensors: "),
+        ("--out kept", "kept: holds something else than a run"),
+        ("--out kept/notes/run", "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    flags: str, line: str, model: str, tmp_path: Path, jaxkv: Command
+) -> None:
+    Path("kept").mkdir()
+    Path("kept/notes").write_text("mine")
+    shutil.copytree(model, "broken")
+    weights = Path("broken/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = {*tmp_path.rglob("*")}
+    for out in ("", "--out new"):
+        assert_refused(jaxkv, f"demo {out} {flags}", line)
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_lengths_are_ragged_within_their_bounds() -> None:
+    sizes = prompts.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    assert min(sizes) == 16
+    assert max(sizes) == 192
+    assert 50 < np.median(sizes) < 61  # the middle is 55.4
+    again = prompts.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    assert sizes == again
+
+
+def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
+    from scaling.corpora import corpora
+
+    rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
+    tokenizer, ask = ByteTokenizer(257), prompts.Sampling.greedy()
+    requests = prompts.held_out(tokenizer, sizes, [ask] * 3, rng)
+    texts = [x.text.decode() for x in corpora.load(corpora.STANDARD_LIBRARY).held_out]
+    assert [len(request.tokens) for request in requests[:2]] == sizes[:2]
+    for request in requests:
+        assert any(("\n" + text).find("\n" + request.text) >= 0 for text in texts)
+
+
+def test_the_numbers_of_a_serving_worked_by_hand() -> None:
+    def answer(name: int, tokens: int, arrival_s: float, finish_s: float) -> Completion:
+        fields: dict[str, Any] = dict.fromkeys(Completion._fields)
+        one: dict[str, Any] = dict.fromkeys(Answer._fields)
+        one |= {"tokens": [0] * tokens, "reason": "length"}
+        fields |= {"request_id": name, "answers": [Answer(**one)]}
+        fields |= {"arrival_s": arrival_s, "finish_s": finish_s}
+        return Completion(**fields)
+
+    rows = np.array([[3, 0], [1, 4], [0, 0], [1, 1]])
+    ids = np.where(rows > 0, [[0, 1]] * 4, -1)
+    fields: dict[str, Any] = dict.fromkeys(step.StepInfo._fields)
+    fields |= {"request_id": ids, "num_rows": rows, "held": rows > 9}
+    fields["used_pages"] = np.array([1, 2, 2, 3])
+    fields["used_places"] = np.array([3, 8, 8, 6])
+    info = step.StepInfo(**fields)
+    served = servings.gather(
+        [info],
+        {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},
+        num_requests=3,
+        num_slots=2,
+        page_size=4,
+        compile_s=9.0,
+    )
+    assert served.is_done.tolist() == [True, True, False]
+    assert servings.numbers(served) == {
+        "tokens_per_s": 5 / 3,
+        "steps": 3,
+        "mean_latency_s": 2.0,
+        "p95_latency_s": pytest.approx(1.0 + 0.95 * 2.0),
+        "kv_utilisation": pytest.approx((3 / 4 + 8 / 8 + 6 / 12) / 3),
+        "slot_utilisation": pytest.approx(5 / 6),
+        "duration_s": 3.0,
+        "compile_s": 9.0,
+    }
+
+
+def test_spans_cut_each_slot_where_it_changes() -> None:
+    values = np.array([[0, 5], [0, -1], [2, -1]])
+    assert list(timelines.spans(values)) == [
+        (0, 0, 0, 2),
+        (0, 2, 2, 3),
+        (1, 5, 0, 1),
+        (1, -1, 1, 3),
+    ]
+    assert list(timelines.spans(np.zeros((0, 2), int))) == []

@@ -1,0 +1,144 @@
+"""Phases on cards of their own: what passes between them, what is chosen, queues."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.harness import cost_models
+from experiments.serving.disaggregation import runs, settings
+from experiments.serving.disaggregation.queues import MACHINES, formula_s, measure
+from experiments.serving.disaggregation.settings import Config, Instance
+from jaxkv.simulation import Received, costs, disaggregated
+from jaxkv.simulation.disaggregated import Answers, Requests, Split
+from jaxkv.workloads import lengths, metrics
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+ONE = Instance("opt-13b", 1)
+
+
+def requests(arrival_s: list[float], prompt: list[int], output: list[int]) -> Requests:
+    tokens = lengths.Lengths(np.array(prompt), np.array(output))
+    return Requests(np.array(arrival_s), tokens)
+
+
+def test_what_comes_read_costs_a_step_of_decoding() -> None:
+    cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
+    work = costs.work(
+        num_decodes=2,
+        num_prompt_rows=51,
+        decode_context=100,
+        prompt_context=51,
+        prompt_squares=51**2,
+        num_drawn=3,
+    )
+    # Three sequences, 151 tokens attended to.
+    found = float(Received(cost, jnp.asarray(True))(work))
+    assert found == pytest.approx(5 + 0.1 * 151 + 3)
+    assert float(Received(cost, jnp.asarray(False))(work)) == float(cost(work))
+
+
+def test_one_after_the_other_is_served() -> None:
+    done = metrics.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
+    assert done.tolist() == [2, 4, 7]
+
+
+def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
+    load = requests([0.0] * 4, [100, 100, 200, 100], [2] * 4)
+    each = 100 * settings.kv_bytes("opt-13b") / 1e9
+    assert each == pytest.approx(0.08192)
+    one = ONE.machine
+    sent = Split(one, one, 2, 1, link=1e9)
+    ready_s = np.array([1.0, 1.0, 1.0, np.nan])
+    found = disaggregated.transfers(sent, load, ready_s)
+    # The first and the third are read by the same machine; the fourth never was.
+    np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
+    wide = sent._replace(
+        prefill=one._replace(num_gpus=4), decode=one._replace(num_gpus=2)
+    )
+    found = disaggregated.transfers(wide, load, ready_s)
+    np.testing.assert_allclose(found[:2], each / 2)
+
+
+@pytest.mark.thorough
+def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
+    load = requests([0.5, 0.6], [512, 300], [4, 1])
+    placed = Split(ONE.machine, ONE.machine, 1, 1, settings.LINK)
+    (answers,) = disaggregated.split([(placed, load)], 10.0, max_slots=256)
+    prefill, decode = (np.asarray(x) for x in (ONE.cost.prefill, ONE.cost.decode))
+    first = 0.5 + prefill @ (1, 512, 512**2)
+    sent = 512 * settings.kv_bytes("opt-13b") / settings.LINK
+    steps = sum(decode @ (1, 512 + k, 1) for k in (1, 2, 3))
+    assert answers.first_s[0] == pytest.approx(first, abs=1e-5)
+    assert answers.transfer_s[0] == pytest.approx(sent)
+    assert answers.finish_s[0] == pytest.approx(first + sent + steps, abs=1e-5)
+    # Who asks for one token has it when its prompt is read.
+    assert answers.finish_s[1] == answers.first_s[1] > answers.first_s[0]
+    assert answers.preempted == 0
+
+
+def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
+    answers = Answers(
+        arrival_s=np.array([0.0, 1.0, 2.0, 3.0, np.nan]),
+        first_s=np.array([0.1, 1.1, 2.5, 3.1, 9.0]),
+        finish_s=np.array([1.1, 2.1, 3.5, np.nan, 9.0]),
+        output=np.array([11, 11, 11, 11, 11]),
+        transfer_s=np.array([0.01, 0.01, 0.01, 0.04, np.nan]),
+        preempted=0,
+    )
+    objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
+    placement = ("split", 2, 1, 1, 2, 1e9)
+    found = runs.Loads.of([runs.row("x", answers, objectives, placement, 8.0)])
+    assert found.rate_per_card[0] == 2.0
+    assert found.ttft_s[0] == pytest.approx(0.5)
+    assert found.tpot_s[0] == np.inf
+    kept = found.attained[0], found.attained_first[0], found.attained_gap[0]
+    assert kept == pytest.approx((0.5, 0.75, 0.75))
+    assert found.quick_share[0] == 0.75
+
+
+def test_the_placement_that_sustains_most_a_gpu_is_chosen() -> None:
+    # Requests a second that each GPU sustains, by role and GPUs of a machine.
+    of_each = {"prefill": {1: 5.0, 2: 6.0, 4: 1.0}, "decode": {1: 9.0, 2: 2.0, 4: 1.0}}
+    phases = [
+        {"name": "chat, 13B", "role": role, "ways": num, "rate_per_s": rate}
+        for role, rates in of_each.items()
+        for num, rate in rates.items()
+    ]
+    chosen, sustains = runs.best("chat, 13B", phases)
+    assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
+    # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.
+    assert (chosen.num_prefill, chosen.num_decode, sustains) == (3, 4, 36.0)
+
+
+def test_queues_wait_as_long_as_formulas_say() -> None:
+    assert formula_s("one", 5.0) == pytest.approx(0.15)
+    # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
+    found = formula_s("two pipeline stages", 5.0)
+    assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
+    found = formula_s("two tensor ways", 5.0)
+    assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
+    queues = measure(
+        Config(queue_loads=(0.3,), queue_requests=1000, queue_seeds=16, seed=1)
+    )
+    off = np.abs(queues.simulated_s - queues.formula_s)
+    assert (off < 4 * queues.error_s).all()
+    assert (queues.error_s < 0.1 * queues.waiting_s).all()
+
+
+@pytest.mark.slow
+def test_claims_are_what_the_result_holds() -> None:
+    kept = smoke.run("disaggregation")
+    said, queues = smoke.ours(kept.claims), kept.result.queues
+    # Keys and values of OPT-66B: 64 layers of 9,216, in two bytes each.
+    size = 512 * 2 * 64 * 9216 * 2 / 2**30
+    assert said["keys and values of 512 tokens of OPT-66B"] == size == 1.125
+    assert said["so 10 requests/s need"] == 11.25
+    off = "mean waiting time of a queue of prompts, {}: off the formula by"
+    for i, machine in enumerate(MACHINES):
+        waiting_s = [
+            formula_s(machine, rate) for rate in np.asarray(queues.rate).tolist()
+        ]
+        apart = abs(queues.simulated_s[i] - waiting_s) / queues.waiting_s[i]
+        assert said[off.format(machine)] == pytest.approx(100 * apart.max())

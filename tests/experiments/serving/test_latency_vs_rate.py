@@ -1,0 +1,207 @@
+"""Latency against rate: rates where it passes a bound, loads, systems, and replays."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.framework import registry, run_folder
+from experiments.framework.study import of_module
+from experiments.plotting import style
+from experiments.serving.latency_vs_rate import (
+    azure,
+    figures,
+    runs,
+    settings,
+)
+from experiments.serving.latency_vs_rate.published import PANELS, spared
+from jaxkv import clock
+from jaxkv.workloads import Curve, lengths, load_curves
+from tests.support import smoke
+from tests.support.folders import RECORDS
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
+
+
+def test_a_bound_is_passed_between_two_rates() -> None:
+    at = load_curves.at
+    assert at(CURVE, 0.5).rate == pytest.approx(3)
+    assert at(CURVE, 0.05 * 10**0.5).rate == pytest.approx(2.5)
+    assert at(CURVE, 0.01).text == "< 1"
+    assert at(CURVE, 9.0).text == "> 4"
+    twice = CURVE._replace(rates=2 * CURVE.rates)
+    found = load_curves.ratios(twice, CURVE, runs.BOUNDS)
+    np.testing.assert_allclose(found, 2)
+    assert found.shape == (9,)
+
+
+def test_more_rates_lie_where_bounds_are_passed() -> None:
+    between = load_curves.between
+    np.testing.assert_allclose(between(CURVE, runs.BOUNDS, 3), [2.5, 3, 3.5])
+    high = Curve(CURVE.rates, np.full(4, 5.0))
+    np.testing.assert_allclose(between(high, runs.BOUNDS, 3), [0.25, 0.5, 0.75])
+
+
+def test_a_load_is_the_same_at_every_rate() -> None:
+    load = runs.load(lengths.ALPACA, 4.0, 100.0, seed=1)
+    slow, fast = load.at(2.0), load.at(4.0)
+    num = slow.prompt.shape[0]
+    assert 150 < num < 250 < fast.prompt.shape[0]
+    np.testing.assert_array_equal(slow.output, fast.output[:num])
+    arrival_s = clock.to_seconds(np.asarray(slow.arrival))
+    np.testing.assert_allclose(
+        arrival_s, 2 * clock.to_seconds(np.asarray(fast.arrival[:num])), atol=3e-6
+    )
+    assert arrival_s[-1] < 100
+    each = load.repeated(2.0, 3)
+    np.testing.assert_array_equal(each.output, np.repeat(slow.output, 3))
+
+
+def test_further_rates_go_beyond_or_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def serve(setting: Any, load: Any, rates: dict[str, Any], progress: Any) -> list:
+        asked.append(rates)
+        # One passes the bounds from 2 to 3 requests a second, one never.
+        return [
+            {"system": x, "rate_per_s": y, "normalised_s": 10 ** (2 * y - 5.5)}
+            if x == "paged"
+            else {"system": x, "rate_per_s": y, "normalised_s": 0.05}
+            for x, ys in rates.items()
+            for y in ys
+        ]
+
+    monkeypatch.setattr(runs, "serve", serve)
+    setting = PANELS["12a"].setting()
+    load = runs.load(lengths.ALPACA, 1.0, 10.0, 0)
+    even, systems = np.array([1.0, 2.0, 3.0]), ("paged", "Orca (Max)")
+    found = runs.explore(setting, load, systems, even, num_near=2, most=5.0)
+    near, beyond = asked[1]["paged"], asked[1]["Orca (Max)"]
+    assert near == pytest.approx([2 + 1 / 3, 2 + 2 / 3])
+    assert beyond == [4.0, 5.0]
+    assert asked[2] == {}  # what is near is known, and beyond is the end
+    assert {row["turn"] for row in found} == {0, 1}
+    assert [x["relation"] for x in runs.told(found)] == ["is", "at least"]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return smoke.run("latency_vs_rate").result
+
+
+def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
+    found = {(x["system"], x["rate_per_s"]): x for x in rows}
+    one, two = found["paged", 1.0], found["paged", 2.0]
+    other, worse = found["Orca (Oracle)", 1.0], found["Orca (Oracle)", 2.0]
+    assert all(row["answered_share"] == 1 for row in (one, two, other))
+    # Alone, a token takes a step.
+    assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
+    assert worse["normalised_s"] > 1.5 * two["normalised_s"]
+    assert worse["batch"] < two["batch"]
+    most = figures.BEYOND * PANELS["12a"].axis
+    # Little's law: where nobody gives way, a request runs a step for each token.
+    w = runs.load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
+    ran_s = np.asarray(w.output).sum() * one["step_s"]
+    assert one["num_preempted"] == 0
+    assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)
+
+
+def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
+    (study,) = of_module(figures)
+    claims = study.claims(rows)
+    assert any("served at once by the paged system" in claim.claim for claim in claims)
+    assert [getattr(x, "title", "") for x in study.tell(rows)] == [
+        "requests/s at 0.5 s a token",
+        "at the end of the published axis",
+        "time to simulate, compilation included",
+    ]
+    files = style.render(
+        lambda axes: study.plot(axes, rows),
+        panels=study.panels,
+        size_inches=(2.0, 2.0),
+    )
+    # Panels that are not there leave no hole: one curve and the batches beside it.
+    assert int.from_bytes(files["figure.png"][20:24]) == 400
+
+
+@pytest.mark.slow
+def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() -> None:
+    config = dataclasses.replace(
+        figures.CONFIGS["figure_12a"],
+        num_near=0,
+        systems=settings.SYSTEMS[1:],
+    )
+    found = figures.run(config)
+    assert len(found) == 4 * 8
+    assert found[0]["processor_s"] < 90  # on one; compilation is in it
+    ours = {x["system"]: x["batch"] for x in found if x["rate_per_s"] == 2.0}
+    assert ours["Orca (Max)"] == pytest.approx(7, rel=0.01)
+    assert ours["paged"] > 2 * ours["Orca (Oracle)"]
+
+
+def test_beams_share_more_than_samples() -> None:
+    measured = run_folder.read(RECORDS / "sharing", registry.load("sharing")).result
+    samples, beams = (x.saved("short", 4) for x in (measured.samples, measured.beams))
+    assert 0 < samples < beams < 3 / 4
+    assert spared(4) == pytest.approx((1 - samples) / (1 - beams))
+    assert PANELS["14e"].setting().spared == spared(4)
+    assert PANELS["14b"].setting().spared == 1
+    with pytest.raises(ValueError, match="no requests of 3"):
+        spared(3)
+
+
+RECORDING = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2224670,879,55
+"""
+
+
+@pytest.mark.thorough
+def test_a_recording_is_replayed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "azure_conv.csv").write_text(RECORDING)
+    monkeypatch.setenv(azure.FOLDER, str(tmp_path))
+    monkeypatch.setattr(azure, "MAX_SLOTS", 4)
+    monkeypatch.setattr(azure, "HEAD", 2)
+    config = dataclasses.replace(
+        azure.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
+    )
+    found = azure.run(config)
+    assert [row["num_answered"] for row in found] == [3] * 4
+    assert [row["num_rejected"] for row in found] == [0] * 4
+    # 13.5 GB are read for each token at 2,039 GB/s, or at twice that.
+    steps = [row["each_p50_s"] for row in found]
+    assert steps[0] == pytest.approx(13.48e9 / 2039e9, rel=0.05)
+    assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01)
+    assert steps[2] == pytest.approx(steps[0] * 26.03 / 13.48, rel=0.05)
+    assert azure.summary(found)
+    assert azure.metrics(found) == {"capacities": [], "rows": found}
+
+
+def test_without_recordings_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(azure.FOLDER, raising=False)
+    with pytest.raises(ValueError, match="JAXKV_DATA names no folder"):
+        azure.find("azure_conv")
+    monkeypatch.setenv(azure.FOLDER, str(tmp_path))
+    with pytest.raises(ValueError, match="there is no such file"):
+        azure.find("azure_conv")
+
+
+def test_configs_of_the_time_before_the_studies_parted_are_read() -> None:
+    old = {"panels": [], "traces": ["azure_conv"], "num_rates": 8, "seed": 0}
+    experiment = registry.load("latency_vs_rate")
+    found = experiment.config_loads(json.dumps(old), "config.json")
+    assert found == azure.Config(traces=("azure_conv",))
+    old |= {"panels": ["12a"], "traces": []}
+    found = experiment.config_loads(json.dumps(old), "config.json")
+    assert found == figures.Config(panels=("12a",))

@@ -1,0 +1,93 @@
+"""Memory and its waste: closed forms, and what the record says of the figures."""
+
+import numpy as np
+import pytest
+
+from experiments.cli import results_page
+from experiments.framework import registry, run_folder
+from experiments.serving.latency_vs_rate import published as latency_vs_rate_published
+from experiments.serving.latency_vs_rate.settings import SERVERS
+from experiments.serving.memory_waste import experiment
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+PLACES = 15_728
+approx = pytest.approx
+
+
+@pytest.fixture(scope="module")
+def result() -> experiment.Result:
+    return smoke.run("memory_waste").result
+
+
+def test_every_place_is_something(result: experiment.Result) -> None:
+    uses, batch = result.waste.uses, result.waste.batch
+    np.testing.assert_allclose(uses.sum(axis=2), 1)
+    assert uses.min() >= 0
+    # Seven of the longest sequences fit, and leave 1,392 places to nobody.
+    assert batch[0] == pytest.approx(7, rel=1e-3)
+    np.testing.assert_allclose(uses[0, 0, 3], 1 - 7 * 2048 / PLACES, rtol=1e-3)
+    # Whose length is known wastes the place of the last token, which is never written.
+    np.testing.assert_allclose(uses[2, :, 2], batch[2] / PLACES, rtol=1e-5)
+    assert (np.diff(uses[:, 0, 0]) > 0).all()
+    assert (np.diff(batch[:, 0]) > 0).all()
+
+
+def test_memory_grows_with_requests(result: experiment.Result) -> None:
+    growth = result.growth
+    assert result.weight_bytes + result.kv_bytes < result.memory_bytes
+    full = result.weight_bytes + result.kv_bytes
+    # Contiguous systems are full at the batch that they reach.
+    fits = np.isfinite(growth.memory_bytes)
+    assert fits.sum(axis=1)[:3].tolist() == np.round(result.waste.batch[:3, 0]).tolist()
+    assert np.nanmax(growth.memory_bytes) < 1.05 * full
+    last = [np.nanmax(line) for line in growth.tokens_per_s]
+    assert (np.diff(last) > 0).all()
+
+
+def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
+    said = smoke.ours(experiment.claims(result))
+    card = "OPT-13B on an A100 of 40 GB: share "
+    assert said.pop(card + "of the weights") == 100 * 2 * 12_853_473_280 / 40e9
+    assert said.pop(card + "left for keys and values") == 100 * 12 * 2**30 / 40e9
+    served = "OPT-13B, ShareGPT, 2 requests/s: "
+    batches = {}
+    for name, uses, batch in zip(
+        result.system.tolist(), result.waste.uses, result.waste.batch, strict=True
+    ):
+        by = latency_vs_rate_published.by(name)
+        batches[name] = sum(batch) / len(batch)
+        assert said.pop(f"{served}served at once by {by}") == approx(batches[name])
+        shares = [100 * sum(x[kind] for x in uses) / len(uses) for kind in (0, 1, 2)]
+        assert said.pop(f"{by}: token states") == approx(shares[0])
+        if name != "paged":
+            assert said.pop(f"{by}: reservation") == approx(shares[1])
+            assert said.pop(f"{by}: internal waste") == approx(shares[2])
+            assert said.pop(f"{by}: external waste and rest") == approx(
+                100 - sum(shares)
+            )
+        else:
+            waste = 100 * (1 - shares[0] / sum(shares))
+            assert said.pop(f"{by}: waste within the pages in use") == approx(waste)
+    for name in ("Orca (Oracle)", "Orca (Max)"):
+        times = said.pop(f"{served}times the requests of {name} at once")
+        assert times == approx(batches["paged"] / batches[name])
+    assert not said
+
+
+def test_the_record_is_of_the_published_setting_and_says_what_misses() -> None:
+    folder = results_page.RECORDS / "memory_waste"
+    ran = run_folder.read(folder, registry.load("memory_waste"))
+    assert ran.config == experiment.CONFIGS["paper"]
+    found = 100 * ran.result.waste.uses.mean(axis=1)
+    for i, name in enumerate(map(str, ran.result.system)):
+        published = experiment.BOOK.published("uses")[name]
+        shares = dict(zip(experiment.USES.values(), found[i], strict=True))
+        assert len(published) == (1 if name == "paged" else 4)
+        for use, printed in published.items():
+            assert shares[use] == pytest.approx(printed, abs=3)
+
+
+def test_places_follow_from_bytes() -> None:
+    assert [server.num_places for server in SERVERS.values()] == [15_728, 9557, 60_074]

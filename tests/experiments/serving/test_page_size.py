@@ -1,0 +1,122 @@
+"""What pages cost: it measures what it says, and takes what a device has."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.bench.kernels import runs
+from experiments.bench.kernels.calls import Implementation, Run
+from experiments.framework import config_json
+from experiments.framework.study import Experiment, of_module
+from experiments.serving.page_size import attention, experiment, serving
+from experiments.serving.page_size.attention import CONFIGS, Config
+from experiments.serving.page_size.serving import Result, Serving
+from pallas_kernels.bench import timing
+from pallas_kernels.bench.timing import Timing
+from tests.support import smoke
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+@pytest.mark.thorough
+def test_smoke_measures_every_shape() -> None:
+    config = CONFIGS["smoke"]
+    result = smoke.run("page_size").result
+    found = result.latency
+    assert result.page_size.tolist() == [*config.page_sizes]
+    assert found.batch.tolist() == [2, 2]
+    assert found.context.tolist() == [32, 64]
+    for field in (found.paged_s, found.contiguous_s, found.ratio):
+        assert field.shape == (2, 2)
+        assert (field > 0).all()
+    assert (found.error < 1e-5).all()
+    assert (result.device, result.clock, result.paged) == ("cpu", "wall", "reference")
+    # Of pages of 16, the paper's: each the middle of two rounds.
+    assert result.page_size[1] == 16
+    low, high = attention.claims(result)
+    assert (low.ours, high.ours) == (*sorted(found.ratio[:, 1].tolist()),)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times and implementations of which all is known."""
+
+    def implement(name: str, seconds: float, error: float = 0.0) -> Implementation:
+        def prepare(problem: Any) -> Run:
+            if name == "reference" and problem.spec.page_size == 4:
+                raise ValueError("no pages of 4")
+            return Run(lambda index: seconds, lambda: error)
+
+        return Implementation(name, name != "reference", prepare)
+
+    everyone = [
+        implement("reference", 6.0),
+        implement("XLA head-major", 1.0, error=1.0),  # fast and wrong
+        implement("XLA contiguous", 4.0),
+        implement("cuDNN contiguous", 5.0),
+        implement("XLA gather", 2.0),  # over pages, too
+    ]
+    monkeypatch.setattr(runs, "of_attention", lambda: everyone)
+
+    def measure(call: Any, *, num_calls: int) -> Timing:
+        seconds = call(0)
+        return Timing(seconds if isinstance(seconds, float) else 0, 0, 1, 0, "cupti")
+
+    monkeypatch.setattr(timing, "measure", measure)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
+    result = attention.run(CONFIGS["smoke"])
+    assert result.latency.contiguous_s[:, 1].tolist() == [4.0, 4.0]
+    assert result.latency.ratio[:, 1].tolist() == [1.5, 1.5]
+    # What nobody takes is left out, and drawn as a gap.
+    assert np.isnan(result.latency.ratio[:, 0]).all()
+    low, high = attention.claims(result)
+    assert (low.ours, high.ours, low.published, high.published) == (1.5, 1.5, 1.2, 1.26)
+    row, _ = attention.metrics(result)["latency"]
+    assert row["ratio, 16"] == 1.5
+    assert row["ratio, 16 / 16"] == 1.0
+    assert math.isnan(row["ratio, 4"])
+
+
+def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
+    # 30 sequences hold 1.6 % of 15,728 places that the next steps fill.
+    row = ("ShareGPT", 2.2, 16, 0.9, 30.0, 0.9713, 0.0143, 1.0)
+    result = Result(Serving.of([row]))
+    share, half = serving.claims(result)[-2:]
+    assert share.ours == pytest.approx(97.13 - 100 * 30 / 15728)
+    assert (share.published, share.verdict) == (96.9, "holds")
+    assert half.published == pytest.approx(100 * 30 * 8.5 / 15728)
+    assert half.ours == pytest.approx(1.43 + 100 * 30 / 15728)
+    assert half.verdict == "holds"
+
+
+@pytest.mark.slow
+def test_workloads_are_served_with_pages_of_every_size() -> None:
+    config = serving.Config(hours=0.01, page_sizes=(16, 256))
+    result = serving.run(config)
+    rows = result.serving
+    assert rows.page_size.tolist() == [16, 256] * 4
+    assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
+    assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
+    (study,) = of_module(serving)
+    files = smoke.draw(study, result)
+    assert files["figure.png"].startswith(b"\x89PNG")
+    assert len(study.metrics(result)["serving"]) == 8
+
+
+def test_an_older_config_chooses_its_study() -> None:
+    found = Experiment("page_size", "How large?", of_module(experiment))
+    plain = json.loads(config_json.config_dumps(Config()))
+    for hours, kind in ((0.0, Config), (0.25, serving.Config)):
+        text = json.dumps(plain | {"hours": hours, "seed": 3})
+        config = found.config_loads(text, "config.json")
+        assert type(config) is kind
+        assert config.page_sizes == Config().page_sizes
+    assert (config.hours, config.seed) == (0.25, 3)
+    with pytest.raises(ValueError, match="unknown field 'hourz'; did you mean hours"):
+        found.config_loads('{"hours": 1, "hourz": 2}', "config.json")

@@ -1,0 +1,229 @@
+"""Orders of prompts and a prefix cache: enumerated, and against a model by hand."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.cli import main
+from experiments.serving.prefix_caching import experiment, serving, workloads
+from experiments.serving.prefix_caching.serving import Server
+from tests.support import smoke, traces
+from tests.support.impatience import Impatient
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The run folder of a small run, with a small recording."""
+    return smoke.run("prefix_caching").folder
+
+
+@pytest.fixture(scope="module")
+def result() -> experiment.Result:
+    return smoke.run("prefix_caching").result
+
+
+@pytest.fixture(scope="module")
+def server(result: experiment.Result) -> Server:
+    """The engine that the run had: its program is compiled by now."""
+    most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
+    window = experiment.CONFIGS["smoke"].window
+    return Server(int(most), int(longest), window)
+
+
+@pytest.mark.thorough
+def test_a_small_run_holds_what_it_should(result: experiment.Result) -> None:
+    said = smoke.ours(experiment.claims(result))
+    for name, best in zip(result.loads.name, 100 * result.loads.best, strict=True):
+        mine = {what: value for what, value in said.items() if f"{name}: " in what}
+        for what, value in mine.items():
+            if "misses each of them once" in what or "depth first" in what:
+                assert value == pytest.approx(best), what
+            elif "no smaller cache finds more" in what:
+                assert value <= best + 1e-9
+        assert f"{name}: a cache of all pages misses each of them once" in mine
+    assert result.loads.name.tolist() == ["small", "chats", "few-shot"]
+    assert result.loads.best[0] == 2 / 8
+    for name in ("chats", "few-shot"):
+        walk, eager, plain = (
+            result.rated.curve(name, order).rate
+            for order in ("depth_first", "cached_first", "fcfs")
+        )
+        assert np.ptp(walk) == 0
+        assert (walk >= eager).all()
+        assert (eager > plain).all()
+        assert (np.diff(plain) > 0).all()
+
+
+def is_walked(order: tuple[list[int], ...]) -> bool:
+    """Whether all prompts that share a page follow one another, for every page."""
+    for page in {page for prompt in order for page in prompt}:
+        here = [page in prompt for prompt in order]
+        first, last = here.index(True), len(here) - here[::-1].index(True)
+        if not all(here[first:last]):
+            return False
+    return True
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [[1, 2], [1, 3], [4, 5], [4, 6]],
+        [[1, 2, 3], [1, 2, 4], [1, 5], [6, 7, 8]],
+        [[1], [1, 2, 3], [4, 5], [1, 2]],
+    ],
+)
+def test_depth_first_is_the_best_order_of_all(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    """A pool that holds the longest prompt, and the token that is always computed."""
+    pool = max(map(len, prompts)) + 1
+    found = {}
+    for order in itertools.permutations(range(len(prompts))):
+        hits = server.serve([prompts[i] for i in order], num_pages=pool)
+        assert hits is not None
+        found[order] = hits.num_cached.sum()
+    num_pages = sum(map(len, prompts))
+    most = num_pages - len({page for prompt in prompts for page in prompt})
+    walks = [order for order in found if is_walked(tuple(prompts[i] for i in order))]
+    assert tuple(workloads.depth_first(prompts)) in walks
+    assert {found[order] for order in walks} == {most}
+    assert max(found.values()) == most
+    assert min(found.values()) < most
+
+
+def by_hand(
+    prompts: list[list[int]], pool: int, window: int, cached_first: bool, rule: str
+) -> tuple[list[int], list[int]]:
+    """Pages that each prompt finds, and the order of service: the rules, no engine."""
+    used: dict[int, int] = {}
+    path: dict[int, list[int]] = {}
+    waiting, num_found, served = list(range(len(prompts))), [0] * len(prompts), []
+
+    def known(i: int) -> int:
+        flags = [page in used for page in prompts[i]]
+        return (*flags, False).index(False)
+
+    def last_use(page: int) -> tuple[int, int]:
+        behind = [used[other] for other in used if page in path[other]]
+        return max(behind), -len(path[page])
+
+    while waiting:
+        turn = max(waiting[:window], key=known) if cached_first else waiting[0]
+        waiting.remove(turn)
+        served.append(turn)
+        ids, num_found[turn] = prompts[turn], known(turn)
+        wanted = len(ids) - num_found[turn] + 1
+        for _ in range(max(0, wanted - (pool - len(used)))):
+            del used[min(used.keys() - {*ids}, key=last_use)]
+        for place, page in enumerate(ids):
+            path.setdefault(page, ids[: place + 1])
+            if rule == "lru" or page not in used:
+                used[page] = len(served)
+    return num_found, np.argsort(served).tolist()
+
+
+def again_and_again(seed: int) -> list[list[int]]:
+    """Short prompts, some of which begin others, asked for in any order."""
+    few = [[i] for i in range(4)] + [[i, 4 + i] for i in range(4)]
+    few += [[i, 4 + i, 8 + i] for i in range(2)]
+    return [few[i] for i in np.random.default_rng(seed).integers(0, len(few), 60)]
+
+
+POOL = 8
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cached_first", [False, True])
+@pytest.mark.parametrize("rule", ["lru", "fifo"])
+def test_hits_are_those_counted_by_hand(
+    server: Server, cached_first: bool, rule: serving.Eviction
+) -> None:
+    prompts, window = again_and_again(1), server.config.max_slots
+    hits = server.serve(
+        prompts, num_pages=POOL, cached_first=cached_first, eviction=rule
+    )
+    assert hits is not None
+    expected = by_hand(prompts, POOL, window, cached_first, rule)
+    assert (hits.num_cached.tolist(), hits.turn.tolist()) == expected
+    others = {"lru": "fifo", "fifo": "lru"}
+    assert expected != by_hand(prompts, POOL, window, cached_first, others[rule])
+
+
+@pytest.mark.thorough
+def test_anyone_evicted_is_neither_rule(server: Server) -> None:
+    prompts = again_and_again(1)
+    found = [
+        server.serve(prompts, num_pages=POOL, eviction=rule)
+        for rule in serving.EVICTIONS
+    ]
+    sums = {int(hits.num_cached.sum()) for hits in found if hits is not None}
+    assert len(sums) == 3
+
+
+def test_made_up_prompts_are_prefixes() -> None:
+    """Equal ids stand behind equal ids, or a page would not be what its id says."""
+    for load in (
+        workloads.chats(7, 5, 0),
+        workloads.few_shot(6, 9, 0),
+    ):
+        before: dict[int, tuple[int, ...]] = {}
+        for ids in load.page_ids:
+            for place, page in enumerate(ids):
+                assert before.setdefault(page, tuple(ids[:place])) == tuple(ids[:place])
+        assert load.num_distinct < load.num_pages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--shares", "0.5", "1.0"], "shares"),
+        (["--window", "0"], "window=0 must be at least 1"),
+        (["--num-users", "0", "--num-tasks", "0"], "leave no prompts"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(workloads.DATA, raising=False)
+    args = ["run", "prefix_caching", "smoke", "--out", str(tmp_path / "run")]
+    assert main.main([*args, *arguments]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
+    with pytest.raises(ValueError, match="in common"):
+        workloads.recorded(str(path))
+
+
+@pytest.mark.thorough
+def test_a_pool_that_is_too_small_is_refused(server: Server) -> None:
+    with pytest.raises(ValueError, match=r"num_pages=3 must be in \[4, "):
+        server.serve([[1, 2, 3]], num_pages=3)
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_stopped_keeps_what_it_has(server: Server) -> None:
+    config = experiment.CONFIGS["smoke"]
+    progress = Impatient("serving")
+    assert experiment.run(config, progress).runs.order.tolist() == ["depth_first"]
+    assert server.serve([[1]], progress=progress) is None
+
+
+@pytest.mark.slow
+def test_the_recorded_prompts_have_what_was_counted() -> None:
+    load = workloads.recorded(str(traces.find("traces/mooncake_synthetic.jsonl")))
+    assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
+    assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)
+    hits = Server(load.num_distinct + 1, load.longest, 1).serve(load.page_ids)
+    assert hits is not None
+    assert hits.num_cached.sum() == load.num_pages - load.num_distinct

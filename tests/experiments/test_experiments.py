@@ -1,0 +1,248 @@
+"""What every experiment promises, asked of each; its findings have their own tests."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.framework import config_json, registry, run_folder
+from scaling.corpora.languages.language import LanguageConfig
+from tests.support import smoke
+from tests.support.folders import RECORDS
+
+
+def marked(name: str) -> Any:
+    mark = pytest.mark.slow if name in smoke.SLOW else pytest.mark.thorough
+    return pytest.param(name, marks=() if name in smoke.QUICK else mark)
+
+
+@pytest.mark.parametrize("name", [marked(each.name) for each in registry.entries()])
+def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(name: str) -> None:
+    kept, experiment = smoke.run(name), registry.load(name)
+    further = kept.study.files(kept.result)
+    result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
+    files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}
+    assert files.keys() == {
+        *("config.json", "env.json", "claims.json", "figure.svg", "figure.png"),
+        *("report.md", result, *further),
+    }
+    assert kept.env["experiment"] == name
+    assert kept.env["status"] == "done"
+    # All but the result and the config follows from these two.
+    assert files["claims.json"].decode() == config_json.dumps(kept.claims)
+    for file, text in further.items():
+        assert files[file].decode() == text
+    run_folder.draw(kept)
+    assert (kept.folder / "figure.svg").read_bytes() == files["figure.svg"]
+    assert len(files["figure.png"]) > 10_000
+    report = files["report.md"].decode()
+    assert report.startswith(f"# {experiment.question}\n")
+    for claim in kept.claims:
+        assert f"* **{claim.verdict}**: {claim.claim}; " in report
+    assert config_json.dumps(kept.metrics)
+    assert len(kept.parts) > bool(kept.claims)
+
+
+def test_records_are_of_experiments_that_there_are() -> None:
+    known = {each.name for each in registry.entries()}
+    assert {record_of(name)[0] for name in RECORDED} <= known
+    assert len(RECORDED) > 20
+
+
+RECORDED = sorted(path.parent.name for path in RECORDS.glob("*/claims.json"))
+
+
+def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
+    """A record's experiment, and the claims that it ships."""
+    env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
+    claims = json.loads((RECORDS / name / "claims.json").read_text("utf-8"))
+    return env["experiment"], claims
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_record_is_judged_again_as_it_was(name: str) -> None:
+    experiment, shipped = record_of(name)
+    kept = run_folder.read(RECORDS / name, registry.load(experiment))
+    again = json.loads(config_json.dumps(kept.claims))
+    assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
+    for ours, theirs in zip(again, shipped, strict=True):
+        for key in ("ours", "published"):
+            ours_, theirs_ = (
+                np.array(row.pop(key), float) for row in (ours, dict(theirs))
+            )
+            np.testing.assert_allclose(ours_, theirs_, rtol=1e-12, err_msg=key)
+            del theirs[key]
+        assert ours == theirs
+    config_json.dumps(kept.metrics)
+    assert kept.parts
+
+
+OF_SMOKE = ("batching", "bench_simulate", "rivals")
+"""Whose smoke config is what is changed, not the default."""
+
+# By experiment, and by config where it has several studies.
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "batching": [
+        ({"limits": ()}, "limits=() must be ascending, from 1"),
+        ({"limits": (8, 4)}, "limits=(8, 4) must be ascending"),
+        ({"deviations": (-1.0,)}, "deviations=(-1.0,) must be ascending, from 0"),
+        ({"clients": (9,)}, "must be at most self.max_slots=8"),
+        ({"num_places": 31}, "must hold a prompt and its longest output, 32 tokens"),
+        ({"num_requests": 0}, "num_requests=0 must be at least 1"),
+        ({"mean_output_tokens": 0.0}, "mean_output_tokens=0.0 must be"),
+    ],
+    "bench_fit": [
+        ({"num_points": 15}, "num_points=15 must be at least 16"),
+        ({"num_pieces": 0}, "num_pieces=0 must be in"),
+    ],
+    "bench_kernels": [({"num_calls": 1}, "num_calls=1")],
+    "bench_simulate": [({"num_python": 9}, "self.num_python=9 must be in [1, ")],
+    "bench_train": [
+        ({"width": (6,)}, "width=(6,) must be multiples of"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+    ],
+    "bench_decode": [
+        ({"batch": ()}, "self.batch"),
+        ({"batch": (0,)}, "self.batch"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"output_tokens": 16}, "self.output_tokens=16 must be more than"),
+        ({"token_budget": 16}, "self.token_budget=16"),
+    ],
+    "chatbot": [
+        ({"hours": 0.0}, "hours=0.0 must be above 0"),
+        ({"num_rates": 1}, "must be at least 2"),
+        ({"rounds_before": -1.0}, "must be at least 0"),
+    ],
+    "chunked_prefill": [
+        ({"models": ("GPT-5",)}, "must be 1 or more of"),
+        ({"shares": (0.5, 0.1)}, "must be 2 or more, ascending"),
+        ({"budgets": (64, 128)}, "must be at least 128"),
+        ({"seconds": 0.0}, "seconds=0.0 must be above 0"),
+    ],
+    "cost_check": [
+        ({"hidden_size": 100}, "hidden_size=100"),
+        ({"sequence": 256}, "sequence=256"),
+        ({"families": ("mamba",)}, "mamba"),
+        ({"batch": 1}, "batch=1"),
+    ],
+    "demo": [
+        ({"max_length": 64}, "more than self.max_length=64"),
+        ({"output_tokens": (3, 2)}, "output_tokens=(3, 2)"),
+    ],
+    "disaggregation": [
+        ({"applications": ("chess",)}, "must be of"),
+        ({"shares": (0.5,)}, "must be 2 or more, ascending"),
+        ({"links": (0.0,)}, "must be above 0"),
+        ({"queue_loads": (1.0,)}, "must be in"),
+    ],
+    "experts": [
+        ({"widths": (16, 24)}, "must be 3 or more, ascending"),
+        ({"widths": (12, 24, 32)}, "must be multiples of 8"),
+        ({"num_tuned": 0}, "need num_tuned of at least 1"),
+        ({"learning_rates": ()}, "must be one or more"),
+        ({"num_threads": 0}, "must be at least 1"),
+    ],
+    "fit_coverage": [
+        ({"sizes": (5,)}, "must be numbers of at least 10"),
+        ({"num_resamples": 19}, "at least 20"),
+    ],
+    "flash_attention": [
+        ({"lengths": (4,)}, "lengths=(4,) must be 2 or more, ascending, from 1"),
+        ({"contexts": (8, 4)}, "contexts=(8, 4) must be 2 or more, ascending"),
+        ({"num_q_heads": 3}, "must be a multiple of"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+    ],
+    "known_entropy": [
+        ({"widths": (6,)}, "must be multiples of 4"),
+        ({"lengths": (2**30,)}, "must be at least the longest"),
+        (
+            {"source": LanguageConfig(kind="markov")},
+            "source.kind='markov' must be zipf",
+        ),
+    ],
+    "kv_cache": [
+        ({"lengths": (4,)}, "lengths=(4,) must be 2 or more, ascending, from 2"),
+        ({"lengths": (1, 4)}, "lengths=(1, 4) must be"),
+        ({"counted_lengths": (9, 9)}, "counted_lengths=(9, 9) must be"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+    ],
+    "latency_vs_rate azure": [
+        ({"traces": ("azure",)}, "must be 1 or more of"),
+        ({"device": "a900"}, "unknown device"),
+        ({"models": ("llama-2-70b",)}, "do not fit 1 x"),
+    ],
+    "latency_vs_rate": [
+        ({"panels": ("12g",)}, "must be of"),
+        ({"systems": ("vLLM",)}, "must be of"),
+        ({"hours_share": 0.0}, "hours_share=0.0 must be in"),
+        ({"num_rates": 1}, "num_rates=1 must be"),
+        ({"num_near": -1}, "num_near=-1 must be at least 0"),
+    ],
+    "lecture_numbers paper": [({"tokens": 0}, "tokens=0 must be")],
+    "mean_estimation": [
+        ({"num_sizes": 2}, "num_sizes=2 must be at least 3"),
+        ({"max_samples": 64}, "max_samples=64 must be at least 8 times"),
+    ],
+    "memory_waste": [
+        ({"rate": 0.0}, "rate=0.0 must be in"),
+        ({"warm_up_s": 4000.0}, "must lie within"),
+        ({"num_seeds": 0}, "num_seeds=0 must be"),
+        ({"step_scales": (0.0,)}, "must be above 0"),
+    ],
+    "page_size": [
+        ({"contexts": (64, 32)}, "must be ascending"),
+        ({"page_sizes": ()}, "must be ascending"),
+        ({"num_q_heads": 3}, "must be a multiple of"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"num_calls": 1}, "num_calls=1 must be at least 2"),
+    ],
+    "page_tables": [({"seed": -1}, "self.seed=-1 must be in")],
+    "preemption": [
+        ({"num_requests": 0}, "num_requests=0 must be at least 1"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"prompt_tokens": (9, 8)}, "must be in order"),
+        ({"pool_share": 0.0}, "pool_share=0.0 must be in"),
+        ({"pool_shares": (1.5,)}, "must be in"),
+        ({"swap_shares": (-0.1,)}, "must be in"),
+        ({"page_sizes": (0,)}, "must be at least 1"),
+        ({"sigma": float("nan")}, "sigma=nan must be at least 0"),
+    ],
+    "rivals": [
+        ({"sides": ("mamba",)}, "sides='mamba' must be in"),
+        ({"sides": ("lstm", "lstm")}, "must be different"),
+        ({"sizes": (9, 9)}, "must be different"),
+        ({"horizons": (20, 10)}, "must be ascending, from 5"),
+        ({"seeds": (1, 1)}, "must be different"),
+        ({"num_threads": 0}, "must be at least 1"),
+    ],
+    "sharing paper": [({"num_simulated": 0}, "num_simulated=0 must be at least 1")],
+    "sharing": [
+        ({"answers": (1, 2)}, "answers=(1, 2) must be in"),
+        ({"answers": (9,)}, "answers=(9,) must be in"),
+        ({"widths": ()}, "widths=() must not be empty"),
+        ({"max_slots": 3}, "max_slots=3 must be at least 4"),
+        ({"num_long": 0}, "num_long=0 must be at least 1"),
+        ({"prefixes": (0,)}, "prefixes=(0,) must be at least 1"),
+        ({"own_tokens": (9, 8)}, "must be in order"),
+        ({"length_scale": 0.0}, "length_scale=0.0 must be in"),
+        ({"prefixes": (1000,)}, "may need 1128 tokens"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "line"),
+    [(name, *case) for name, cases in REFUSED.items() for case in cases],
+)
+def test_a_config_of_what_cannot_be_run_is_refused(
+    name: str, fields: dict[str, Any], line: str
+) -> None:
+    experiment, _, config_name = name.partition(" ")
+    config = registry.load(experiment).configs[config_name or "smoke"]
+    base = config if name in OF_SMOKE else type(config)()
+    with pytest.raises(ValueError, match=re.escape(line)):
+        dataclasses.replace(base, **fields)

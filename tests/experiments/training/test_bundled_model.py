@@ -1,0 +1,78 @@
+"""The bundled model's training, small: from text to a folder that can be loaded."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.framework import registry
+from experiments.harness import bundled
+from experiments.training.bundled_model import experiment
+from jaxkv.models import checkpoints
+from scaling.corpora import corpora
+from scaling.training import objectives
+from tests.support import smoke
+from tests.support.impatience import Stopping
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+@pytest.mark.thorough
+def test_smoke_trains_scores_and_exports() -> None:
+    kept = smoke.run("bundled_model")
+    config, result = kept.config, kept.result
+    assert result.status == "done"
+    assert result.tokens[-1] == 40 * 8 * 32 + 10 * 4 * 64
+    assert (np.diff(result.tokens) > 0).all()
+    assert result.loss[-1] < 2.5
+    # The number on the card is that of the weights in the folder.
+    loaded = checkpoints.load_model(config.export)
+    assert loaded.config == config.trunk.model
+    assert loaded.eos_ids == (corpora.END,)
+    split = corpora.load(config.trunk.corpus)
+    score = objectives.score(
+        loaded.params, split.held_out, model=loaded.config, seq_len=64
+    )
+    assert score.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-6)
+    card = (Path(config.export) / "README.md").read_text()
+    assert f"{score.bits_per_byte:.4f}" in card
+    assert max(map(len, card.splitlines())) < 120
+    for x in jax.tree.leaves(loaded.params):
+        assert (x == x.astype(jnp.bfloat16).astype(x.dtype)).all()
+    # The same command again finds the work done.
+    again = experiment.run(config)
+    assert again.bits_per_byte == result.bits_per_byte
+    assert kept.metrics["held_out_bits_per_byte"] == result.bits_per_byte
+    assert registry.load("bundled-model").name == "bundled_model"
+
+
+def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        experiment.CONFIGS["smoke"], export=str(tmp_path / "model")
+    )
+    result = experiment.run(config, Stopping(0))
+    assert result.status == "stopped"
+    assert math.isnan(result.bits_per_byte)
+    assert len(result.tokens) == 0
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_shipped_model_fits_its_limits() -> None:
+    config = experiment.CONFIGS["shipped"]
+    assert config.cooldown.seq_len == 512
+    folder = bundled.FOLDER / "stdlib-bytes"
+    assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
+    assert checkpoints.read_config(folder) == config.trunk.model
+
+
+def test_a_cooldown_is_needed() -> None:
+    config = experiment.CONFIGS["smoke"]
+    with pytest.raises(ValueError, match="cooldown_steps=0 must be at least 1"):
+        dataclasses.replace(config, cooldown_steps=0)
+    trunk = dataclasses.replace(config.trunk, cooldown_steps=1)
+    with pytest.raises(ValueError, match=r"trunk\.cooldown_steps=1 must be 0"):
+        dataclasses.replace(config, trunk=trunk)

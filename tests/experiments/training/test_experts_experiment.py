@@ -1,0 +1,86 @@
+"""Dense models and mixtures are compared at equal active compute."""
+
+import math
+
+import numpy as np
+import pytest
+
+from experiments.framework import registry
+from experiments.framework.report import Sheet
+from experiments.training.experts import experiment, runs
+from scaling.training import architectures
+from tests.support import smoke
+from tests.support.impatience import Stopping
+
+(STUDY,) = registry.load("experts").studies
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+def test_pairs_cost_the_same_but_for_the_router() -> None:
+    shapes = runs.Shapes()
+    for width in experiment.CONFIGS["cpu"].widths:
+        pair = [runs.make_model(kind, width, shapes) for kind in ("dense", "mixture")]
+        dense, mixture = map(architectures.parameters, pair)
+        router = shapes.num_layers * shapes.num_experts * width
+        assert mixture.matmul == dense.matmul + router
+        ffn = shapes.num_layers * 3 * shapes.mlp_ratio * width**2
+        assert mixture.total == dense.total + router + 3 * ffn
+
+
+@pytest.mark.slow
+def test_smoke_compares_all_pairs() -> None:
+    kept = smoke.run("experts")
+    result, found = kept.result, kept.result.runs
+    assert found.kind.tolist() == 3 * ["dense", "mixture"] + ["unbalanced"]
+    assert found.is_fitted.tolist() == 6 * [True] + [False]
+    assert (np.diff(found.flops[0:6:2]) > 0).all()
+    np.testing.assert_allclose(found.flops[1:6:2] / found.flops[0:6:2], 1, atol=0.1)
+    assert (found.loss < 5.6).all()  # log(257) is 5.55, before training
+    assert result.loads.shape == (2, 1, 4)
+    np.testing.assert_allclose(result.loads.mean(axis=2), 1)
+    assert result.curve_loss.shape == (2, 50, 3)
+    assert kept.claims[0].verdict == "holds"  # the formula of routing
+    numbers = kept.metrics
+    assert len(numbers["runs"]) == 7
+    by_layer = [(row["balancing"], row["layer"]) for row in numbers["imbalance"]]
+    assert by_layer == [("with", 1), ("without", 1)]
+    busiest = [row["busiest"] for row in numbers["imbalance"]]
+    np.testing.assert_allclose(busiest, result.loads[:, 0].max(1), rtol=1e-6)
+    sheets = [part for part in STUDY.tell(result) if isinstance(part, Sheet)]
+    assert [len(sheet.rows) for sheet in sheets] == [2, 1, 2, 7]
+    for sheet in sheets:
+        assert all(len(row) == len(sheet.columns) for row in sheet.rows)
+        assert "{" not in str(sheet)
+
+
+def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
+    config = experiment.CONFIGS["cpu"]
+    found: list[runs.Run] = []
+    for kind, width, rate, seed in runs.tuning(config):
+        best = {"dense": 1.2e-2, "mixture": 4.8e-2}[kind] * 16 / width
+        loss = 2 + abs(math.log(rate / best)) + width / 100
+        names = {"kind": kind, "width": width, "learning_rate": rate, "seed": seed}
+        unused = runs.Score(loss, 0.0, *2 * [np.zeros((0, 0))])
+        found.append(runs.Run(names | {"loss": loss}, unused))
+    jobs = runs.rest(config, found)
+    assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
+    for kind, rate in (("dense", 1.2e-2), ("mixture", 4.8e-2)):
+        mine = [job[1:] for job in jobs if job[0] == kind]
+        # As a width grows, its rate falls.
+        later = [(width, rate * 16 / width, 0) for width in (32, 40, 48)]
+        again = [(width, rate * 16 / width, 1) for width in config.widths]
+        assert mine == later + again
+
+
+def test_a_run_ended_at_once_is_told() -> None:
+    found = experiment.run(experiment.CONFIGS["smoke"], Stopping(0))
+    assert len(found.runs) == 0
+    assert STUDY.metrics(found)["runs"] == []
+    assert STUDY.tell(found)
+    assert "not identified" in str(STUDY.tell(found)[1])
+
+
+def test_shares_of_a_router_are_the_formula() -> None:
+    router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
+    assert experiment.routing_error(router, top_k=2) < 1e-6
+    assert experiment.routing_error(router, top_k=1) == 0

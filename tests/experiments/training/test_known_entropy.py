@@ -1,0 +1,96 @@
+"""The experiment on known entropy: its smoke run, its stop, and its judgement."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from experiments.training.known_entropy import experiment
+from experiments.training.known_entropy.experiment import CONFIGS
+from experiments.training.known_entropy.runs import train
+from jaxkv.progress import QUIET
+from scaling.corpora.languages.language import LanguageConfig
+from tests.support import smoke
+from tests.support.impatience import Stopping
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+@pytest.fixture(scope="module")
+def result() -> experiment.Result:
+    return smoke.run("known_entropy").result
+
+
+def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
+    runs, floor = result.runs, result.optima[-1]
+    assert runs.width.tolist() == [8] * 4 + [16] * 4
+    assert runs.num_tokens.tolist() == [2**12, 2**13, 2**14, 2**15] * 2
+    assert (np.diff(result.optima) < 0).all()
+    # It learnt at least how frequent each token is.
+    assert floor < min(runs.loss) < math.log(16) - 0.2
+    np.testing.assert_array_less(-3, runs.excess / runs.excess_se)
+    # The text's chance, which both share, is not in the excess.
+    assert (runs.excess_se < runs.loss_se).all()
+    np.testing.assert_allclose(
+        runs.loss - runs.excess, (runs.loss - runs.excess)[0], rtol=1e-6
+    )
+    claims = experiment.claims(result)
+    assert [claim.verdict for claim in claims if "below" in claim.claim] == [
+        "holds"
+    ] * 2
+
+
+def test_a_leak_is_noticed(result: experiment.Result) -> None:
+    """Losses moved below the floor, as a model's that sees what it predicts."""
+    runs = result.runs
+    moved = dataclasses.replace(runs, loss=runs.loss - 1, excess=runs.excess - 1)
+    found = experiment.claims(dataclasses.replace(result, runs=moved))
+    assert [claim.verdict for claim in found[:2]] == ["fails"] * 2
+
+
+def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
+    floor = result.optima[-1]
+
+    def verdict(identified: bool, high: float) -> str:
+        fit = dataclasses.replace(
+            result.fit,
+            floor_low=floor - 0.1,
+            floor_high=floor + high,
+            identified=identified,
+        )
+        return experiment.claims(dataclasses.replace(result, fit=fit))[-2].verdict
+
+    assert verdict(True, 0.1) == "holds"
+    assert verdict(True, -0.05) == "fails"
+    assert verdict(False, -0.05) == "holds"
+
+
+def test_counting_pays_half_a_nat_for_each_parameter(
+    result: experiment.Result,
+) -> None:
+    counts = result.counts
+    assert counts.num_free == 15
+    assert counts.slope == pytest.approx(-1, abs=0.03)
+    last = counts.excess[-1] * counts.num_tokens[-1]
+    assert last == pytest.approx(7.5, rel=0.15)
+
+
+def test_stopped_early_it_keeps_what_it_has() -> None:
+    # The first of them is the independent source's.
+    found = experiment.run(CONFIGS["smoke"], Stopping(3, "show"))
+    assert len(found.runs.loss) == 2
+    assert not found.fit.identified
+    assert experiment.metrics(found)["floor"] == found.optima[-1]
+
+
+def test_branches_are_runs_of_their_own() -> None:
+    """A branch off a longer trunk ends as the run that was meant to be so short."""
+    language = LanguageConfig(kind="kgram", num_tokens=2**13, num_held_out=2**12)
+    config = CONFIGS["smoke"]
+
+    def losses(*lengths: int) -> list[float]:
+        found = train(language, [8], lengths, config, QUIET)
+        return found.loss.tolist()
+
+    assert losses(2**12)[0] == losses(2**12, 2**13)[0]

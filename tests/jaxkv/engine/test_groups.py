@@ -1,0 +1,141 @@
+"""Requests of several sequences: one prompt, shared pages, copies before writes."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.serving import outputs
+from tests.support import engines
+from tests.support.asks import groups
+from tests.support.engines import MODEL, ROOMY, TIGHT, Ask, Run, run_on
+
+
+@functools.cache
+def served(chunk_size: int | None = None, watermark: int = 0, seed: int = 0) -> Run:
+    policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
+    return engines.serve(groups(seed), TIGHT, policy)
+
+
+@pytest.mark.parametrize(("chunk_size", "watermark"), [(None, 0), (1, 0), (5, 3)])
+def test_every_answer_equals_that_of_a_plain_loop(chunk_size, watermark) -> None:
+    run = served(chunk_size, watermark)
+    engines.assert_equal_plain(run, groups(), TIGHT)
+    assert run.info.num_preempted.sum() > 3
+    assert run.info.num_copied.sum() > 3
+    assert len(run.outcomes) > len(groups()) + 5
+
+
+def test_static_batching_forks_too() -> None:
+    run = engines.serve(groups(), ROOMY, static_batching.static())
+    engines.assert_equal_plain(run, groups(), ROOMY)
+    assert not run.info.num_preempted.any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("length", [1, 7, 8, 29])
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
+    prompt = np.random.default_rng(length).integers(0, 61, length).tolist()
+    ask = Ask(3, prompt, Sampling(n=8, max_tokens=5, ignore_eos=True))
+    run = engines.serve([ask], ROOMY, fcfs.fcfs(chunk_size=chunk_size))
+    assert run.info.num_rows.sum() == length + 8 * 4
+    # Seven of the eight copy the page that is begun, if there is one.
+    assert run.info.num_copied.sum() == (7 if length % 4 else 0)
+    assert len({tuple(tokens) for tokens in run.tokens.values()}) > 1
+
+
+@pytest.mark.thorough
+def test_pages_of_the_prompt_are_shared() -> None:
+    prompt = list(range(30))
+    ask = Ask(0, prompt, Sampling(n=4, max_tokens=9))
+    run = engines.serve([ask], ROOMY)
+    # 7 full pages once, and for each answer those of 3 tokens more and its own 8.
+    assert run.info.used_pages.max() == 7 + 4 * 3
+    alone = engines.serve([ask._replace(sampling=Sampling(max_tokens=9))], ROOMY)
+    saved = 1 - run.info.used_pages.max() / (4 * alone.info.used_pages.max())
+    assert saved == pytest.approx(3 / 4 * 7 / 10)
+
+
+@pytest.mark.thorough
+def test_whoever_gave_way_reads_what_all_have_in_common_once() -> None:
+    # A pool in which the second group has to give way to the first while both write.
+    prompt = list(range(10))
+    asks = [
+        Ask(name, prompt, Sampling(n=3, max_tokens=14, seed=name)) for name in range(2)
+    ]
+    config = dataclasses.replace(TIGHT, num_pages=21)
+    run = engines.serve(asks, config)
+    engines.assert_equal_plain(run, asks, config)
+    lost = [run.outcomes[name].num_recomputed for name in engines.names_of(asks[1:])]
+    assert run.info.num_preempted.sum() >= 3
+    again = sum(lost)
+    answers_fed = sum(len(tokens) - 1 for tokens in run.tokens.values())
+    assert run.info.num_rows.sum() == 2 * 10 + answers_fed + again
+    # The prompt was read once more for each time, not three times.
+    assert again < 3 * run.info.num_preempted.sum() // 3 * 10 + answers_fed
+
+
+@pytest.mark.thorough
+def test_equal_answers_stay_shared_through_a_preemption() -> None:
+    prompt = list(range(10))
+    greedy = Sampling.greedy(n=3, max_tokens=14, ignore_eos=True)
+    asks = [Ask(0, prompt, greedy), Ask(1, prompt, greedy)]
+    config = dataclasses.replace(TIGHT, num_pages=21)
+    run = engines.serve(asks, config)
+    engines.assert_equal_plain(run, asks, config)
+    gone = run.info.num_preempted.sum() // 3
+    assert gone >= 1
+    # All that three equal answers know is read by one of them.
+    others = [run.outcomes[1, sample].num_recomputed for sample in (1, 2)]
+    assert others == [0, 0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gone", [(0,), (1,), (0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
+    gone: tuple[int, ...], calls: int
+) -> None:
+    # Four or eight of the prompt's 22 tokens are read, by the first for all three.
+    ask = Ask(7, list(range(22)), Sampling(n=3, max_tokens=9, ignore_eos=True))
+    requests = engines.requests_of([ask], TIGHT)
+    state, _ = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
+    slow = fcfs.fcfs(chunk_size=1)
+    state, _ = run_on(state, calls=calls, policy=slow)
+    names = np.full(len(gone), 7, np.int32)
+    state = engines.cancel(state, names, np.array(gone, np.int32))
+    num_rows = 4 * calls
+    for _ in range(12):
+        state, info = run_on(state, policy=slow)
+        num_rows += int(info.num_rows.sum())
+    engines.assert_empty(state)
+    _, sequences = engines.drain(state)
+    outcomes, expected = engines.outcomes_of(sequences), engines.plain([ask], TIGHT)
+    for sample in range(3):
+        name = engines.name_of(7, sample)
+        cancelled = sample in gone
+        assert outcomes[name].reason == ("cancelled" if cancelled else "length")
+        assert outcomes[name].tokens == ([] if cancelled else expected[name][0])
+    # Nothing is read again.
+    assert num_rows == 22 + 8 * (3 - len(gone))
+
+
+def test_more_answers_than_slots_or_pages_are_refused() -> None:
+    check = functools.partial(
+        outputs.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
+    )
+    with pytest.raises(ValueError, match=r"9 answers .* at most config.max_slots=8"):
+        check([1], Sampling(n=9), config=TIGHT)
+    big = Sampling(n=4, max_tokens=20)
+    with pytest.raises(ValueError, match="may need 20 pages, more than"):
+        check([1], big, config=TIGHT)
+    requests = engines.requests_of([Ask(0, [1], big)], TIGHT)
+    state = engines.start(TIGHT)
+    before = np.asarray(state.sequences.status).copy()
+    state, taken = engines.submit(state, requests, config=TIGHT)
+    assert not np.asarray(taken).any()
+    np.testing.assert_array_equal(state.sequences.status, before)

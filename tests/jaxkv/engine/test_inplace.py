@@ -1,0 +1,181 @@
+"""The pages are never copied: temporary memory, and the compiled program's own text.
+
+Everything is lowered from shapes, so a large pool costs nothing.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv import decoding
+from jaxkv.memory import kv_pages, page_pool
+from jaxkv.models import paged, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.scheduling import static_batching
+from tests.support import engines, pool_sized
+from tests.support.engine_programs import (
+    CONFIG,
+    LARGE,
+    MODEL,
+    SMALL,
+    bytes_of,
+    compile_steps,
+    copies,
+    pages_of,
+    steps,
+    temporary_bytes,
+)
+
+
+def assert_in_place(program: Any, pages: Any) -> None:
+    # Below a twentieth of the whole pool, hence of its growth from any smaller one.
+    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
+    assert not copies(program, pages)
+
+
+# A buffer as large as the pool: a copy of either would show.
+EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "numerics"),
+    [
+        pytest.param({}, "reproducible", id="reproducible"),
+        pytest.param({}, "fast", id="fast", marks=pytest.mark.slow),
+        pytest.param(
+            *({"max_slots": 1}, "fast"), id="one slot", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            *({"max_slots": 1, "page_size": 4}, "fast"),
+            id="one slot, small pages",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(EVERYTHING, "fast", id="everything", marks=pytest.mark.thorough),
+        pytest.param(
+            *(EVERYTHING, "reproducible"),
+            id="everything, reproducible",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_pages_stay_where_they_are(bounds: dict[str, Any], numerics: str) -> None:
+    config = dataclasses.replace(CONFIG, **bounds)
+    assert_in_place(*compile_steps(LARGE, numerics, config=config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+def test_static_batching_leaves_the_pages_where_they_are(numerics: str) -> None:
+    assert_in_place(*compile_steps(LARGE, numerics, static_batching.static()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_slots", [1, 32])
+def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
+    # SmolLM2-135M: 30 layers, of which a compiler could slice or hoist something.
+    model = ModelConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        num_layers=30,
+        num_q_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        mlp_size=1536,
+        max_positions=2048,
+    )
+    config = dataclasses.replace(CONFIG, max_slots=max_slots, token_budget=128)
+    program, pages = compile_steps(20_000, model=model, config=config)
+    assert bytes_of(pages) > 14e9
+    assert_in_place(program, pages)
+
+
+@pytest.mark.parametrize(
+    "extras", [{}, {"max_beams": 4, "max_swap_pages": 16}], ids=["plain", "all"]
+)
+def test_no_step_looks_at_every_page(extras: dict[str, int]) -> None:
+    """Nor at every entry of the prefix cache: at what sequences hold or take alone."""
+    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
+    looks = []
+    for num_pages in (SMALL, 64 * LARGE):
+        run, arguments, _ = steps(num_pages, config=config)
+        looks.append(pool_sized.largest_look(run, arguments))
+    assert looks[0] == looks[1] < LARGE * 2
+
+
+def test_a_look_at_every_page_would_be_found() -> None:
+    pool = jax.eval_shape(lambda: page_pool.make_pool(LARGE))
+    assert pool_sized.largest_look(lambda pool: pool.ref.sum(), (pool,)) == LARGE
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "extras",
+    [{}, pytest.param({"max_beams": 4, "max_swap_pages": 16}, marks=pytest.mark.slow)],
+    ids=["plain", "all"],
+)
+def test_the_prefix_cache_stays_where_it_is(extras: dict[str, int]) -> None:
+    num_pages = 16381  # a prime, so that nothing else is as long
+    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
+    program, _ = compile_steps(num_pages, config=config)
+    assert not re.findall(rf"\[{num_pages}[\d,]*\]\S* copy\(", program.as_text())
+
+
+def test_decoding_without_a_scheduler_stays_in_place() -> None:
+    config = dataclasses.replace(CONFIG, num_pages=LARGE)
+    forward, pages = paged.PagedForward(MODEL), pages_of(MODEL, config)
+    cache = jax.eval_shape(
+        functools.partial(decoding.init_cache, max_slots=4, max_length=256), pages
+    )
+
+    def answer(params: Any, cache: decoding.Cache, tokens: jax.Array) -> Any:
+        lengths = jnp.full((4,), tokens.shape[1], jnp.int32)
+        logits, cache, _ = decoding.prefill(
+            params, cache, tokens, lengths, forward=forward
+        )
+
+        def body(carry, _):
+            logits, cache = carry
+            token = jnp.argmax(logits, axis=1).astype(jnp.int32)
+            logits, cache, _ = decoding.decode_step(
+                params, cache, token, forward=forward
+            )
+            return (logits, cache), token
+
+        return jax.lax.scan(body, (logits, cache), length=8)
+
+    prompts = jax.ShapeDtypeStruct((4, 9), jnp.int32)
+    program = (
+        jax.jit(answer, donate_argnums=1)
+        .lower(transformer.param_shapes(MODEL), cache, prompts)
+        .compile(engines.FAST_COMPILE)
+    )
+    assert_in_place(program, pages)
+
+
+def test_a_copy_would_be_found() -> None:
+    config = dataclasses.replace(CONFIG, num_pages=LARGE)
+    pages = pages_of(MODEL, config)
+
+    def layer_by_layer(pages: kv_pages.Pages, new: jax.Array) -> kv_pages.Pages:
+        """The bad layout: a scan that takes the pages apart and stacks them again."""
+
+        def body(carry, layer):
+            k = layer.k.at[carry, 0, 0].set(new)
+            v = layer.v.at[carry, 0, 0].set(new)
+            return carry + 1, kv_pages.Pages(k, v)
+
+        return jax.lax.scan(body, jnp.zeros((), jnp.int32), pages)[1]
+
+    def steps(pages: kv_pages.Pages, new: jax.Array) -> kv_pages.Pages:
+        return jax.lax.fori_loop(0, 3, lambda _, p: layer_by_layer(p, new), pages)
+
+    new = jax.ShapeDtypeStruct((MODEL.head_dim,), jnp.float32)
+    lowered = jax.jit(steps, donate_argnums=0).lower(pages, new)
+    program = lowered.compile(engines.FAST_COMPILE)
+    assert temporary_bytes(program) > 0.3 * bytes_of(pages)
+    assert copies(program, pages)

@@ -1,0 +1,94 @@
+"""The prefix cache in the engine: who finds what, and that nobody can tell."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs
+from tests.support import engines
+from tests.support.asks import alike
+from tests.support.engines import CACHED, ROOMY, TIGHT, Ask, Run
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+LARGE = dataclasses.replace(ROOMY, prefix_cache=True, token_budget=32)
+"""Nothing needs to be given up, and two prompts are read in one step."""
+SYSTEM = list(range(20, 33))
+"""Three full pages and a token."""
+
+
+@functools.cache
+def served(
+    chunk_size: int | None = None, numerics: str = "fast", on: bool = True
+) -> Run:
+    config = dataclasses.replace(TIGHT, prefix_cache=on, numerics=numerics)
+    return engines.serve(alike(), config, fcfs.fcfs(chunk_size=chunk_size))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
+    run = served(chunk_size)
+    engines.assert_equal_plain(run, alike(), CACHED)
+    assert sum(each.num_cached for each in run.outcomes.values()) > 40
+    assert run.info.num_preempted.sum() > 3
+
+
+@pytest.mark.slow
+def test_not_a_bit_tells_whether_there_is_a_cache() -> None:
+    on, off = (served(None, "reproducible", on) for on in (True, False))
+    assert on.info.num_rows.sum() < off.info.num_rows.sum() - 40
+    for name, outcome in off.outcomes.items():
+        same = on.outcomes[name]
+        assert (same.tokens, same.reason) == (outcome.tokens, outcome.reason)
+        np.testing.assert_array_equal(same.logprobs, outcome.logprobs)
+        np.testing.assert_array_equal(same.top_logprobs, outcome.top_logprobs)
+
+
+def ask(name: int, prompt: list[int], **fields) -> Ask:
+    return Ask(name, prompt, Sampling.greedy(max_tokens=6, ignore_eos=True, **fields))
+
+
+def one_by_one(*asks: Ask) -> list[int]:
+    """Tokens that each request finds, if it comes when those before have ended."""
+    state, found = None, []
+    for each in asks:
+        run = engines.serve([each], LARGE, state=state)
+        state = run.state
+        names = engines.names_of([each])
+        assert sum(map(len, run.tokens.values())) == 6 * len(names)
+        found.append(sum(run.outcomes[name].num_cached for name in names))
+        assert run.info.num_rows.sum() == len(each.prompt) - found[-1] + 5 * len(names)
+    return found
+
+
+def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
+    first = ask(1, SYSTEM)
+    answer = engines.serve([first], LARGE).tokens[1]
+    # 13 + 6 tokens, the last of them never fed.
+    assert one_by_one(first, ask(2, [*SYSTEM, *answer, 7, 7])) == [0, 16]
+
+
+def test_salts_keep_tenants_apart_and_a_request_may_stay_out() -> None:
+    found = one_by_one(
+        ask(0, SYSTEM, prefix_cache=False),
+        ask(1, SYSTEM, salt=1),
+        ask(2, SYSTEM, salt=2),
+        ask(3, SYSTEM),
+        ask(4, [*SYSTEM, 5], salt=1, n=4),
+        ask(5, SYSTEM, prefix_cache=False),
+        ask(6, SYSTEM, prompt_logprobs=True, logprobs=0),
+    )
+    assert found == [0, 0, 0, 0, 12, 0, 0]
+
+
+def test_two_that_read_the_same_at_once_end_on_the_same_pages() -> None:
+    # Budget for both: they fill equal pages in the same step.
+    run = engines.serve([ask(1, SYSTEM), ask(2, SYSTEM)], LARGE)
+    assert [run.outcomes[name].num_cached for name in (1, 2)] == [0, 0]
+    # Three pages of the prompt once, then their answers: equal, too, page by page.
+    assert run.info.used_pages.max() < 2 * 5
+    assert run.tokens[1] == run.tokens[2]

@@ -1,0 +1,239 @@
+"""Preemption by swapping: pages leave the pool and come back as they were."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import clock
+from jaxkv.engine import step
+from jaxkv.engine.state import WAITING, EngineConfig, EngineState
+from jaxkv.memory import kv_pages
+from jaxkv.models import paged
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs as scheduling_fcfs
+from jaxkv.scheduling.fcfs import victims
+from jaxkv.serving import host_swap
+from tests.support import engines
+from tests.support.asks import groups
+from tests.support.engines import MODEL, TIGHT, Ask, Run, greedy
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+SWAP = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
+NARROW = dataclasses.replace(SWAP, max_swap_pages=3)
+"""A buffer that some requests are too large for."""
+fcfs = functools.partial(scheduling_fcfs.fcfs, stackable=True)
+"""Every rule is in the program, so that all policies here share one."""
+ASKS = groups(1, 30)
+
+
+@functools.cache
+def served(
+    config: EngineConfig = SWAP,
+    host: int | None = None,
+    preemption: Any = "swap",
+    victim: Any = "latest",
+    hold_new: bool = False,
+) -> Run:
+    """Admits whoever there is room for, unless told else, so that many give way."""
+    policy = fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
+    space = None if host is None else host_swap.HostSpace(host)
+    return engines.serve(ASKS, config, policy, host=space)
+
+
+def num_recomputed(run: Run) -> int:
+    return sum(each.num_recomputed for each in run.outcomes.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("host", [None, 24])
+def test_answers_equal_those_of_a_plain_loop(host: int | None) -> None:
+    run = served(host=host)
+    engines.assert_equal_plain(run, ASKS, TIGHT)
+    info = run.info
+    assert info.num_swapped_out.sum() > 10
+    # Nothing is computed twice: there was room for all, and all came back.
+    assert (info.num_swapped_out == info.num_preempted).all()
+    assert info.num_swapped_in.sum() == info.num_swapped_out.sum()
+    assert num_recomputed(run) == 0
+    assert info.asks_host.any()
+    for name in ("num_swapped", "num_preempted"):
+        times = sum(getattr(each, name) for each in run.outcomes.values())
+        assert times == info.num_preempted.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [None, 2, 24])
+def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
+    run = served(NARROW, host)
+    engines.assert_equal_plain(run, ASKS, TIGHT)
+    info = run.info
+    assert 3 < info.num_swapped_out.sum() < info.num_preempted.sum()
+    assert 0 < num_recomputed(run) < num_recomputed(served(preemption="recompute"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(name, marks=() if name == "cheapest" else pytest.mark.slow)
+        for name in victims.NAMES
+    ],
+)
+def test_whoever_gives_way_gets_the_same_answers(victim: str) -> None:
+    ways = set()
+    for preemption in ("recompute", "swap"):
+        run = served(preemption=preemption, victim=victim)
+        engines.assert_equal_plain(run, ASKS, TIGHT)
+        assert run.info.num_preempted.sum() > 5
+        ways.add(run.info.num_rows.tobytes())
+    latest = (served(preemption=each) for each in ("recompute", "swap"))
+    ways |= {run.info.num_rows.tobytes() for run in latest}
+    assert len(ways) == (2 if victim == "latest" else 4)
+
+
+def steps(
+    state: EngineState, config: EngineConfig, policy: Any, num: int
+) -> Iterator[tuple[EngineState, step.StepInfo]]:
+    """The state after every single step."""
+    for _ in range(num):
+        state, info = engines.run_steps(
+            *(engines.params(), state, clock.from_seconds(0)),
+            config=config,
+            forward=paged.PagedForward(MODEL, config.numerics),
+            policy=policy,
+        )
+        engines.assert_sound(jax.tree.map(np.asarray, info))
+        # Copied, since the next step consumes the state.
+        yield jax.tree.map(jnp.copy, state), info
+
+
+def contents(state: EngineState) -> dict[int, np.ndarray]:
+    """K and V of every running sequence."""
+    found = {}
+    for slot in np.flatnonzero(np.asarray(state.slots.sequence) >= 0):
+        ids = state.table.page_ids[slot][None]
+        length = int(state.table.length[slot])
+        pages = [kv_pages.gather(state.pages, layer, ids) for layer in range(2)]
+        both = np.stack([np.stack([np.asarray(x)[0] for x in each]) for each in pages])
+        found[int(state.slots.sequence[slot])] = both[:, :, :length]
+    return found
+
+
+def submitted(asks: Any, config: EngineConfig) -> EngineState:
+    requests = engines.requests_of(asks, config)
+    state, taken = engines.submit(engines.start(config), requests, config=config)
+    assert np.asarray(taken)[: len(asks)].all()
+    return state
+
+
+def crowd(num: int = 5, **fields: Any) -> list[Ask]:
+    """Requests that are admitted at once and soon want more pages than there are."""
+    rng = np.random.default_rng(4)
+    return [
+        greedy(i, rng.integers(0, 61, 7 + i).tolist(), 16, ignore_eos=True, **fields)
+        for i in range(num)
+    ]
+
+
+@pytest.mark.thorough
+def test_pages_come_back_bit_for_bit_and_elsewhere() -> None:
+    state = start = submitted(crowd(), SWAP)
+    policy = fcfs(preemption="swap")
+    before, lost, moved = contents(state), {}, 0
+    ids, seen = {}, 0
+    for state, _ in steps(start, SWAP, policy, 60):
+        now = contents(state)
+        for row in before.keys() - now.keys():
+            if state.sequences.status[row] == WAITING:
+                lost[row] = before[row], ids[row]
+        for row in now.keys() & lost.keys():
+            old, old_ids = lost.pop(row)
+            np.testing.assert_array_equal(now[row], old)
+            slot = int(np.flatnonzero(np.asarray(state.slots.sequence) == row)[0])
+            moved += state.table.page_ids[slot].tolist() != old_ids
+            seen += 1
+        before = now
+        ids = {
+            int(row): state.table.page_ids[slot].tolist()
+            for slot, row in enumerate(state.slots.sequence)
+        }
+    assert seen > 2
+    assert moved > 0
+    engines.assert_empty(state)
+
+
+@pytest.mark.parametrize("hold_new", [True, False])
+def test_nobody_new_comes_in_until_all_who_gave_way_are_done(hold_new: bool) -> None:
+    # The last one is so small that there is nearly always room for it.
+    asks = [*crowd(7), greedy(9, [1], 2, ignore_eos=True)]
+    asks = [each._replace(request_id=i) for i, each in enumerate(asks)]
+    state = start = submitted(asks, SWAP)
+    policy = fcfs(preemption="swap", hold_new=hold_new)
+    owed, overtaken, seen = set(), 0, set()
+    for state, info in steps(start, SWAP, policy, 120):
+        running = set(np.asarray(info.request_id).reshape(-1).tolist()) - {-1}
+        s = state.sequences
+        overtaken += bool(owed and running - seen)
+        seen |= running
+        alive = (s.num_preempted > 0) & (s.status >= 1) & (s.status <= 2)
+        owed = set(np.asarray(s.request_id)[np.asarray(alive)].tolist())
+    assert seen == set(range(len(asks)))
+    assert (overtaken == 0) == hold_new
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_several_answers_leave_and_return_together(chunk_size: int | None) -> None:
+    """Half read or forked: the prompt is computed once all the same."""
+    asks = crowd(4)
+    asks = [
+        each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
+        for each in asks
+    ]
+    policy = fcfs(chunk_size=chunk_size, preemption="swap", hold_new=False)
+    run = engines.serve(asks, SWAP, policy)
+    engines.assert_equal_plain(run, asks, TIGHT)
+    assert run.info.num_swapped_out.sum() >= 4
+    once = sum(len(each.prompt) + 2 * 8 for each in asks)
+    assert run.info.num_rows.sum() == once
+
+
+@pytest.mark.parametrize("at_host", [False, True])
+def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
+    asks = [
+        each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
+        for each in crowd(4)
+    ]
+    state = start = submitted(asks, SWAP)
+    policy = fcfs(preemption="swap")
+    space = host_swap.HostSpace(24)
+    state = next(
+        state
+        for state, info in steps(start, SWAP, policy, 40)
+        if info.asks_host or (not at_host and info.num_swapped_out > 0)
+    )
+    assert state.staging is not None
+    if at_host:
+        state = space.exchange(state)
+        assert space.num_used > 0
+    waits = np.asarray(state.sequences.status) == WAITING
+    names = set(np.asarray(state.sequences.request_id)[waits].tolist())
+    some, other = sorted(names)[0], sorted(names)[-1]
+    # One answer of one request, and all of another.
+    state = engines.cancel(
+        state, jnp.asarray([some, other], "int32"), jnp.asarray([1, -1], "int32")
+    )
+    rest = engines.serve([], SWAP, policy, state=state, host=space, num=len(asks) * 2)
+    plain = engines.plain(asks, SWAP)
+    for name, outcome in rest.outcomes.items():
+        cancelled = outcome.reason == "cancelled"
+        whole = name[0] if isinstance(name, tuple) else name
+        assert cancelled == (whole == other or name == (some, 1))
+        if not cancelled:
+            assert outcome.tokens == plain[name][0]

@@ -1,0 +1,529 @@
+"""Copy-on-write: slots that share pages and write to them keep their own tokens."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import arrays
+from jaxkv.memory import (
+    invariants,
+    kv_pages,
+    page_pool,
+    page_sharing,
+    page_table,
+    swap_buffer,
+)
+from jaxkv.memory.kv_pages import Pages
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.page_table import Table
+from jaxkv.memory.swap_buffer import Staging
+from jaxkv.serving import host_swap
+from tests.support.oracle import Oracle
+from tests.support.trees import assert_same, ints
+
+SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
+GROUPS = (0, 0, 0, 3, 3, 5)
+"""Slots 0 to 2 are sequences of one request, 3 and 4 of another, 5 runs alone."""
+
+
+class State(NamedTuple):
+    pool: Pool
+    table: Table
+    pages: Pages
+    staging: Staging
+
+
+def make_state(page_size: int = 4) -> State:
+    pages = kv_pages.make_pages(
+        num_layers=2,
+        num_pages=NUM_PAGES,
+        num_kv_heads=1,
+        page_size=page_size,
+        head_dim=1,
+        dtype="float32",
+    )
+    staging = swap_buffer.make_staging(
+        pages, num_places=PLACES, num_sequences=SLOTS, pages_per_slot=WIDTH
+    )
+    table = page_table.make_table(SLOTS, WIDTH)
+    return State(page_pool.make_pool(NUM_PAGES), table, pages, staging)
+
+
+def three_sharers(free: int) -> tuple[Pool, Table]:
+    """Slots 0 to 2 share a full page and one with 2 of 4 tokens, and some are free."""
+    pool, table = page_pool.make_pool(2 + free), page_table.make_table(SLOTS, WIDTH)
+    pool, table, *_ = page_table.reserve(
+        *(pool, table, ints(6, 0, 0, 0, 0, 0)), page_size=4, max_new_pages=WIDTH
+    )
+    table = page_table.advance(table, ints(6, 0, 0, 0, 0, 0))
+    return page_sharing.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
+
+
+def reserve(pool: Pool, table: Table, *num_rows: int) -> Any:
+    rows = ints(*num_rows)
+    places = jnp.where(rows > 0, table.length + rows, 0)
+    return page_table.reserve(
+        *(pool, table, places, rows), page_size=4, max_new_pages=WIDTH
+    )
+
+
+def test_the_last_owner_writes_in_place() -> None:
+    pool, table, copies, enough = reserve(*three_sharers(3), 1, 1, 1, 0, 0, 0)
+    assert enough
+    assert copies.source.tolist() == [1, 1, *[NO_PAGE] * 4]
+    assert copies.target.tolist() == [2, 3, *[NO_PAGE] * 4]
+    assert table.page_ids[:3, :3].tolist() == [
+        [0, 2, NO_PAGE],
+        [0, 3, NO_PAGE],
+        [0, 1, NO_PAGE],
+    ]
+    assert table.ahead[:3].tolist() == [1, 1, 1]
+    assert pool.ref.tolist() == [3, 1, 1, 1, 0]
+    # Now that each has its own, nobody copies.
+    pool, table, copies, _ = reserve(pool, table, 1, 1, 1, 0, 0, 0)
+    assert (copies.source == NO_PAGE).all()
+
+
+def test_a_page_that_someone_else_holds_is_not_written() -> None:
+    pool, table, copies, _ = reserve(*three_sharers(4), 0, 3, 1, 0, 0, 0)
+    assert copies.source.tolist() == [NO_PAGE, 1, 1, *[NO_PAGE] * 3]
+    # The copy first, then what the slot grows by.
+    assert table.page_ids[1, :3].tolist() == [0, 2, 3]
+    assert table.page_ids[2, :3].tolist() == [0, 4, NO_PAGE]
+    assert pool.ref.tolist() == [3, 1, 1, 1, 1, 0]
+    pool, table = three_sharers(4)
+    pinned = page_pool.share(pool, ints(1))
+    assert page_table.needs_copy(
+        pinned, table, ints(1, 2, 1, 1, 0, 0), page_size=4
+    ).tolist() == [True, True, True, False, False, False]
+
+
+def test_copies_and_growth_are_granted_together_or_not_at_all() -> None:
+    # Two copies, and one page for the slot that writes beyond.
+    for free in range(4):
+        before = three_sharers(free)
+        pool, table, copies, enough = reserve(*before, 1, 1, 3, 0, 0, 0)
+        assert enough == (free == 3)
+        if not enough:
+            assert_same((pool, table), before)
+            assert (jnp.stack(copies) == NO_PAGE).all()
+
+
+def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
+    check = partial(invariants.shared_writes, page_size=4)
+    pool, table = three_sharers(4)
+    rows = ints(1, 1, 0, 0, 0, 0)
+    assert check(pool, table, rows) == 2
+    assert check(*reserve(pool, table, *rows)[:2], rows) == 0
+    assert check(pool, table, ints(0, 0, 0, 1, 0, 0)) == 1  # no page yet
+    assert check(pool, table, ints(3, 0, 0, 0, 0, 0)) == 2  # shared, then missing
+    assert check(pool, table, ints(0, 0, 0, 0, 0, 4 * WIDTH + 1)) == WIDTH + 1
+    # Places reserved ahead that a careless reorder made common.
+    pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
+    pool, table = page_sharing.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
+    pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
+    assert check(pool, table, ints(4, 0, 0, 0, 0, 0)) == 1
+
+
+def test_a_group_accounts_for_a_shared_page_once() -> None:
+    pool, table, *_ = reserve(*three_sharers(5), 0, 3, 1, 2, 0, 0)
+    # Rows: 0 1 / 0 2 3 / 0 4 / 5
+    first = ints(2, 2, 2, 3, -1, -1)
+    holder = page_sharing.holders(table, first)
+    mapped = jnp.where(table.page_ids >= 0, holder, -1)[:4, :3]
+    assert mapped.tolist() == [[0, 0, -1], [0, 1, 1], [0, 2, -1], [3, -1, -1]]
+    assert page_sharing.owned_pages(table, holder).tolist() == [2, 2, 1, 1, 0, 0]
+    alone = page_sharing.holders(table, jnp.arange(SLOTS, dtype=jnp.int32))
+    assert page_sharing.owned_pages(table, alone).tolist() == [2, 3, 2, 1, 0, 0]
+    pins = jnp.zeros_like(pool.ref).at[ints(0, 3)].set(1)
+    for pinned in (pins, pins > 0):
+        owned = page_sharing.owned_pages(table, holder, pins=pinned)
+        assert owned.tolist() == [1, 1, 1, 1, 0, 0]
+    freed, _ = page_table.drop(pool, table, first == 2)
+    assert freed.num_free - pool.num_free == 5
+
+
+def write(
+    state: State,
+    drop: jax.Array,
+    places: jax.Array,
+    num_rows: jax.Array,
+    tokens: jax.Array,
+) -> tuple[State, Any]:
+    """What a step does with pages; `tokens` are the rows of each slot, padded."""
+    page_size = state.pages.page_size
+    pool, table = page_table.drop(state.pool, state.table, drop)
+    pool, table, copies, enough = page_table.reserve(
+        *(pool, table, places, num_rows), page_size=page_size, max_new_pages=WIDTH
+    )
+    num_rows = jnp.where(enough, num_rows, 0)
+    shared = invariants.shared_writes(pool, table, num_rows, page_size=page_size)
+    pages = kv_pages.copy(state.pages, copies.source, copies.target)
+    place = jnp.arange(MOST, dtype=jnp.int32)[None, :]
+    slot = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.int32)[:, None], tokens.shape)
+    position = jnp.where(place < num_rows[:, None], table.length[:, None] + place, -1)
+    rows = kv_pages.Rows(
+        token=tokens.reshape(-1),
+        position=position.reshape(-1),
+        slot=slot.reshape(-1),
+        page_ids=table.page_ids,
+        logit_rows=ints(NO_PAGE),
+    )
+    new = tokens.reshape(-1, 1, 1).astype(jnp.float32)
+    for layer in range(2):
+        pages = kv_pages.write(pages, layer, new + layer, -new - layer, rows)
+    state = state._replace(pool=pool, table=table, pages=pages)
+    return state, (copies, enough, shared)
+
+
+def on_table(f: Callable) -> Callable:
+    """An operation on pool and table that leaves the pages alone."""
+
+    def run(state: State, argument: Any) -> tuple[State, None]:
+        pool, table = f(state.pool, state.table, argument)
+        return state._replace(pool=pool, table=table), None
+
+    return run
+
+
+def reorder(pool: Pool, table: Table, source: jax.Array, *, page_size: int) -> Any:
+    """As beams do it: places reserved ahead are given back first."""
+    nothing = jnp.zeros_like(source)
+    pool, table = page_table.truncate(pool, table, nothing, page_size=page_size)
+    return page_sharing.reorder(pool, table, source)
+
+
+def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
+    """Sequence i is what slot i held when it left."""
+    pool, table, pages, staging = state
+    group, size = ints(*GROUPS), pages.page_size
+    staging, left = swap_buffer.move_out(
+        *(staging, pages, table, page_sharing.holders(table, group), row, group),
+        page_size=size,
+    )
+    pool, table = page_table.drop(pool, table, left)
+    return State(pool, table, pages, staging), left
+
+
+def swap_in(state: State, arguments: Any) -> tuple[State, None]:
+    pool, table, pages, staging = state
+    back, slot = arguments
+    pages, pool, table, staging = swap_buffer.move_in(
+        *(staging, pages, pool, table, ints(*GROUPS), back, slot)
+    )
+    return State(pool, table, pages, staging), None
+
+
+def host(state: State, moves: host_swap.Moves) -> tuple[State, None]:
+    return state._replace(
+        staging=host_swap.move(state.staging, ints(*GROUPS), moves)
+    ), None
+
+
+def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
+    """Broken invariants, owned pages, and K and V of every layer by slot and place."""
+    pool, table, pages, staging = state
+    live = (table.length + table.ahead) > 0
+    found = invariants.violations(
+        pool, table, live, page_size=pages.page_size, pins=pins
+    )
+    holder = page_sharing.holders(table, ints(*GROUPS))
+    owned = page_sharing.owned_pages(table, holder, pins=pins)
+    values = [kv_pages.gather(pages, layer, table.page_ids) for layer in range(2)]
+    faults = swap_buffer.unsound(
+        *(staging, ints(*GROUPS), staging.length > 0), page_size=pages.page_size
+    )
+    found = found._replace(swap=faults)
+    return found._asdict(), owned, jnp.stack([jnp.stack(x)[..., 0, 0] for x in values])
+
+
+def programs(page_size: int) -> dict[str, Any]:
+    """Compiled anew for every caller, so that a fault can be planted first."""
+    run = {
+        "write": lambda *x: write(*x),
+        "fork": on_table(partial(page_sharing.fork, page_size=page_size)),
+        "reorder": on_table(partial(reorder, page_size=page_size)),
+        "drop": on_table(lambda *x: page_table.drop(*x)),
+        "truncate": on_table(partial(page_table.truncate, page_size=page_size)),
+        "pin": on_table(lambda pool, table, ids: (page_pool.share(pool, ids), table)),
+        "unpin": on_table(
+            lambda pool, table, ids: (page_pool.release(pool, ids), table)
+        ),
+        "swap_out": lambda *x: swap_out(*x),
+        "swap_in": lambda *x: swap_in(*x),
+        "host": host,
+        "look": look,
+    }
+    return {verb: jax.jit(f) for verb, f in run.items()}
+
+
+sound_programs = cache(programs)
+
+
+class Walk:
+    """Random operations on the jitted functions and on the oracle, with contents."""
+
+    def __init__(self, seed: int, page_size: int, run: dict[str, Any]) -> None:
+        self.rng, self.run = np.random.default_rng(seed), run
+        self.oracle = Oracle(NUM_PAGES, SLOTS, WIDTH, page_size)
+        self.state, self.size = make_state(page_size), page_size
+        self.pinned: list[int] = []
+        self.num_written = self.num_copies = self.refused = self.num_swaps = 0
+        self.kept: dict[int, tuple[np.ndarray, Any]] = {}
+
+    def step(self) -> None:
+        verbs = ["write"] * 8 + ["fork"] * 3
+        verbs += ["reorder", "drop", "truncate", "pin", "unpin"]
+        verbs += ["swap_out"] * 2 + ["swap_in"] * 2 + ["host"]
+        verb = self.rng.choice(verbs)
+        getattr(self, verb)()
+        self.check(verb)
+
+    def do(self, verb: str, *arguments: Any) -> Any:
+        self.state, answer = self.run[verb](self.state, *arguments)
+        return answer
+
+    def write(self) -> None:
+        """Some slots, or all, write a token or a few, not all of them accepted."""
+        rng, oracle = self.rng, self.oracle
+        num_rows = rng.integers(1, 2 if rng.random() < 0.6 else MOST + 1, SLOTS)
+        num_rows[rng.random(SLOTS) < rng.choice([0.0, 0.5, 0.8])] = 0
+        drop = rng.random(SLOTS) < 0.03
+        length = np.where(drop, 0, oracle.length)
+        num_rows = np.minimum(num_rows, WIDTH * self.size - length)
+        ahead = rng.integers(0, 3, SLOTS) * (rng.random(SLOTS) < 0.2)
+        places = np.minimum(length + num_rows + ahead, WIDTH * self.size)
+        places = np.where(num_rows > 0, places, 0)
+        tokens = np.zeros((SLOTS, MOST), np.int32)
+        tokens[:] = self.num_written + np.arange(tokens.size).reshape(tokens.shape)
+        self.num_written += tokens.size
+
+        copies, enough, shared = self.do(
+            *("write", drop, ints(*places), ints(*num_rows), tokens)
+        )
+        assert not shared, "i3"
+        oracle.drop(drop.tolist())
+        found = oracle.reserve(places.tolist(), WIDTH, num_rows.tolist())
+        assert bool(enough) == (found is not None), "served"
+        if found is None:
+            self.refused += 1
+            assert (copies.source == NO_PAGE).all()
+            assert (copies.target == NO_PAGE).all()
+            return
+        self.num_copies += len(found)
+        written = [new[:n].tolist() for new, n in zip(tokens, num_rows, strict=True)]
+        oracle.write(written)
+        if rng.random() < 0.2:  # the rest stays provisional, to be overwritten
+            written = [new[: rng.integers(0, len(new) + 1)] for new in written]
+        oracle.accept(written)
+        accepted = ints(*map(len, written))
+        table = page_table.advance(self.state.table, accepted)
+        self.state = self.state._replace(table=table)
+
+    def mates(self, chance: float) -> np.ndarray:
+        """For some slots, one of their own group."""
+        chosen = [self.rng.choice(np.flatnonzero(np.equal(GROUPS, g))) for g in GROUPS]
+        return np.where(self.rng.random(SLOTS) < chance, chosen, -1).astype(np.int32)
+
+    def fork(self) -> None:
+        source = np.where(self.oracle.live(), -1, self.mates(0.7)).astype(np.int32)
+        self.do("fork", source)
+        self.oracle.fork(source.tolist())
+
+    def reorder(self) -> None:
+        source = self.mates(0.8)
+        self.do("reorder", source)
+        self.oracle.truncate([0] * SLOTS)
+        self.oracle.reorder(source.tolist())
+
+    def drop(self) -> None:
+        self.empty(self.rng.random(SLOTS) < 0.3)
+
+    def empty(self, mask: np.ndarray) -> None:
+        self.do("drop", mask)
+        self.oracle.drop(mask.tolist())
+
+    def truncate(self) -> None:
+        self.do("truncate", ints(*self.oracle.length))
+        self.oracle.truncate(self.oracle.length)
+
+    def pin(self) -> None:
+        """A cache that holds pages with tokens, even some that are not full."""
+        rows = zip(self.oracle.rows, self.oracle.length, strict=True)
+        written = [page for row, n in rows for page in row[: self.oracle.pages_for(n)]]
+        if written and len(self.pinned) < 4:
+            self.pinned.append(page := int(self.rng.choice(written)))
+            self.do("pin", ints(page))
+            self.oracle.share([page])
+
+    def unpin(self) -> None:
+        if self.pinned:
+            page = self.pinned.pop(self.rng.integers(len(self.pinned)))
+            self.do("unpin", ints(page))
+            self.oracle.release([page])
+
+    def swap_out(self) -> None:
+        group = int(self.rng.choice(GROUPS))
+        slots = np.flatnonzero(np.equal(GROUPS, group) & self.oracle.live()).tolist()
+        if not slots or group in self.oracle.out:
+            return
+        row = np.full(SLOTS, -1, np.int32)
+        row[slots] = slots
+        left = self.do("swap_out", row)
+        assert bool(left.any()) == self.oracle.swap_out(group, slots, PLACES)
+        self.num_swaps += bool(left.any())
+
+    def swap_in(self) -> None:
+        """A group comes back, to any slots of its own that are empty."""
+        oracle, rng = self.oracle, self.rng
+        near = [group for group in oracle.out if group not in oracle.host]
+        if not near:
+            return
+        group = int(rng.choice(near))
+        sequences = list(oracle.out[group])
+        empty = np.equal(GROUPS, group) & ~np.array(oracle.live())
+        free = rng.permutation(np.flatnonzero(empty)).tolist()
+        needed = sum(owner == group for owner, _ in oracle.buffer.values())
+        if len(free) < len(sequences):
+            self.empty(np.equal(GROUPS, group))
+            return
+        if needed > len(oracle.free):
+            return
+        seats = dict(zip(sequences, free, strict=False))
+        slot = np.full(SLOTS, -1, np.int32)
+        slot[sequences] = [seats[each] for each in sequences]
+        self.do("swap_in", (np.arange(SLOTS) == group, slot))
+        oracle.swap_in(group, seats)
+
+    def host(self) -> None:
+        """The host takes a group's pages, or brings some back."""
+        oracle, staging = self.oracle, self.state.staging
+        moves, owner = host_swap.no_moves(staging), np.asarray(staging.owner)
+        staged = [group for group in oracle.out if group not in oracle.host]
+        if staged and self.rng.random() < 0.5:
+            group = int(self.rng.choice(staged))
+            places = np.flatnonzero(owner == group)
+            pages = [np.asarray(leaf)[:, places] for leaf in staging.pages]
+            self.kept[group] = places, pages
+            moves.leaves[group] = True
+            oracle.take(group)
+        elif self.kept:
+            group = int(self.rng.choice(list(self.kept)))
+            places, pages = self.kept[group]
+            free = self.rng.permutation(np.flatnonzero(owner < 0))[: len(places)]
+            if len(free) < len(places):
+                return
+            del self.kept[group]
+            moves.arrives[...], moves.place[places] = group, free
+            for buffer, leaf in zip(moves.pages, pages, strict=True):
+                buffer[:, free] = leaf
+            oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
+        self.do("host", moves)
+
+    def check(self, verb: str) -> None:
+        pins = np.bincount(self.pinned, minlength=NUM_PAGES).astype(np.int32)
+        found, owned, values = self.run["look"](self.state, pins)
+        wrong = [name for name, count in found.items() if count]
+        assert not wrong, (verb, *wrong)
+        table, values = self.state.table, np.asarray(values)
+        np.testing.assert_array_equal(table.length, self.oracle.length)
+        for slot, tokens in enumerate(self.oracle.tokens):
+            assert self.oracle.read(slot) == tokens
+            k = values[:, 0, slot, : len(tokens)]
+            wanted = np.stack([tokens, np.add(tokens, 1)]).astype(np.float32)
+            assert np.array_equal(k, wanted), (verb, "content")
+            assert np.array_equal(values[:, 1, slot, : len(tokens)], -wanted), verb
+        pinned = set(self.pinned)
+        assert owned.tolist() == self.oracle.owned_pages(list(GROUPS), pinned), verb
+        self.oracle.check(self.state.pool, table)
+        owner = np.full(PLACES, -1)
+        for place, (group, _) in self.oracle.buffer.items():
+            owner[place] = group
+        assert np.array_equal(self.state.staging.owner, owner), (verb, "buffer")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("seed", "page_size", "steps"),
+    [(0, 4, 1500), (1, 1, 300), (2, 16, 300)],
+)
+def test_every_slot_keeps_its_own_tokens(seed, page_size: int, steps: int) -> None:
+    walk = Walk(seed, page_size, sound_programs(page_size))
+    for _ in range(steps):
+        walk.step()
+    # Pages of one token are never partial; a small pool of large ones is large.
+    assert page_size == 1 or walk.num_copies > steps // 40
+    assert page_size == 16 or walk.refused > steps // 50
+    assert walk.num_swaps > steps // 100
+
+
+@pytest.mark.slow
+def test_every_slot_keeps_its_own_tokens_for_long() -> None:
+    for seed, page_size in enumerate([1, 2, 4, 5, 16]):
+        walk = Walk(seed, page_size, sound_programs(page_size))
+        for _ in range(20_000):
+            walk.step()
+
+
+def never(pool: Pool, table: Table, num_rows: jax.Array, *, page_size: int) -> Any:
+    return num_rows != num_rows
+
+
+def always(pool: Pool, table: Table, num_rows: jax.Array, *, page_size: int) -> Any:
+    index = (jnp.arange(SLOTS, dtype=jnp.int32), table.length // page_size)
+    return (num_rows > 0) & (arrays.take(table.page_ids, index, fill=NO_PAGE) >= 0)
+
+
+def uncopied(pages: Pages, source: Any, target: Any, *, origin: Any = None) -> Pages:
+    return pages
+
+
+def uncounted(pool: Pool, ids: jax.Array) -> Pool:
+    return pool
+
+
+def released_twice(pool: Pool, ids: jax.Array) -> Pool:
+    return release(release(pool, ids), ids)
+
+
+def never_written(table: Table, *, page_size: int) -> Any:
+    """Forgets the last page, if it is partial."""
+    column = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
+    return column < (table.length // page_size)[:, None]
+
+
+def unforgotten(staging: Staging, group: jax.Array, gone: jax.Array) -> Staging:
+    return staging
+
+
+release = page_pool.release
+
+FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
+    "a write to a shared page": (page_table, "needs_copy", never, "i3"),
+    "the last owner copies too": (page_table, "needs_copy", always, "i2"),
+    "a copy that is not made": (kv_pages, "copy", uncopied, "content"),
+    "a lost reference": (page_pool, "share", uncounted, "i1|i3"),
+    "a double free": (page_pool, "release", released_twice, "i1|i3"),
+    "a page that stays behind": (swap_buffer, "written", never_written, "swap|content"),
+    "places not given up": (swap_buffer, "forget", unforgotten, "swap|buffer"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_walk_over_faulty_code_fails(name, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, attribute, fault, flagged = FAULTS[name]
+    monkeypatch.setattr(module, attribute, fault)
+    walk = Walk(0, 4, programs(4))
+
+    def stroll() -> None:
+        for _ in range(400):
+            walk.step()
+
+    with pytest.raises(AssertionError, match=flagged):
+        stroll()

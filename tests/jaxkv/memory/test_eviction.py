@@ -1,0 +1,87 @@
+"""Rules of eviction: one's own in ten lines, those that come along, and refusals."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.memory import prefix_eviction
+from jaxkv.models import paged
+from jaxkv.sampling import Sampling
+from tests.support import engines
+from tests.support.engines import Ask
+
+# [example: a rule of eviction]
+
+
+class BeginningsStay(NamedTuple):
+    """Pages deep in a sequence go first, however lately they were used."""
+
+    def priority(self, uses: prefix_eviction.Uses) -> jax.Array:
+        return -uses.depth
+
+
+# [end of the example]
+
+CONFIG = dataclasses.replace(engines.SERVED, num_pages=16, prefix_cache=True)
+FORWARD = paged.PagedForward(engines.MODEL, CONFIG.numerics)
+LENGTH = 40
+"""Tokens of a prompt: 10 or 11 of the 16 pages."""
+
+
+def prompts() -> list[Ask]:
+    rng = np.random.default_rng(2)
+    wish = Sampling.greedy(max_tokens=4, ignore_eos=True)
+    return [Ask(name, rng.integers(0, 61, LENGTH).tolist(), wish) for name in range(5)]
+
+
+def found_again(rule: prefix_eviction.Eviction) -> list[int]:
+    """Tokens that each prompt finds when it comes a second time, after all others."""
+    first = engines.serve(prompts(), CONFIG, eviction=rule)
+    again = engines.serve(prompts(), CONFIG, state=first.state, eviction=rule)
+    assert again.tokens == first.tokens
+    return [again.outcomes[ask.request_id].num_cached for ask in prompts()]
+
+
+@pytest.mark.thorough
+def test_a_rule_of_ones_own_decides_what_stays() -> None:
+    # A circle that is too large: whoever comes was the longest away.
+    assert found_again(prefix_eviction.LRU()) == [0] * 5
+    found = found_again(BeginningsStay())
+    assert sum(found) > 0
+    assert max(found) < LENGTH // 2
+
+
+class Halves(NamedTuple):
+    """No rule: ranks are whole numbers."""
+
+    def priority(self, uses: prefix_eviction.Uses) -> Any:
+        return uses.depth / 2
+
+
+def test_ranks_of_another_type_are_refused() -> None:
+    state = jax.eval_shape(lambda: engines.start(CONFIG))
+    with pytest.raises(ValueError, match="Halves ranks pages by float32, not by int32"):
+        jax.eval_shape(
+            lambda state: jaxkv.cancel(
+                state, jnp.zeros(1, jnp.int32), eviction=Halves()
+            ),
+            state,
+        )
+
+
+@pytest.mark.thorough
+def test_the_engine_evicts_by_the_rule_that_it_is_given() -> None:
+    engine = jaxkv.Engine(
+        *(engines.params(), FORWARD, engines.start(CONFIG).pages, CONFIG),
+        eviction=BeginningsStay(),
+    )
+    found = []
+    for ask in [*prompts(), *prompts()]:
+        [done] = engine.generate([ask.prompt], ask.sampling)
+        found.append(done.num_cached)
+    assert sum(found) > 0

@@ -1,0 +1,184 @@
+"""Pages: writing against a twin in numpy, and sentinels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.memory import kv_pages
+from jaxkv.memory.kv_pages import Pages, Rows
+from jaxkv.memory.page_pool import NO_PAGE
+from tests.support.trees import assert_maps, ints
+
+LAYERS, NUM_PAGES, KV_HEADS, HEAD_DIM, SLOTS = 3, 20, 2, 4, 5
+
+
+write, gather = jax.jit(kv_pages.write), jax.jit(kv_pages.gather)
+
+
+def make_pages(page_size: int, dtype: str = "float32") -> Pages:
+    """Pages full of numbers that no test writes, all different."""
+    pages = kv_pages.make_pages(
+        num_layers=LAYERS,
+        num_pages=NUM_PAGES,
+        num_kv_heads=KV_HEADS,
+        page_size=page_size,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+    )
+    count = -1 - jnp.arange(pages.k.size, dtype=jnp.float32).reshape(pages.k.shape)
+    return Pages(k=count.astype(dtype), v=(2 * count).astype(dtype))
+
+
+def make_rows(position, slot, page_ids) -> Rows:
+    return Rows(
+        token=jnp.zeros_like(position),
+        position=position,
+        slot=slot,
+        page_ids=page_ids,
+        logit_rows=ints(NO_PAGE),
+    )
+
+
+def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
+    """Rows with padding, unmapped places and places past the table, and their K, V."""
+    rng = np.random.default_rng(seed)
+    columns = 3
+    page_ids = rng.permutation(NUM_PAGES)[: SLOTS * columns].reshape(SLOTS, columns)
+    page_ids[rng.random(page_ids.shape) < 0.2] = NO_PAGE
+    page_ids[0, 0] = NUM_PAGES - 1  # the page that a wrapped -1 would reach
+    page_ids[1:][page_ids[1:] == NUM_PAGES - 1] = NO_PAGE
+    most = columns * page_size + 2
+    if one_each:
+        slot, position = np.arange(SLOTS), rng.integers(0, most, SLOTS)
+    else:
+        place = rng.permutation(SLOTS * most)[: 4 * SLOTS]  # no place twice
+        slot, position = place // most, place % most
+    position[rng.random(position.size) < 0.2] = -1
+    shape = (position.size, KV_HEADS, HEAD_DIM)
+    new = {name: rng.normal(size=shape).astype(np.float32) for name in "kv"}
+    rows = make_rows(
+        ints(*position),
+        None if one_each else jnp.asarray(slot, "int32"),
+        jnp.asarray(page_ids, "int32"),
+    )
+    return rows, new
+
+
+def write_twin(old: np.ndarray, layer: int, new: np.ndarray, rows: Rows) -> np.ndarray:
+    """One row after the other, with plain integers."""
+    after, page_size = old.copy(), old.shape[3]
+    page_ids = np.asarray(rows.page_ids)
+    positions = np.asarray(rows.position).tolist()
+    slots = range(len(positions)) if rows.slot is None else rows.slot.tolist()
+    for i, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+        if position < 0 or position // page_size >= page_ids.shape[1]:
+            continue
+        page = page_ids[slot, position // page_size]
+        if page != NO_PAGE:
+            after[layer, page, :, position % page_size] = new[i]
+    return after
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("one_each", [False, True], ids=["packed", "row i is slot i"])
+def test_write_equals_the_twin(page_size: int, one_each: bool) -> None:
+    for seed in range(8):
+        rows, new = draw(seed, page_size, one_each=one_each)
+        pages, layer = make_pages(page_size), seed % LAYERS
+        after = write(pages, jnp.int32(layer), new["k"], new["v"], rows)
+        for name in "kv":
+            old, found = getattr(pages, name), getattr(after, name)
+            wanted = write_twin(np.asarray(old), layer, new[name], rows)
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_no_sentinel_reaches_any_page(layer: int) -> None:
+    """Neither the last page nor, after an offset, a page of another layer."""
+    pages, page_ids = make_pages(4), jnp.full((3, 2), NO_PAGE, jnp.int32)
+    nowhere = [
+        make_rows(ints(-1, -1, -1), ints(0, 1, 2), page_ids.at[:, 1].set(0)),
+        make_rows(ints(0, 4, 7), ints(0, 1, 2), page_ids),  # unmapped
+        make_rows(ints(8, 9, 400), ints(0, 1, 2), page_ids.at[:].set(0)),  # past it
+        make_rows(ints(0, 0, 0), ints(-1, 3, 99), page_ids.at[:].set(0)),  # no slot
+        make_rows(ints(0, 1, 2), None, page_ids.at[:].set(NUM_PAGES)),  # no page
+    ]
+    ones = jnp.ones((3, KV_HEADS, HEAD_DIM), jnp.float32)
+    for rows in nowhere:
+        after = write(pages, jnp.int32(layer), ones, ones, rows)
+        np.testing.assert_array_equal(after.k, pages.k)
+        np.testing.assert_array_equal(after.v, pages.v)
+
+
+def test_values_are_cast_to_the_type_of_the_pages() -> None:
+    pages = make_pages(4, "bfloat16")
+    rows = make_rows(ints(0), None, ints(2).reshape(1, 1))
+    new = jnp.full((1, KV_HEADS, HEAD_DIM), 1 + 2**-9, jnp.float32)
+    after = kv_pages.write(pages, 0, new, new, rows)
+    assert after.k.dtype == jnp.bfloat16
+    assert (after.k[0, 2, :, 0] == 1).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_gather_returns_what_was_written_in_token_order(page_size: int) -> None:
+    rng = np.random.default_rng(page_size)
+    page_ids = jnp.asarray(rng.permutation(NUM_PAGES)[:6].reshape(2, 3), jnp.int32)
+    page_ids = page_ids.at[1, 2].set(NO_PAGE)
+    tokens = 3 * page_size
+    new = rng.normal(size=(2, 2, tokens, KV_HEADS, HEAD_DIM)).astype(np.float32)
+    pages = make_pages(page_size)
+    for slot in range(2):
+        order = rng.permutation(tokens)
+        rows = make_rows(ints(*order), jnp.full(tokens, slot, jnp.int32), page_ids)
+        k, v = jnp.asarray(new[:, slot][:, order])
+        pages = write(pages, 2, k, v, rows)
+    new[:, 1, 2 * page_size :] = 0
+    found = gather(pages, jnp.int32(2), page_ids)
+    np.testing.assert_array_equal(found, new)
+
+
+def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
+    pages = make_pages(4)
+    page_ids = ints(0, 19, NO_PAGE, NUM_PAGES, 5)
+    view = kv_pages.flat(pages)
+    assert view.k.shape == (LAYERS * NUM_PAGES, KV_HEADS, 4, HEAD_DIM)
+    for layer in range(LAYERS):
+        ids = kv_pages.flat_ids(page_ids, layer, num_layers=LAYERS, num_pages=NUM_PAGES)
+        base, end = layer * NUM_PAGES, LAYERS * NUM_PAGES
+        assert ids.tolist() == [base, base + 19, end, end, base + 5]
+        mapped = jnp.asarray([0, 1, 4])
+        np.testing.assert_array_equal(
+            view.v[ids[mapped]], pages.v[layer, page_ids[mapped]]
+        )
+
+
+def test_vmap_equals_single_runs() -> None:
+    runs = []
+    for seed in range(4):
+        rows, new = draw(seed, 4, one_each=False)
+        pages = jax.tree.map(lambda leaf, n=seed: leaf + n, make_pages(4))
+        runs.append((pages, jnp.int32(seed % LAYERS), new["k"], new["v"], rows))
+    assert_maps(kv_pages.write, runs, write)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"]
+)
+def test_sizes_below_one_are_refused(name: str) -> None:
+    sizes: dict[str, Any] = dict.fromkeys(
+        ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 1
+    )
+    with pytest.raises(ValueError, match="dtype='int32' must be a floating type"):
+        kv_pages.make_pages(**sizes, dtype="int32")
+    sizes[name] = 0
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        kv_pages.make_pages(**sizes, dtype="float32")
+
+
+def test_rows_without_slots_must_be_as_many_as_slots() -> None:
+    rows = make_rows(ints(0, 1), None, jnp.zeros((3, 1), jnp.int32))
+    with pytest.raises(ValueError, match="num_rows=2 must be num_slots=3"):
+        kv_pages.locate(rows, page_size=4)

@@ -1,0 +1,422 @@
+"""Tables: hand-worked cases, random walks against the oracle, seeded faults, purity."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.memory import invariants, page_pool, page_sharing, page_table
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.page_table import Table
+from tests.support.oracle import Oracle
+from tests.support.trees import assert_maps, assert_same, ints
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
+
+
+class State(NamedTuple):
+    pool: Pool
+    table: Table
+
+
+def by_slot(copies: page_table.Copies) -> dict[int, tuple[int, int]]:
+    pairs = zip(copies.source.tolist(), copies.target.tolist(), strict=True)
+    return {i: pair for i, pair in enumerate(pairs) if pair != (NO_PAGE, NO_PAGE)}
+
+
+def make_state() -> State:
+    """Four live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
+    pool, table = page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
+    pool, table, _, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
+    table = page_table.advance(table, ints(6, 4, 0, 0, 0))
+    return State(*fork(pool, table, ints(-1, -1, -1, 0, -1)))
+
+
+def reserve(pool, table, places, num_rows=None, page_size=4, max_new_pages=MAX_NEW):
+    sizes = {"page_size": page_size, "max_new_pages": max_new_pages}
+    return _reserve(pool, table, places, num_rows, **sizes)
+
+
+_reserve = jax.jit(page_table.reserve, static_argnames=("page_size", "max_new_pages"))
+fork = jax.jit(partial(page_sharing.fork, page_size=4))
+drop, reorder = jax.jit(page_table.drop), jax.jit(page_sharing.reorder)
+truncate = jax.jit(partial(page_table.truncate, page_size=4))
+violations = jax.jit(partial(invariants.violations, page_size=4))
+
+
+def live(table: Table) -> jax.Array:
+    return (table.length + table.ahead) > 0
+
+
+def test_the_first_pages_go_to_the_first_slots() -> None:
+    pool, table = make_state()
+    assert table.page_ids[:, :4].tolist() == [
+        [0, 1, 2, NO_PAGE],
+        [3, NO_PAGE, NO_PAGE, NO_PAGE],
+        [4, NO_PAGE, NO_PAGE, NO_PAGE],
+        [0, 1, NO_PAGE, NO_PAGE],  # the partial page too, but none without a token
+        [NO_PAGE] * 4,
+    ]
+    assert (table.page_ids[:, 4:] == NO_PAGE).all()
+    assert table.length.tolist() == [6, 4, 0, 6, 0]
+    assert table.ahead.tolist() == [3, 0, 2, 0, 0]
+    assert pool.ref[:6].tolist() == [2, 2, 1, 1, 1, 0]
+    assert page_table.num_pages(table, page_size=4).tolist() == [3, 1, 1, 2, 0]
+    assert violations(pool, table, live(table)) == (0,) * 7
+
+
+def test_reserve_appends_only_what_is_missing() -> None:
+    pool, table = make_state()
+    pool, table, copies, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))
+    assert enough
+    assert not by_slot(copies)
+    assert table.ahead.tolist() == [6, 1, 2, 0, 4]
+    assert table.page_ids[:, :3].tolist() == [
+        [0, 1, 2],
+        [3, 5, NO_PAGE],
+        [4, NO_PAGE, NO_PAGE],
+        [0, 1, NO_PAGE],
+        [6, NO_PAGE, NO_PAGE],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        ((0, 0, 0, 0, 33), "a row holds 8 pages"),
+        ((9, 4, 2, 9, 17), "one call appends at most 4"),
+        ((25, 20, 18, 21, 16), "20 pages, of 21 free"),
+        ((28, 20, 18, 24, 16), "20 pages as well"),
+        ((24, 20, 18, 21, 17), "one slot too greedy, the others not"),
+    ],
+)
+def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
+    state = make_state()
+    pool, table, copies, enough = reserve(*state, ints(*places))
+    assert not by_slot(copies)
+    assert bool(enough) == why.startswith("20")
+    if not enough:
+        assert_same((pool, table), state)
+    else:
+        pool, table, _, enough = reserve(pool, table, ints(29, 21, 0, 0, 0))
+        assert not enough  # two pages, of one free
+        assert violations(pool, table, live(table)) == (0,) * 7
+
+
+def test_truncate_cuts_reserved_places_only() -> None:
+    pool, table = make_state()
+    pool, table = truncate(pool, table, ints(8, 0, 1, 100, 3))
+    assert table.length.tolist() == [6, 4, 0, 6, 0]
+    assert table.ahead.tolist() == [2, 0, 1, 0, 0]
+    assert table.page_ids[0, :3].tolist() == [0, 1, NO_PAGE]
+    assert pool.ref[:6].tolist() == [2, 2, 0, 1, 1, 0]
+    pool, table = truncate(pool, table, ints(0, 0, 0, 0, 0))
+    assert table.ahead.tolist() == [0] * SLOTS
+    assert pool.ref[:6].tolist() == [2, 2, 0, 1, 0, 0]
+    assert violations(pool, table, live(table)) == (0,) * 7
+
+
+def test_fork_reads_all_sources_first() -> None:
+    pool, table = make_state()
+    pool, table = drop(pool, table, jnp.asarray([False, True, False, True, False]))
+    pool, table = fork(pool, table, ints(-1, 0, -1, 1, 2))  # 3 copies the empty 1
+    assert table.length.tolist() == [6, 6, 0, 0, 0]
+    assert table.ahead.tolist() == [3, 0, 2, 0, 0]
+    assert pool.ref[:6].tolist() == [2, 2, 1, 0, 1, 0]
+    assert violations(pool, table, live(table)) == (0,) * 7
+
+
+def test_reorder_releases_what_no_slot_continues() -> None:
+    pool, table = make_state()
+    pool, table = reorder(pool, table, ints(1, 2, 1, -1, 4))
+    assert table.page_ids[:, :3].tolist() == [
+        [3, NO_PAGE, NO_PAGE],
+        [4, NO_PAGE, NO_PAGE],  # the page moved, and was never free
+        [3, NO_PAGE, NO_PAGE],
+        [0, 1, NO_PAGE],
+        [NO_PAGE] * 3,
+    ]
+    assert table.length.tolist() == [4, 0, 4, 6, 0]
+    assert table.ahead.tolist() == [0, 2, 0, 0, 0]
+    assert pool.ref[:6].tolist() == [1, 1, 0, 2, 1, 0]
+    assert violations(pool, table, live(table)) == (0,) * 7
+    same = reorder(pool, table, ints(0, 1, -1, 3, 4))
+    assert_same(same, (pool, table))
+    pool, table = reorder(pool, table, ints(1, 1, 1, 1, 1))
+    assert pool.ref[:6].tolist() == [0, 0, 0, 0, 5, 0]
+    pool, table = drop(pool, table, jnp.asarray([True, False, False, False, False]))
+    pool, table = reorder(pool, table, ints(0, 0, 0, 0, 0))  # continue an empty slot
+    assert pool.num_free == NUM_PAGES
+    assert violations(pool, table, live(table)) == (0,) * 7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: page_table.make_table(0, 1), "max_slots=0 must be at least 1"),
+        (lambda: page_table.make_table(1, 0), "max_pages_per_slot=0 must be"),
+        (
+            lambda: reserve(*make_state(), ints(*[0] * 5), None, 4, 0),
+            "max_new_pages=0 must",
+        ),
+    ],
+)
+def test_misuse_of_sizes_is_an_error(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def operations(page_size: int) -> dict[str, Callable]:
+    """Every operation as a function of pool, table and one argument, maybe a tuple."""
+    sizes = {"page_size": page_size, "max_new_pages": MAX_NEW}
+    return {
+        "reserve": lambda pool, table, x: page_table.reserve(pool, table, *x, **sizes),
+        "drop": page_table.drop,
+        "advance": lambda pool, table, n: (pool, page_table.advance(table, n)),
+        "truncate": partial(page_table.truncate, page_size=page_size),
+        "fork": partial(page_sharing.fork, page_size=page_size),
+        "reorder": page_sharing.reorder,
+        "share": lambda pool, table, ids: (page_pool.share(pool, ids), table),
+        "release": lambda pool, table, ids: (page_pool.release(pool, ids), table),
+    }
+
+
+@cache
+def programs(page_size: int) -> tuple[dict[str, Any], Any]:
+    """The operations and `violations`, compiled once for all walks."""
+
+    def alone(f: Callable) -> Any:
+        """A jitted `f` whose cache no other test shares, so that it can be counted."""
+        return jax.jit(lambda *arguments: f(*arguments))
+
+    run = {verb: alone(f) for verb, f in operations(page_size).items()}
+    return run, jax.jit(partial(invariants.violations, page_size=page_size))
+
+
+class Walk:
+    """Random operations on the jitted functions and on the oracle, compared."""
+
+    def __init__(self, seed: int, page_size: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.page_size = page_size
+        self.oracle = Oracle(NUM_PAGES, SLOTS, WIDTH, page_size)
+        self.state = State(
+            page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
+        )
+        self.loose: list[int] = []  # uses outside the table, such as a cache's pins
+        self.refused = self.num_copies = 0
+        self.run, self.check = programs(page_size)
+        self.verbs = [*self.run, "reserve", "reserve", "advance", "advance"]
+
+    def places(self) -> list[int]:
+        """Mostly modest wishes, now and then one that no row can hold."""
+        most = (WIDTH + (self.rng.random() < 0.1)) * self.page_size
+        wish = self.rng.integers(0, most + 1, SLOTS)
+        return np.where(self.rng.random(SLOTS) < 0.4, wish, 0).tolist()
+
+    def num_rows(self) -> list[int]:
+        """What slots will write; in half of the steps all of them, as in decoding."""
+        everyone = self.rng.random() < 0.5
+        return self.rng.integers(1 if everyone else -1, 3, SLOTS).tolist()
+
+    def mask(self) -> list[bool]:
+        return (self.rng.random(SLOTS) < 0.25).tolist()
+
+    def some(self, ids: list[int]) -> list[int]:
+        chosen = self.rng.permutation(np.asarray(ids, np.int32))[:6]
+        return chosen[: self.rng.integers(0, 7)].tolist()
+
+    def argument(self, verb: str) -> list:
+        oracle, rng = self.oracle, self.rng
+        if verb == "advance":
+            return [int(rng.integers(0, n + 1)) for n in oracle.ahead]
+        if verb == "drop":
+            return self.mask()
+        if verb == "reserve":
+            return [self.places(), self.num_rows()]
+        if verb == "fork":
+            parents = rng.integers(-1, SLOTS, SLOTS).tolist()
+            return [-1 if n else p for n, p in zip(oracle.live(), parents, strict=True)]
+        if verb == "reorder":  # mostly within two groups, as beams are
+            parents = [*rng.integers(0, 2, 2), *rng.integers(2, SLOTS, SLOTS - 2)]
+            left, anyone = rng.random(SLOTS) < 0.2, rng.integers(-1, SLOTS, SLOTS)
+            return np.where(left, anyone, parents).tolist()
+        if verb == "share":
+            return self.some([page for row in oracle.rows for page in row])
+        if verb == "release":
+            return self.some(self.loose)
+        assert verb == "truncate"
+        return self.places()
+
+    def step(self) -> None:
+        verb = self.verbs[self.rng.integers(len(self.verbs))]
+        argument, before = self.argument(verb), self.state
+        served = True
+        if verb == "reserve":
+            places, num_rows = argument
+            copies = self.oracle.reserve(places, MAX_NEW, num_rows)
+            served = copies is not None
+        else:
+            copies = getattr(self.oracle, verb)(argument)
+        if verb == "share":
+            self.loose += argument
+        for page in argument if verb == "release" else ():
+            self.loose.remove(page)
+        pool, table, *found = self.run[verb](*before, self.arrays(verb, argument))
+        self.state = State(pool, table)
+        alive = np.asarray(self.oracle.live())
+        pins = np.bincount(self.loose, minlength=NUM_PAGES).astype(np.int32)
+        wrong = self.check(pool, table, alive, pins=pins)
+        assert not any(wrong), (verb, argument, wrong)
+        if found:
+            assert bool(found[1]) == served
+            self.num_copies += len(by_slot(found[0]))
+            assert by_slot(found[0]) == (copies or {})
+        self.oracle.check(*self.state)
+        if not served:
+            self.refused += 1
+            assert_same(self.state, before)
+
+    def arrays(self, verb: str, argument: list):
+        if verb == "reserve":
+            return tuple(ints(*x) for x in argument)
+        if verb in ("share", "release"):
+            return np.asarray(argument + [NO_PAGE] * (6 - len(argument)), np.int32)
+        return np.asarray(argument, None if verb == "drop" else np.int32)
+
+
+@pytest.mark.parametrize(
+    ("seed", "page_size", "steps"),
+    [
+        *((0, 4, 2000), (1, 1, 500), (2, 16, 500)),
+        *(
+            pytest.param(seed, page_size, 20_000, marks=pytest.mark.slow)
+            for seed, page_size in enumerate([1, 3, 4, 16, 64], 3)
+        ),
+    ],
+)
+def test_a_random_walk_equals_the_oracle(seed: int, page_size: int, steps: int) -> None:
+    walk = Walk(seed, page_size)
+    for _ in range(steps):
+        walk.step()
+    assert steps // 50 < walk.refused < steps // 2  # both answers are met often
+    assert walk.num_copies > (steps // 50 if page_size > 1 else -1)
+    assert all(run._cache_size() == 1 for run in walk.run.values())
+
+
+FAULTS = {
+    "released but still mapped": (lambda s: release(s, 3), "i1"),
+    "double free": (lambda s: release(s, 3, 3), "i1 i2"),
+    "free page released": (lambda s: release(s, 20), "i1 i2"),
+    "lost reference": (
+        lambda s: s._replace(pool=s.pool._replace(ref=s.pool.ref.at[0].add(-1))),
+        "i1",
+    ),
+    "leak": (lambda s: s._replace(pool=page_pool.share(s.pool, ints(4))), "i1"),
+    "lost page": (
+        lambda s: s._replace(pool=s.pool._replace(num_free=s.pool.num_free - 1)),
+        "i2",
+    ),
+    "entry beyond the length": (lambda s: put(s, (1, 1), 0), "i4"),
+    "entry missing": (lambda s: put(s, (0, 1), NO_PAGE), "i1 i4"),
+    "entry out of range": (lambda s: put(s, (0, 1), NUM_PAGES), "i1 i4"),
+    "other negative number": (lambda s: put(s, (1, 1), -2), "i4"),
+    "page twice in a row": (lambda s: put(s, (0, 1), 0), "i1 i4"),
+    "ahead below zero": (
+        lambda s: s._replace(table=page_table.advance(s.table, ints(0, 1, 0, 0, 0))),
+        "i4",
+    ),
+    "negative length": (
+        lambda s: s._replace(table=page_table.advance(s.table, ints(-7, 0, 0, 0, 0))),
+        "i4",
+    ),
+    "longer than a row": (
+        lambda s: s._replace(table=s.table._replace(ahead=ints(3, 0, 2, 90, 0))),
+        "i4",
+    ),
+    "dead slot with a length": (
+        lambda s: s._replace(table=s.table._replace(length=ints(6, 4, 0, 6, 1))),
+        "i4 i5",
+    ),
+    "dead slot with a page": (lambda s: put(s, (4, 0), 0), "i4 i5"),
+    "fork onto a slot in use": (
+        lambda s: State(*fork(*s, ints(-1, 0, -1, -1, -1))),
+        "i1",
+    ),
+    "reordered without counting": (
+        lambda s: s._replace(table=page_sharing.reorder(*s, ints(0, 0, 2, 3, 4))[1]),
+        "i1",
+    ),
+}
+
+
+def release(state: State, *ids: int) -> State:
+    padded = ints(*ids, *[NO_PAGE] * (2 - len(ids)))
+    return state._replace(pool=jax.jit(page_pool.release)(state.pool, padded))
+
+
+def put(state: State, where: tuple[int, int], page: int) -> State:
+    ids = state.table.page_ids.at[where].set(page)
+    return state._replace(table=state.table._replace(page_ids=ids))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_seeded_fault_is_flagged(name: str) -> None:
+    fault, flagged = FAULTS[name]
+    state = make_state()
+    alive = live(state.table)
+    assert violations(*state, alive) == (0,) * 7
+    found = violations(*fault(state), alive)._asdict()
+    assert " ".join(key for key, count in found.items() if count) == flagged
+
+
+@pytest.mark.thorough
+def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the keyword in `put`, the last page pays for every unmapped place."""
+
+    def wrapping(values, index, updates, how):
+        return getattr(values.at[index], how)(updates, mode="drop")
+
+    pool, table = make_state()
+    monkeypatch.setattr(page_pool, "put", wrapping)
+    pool, table, *_ = page_table.reserve(
+        pool, table, ints(9, 8, 0, 0, 0), page_size=4, max_new_pages=2
+    )
+    monkeypatch.undo()
+    found = violations(pool, table, live(table))
+    assert found.i1 == 1
+    assert found.i2 > 0
+
+
+def test_pins_count_as_uses() -> None:
+    pool, table = make_state()
+    pins = jnp.zeros(NUM_PAGES, jnp.int32).at[ints(1, 3)].set(1)
+    pinned = page_pool.share(pool, ints(1, 3))
+    alive = live(table)
+    assert violations(pinned, table, alive, pins=pins) == (0,) * 7
+    assert violations(pinned, table, alive) == (2, 0, 0, 0, 0, 0, 0)
+    assert violations(pool, table, alive, pins=pins) == (2, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def strolls() -> list[tuple[State, dict]]:
+    """States along a walk, each with an argument for every operation."""
+    walk, found = Walk(7, 4), []
+    for _ in range(8):
+        for _ in range(5):
+            walk.step()
+        arguments = {v: walk.arrays(v, walk.argument(v)) for v in walk.run}
+        found.append((walk.state, arguments))
+    return found
+
+
+@pytest.mark.parametrize("verb", operations(4))
+def test_vmap_equals_single_runs(verb: str, strolls: list[tuple[State, dict]]) -> None:
+    calls = [(*state, arguments[verb]) for state, arguments in strolls]
+    assert_maps(operations(4)[verb], calls, programs(4)[0][verb])

@@ -1,0 +1,578 @@
+"""Folders in and out: round trips, and one clear line for every way to be broken."""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig, RopeScaling
+from jaxkv.models.huggingface import configs
+from jaxkv.models.huggingface.tensors import embed_and_head
+from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
+from tests.support.folders import GOLDEN
+
+FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+WEIGHTS = "model.safetensors"
+SMALL = ModelConfig(
+    vocab_size=257,
+    hidden_size=8,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    mlp_size=12,
+    max_positions=32,
+)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in safetensors.numpy.load_file(path).items()
+    }
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A copy of a golden folder, to be broken."""
+    return shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]):
+    tensors = tensors_in(folder)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS)
+
+
+def refusal(folder: Path, **kwargs: Any) -> str:
+    """The one line with which a folder is refused."""
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as info:
+        checkpoints.load_model(folder, **kwargs)
+    line = str(info.value)
+    assert "\n" not in line
+    return line.replace(str(folder), "FOLDER")
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_was_loaded_is_saved_as_transformers_saved_it(
+    name: str, tmp_path: Path
+) -> None:
+    dtype = "bfloat16" if name == "bfloat16" else "float32"
+    config, params, tokenizer, eos_ids = checkpoints.load_model(
+        GOLDEN / name, dtype=dtype
+    )
+    folder = checkpoints.save_model(
+        tmp_path / "a" / name, config, params, tokenizer=tokenizer, eos_ids=eos_ids
+    )
+    ours, theirs = tensors_in(folder), tensors_in(GOLDEN / name)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == tensor.dtype
+        np.testing.assert_array_equal(ours[key], tensor, strict=True)
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["dtype"] == dtype
+    assert raw["architectures"] == config_of(name)["architectures"]
+
+    again = checkpoints.load_model(folder, dtype=dtype)
+    assert again.config == config
+    assert again.eos_ids == eos_ids
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+    assert type(again.tokenizer) is type(tokenizer)
+
+
+def test_shards_and_card(tmp_path: Path) -> None:
+    config, params, _, _ = checkpoints.load_model(GOLDEN / "gpt2")
+    folder = checkpoints.save_model(
+        tmp_path / "gpt2",
+        config,
+        params,
+        model_card="# A model\n",
+        max_shard_bytes=30_000,
+    )
+    assert (folder / "README.md").read_text() == "# A model\n"
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
+    assert len(names) >= 3
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(names)
+    num_bytes = sum(tensor.nbytes for tensor in tensors_in(folder).values())
+    assert index["metadata"]["total_size"] == num_bytes
+    again = checkpoints.load_model(folder)
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_take_the_type_that_is_asked(dtype: str, tmp_path: Path) -> None:
+    params = transformer.init_params(SMALL, jax.random.key(0))
+    folder = checkpoints.save_model(tmp_path / "m", SMALL, params, dtype=dtype)
+    stored = tensors_in(folder)["model.embed_tokens.weight"]
+    assert stored.dtype == jnp.dtype(dtype)
+    loaded = checkpoints.load_model(folder, dtype=dtype).params
+    wide = checkpoints.load_model(folder).params
+    for leaf, narrow, other in zip(
+        *(jax.tree.leaves(tree) for tree in (params, loaded, wide)), strict=True
+    ):
+        np.testing.assert_array_equal(narrow, leaf.astype(dtype), strict=True)
+        np.testing.assert_array_equal(other, narrow.astype("float32"), strict=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    value: float, dtype: str, llama: Path
+) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"][3] = value
+
+    change_tensors(llama, spoil)
+    line = f"FOLDER/{WEIGHTS}: model.norm.weight holds NaN or infinite values"
+    assert refusal(llama, dtype=dtype).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "holds_it"),
+    [
+        ("bfloat16", np.finfo(np.float32).max, "float32"),
+        ("float16", np.finfo(np.float32).max, "float32"),
+        ("float16", 7e4, "bfloat16"),
+    ],
+)
+def test_weights_that_only_a_wider_type_holds_are_refused(
+    dtype: str, value: float, holds_it: str, llama: Path
+) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"][3] = value
+
+    change_tensors(llama, spoil)
+    loaded = checkpoints.load_model(llama, dtype=holds_it)
+    assert loaded.params["final_norm"]["scale"].max() > 6e4
+    line = f"model.norm.weight has values too large for {dtype}"
+    assert line in refusal(llama, dtype=dtype)
+
+
+# Names that differ, or that are no weights
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
+def test_names_of_a_bare_transformer(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+
+    def strip(tensors: dict[str, np.ndarray]) -> None:
+        for key in list(tensors):
+            tensors[key.split(".", 1)[1]] = tensors.pop(key)
+
+    change_tensors(folder, strip)
+    a, b = (checkpoints.load_model(path).params for path in (folder, GOLDEN / name))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_buffers_and_a_tied_head_are_no_weights(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
+
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 96, 96), np.uint8)
+        tensors["transformer.h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
+
+    change_tensors(folder, add)
+    assert checkpoints.load_model(folder).config.family == "gpt2"
+    folder = shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+        ),
+    )
+    assert checkpoints.load_model(folder).config.family == "llama"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama3", "qwen2_moe"])
+def test_a_tied_head_that_differs_is_refused(name: str, tmp_path: Path) -> None:
+    # transformers 4 leaves such a head out, transformers 5 keeps it.
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+    embed, head = embed_and_head(checkpoints.read_config(folder))
+    change_config(folder, tie_word_embeddings=True)
+    change_tensors(folder, lambda tensors: tensors.update({head: tensors[embed]}))
+    assert checkpoints.load_model(folder).config.tie_embeddings
+
+    def disturb(tensors: dict[str, np.ndarray]) -> None:
+        tensors[head] = tensors[embed].copy()
+        tensors[head][-1, -1] += 1e-3
+
+    change_tensors(folder, disturb)
+    assert refusal(folder) == (
+        f"FOLDER: {head} differs from {embed}, but config.json has "
+        "tie_word_embeddings=true; with false the first is used"
+    )
+    change_config(folder, tie_word_embeddings=False)
+    assert not checkpoints.load_model(folder).config.tie_embeddings
+    change_config(folder, tie_word_embeddings=True)
+    change_tensors(folder, lambda tensors: tensors.update({head: tensors[embed][1:]}))
+    assert f"{head} has shape" in refusal(folder)
+
+
+def test_tied_embeddings_may_go_by_the_name_of_the_head(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
+    embed, head = "transformer.wte.weight", "lm_head.weight"
+    change_tensors(folder, lambda tensors: tensors.update({head: tensors.pop(embed)}))
+    a, b = (checkpoints.load_model(path).params for path in (folder, GOLDEN / "gpt2"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# config.json
+
+
+def test_both_ways_to_write_rotary_positions() -> None:
+    new = config_of("llama3")
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    rope = dict(new["rope_parameters"])
+    old["rope_theta"] = rope.pop("rope_theta")
+    for key in ("rope_type", "type"):
+        kind = rope.pop("rope_type", "llama3")
+        old["rope_scaling"] = rope | {key: kind}
+        assert configs.from_hf(old) == configs.from_hf(new)
+    assert configs.from_hf(new).rope_scaling == RopeScaling(
+        factor=8.0,
+        low_frequency_factor=1.0,
+        high_frequency_factor=4.0,
+        original_max_positions=24,
+    )
+    linear = old | {"rope_scaling": {"type": "linear", "factor": 4}}
+    assert configs.from_hf(linear).rope_scaling == RopeScaling(
+        kind="linear", factor=4.0
+    )
+    assert configs.to_hf(configs.from_hf(linear))["rope_scaling"] == {
+        "rope_type": "linear",
+        "factor": 4.0,
+    }
+    plain = old | {"rope_scaling": None, "rope_theta": 5e5}
+    assert configs.from_hf(plain).rope_theta == 5e5
+    assert configs.from_hf(plain).rope_scaling is None
+
+
+def test_what_a_config_may_leave_out() -> None:
+    raw = config_of("llama")
+    for key in ("head_dim", "num_key_value_heads", "rope_parameters", "architectures"):
+        raw.pop(key)
+    config = configs.from_hf(raw)
+    assert (config.num_kv_heads, config.head_dim) == (4, 8)
+    assert config.rope_theta == 10_000.0
+    gpt2 = config_of("gpt2")
+    assert configs.from_hf(gpt2 | {"n_inner": None}).mlp_size == 128
+    assert configs.from_hf(gpt2 | {"n_inner": 40}).mlp_size == 40
+
+
+FLAGGED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({}, None),
+        ({"use_sliding_window": False, "sliding_window": 8}, None),
+        (FLAGGED | {"max_window_layers": 0, "layer_types": None}, 8),
+        (FLAGGED | {"max_window_layers": 2, "layer_types": None}, None),
+        (FLAGGED | {"layer_types": ["sliding_attention"] * 2}, 8),
+    ],
+)
+def test_windows_of_qwen(changes: dict[str, Any], window: int | None) -> None:
+    assert configs.from_hf(config_of("qwen2") | changes).window == window
+
+
+def test_windows_of_mistral() -> None:
+    raw = config_of("mistral")
+    assert configs.from_hf(raw | {"sliding_window": None}).window is None
+    raw.pop("sliding_window")
+    assert configs.from_hf(raw).window == 4096
+
+
+def test_a_config_that_is_not_supported_is_refused_by_its_file(llama: Path) -> None:
+    change_config(llama, head_dim=7)
+    assert refusal(llama).startswith("FOLDER/config.json: self.head_dim=7 must be even")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"qkv_bias": True}, "out_bias"),
+        ({"window": 8}, "window=8"),
+        ({"gated": False}, "gated=False"),
+        ({"norm": "layer"}, "norm='layer'"),
+        ({"family": "gpt2"}, "family='gpt2'"),
+        ({"family": "opt", "norm_eps": 1e-6}, "has no place"),
+    ],
+)
+def test_a_shape_without_a_place_in_its_family_is_not_saved(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(SMALL, **changes)
+    params = transformer.init_params(config, jax.random.key(0))
+    with pytest.raises(ValueError, match=line):
+        checkpoints.save_model(tmp_path / "m", config, params)
+    assert not any(tmp_path.iterdir())
+
+
+# Broken folders
+
+
+def test_missing_files(llama: Path, tmp_path: Path) -> None:
+    assert "no such folder" in refusal(tmp_path / "nowhere")
+    (llama / WEIGHTS).rename(llama / "other.safetensors")
+    assert "neither model.safetensors nor" in refusal(llama)
+    (llama / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert "pickled weights are never opened" in refusal(llama)
+    (llama / "config.json").unlink()
+    assert refusal(llama) == "FOLDER/config.json: no such file"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\ufffe", "[" * 100_000])
+def test_a_config_that_is_no_json_object(text: str, llama: Path) -> None:
+    (llama / "config.json").write_bytes(text.encode("utf-16-le"))
+    assert refusal(llama).startswith("FOLDER/config.json: ")
+    (llama / "config.json").write_text(text)
+    assert refusal(llama).startswith("FOLDER/config.json: ")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 8, 100, 5_000, 50_000, 103_095])
+def test_truncated_weights(num_bytes: int, llama: Path) -> None:
+    data = (llama / WEIGHTS).read_bytes()
+    (llama / WEIGHTS).write_bytes(data[:num_bytes])
+    assert refusal(llama).startswith(f"FOLDER/{WEIGHTS}: ")
+
+
+def test_weights_that_are_something_else(llama: Path) -> None:
+    (llama / WEIGHTS).write_text("<html>not found</html>")
+    assert refusal(llama).startswith(f"FOLDER/{WEIGHTS}: ")
+    (llama / WEIGHTS).unlink()
+    (llama / WEIGHTS).mkdir()
+    assert refusal(llama).startswith(f"FOLDER/{WEIGHTS}: ")
+
+
+def test_tensors_missing_unexpected_or_of_another_kind(llama: Path) -> None:
+    key = "model.layers.1.self_attn.k_proj.weight"
+    whole = (llama / WEIGHTS).read_bytes()
+
+    def break_with(change: Callable[[dict[str, np.ndarray]], Any]) -> str:
+        (llama / WEIGHTS).write_bytes(whole)
+        change_tensors(llama, change)
+        return refusal(llama)
+
+    line = break_with(lambda tensors: tensors.pop(key))
+    assert line == f"FOLDER: 1 tensors missing: {key}"
+    line = break_with(lambda tensors: tensors.update(score=tensors[key]))
+    assert line == "FOLDER: 1 tensors unexpected: score"
+    line = break_with(lambda tensors: tensors.update({key: tensors[key].T}))
+    assert line == (
+        f"FOLDER/{WEIGHTS}: {key} has shape (32, 16), config.json asks for (16, 32)"
+    )
+    line = break_with(lambda tensors: tensors.update({key: tensors[key].astype("i1")}))
+    assert f"{key} is of type I8, supported are F32" in line
+
+
+def test_a_config_of_another_model(llama: Path) -> None:
+    change_config(llama, num_hidden_layers=3)
+    assert "9 tensors missing: model.layers.2.input_layernorm.weight, " in refusal(
+        llama
+    )
+    change_config(llama, num_hidden_layers=10**9)
+    assert "1000000000 layers in config.json, but only 21 tensors" in refusal(llama)
+    change_config(llama, num_hidden_layers=2, vocab_size=130)
+    assert "has shape (128, 32), config.json asks for (130, 32)" in refusal(llama)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float64"])
+def test_types_that_no_model_is_loaded_in(dtype: str) -> None:
+    with pytest.raises(ValueError, match=r"dtype=.* must be float32"):
+        checkpoints.load_model(GOLDEN / "llama", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../llama/model.safetensors",
+        "/etc/passwd.safetensors",
+        "sub/model.safetensors",
+        "model.bin",
+        "..",
+        "",
+        7,
+        None,
+    ],
+)
+def test_an_index_does_not_reach_out_of_its_folder(name: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded")
+    shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    path.write_text(json.dumps(index))
+    assert "is not the name of a safetensors file" in refusal(folder)
+
+
+def test_broken_indices(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded")
+    first, second, *_ = sorted(folder.glob("model-*.safetensors"))
+    second.rename(tmp_path / "kept")
+    assert f"FOLDER/{second.name}: missing" in refusal(folder)
+    shutil.copy(first, second)
+    assert f"is in {first.name} too" in refusal(folder)
+    for text in ("{}", '{"weight_map": []}', '{"weight_map": {}}', "null"):
+        (folder / "model.safetensors.index.json").write_text(text)
+        assert refusal(folder).startswith("FOLDER/model.safetensors.index.json: ")
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(st.tuples(st.integers(0, 2_500), st.integers(0, 255)), min_size=1))
+def test_no_header_does_worse_than_a_value_error(
+    tmp_path: Path, edits: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path / "fuzzed"
+    shutil.copytree(GOLDEN / "llama", folder, dirs_exist_ok=True)
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    for place, byte in edits:
+        data[place] = byte
+    (folder / WEIGHTS).write_bytes(data)
+    line = str(folder)
+    try:
+        checkpoints.load_model(folder)
+    except ValueError as error:
+        line = str(error)
+    assert str(folder) in line
+    assert "\n" not in line
+
+
+# Saving in place of something
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    params = transformer.init_params(SMALL, jax.random.key(0))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    checkpoints.save_model(folder, SMALL, params)  # an empty folder is no loss
+    with pytest.raises(ValueError, match="is there already"):
+        checkpoints.save_model(folder, SMALL, params)
+    (folder / "stale.txt").touch()
+    checkpoints.save_model(folder, SMALL, params, overwrite=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", WEIGHTS]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="holds no model"):
+        checkpoints.save_model(mine, SMALL, params, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"]
+
+
+def test_an_interrupted_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = transformer.init_params(SMALL, jax.random.key(0))
+    folder = checkpoints.save_model(tmp_path / "model", SMALL, params)
+    before = tensors_in(folder)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    other = transformer.init_params(SMALL, jax.random.key(1))
+    for owner, name in ((safetensors.numpy, "save_file"), (Path, "write_text")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save_model(folder, SMALL, other, overwrite=True)
+    # The last step: the new folder cannot be moved to its place.
+    rename = Path.rename
+
+    def refuse_new(self: Path, target: Path) -> Path:
+        if self.name.endswith(".new"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse_new)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save_model(folder, SMALL, other, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    jax.tree.map(np.testing.assert_array_equal, tensors_in(folder), before)
+
+
+def test_parameters_of_another_shape_are_not_saved(tmp_path: Path) -> None:
+    params = transformer.init_params(SMALL, jax.random.key(0))
+    wide = dataclasses.replace(SMALL, mlp_size=16)
+    with pytest.raises(ValueError, match=r"\['down'\]\['weight'\] has shape \(8, 12\)"):
+        checkpoints.save_model(tmp_path / "m", wide, params)
+    deep = dataclasses.replace(SMALL, num_layers=2)
+    with pytest.raises(ValueError, match="not the tree"):
+        checkpoints.save_model(tmp_path / "m", deep, params)
+    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+        checkpoints.save_model(tmp_path / "m", SMALL, params, max_shard_bytes=0)
+
+
+# Tokenizers of a folder
+
+
+def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "tokenized", tmp_path / "t")
+    loaded = checkpoints.load_model(folder)
+    assert isinstance(loaded.tokenizer, Tokenizer)
+    assert loaded.tokenizer.eos_ids == loaded.eos_ids == (1,)
+
+    change_config(folder, eos_token_id=None)  # then the tokenizer's own
+    assert checkpoints.load_model(folder).eos_ids == (1,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1, 999]}')
+    loaded = checkpoints.load_model(folder)
+    assert loaded.eos_ids == (2, 1)  # 999 is past the vocabulary
+
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    tokenizer = checkpoints.load_model(folder).tokenizer
+    assert tokenizer is not None
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat) == "hi!"
+
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    assert "eos_token_id='</s>' must be integers" in refusal(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").unlink()
+    assert refusal(folder).startswith("FOLDER/tokenizer.json: not a tokenizer")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    assert checkpoints.load_model(GOLDEN / "llama").tokenizer is None
+    params = transformer.init_params(SMALL, jax.random.key(0))
+    folder = checkpoints.save_model(
+        tmp_path / "m", SMALL, params, tokenizer=ByteTokenizer(257)
+    )
+    loaded = checkpoints.load_model(folder)
+    assert isinstance(loaded.tokenizer, ByteTokenizer)
+    assert loaded.tokenizer.eos_ids == loaded.eos_ids == (256,)
+    (folder / "vocab.json").write_text("{}")  # a tokenizer, but none that we read
+    loaded = checkpoints.load_model(folder)
+    assert loaded.tokenizer is None
+    assert loaded.eos_ids == (256,)

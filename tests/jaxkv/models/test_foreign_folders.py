@@ -1,0 +1,95 @@
+"""Random Hugging Face folders: computed as transformers does, or refused in a line.
+
+The folders come from `golden/make_folders.py`, run by a Python that has torch and
+transformers; this one needs neither:
+
+    JAXKV_PEER_PYTHON=/path/to/python pytest -m slow -k foreign_folders -s
+
+`JAXKV_PEER_SEED` draws other folders, and `-s` shows what became of them.
+"""
+
+import collections
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models import checkpoints, transformer
+from tests.support import engines
+from tests.support.folders import GOLDEN
+
+PEER = os.environ.get("JAXKV_PEER_PYTHON")
+SEED = int(os.environ.get("JAXKV_PEER_SEED", "0"))
+SCRIPT = GOLDEN / "make_folders.py"
+NUM = 300
+TOLERANCE = 1e-4
+"""Of the largest logit, and of the margin below which a greedy token may differ."""
+
+logits = jax.jit(
+    transformer.logits, static_argnames="config", compiler_options=engines.FAST_COMPILE
+)
+
+
+class Verdict(NamedTuple):
+    kind: str
+    """equal, different, refused, or alone where transformers refuses and we do not."""
+    line: str
+
+
+def judge(folder: Path) -> Verdict:
+    try:
+        config, params, *_ = checkpoints.load_model(folder)
+    except ValueError as error:
+        line = str(error)
+        assert str(folder) in line
+        assert "\n" not in line
+        return Verdict("refused", line.replace(str(folder), "FOLDER"))
+    if not (folder / "expected.npz").exists():
+        return Verdict("alone", (folder / "refused.txt").read_text().strip())
+    expected = np.load(folder / "expected.npz")
+    found = logits(params, jnp.asarray(expected["ids"]), config=config)
+    gap = np.abs(found - expected["logits"]).max() / np.abs(expected["logits"]).max()
+    if not gap < TOLERANCE:
+        return Verdict("different", f"logits of {config.family} by {gap:.1e}")
+    tokens, num = expected["greedy"], len(expected["margins"])
+    found = logits(params, jnp.asarray(tokens[None]), config=config)[0, -num - 1 : -1]
+    differs = np.asarray(jnp.argmax(found, axis=-1)) != tokens[-num:]
+    if (differs & (expected["margins"] > TOLERANCE * np.abs(found).max())).any():
+        return Verdict("different", f"greedy tokens of {config.family}")
+    return Verdict("equal", config.family)
+
+
+def reason(line: str) -> str:
+    """A refusal without the values in it, to be counted."""
+    line = re.sub(
+        r"^FOLDER[^ ]*: |'[^']*'|(?<![\w.])\d[\d.e+-]*|[{[].*[}\]]|, \.\.\.", "", line
+    )
+    return re.sub(r"^.*(may change what)", r"\1", line)[:70]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PEER is None, reason="JAXKV_PEER_PYTHON names no Python")
+def test_no_folder_is_computed_otherwise_than_by_transformers(tmp_path: Path) -> None:
+    subprocess.run(
+        [str(PEER), str(SCRIPT), str(tmp_path), f"--seed={SEED}", f"--num={NUM}"],
+        check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    verdicts = {path.name: judge(path) for path in sorted(tmp_path.iterdir())}
+    assert len(verdicts) == NUM
+    print("\n", collections.Counter(each.kind for each in verdicts.values()))
+    for kind in ("equal", "refused", "alone"):
+        lines = [reason(x.line) for x in verdicts.values() if x.kind == kind]
+        print(f"\n{kind}:", *collections.Counter(lines).most_common(), sep="\n  ")
+    different = {k: v.line for k, v in verdicts.items() if v.kind == "different"}
+    assert not different
+    # Most of what is sane is served: refusing everything would pass, too.
+    assert sum(each.kind == "equal" for each in verdicts.values()) > 0.3 * NUM
+    families = {each.line for each in verdicts.values() if each.kind == "equal"}
+    assert families == {*checkpoints.configs.FAMILIES}

@@ -1,0 +1,294 @@
+"""Mixtures of experts: the routing, the layers, the folders, the engine that serves."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models import Experts, checkpoints, moe, transformer
+from jaxkv.models.huggingface import configs
+from jaxkv.scheduling import fcfs
+from scaling.costs import parameters
+from scaling.shapes import from_model, huggingface
+from tests.support import batches, engines
+from tests.support.engines import Ask
+from tests.support.folders import GOLDEN
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+EXPERTS = Experts(
+    num_experts=5,
+    top_k=2,
+    size=12,
+    shared_size=8,
+    shared_gate=True,
+    num_dense_layers=1,
+)
+MODEL = dataclasses.replace(engines.MODEL, experts=EXPERTS)
+ONE_LAYER = dataclasses.replace(
+    MODEL, num_layers=1, experts=dataclasses.replace(EXPERTS, num_dense_layers=0)
+)
+TOKENS: Any = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 20), np.int32)
+
+outputs: Any = jax.jit(
+    transformer.outputs, static_argnames="config", compiler_options=engines.FAST_COMPILE
+)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_routing_is_the_formula(renormalise: bool) -> None:
+    scores = np.random.default_rng(0).normal(0, 2, (40, 7))
+    routing = moe.route(
+        jnp.asarray(scores, jnp.float32), top_k=3, renormalise=renormalise
+    )
+    p = softmax(scores)
+    for row in range(40):
+        chosen = sorted(range(7), key=lambda i: -p[row, i])[:3]
+        total = sum(p[row, j] for j in chosen) if renormalise else 1.0
+        assert routing.expert[row].tolist() == chosen
+        shares = [p[row, i] / total for i in chosen]
+        np.testing.assert_allclose(routing.share[row], shares, rtol=1e-5)
+
+
+def test_routing_worked_by_hand() -> None:
+    scores = jnp.asarray([[0.0, 2.0, 1.0], [1.0, 1.0, 1.0]], jnp.float32)
+    routing = moe.route(scores, top_k=2, renormalise=True)
+    assert routing.expert.tolist() == [[1, 2], [0, 1]]  # of equals, the lower number
+    np.testing.assert_allclose(routing.share, [[0.7311, 0.2689], [0.5, 0.5]], atol=5e-5)
+    plain = moe.route(scores, top_k=2, renormalise=False)
+    np.testing.assert_allclose(plain.share[0], [0.6652, 0.2447], atol=5e-5)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
+    """All rows may choose the same two of six: none is dropped, none is padded."""
+    rng, sizes_seen = np.random.default_rng(1), []
+    x = rng.normal(size=(24, 4)).astype(np.float32)
+    scores = rng.normal(size=(24, 6)) + (np.array([9, 0, 0, 8, 0, 0]) * crowded)
+    w = rng.normal(size=(6, 4, 3)).astype(np.float32)
+    live = rng.random(24) < 0.7
+    x[~live] = np.nan  # rows of nobody may hold anything
+    routing = moe.route(jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True)
+
+    def answer(rows: Any, sizes: Any) -> Any:
+        sizes_seen.append(np.asarray(sizes))
+        expert = np.repeat(np.arange(6), sizes)
+        assert np.isfinite(rows[: len(expert)]).all()
+        out = np.zeros((len(rows), 3), np.float32)
+        for row, number in enumerate(expert):
+            out[row] = np.asarray(rows)[row] @ w[number]
+        return jnp.asarray(out)
+
+    found = moe.mix(jnp.asarray(x), routing, answer, live=jnp.asarray(live))
+    p = softmax(scores)
+    for row in np.flatnonzero(live):
+        first, second = np.argsort(-p[row])[:2]
+        both = [p[row, i] * (x[row] @ w[i]) for i in (first, second)]
+        wanted = sum(both) / (p[row, first] + p[row, second])
+        np.testing.assert_allclose(found[row], wanted, rtol=1e-4, atol=1e-5)
+    assert sizes_seen[0].sum() == 2 * live.sum()
+    if crowded:
+        assert sizes_seen[0].tolist() == [live.sum(), 0, 0, live.sum(), 0, 0]
+
+
+def test_balance_and_imbalance_worked_by_hand() -> None:
+    probs = jnp.asarray([[0.5, 0.3, 0.2, 0.0], [0.4, 0.1, 0.3, 0.2]], jnp.float32)
+    routing = moe.Routing(probs, jnp.asarray([[0, 1], [0, 2]]), probs[:, :2])
+    np.testing.assert_allclose(moe.load(routing), [1.0, 0.5, 0.5, 0.0])
+    # 4 (1 * 0.45 + 0.5 * 0.2 + 0.5 * 0.25)
+    assert float(moe.balance_loss(routing)) == pytest.approx(2.7)
+    even = jnp.full((4,), 0.5, jnp.float32)
+    found = moe.imbalance(jnp.stack([even, moe.load(routing)]))
+    np.testing.assert_allclose(found.busiest, [1.0, 2.0])
+    np.testing.assert_allclose(found.variation, [0.0, 0.5**0.5], rtol=1e-6)
+    np.testing.assert_allclose(found.idle, [0.0, 0.25])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_balance_is_what_transformers_says(name: str) -> None:
+    config, params, *_ = checkpoints.load_model(GOLDEN / name)
+    assert config.experts is not None
+    expected = np.load(GOLDEN / name / "expected.npz")
+    found = outputs(params, expected["ids"], config=config)
+    wanted = config.experts.balance_weight * expected["balance"].mean()
+    np.testing.assert_allclose(found.auxiliary, wanted, rtol=1e-5)
+    assert found.loads.shape == (len(expected["balance"]), config.experts.num_experts)
+    np.testing.assert_allclose(found.loads.sum(axis=1), config.experts.top_k, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_counted_as_its_folder_is(name: str) -> None:
+    config = checkpoints.read_config(GOLDEN / name)
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
+    model = from_model.describe(config)
+    found = parameters.parameters(model)
+    assert found == parameters.parameters(huggingface.describe(raw))
+    held = jax.tree.leaves(transformer.param_shapes(config))
+    assert found.total == sum(x.size for x in held)
+    assert found.active < found.total
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_equal_experts_are_a_dense_model(activation: Any) -> None:
+    gated = activation == "silu"
+    dense = dataclasses.replace(MODEL, experts=None, gated=gated, activation=activation)
+    experts = Experts(num_experts=4, top_k=3, size=dense.mlp_size)
+    mixed = dataclasses.replace(dense, experts=experts)
+    plain = engines.params(dense)
+    params = dict(plain) | {"layers": {}}
+    for number, layer in plain["layers"].items():
+        up, down = (layer[name]["weight"] for name in ("up", "down"))
+        mixture = {
+            "up": {"weight": jnp.stack([up.reshape(-1, up.shape[-1]).T] * 4)},
+            "down": {"weight": jnp.stack([down.T] * 4)},
+            "router": engines.params(mixed)["layers"][number]["mixture"]["router"],
+        }
+        rest = {k: v for k, v in layer.items() if k not in ("up", "down")}
+        params["layers"][number] = rest | {"mixture": mixture}
+    found = outputs(params, TOKENS, config=mixed)
+    assert np.unique(found.loads).size > 3  # the router does choose
+    wanted = outputs(plain, TOKENS, config=dense)
+    np.testing.assert_allclose(found.logits, wanted.logits, rtol=0, atol=2e-5)
+    assert wanted.auxiliary == 0
+    assert wanted.loads is None
+
+
+@pytest.mark.thorough
+def test_gradients_equal_finite_differences() -> None:
+    """Of the loss with its auxiliary part, all parameters at once, in float64."""
+    with jax.enable_x64(True):
+        config = dataclasses.replace(
+            ONE_LAYER,
+            experts=dataclasses.replace(
+                EXPERTS, num_dense_layers=0, balance_weight=0.3
+            ),
+        )
+        params = engines.params(config, "float64")
+        rng = np.random.default_rng(3)
+        towards = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+
+        compiled: Any = functools.partial(
+            jax.jit, compiler_options=engines.FAST_COMPILE
+        )
+
+        def loss(step: Any) -> Any:
+            moved = jax.tree.map(lambda x, t: x + step * t, params, towards)
+            out = transformer.outputs(moved, jnp.asarray(TOKENS), config=config)
+            return jnp.mean(jax.nn.logsumexp(out.logits, axis=2)) + out.auxiliary, out
+
+        grad, at = compiled(jax.grad(loss, has_aux=True))(jnp.float64(0))
+        at_step = compiled(loss)
+        (above, up), (below, down) = (at_step(jnp.float64(x)) for x in (1e-6, -1e-6))
+        # No choice lay so near a tie that it went another way.
+        assert (up.loads == at.loads).all()
+        assert (down.loads == at.loads).all()
+        assert abs(at.auxiliary) > 0.1
+        assert float(above - below) / 2e-6 == pytest.approx(float(grad), rel=1e-6)
+
+
+def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
+    return engines.serve(
+        asks,
+        batches.config_of(batches.PLACES[name]),
+        fcfs.fcfs(chunk_size=8, hold_new=False),
+        model=ONE_LAYER,
+        as_served=as_served,
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("seeds", "others", "as_served"),
+    [
+        (range(1), "crowd", False),
+        pytest.param(range(1, 30), "plenty", True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine_serves_it_to_the_same_bits_in_any_company(
+    seeds: range, others: str, as_served: bool
+) -> None:
+    """All at once, with too few pages, and each request alone."""
+    config = batches.config_of(batches.PLACES["crowd"])
+    num_preempted = 0
+    for seed in seeds:
+        asks = batches.workload(seed)
+        crowd = serve(asks, "crowd", as_served)
+        num_preempted += int(crowd.info.num_preempted.sum())
+        expected = engines.plain(asks, config, model=ONE_LAYER)
+        got = {
+            name: (each.tokens, each.reason) for name, each in crowd.outcomes.items()
+        }
+        assert got == expected
+        for ask in asks:
+            alone = serve([ask], others, as_served).outcomes[ask.request_id]
+            batches.assert_same_bits(crowd.outcomes[ask.request_id], alone)
+    assert num_preempted >= len(seeds)
+
+
+def test_a_folder_with_fewer_tensors_than_experts(tmp_path: Path) -> None:
+    raw = json.loads((GOLDEN / "mixtral" / "config.json").read_text())
+    text = json.dumps(raw | {"num_local_experts": 10**9})
+    (tmp_path / "config.json").write_text(text)
+    name = "model.safetensors"
+    (tmp_path / name).write_bytes((GOLDEN / "mixtral" / name).read_bytes())
+    with pytest.raises(ValueError, match="1000000000 experts in"):
+        checkpoints.load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "line"),
+    [
+        ("llama", {}, "experts=.* has no place"),
+        ("mixtral", {"num_dense_layers": 0}, "has no place"),
+        ("qwen3_moe", {}, "has no place"),
+    ],
+)
+def test_a_mixture_without_a_place_in_its_family(
+    family: Any, changes: Any, line: str
+) -> None:
+    experts = dataclasses.replace(EXPERTS, **changes)
+    config = dataclasses.replace(MODEL, family=family, experts=experts)
+    with pytest.raises(ValueError, match=line):
+        configs.to_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"top_k": 6}, "top_k=6 must be at most"),
+        ({"shared_size": 0}, "needs shared experts"),
+        ({"num_dense_layers": -1}, "num_dense_layers=-1 must be at least 0"),
+        ({"num_dense_layers": 2}, "num_dense_layers=2 must be below"),
+        ({"balance_weight": float("nan")}, "balance_weight=nan must be at least 0"),
+    ],
+)
+def test_impossible_mixtures_are_refused(changes: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        dataclasses.replace(MODEL, experts=dataclasses.replace(EXPERTS, **changes))
+    with pytest.raises(ValueError, match="experts have no biases"):
+        dataclasses.replace(MODEL, mlp_bias=True)
+
+
+@pytest.mark.thorough
+def test_half_precision_weights_are_routed_in_float32() -> None:
+    params = engines.params(MODEL, "bfloat16")
+    found = outputs(params, TOKENS, config=MODEL)
+    assert found.logits.dtype == found.auxiliary.dtype == jnp.float32
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    expected = outputs(wide, TOKENS, config=MODEL)
+    assert np.abs(found.loads - expected.loads).max() <= 0.1
+    near = np.isclose(found.logits, expected.logits, rtol=0, atol=0.3)
+    assert near.mean() > 0.9

@@ -1,0 +1,237 @@
+"""Every family through pages, in random pieces, against one plain forward pass."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkv
+from jaxkv.memory import kv_pages
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models.paged import PagedForward
+from scaling.training import dense_forward
+from tests.support import engines
+from tests.support.folders import GOLDEN
+from tests.support.paged_models import (
+    check_paged_equals_contiguous,
+    feed_as_served,
+    feed_fast_to_compile,
+)
+
+PAGE_SIZES = {
+    "llama": 4,
+    "llama3": 16,
+    "qwen2": 24,
+    "qwen3": 64,
+    "mistral": 1,
+    "gpt2": 5,
+    "opt": 128,
+    "qwen2_moe": 4,
+}
+"""Of every family's pages in the quicker test."""
+BOTH_PROGRAMS = ("llama3", "qwen3", "mistral", "qwen2_moe")
+"""Whose steps of one row a slot go by a program of their own there."""
+OTHERS = ("bfloat16", "sharded", "tokenized", "mixtral", "qwen3_moe")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "page_size"), PAGE_SIZES.items())
+def test_paged_equals_contiguous(name: str, page_size: int) -> None:
+    loaded = checkpoints.load_model(GOLDEN / name)
+    check_paged_equals_contiguous(
+        *(loaded.config, loaded.params),
+        feed=feed_fast_to_compile,
+        page_size=page_size,
+        seed=page_size,
+        decode_share=0.4 if name in BOTH_PROGRAMS else 0.0,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize("page_size", sorted({*PAGE_SIZES.values()}))
+@pytest.mark.parametrize("name", [*PAGE_SIZES, *OTHERS])
+def test_paged_equals_contiguous_everywhere(
+    name: str, page_size: int, numerics: str
+) -> None:
+    loaded = checkpoints.load_model(GOLDEN / name)
+    for seed in range(3):
+        check_paged_equals_contiguous(
+            *(loaded.config, loaded.params),
+            feed=feed_as_served,
+            page_size=page_size,
+            numerics=numerics,
+            seed=seed,
+            decode_share=0.4,
+        )
+
+
+TINY = ModelConfig(
+    vocab_size=11,
+    hidden_size=8,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    mlp_size=8,
+    max_positions=16,
+)
+
+
+def test_equal_configs_are_the_same_static_argument() -> None:
+    same = PagedForward(ModelConfig(**vars(TINY)), "fast")
+    assert same == PagedForward(TINY)
+    assert hash(same) == hash(PagedForward(TINY))
+    assert same != PagedForward(TINY, "reproducible")
+    zero: Any = np.zeros(1, np.int32)
+    rows = kv_pages.Rows(zero, zero, None, zero[None], zero)
+    before = feed_fast_to_compile._cache_size()
+    for forward in (PagedForward(TINY), same):
+        pages = kv_pages.make_pages(
+            num_layers=1,
+            num_pages=1,
+            num_kv_heads=1,
+            page_size=4,
+            head_dim=4,
+            dtype="float32",
+        )
+        feed_fast_to_compile(engines.params(TINY), pages, rows, forward=forward)
+    assert feed_fast_to_compile._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(num_layers=0), "num_layers=0 must be at least 1"),
+        (dict(num_kv_heads=3), "num_q_heads=2 must be a multiple of"),
+        (dict(head_dim=3), "head_dim=3 must be even"),
+        (dict(window=0), "window=0 must be at least 1"),
+    ],
+)
+def test_impossible_shapes_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**vars(TINY) | fields)
+
+
+EXPERTS = Experts(num_experts=3, top_k=2, size=8, shared_size=8)
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "mixture"])
+def test_shapes_and_axes_match_the_parameters(experts: Any) -> None:
+    config = dataclasses.replace(TINY, experts=experts)
+    assert hash(config) == hash(ModelConfig(**vars(config)))
+    params = transformer.init_params(config, jax.random.key(0))
+    shapes = transformer.param_shapes(config)
+    assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
+        lambda x: x.shape, shapes
+    )
+    axes = transformer.param_axes(config)
+    flat = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+    for leaf, names in zip(jax.tree.leaves(params), flat, strict=True):
+        assert len(names) == leaf.ndim
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(num_layers=3),
+        dict(vocab_size=150, hidden_size=96, positions="learned"),
+        dict(experts=EXPERTS),
+    ],
+)
+def test_parameters_have_the_bits_of_those_drawn_one_by_one(
+    fields: dict, dtype: str
+) -> None:
+    config, key = ModelConfig(**vars(TINY) | fields), jax.random.key(5)
+    alone = transformer.Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
+    expected = nnx.to_pure_dict(nnx.state(alone, nnx.Param))
+    for drawn in (
+        transformer.init_params(config, key, dtype=dtype),
+        jax.jit(lambda key: transformer.init_params(config, key, dtype=dtype))(key),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, drawn, expected)
+
+
+def test_half_precision_weights_give_float32_logits() -> None:
+    params = engines.params(TINY, "bfloat16")
+    tokens = np.arange(8, dtype=np.int32)[None]
+    logits = engines.full_logits(params, tokens, config=TINY)
+    assert logits.dtype == jnp.float32
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    expected = engines.full_logits(wide, tokens, config=TINY)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
+
+
+def test_keys_outside_the_window_change_nothing() -> None:
+    config = dataclasses.replace(TINY, window=3)
+    params = engines.params(config)
+    tokens = np.arange(10, dtype=np.int32)[None]
+    changed = tokens.copy()
+    changed[0, 4] = 0
+    a = engines.full_logits(params, tokens, config=config)
+    b = engines.full_logits(params, changed, config=config)
+    # One layer, so place 4 reaches places 4, 5 and 6.
+    differs = np.asarray(jnp.any(a != b, axis=2))[0]
+    assert np.flatnonzero(differs).tolist() == [4, 5, 6]
+
+
+# Longer than the model's positions
+
+
+def golden(name: str) -> ModelConfig:
+    return checkpoints.read_config(GOLDEN / name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_past_learned_positions_is_refused(name: str) -> None:
+    config = golden(name)
+    assert config.max_positions == 96
+    line = "=97 must be at most 96, the model's learned positions"
+    shapes = transformer.param_shapes(config)
+    longest = jax.ShapeDtypeStruct((1, 96), jnp.int32)
+    logits = functools.partial(transformer.logits, config=config)
+    assert jax.eval_shape(logits, shapes, longest).shape == (1, 96, 128)
+    too_long = jax.ShapeDtypeStruct((1, 97), jnp.int32)
+    for forward in (logits, functools.partial(dense_forward.logits, config=config)):
+        with pytest.raises(ValueError, match=f"seq{line}"):
+            jax.eval_shape(forward, shapes, too_long)
+    with pytest.raises(ValueError, match=f"max_length{line}"):
+        jaxkv.Engine.load(GOLDEN / name, num_pages=8, max_length=97)
+    assert jaxkv.Engine.load(GOLDEN / name, num_pages=8, max_length=96)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
+    config, params, _, _ = checkpoints.load_model(GOLDEN / name)
+    model = transformer.Transformer(config, rngs=nnx.Rngs(0))
+    nnx.update(model, nnx.State(params))
+    positions = jnp.array([0, 95, 96, 1000], jnp.int32)
+
+    def attend(layer: int, q: Any, k: Any, v: Any, carry: Any) -> tuple[Any, Any]:
+        return q, carry
+
+    hidden, _, _ = model.hidden(jnp.zeros_like(positions), positions, attend, ())
+    is_nan = np.isnan(np.asarray(hidden))
+    np.testing.assert_array_equal(is_nan.all(0), [False, False, True, True])
+    np.testing.assert_array_equal(is_nan.any(0), [False, False, True, True])
+
+
+def test_past_rotary_positions_is_said_once() -> None:
+    config = golden("llama")
+    shapes = transformer.param_shapes(config)
+    tokens = jax.ShapeDtypeStruct((1, 129), jnp.int32)
+    line = "=129 is past 128, the positions that the model is meant for; it may answer"
+    with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
+        jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
+    assert len(said) == 1
+    for forward in (transformer.logits, dense_forward.logits):
+        with pytest.warns(UserWarning, match=f"^seq{line}") as said:
+            jax.eval_shape(functools.partial(forward, config=config), shapes, tokens)
+        assert len(said) == 1

@@ -1,0 +1,581 @@
+"""Draws have the law they should, and nobody's depend on the neighbours."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import sampling
+from jaxkv.sampling import Params, Sampling, greedy_params, random_keys, sampler
+
+INF = np.inf
+
+
+def params_of(requests: list[Sampling], engine_seed: int = 7, **changes: Any) -> Params:
+    keys = [
+        random_keys.request_key(request.seed, engine_seed, request_id)
+        for request_id, request in enumerate(requests)
+    ]
+    params = sampling.params_of(requests, keys, [0] * len(requests))
+    return jax.tree.map(jnp.asarray, params._replace(**changes))
+
+
+@functools.cache
+def jitted(name: str, **static: Any) -> Any:
+    return jax.jit(functools.partial(getattr(sampler, name), **static))
+
+
+def rows_of(tree: Any, rows: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[np.asarray(rows)]), tree)
+
+
+# What a user may ask for
+
+
+@pytest.mark.parametrize(
+    ("fields", "range_"),
+    [
+        ({"temperature": -0.1}, "at least 0"),
+        ({"temperature": math.nan}, "at least 0"),
+        ({"temperature": INF}, "at least 0"),
+        ({"temperature": 1e39}, ""),
+        ({"top_k": -1}, ""),
+        ({"top_p": 0.0}, "in (0, 1]"),
+        ({"top_p": 1.01}, "in (0, 1]"),
+        ({"top_p": math.nan}, "in (0, 1]"),
+        ({"min_p": -0.1}, ""),
+        ({"min_p": 1.5}, ""),
+        ({"repetition_penalty": 0.0}, ""),
+        ({"repetition_penalty": INF}, ""),
+        ({"presence_penalty": math.nan}, ""),
+        ({"frequency_penalty": -INF}, ""),
+        ({"seed": -1}, ""),
+        ({"seed": 2**64}, ""),
+        ({"n": 0}, "at least 1"),
+        ({"best_of": 2, "n": 3}, "None or at least self.n=3"),
+        ({"beam_width": 0}, "None or at least self.n=1"),
+        ({"beam_width": 2, "n": 3}, "None or at least self.n=3"),
+        ({"length_penalty": 11.0}, "in [-10, 10]"),
+        ({"early_stopping": "now"}, "True, False"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"stop": ("",)}, ""),
+        ({"stop_tokens": (-1,)}, ""),
+        ({"logprobs": -1}, ""),
+    ],
+)
+def test_a_field_out_of_range_is_refused_in_one_line(
+    fields: dict[str, Any], range_: str
+) -> None:
+    name, value = next(iter(fields.items()))
+    line = f"self.{name}={value!r} must be {range_}"
+    with pytest.raises(ValueError, match=re.escape(line)) as raised:
+        Sampling(**fields)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("field", [{"best_of": 2}, {"presence_penalty": 1.0}])
+def test_beam_search_takes_no_rule_of_drawing(field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="beam search takes no best_of, penalties"):
+        Sampling(beam_width=2, **field)
+
+
+def test_the_edges_of_the_ranges_are_fine() -> None:
+    Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=1.0, seed=2**64 - 1)
+    greedy = Sampling.greedy(max_tokens=3, logprobs=0)
+    assert greedy == Sampling(temperature=0.0, max_tokens=3, logprobs=0)
+    assert hash(greedy) == hash(dataclasses.replace(greedy))
+    with pytest.raises(ValueError, match="max_tokens"):
+        Sampling.greedy(max_tokens=0)
+
+
+def test_parameters_line_up() -> None:
+    requests = [
+        Sampling(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.5),
+        Sampling.greedy(presence_penalty=0.25, frequency_penalty=0.75),
+    ]
+    params = sampling.params_of(requests, [(1, 2), (3, 4)], [0, 5])
+    columns = {name: column.tolist() for name, column in params._asdict().items()}
+    assert columns == {
+        "temperature": [1.0, 0.0],
+        "top_k": [3, 0],
+        "top_p": [0.5, 1.0],
+        "min_p": [np.float32(0.1), 0.0],
+        "repetition": [1.5, 1.0],
+        "presence": [0.0, 0.25],
+        "frequency": [0.0, 0.75],
+        "key": [[1, 2], [3, 4]],
+        "sample": [0, 5],
+    }
+    blank = greedy_params(3)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), blank) == jax.tree.map(
+        lambda x: ((3, *x.shape[1:]), x.dtype), params
+    )
+    assert not blank.temperature.any()
+
+
+# Keys and noise
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
+def test_keys_are_those_of_jax(seed: int) -> None:
+    key = jax.random.key(seed, impl="threefry2x32")
+    own = random_keys.request_key(seed, engine_seed=3, request_id=5)
+    np.testing.assert_array_equal(own, jax.random.key_data(key))
+    np.testing.assert_array_equal(
+        random_keys.request_key(None, engine_seed=seed, request_id=2**32 - 1),
+        jax.random.key_data(jax.random.fold_in(key, np.uint32(2**32 - 1))),
+    )
+    sample, position = jnp.array([[0, 3]], jnp.int32), jnp.array([[7, 9]], jnp.int32)
+    drawn = random_keys.draw_key(
+        jnp.broadcast_to(own, (1, 2, 2)), sample, position, random_keys.ACCEPT
+    )
+    for each in range(2):
+        folded = key
+        for data in (sample[0, each], position[0, each], random_keys.ACCEPT):
+            folded = jax.random.fold_in(folded, data)
+        np.testing.assert_array_equal(drawn[0, each], jax.random.key_data(folded))
+
+
+def test_wide_seeds_keep_all_their_bits() -> None:
+    own = random_keys.request_key(2**64 - 2, engine_seed=0, request_id=0)
+    assert own.tolist() == [2**32 - 1, 2**32 - 2]
+    for bad in ({"seed": -1}, {"seed": None, "engine_seed": 2**64}, {"request_id": -1}):
+        fields: dict[str, Any] = {"seed": 0, "engine_seed": 0, "request_id": 0} | bad
+        with pytest.raises(ValueError, match="must be in"):
+            random_keys.request_key(**fields)
+
+
+def test_noise_is_a_function_of_key_and_token_id() -> None:
+    keys = jnp.array([[1, 2], [3, 4]], jnp.uint32)
+    ids = jnp.arange(5000, dtype=jnp.int32)[None, :]
+    gumbel = jitted("gumbel", dtype=jnp.float32)
+    noise = gumbel(keys, ids)
+    picked = jnp.asarray(np.random.default_rng(0).integers(0, 5000, (2, 64)), jnp.int32)
+    np.testing.assert_array_equal(
+        gumbel(keys, picked), jnp.take_along_axis(noise, picked, axis=1)
+    )
+    key = jax.random.wrap_key_data(keys[1], impl="threefry2x32")
+    uniform = (np.asarray(jax.random.bits(key, (5000,)), np.float64) + 0.5) / 2**32
+    np.testing.assert_allclose(noise[1], -np.log(-np.log1p(-uniform)), atol=1e-5)
+    # The mean is Euler's constant, the variance pi^2 / 6.
+    np.testing.assert_allclose(noise.mean(), 0.5772, atol=0.04)
+    np.testing.assert_allclose(noise.var(), 1.6449, atol=0.1)
+
+
+# Penalties
+
+
+def penalised_slowly(
+    logits: np.ndarray,
+    tokens: np.ndarray,
+    prompt_length: int,
+    num_tokens: int,
+    request: Sampling,
+) -> np.ndarray:
+    result = logits.astype(np.float64)
+    for token in range(len(logits)):
+        seen = list(tokens[:num_tokens]).count(token)
+        said = list(tokens[prompt_length:num_tokens]).count(token)
+        if seen and result[token] > 0:
+            result[token] /= request.repetition_penalty
+        elif seen:
+            result[token] *= request.repetition_penalty
+        result[token] -= request.frequency_penalty * said
+        result[token] -= request.presence_penalty * (said > 0)
+    return result
+
+
+def test_penalties_equal_plain_python() -> None:
+    rng = np.random.default_rng(0)
+    requests = [
+        Sampling(),
+        Sampling(repetition_penalty=1.3),
+        Sampling(repetition_penalty=0.8),
+        Sampling(presence_penalty=0.7),
+        Sampling(frequency_penalty=-0.4),
+        Sampling(repetition_penalty=2.0, presence_penalty=-1.0, frequency_penalty=0.5),
+    ]
+    rows, vocab, max_length = len(requests), 11, 40
+    logits = rng.normal(size=(rows, vocab)).astype(np.float32)
+    logits[:, 3] = -INF
+    tokens = rng.integers(-2, vocab + 3, (rows, max_length)).astype(np.int32)
+    num_tokens = np.array([40, 40, 31, 5, 39, 22], np.int32)
+    prompt_length = np.array([3, 40, 9, 0, 20, 22], np.int32)
+    arrays = [jnp.asarray(x) for x in (logits, tokens, prompt_length, num_tokens)]
+    result = jitted("penalise")(*arrays, params_of(requests))
+    for row, request in enumerate(requests):
+        slow = penalised_slowly(
+            logits[row], tokens[row], prompt_length[row], num_tokens[row], request
+        )
+        np.testing.assert_allclose(result[row], slow, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(result[0], logits[0])
+    off = jitted("penalise")(*arrays, params_of([Sampling()] * rows))
+    np.testing.assert_array_equal(off, logits)
+
+
+# Cut-offs
+
+
+def kept_slowly(logits: np.ndarray, request: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """The mask by a full sort in float64, and how far each token is from the edge."""
+    vocab, mask = len(logits), np.zeros(len(logits), bool)
+    sure = np.full(vocab, INF)
+    if np.isnan(logits).any() or logits.max() == -INF:
+        return mask, sure
+    ranks = np.lexsort((np.arange(vocab), -logits))
+    if request.temperature == 0:
+        mask[ranks[0]] = True
+        return mask, sure
+    top = logits.max()
+    with np.errstate(invalid="ignore"):
+        scaled = (logits.astype(np.float64) - top) / np.float32(request.temperature)
+    scaled[logits == top] = 0
+    mask[ranks[: request.top_k or vocab]] = True
+    if request.top_p < 1:
+        weights = np.where(mask, np.exp(scaled), 0)[ranks]
+        before = np.cumsum(weights) - weights
+        share = np.float32(request.top_p) * weights.sum()
+        mask[ranks] &= (before < share) | (np.arange(vocab) == 0)
+        sure[ranks] = np.abs(before - share) / weights.sum()
+    if request.min_p > 0:
+        edge = math.log(np.float32(request.min_p))
+        mask &= scaled >= edge
+        # Two infinities have no distance.
+        distance = np.abs(np.where(np.isfinite(scaled), scaled, -1e9) - edge)
+        sure = np.minimum(sure, distance)
+    return mask & (logits > -INF), sure
+
+
+CUTS = [
+    Sampling(),
+    Sampling.greedy(top_k=5, top_p=0.5),
+    Sampling(top_k=1),
+    Sampling(top_k=3),
+    Sampling(top_k=40, temperature=0.3),
+    Sampling(top_k=10**6),
+    Sampling(top_p=0.1),
+    Sampling(top_p=0.5, temperature=3.0),
+    Sampling(top_p=0.9),
+    Sampling(top_p=0.999),
+    Sampling(top_p=1e-6),
+    Sampling(min_p=0.05),
+    Sampling(min_p=1.0),
+    Sampling(top_k=50, top_p=0.7, min_p=0.01),
+    Sampling(top_k=7, top_p=0.95, temperature=100.0),
+    Sampling(top_k=90, top_p=0.97, min_p=0.2, temperature=0.05),
+]
+
+
+def hard_rows(vocab: int, seed: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    normal = rng.normal(size=vocab) * 3
+    yield normal
+    yield np.round(normal)  # ties everywhere
+    yield np.zeros(vocab)  # nothing but ties
+    yield np.where(rng.random(vocab) < 0.5, 0.0, -0.0)
+    yield np.where(np.arange(vocab) == vocab // 2, 1e30, normal)
+    yield np.where(rng.random(vocab) < 0.7, -INF, normal)
+    yield np.where(np.arange(vocab) == vocab - 1, 0.0, -INF)
+    yield np.full(vocab, -INF)
+    yield np.where(np.arange(vocab) == 0, np.nan, normal)
+    yield np.where(np.arange(vocab) % 3 == 1, INF, normal)
+    yield -np.log(np.arange(1.0, vocab + 1))  # heavy tail, sorted
+    yield np.linspace(-1e-3, 1e-3, vocab)  # almost flat
+    yield np.repeat(normal, 2)[:vocab] * 1e-3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "vocab",
+    [300, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 4099, 50257))],
+)
+def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
+    cases = [(row, cut) for row in hard_rows(vocab, vocab) for cut in CUTS]
+    logits = jnp.asarray(np.stack([row for row, _ in cases]).astype(np.float32))
+    params = params_of([cut for _, cut in cases])
+    few, many = (jitted("keep", max_candidates=n)(logits, params) for n in (4, 64))
+    # Whichever way settles a row, it keeps the same tokens.
+    np.testing.assert_array_equal(few, many)
+    excused = 0
+    for row, ours, (_, cut) in zip(logits, few, cases, strict=True):
+        mask, sure = kept_slowly(np.asarray(row), cut)
+        wrong = mask != np.asarray(ours)
+        # Only where rounding decides may float32 decide otherwise.
+        assert (sure[wrong] < 2e-6).all(), (cut, np.flatnonzero(wrong))
+        excused += wrong.any()
+        if cut.top_p == 1 and cut.min_p == 0:
+            assert not wrong.any(), cut
+    assert excused <= 0.05 * len(cases)
+
+
+# Draws
+
+
+def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
+    """The probability of a fit at least as bad."""
+    assert not observed[law == 0].any()
+    expected = observed.sum() * law[law > 0]
+    statistic = ((observed[law > 0] - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    if freedom == 0:
+        return 1.0
+    return float(jax.scipy.special.gammaincc(freedom / 2, statistic / 2))
+
+
+LAWS = [
+    Sampling(),
+    Sampling(temperature=0.5),
+    Sampling(temperature=2.5),
+    Sampling(top_k=5),
+    Sampling(top_p=0.8),
+    Sampling(min_p=0.2),
+    Sampling(temperature=1.5, top_k=9, top_p=0.9),
+    Sampling(temperature=0.7, top_p=0.95, min_p=0.1),
+    Sampling(temperature=3.0, top_k=12, top_p=0.97, min_p=0.05),
+]
+
+
+@pytest.mark.thorough
+def test_draws_follow_the_enumerated_law() -> None:
+    vocab, draws = 16, 4000
+    logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32) * 1.5
+    batch = jnp.broadcast_to(logits, (draws, vocab))
+    positions = jnp.arange(draws, dtype=jnp.int32)
+    # More than what all but the last law keep: it goes the longer way.
+    sample = jitted("sample", max_candidates=10)
+    for number, request in enumerate(LAWS):
+        params = rows_of(params_of([request], engine_seed=number), [0] * draws)
+        drawn = sample(batch, params, positions)
+        mask, _ = kept_slowly(logits, request)
+        weights = np.where(mask, np.exp(logits / np.float32(request.temperature)), 0)
+        law = weights / weights.sum()
+        observed = np.bincount(drawn.token, minlength=vocab)
+        assert chi_square(observed, law) > 1e-3, request
+        assert np.abs(observed / draws - law).sum() / 2 < 0.04, request
+        np.testing.assert_allclose(
+            drawn.logprob, jax.nn.log_softmax(batch)[0, drawn.token], atol=1e-5
+        )
+    assert sample._cache_size() == 1
+
+
+def test_neighbouring_positions_samples_and_requests_are_independent() -> None:
+    # The shapes of the test above, so that nothing compiles anew.
+    draws, vocab = 4000, 4
+    logits = jnp.full((draws, 16), -INF, jnp.float32).at[:, :vocab].set(0)
+    here = jnp.arange(draws, dtype=jnp.int32)
+    base = rows_of(params_of([Sampling(seed=11)]), [0] * draws)
+    sample = jitted("sample", max_candidates=10)
+    first = sample(logits, base, here).token
+    others = (
+        (base, here + 1),
+        (base._replace(sample=base.sample + 1), here),
+        (rows_of(params_of([Sampling(seed=12)]), [0] * draws), here),
+    )
+    for params, positions in others:
+        second = sample(logits, params, positions).token
+        pairs = np.bincount(np.asarray(first * vocab + second), minlength=vocab**2)
+        assert chi_square(pairs, np.full(vocab**2, 1 / vocab**2)) > 1e-3
+
+
+COMPANY = [
+    Sampling(),
+    Sampling.greedy(),
+    Sampling(top_k=5),
+    Sampling(top_p=0.9),  # settled by few candidates only on peaked rows
+    Sampling(top_p=0.99, temperature=1.7),
+    Sampling(top_k=100, top_p=0.9, seed=99),
+    Sampling(min_p=0.02, temperature=0.8),
+    Sampling.greedy(seed=5),
+]
+
+
+def company() -> tuple[jax.Array, Params, jax.Array, jax.Array]:
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(len(COMPANY), 389)) * rng.choice([1, 5], (8, 1))
+    positions = rng.integers(0, 1000, len(COMPANY)).astype(np.int32)
+    return (
+        jnp.asarray(logits.astype(np.float32)),
+        params_of(COMPANY),
+        jnp.asarray(positions),
+        jnp.ones(len(COMPANY), bool),
+    )
+
+
+def sample(
+    logits: Any, params: Params, positions: Any, scored: Any = None, raw: Any = None
+) -> sampler.Draw:
+    """Shared by the tests below, so that each shape compiles once."""
+    scored = jnp.ones(len(logits), bool) if scored is None else scored
+    raw = logits if raw is None else raw
+    draw = jitted("sample", max_candidates=8)
+    return draw(logits, params, positions, raw=raw, scored=scored)
+
+
+def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
+    logits, params, positions, _ = company()
+    raw = np.array(logits)
+    raw[1, 13], raw[2, 388], raw[5, 7] = INF, -INF, np.nan
+    raw[6], raw[7] = np.finfo(np.float32).max, np.finfo(np.float32).max / 2
+    # What somebody set in the logits, and not the model, is fine.
+    masked = logits.at[:, 3].set(INF).at[:, 4:50].set(-INF)
+    for params_of_all in (params, greedy_params(8)):
+        drawn = sample(masked, params_of_all, positions, raw=jnp.asarray(raw))
+        broken = [row in (1, 2, 5) for row in range(8)]
+        assert drawn.invalid.tolist() == broken
+        assert drawn.token.tolist() == [0 if row else 3 for row in broken]
+
+
+@pytest.mark.thorough
+def test_a_row_does_not_depend_on_its_company() -> None:
+    together = sample(*company())
+    for row in range(8):
+        own = sample(*rows_of(company(), [row]))
+        for field, other in zip(own, together, strict=True):
+            np.testing.assert_array_equal(field[0], other[row])
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        # Any rows beside it, in any order, some of them broken.
+        rows = rng.integers(0, 8, 8)
+        logits, params, positions, scored = rows_of(company(), rows)
+        broken = rng.random(8) < 0.2
+        logits = jnp.where(broken[:, None] & (logits > 1), jnp.nan, logits)
+        drawn = sample(logits, params, positions, scored)
+        np.testing.assert_array_equal(drawn.invalid, broken)
+        fine = np.flatnonzero(~broken)
+        np.testing.assert_array_equal(drawn.token[fine], together.token[rows[fine]])
+        np.testing.assert_array_equal(drawn.logprob[fine], together.logprob[rows[fine]])
+    assert jitted("sample", max_candidates=8)._cache_size() == 2
+
+
+def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
+    logits, params, positions, _ = company()
+    logits = jnp.round(logits).at[:, 200].set(jnp.max(jnp.round(logits), axis=1))
+    mixed = sample(logits, params, positions)
+    greedy = sample(logits, greedy_params(8), positions)
+    np.testing.assert_array_equal(greedy.token, np.argmax(logits, axis=1))
+    for row in (1, 7):
+        assert mixed.token[row] == greedy.token[row]
+        assert mixed.logprob[row] == greedy.logprob[row]
+    # A limit of one token, or a share that the first one fills, is greedy as well.
+    for one in (Sampling(top_k=1), Sampling(top_p=1e-9)):
+        drawn = sample(logits, params_of([one] * 8), positions)
+        np.testing.assert_array_equal(drawn.token, greedy.token)
+
+
+def test_only_rows_that_ask_are_scored() -> None:
+    everything = sample(*company())
+    for scored in (np.arange(8) % 3 == 0, np.zeros(8, bool)):
+        drawn = sample(*company()[:3], jnp.asarray(scored))
+        np.testing.assert_array_equal(drawn.token, everything.token)
+        expected = np.where(scored, everything.logprob, 0)
+        np.testing.assert_array_equal(drawn.logprob, expected)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits, params, positions, _ = company()
+    raw = jnp.flip(logits, axis=1)
+    drawn = sample(logits, params, positions, raw=raw)
+    exact = jax.nn.log_softmax(raw)[np.arange(8), drawn.token]
+    np.testing.assert_allclose(drawn.logprob, exact, atol=1e-5)
+    np.testing.assert_array_equal(drawn.token, sample(*company()).token)
+
+
+def test_rows_without_an_answer_are_flagged() -> None:
+    logits, params, positions, _ = company()
+    rows = np.array(logits)
+    rows[0, 13] = np.nan
+    rows[1, 388] = -np.nan
+    rows[2] = -INF
+    rows[3, [5, 9]] = INF, -INF
+    rows[4, :-1] = -INF
+    rows = jnp.asarray(rows)
+    drawn = sample(rows, params, positions, raw=logits)
+    assert drawn.invalid.tolist() == [True] * 3 + [False] * 5
+    assert drawn.token[:5].tolist() == [0, 0, 0, 5, 388]
+    logprob = sampler.token_logprobs(rows, drawn.token)
+    assert np.isnan(logprob).tolist() == [True] * 3 + [False] * 5
+    assert logprob[3:5].tolist() == [0, 0]
+    # Were they the model's own, it had broken down in the rows of infinities, too.
+    assert sample(rows, params, positions).invalid.tolist() == [True] * 5 + [False] * 3
+
+
+@pytest.mark.thorough
+def test_a_member_of_a_vmap_equals_a_single_call() -> None:
+    *arrays, scored = company()
+    states = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, axis=0)]), arrays)
+    draw = functools.partial(sampler.sample, scored=scored, max_candidates=8)
+    drawn = jax.jit(jax.vmap(draw))(*states)
+    for both, one in zip(drawn, sample(*company()), strict=True):
+        np.testing.assert_array_equal(both[0], one)
+        np.testing.assert_array_equal(both[1], jnp.flip(one, axis=0))
+
+
+@pytest.mark.slow
+def test_float64_draws_the_same_tokens() -> None:
+    logits, params, positions, scored = company()
+    single = sample(logits, params, positions, scored)
+    with jax.enable_x64(True):
+        wide = logits.astype(jnp.float64)
+        double = sample(wide, params, positions, scored)
+        assert double.logprob.dtype == jnp.float64
+        exact = jax.nn.log_softmax(wide)[np.arange(8), double.token]
+        np.testing.assert_allclose(double.logprob, exact, rtol=1e-11)
+        again = sample(logits, params, positions, scored)
+    np.testing.assert_array_equal(double.token, single.token)
+    np.testing.assert_array_equal(again.token, single.token)
+    assert double.token.dtype == jnp.int32
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize(
+    "vocab", [97, *(pytest.param(n, marks=pytest.mark.slow) for n in (49152, 50257))]
+)
+def test_logprobs_equal_a_log_softmax(vocab: int) -> None:
+    rng = np.random.default_rng(0)
+    logits = np.round(rng.normal(size=(5, vocab)) * 6, 1).astype(np.float32)
+    logits[0, ::2] = -INF
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    tokens = rng.integers(0, vocab, 5).astype(np.int32)
+    given = jitted("token_logprobs")(jnp.asarray(logits), jnp.asarray(tokens))
+    np.testing.assert_allclose(given, exact[np.arange(5), tokens], rtol=1e-6)
+    ids, best = jitted("top_logprobs", max_logprobs=7)(jnp.asarray(logits))
+    ranks = np.argsort(-logits, axis=1, kind="stable")[:, :7]
+    np.testing.assert_array_equal(ids, ranks)
+    np.testing.assert_allclose(
+        best, np.take_along_axis(exact, ranks, axis=1), rtol=1e-6, atol=1e-7
+    )
+
+
+def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
+    for count in (0, 6):
+        with pytest.raises(ValueError, match=r"max_logprobs=\d must be in \[1, 5\]"):
+            sampler.top_logprobs(jnp.zeros((2, 5), jnp.float32), count)
+    with pytest.raises(ValueError, match="max_candidates=0 must be at least 1"):
+        sampler.keep(jnp.zeros((2, 5), jnp.float32), greedy_params(2), max_candidates=0)
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_does_not_depend_on_the_company_either() -> None:
+    rng = np.random.default_rng(5)
+    logits = jnp.asarray(rng.normal(size=(8, 49152)).astype(np.float32) * 4)
+    arrays = (logits, params_of(COMPANY), jnp.arange(8, dtype=jnp.int32))
+    draw = jitted("sample")
+    together = draw(*arrays)
+    for rows in (1, 2, 3, 5, 7, 32):
+        chosen = rng.integers(0, 8, rows)
+        drawn = draw(*rows_of(arrays, chosen))
+        for own, other in zip(drawn, rows_of(together, chosen), strict=True):
+            np.testing.assert_array_equal(own, other)
+    # XLA's maximum loses NaN at this size.
+    broken = draw(logits.at[3, 77].set(jnp.nan), *arrays[1:])
+    assert broken.invalid.tolist() == [row == 3 for row in range(8)]

@@ -1,0 +1,258 @@
+"""Ctrl-C at any moment of an engine: what is asked ends, and the engine goes on."""
+
+import dataclasses
+import functools
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Sampling
+from jaxkv.serving import interrupts
+from tests.support import engines
+from tests.support.folders import TOKENIZED
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+BOUNDS = dataclasses.replace(
+    engines.SERVED, prefix_cache=True, max_beams=3, max_swap_pages=20
+)
+KNOWN, ASK = ([5, 6, 7], [8, 9]), Sampling.greedy(max_tokens=9)
+ASKED = ([10, 11, 12, 13], [14])
+LONG = Sampling.greedy(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine() -> jaxkv.Engine:
+    policy = jaxkv.fcfs(preemption="swap")
+    return jaxkv.Engine.load(TOKENIZED, policy=policy, keep_trace=True, **vars(BOUNDS))
+
+
+@pytest.fixture(scope="module")
+def expected(engine: jaxkv.Engine) -> dict[tuple[int, ...], list[int]]:
+    """Answers of an engine that nobody interrupts, by prompt."""
+    prompts = (*KNOWN, *ASKED)
+    asks = [ASK] * 2 + [LONG] * 2
+    done = engine.generate(prompts, asks)
+    return {tuple(p): each.tokens for p, each in zip(prompts, done, strict=True)}
+
+
+@pytest.fixture(autouse=True)
+def _python_handles_it() -> Iterator[None]:
+    """In the background a shell has Ctrl-C ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are heard in the main thread only")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+PHASES = {
+    "submit": ("submit", "_record", "_add", "add", "generate", "_next_id", "_checked"),
+    "compile": ("_compile",),
+    "call": ("_turn", "_dispatch", "next_batch", "hand_over", "make_requests"),
+    "read": ("_read", "read", "extend", "_tell", "emitted", "stream", "_all_or_lost"),
+    "drain": ("next_cancels", "collect", "_close", "close", "complete"),
+    "copy": ("exchange", "no_moves"),
+    "defer": ("__enter__", "__exit__", "_note", "_restore", "_deliver"),
+}
+"""Functions in whose lines each phase takes place."""
+FILES = (
+    "engine",
+    "request_tracker",
+    "requests",
+    "outputs",
+    "host_swap",
+    "interrupts",
+)
+
+
+class Interrupter:
+    """Sends a signal before the n-th line that is run in some functions."""
+
+    def __init__(self, names: tuple[str, ...], at: int, number: int = signal.SIGINT):
+        self.names, self.at, self.number = names, at, number
+        self.num_lines = 0
+
+    def __enter__(self) -> "Interrupter":
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        path, code = Path(frame.f_code.co_filename), frame.f_code
+        ours = path.stem in FILES and path.parent.name == "serving"
+        return self._line if ours and code.co_name in self.names else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self.at:
+                signal.raise_signal(self.number)
+        return self._line
+
+
+def work(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
+    """Asks in both ways; `told` takes what events tell of each request submitted."""
+    engine._compiled.clear()  # so that programs are asked for again
+    told[engine.submit(ASKED[0], LONG, request_id=1000)] = []
+    engine.generate(KNOWN, ASK)
+    told[engine.submit(ASKED[1], LONG, request_id=1001)] = []
+    listen(engine, told)
+
+
+def listen(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
+    for event in engine.stream():
+        told.setdefault(event.request_id, []).extend(event.tokens)
+        if event.completion is not None:
+            assert event.completion.tokens == told[event.request_id]
+
+
+def check(engine: jaxkv.Engine, told: dict[int, list[int]], expected: dict) -> None:
+    """Serves a known batch right, and leaves nothing behind."""
+    done = engine.generate(KNOWN, ASK)
+    assert [each.tokens for each in done] == [expected[tuple(p)] for p in KNOWN]
+    assert {each.reason for each in done} <= {"length", "stop"}
+    listen(engine, told)
+    # What was submitted is told to its end, once, whoever was interrupted when.
+    for name, tokens in told.items():
+        assert tokens == expected[tuple(ASKED[name - 1000])]
+    told.clear()
+    engines.assert_empty(engine._state)
+    assert not np.asarray(engine._state.sequences.status).any()
+    assert engine._ledger.is_empty()
+    assert engine._ledger._requests == 0
+    assert not engine._unread
+    assert engine._host.num_used == 0
+    engine.trace.clear()
+
+
+def swaps(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
+    """Has pages travel to the host and back."""
+    engine._host._is_compiled = False
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
+    engine.generate(prompts, Sampling(max_tokens=55, ignore_eos=True))
+
+
+def interrupt(
+    engine: jaxkv.Engine, phase: str, times: int, expected: dict, work: Callable = work
+) -> int:
+    """Interrupts one piece of work after the other, at places spread over a phase."""
+    told: dict[int, list[int]] = {}
+    with Interrupter(PHASES[phase], 0) as seen:
+        work(engine, told)
+    check(engine, told, expected)
+    num_interrupted = 0
+    places = np.linspace(1, seen.num_lines, min(times, seen.num_lines), dtype=int)
+    for place in places.tolist():
+        try:
+            with Interrupter(PHASES[phase], place):
+                work(engine, told)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        check(engine, told, expected)
+    return num_interrupted
+
+
+@pytest.mark.parametrize("phase", ["call", "drain"])
+def test_an_interrupted_engine_goes_on(
+    engine: jaxkv.Engine, expected: dict, phase: str
+) -> None:
+    assert interrupt(engine, phase, 4, expected) == 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("phase", [name for name in PHASES if name != "copy"])
+def test_an_engine_interrupted_anywhere_goes_on(
+    engine: jaxkv.Engine, expected: dict, phase: str
+) -> None:
+    assert interrupt(engine, phase, 60, expected) >= 20
+
+
+@pytest.mark.thorough
+def test_an_engine_interrupted_while_pages_travel_goes_on(
+    engine: jaxkv.Engine, expected: dict
+) -> None:
+    assert interrupt(engine, "copy", 24, expected, swaps) >= 20
+
+
+@pytest.mark.thorough
+def test_ctrl_c_at_any_time(engine: jaxkv.Engine, expected: dict) -> None:
+    # Really sent, at random times, as often as not between two lines of JAX's.
+    rng, told, num_interrupted = np.random.default_rng(0), {}, 0
+    main = threading.main_thread().ident
+    assert main is not None
+    for _ in range(60):
+        press = functools.partial(signal.pthread_kill, main, signal.SIGINT)
+        timer = threading.Timer(rng.uniform(0, 0.25), press)
+        try:
+            timer.start()
+            work(engine, told)
+            timer.join()
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        timer.join()
+        check(engine, told, expected)
+    assert num_interrupted > 20
+
+
+def test_other_signals_wait_too(engine: jaxkv.Engine, expected: dict) -> None:
+    # A time limit, as many programs set one.
+    def raise_timeout(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("too slow")
+
+    before = signal.signal(signal.SIGALRM, raise_timeout)
+    told: dict[int, list[int]] = {}
+    try:
+        for place in (3, 30, 90):
+            with (
+                pytest.raises(TimeoutError, match="too slow"),
+                Interrupter(PHASES["call"], place, signal.SIGALRM),
+            ):
+                work(engine, told)
+            check(engine, told, expected)
+        assert signal.getsignal(signal.SIGALRM) is raise_timeout
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_waits_for_the_end_of_the_outermost_context() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    with interrupts.signals():
+        signal.raise_signal(signal.SIGINT)
+        with interrupts.signals():
+            signal.raise_signal(signal.SIGINT)
+        assert heard == []
+    assert heard == [signal.SIGINT]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts.signals():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_every_handler_hears_its_signal_though_one_raises() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts.signals():
+            list(map(signal.raise_signal, (signal.SIGALRM, signal.SIGINT)))
+        assert heard == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,925 @@
+"""The host facade: text in, text out, nothing lost, every refusal one clear line."""
+
+import dataclasses
+import functools
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Sampling
+from jaxkv.models import checkpoints, paged
+from jaxkv.serving import requests
+from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
+from tests.support import engines
+from tests.support.folders import TOKENIZED
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+BOUNDS = engines.SERVED
+PROMPTS = ("def bisect_left(a", "import os\n", "class Heap:", "x", "naïve ☃ café")
+
+
+@functools.cache
+def loaded() -> checkpoints.Loaded:
+    return checkpoints.load_model(TOKENIZED)
+
+
+def the_tokenizer() -> Tokenizer | ByteTokenizer:
+    """The folder's own."""
+    tokenizer = loaded().tokenizer
+    assert tokenizer is not None
+    return tokenizer
+
+
+def make_engine(**fields: Any) -> jaxkv.Engine:
+    return jaxkv.Engine.load(TOKENIZED, keep_trace=True, **vars(BOUNDS) | fields)
+
+
+@pytest.fixture(scope="module")
+def shared() -> jaxkv.Engine:
+    return make_engine()
+
+
+@pytest.fixture
+def engine(shared: jaxkv.Engine):
+    """One engine for all tests here: each leaves it idle, with every page free."""
+    shared.trace.clear()
+    yield shared
+    assert_idle(shared)
+
+
+@pytest.fixture
+def full():
+    """An engine that can do everything: it keeps pages, searches and swaps."""
+    policy = jaxkv.fcfs(preemption="swap")
+    engine = make_engine(
+        prefix_cache=True, max_beams=3, max_swap_pages=20, policy=policy
+    )
+    yield engine
+    assert_idle(engine)
+
+
+def assert_idle(engine: jaxkv.Engine) -> None:
+    assert list(engine.stream()) == []
+    for info in engine.trace:
+        engines.assert_sound(info)
+    engines.assert_empty(engine._state)
+    assert not np.asarray(engine._state.sequences.status).any()
+    assert engine._ledger.is_empty()
+    assert not engine._ledger.has_work(1e9)
+    assert engine._ledger._requests == 0
+
+
+def drawn(prompt: list[int] | str, ask: Sampling, name: int = 0) -> list[list[int]]:
+    """Every answer of a request from the plain loop, each for itself."""
+    tokens = the_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+    config, params, *_ = loaded()
+    asks = [engines.Ask(name, tokens, ask)]
+    found = engines.plain(asks, BOUNDS, model=config, weights=params)
+    return [found[each][0] for each in engines.names_of(asks)]
+
+
+@functools.cache
+def greedy_answer(prompt: str, num: int = 24) -> tuple[int, ...]:
+    [answer] = drawn(prompt, Sampling.greedy(max_tokens=num))
+    return tuple(answer)
+
+
+def law_of(known: list[int]) -> np.ndarray:
+    """Log-probabilities [place, vocab] of what follows each token."""
+    config, params, *_ = loaded()
+    ask = engines.Ask(0, known, GREEDY)
+    return engines.logprobs_of(ask, [], model=config, weights=params)
+
+
+def scores_of(known: list[int]) -> np.ndarray:
+    """Log-probability of each token but the first."""
+    return law_of(known)[np.arange(len(known) - 1), known[1:]]
+
+
+class Told(NamedTuple):
+    """What events tell of each sample of a request, and the completions."""
+
+    text: dict[tuple[int, int], str]
+    tokens: dict[tuple[int, int], list[int]]
+    reasons: dict[tuple[int, int], str]
+    done: dict[int, jaxkv.Completion]
+
+
+def listen(engine: jaxkv.Engine, then: Callable[[jaxkv.Event], None] | None = None):
+    """Runs to the end; `then` is called with every event."""
+    told = Told({}, {}, {}, {})
+    for event in engine.stream():
+        assert event.request_id not in told.done
+        name = event.request_id, event.sample
+        assert not (event.tokens and name in told.reasons)
+        told.text[name] = told.text.get(name, "") + event.text
+        told.tokens[name] = told.tokens.get(name, []) + list(event.tokens)
+        if event.reason is not None:
+            assert name not in told.reasons
+            told.reasons[name] = event.reason
+        if event.completion is not None:
+            told.done[event.request_id] = event.completion
+        if then is not None:
+            then(event)
+    return told
+
+
+def completions(engine: jaxkv.Engine) -> dict[int, jaxkv.Completion]:
+    return listen(engine).done
+
+
+def answer_text(prompt: str, num: int = 24) -> str:
+    return the_tokenizer().decode(greedy_answer(prompt, num))
+
+
+GREEDY = Sampling.greedy(max_tokens=24)
+
+
+def test_text_in_text_out(engine: jaxkv.Engine) -> None:
+    done = engine.generate(PROMPTS, GREEDY)
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        assert completion.tokens == list(greedy_answer(prompt))
+        assert completion.text == answer_text(prompt)
+        assert completion.reason == "length"
+        assert completion.logprobs is None
+        assert completion.top_logprobs is None
+        assert completion.prompt_logprobs is None
+        assert completion.num_cached == 0
+
+
+def test_a_token_that_begins_every_text_is_a_prompt(engine: jaxkv.Engine) -> None:
+    assert the_tokenizer().encode("") == [0]
+    [done] = engine.generate([""], GREEDY)
+    assert done.tokens == list(greedy_answer(""))
+
+
+def test_tokens_in_and_one_sampling_each(engine: jaxkv.Engine) -> None:
+    tokenizer = the_tokenizer()
+    asks = [Sampling.greedy(max_tokens=num) for num in (1, 5, 9)]
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:3]]
+    for prompt, ask, completion in zip(
+        PROMPTS, asks, engine.generate(prompts, asks), strict=False
+    ):
+        assert completion.tokens == list(greedy_answer(prompt))[: ask.max_tokens]
+
+
+def test_no_prompts_no_completions(engine: jaxkv.Engine) -> None:
+    assert engine.generate([]) == []
+
+
+def test_stamps_are_in_order(engine: jaxkv.Engine) -> None:
+    before = engine.now()
+    done = engine.generate(PROMPTS, GREEDY)
+    for completion in done:
+        assert completion.first_token_s is not None
+        assert before <= completion.arrival_s < completion.first_token_s
+        assert completion.first_token_s < completion.finish_s <= engine.now()
+
+
+def test_an_arrival_to_come_is_waited_for(engine: jaxkv.Engine) -> None:
+    late = engine.now() + 0.2
+    first = engine.submit("x", Sampling.greedy(max_tokens=2))
+    second = engine.submit("x", Sampling.greedy(max_tokens=2), arrival_s=late)
+    done = completions(engine)
+    assert done[second].arrival_s == late
+    first_token_s = done[second].first_token_s
+    assert first_token_s is not None
+    assert first_token_s >= late
+    assert done[first].finish_s < late
+
+
+def test_nobody_waits_behind_one_who_is_not_there_yet(engine: jaxkv.Engine) -> None:
+    late, ask = engine.now() + 60, Sampling.greedy(max_tokens=2)
+    names = [engine.submit("x", ask, arrival_s=late + i) for i in (1, 0)]
+    first = engine.submit("x", ask)
+    [done] = engine.generate(["x"], ask)
+    assert done.tokens == list(greedy_answer("x"))[:2]
+    told = next(event for event in engine.stream() if event.completion is not None)
+    assert told.request_id == first
+    for name in names:
+        engine.cancel(name)
+    assert sorted(completions(engine)) == names
+    assert engine.now() < late
+
+
+def test_who_arrives_first_is_served_first(engine: jaxkv.Engine) -> None:
+    # More than one call hands over, and whoever comes last was submitted first.
+    ask, now = Sampling.greedy(max_tokens=6), engine.now()
+    late = [now + 0.4 - 0.02 * i for i in range(12)]
+    names = [engine.submit("x", ask, arrival_s=arrival_s) for arrival_s in late]
+    done = completions(engine)
+    first = [done[name].first_token_s or 0.0 for name in names]
+    assert first == sorted(first, reverse=True)
+    assert [done[name].arrival_s for name in names] == late
+    assert all(a > b for a, b in zip(first, late, strict=True))
+
+
+def test_generate_does_not_wait_for_what_others_asked(engine: jaxkv.Engine) -> None:
+    long = Sampling.greedy(max_tokens=60, ignore_eos=True)
+    names = [engine.submit("x", long) for _ in range(2)]
+    engine.generate(["x"], Sampling.greedy(max_tokens=1))
+    assert sorted(engine._ledger.records) == names
+    told = listen(engine)
+    assert sorted(told.done) == names
+    for name, each in told.done.items():
+        assert each.tokens == list(greedy_answer("x", 60))
+        assert told.text[name, 0] == answer_text("x", 60)
+
+
+THREADS = 4
+
+
+def test_threads_share_an_engine(engine: jaxkv.Engine) -> None:
+    left = engine.submit("class Heap:", GREEDY)
+    stream = engine.stream()
+    text = next(stream).text  # and nobody asks for more, for now
+    found: dict[int, list[list[str | None]]] = {i: [] for i in range(THREADS)}
+
+    def ask(index: int) -> None:
+        for _ in range(3):
+            done = engine.generate(PROMPTS[:3], GREEDY)
+            found[index].append([each.text for each in done])
+            engine.cancel(engine.submit("x", GREEDY))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for event in stream:
+        text += event.text if event.request_id == left else ""
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    whole = [answer_text(prompt) for prompt in PROMPTS[:3]]
+    assert found == dict.fromkeys(range(THREADS), [whole] * 3)
+    assert text == answer_text("class Heap:")
+    completions(engine)  # of the last who were cancelled
+
+
+def test_a_name_is_given_once_to_whoever_comes_first(engine: jaxkv.Engine) -> None:
+    taken, refused = [], []
+    start = threading.Barrier(THREADS)
+
+    def ask() -> None:
+        start.wait()
+        try:
+            taken.append(engine.submit("x", GREEDY, request_id=7))
+        except ValueError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken == [7]
+    assert set(refused) == {"request_id=7 is the name of a request still running"}
+    assert list(completions(engine)) == [7]
+
+
+STOPPED = ("import os\n", "not in", "    ")
+"""Prompts whose answers hold enough letters for a stop string."""
+
+
+def stop_string(text: str, length: int) -> str:
+    """The first run of letters, not at the beginning, that does not come earlier."""
+    for start in range(4, len(text)):
+        stop = text[start : start + length]
+        letters = stop.isascii() and stop.isalpha() and len(stop) == length
+        if letters and text.index(stop) == start:
+            return stop
+    raise AssertionError(f"no {length} letters in {text!r}")
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 6])
+def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
+    # Wherever they lie: within a token, or over several of them.
+    stops = [stop_string(answer_text(prompt), length) for prompt in STOPPED]
+    names = [
+        engine.submit(prompt, Sampling.greedy(max_tokens=24, stop=("never", stop)))
+        for prompt, stop in zip(STOPPED, stops, strict=True)
+    ]
+    told = listen(engine)
+    tokenizer = the_tokenizer()
+    for name, prompt, stop in zip(names, STOPPED, stops, strict=True):
+        text, completion = answer_text(prompt), told.done[name]
+        kept = text[: text.index(stop)]
+        assert completion.reason == "stop"
+        assert completion.text == told.text[name, 0] == kept
+        # The tokens end with the one that completed the stop string.
+        answer = list(greedy_answer(prompt))
+        assert completion.tokens == answer[: len(completion.tokens)]
+        assert stop in tokenizer.decode(completion.tokens)
+        assert stop not in tokenizer.decode(completion.tokens[:-1])
+
+
+def test_text_that_may_become_a_stop_string_is_held_back(engine: jaxkv.Engine) -> None:
+    text = answer_text("x")
+    # Nearly the text itself, but it never comes: all of it is shown in the end.
+    almost = text[3:10] + "\0"
+    engine.submit("x", Sampling.greedy(max_tokens=24, stop=(almost,)))
+    shown = ""
+    for event in engine.stream():
+        shown += event.text
+        assert text.startswith(shown)
+        if event.completion is not None:
+            assert event.completion.reason == "length"
+    assert shown == text
+
+
+def test_end_tokens_are_no_text(engine: jaxkv.Engine) -> None:
+    answer = greedy_answer("import os\n")
+    token = answer[6]
+    [done] = engine.generate(
+        ["import os\n"], Sampling.greedy(max_tokens=24, stop_tokens=(token,))
+    )
+    kept = answer[: answer.index(token)]
+    assert done.reason == "stop"
+    assert done.tokens == [*kept, token]
+    assert done.text == the_tokenizer().decode(kept)
+
+
+def test_the_models_own_end_token(engine: jaxkv.Engine) -> None:
+    [eos] = loaded().eos_ids
+    asks = [Sampling(seed=seed, max_tokens=40, temperature=5.0) for seed in range(40)]
+    on = engine.generate(["x"] * len(asks), asks)
+    ended = [index for index, each in enumerate(on) if each.reason == "stop"]
+    assert ended
+    off = [dataclasses.replace(asks[index], ignore_eos=True) for index in ended]
+    for index, longer in zip(
+        ended, engine.generate(["x"] * len(ended), off), strict=True
+    ):
+        short = on[index]
+        assert short.tokens[-1] == eos
+        assert short.tokens.count(eos) == 1
+        assert short.text == the_tokenizer().decode(short.tokens[:-1])
+        assert longer.reason == "length"
+        assert len(longer.tokens) == 40
+        assert longer.tokens[: len(short.tokens)] == short.tokens
+
+
+def test_scores(engine: jaxkv.Engine) -> None:
+    asks = [
+        Sampling.greedy(max_tokens=6, logprobs=2, prompt_logprobs=True),
+        Sampling.greedy(max_tokens=6, logprobs=1),
+        Sampling.greedy(max_tokens=6, logprobs=0),
+        Sampling.greedy(max_tokens=6, prompt_logprobs=True),
+    ]
+    prompt = the_tokenizer().encode("def f(x):")
+    both, top, own, of_prompt = engine.generate([prompt] * 4, asks)
+    known, begin = [*prompt, *both.tokens], len(prompt) - 1
+    law, scores = law_of(known), scores_of(known)
+    for each in (both, top, own):
+        assert each.logprobs == pytest.approx(scores[begin:], abs=1e-4)
+    for each in (both, of_prompt):
+        assert each.prompt_logprobs is not None
+        assert each.prompt_logprobs[0] is None
+        assert each.prompt_logprobs[1:] == pytest.approx(scores[:begin], abs=1e-4)
+    assert of_prompt.logprobs is None
+    assert own.top_logprobs is None
+    assert own.prompt_logprobs is None
+    for each, num in ((both, 2), (top, 1)):
+        assert each.top_logprobs is not None
+        for row, best in zip(law[begin:-1], each.top_logprobs, strict=True):
+            assert list(best) == np.argsort(-row, kind="stable")[:num].tolist()
+            assert list(best.values()) == pytest.approx(-np.sort(-row)[:num], abs=1e-4)
+
+
+def test_draws_follow_seed_or_request_id(engine: jaxkv.Engine) -> None:
+    free, seeded = Sampling(max_tokens=12), Sampling(max_tokens=12, seed=5)
+
+    def one(ask: Sampling, request_id: int) -> list[int]:
+        engine.submit("x", ask, request_id=request_id)
+        [done] = completions(engine).values()
+        assert done.request_id == request_id
+        return done.tokens
+
+    assert one(free, 1000) == one(free, 1000) != one(free, 1001)
+    assert one(seeded, 1000) == one(seeded, 1001)
+
+
+SEVERAL = Sampling(n=3, seed=7, max_tokens=16, ignore_eos=True)
+
+
+def test_several_answers_are_those_that_each_draw_gives(engine: jaxkv.Engine) -> None:
+    asks = [
+        dataclasses.replace(SEVERAL, n=n, seed=seed)
+        for n, seed in ((3, 7), (1, 8), (2, None))
+    ]
+    names = [engine.submit(*pair) for pair in zip(PROMPTS, asks, strict=False)]
+    done = completions(engine)
+    for name, prompt, ask in zip(names, PROMPTS, asks, strict=False):
+        answers, expected = done[name].answers, drawn(prompt, ask, name)
+        assert [each.sample for each in answers] == list(range(ask.n))
+        assert [each.tokens for each in answers] == expected
+        assert [each.text for each in answers] == [
+            the_tokenizer().decode(tokens) for tokens in expected
+        ]
+        assert {each.reason for each in answers} == {"length"}
+        assert len({tuple(tokens) for tokens in expected}) == ask.n
+        assert done[name].tokens == expected[0]
+        assert done[name].num_recomputed == 0
+
+
+def test_events_of_several_answers_add_up_to_each(engine: jaxkv.Engine) -> None:
+    for prompt in PROMPTS:
+        engine.submit(prompt, SEVERAL)
+    told = listen(engine)
+    assert len(told.text) == len(told.reasons) == 15
+    for name, completion in told.done.items():
+        for each in completion.answers:
+            assert told.text[name, each.sample] == each.text
+            assert told.tokens[name, each.sample] == each.tokens
+            assert told.reasons[name, each.sample] == each.reason
+
+
+def own_string(texts: list[str], sample: int) -> str:
+    """Two characters that stand in the middle of one text and in no other."""
+    others = [text for i, text in enumerate(texts) if i != sample]
+    for start in range(3, len(texts[sample]) - 3):
+        stop = texts[sample][start : start + 2]
+        if stop.isascii() and not any(stop in text for text in others):
+            return stop
+    raise AssertionError(f"no string of its own in {texts!r}")
+
+
+@pytest.mark.parametrize("sample", [0, 1, 2])
+def test_a_stop_string_ends_one_answer(engine: jaxkv.Engine, sample: int) -> None:
+    answers = drawn("import os\n", SEVERAL)
+    texts = [the_tokenizer().decode(tokens) for tokens in answers]
+    stop = own_string(texts, sample)
+    engine.submit("import os\n", dataclasses.replace(SEVERAL, stop=(stop,)))
+    text, _, reasons, done = listen(engine)
+    [completion] = done.values()
+    for each in completion.answers:
+        kept, reason = texts[each.sample], "length"
+        if each.sample == sample:
+            kept, reason = kept[: kept.index(stop)], "stop"
+            assert len(each.tokens) < 16
+        name = completion.request_id, each.sample
+        assert each.text == text[name] == kept
+        assert each.reason == reasons[name] == reason
+        assert each.tokens == answers[each.sample][: len(each.tokens)]
+
+
+def test_cancel_ends_every_answer_that_still_runs(engine: jaxkv.Engine) -> None:
+    ask = dataclasses.replace(SEVERAL, max_tokens=24)
+    answers = drawn("class Heap:", ask)
+    texts = [the_tokenizer().decode(tokens) for tokens in answers]
+    stop = own_string([text[:14] for text in texts], 1)
+    name = engine.submit("class Heap:", dataclasses.replace(ask, stop=(stop,)))
+    behind = engine.submit("x", GREEDY)
+
+    def cancel(event: jaxkv.Event) -> None:
+        if event.request_id == name and event.sample == 1 and event.reason == "stop":
+            engine.cancel(name)
+
+    text, _, reasons, done = listen(engine, cancel)
+    found = done[name].answers
+    assert [each.reason for each in found] == ["cancelled", "stop", "cancelled"]
+    for each in found:
+        assert reasons[name, each.sample] == each.reason
+        assert text[name, each.sample] == each.text
+        assert each.tokens == answers[each.sample][: len(each.tokens)]
+        assert each.tokens
+    assert done[behind].text == answer_text("x")
+
+
+def test_several_answers_withdrawn_before_they_start(engine: jaxkv.Engine) -> None:
+    name = engine.submit("x", SEVERAL)
+    engine.cancel(name)
+    text, _, reasons, done = listen(engine)
+    assert [each.tokens for each in done[name].answers] == [[], [], []]
+    assert set(reasons.values()) == {"cancelled"}
+    assert len(reasons) == 3
+    assert "".join(text.values()) == ""
+    assert not engine.trace
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) -> None:
+    ask = dataclasses.replace(SEVERAL, n=n, best_of=3)
+    for prompt in PROMPTS[:3]:
+        [done] = engine.generate([prompt], dataclasses.replace(ask, logprobs=0))
+        [same] = engine.generate([prompt], ask)
+        start = the_tokenizer().encode(prompt)
+        answers = drawn(prompt, ask)
+        begin = len(start) - 1
+        scores = [scores_of([*start, *answer])[begin:].sum() for answer in answers]
+        # With `best_of` equal to `n` there is nothing to choose, and nothing is sorted.
+        order = np.argsort(scores)[::-1][:n] if n < 3 else np.arange(3)
+        assert [each.sample for each in done.answers] == order.tolist()
+        assert [each.tokens for each in done.answers] == [answers[i] for i in order]
+        assert [each.score for each in done.answers] == pytest.approx(
+            [scores[i] for i in order], abs=1e-3
+        )
+        assert [each.tokens for each in same.answers] == [answers[i] for i in order]
+        assert same.logprobs is None
+
+
+def test_what_broke_off_is_never_the_best() -> None:
+    parts = [
+        requests.Part(stream=None, reason="nan"),
+        requests.Part(
+            stream=None, reason="length", tokens=[1, 2], logprobs=[-3.0, -4.0]
+        ),
+        requests.Part(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
+    ]
+    record = requests.Record(
+        request_id=0,
+        prompt=[1],
+        sampling=Sampling(best_of=3),
+        arrival_s=0.0,
+        end_tokens=(),
+        parts=parts,
+    )
+    for sample in range(3):
+        record.close(sample, None, 0)
+    assert record.complete().answers[0].score == -6.0
+
+
+HALVES = {1: b"Hi", 2: b"!\xe2\x82", 3: b"\xac"}
+"""Tokens that end within a character."""
+
+
+def record_of(**fields: Any) -> requests.Record:
+    """A request whose only answer is made of `HALVES`."""
+
+    def decode(ids: Any) -> str:
+        return b"".join(HALVES[i] for i in ids).decode("utf-8", errors="replace")
+
+    return requests.Record(
+        request_id=0,
+        prompt=[1],
+        sampling=Sampling(**fields),
+        arrival_s=0.0,
+        end_tokens=(),
+        parts=[requests.Part(stream=TextStream(decode))],
+    )
+
+
+@pytest.mark.parametrize("ends", [None, "length", "stop"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nothing_stands_behind_a_stop_string(ends: str | None, at_once: bool) -> None:
+    record, told = record_of(stop=("!",)), ""
+    for tokens in [[1, 2]] if at_once else [[1], [2]]:
+        reason = ends if tokens[-1] == 2 else None
+        event = record.extend(0, tokens, [0.0] * len(tokens), reason, 1.0)
+        told += event.text
+    record.close(0, None, 0)
+    [answer] = record.complete().answers
+    assert (answer.text, told, answer.reason) == ("Hi", "Hi", "stop")
+
+
+def test_half_a_character_at_the_end_is_told_as_such() -> None:
+    record = record_of()
+    assert record.extend(0, [1, 2], [0.0] * 2, "length", 1.0).text == "Hi!\ufffd"
+    record = record_of(stop=("\ufffd",))
+    event = record.extend(0, [1, 2], [0.0] * 2, "length", 1.0)
+    assert (event.text, event.reason) == ("Hi!", "stop")
+    record = record_of()
+    assert record.extend(0, [1, 2], [0.0] * 2, None, 1.0).text == "Hi!"
+    record.cut_off(0)
+    record.close(0, None, 0)
+    [answer] = record.complete().answers
+    assert (answer.text, answer.reason) == ("Hi!\ufffd", "cancelled")
+    assert answer.text == record.parts[0].stream._decode(answer.tokens)
+
+
+def test_scores_of_several_answers(engine: jaxkv.Engine) -> None:
+    ask = dataclasses.replace(SEVERAL, logprobs=2, prompt_logprobs=True)
+    prompt = the_tokenizer().encode("def f(x):")
+    [done] = engine.generate([prompt], ask)
+    for each in done.answers:
+        scores = scores_of([*prompt, *each.tokens])
+        assert done.prompt_logprobs is not None
+        of_prompt, own = scores[: len(prompt) - 1], scores[len(prompt) - 1 :]
+        assert done.prompt_logprobs[1:] == pytest.approx(of_prompt, abs=1e-4)
+        assert each.logprobs == pytest.approx(own, abs=1e-4)
+        assert each.score == pytest.approx(own.sum(), abs=1e-3)
+        assert each.top_logprobs is not None
+        assert [len(best) for best in each.top_logprobs] == [2] * 16
+
+
+def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
+    # 8 rows of sequences and 3 slots for about fifty, and pages for one large request.
+    rng = np.random.default_rng(1)
+    prompts, asks = [], []
+    for size in rng.integers(1, 24, 24):
+        prompts.append(rng.integers(2, 320, size).tolist())
+        num = int(rng.integers(1, 40))
+        own_pages = -(-(int(size) + num - 1) // 4) - size // 4
+        n = min(1 + int(rng.integers(3)), (24 - int(size) // 4) // max(1, own_pages))
+        asks.append(Sampling(n=int(n), max_tokens=num, ignore_eos=True))
+    assert sum(ask.n for ask in asks) > 40
+    names = [engine.submit(*pair) for pair in zip(prompts, asks, strict=True)]
+    done = completions(engine)
+    assert sorted(done) == sorted(names)
+    assert sum(each.num_recomputed for each in done.values()) > 0
+    for name, prompt, ask in zip(names, prompts, asks, strict=True):
+        answers = [each.tokens for each in done[name].answers]
+        assert answers == drawn(prompt, ask, name)
+    # All who have no slot wait, with the device or here.
+    begin = engine.trace[0]
+    assert begin.num_waiting[0] == len(names) - begin.num_admitted[0] > 15
+    assert engine.trace[-1].num_waiting[-1] == 0
+    # First come, first served: nobody starts before somebody who came earlier.
+    first = [done[name].first_token_s or 0.0 for name in names]
+    assert first == sorted(first)
+
+
+@pytest.mark.thorough
+def test_a_chat_finds_what_its_turns_left(
+    engine: jaxkv.Engine, full: jaxkv.Engine
+) -> None:
+    tokenizer, known, num_fed = the_tokenizer(), [], 0
+    for turn in PROMPTS[:3]:
+        known += tokenizer.encode(turn)
+        ask = Sampling.greedy(max_tokens=7)
+        [done] = full.generate([known], ask)
+        [same] = engine.generate([known], ask)
+        assert (done.tokens, done.text) == (same.tokens, same.text)
+        # Full pages of what was fed so far, one token at least left to compute.
+        found = min(num_fed, len(known) - 1) // 4 * 4
+        assert (done.num_cached, same.num_cached) == (found, 0)
+        known += done.tokens
+        num_fed = len(known) - 1  # the last token was never fed
+    assert num_fed > 24
+    whole = (len(known) - 2) // 4 * 4
+    apart = Sampling.greedy(max_tokens=1, salt=1)
+    outside = Sampling.greedy(max_tokens=1, prefix_cache=False)
+    inside = Sampling(max_tokens=1, n=3)
+    for ask, found in ((inside, whole), (outside, 0), (apart, 0)):
+        [done] = full.generate([known[:-1]], ask)
+        assert done.num_cached == found
+
+
+@pytest.mark.thorough
+def test_no_text_tells_of_the_cache(engine: jaxkv.Engine, full: jaxkv.Engine) -> None:
+    prompts = ["import os\n" + prompt for prompt in PROMPTS * 2]
+    asks = [
+        dataclasses.replace(SEVERAL, seed=seed, n=1 + seed % 3)
+        for seed in range(len(prompts))
+    ]
+    on, off = (each.generate(prompts, asks) for each in (full, engine))
+    for one, other in zip(on, off, strict=True):
+        assert [each.text for each in one.answers] == [
+            each.text for each in other.answers
+        ]
+    assert sum(each.num_cached for each in on) > 10 * 4
+    assert sum(each.num_cached for each in off) == 0
+
+
+def test_cancel_wherever_the_request_is(engine: jaxkv.Engine) -> None:
+    long = Sampling.greedy(max_tokens=55)
+    names = [engine.submit("x", long) for _ in range(14)]
+    engine.cancel(names[13])  # still with the host
+    engine.cancel(10**6)  # nobody
+    cancelled = {names[13]}
+    done, num_events = {}, 0
+    for event in engine.stream():
+        num_events += 1
+        if event.request_id == names[0] and event.tokens and names[1] not in cancelled:
+            # One that runs, one that waits on the device, one that waits on the host.
+            for name in (names[1], names[5], names[12]):
+                engine.cancel(name)
+                engine.cancel(name)
+                cancelled.add(name)
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+            engine.cancel(event.request_id)  # over: nothing happens
+    assert sorted(done) == sorted(names)
+    full = list(greedy_answer("x", 55))
+    for name, completion in done.items():
+        reason = "cancelled" if name in cancelled else "length"
+        assert completion.reason == reason
+        assert completion.tokens == full[: len(completion.tokens)]
+        assert completion.finish_s >= completion.arrival_s
+    assert done[names[1]].tokens
+    for name in (names[5], names[12], names[13]):
+        assert not done[name].tokens
+        assert done[name].text == ""
+        assert done[name].first_token_s is None
+
+
+def test_a_stream_that_is_left_can_be_taken_up_again(engine: jaxkv.Engine) -> None:
+    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    done: dict[int, jaxkv.Completion] = {}
+    text = dict.fromkeys(names, "")
+    for _ in range(200):
+        # Whoever looks at one event at a time loses nothing either.
+        event = next(engine.stream(), None)
+        if event is None:
+            break
+        text[event.request_id] += event.text
+        if event.completion is not None:
+            done[event.request_id] = event.completion
+    assert sorted(done) == sorted(names)
+    for name, prompt in zip(names, PROMPTS, strict=True):
+        assert done[name].text == text[name] == answer_text(prompt)
+
+
+def test_a_broken_invariant_is_raised_with_its_step() -> None:
+    engine = make_engine()
+    engine.generate(["x"], Sampling.greedy(max_tokens=5))
+    num_steps = sum(len(info.enough) for info in engine.trace)
+    pool = engine._state.pool
+    engine._state = engine._state._replace(
+        pool=pool._replace(ref=pool.ref.at[3].add(1))
+    )
+    name = engine.submit("x")
+    with pytest.raises(jaxkv.InvariantError) as caught:
+        engine.generate(["x"])
+    assert str(caught.value) == (
+        f"step {num_steps} broke invariants: I1 (pages whose count is not their uses "
+        "in tables plus their pins: 1), I2 (breaches of the conservation of pages: 1)"
+    )
+    is_lost(engine, f"InvariantError: step {num_steps} broke invariants: I1 ")
+    engine.cancel(name)
+
+
+def is_lost(engine: jaxkv.Engine, why: str) -> None:
+    """Every way to use it says so in one line."""
+    message = f"this engine is lost, make a new one; {why}"
+    uses = (
+        lambda: engine.generate(["x"]),
+        lambda: engine.submit("x"),
+        lambda: list(engine.stream()),
+    )
+    for use in uses:
+        with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    engine.submit("x")
+
+    def fail(state: Any) -> None:
+        jax.tree.map(lambda x: x.delete(), state.pool)
+        raise jax.errors.JaxRuntimeError("INTERNAL: no device\nmore of it")
+
+    monkeypatch.setattr(engine._host, "compile", lambda state: None)
+    monkeypatch.setattr(engine._host, "exchange", fail)
+    engine._asked = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no device"):
+        next(engine.stream())
+    is_lost(engine, "JaxRuntimeError: INTERNAL: no device")
+
+
+@pytest.mark.thorough
+def test_a_function_that_cannot_be_traced_costs_nothing() -> None:
+    # Its first try is interrupted by Ctrl-C, its second fails.
+    errors = [KeyboardInterrupt(), ValueError("not yet")]
+
+    def logits_fn(answer: Any, logits: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return logits
+
+    engine = make_engine(logits_fn=logits_fn)
+    name = engine.submit("x", GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:1], GREEDY)
+    with pytest.raises(ValueError, match="not yet"):
+        engine.generate(PROMPTS[:1], GREEDY)
+    [done] = engine.generate(PROMPTS[:1], GREEDY)
+    assert done.text == answer_text(PROMPTS[0])
+    assert [each.text for each in completions(engine).values()] == [answer_text("x")]
+    assert name not in engine._ledger.records
+    assert_idle(engine)
+
+
+LONG = [5] * 60
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ([], {}, "the prompt is empty; give at least one token"),
+        ([5] * 64, {}, r"the prompt has 64 tokens, and config.max_length=64 leaves"),
+        ([1], dict(stop_tokens=(320,)), r"token id 320 must be in \[0, 320\)"),
+        ([1], dict(stop_tokens=(1, 2, 3)), "3 stop tokens and 1 end tokens .* at most"),
+        ([1], dict(logprobs=3), "ask.logprobs=3 must be at most config.max_logprobs=2"),
+        (
+            [1],
+            dict(beam_width=2),
+            "ask.beam_width=2 must be at most config.max_b",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_served(
+    engine: jaxkv.Engine, prompt: Any, fields: dict, message: str
+) -> None:
+    refused(engine, prompt, Sampling(**fields), message)
+
+
+def refused(engine: jaxkv.Engine, prompt: Any, ask: Sampling, message: str) -> None:
+    """The request is turned down in one line, and so are those handed over with it."""
+    with pytest.raises(ValueError, match=message) as caught:
+        engine.submit(prompt, ask)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1], prompt], [Sampling(max_tokens=1), ask])
+    assert list(engine.stream()) == []
+
+
+def test_names_of_requests(engine: jaxkv.Engine) -> None:
+    engine.submit("x", Sampling(max_tokens=1), request_id=3)
+    with pytest.raises(ValueError, match="request_id=3 is the name of a request"):
+        engine.submit("x", request_id=3)
+    with pytest.raises(ValueError, match="samplings must be"):
+        engine.generate(["x"], [GREEDY, GREEDY])
+    assert list(completions(engine)) == [3]
+
+
+def test_a_request_larger_than_the_pool_is_refused() -> None:
+    engine = make_engine(num_pages=5)  # 20 places
+    message = "the request may need 6 pages, more than config.num_pages=5"
+    refused(engine, [5] * 10, Sampling(max_tokens=12), message)
+    engine.submit([5] * 10, Sampling(max_tokens=11))
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    config, params, *_ = loaded()
+    engine = jaxkv.Engine(
+        params,
+        paged.PagedForward(config),
+        paged.make_pages(config, BOUNDS),
+        BOUNDS,
+    )
+    refused(engine, "text", Sampling(), "there is no tokenizer; give token ids")
+    refused(engine, [1], Sampling(stop=("x",)), "stop strings need a tokenizer")
+    [done] = engine.generate([[5, 6]], Sampling.greedy(max_tokens=3))
+    assert len(done.tokens) == 3
+    assert done.text is None
+
+
+def test_scored_prompts_need_spare_rows() -> None:
+    engine = make_engine(max_logit_rows=0)
+    message = "prompt_logprobs need max_logit_rows above config.max_slots=3"
+    refused(engine, [5], Sampling(prompt_logprobs=True), message)
+
+
+def test_too_many_end_tokens() -> None:
+    config, params, *_ = loaded()
+    with pytest.raises(ValueError, match=r"must be at most config\.max_stop_tokens=3"):
+        jaxkv.Engine(
+            params,
+            paged.PagedForward(config),
+            paged.make_pages(config, BOUNDS),
+            BOUNDS,
+            eos_ids=(1, 2, 3, 4),
+        )
+
+
+def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
+    search = Sampling(beam_width=3, n=2, max_tokens=12, length_penalty=0.5)
+    for index, prompt in enumerate(PROMPTS[:2]):
+        full.submit(prompt, search, request_id=index)
+    full.submit(PROMPTS[0], GREEDY, request_id=9)
+    told = listen(full)
+    assert told.done[9].text == answer_text(PROMPTS[0])
+    for index, prompt in enumerate(PROMPTS[:2]):
+        answers, known = told.done[index].answers, the_tokenizer().encode(prompt)
+        scores = []
+        for answer in answers:
+            total = scores_of([*known, *answer.tokens])[len(known) - 1 :].sum()
+            scores.append(total / len(answer.tokens) ** 0.5)
+            assert answer.score == pytest.approx(scores[-1], abs=1e-4)
+            assert answer.text == told.text[index, answer.sample]
+            assert answer.reason in ("stop", "length")
+        assert len(scores) == 2
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -> None:
+    # Each wants nearly all pages; a third finds its way to the host and back.
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
+    ask = Sampling(max_tokens=55, temperature=0.8, ignore_eos=True, logprobs=0)
+    plain = engine.generate(prompts, ask)
+    names = [each.request_id for each in plain]
+    for name, prompt in zip(names, prompts, strict=True):
+        full.submit(prompt, ask, request_id=name)
+    done = completions(full)
+    for each in plain:
+        assert done[each.request_id].tokens == each.tokens
+    assert sum(each.num_swapped for each in done.values()) > 1
+    assert sum(each.num_preempted for each in plain) > 1
+    assert not any(each.num_recomputed for each in done.values())
+    assert any(info.asks_host[-1] for info in full.trace)
+    assert full._host.num_used == 0
+    with pytest.raises(ValueError, match="host_pages=-1 must be at least 0"):
+        make_engine(host_pages=-1)
+
+
+def test_beams_are_refused_beside_a_logits_fn() -> None:
+    engine = make_engine(max_beams=2, logits_fn=lambda answer, logits: logits)
+    with pytest.raises(ValueError, match="must be None in an engine with a logits_fn"):
+        engine.submit([1, 2], Sampling(beam_width=2))

@@ -1,0 +1,424 @@
+"""The simulation is the engine without a model: the same schedule, step for step."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import clock as jaxkv_clock
+from jaxkv.clock import from_seconds, to_seconds
+from jaxkv.engine import requests as engine_requests
+from jaxkv.engine import state as engine_state
+from jaxkv.engine import step as engine_step
+from jaxkv.engine.state import EngineConfig
+from jaxkv.memory import kv_pages
+from jaxkv.models.interface import ForwardResult
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.serving import outputs
+from jaxkv.simulation import apply_plan, batch
+from jaxkv.simulation import state as simulation_state
+from jaxkv.simulation import step as simulation_step
+from jaxkv.workloads import arrivals
+from tests.support import mutation
+from tests.support.engines import FAST_COMPILE
+from tests.support.mutation import Bug
+from tests.support.simulations import COST, Cost, capacity, run_simulation, workload
+
+VOCAB = 4099
+"""So many that two sequences hardly ever draw the same token."""
+
+
+def forward(params: Any, pages: Any, rows: Any) -> ForwardResult:
+    """A model without an opinion."""
+    return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], VOCAB)), pages)
+
+
+run_engine = jax.jit(
+    engine_step.run_steps,
+    static_argnames=("config", "forward", "num_steps"),
+    donate_argnames="state",
+    compiler_options=FAST_COMPILE,
+)
+submit = jax.jit(
+    engine_requests.submit, static_argnames="config", donate_argnames="state"
+)
+
+
+def events(state: simulation_state.Simulation) -> simulation_state.Events:
+    return simulation_state.Events(*np.asarray(state.events).T)
+
+
+class Case(NamedTuple):
+    policy: interface.Policy
+    max_samples: int = 1
+    num_pages: int = 22
+    max_swap_pages: int = 0
+
+
+CASES = {
+    "plain": Case(fcfs.fcfs(chunk_size=7, watermark=2)),
+    "swap": Case(
+        fcfs.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
+        max_swap_pages=20,
+    ),
+    "static": Case(static_batching.static(), num_pages=70),
+    "groups": Case(fcfs.fcfs(), max_samples=3, num_pages=42),
+    "groups, swap": Case(
+        fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"),
+        max_samples=3,
+        num_pages=42,
+        max_swap_pages=30,
+    ),
+    "groups, static": Case(static_batching.static(), max_samples=3, num_pages=80),
+}
+
+
+def seeds(*quick: str) -> list[Any]:
+    """One seed of some cases in the quick suite, many of all in the slow one."""
+    slow = pytest.mark.slow
+    first = [
+        pytest.param(name, 10, marks=[] if name in quick else [slow]) for name in CASES
+    ]
+    return [
+        *first,
+        *(
+            pytest.param(name, seed, marks=[slow])
+            for name in CASES
+            for seed in range(11, 20)
+        ),
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "seed"), seeds("plain", "groups, swap"))
+def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
+    case = CASES[name]
+    w, num = workload(seed, 30, max_samples=case.max_samples), 30
+    samples = np.asarray(w.samples)
+    config = EngineConfig(
+        num_pages=case.num_pages,
+        page_size=4,
+        max_slots=9,
+        max_length=60,
+        max_sequences=num * case.max_samples,
+        queue_capacity=num * case.max_samples,
+        token_budget=24,
+        submit_width=num * case.max_samples,
+        max_swap_pages=case.max_swap_pages,
+        max_stop_tokens=1,
+        debug=True,
+    )
+    real = fed_engine(w, config, seed)
+    mine = simulation_step.init(
+        *(w, capacity(config), case.policy),
+        max_slots=config.max_slots,
+        max_samples=case.max_samples,
+    )
+    num_steps, step = 64, 0
+    while int(mine.num_done) < int(mine.num_served):
+        mine, infos = run_simulation(
+            *(mine, w),
+            capacity=capacity(config),
+            policy=case.policy,
+            cost=COST,
+            num_steps=num_steps,
+            max_samples=case.max_samples,
+        )
+        infos = jax.tree.map(np.asarray, infos)
+        for k in range(num_steps):
+            info = jax.tree.map(lambda x, k=k: x[k], infos)
+            real, theirs = run_engine(
+                *(None, real, jnp.asarray(info.start)),
+                config=config,
+                forward=forward,
+                policy=case.policy,
+                num_steps=1,
+            )
+            theirs = jax.tree.map(lambda x: np.asarray(x)[0], theirs)
+            assert seen(info) == seen_by(theirs), f"step {step}"
+            step += 1
+    at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
+    noted, s = events(mine), real.sequences
+    assert int(mine.num_served) == num
+    for field in ("num_preempted", "num_recomputed"):
+        found = np.asarray(getattr(s, field))[: len(at)]
+        np.testing.assert_array_equal(getattr(noted, field)[at], found)
+    assert (noted.num_preempted.sum() > 0) == (name not in ("static", "groups, static"))
+    assert (noted.num_swapped.sum() > 0) == (case.max_swap_pages > 0)
+
+
+def fed_engine(
+    w: arrivals.Workload, config: EngineConfig, seed: int
+) -> engine_state.EngineState:
+    """An engine to which the whole workload has been submitted."""
+    rng = np.random.default_rng(seed)
+    pages = kv_pages.make_pages(
+        num_layers=1,
+        num_pages=config.num_pages,
+        num_kv_heads=1,
+        page_size=config.page_size,
+        head_dim=1,
+        dtype="float32",
+    )
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in np.asarray(w.prompt)]
+    asks = [
+        Sampling(n=int(n), max_tokens=int(most), temperature=1.0, seed=i)
+        for i, (n, most) in enumerate(
+            zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
+        )
+    ]
+    requests = outputs.make_requests(
+        prompts, asks, config=config, width=config.submit_width
+    )
+    arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
+    short = config.submit_width - len(arrival)
+    arrival = jnp.asarray(np.pad(arrival, [(0, short), (0, 0)]))
+    state, _ = submit(
+        engine_state.init(config, pages),
+        requests._replace(arrival=arrival),
+        config=config,
+    )
+    return state
+
+
+def seen(info: simulation_step.StepInfo) -> dict[str, int]:
+    return {
+        "rows": int(info.work.num_decodes + info.work.num_prompt_rows),
+        "admitted": int(info.num_admitted),
+        "preempted": int(info.num_preempted),
+        "finished": int(info.num_finished),
+        "copied": int(info.work.num_copied),
+        "used_pages": int(info.used_pages),
+        "enough": int(info.enough),
+    }
+
+
+def seen_by(info: engine_step.StepInfo) -> dict[str, int]:
+    return {
+        "rows": int(info.num_rows.sum()),
+        "admitted": int(info.num_admitted),
+        "preempted": int(info.num_preempted),
+        "finished": int((info.reason > 0).sum()),
+        "copied": int(info.num_copied),
+        "used_pages": int(info.used_pages),
+        "enough": int(info.enough),
+    }
+
+
+def simulate(
+    w: arrivals.Workload,
+    bounds: simulation_state.Capacity,
+    policy: interface.Policy,
+    cost: Cost = COST,
+    num_steps: int = 400,
+) -> tuple[simulation_state.Simulation, simulation_step.StepInfo]:
+    state = simulation_step.init(w, bounds, policy, max_slots=6)
+    return simulation_step.run_steps(
+        state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
+    )
+
+
+run = jax.jit(simulate, compiler_options=FAST_COMPILE)
+"""Twelve requests each time, so that one program serves all tests."""
+
+RULE = fcfs.fcfs(stackable=True)
+
+BOUNDS = simulation_state.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+
+
+@pytest.mark.thorough
+def test_a_mapped_run_equals_a_run_alone() -> None:
+    """Over rates and seeds, pages and their size, and a policy's parameters."""
+    loads = [workload(seed, 12, rate=50.0 + 100 * seed) for seed in range(4)]
+    bounds = [
+        BOUNDS._replace(num_pages=jnp.int32(pages), page_size=jnp.int32(size))
+        for pages, size in ((22, 4), (44, 2), (90, 1), (10, 8))
+    ]
+    rules = [
+        fcfs.fcfs(watermark=mark, victim=victim, stackable=True)
+        for mark, victim in (
+            (0, "latest"),
+            (2, "cheapest"),
+            (0, "fewest_pages"),
+            (1, "latest"),
+        )
+    ]
+    costs = [Cost(jnp.float32(0.01 * (1 + i))) for i in range(4)]
+    members = list(zip(loads, bounds, rules, costs, strict=True))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    together = jax.jit(jax.vmap(simulate), compiler_options=FAST_COMPILE)(*stacked)
+    num_preempted = 0
+    for i, member in enumerate(members):
+        jax.tree.map(
+            lambda x, y, i=i: np.testing.assert_array_equal(x[i], y),
+            *(together, run(*member)),
+        )
+        num_preempted += int(together[1].num_preempted[i].sum())
+    assert num_preempted > 0
+
+
+def test_idle_time_is_skipped_and_the_clock_stays_exact_for_days() -> None:
+    days = np.arange(12) * 0.25 * 86_400 + 1e-6
+    w = workload(0, 12)._replace(
+        arrival=jnp.asarray(from_seconds(days)),
+        prompt=jnp.full(12, 5, jnp.int32),
+        output=jnp.full(12, 3, jnp.int32),
+    )
+    state, infos = run(w, BOUNDS, RULE)
+    assert int(state.num_done) == 12
+    assert int((infos.micros > 0).sum()) == 36  # three tokens of each
+    noted = events(state)
+    finish = np.stack([noted.finish_s - 1, noted.finish_us], axis=1)
+    took = to_seconds(finish) - days
+    np.testing.assert_allclose(took, 0.01 * (1.05 + 1 + 1), atol=2e-6)
+
+
+def test_a_closed_loop_holds_as_many_requests_as_it_has_clients() -> None:
+    w = workload(1, 12)._replace(
+        arrival=jnp.zeros((12, 2), jnp.int32), clients=jnp.int32(3)
+    )
+    state, infos = run(w, BOUNDS._replace(num_pages=jnp.int32(1000)), RULE)
+    assert int(state.num_done) == 12
+    in_system = np.asarray(infos.num_running + infos.num_waiting)
+    assert in_system.max() == 3
+    assert int(infos.num_running.max()) == 3
+    assert int(infos.num_waiting.min()) == 0
+    # Nobody idles while somebody has not asked yet.
+    done = np.cumsum(np.asarray(infos.num_finished))
+    assert (in_system[1:][done[:-1] <= 12 - 3] == 3).all()
+
+
+@pytest.mark.parametrize("clients", [None, 9])
+def test_everybody_who_has_come_is_counted_as_waiting(clients: int | None) -> None:
+    # The policy sees the first six; all come at once, or most of them.
+    for arrival_s in (np.zeros(12), np.repeat([0.0, 0.05, 0.3, 9.0], [2, 8, 1, 1])):
+        w = workload(4, 12)._replace(
+            arrival=jnp.asarray(from_seconds(arrival_s)),
+            prompt=jnp.asarray([5] * 11 + [70], jnp.int32),  # the last can never fit
+            clients=jnp.int32(clients or interface.NO_LIMIT),
+        )
+        _, infos = run(w, BOUNDS, RULE)
+        done = np.cumsum(infos.num_finished) - infos.num_finished
+        start_s = to_seconds(np.asarray(infos.start))
+        come = np.sum(arrival_s[None, :11] <= start_s[:, None] + 1e-9, axis=1)
+        come = np.minimum(come, done + (clients or 12))
+        np.testing.assert_array_equal(
+            infos.num_waiting, come - infos.num_running - done
+        )
+        if not arrival_s.any():
+            assert infos.num_waiting[0] + infos.num_running[0] == (clients or 11)
+
+
+def test_who_can_never_fit_is_rejected_and_the_others_are_served() -> None:
+    w = workload(2, 12)._replace(
+        prompt=jnp.asarray([5, 70, 5, 40] * 3, jnp.int32),
+        output=jnp.asarray([5, 5, 5, 10] * 3, jnp.int32),
+    )
+    state, _ = run(w, BOUNDS._replace(num_pages=jnp.int32(11)), RULE)
+    assert int(state.num_served) == 6
+    assert int(state.num_done) == 6
+    assert (events(state).finish_s > 0).tolist() == [True, False, True, False] * 3
+
+
+def test_places_are_split_into_what_they_are_good_for() -> None:
+    """A request of 6 + 4 tokens, on pages of 4, its prompt in two chunks."""
+    w = workload(0, 12)._replace(
+        arrival=jnp.asarray(from_seconds(np.arange(12) * 10.0)),
+        prompt=jnp.full(12, 6, jnp.int32),
+        output=jnp.full(12, 4, jnp.int32),
+    )
+    _, infos = run(w, BOUNDS, RULE._replace(chunk_size=jnp.int32(4)))
+    # Nine tokens are written in the end, since the last one drawn is never fed.
+    assert infos.split.tokens[:5].tolist() == [4, 6, 7, 8, 9]
+    assert infos.split.reserved[:5].tolist() == [4, 2, 1, 0, 0]
+    assert infos.split.internal[:5].tolist() == [0, 0, 0, 0, 3]
+
+
+def test_time_passes_in_microseconds() -> None:
+    advance = jax.jit(jaxkv_clock.advance)
+    clock, micros = advance(
+        jnp.asarray([86_400 * 400, 999_999], jnp.int32), jnp.float32(1e-6)
+    )
+    assert clock.tolist() == [86_400 * 400 + 1, 0]
+    assert int(micros) == 1
+    clock, micros = advance(clock, jnp.float32(1500.25))
+    assert clock.tolist() == [86_400 * 400 + 1501, 250_000]
+    times = np.array([0.0, 1.9999996, 12.5])
+    np.testing.assert_array_equal(from_seconds(times), [[0, 0], [2, 0], [12, 500_000]])
+    # 2.3 - 2 is below 0.3, and what is cut off there is a whole microsecond.
+    assert from_seconds(2.3).tolist() == [2, 300_000]
+    assert from_seconds(2.0**31 - 1).tolist() == [2**31 - 1, 0]
+    later = functools.partial(jaxkv_clock.later, jnp.asarray([5, 7], jnp.int32))
+    assert later(jnp.asarray([5, 8], jnp.int32)).tolist() == [5, 8]
+    assert later(jnp.asarray([4, 9], jnp.int32)).tolist() == [5, 7]
+
+
+BUGS = {
+    "the last token has a place": Bug(
+        batch,
+        "split",
+        "jnp.maximum(limit - 1, line.length)",
+        "limit",
+        test_places_are_split_into_what_they_are_good_for,
+    ),
+    "places ahead count as tokens": Bug(
+        batch,
+        "split",
+        "tokens = within(line.length)",
+        "tokens = within(line.places)",
+        test_places_are_split_into_what_they_are_good_for,
+    ),
+    "clients ask as soon as they like": Bug(
+        apply_plan,
+        "arrive",
+        "comes &= index < state.num_done + workload.clients",
+        "",
+        test_a_closed_loop_holds_as_many_requests_as_it_has_clients,
+    ),
+    "who finishes is never counted": Bug(
+        apply_plan,
+        "retire",
+        "state.num_done + jnp.sum(over, dtype=jnp.int32)",
+        "state.num_done",
+        test_who_can_never_fit_is_rejected_and_the_others_are_served,
+    ),
+    "those behind the queue are not waiting": Bug(
+        simulation_step,
+        "_all_waiting",
+        "info.num_waiting + come - behind.num_taken",
+        "info.num_waiting",
+        test_everybody_who_has_come_is_counted_as_waiting,
+        (None,),
+    ),
+    "requests come before their time": Bug(
+        apply_plan,
+        "arrive",
+        "comes &= is_past(workload.arrival[request], state.clock)",
+        "",
+        test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
+    ),
+    "an idle machine waits step by step": Bug(
+        simulation_step,
+        "_advance",
+        "jnp.where(idle, later(clock, w.arrival[upcoming]), clock)",
+        "clock",
+        test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        bug.noticed_by(*bug.arguments)
+        # A program of its own, that of the right functions being compiled.
+        mine = functools.partial(simulate)
+        patch.setitem(globals(), "run", jax.jit(mine, compiler_options=FAST_COMPILE))
+        mutation.seed(patch, bug)
+        with pytest.raises(AssertionError):
+            bug.noticed_by(*bug.arguments)

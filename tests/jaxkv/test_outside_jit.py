@@ -1,0 +1,156 @@
+"""Outside of `jit` NumPy's arrays will do, and every state made can be donated."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import decoding
+from jaxkv.engine.requests import Requests
+from jaxkv.engine.state import EngineConfig
+from jaxkv.models import paged, transformer
+from jaxkv.sampling import Sampling, beam_search
+from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.serving import outputs
+from jaxkv.simulation import contiguous, step
+from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.workloads import arrivals
+from tests.support import engines
+from tests.support.engines import MODEL
+
+CONFIG = EngineConfig(
+    num_pages=16,
+    page_size=4,
+    max_slots=3,
+    max_length=32,
+    max_sequences=6,
+    queue_capacity=4,
+    token_budget=8,
+    submit_width=4,
+    max_beams=2,
+    max_swap_pages=4,
+    prefix_cache=True,
+)
+TWO = np.arange(2)
+LOAD = arrivals.make(TWO * 0.5, TWO + 3, TWO + 2)
+BOUNDS = Capacity(*(jnp.int32(x) for x in (16, 4, 32, 8, 4)))
+FORWARD = paged.PagedForward(MODEL)
+
+
+def on_host(tree: Any) -> Any:
+    """The same in NumPy's arrays."""
+    return jax.tree.map(np.asarray, tree)
+
+
+def cache() -> decoding.Cache:
+    pages = paged.make_pages(MODEL, CONFIG)
+    return decoding.init_cache(pages, max_slots=3, max_length=32)
+
+
+def requests() -> Requests:
+    asks = [Sampling(seed=1), Sampling(n=2)]
+    return outputs.make_requests([[1, 2, 3], [4]], asks, config=CONFIG, width=4)
+
+
+def simulated(**fields: Any) -> Simulation:
+    policy = fields.pop("policy", fcfs.fcfs())
+    return step.init(LOAD, BOUNDS, policy, max_slots=3, **fields)
+
+
+def cost(work: step.Work) -> jax.Array:
+    return jnp.float32(0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("as_users_have_it")
+def test_requests_can_be_submitted_without_jit() -> None:
+    state = engines.start(CONFIG)
+    found = jaxkv.submit(state, requests(), config=CONFIG)
+    expected = engines.submit(engines.start(CONFIG), requests(), config=CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    name = on_host(jnp.zeros(1, jnp.int32))
+    assert found[1].tolist() == [True, True, True, False]
+    left = jaxkv.cancel(found[0], name, name - 1)
+    assert int(left.queue.length) == 1
+
+
+@functools.cache
+def calls() -> dict[str, Any]:
+    """Public functions, with nothing but NumPy's arrays."""
+    params, state = on_host(engines.params()), on_host(engines.start(CONFIG))
+    served: Any = {
+        "config": CONFIG,
+        "forward": FORWARD,
+        "policy": on_host(fcfs.fcfs()),
+    }
+    three = on_host(jnp.arange(3))
+    bounds: Any = {"capacity": on_host(BOUNDS), "policy": fcfs.fcfs(), "cost": cost}
+    machine, load, empty = on_host((simulated(), LOAD, cache()))
+    return {
+        "submit": lambda: jaxkv.submit(state, requests(), config=CONFIG),
+        "cancel": lambda: jaxkv.cancel(state, three, three),
+        "drain": lambda: jaxkv.drain(state),
+        "step": lambda: jaxkv.step(params, state, **served),
+        "run_steps": lambda: jaxkv.run_steps(*(params, state, three[:2]), **served),
+        "prefill": lambda: decoding.prefill(
+            *(params, empty, three[:, None], three), forward=FORWARD
+        ),
+        "decode_step": lambda: decoding.decode_step(
+            *(params, empty, three), forward=FORWARD, active=three > 0
+        ),
+        "logits": lambda: transformer.logits(params, three[None], config=MODEL),
+        "simulation.init": lambda: step.init(
+            *(load, on_host(BOUNDS), fcfs.fcfs()), max_slots=3
+        ),
+        "simulation.step": lambda: step.step(machine, load, **bounds),
+        "simulation.run_steps": lambda: step.run_steps(
+            *(machine, load), **bounds, num_steps=2
+        ),
+    }
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("submit", "cancel", "drain", "step", "run_steps", "prefill", "decode_step"),
+        *("logits", "simulation.init", "simulation.step", "simulation.run_steps"),
+    ],
+)
+def test_public_functions_take_numpy_arrays(name: str) -> None:
+    # Not run: what they trace to is the same, and what is no argument stays NumPy's.
+    jax.eval_shape(calls()[name])
+
+
+STATES = {
+    "engine": lambda: engines.start(CONFIG),
+    "cache": cache,
+    "beams": lambda: beam_search.make_beams(2),
+    "simulation": simulated,
+    "samples": lambda: simulated(max_samples=2),
+    "static": lambda: simulated(policy=static_batching.static()),
+    "contiguous": lambda: simulated(
+        reservation=contiguous.reservation("max", num_leaves=16, leaves_per_region=8)
+    ),
+    "workload": lambda: LOAD,
+    "policy": lambda: fcfs.fcfs(stackable=True),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_no_buffer_stands_twice_in_what_may_be_donated(name: str) -> None:
+    leaves = [x for x in jax.tree.leaves(STATES[name]()) if x.size]
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves) > 1
+
+
+def test_a_simulation_can_be_donated() -> None:
+    donate = jax.jit(lambda state: jax.tree.map(lambda x: x, state), donate_argnums=0)
+    machine = simulated(max_samples=2)
+    before = jax.tree.map(np.array, machine)  # a view would keep the buffers
+    jax.tree.map(np.testing.assert_array_equal, donate(machine), before)
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(machine.queue)

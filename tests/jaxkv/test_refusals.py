@@ -1,0 +1,525 @@
+"""Whatever is passed ends in an answer or in one clear line, and nothing is left of it.
+
+One engine takes it all: after every refusal it holds nobody, and it serves a known
+batch as if nothing had been tried.
+"""
+
+import dataclasses
+import math
+import random
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import decoding, validation
+from jaxkv.engine.state import EngineConfig
+from jaxkv.memory import kv_pages, page_pool, page_table
+from jaxkv.models import paged
+from jaxkv.models.config import Experts, ModelConfig, RopeScaling
+from jaxkv.sampling import Sampling
+from jaxkv.serving import device_memory, outputs
+from jaxkv.workloads import arrivals, lengths
+from tests.support import engines
+from tests.support.folders import TOKENIZED
+
+# What is passed here is what no annotation allows.
+api: Any = types.SimpleNamespace(
+    Engine=jaxkv.Engine,
+    EngineConfig=EngineConfig,
+    Experts=Experts,
+    Fixed=lengths.Fixed,
+    Gamma=lengths.Gamma,
+    Sampling=Sampling,
+    fcfs=jaxkv.fcfs,
+    init_cache=decoding.init_cache,
+    make_pages=kv_pages.make_pages,
+    make_pool=page_pool.make_pool,
+    poisson=arrivals.poisson,
+)
+pytestmark = pytest.mark.usefixtures("fast_compile", "as_users_have_it")
+FOLDER = TOKENIZED
+BOUNDS = engines.SERVED
+PROMPTS: list[Any] = ["def bisect_left(a", "import os\n", [5, 6, 7]]
+GREEDY = Sampling.greedy(max_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def engine() -> jaxkv.Engine:
+    return jaxkv.Engine.load(FOLDER, **vars(BOUNDS))
+
+
+@pytest.fixture(scope="module")
+def known(engine: jaxkv.Engine) -> list[list[int]]:
+    """What the batch is answered before anything was tried."""
+    return [each.tokens for each in engine.generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(engine: jaxkv.Engine, known: list[list[int]]) -> Any:
+    yield
+    assert_sound(engine, known)
+
+
+def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
+    """The engine is idle and empty, and serves what it served before."""
+    assert list(engine.stream()) == []
+    assert engine._ledger.is_empty()
+    assert [each.tokens for each in engine.generate(PROMPTS, GREEDY)] == known
+    engines.assert_empty(engine._state)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What is said when it is refused."""
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        call()
+    return check_line(str(caught.value))
+
+
+def check_line(message: str) -> str:
+    """It is one line, and not too long."""
+    assert "\n" not in message
+    assert 0 < len(message) < 300, message
+    return message
+
+
+class Broken:
+    """Cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no\nway")
+
+
+# Requests
+
+NO_PROMPTS = [
+    *(None, 5, 1.5, True, b"ab", {"a": 1}, {1, 2}, iter([1]), object(), Broken()),
+    *([[1], [2]], [1.7], ["5"], [None], [True], [1, True], [1, "2"], [[1], 2]),
+    *([math.nan], [1, Broken()]),
+    *(np.array([1.5]), np.array([[1]]), np.array(3), np.array([True]), np.zeros(0)),
+    *(jnp.array([1.5]), jnp.zeros((2, 2), jnp.int32), np.array(["a"])),
+]
+
+
+def _named(value: Any) -> str:
+    """A name that is the same in every process."""
+    return re.sub(r" at 0x\w+", "", validation.shown(value))
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=_named)
+def test_what_is_no_prompt_is_refused(engine: jaxkv.Engine, prompt: Any) -> None:
+    if isinstance(prompt, np.ndarray) and not prompt.size:
+        wanted = "the prompt is empty"
+    else:
+        wanted = f"prompt={validation.shown(prompt)} must be a sequence of token ids"
+    some: Any = ["x", prompt]
+    assert wanted in refusal(lambda: engine.submit(prompt))
+    assert f"prompts[1]: {wanted}" in refusal(lambda: engine.generate(some))
+
+
+@pytest.mark.parametrize("token", [-1, 320, 2**31, 2**40, 2**63, 10**30, -(2**70)])
+def test_tokens_out_of_the_vocabulary_are_refused(
+    engine: jaxkv.Engine, token: int
+) -> None:
+    message = refusal(lambda: engine.submit([1, token, 2]))
+    assert str(token)[:20] in message
+    assert "must be" in message
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        (5, 6, 7),
+        range(5, 8),
+        np.array([5, 6, 7]),
+        np.array([5, 6, 7], np.uint8),
+        np.array([5, 6, 7], np.int8),
+        jnp.array([5, 6, 7]),
+        [np.int64(5), 6, np.uint64(7)],
+    ],
+    ids=_named,
+)
+def test_every_sequence_of_token_ids_is_a_prompt(
+    engine: jaxkv.Engine, known: list[list[int]], prompt: Any
+) -> None:
+    [done] = engine.generate([prompt], GREEDY)
+    assert done.tokens == known[2]
+    rows: Any = np.array([[int(token) for token in prompt]])
+    [done] = engine.generate(rows, [GREEDY])
+    assert done.tokens == known[2]
+
+
+@pytest.mark.parametrize("sampling", [{}, "x", [Sampling()], 3, Sampling, Broken()])
+def test_what_is_no_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> None:
+    wanted = f"sampling={validation.shown(sampling)} must be a Sampling"
+    assert wanted in refusal(lambda: engine.submit("x", sampling))
+    message = refusal(lambda: engine.generate(["x", "y"], [GREEDY, sampling]))
+    assert f"prompts[1]: {wanted}" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            ("arrival_s", x)
+            for x in (math.nan, math.inf, -math.inf, 1e12, -1.0, "3", True, [1.0])
+        ],
+        *[
+            ("request_id", x)
+            for x in (1.5, 1.0, True, "a", -1, 2**31, math.nan, [1], np.bool_(True))
+        ],
+    ],
+)
+def test_times_and_names_that_are_none_are_refused(
+    engine: jaxkv.Engine, name: str, value: Any
+) -> None:
+    before = engine.submit([5], GREEDY)
+    message = refusal(lambda: engine.submit([5], GREEDY, **{name: value}))
+    assert message.startswith(f"{name}={validation.shown(value)} must be ")
+    # A number that was not used is not used up: draws without a seed depend on it.
+    assert engine.submit([5], GREEDY) == before + 1
+    for event in engine.stream():
+        assert event.request_id in (before, before + 1)
+
+
+@pytest.mark.parametrize("name", [np.int64(7), np.uint8(7), np.array(7), jnp.array(7)])
+def test_names_and_times_may_be_those_of_numpy(engine: jaxkv.Engine, name: Any) -> None:
+    time_s: Any = np.float32(0.5)
+    found = engine.submit([5], GREEDY, request_id=name, arrival_s=time_s)
+    assert type(found) is int
+    assert found == 7
+    [done] = [event.completion for event in engine.stream() if event.completion]
+    assert (done.request_id, done.arrival_s) == (7, 0.5)
+
+
+def test_one_prompt_is_no_list_of_prompts(engine: jaxkv.Engine) -> None:
+    untyped: Any = engine
+    message = "prompts='abc' must be a list of prompts: wrap a single one, [prompt]"
+    assert refusal(lambda: untyped.generate("abc")) == message
+    tries: list[Any] = [b"abc", None, 5, {"a": 1}, iter(["a"]), np.array(3), Broken()]
+    for prompts in tries:
+        message = refusal(lambda prompts=prompts: engine.generate(prompts))
+        assert message.startswith(f"prompts={validation.shown(prompts)} must be a list")
+    ids: Any = [1, 2]
+    assert "prompts[0]: prompt=1 must be" in refusal(lambda: engine.generate(ids))
+    for sampling in ("x", {}, 3, Sampling):
+        message = refusal(lambda ask=sampling: untyped.generate(["x"], ask))
+        assert message.startswith(f"sampling={validation.shown(sampling)} must be a ")
+    refusal(lambda: untyped.cancel([1]))
+    refusal(lambda: untyped.cancel(True))
+
+
+# Every field of a configuration, by its type
+
+NO_NUMBERS = [None, True, "1", math.nan, math.inf, [1.0], np.ones(2), 10**400, Broken()]
+NO_COUNTS = [True, 1.0, "1", [], -1, 2**70]
+NO_FLAGS = [None, 1, 0, "no"]
+SAMPLING_TYPES: dict[str, list[Any]] = {
+    "temperature": NO_NUMBERS,
+    "top_k": [None, *NO_COUNTS],
+    "top_p": NO_NUMBERS,
+    "min_p": NO_NUMBERS,
+    "repetition_penalty": NO_NUMBERS,
+    "presence_penalty": NO_NUMBERS,
+    "frequency_penalty": NO_NUMBERS,
+    "seed": NO_COUNTS,
+    "n": [None, 0, *NO_COUNTS],
+    "best_of": [0, *NO_COUNTS],
+    "beam_width": [0, *NO_COUNTS],
+    "length_penalty": NO_NUMBERS,
+    "early_stopping": [None, 0, 1, "always", np.array([1, 2])],
+    "max_tokens": [None, 0, *NO_COUNTS],
+    "stop": ["abc", ["a"], (b"a",), ("a", ""), None, (1,)],
+    "stop_tokens": [3, [1], (1.0,), (True,), ("1",), (2**31,), (-1,)],
+    "ignore_eos": NO_FLAGS,
+    "logprobs": NO_COUNTS,
+    "prompt_logprobs": NO_FLAGS,
+    "prefix_cache": NO_FLAGS,
+    "salt": [None, *NO_COUNTS],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING_TYPES)
+def test_a_sampling_says_which_field_is_of_another_type(name: str) -> None:
+    for value in SAMPLING_TYPES[name]:
+        message = refusal(lambda value=value: api.Sampling(**{name: value}))
+        assert f"self.{name}={validation.shown(value)} must be " in message
+    assert SAMPLING_TYPES.keys() == {x.name for x in dataclasses.fields(Sampling)}
+
+
+@pytest.mark.parametrize(
+    "field", dataclasses.fields(EngineConfig), ids=lambda x: x.name
+)
+def test_bounds_say_which_field_is_of_another_type(field: Any) -> None:
+    tries: list[Any] = [None, "4", 1.5, [4], 2**64, -(2**70), np.ones(2), Broken()]
+    tries += [1, 0] if isinstance(field.default, bool) else [True, np.bool_(True)]
+    for value in tries:
+        message = refusal(lambda value=value: api.EngineConfig(**{field.name: value}))
+        shown = f"self.{field.name}={validation.shown(value)}"
+        assert message.startswith(f"{shown} must be ")
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    bounds = api.EngineConfig(
+        num_pages=np.int64(9), debug=np.bool_(True), seed=np.uint64(3)
+    )
+    assert bounds == EngineConfig(num_pages=9, debug=True, seed=3)
+    assert [type(x) for x in (bounds.num_pages, bounds.debug)] == [int, bool]
+    fields = dict(temperature=np.float32(0.5), top_k=np.int8(3))
+    ask = api.Sampling(**fields | {"stop_tokens": (np.int64(4),)})
+    assert ask == Sampling(temperature=0.5, top_k=3, stop_tokens=(4,))
+    assert [type(x) for x in (ask.temperature, ask.top_k)] == [float, int]
+    assert type(ask.stop_tokens[0]) is int
+
+
+# What else takes numbers of a caller
+
+
+def made(**fields: Any) -> kv_pages.Pages:
+    sizes: dict[str, Any] = dict.fromkeys(
+        ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 2
+    )
+    return api.make_pages(**sizes | {"dtype": "float32"} | fields)
+
+
+def asked(**fields: Any) -> Any:
+    given: dict[str, Any] = {"prompts": [[1], [2]], "asks": [GREEDY] * 2}
+    given |= fields
+    prompts, asks = given.pop("prompts"), given.pop("asks")
+    return outputs.make_requests(prompts, asks, config=BOUNDS, **given)
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "pages": (lambda: made(num_pages=1.5), "num_pages=1.5 must be a whole number"),
+    "layers": (lambda: made(num_layers=True), "num_layers=True must be a whole"),
+    "dtype": (lambda: made(dtype="foo"), "dtype='foo' must be a floating type"),
+    "ints": (lambda: made(dtype="int8"), "dtype='int8' must be a floating type"),
+    "kv": (lambda: made(kv_dtype=["int8"]), "kv_dtype=['int8'] must be 'model', "),
+    "flat": (
+        lambda: made(num_layers=2**20, num_pages=2**20),
+        "num_layers=1048576 times num_pages=1048576 must be below 2**31",
+    ),
+    "pool": (lambda: api.make_pool(2.0), "num_pages=2.0 must be a whole"),
+    "table": (lambda: page_table.make_table(0, 1), "max_slots=0 must be at least 1"),
+    "cache": (
+        lambda: api.init_cache(made(), max_slots=1, max_length=1.5),
+        "max_length=1.5 must be a whole number",
+    ),
+    "chunk": (lambda: api.fcfs(chunk_size=1.5), "chunk_size=1.5 must be"),
+    "hold": (lambda: api.fcfs(hold_new=1), "hold_new=1 must be True or F"),
+    "victim": (lambda: api.fcfs(victim=["latest"]), "victim=['latest']"),
+    "prompts": (lambda: asked(prompts=[[1], 2]), "prompts[1]=2 must be a sequence"),
+    "int32": (lambda: asked(prompts=[[1], [2**31]]), "prompts[1]: token id 2147483648"),
+    "asks": (lambda: asked(asks=[GREEDY, 3]), "asks[1]=3 must be a Sampling"),
+    "few": (lambda: asked(asks=[GREEDY]), "len(asks)=1 must be len(prompts)=2"),
+    "ids": (lambda: asked(request_ids=[1, 2.5]), "request_ids=2.5 must be a whole"),
+    "times": (lambda: asked(arrivals_s=[0, math.nan]), "arrivals_s=nan must be in"),
+    "lengths": (lambda: asked(arrivals_s=[0.0]), "len(arrivals_s)=1 must be len(pr"),
+    "width": (lambda: asked(width=1), "width=1 must be at least 2, one row"),
+    "stops": (
+        lambda: asked(asks=[GREEDY, Sampling(stop_tokens=(1, 2, 3, 4))]),
+        "4 tokens that end a request must be at most config.max_stop_tokens=3",
+    ),
+    "rate": (
+        lambda: api.poisson(np.random.default_rng(0), rate="1", num=1),
+        "rate='1' must be a number, above 0 requests per second",
+    ),
+    "num": (
+        lambda: api.poisson(np.random.default_rng(0), rate=1.0, num=1.5),
+        "num=1.5 must be a whole number",
+    ),
+    "law": (lambda: api.Fixed(tokens=1.5), "self.tokens=1.5 must be in"),
+    "mean": (lambda: api.Gamma(mean="9", shape=1.0), "mean='9' must be"),
+    "model": (
+        lambda: dataclasses.replace(engines.MODEL, num_layers=1.5),
+        "self.num_layers=1.5 must be a whole number",
+    ),
+    "theta": (
+        lambda: dataclasses.replace(engines.MODEL, rope_theta=math.inf),
+        "self.rope_theta=inf must be above 0 and finite",
+    ),
+    "experts": (
+        lambda: api.Experts(num_experts=2, top_k=1, size="8"),
+        "self.size='8' must be a whole number",
+    ),
+    "scaling": (lambda: RopeScaling(factor=0.0), "self.factor=0.0 must be above 0"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_functions_say_what_is_wrong(name: str) -> None:
+    call, wanted = OTHERS[name]
+    assert wanted in refusal(call)
+
+
+def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
+    parts: dict[str, Any] = dict(
+        params={},
+        forward=paged.PagedForward(engines.MODEL),
+        pages=paged.make_pages(engines.MODEL, BOUNDS),
+        config=BOUNDS,
+    )
+    tries: tuple[tuple[str, Any, str], ...] = (
+        ("config", vars(BOUNDS), "must be a EngineConfig"),
+        ("pages", (1, 2), "must be a Pages"),
+        ("forward", 3, "must be a Forward"),
+        ("policy", jaxkv.fcfs, "must be a Policy or None"),
+        ("policy", 3, "must be a Policy or None"),
+        ("eviction", jaxkv.fcfs(), "must be a Eviction or None"),
+        ("logits_fn", "x", "must be a Callable or None"),
+        ("host_pages", 1.5, "must be a whole number"),
+        ("keep_trace", 1, "must be True or False"),
+        ("eos_ids", 3, "must be a sequence of token ids"),
+        ("eos_ids", ["a"], "must be a sequence of token ids"),
+    )
+    for name, value, wanted in tries:
+        given = parts | {name: value}
+        message = refusal(lambda given=given: api.Engine(**given))
+        assert message.startswith(f"{name}={validation.shown(value)} {wanted}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(num_pages=2**30),
+        dict(page_size=2**31 - 1),
+        dict(max_sequences=2**30),
+        dict(max_length=2**31 - 1),
+        dict(max_swap_pages=2**30),
+        dict(max_logprobs=2**30),
+    ],
+    ids=str,
+)
+def test_what_is_larger_than_the_memory_is_refused(fields: dict[str, Any]) -> None:
+    message = refusal(lambda: jaxkv.Engine.load(FOLDER, **fields))
+    assert " bytes are needed and " in message
+    assert " are free for config.num_pages=" in message
+
+
+def test_the_memory_that_is_free_is_known() -> None:
+    state = engines.start(BOUNDS)
+    assert device_memory.num_bytes(state) == sum(
+        x.nbytes for x in jax.tree.leaves(state)
+    )
+    free = device_memory.free_bytes()
+    assert free is None or free > 2**20
+    device_memory.check_room(state, "what there is")
+
+
+def test_a_pool_that_cannot_be_allocated_is_one_line() -> None:
+    message = refusal(lambda: made(num_pages=2**29, page_size=2**16, head_dim=2**10))
+    assert message.startswith("no room for num_pages=536870912: ")
+
+
+# Whatever it is
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, 2, 3, 7, -1, 64, 2**31, 2**40, 10**400),
+    *(0.0, 0.5, 1.0, 1.5, -0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf),
+    *("", "a", "never", "int8", (), ("a",), (1,), (1, 2, 3, 4), [], [1], {}, b"x"),
+    *(np.int64(2), np.float32(0.25), np.array([1, 2]), np.bool_(True), Broken()),
+]
+
+
+def drawn_fields(rng: random.Random, kind: Any) -> dict[str, Any]:
+    """Some fields of a configuration, with anything in them."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    chosen = rng.sample(names, rng.choice([1, 1, 2, 3]))
+    return {name: rng.choice(VALUES) for name in chosen}
+
+
+@pytest.mark.parametrize(
+    "kind", [EngineConfig, Sampling, ModelConfig, Experts, RopeScaling]
+)
+def test_configurations_of_anything_are_made_or_refused(kind: Any) -> None:
+    rng, num_made = random.Random(0), 0
+    needed = {"ModelConfig": vars(engines.MODEL)}.get(kind.__name__, {})
+    if kind is Experts:
+        needed = dict(num_experts=4, top_k=2, size=8)
+    for _ in range(2000):
+        fields = drawn_fields(rng, kind)
+        try:
+            value = kind(**needed | fields)
+        except ValueError as error:
+            message = check_line(str(error))
+            together = ("beam search takes", "experts have no biases", "shared experts")
+            assert any(name in message for name in [*fields, *together]), message
+        else:
+            num_made += 1
+            assert hash(value) == hash(dataclasses.replace(value))
+    assert 50 < num_made < 1900
+
+
+def drawn_sampling(rng: random.Random) -> Any:
+    """Mostly a `Sampling`, with a field or two of any value; rarely something else."""
+    if rng.random() < 0.05:
+        return rng.choice([*VALUES, Sampling])
+    fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9, 200])}
+    if rng.random() < 0.5:
+        fields["temperature"] = rng.choice([0.0, 0.7, 3.0])
+    if rng.random() < 0.4:
+        fields |= drawn_fields(rng, Sampling)
+    return Sampling(**fields)
+
+
+def drawn_prompt(rng: random.Random) -> Any:
+    if rng.random() < 0.15:
+        return rng.choice([*NO_PROMPTS, *VALUES, "\ud800", [1] * 64, [320]])
+    if rng.random() < 0.3:
+        return rng.choice(["import os", "x" * rng.randrange(1, 90), "naïve ☃"])
+    tokens = [rng.randrange(320) for _ in range(rng.randrange(1, 40))]
+    return rng.choice([tokens, tuple(tokens), np.array(tokens), jnp.array(tokens)])
+
+
+def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
+    """Passes random arguments; gives the names of the requests that were taken."""
+    prompts = [drawn_prompt(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
+    fields: dict[str, Any] = {}
+    if rng.random() < 0.2:
+        fields["request_id"] = rng.choice([*VALUES, 10**6, np.int32(10**6 + 1)])
+    if rng.random() < 0.2:
+        fields["arrival_s"] = rng.choice([*VALUES, engine.now() + 0.01])
+    num = len(engine._ledger.records)
+    try:
+        if len(prompts) > 1:
+            asks = [drawn_sampling(rng) for _ in prompts]
+            done = engine.generate(prompts, rng.choice([asks, asks[0], asks[1:]]))
+            assert len(done) == len(prompts)
+            return set()
+        name = engine.submit(prompts[0], drawn_sampling(rng), **fields)
+    except ValueError as error:
+        check_line(str(error))
+        assert len(engine._ledger.records) == num
+        return set()
+    if fields.get("arrival_s") is not None and fields["arrival_s"] > engine.now() + 1:
+        engine.cancel(name)
+    return {name}
+
+
+@pytest.mark.parametrize(
+    ("seed", "num"),
+    [(0, 500), *[pytest.param(i, 700, marks=pytest.mark.thorough) for i in (1, 2, 3)]],
+)
+def test_requests_of_anything_are_served_or_refused(
+    engine: jaxkv.Engine, known: list[list[int]], seed: int, num: int
+) -> None:
+    rng, taken, done = random.Random(seed), set[int](), dict[int, str]()
+    num_taken = 0
+    for index in range(num):
+        taken |= tried(engine, rng)
+        if index % 25 == 24:
+            for event in engine.stream():
+                if event.completion is not None:
+                    done[event.request_id] = event.completion.reason
+            assert done.keys() >= taken
+            assert set(done.values()) <= {"stop", "length", "cancelled"}
+            num_taken += len(taken)
+            taken.clear()
+            assert_sound(engine, known)
+    assert num / 8 < num_taken < num

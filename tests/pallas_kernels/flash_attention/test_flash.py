@@ -1,0 +1,103 @@
+"""Attention in tiles: against plain softmax in float64, its gradient included."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.flash_attention import tiled
+from pallas_kernels.flash_attention.tiled import flash_attention
+from tests.support.flash_cases import draw, in_float64, plain, total
+
+CASES = [
+    # queries, keys, q_heads, kv_heads, head_dim, causal, window
+    (1, 1, 1, 1, 8, True, None),
+    (7, 7, 2, 2, 8, True, None),
+    (16, 16, 4, 2, 16, True, None),
+    (33, 33, 4, 1, 8, True, None),
+    (40, 40, 2, 1, 8, True, 5),
+    (40, 40, 2, 1, 8, True, 16),
+    (40, 40, 2, 1, 8, True, 99),
+    (5, 45, 4, 2, 8, True, None),
+    (5, 45, 2, 2, 8, True, 12),
+    (1, 50, 2, 1, 8, True, None),
+    (20, 37, 4, 2, 8, False, None),
+    (37, 5, 2, 1, 8, False, None),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_plain_softmax(case) -> None:
+    *sizes, causal, window = case
+    arrays = draw(*sizes, "float32")
+
+    def both(attend: Any) -> Any:
+        """The outputs, and how a number moves that depends on every one of them."""
+        grad = jax.grad(partial(total, attend), argnums=(0, 1, 2))
+        return jax.jit(lambda *arrays: (attend(*arrays), grad(*arrays)))
+
+    wanted = in_float64(both(partial(plain, causal=causal, window=window)), *arrays)
+    # Several tiles, and one that holds everything.
+    for tile in (16, 128):
+        ours = partial(flash_attention, causal=causal, window=window, tile=tile)
+        outputs, gradients = both(ours)(*arrays)
+        for a, b in zip(outputs, wanted[0], strict=True):
+            np.testing.assert_allclose(a, b, atol=3e-6, rtol=1e-5)
+        for a, b in zip(gradients, wanted[1], strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_error_is_that_of_the_type(dtype: str) -> None:
+    arrays = draw(70, 70, 4, 2, 32, dtype)
+    twin = partial(plain, causal=True, window=None)
+    wanted = in_float64(twin, *arrays)
+    same = jax.jit(twin)(*arrays)
+    found = jax.jit(partial(flash_attention, tile=16))(*arrays)
+    assert found[0].dtype == dtype
+    assert found[1].dtype == jnp.float32
+    for a, b, c in zip(found, same, wanted, strict=True):
+        exact = np.asarray(c)
+        ours = np.abs(np.asarray(a, np.float64) - exact)
+        theirs = np.abs(np.asarray(b, np.float64) - exact)
+        assert ours.max() <= 2 * theirs.max() + 1e-5
+        assert ours.mean() <= 1.5 * theirs.mean() + 1e-5
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+    def temporary(length: int) -> int:
+        shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        grad = jax.grad(partial(total, flash_attention), argnums=(0, 1, 2))
+        compiled: Any = jax.jit(grad).lower(shape, shape, shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(1024), temporary(4096)
+    assert long < 4.5 * short
+    assert long < 4096**2 * 4  # one head's scores
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(window=0), "window=0 must be at least 1"),
+        (dict(window=3, causal=False), "needs causal=True"),
+        (dict(tile=0), "tile=0 must be at least 1"),
+        (dict(implementation="cudnn"), "the device is a cpu, not a GPU; 'refer"),
+    ],
+)
+def test_calls_that_cannot_be_served(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*draw(4, 4, 2, 1, 8, "float32"), **fields)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="q_heads=3 must be a multiple of kv_heads=2"):
+        flash_attention(*draw(4, 4, 3, 2, 8, "float32"))
+    with pytest.raises(ValueError, match=r"must be at most k.shape\[1\]=4 if causal"):
+        flash_attention(*draw(5, 4, 2, 1, 8, "float32"))
+    assert tiled.TILE == 128

@@ -1,0 +1,143 @@
+"""Copies of pages: the door against numpy, all layers at once, and in place."""
+
+import inspect
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.memory import kv_pages
+from jaxkv.memory.kv_pages import Pages
+from jaxkv.memory.page_pool import NO_PAGE
+from pallas_kernels.page_ops.copy import copy_pages
+from tests.support.trees import assert_maps, ints
+
+NUM_PAGES = 12
+
+
+def numbered(*shape: int) -> jax.Array:
+    return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+
+
+def copy_twin(pages: np.ndarray, source: Any, target: Any) -> np.ndarray:
+    """One entry after the other, all of them reading the old pages."""
+    after = pages.copy()
+    for read, written in zip(np.asarray(source), np.asarray(target), strict=True):
+        if 0 <= read < len(pages) and 0 <= written < len(pages):
+            after[written] = pages[read]
+    return after
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4, 3)])
+def test_random_copies_equal_the_twin(shape: tuple[int, ...]) -> None:
+    rng, pages = np.random.default_rng(0), numbered(NUM_PAGES, *shape)
+    copy = jax.jit(copy_pages)
+    for _ in range(50):
+        # Targets are distinct, and often sources too; both may lie out of range.
+        source = rng.integers(-3, NUM_PAGES + 3, 7).astype(np.int32)
+        target = rng.permutation(np.arange(-3, NUM_PAGES + 3))[:7].astype(np.int32)
+        wanted = copy_twin(np.asarray(pages), source, target)
+        np.testing.assert_array_equal(copy(pages, source, target), wanted)
+
+
+def test_sources_are_read_before_targets_are_written() -> None:
+    pages = numbered(4, 2)
+    after = copy_pages(pages, ints(0, 1, 2), ints(1, 2, 0))
+    np.testing.assert_array_equal(after, pages[ints(2, 0, 1, 3)])
+
+
+def test_pages_come_from_another_array() -> None:
+    pages, other = numbered(4, 2), -numbered(6, 2)
+    after = copy_pages(pages, ints(5, -1, 6, 0), ints(1, 2, 3, 9), origin=other)
+    np.testing.assert_array_equal(after, pages.at[1].set(other[5]))
+    with pytest.raises(ValueError, match="must be pages"):
+        copy_pages(pages, ints(0), ints(1), origin=numbered(4, 3))
+
+
+def test_an_implementation_that_cannot_serve_is_refused() -> None:
+    arrays: Any = (numbered(4, 2), ints(0), ints(1))
+    with pytest.raises(ValueError, match="the device is a cpu, not a GPU"):
+        copy_pages(*arrays, implementation="mosaic_gpu")
+    # Without the type checks that tests run under, as a user would call it.
+    copy = inspect.unwrap(copy_pages)
+    with pytest.raises(ValueError, match="implementation='triton' must be None, 'ref"):
+        copy(*arrays, implementation="triton")
+
+
+def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:
+    k = numbered(num_layers, NUM_PAGES, 2, page_size, 5)
+    return Pages(k=k, v=-1 - k)
+
+
+def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
+    pages, copy = make_pages(), jax.jit(kv_pages.copy)
+    # Neither sentinel may reach the last page, nor after an offset another layer's.
+    source = ints(0, NO_PAGE, 5, 7, NO_PAGE, 3)
+    target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 1)
+    for old, new in zip(pages, copy(pages, source, target), strict=True):
+        for layer in range(3):
+            wanted = copy_twin(np.asarray(old[layer]), source, target)
+            np.testing.assert_array_equal(new[layer], wanted)
+    for old, new in zip(pages, copy(pages, source, ints(*[NO_PAGE] * 6)), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_many_copies_go_by_in_turns() -> None:
+    rng, copy, most = np.random.default_rng(1), jax.jit(kv_pages.copy), 5 * NUM_PAGES
+    pages = Pages(k=numbered(2, most, 1, 2, 3), v=numbered(2, most, 1, 2, 3))
+    for chance in (0.0, 0.1, 0.5, 1.0):
+        ids = rng.permutation(most).astype(np.int32)
+        source, target = ids[: most // 2], ids[most // 2 :]
+        source = np.where(rng.random(source.size) < chance, source, NO_PAGE)
+        for layer, new in enumerate(copy(pages, source, target).v):
+            wanted = copy_twin(np.asarray(pages.v[layer]), source, target)
+            np.testing.assert_array_equal(new, wanted)
+
+
+def test_vmap_equals_single_runs() -> None:
+    copies = [((0, 7), (1, 0)), ((-1, -1), (-1, 2)), ((2, -1), (3, -1))]
+    calls = []
+    for n, (source, target) in enumerate(copies):
+        pages = jax.tree.map(lambda leaf, n=n: leaf + n, make_pages())
+        calls.append((pages, ints(*source), ints(*target)))
+    assert_maps(kv_pages.copy, calls, kv_pages.copy)
+
+
+def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
+    """A program that copies, then writes, in every step; lowered from shapes alone."""
+    shape = (4, num_pages, 4, 16, 64)
+    leaf: Any = jax.ShapeDtypeStruct(shape, dtype)
+    row = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
+        def step(i: jax.Array, pages: Pages) -> Pages:
+            pages = kv_pages.copy(pages, source + i, jnp.where(i > 1, target, NO_PAGE))
+            rows = kv_pages.Rows(
+                token=source,
+                position=jnp.zeros_like(source),
+                slot=None,
+                page_ids=target[:, None],
+                logit_rows=source,
+            )
+            new = jnp.ones((8, 4, 64), jnp.float32)
+            return kv_pages.write(pages, 1, new, new, rows)
+
+        return jax.lax.fori_loop(0, steps, step, pages)
+
+    return run.lower(Pages(leaf, leaf), row, row).compile(), Pages(leaf, leaf)
+
+
+@pytest.mark.parametrize(("steps", "dtype"), [(1, "float32"), (5, "bfloat16")])
+def test_the_pages_stay_in_place(steps: int, dtype: str) -> None:
+    programs = [lower(steps, num_pages, dtype) for num_pages in (512, 4096)]
+    temporary = [p.memory_analysis().temp_size_in_bytes for p, _ in programs]
+    assert temporary[1] - temporary[0] < 1e5  # of 470 MB more
+    for program, pages in programs:
+        size = np.prod(pages.k.shape)
+        for dims in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", program.as_text()):
+            assert np.prod([int(n) for n in dims.split(",")]) < size

@@ -1,0 +1,208 @@
+"""Languages: entropies against brute force, samples against the language."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from scaling.corpora import corpora
+from scaling.corpora.languages import hidden_markov, language, markov
+from scaling.corpora.languages.language import LanguageConfig
+
+TINY = {
+    "zipf": LanguageConfig(kind="zipf", vocab_size=5, exponent=1.3),
+    "markov": LanguageConfig(kind="markov", vocab_size=3, order=2, seed=4),
+    "kgram": LanguageConfig(kind="kgram", vocab_size=3, mixture=(0.4, 0.6), seed=1),
+    "hidden_markov": LanguageConfig(
+        kind="hidden_markov", vocab_size=3, num_states=2, sharpness=4.0, seed=7
+    ),
+}
+
+
+def brute_force(chain: markov.Chain) -> list[float]:
+    """The ladder, by a dense matrix over contexts and its eigenvector."""
+    size, order = chain.vocab_size, chain.order
+    contexts = list(itertools.product(range(size), repeat=order))
+    move = np.zeros((len(contexts), size))
+    for row, (tokens, probs) in enumerate(zip(chain.tokens, chain.probs, strict=True)):
+        for token, prob in zip(tokens, probs, strict=True):
+            move[row, token] += prob
+    dense = np.zeros((len(contexts),) * 2)
+    for i, context in enumerate(contexts):
+        for token in range(size):
+            dense[i, contexts.index((*context, token)[1:])] += move[i, token]
+    values, vectors = np.linalg.eig(dense.T)
+    share = np.real(vectors[:, np.argmin(abs(values - 1))])
+    share /= share.sum()
+    found = []
+    for seen in range(order + 1):
+        joint: dict[tuple[int, ...], np.ndarray] = {}
+        for i, context in enumerate(contexts):
+            key = context[order - seen :]
+            joint[key] = joint.get(key, np.zeros(size)) + share[i] * move[i]
+        total = 0.0
+        for counts in joint.values():
+            p = counts[counts > 0]
+            total -= float((p * np.log(p / counts.sum())).sum())
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["zipf", "markov", "kgram"])
+def test_entropies_are_those_of_brute_force(kind: str) -> None:
+    found = language.optima(TINY[kind])
+    np.testing.assert_allclose(
+        found.by_order, brute_force(language._chain(TINY[kind])), rtol=1e-10
+    )
+    assert found.floor == found.by_order[-1]
+    assert found.floor_se == 0
+
+
+def test_known_entropies() -> None:
+    fair = LanguageConfig(kind="zipf", vocab_size=8, exponent=0.0)
+    assert language.optima(fair).floor == pytest.approx(math.log(8), abs=1e-12)
+    # Two states that change with probability 0.1: the entropy of one such coin.
+    flip = np.array([[0.9, 0.1], [0.1, 0.9]])
+    chain = markov.make(2, 1, np.array([[0, 1], [0, 1]]), flip)
+    coin = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
+    np.testing.assert_allclose(markov.ladder(chain), [math.log(2), coin], rtol=1e-12)
+    # A chain that goes round has no entropy, and its period is no obstacle.
+    ring = markov.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
+    np.testing.assert_allclose(markov.ladder(ring), [math.log(3), 0], atol=1e-12)
+
+
+def test_tokens_named_twice_add_up() -> None:
+    chain = markov.make(
+        4, 0, np.array([[2, 0, 2, 0, 3]]), np.array([[1.0, 2, 3, 4, 10]])
+    )
+    found = np.zeros(4)
+    np.add.at(found, chain.tokens[0], chain.probs[0])
+    np.testing.assert_allclose(found, [0.3, 0, 0.2, 0.5])
+    assert markov.entropy(found) == pytest.approx(markov.entropy(chain.probs))
+
+
+@pytest.mark.parametrize("kind", ["markov", "kgram"])
+def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
+    chain = language._chain(TINY[kind])
+    uniforms = np.random.default_rng(0).random(5000)
+    context, expected = 7, []
+    for uniform in uniforms:
+        cumulative = np.cumsum(chain.probs[context])
+        token = int(chain.tokens[context, (cumulative <= uniform).sum()])
+        context = (context * 3 + token) % 9
+        expected.append(token)
+    assert markov.sample(chain, 7, uniforms).tolist() == expected
+    # And of a chain that never forgets where it began.
+    ring = markov.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
+    assert markov.sample(ring, 0, uniforms).tolist() == [*np.arange(1, 5001) % 3]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", TINY)
+def test_texts_are_in_the_language(kind: str) -> None:
+    config = dataclasses.replace(TINY[kind], num_tokens=200_000, num_held_out=20_000)
+    corpus = corpora.open(config)
+    assert corpus.stream.dtype == corpus.held_out.dtype == np.uint16
+    assert (len(corpus.stream), len(corpus.held_out)) == (200_000, 20_000)
+    nats = language.code_lengths(config, corpus.stream)
+    # Of the tokens' code lengths the mean is the entropy; 128 blocks give its error.
+    blocks = nats[: len(nats) // 128 * 128].reshape(128, -1).mean(1)
+    error = blocks.std() / math.sqrt(128)
+    assert 0 < error < 0.01
+    assert corpus.floor == pytest.approx(nats.mean(), abs=4 * error)
+    unigram = np.bincount(corpus.stream, minlength=corpus.vocab_size) / 200_000
+    first = language.optima(config).by_order[0]
+    assert markov.entropy(unigram) == pytest.approx(first, abs=0.01)
+
+
+def bounds(hidden: hidden_markov.HiddenChain, length: int) -> tuple[float, float]:
+    """Bounds of the entropy rate by all texts of a length: exact, and costly.
+
+    Returns:
+      The entropy of the token after so many, given them, and given the first state as
+      well for the lower one.
+
+    Source: Cover and Thomas, Elements of Information Theory, theorem 4.5.1.
+    """
+    lower = upper = 0.0
+    for text in itertools.product(range(hidden.writes.shape[1]), repeat=length):
+        # Joint probability of this text and the state after it, by first state.
+        joint = np.diag(hidden.share)
+        for token in text:
+            joint = (joint * hidden.writes[:, token]) @ hidden.moves
+        lower += expected_entropy(hidden, joint)
+        upper += expected_entropy(hidden, joint.sum(0, keepdims=True))
+    return lower, upper
+
+
+def expected_entropy(hidden: hidden_markov.HiddenChain, rows: np.ndarray) -> float:
+    """Entropy of the next token in each row of states, weighted by the row."""
+    weight = rows.sum(1)
+    here = rows[weight > 0] / weight[weight > 0, None]
+    return float(weight[weight > 0] @ markov.row_entropies(here @ hidden.writes))
+
+
+@pytest.mark.thorough
+def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
+    hidden = language._hidden(TINY["hidden_markov"])
+    lower, upper = bounds(hidden, 9)
+    rate = hidden_markov.entropy_rate(
+        hidden, np.random.default_rng(1), num_texts=256, length=512
+    )
+    assert 1e-4 < upper - lower < 4e-3
+    assert 0 < rate.se < 1e-3
+    assert lower - 4 * rate.se < rate.mean < upper + 4 * rate.se
+    # Exact blocks, from the top: each token seen helps, none below the bounds.
+    steps = hidden_markov.ladder(hidden, most=9)
+    assert (np.diff(steps)[:4] < 0).all()
+    assert steps[-1] == pytest.approx(upper, abs=1e-12)
+    # States that show themselves make a Markov chain of the tokens.
+    seen = hidden_markov.make(hidden.moves, np.eye(2))
+    chain = hidden_markov._states(hidden.moves)
+    np.testing.assert_allclose(hidden_markov.ladder(seen, 1), markov.ladder(chain))
+
+
+def test_the_reference_language() -> None:
+    """Four atoms after one, two and three tokens: as hard as it was meant to be."""
+    found = language.optima(LanguageConfig(kind="kgram"))
+    assert len(found.by_order) == 4
+    assert (np.diff(found.by_order) < -0.15).all()
+    assert 1.5 < found.floor < 1.8
+
+
+def test_a_shorter_text_begins_a_longer() -> None:
+    config = dataclasses.replace(TINY["kgram"], num_tokens=5000, num_held_out=100)
+    whole = corpora.open(config)
+    short = corpora.open(dataclasses.replace(config, num_tokens=1300))
+    again = corpora.open(dataclasses.replace(config, num_unique_tokens=1300))
+    assert short.stream.tolist() == whole.stream[:1300].tolist()
+    assert again.digest == short.digest != whole.digest
+    assert again.epochs(2600) == 2
+    other = corpora.open(dataclasses.replace(config, seed=9))
+    assert other.digest != whole.digest
+    with pytest.raises(ValueError, match="num_unique_tokens=5001 are more than its"):
+        corpora.open(dataclasses.replace(config, num_unique_tokens=5001))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 1}, r"vocab_size=1 must be in \[2"),
+        ({"kind": "markov", "order": 0}, "order=0 must be at least 1"),
+        ({"exponent": -1.0}, r"exponent=-1\.0 must be finite"),
+        ({"kind": "kgram", "mixture": (0.5, 0.4)}, "shares that sum to 1"),
+        ({"kind": "kgram", "vocab_size": 128}, "2097152 contexts of kgram are too"),
+        ({"kind": "markov", "order": 9}, "contexts of markov are too many"),
+    ],
+)
+def test_impossible_languages_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(LanguageConfig(kind="zipf"), **change)
+
+
+def test_a_chain_with_two_ends_has_no_entropy_of_its_own() -> None:
+    apart = markov.make(2, 1, np.array([[0], [1]]), np.ones((2, 1)))
+    with pytest.raises(ValueError, match="depends on its start"):
+        markov.stationary(apart)

@@ -1,0 +1,255 @@
+"""Parameters and bytes of keys and values: published integers, and our own models."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxkv import models
+from jaxkv.models import transformer
+from scaling.costs import parameters, serving
+from scaling.shapes import from_model, huggingface, published
+from scaling.shapes.description import Description, Experts, HeadAttention
+from tests.support.folders import GOLDEN
+from tests.support.shapes import BIASED, GROUPED
+
+# Total parameters, and bytes of K and V of a token in 16 bits.
+PUBLISHED = {
+    "llama-7b": (6_738_415_616, 524_288),
+    "llama-2-7b": (6_738_415_616, 524_288),
+    "llama-2-13b": (13_015_864_320, 819_200),
+    "llama-2-70b": (68_976_648_192, 327_680),
+    "llama-3.1-8b": (8_030_261_248, 131_072),
+    "llama-3.1-70b": (70_553_706_496, 327_680),
+    "llama-3.1-405b": (405_853_388_800, 516_096),
+    "mistral-7b": (7_241_732_096, 131_072),
+    "mixtral-8x7b": (46_702_792_704, 131_072),
+    "gpt2": (124_439_808, 36_864),
+    "gpt3-175b": (174_604_259_328, 4_718_592),
+    "opt-13b": (12_853_473_280, 819_200),
+    "deepseek-v3": (671_026_419_200, 70_272),
+    # As the published checkpoints say.
+    "deepseek-v2": (235_741_434_880, 69_120),
+    "smollm2-135m": (134_515_008, 23_040),
+    "gpt2-xl": (1_557_611_200, 307_200),
+    "qwen2-0.5b": (494_032_768, 12_288),
+    "qwen2-7b": (7_615_616_512, 57_344),
+    "qwen3-0.6b": (596_049_920, 114_688),
+    "qwen3-8b": (8_190_735_360, 147_456),
+    "qwen3-30b-a3b": (30_532_122_624, 98_304),
+    "gemma-2b": (2_506_172_416, 18_432),
+    "gemma-7b": (8_537_680_896, 458_752),
+    "gemma-2-2b": (2_614_341_888, 106_496),
+    "gemma-2-9b": (9_241_705_984, 344_064),
+}
+
+OURS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "untied": {"tie_embeddings": False},
+    "mistral": {"family": "mistral", "window": 7},
+    "qwen2": {"family": "qwen2", "qkv_bias": True, "num_layers": 1},
+    "qwen3": {"family": "qwen3", "qk_norm": True, "out_bias": True},
+    "mixtral": {"experts": models.Experts(num_experts=5, top_k=2, size=40)},
+    "shared": {
+        "experts": models.Experts(
+            num_experts=5,
+            top_k=2,
+            size=12,
+            shared_size=20,
+            shared_gate=True,
+            num_dense_layers=1,
+        ),
+    },
+    "gpt2": {"family": "gpt2", "num_kv_heads": 6, **BIASED},
+    "opt": {
+        "family": "opt",
+        "position_offset": 2,
+        "activation": "relu",
+        "num_kv_heads": 6,
+        **BIASED,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts(name: str) -> None:
+    model = published.describe(name)
+    found = parameters.parameters(model).total, serving.kv_bytes_per_token(model)
+    assert found == PUBLISHED[name]
+
+
+def test_conventions_of_llama_2_7b() -> None:
+    model = published.describe("llama-2-7b")
+    found = parameters.parameters(model)
+    assert found.non_embedding == 6_476_271_616
+    assert found.matmul == found.matmul_total == 6_607_077_376
+    assert found.active == found.total
+    layer = [w for w in parameters.weights(model) if w.place in ("every", "dense")]
+    assert sum(w.size for w in layer) == 202_383_360
+
+
+def test_a_tied_table_is_no_active_non_embedding_parameter() -> None:
+    tied = [
+        model
+        for name in published.CONFIGS
+        if (model := published.describe(name)).tie_embeddings
+    ]
+    assert len(tied) > 5
+    for model in tied:
+        found = parameters.parameters(model)
+        if model.num_mixture_layers:
+            assert found.active_non_embedding < found.non_embedding
+        else:
+            assert found.active_non_embedding == found.non_embedding
+    gpt2 = parameters.parameters(published.describe("gpt2"))
+    assert gpt2.active_non_embedding == 85_056_000
+
+
+def test_a_mixture_counts_the_experts_a_token_uses() -> None:
+    found = parameters.parameters(published.describe("mixtral-8x7b"))
+    assert found.active == 12_879_925_248
+    assert found.active_non_embedding == 12_748_853_248
+    # Llama-2-7B's head: 32,000 x 4,096; the router is multiplied with, too.
+    attention, expert, head = 41_943_040, 3 * 4096 * 14336, 131_072_000
+    layer = attention + 2 * expert + 8 * 4096
+    assert found.matmul == 32 * layer + head
+    assert found.matmul_total == 32 * (layer + 6 * expert) + head
+
+
+def test_latent_attention_and_layers_that_look_ahead() -> None:
+    model = published.describe("deepseek-v3")
+    found = parameters.parameters(model)
+    assert found.active == 37_552_297_472
+    assert found.active_non_embedding == 36_625_618_432
+    assert found.ahead == 11_610_068_224
+    tables = 2 * model.vocab_size * model.hidden_size
+    assert found.total + found.ahead + tables == 684_489_845_504  # as it is stored
+    attention = [w.size for w in parameters.weights(model) if w.part == "attention"]
+    ahead = attention[len(attention) // 2 :]
+    assert sum(attention) - sum(ahead) == 187_107_328
+    assert sum(ahead) == 187_107_328
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_models_hold_as_many(name: str) -> None:
+    config = dataclasses.replace(GROUPED, **OURS[name])
+    shapes = jax.tree.leaves(transformer.param_shapes(config))
+    made = jax.eval_shape(
+        lambda key: transformer.init_params(config, key), jax.random.key(0)
+    )
+    total = parameters.parameters(from_model.describe(config)).total
+    assert total == sum(x.size for x in shapes)
+    assert total == sum(x.size for x in jax.tree.leaves(made))
+
+
+COUNTED = json.loads((GOLDEN / "hf_parameter_counts.json").read_text())
+"""Models of every family that transformers 5.23 built on its meta device: the keys of
+their config.json that matter, and the sizes of all tensors. Buffers are the routing
+corrections."""
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case["config"]["model_type"])
+def test_transformers_builds_as_many(case: dict[str, Any]) -> None:
+    model = huggingface.describe(case["config"])
+    assert parameters.parameters(model).total == case["parameters"] + case["buffers"]
+    kinds = case["config"].get("layer_types") or []
+    if "sliding_attention" in kinds:
+        without = {k: v for k, v in case["config"].items() if k != "layer_types"}
+        assert huggingface.describe(without) == model
+
+
+def test_a_window_bounds_what_a_sequence_holds() -> None:
+    model = published.describe("gemma-2-2b")
+    per_layer = 2 * model.attention.cached_numbers
+    found = serving.kv_bytes_of(model, 5000)
+    assert found == 13 * (4096 + 5000) * per_layer
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+
+
+def test_keys_that_are_left_out_mean_what_transformers_takes_them_to_mean() -> None:
+    plain = huggingface.describe(LLAMA)
+    assert plain.attention == HeadAttention(num_q_heads=4, num_kv_heads=4, head_dim=8)
+    assert not plain.tie_embeddings
+    old = {k: v for k, v in LLAMA.items() if k != "model_type"}
+    old |= {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048}
+    assert huggingface.describe(old) == plain
+    qwen = huggingface.describe(LLAMA | {"model_type": "qwen3"})
+    assert qwen.attention.key_dim == 128
+    gemma = huggingface.describe(LLAMA | {"model_type": "gemma2", "head_dim": 16})
+    assert gemma.tie_embeddings
+    assert gemma.windows == (4096, None)
+    mistral = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
+    assert huggingface.describe(mistral).windows == (4096, 4096)
+    no_window = mistral | {"sliding_window": None, "num_key_value_heads": None}
+    assert huggingface.describe(no_window).windows == (None, None)
+    gpt = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1}
+    assert huggingface.describe(gpt | {"n_head": 2}).mlp_size == 32
+
+
+def test_the_bundled_model_reads_as_both() -> None:
+    from experiments.harness import bundled
+    from jaxkv.models.huggingface import configs
+
+    path = bundled.folder_of("stdlib-bytes")
+    raw = json.loads((path / "config.json").read_text())
+    ours = from_model.describe(configs.from_hf(raw), name="stdlib-bytes")
+    assert huggingface.load(path) == ours
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba' is not counted, only llama"),
+        ({"model_type": None}, "model_type=None is not counted"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": -4}, "hidden_size=-4 must be a whole number, at least 1"),
+        ({"hidden_size": 33}, "hidden_size=33 must be a multiple"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 must be a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 100,000"),
+        ({"hidden_size": 10**400}, "hidden_size must be at most 1,099,511,627,776"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole"),
+        ({"num_key_value_heads": 3}, "self.num_kv_heads=3"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or"),
+        (
+            {"model_type": "mixtral", "num_experts_per_tok": 9},
+            "self.top_k=9 must be at most self.num_experts=8",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["sliding_attention"]},
+            "layer_types has 1 entries, not 2",
+        ),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(
+    change: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | change))
+    with pytest.raises(ValueError, match=r"config\.json: ") as refused:
+        huggingface.load(path)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_description_refuses_layers_that_do_not_match() -> None:
+    model = published.describe("mistral-7b")
+    with pytest.raises(ValueError, match="3 windows for"):
+        dataclasses.replace(model, windows=(1, 2, 3))
+    with pytest.raises(ValueError, match="without experts"):
+        dataclasses.replace(model, mixture_layers=(True,))
+    with pytest.raises(ValueError, match="shared_size=-1"):
+        Experts(num_experts=2, top_k=1, size=3, shared_size=-1)
+    assert isinstance(hash(model), int)
+    assert isinstance(model, Description)

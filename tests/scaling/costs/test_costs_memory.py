@@ -1,0 +1,201 @@
+"""Training memory: published numbers, and what `jax.vjp` keeps of our models."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv.models import layers, transformer
+from jaxkv.models.config import ModelConfig
+from scaling.costs import activations, parallelism, residuals
+from scaling.costs.memory import MIXED_WIDE, SINGLE, held, training
+from scaling.costs.parallelism import Layout
+from scaling.shapes import published
+from tests.support.shapes import BIASED, GROUPED
+
+LLAMA = published.describe("llama-2-7b")
+GPT = published.describe("gpt3-175b")
+
+
+def test_sixteen_bytes_per_parameter() -> None:
+    assert training(LLAMA, sequence=1).model_state == 16 * 6_738_415_616
+    wide = training(LLAMA, sequence=1, bytes_per_param=MIXED_WIDE)
+    assert wide.model_state == 18 * 6_738_415_616
+    single = training(LLAMA, sequence=1, bytes_per_param=SINGLE)
+    assert single.model_state == 16 * 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    ("zero", "gigabytes"), [(0, 107.815), (1, 28.217), (2, 14.951), (3, 1.685)]
+)
+def test_zero_divides_the_model_state(zero: int, gigabytes: float) -> None:
+    layout = Layout(data=64, zero=zero)
+    found = training(LLAMA, sequence=1, layout=layout).model_state
+    assert found / 1e9 == pytest.approx(gigabytes, abs=5e-4)
+
+
+def per_layer(checkpointing: Any, **layout: Any) -> float:
+    found = training(
+        GPT,
+        sequence=2048,
+        layout=Layout(**layout),
+        checkpointing=checkpointing,
+        flash=False,
+        dropout=True,
+    )
+    return found.activations / 96
+
+
+def test_a_gpt_layer_with_dropout() -> None:
+    s, b, h, a = 2048, 1, 12288, 96
+    assert per_layer("none") == s * b * h * 34 + 5 * a * s * s * b == 2_868_903_936
+    assert per_layer("none", tensor=8) == 578_813_952
+    assert per_layer("none", tensor=8, sequence=True) == 358_612_992
+    assert per_layer("selective", tensor=8, sequence=True) == 106_954_752
+    assert per_layer("full", tensor=8, sequence=True) == 50_331_648
+    selective = per_layer("selective", tensor=8, sequence=True)
+    saved = 1 - selective / per_layer("none", tensor=8, sequence=True)
+    assert saved == pytest.approx(0.702, abs=5e-4)
+
+
+def test_a_llama_layer_in_tiles() -> None:
+    tensors = activations.stored(LLAMA, sequence=4096)
+    dense, _ = activations.per_token(tensors, LLAMA)
+    assert dense == 131_584 + 128
+    # With attention's weights kept: two bytes per head and pair more, no log-sum-exp.
+    tensors = activations.stored(LLAMA, sequence=4096, flash=False)
+    dense, _ = activations.per_token(tensors, LLAMA)
+    assert dense == 131_584 + 2 * 32 * 4096
+
+
+@pytest.mark.parametrize("sequence", [2048, 4096])
+def test_checkpoints_at_layer_boundaries(sequence: int) -> None:
+    found = training(LLAMA, sequence=sequence, checkpointing="boundary")
+    assert found.activations == sequence / 4096 * 2**30
+    assert found.recomputed == sequence * (131_584 + 128)
+    assert found.logits == found.logits_gradient == 4 * sequence * 32_000
+    full = training(LLAMA, sequence=sequence, checkpointing="full")
+    assert full == found._replace(recomputed=0.0)
+
+
+def test_a_pipelines_first_stage_keeps_most_batches() -> None:
+    layout = Layout(pipeline=4)
+    found = training(LLAMA, sequence=128, layout=layout)
+    # Four batches of a quarter of the layers: what one device would keep.
+    assert found.activations == training(LLAMA, sequence=128).activations
+    few = training(LLAMA, sequence=128, layout=layout, micro_batches=2)
+    assert few.activations == found.activations / 2
+
+
+def test_parameters_of_a_device_add_up() -> None:
+    mixtral = published.describe("mixtral-8x7b")
+    layout = Layout(pipeline=4, expert=4, data=4)
+    stages = [held(mixtral, layout, stage=stage) for stage in range(4)]
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert sum(stage.experts for stage in stages) * 4 == experts
+    assert sum(stage.shared for stage in stages) == 46_702_792_704 - experts
+    # Heads, FFN and vocabulary are divided by eight, the norms are not.
+    shared = held(LLAMA, Layout(tensor=8)).shared
+    norms = 65 * 4096
+    assert shared == (6_738_415_616 - norms) // 8 + norms
+    # A tied table lies at both ends.
+    tied = [held(GPT, Layout(pipeline=2), stage=x).shared for x in (0, 1)]
+    assert sum(tied) == 174_604_259_328 + 50257 * 12288
+    # Eight KV heads over sixteen devices: each has a whole one.
+    llama3 = published.describe("llama-3.1-8b")
+    kv = 32 * 2 * 4096 * 8 * 128
+    fewer = (
+        held(llama3, Layout(tensor=8)).shared - held(llama3, Layout(tensor=16)).shared
+    )
+    rest = 8_030_261_248 - norms - kv
+    assert fewer == rest // 8 - rest // 16
+
+
+CONFIG = dataclasses.replace(GROUPED, num_layers=2)
+SEQ = 130
+"""More than a tile: of shorter sequences the weights of attention are kept, too."""
+
+
+def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
+    """Bytes of everything that the vjp holds, parameters included; runs nothing."""
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+
+    def pull(params: Any, tokens: Any) -> Any:
+        return jax.vjp(lambda p: transformer.logits(p, tokens, config=config), params)[
+            1
+        ]
+
+    held = jax.eval_shape(pull, transformer.param_shapes(config, dtype=dtype), tokens)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({}, "float32"),
+        ({"qk_norm": True, "head_dim": 16, "num_layers": 1}, "bfloat16"),
+        ({"activation": "gelu_tanh", "num_kv_heads": 6, **BIASED}, "bfloat16"),
+        ({"activation": "relu", "num_kv_heads": 6, **BIASED}, "float32"),
+        ({"activation": "gelu"}, "bfloat16"),
+    ],
+    ids=["llama", "llama-float32", "qwen3", "gpt2", "opt", "gelu"],
+)
+def test_what_vjp_keeps_of_our_models(change: dict[str, Any], dtype: str) -> None:
+    config = dataclasses.replace(CONFIG, **change)
+    # The difference of two batches: weights, and reshaped copies, are in both.
+    more, less = kept(config, 3, SEQ, dtype), kept(config, 1, SEQ, dtype)
+    number_bytes = jnp.dtype(dtype).itemsize
+    listed = residuals.residuals(config, number_bytes=number_bytes)
+    assert more - less == residuals.total(listed, 2 * SEQ)
+
+
+def test_what_vjp_keeps_of_checkpointed_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = layers.Layer.__call__
+
+    def again(self: Any, index: int, x: Any, *more: Any) -> Any:
+        run = lambda x: plain(self, index, x, *more)[0]  # noqa: E731
+        _, _, carry, *_ = more
+        return jax.checkpoint(run)(x), carry, None
+
+    def boundary(config: ModelConfig) -> int:
+        return kept(config, 3, 10, "bfloat16") - kept(config, 1, 10, "bfloat16")
+
+    monkeypatch.setattr(layers.Layer, "__call__", again)
+    four, two = (dataclasses.replace(CONFIG, num_layers=x) for x in (4, 2))
+    # What two layers more keep is the 2 b s h of the formula, for each of them.
+    assert boundary(four) - boundary(two) == 2 * (2 * 20 * CONFIG.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("tp=3", "tensor=3 must divide the 32 query heads"),
+        ("pp=5", "pipeline=5 must divide the 32 layers"),
+        ("ulysses=64", "ulysses=64 must divide the 32 query heads"),
+        ("ring=3", "ring=3 must divide the 4096 tokens"),
+        ("ep=2", "expert=2 needs a mixture"),
+        ("tp=0", "'tp=0' in 'tp=0' needs a degree"),
+        ("tp=two", "needs a degree of at least 1"),
+        ("tp=2,tensor=2", "tensor is given twice"),
+        ("xp=2", "unknown parallelism 'xp'"),
+        ("ep=3,dp=2", "expert=3 must divide"),
+    ],
+)
+def test_layouts_that_cannot_be(text: str, line: str) -> None:
+    with pytest.raises(ValueError, match=r"must|needs|twice|unknown") as refused:
+        parallelism.check(LLAMA, parallelism.parse(text), sequence=4096)
+    assert line in str(refused.value)
+
+
+def test_layouts_are_read() -> None:
+    layout = parallelism.parse("tp=8,sp,pp=2, dp=4", zero=1)
+    assert layout == Layout(tensor=8, sequence=True, pipeline=2, data=4, zero=1)
+    assert layout.num_devices == 64
+    assert parallelism.parse("ep=8").num_devices == 8
+    assert parallelism.parse("") == Layout()
+    assert 6 == parallelism.parse("ring=2,ulysses=3").num_devices

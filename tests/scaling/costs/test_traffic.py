@@ -1,0 +1,105 @@
+"""Bytes on the wire: published formulas on published sizes."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from scaling.costs.parallelism import Layout, parse
+from scaling.costs.traffic import decode, training
+from scaling.shapes import published
+
+LLAMA = published.describe("llama-2-7b")
+DEEPSEEK = published.describe("deepseek-v3")
+BLOCK = 4096 * 4096 * 2  # b s h of two bytes
+
+
+def of(scheme: str, layout: str, model: Any = LLAMA, **how: Any) -> tuple[float, float]:
+    zero = how.pop("zero", 0)
+    found = training(model, parse(layout, zero=zero), sequence=4096, **how)
+    mine = [traffic for traffic in found if traffic.scheme == scheme]
+    return sum(x.forward for x in mine), sum(x.backward for x in mine)
+
+
+ONE_LAYER = dataclasses.replace(LLAMA, num_layers=1, windows=(), mixture_layers=())
+HOP = 8_388_608
+LOSS = 3 * 2 * 7 / 8 * 4096 * 4
+"""Three scalars of every token."""
+
+
+def with_kv_heads(num: int) -> Any:
+    attention = dataclasses.replace(ONE_LAYER.attention, num_kv_heads=num)
+    return dataclasses.replace(ONE_LAYER, attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "model", "forward", "backward"),
+    [
+        # Four all-reduces a layer; as much with sequence parallelism, but for what is
+        # gathered again.
+        ("tensor", "tp=8", LLAMA, 3_758_096_384, 3_758_096_384),
+        ("tensor", "tp=8,sp", LLAMA, 3_758_096_384, 3_758_096_384),
+        ("sequence", "tp=8,sp", LLAMA, 0, 32 * 2 * 7 / 8 * BLOCK),
+        ("tensor", "tp=1", LLAMA, 0, 0),
+        # Embeddings and the loss of a divided vocabulary are added up.
+        ("vocabulary", "tp=8", LLAMA, 2 * 7 / 8 * BLOCK + LOSS, 2 * 7 / 8 * BLOCK),
+        # One activation a boundary; without sequence parallelism the parts are put
+        # together again.
+        ("pipeline", "pp=8", LLAMA, 33_554_432, 33_554_432),
+        ("pipeline", "tp=8,pp=4,sp", LLAMA, 33_554_432 / 8, 33_554_432 / 8),
+        ("pipeline", "tp=8,pp=4", LLAMA, 33_554_432 / 8, 33_554_432 / 8),
+        ("scatter_gather", "tp=8,pp=4", LLAMA, *[33_554_432 * 7 / 8] * 2),
+        ("scatter_gather", "tp=8,pp=4,sp", LLAMA, 0, 0),
+        # Sequence for heads; four KV heads over eight devices are copied to eight.
+        ("ulysses", "ulysses=8", ONE_LAYER, 14_680_064, 14_680_064),
+        ("ulysses", "ulysses=8", with_kv_heads(8), 9_175_040, 9_175_040),
+        ("ulysses", "ulysses=8", with_kv_heads(4), 9_175_040, 9_175_040),
+        # A ring passes keys and values on.
+        ("ring", "ring=8", ONE_LAYER, 7 * HOP, 7 * HOP + 8 * HOP),
+    ],
+)
+def test_bytes_that_a_layout_sends(
+    scheme: str, layout: str, model: Any, forward: float, backward: float
+) -> None:
+    assert of(scheme, layout, model) == (forward, backward)
+
+
+def test_experts_get_each_token_k_times() -> None:
+    one = dataclasses.replace(
+        DEEPSEEK, num_layers=1, windows=(), mixture_layers=(True,)
+    )
+    sent, back = of("expert", "ep=64,dp=64", one)
+    assert sent == back == 4096 * 229_376
+    sent, back = of("expert", "ep=64,dp=64", one, dispatch_bytes=1)
+    assert sent == 4096 * 172_032
+    assert back == 4096 * 229_376
+
+
+def test_copies_exchange_gradients() -> None:
+    weights = 6_738_415_616 * 2
+    share = 63 / 64
+    assert of("data", "dp=64") == (0, pytest.approx(2 * share * weights))
+    assert of("data", "dp=64", zero=1) == of("data", "dp=64")
+    forward, backward = of("data", "dp=64", zero=3)
+    assert forward == pytest.approx(share * weights)
+    assert backward == 2 * forward
+    # Parts of a sequence are copies, too; experts have fewer.
+    assert of("data", "ring=8,dp=8") == of("data", "dp=64")
+    mixtral = published.describe("mixtral-8x7b")
+    experts = 32 * 8 * 3 * 4096 * 14336 // 8
+    shared = 46_702_792_704 - 8 * experts
+    _, sent = of("data", "ep=8,dp=16", mixtral)
+    assert sent == pytest.approx(4 * (15 / 16 * shared + 1 / 2 * experts))
+
+
+def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
+    found = decode(LLAMA, parse("tp=8"), batch=16)
+    tensor = sum(x.forward for x in found if x.scheme == "tensor")
+    assert tensor == 3_758_096_384 * 16 / 4096
+    assert not sum(x.backward for x in found)
+    logits = [x.forward for x in found if x.name == "logits"]
+    assert logits == [16 * 32_000 * 4 / 8]
+
+
+def test_one_device_sends_nothing() -> None:
+    assert training(DEEPSEEK, Layout(), sequence=128) == ()

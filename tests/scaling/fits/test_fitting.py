@@ -1,0 +1,379 @@
+"""Fits reach optima that are known, say where they doubt, and refuse what is wrong."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.training.fit_coverage import surfaces
+from scaling.fits import (
+    fit,
+    intervals,
+    levenberg_marquardt,
+    observations,
+    prediction,
+    profile,
+)
+from scaling.laws import evaluation, published
+
+CHINCHILLA = published.CHINCHILLA
+HOFFMANN = published.CONSTANTS["hoffmann-tex"]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict:
+    return surfaces.runs()
+
+
+@pytest.fixture(scope="module")
+def result(runs: dict) -> fit.FitResult:
+    return fit.fit(CHINCHILLA, runs, bootstrap=4000)
+
+
+def test_the_public_surface(runs: dict, result: fit.FitResult) -> None:
+    np.testing.assert_allclose(
+        runs["loss"][:3], [2.85453134, 2.85944945, 3.0771333], rtol=1e-8
+    )
+    assert abs(result.objective - 0.00122400645673) < 1e-10
+    found = result.coefficients
+    assert abs(found["A"] / 431.35 - 1) < 1e-3
+    assert abs(found["B"] / 1368.7 - 1) < 1e-3
+    for name, value in {"E": 1.79848, "alpha": 0.34180, "beta": 0.35544}.items():
+        assert abs(found[name] - value) < 1e-5
+    assert set(result.statuses) == {"converged"}
+    assert result.distinct_minima == 1
+    assert not result.warnings
+    assert not result.bounds_hit
+    assert result.num_points == 240
+
+
+def test_the_public_surface_near_least_absolute_deviations(runs: dict) -> None:
+    near = fit.fit(CHINCHILLA, runs, delta=1e-6)
+    assert abs(near.objective - 1.33680897724e-6) < 1e-15
+    assert abs(near.coefficients["A"] / 418.76 - 1) < 1e-3
+    assert abs(near.coefficients["E"] - 1.79535) < 1e-5
+    at = fit.fit(CHINCHILLA, runs, loss="lad")
+    assert at.objective == pytest.approx(np.abs(at.residuals).sum(), rel=1e-7)
+    assert at.objective <= np.abs(near.residuals).sum()
+
+
+def test_resamples_spread_as_published(result: fit.FitResult) -> None:
+    # Standard errors and 95 % interval of 4,000 resamples by another generator.
+    spread = result.sampled().std(0)
+    expected = np.array([81.3, 278, 0.0168, 0.0104, 0.0106])
+    np.testing.assert_allclose(spread, expected, rtol=0.05)
+    sampled = dict(zip(CHINCHILLA.coefficients, result.sampled().T, strict=True))
+    a = published.exponents(CHINCHILLA, sampled).a
+    np.testing.assert_allclose(
+        np.quantile(a, [0.025, 0.975]), [0.489, 0.525], atol=2e-3
+    )
+    low, high = result.exponent_intervals["a"]
+    assert low < 0.36 / 0.7 < high
+    assert 0.489 < low < result.exponents["a"] < high < 0.525
+    # Without resamples the curvature says about the same.
+    curved = np.sqrt(np.diagonal(result.covariance))
+    np.testing.assert_allclose(curved, expected, rtol=0.25)
+
+
+def test_intervals_of_predictions(runs: dict, result: fit.FitResult) -> None:
+    larger = {"num_params": [1e10, 2e10], "num_tokens": [2e11, 4e11]}
+    narrow = fit.predict(result, larger, "confidence")
+    wide = fit.predict(result, larger, "prediction")
+    truth = CHINCHILLA.predict(jnp.array([*surfaces.COEFFICIENTS.values()]), larger)
+    assert np.all((wide.low < narrow.low) & (narrow.low < truth))
+    assert np.all((truth < narrow.high) & (narrow.high < wide.high))
+    # Where the data is, 90 % of it lies within.
+    inside = fit.predict(result, runs, "prediction")
+    share = np.mean((inside.low < runs["loss"]) & (runs["loss"] < inside.high))
+    assert 0.86 < share < 0.95
+    curved = fit.predict(result._replace(samples=None), larger, "prediction")
+    np.testing.assert_allclose(curved.low, wide.low, rtol=5e-3)
+    np.testing.assert_allclose(curved.high, wide.high, rtol=5e-3)
+    assert np.isnan(fit.predict(result, larger).low).all()
+
+
+def test_a_fit_survives_its_file(result: fit.FitResult) -> None:
+    text = json.dumps(fit.to_json(result))
+    again = fit.from_json(text)
+    assert again.samples is not None
+    assert len(again.samples) == 1000
+    np.testing.assert_array_equal(again.covariance, result.covariance)
+    for name in ("coefficients", "intervals", "exponents", "warnings", "statuses"):
+        assert getattr(again, name) == getattr(result, name)
+    larger = {"num_params": [1e10], "num_tokens": [2e11]}
+    before = fit.predict(result, larger, "confidence")
+    after = fit.predict(again, larger, "confidence")
+    assert after.loss == before.loss
+    np.testing.assert_allclose(after.low, before.low, rtol=1e-3)
+    for broken, reason in {
+        "[]": "schema",
+        '{"schema": 1}': "lacks 'law'",
+        "{": "Expecting",
+    }.items():
+        with pytest.raises(ValueError, match=f"not a fit.json: .*{reason}"):
+            fit.from_json(broken)
+
+
+def test_a_start_far_away_is_left(runs: dict) -> None:
+    # Where first-order methods with default tolerances stay.
+    law = CHINCHILLA
+    found = fit.fit(law, runs, starts=[HOFFMANN])
+    assert len(found.statuses) == len(law.starts(0.0)) + 1
+    assert abs(found.objective - 0.00122400645673) < 1e-10
+
+
+@pytest.mark.thorough
+def test_many_points_are_fitted_in_smaller_pieces(
+    runs: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    some = {name: column[:32] for name, column in runs.items()}
+    whole = fit.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
+    assert told == [130]
+    monkeypatch.setattr(levenberg_marquardt, "_MAX_WEIGHTS", 64 * 32)
+    parts = fit.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
+    assert told == [130, 64, 128, 130]
+    assert whole.samples is not None
+    assert parts.samples is not None
+    # The same draws, in other company.
+    np.testing.assert_allclose(parts.samples, whole.samples, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss", ["huber", "lad", "mse"])
+def test_very_many_rows_are_fitted_whole_without_resamples(
+    runs: dict, result: fit.FitResult, loss: levenberg_marquardt.Loss, monkeypatch: Any
+) -> None:
+    drawn = result
+    if loss != "huber":
+        drawn = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 200)
+    found = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    assert fit.abridged(200) == ""
+    assert "240 rows: laws are fitted to all of them," in fit.abridged(240)
+    assert found.objective == pytest.approx(drawn.objective, abs=1e-10)
+    assert found.num_points == 240
+    for name, value in found.coefficients.items():
+        assert value == pytest.approx(drawn.coefficients[name], rel=1e-4)
+        low, high = found.intervals[name]
+        # Of 240 rows the two differ by more than of thousands.
+        assert 0.5 < (high - low) / np.diff(drawn.intervals[name])[0] < 2
+    assert found.warnings == []
+
+
+def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
+    copies = {name: np.tile(column, 9) for name, column in runs.items()}
+    labels = np.tile(np.arange(240), 9)
+    for cluster, share in ((labels, 1.0), (np.arange(len(labels)), 1 / 3)):
+        spread = [
+            _drawn(runs, np.arange(240)),
+            _drawn(copies, cluster),
+        ]
+        np.testing.assert_allclose(spread[1] / spread[0], share, rtol=0.05)
+
+
+def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
+    seen = observations.observe(CHINCHILLA, rows, cluster=cluster)
+    problem = levenberg_marquardt.Problem(CHINCHILLA, seen, "mse")
+    truth = np.array([[surfaces.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
+    at = evaluation.coordinates(CHINCHILLA, truth, seen.centre)[0]
+    return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
+
+
+def test_predictions_of_many_points_come_in_pieces(
+    result: fit.FitResult, runs: dict, monkeypatch: Any
+) -> None:
+    whole = fit.predict(result, runs, "confidence")
+    monkeypatch.setattr(prediction, "_MAX_NUMBERS", 7 * 4000)
+    parts = fit.predict(result, runs, "confidence")
+    np.testing.assert_array_equal(parts, whole)
+    monkeypatch.setattr(prediction, "MAX_SCORED", 100)
+    few = fit.score(result, runs)
+    assert few.num_points == 240
+    assert few.covered is not None
+    assert few.covered == round(few.covered, 2) > 0.8  # of 100
+
+
+def test_a_file_keeps_some_of_very_many_residuals(result: fit.FitResult) -> None:
+    many = result._replace(residuals=np.arange(30_001.0), noise=np.arange(30_001.0))
+    kept = fit.from_json(fit.to_json(many))
+    for column in (kept.residuals, kept.noise):
+        assert len(column) == 10_000
+        np.testing.assert_array_equal(column[[0, -1]], [0, 30_000])
+    assert kept.num_points == result.num_points
+
+
+def test_weights_are_repetitions(runs: dict) -> None:
+    some = {name: column[:60] for name, column in runs.items()}
+    weights = np.arange(60) % 3
+    twice = {name: np.repeat(column, weights) for name, column in some.items()}
+    weighted = fit.fit(CHINCHILLA, some, weights=weights)
+    repeated = fit.fit(CHINCHILLA, twice, cluster=np.repeat(np.arange(60), weights))
+    assert weighted.objective == pytest.approx(repeated.objective, rel=1e-9)
+    for name, value in weighted.coefficients.items():
+        assert value == pytest.approx(repeated.coefficients[name], rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
+    rows = {name: column[:48] for name, column in runs.items()}
+    alone = fit.fit(CHINCHILLA, rows, bootstrap=200)
+    # Four copies of every run, nearly: four times the rows, no more knowledge.
+    copies = {name: np.tile(column, 4) for name, column in rows.items()}
+    copies["loss"] = copies["loss"] * np.repeat([1, 1 + 1e-9, 1 - 1e-9, 1 + 2e-9], 48)
+    together = fit.fit(
+        CHINCHILLA, copies, bootstrap=200, cluster=np.tile(np.arange(48), 4)
+    )
+    apart = fit.fit(CHINCHILLA, copies, bootstrap=200)
+
+    def width(found: fit.FitResult) -> float:
+        low, high = found.exponent_intervals["a"]
+        return high - low
+
+    assert width(together) == pytest.approx(width(alone), rel=0.02)
+    assert width(apart) < 0.7 * width(alone)
+
+
+def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
+    fit.fit(CHINCHILLA, runs)
+    assert jax.jit(lambda x: x * 2)(np.ones(3)).dtype == jnp.float32
+    assert not jax.config.jax_enable_x64
+
+
+@pytest.mark.thorough
+def test_a_coefficient_that_is_given_is_not_fitted(
+    runs: dict, result: fit.FitResult
+) -> None:
+    given = {"E": 1.7, "alpha": 0.34}
+    held = fit.fit(CHINCHILLA, runs, fixed=given, bootstrap=100)
+    assert {name: held.coefficients[name] for name in given} == given
+    assert held.intervals["E"] == (1.7, 1.7)
+    assert (held.num_free, held.status, held.bounds_hit) == (3, "converged", [])
+    np.testing.assert_allclose(held.sampled()[:, [2, 3]].std(0), 0, atol=1e-12)
+    assert (held.covariance[2] == 0).all()
+    assert held.covariance[1, 1] > 0
+    # The objective over the plane of the two, found another way.
+    at = profile.profile(
+        *(result, runs, ("alpha", "E")), np.array([0.34]), np.array([1.7])
+    )
+    np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
+    # What is known narrows the rest: of least squares, by its degree of freedom, too.
+    free = fit.fit(CHINCHILLA, runs, loss="mse")
+    known = fit.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
+    assert known.noise.std() < free.noise.std()
+    for name in ("A", "B", "alpha", "beta"):
+        assert np.ptp(known.intervals[name]) < np.ptp(free.intervals[name])
+    kept = fit.from_json(json.dumps(fit.to_json(held)))
+    assert kept.fixed == given
+    assert profile.pair(kept) is None
+    least = fit.predict(kept, runs, "confidence").low
+    assert (least < fit.predict(kept, runs)[0]).all()
+
+
+def test_bounds_are_kept_and_told_of(runs: dict, result: fit.FitResult) -> None:
+    held = fit.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
+    assert held.coefficients["E"] == pytest.approx(1.9, rel=1e-12)
+    assert (held.status, held.bounds_hit) == ("bound_hit", ["E"])
+    assert "E=1.9 is at the bound that was set" in held.warnings[0]
+    kept = fit.from_json(json.dumps(fit.to_json(held)))
+    assert kept.bounds == {"E": (1.9, np.inf)}
+    wide = fit.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
+    assert wide.coefficients == pytest.approx(result.coefficients, rel=1e-7)
+    assert not wide.warnings
+
+
+@pytest.mark.thorough
+def test_a_size_is_given_in_natural_units(runs: dict, result: fit.FitResult) -> None:
+    # Its coordinate holds the exponent: fitting must not mistake one for the other.
+    for name in ("A", "B"):
+        given = {name: result.coefficients[name]}
+        held = fit.fit(CHINCHILLA, runs, fixed=given)
+        assert held.objective == pytest.approx(result.objective, rel=1e-10)
+        assert held.coefficients == pytest.approx(result.coefficients, rel=1e-6)
+    away = fit.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
+    assert away.intervals["A"] == (500.0, 500.0)
+    np.testing.assert_allclose(away.sampled()[:, 0], 500, rtol=1e-9)
+    for share in (0.999, 1.001):
+        other = {"A": 500.0, "alpha": share * away.coefficients["alpha"]}
+        assert fit.fit(CHINCHILLA, runs, fixed=other).objective > away.objective
+    again = fit.predict(fit.from_json(fit.to_json(away)), runs)[0]
+    np.testing.assert_allclose(np.log(again / runs["loss"]), away.residuals, atol=1e-9)
+    bound = fit.fit(CHINCHILLA, runs, bounds={"A": (500.0, 1000.0)})
+    assert bound.coefficients == pytest.approx(away.coefficients, rel=1e-6)
+    assert bound.bounds_hit == ["A"]
+
+
+def test_held_out_runs_are_scored(runs: dict) -> None:
+    found = fit.rollout(CHINCHILLA, runs, bootstrap=200)
+    flops = 6 * runs["num_params"] * runs["num_tokens"]
+    held_out = found.held_out
+    assert held_out is not None
+    assert found.num_points + held_out.num_points == 240
+    assert held_out.num_points == np.sum(flops > flops.max() / 10)
+    assert found.ranges["flops"][1] <= flops.max() / 10
+    assert held_out.mean_error < 0.01
+    assert held_out.covered is not None
+    assert held_out.covered > 0.8
+    with pytest.raises(ValueError, match="no run is held out"):
+        fit.rollout(CHINCHILLA, runs, np.zeros(240, bool))
+
+
+def spoilt(**columns: object) -> dict:
+    good = {name: column[:30].copy() for name, column in surfaces.runs().items()}
+    return good | columns
+
+
+def negative() -> np.ndarray:
+    column = spoilt()["loss"]
+    column[7] = -1
+    return column
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({x: y[:4] for x, y in spoilt().items()}, "4 points are too few for the 5"),
+        (spoilt(loss=negative()), "row 7: loss=-1.0 must be positive and finite"),
+        (spoilt(num_tokens=np.full(30, np.nan)), "row 0: num_tokens=nan must be"),
+        (spoilt(num_params=np.full(30, 1e9)), "num_params is the same in all 30 rows"),
+        (
+            spoilt(num_params=1e9 * (1 + 1e-7 * np.arange(30))),
+            "num_params is the same in all 30 rows, to within 0.1%: nothing to fit",
+        ),
+        ({x: np.tile(y, 2) for x, y in spoilt().items()}, "rows 0 and 30 are the same"),
+        (spoilt(loss=np.ones(29)), "columns of different lengths: .* loss 29"),
+        (spoilt(loss=["a"] * 30), "loss is not numeric"),
+        ({"num_params": [1.0], "loss": [1.0]}, "chinchilla needs a column num_tokens"),
+    ],
+)
+def test_bad_data_is_refused(data: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        fit.fit(CHINCHILLA, data)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"delta": 0.0}, "delta=0.0 must be positive"),
+        ({"bootstrap": 1}, "bootstrap=1 must be"),
+        ({"level": 1.0}, "level=1.0 must be"),
+        ({"weights": np.zeros(30)}, "not all 0"),
+        ({"cluster": np.zeros(9)}, "9 cluster labels for 30 rows"),
+        ({"starts": [{"A": 1.0}]}, "a start needs A, B, E, alpha, beta"),
+        ({"fixed": {"gamma": 1.0}}, "gamma=1: chinchilla has no such coefficient; it"),
+        ({"fixed": {"E": 0.0}}, "E=0: must be above 0"),
+        ({"fixed": {"E": np.nan}}, "E=nan: must be finite"),
+        ({"fixed": {"alpha": 3.0}}, r"alpha=3: must be in \[0.001, 2\]"),
+        ({"fixed": dict.fromkeys(CHINCHILLA.coefficients, 1.0)}, "nothing to fit"),
+        ({"bounds": {"E": (2.0, 1.0)}}, r"E in \[2, 1\]: the first must be below"),
+        ({"bounds": {"E": (-1.0, 1.0)}}, r"E in \[-1, 1\]: must be above 0"),
+        ({"bounds": {"beta": (0.1, 9.0)}}, r"beta in \[0.1, 9\]: must be in \[0.001"),
+        ({"fixed": {"E": 1.0}, "bounds": {"E": (1.0, 2.0)}}, "it is fixed"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        fit.fit(CHINCHILLA, spoilt(), **options)

@@ -1,0 +1,96 @@
+"""Laws say what their papers say, in whatever units fitting counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scaling.laws import published
+from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+def test_every_law_has_an_example() -> None:
+    assert set(EXAMPLES) == set(published.LAWS)
+
+
+@pytest.mark.parametrize("name", published.LAWS)
+def test_a_law_in_any_units(name: str) -> None:
+    law, data = published.LAWS[name], COLUMNS
+    expected = plainly(name, EXAMPLES[name], data)
+    logs = np.log([data[column] for column in law.inputs])
+    centre = law.centre(logs)
+
+    @jax.jit
+    def compute(x, centre):
+        y = law.shift(law.encode(x), centre)
+        centred = jnp.asarray(logs) - centre[:, None]
+        value, rows = law.derivatives(y, centred)
+        slow = jax.jacfwd(law.log_loss)(y, centred).T
+        back = law.decode(law.encode(x))
+        return y, law.predict(x, data), value, jnp.stack(rows), slow, back
+
+    with jax.enable_x64(True):
+        x = jnp.array(EXAMPLES[name])
+        computed = compute(x, jnp.asarray(centre))
+    y, found, value, rows, slow, back = map(np.asarray, computed)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(back, EXAMPLES[name], rtol=1e-12)
+    np.testing.assert_allclose(value, np.log(expected), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(rows, slow, rtol=1e-9, atol=1e-12)
+    # Where fits may go holds the example, and every start.
+    low, high = law.box(float(np.median(np.log(expected))))
+    assert np.all((low < y) & (y < high))
+    starts = law.starts(float(np.median(np.log(expected))))
+    assert np.all((low < starts) & (starts < high))
+
+
+def test_float32_without_the_switch() -> None:
+    law = published.CHINCHILLA
+    found = law.predict(jnp.array(EXAMPLES["chinchilla"]), COLUMNS)
+    assert found.dtype == jnp.float32
+    expected = plainly("chinchilla", EXAMPLES["chinchilla"], COLUMNS)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in EXAMPLES if published.LAWS[x].two_powers is not None]
+)
+def test_the_optimum_is_where_a_search_finds_it(name: str) -> None:
+    law = published.LAWS[name]
+    coefficients = dict(zip(law.coefficients, EXAMPLES[name], strict=True))
+    flops = 5.76e23
+    best = published.optimum(law, coefficients, flops)
+    sizes = best.num_params * np.exp(np.linspace(-0.5, 0.5, 2001))
+    data = COLUMNS | {"num_params": sizes, "num_tokens": flops / 6 / sizes}
+    data["flops"] = np.full(2001, flops)
+    losses = plainly(name, EXAMPLES[name], {**data, **_fill(2001)})
+    assert abs(int(np.argmin(losses)) - 1000) <= 1
+    np.testing.assert_allclose(best.loss, losses[1000], rtol=1e-12)
+    larger = published.optimum(law, coefficients, np.array([100 * flops]))
+    a, b = published.exponents(law, coefficients)
+    np.testing.assert_allclose(larger.num_params / best.num_params, 100**a)
+    np.testing.assert_allclose(larger.num_tokens / best.num_tokens, 100**b)
+
+
+def _fill(n: int) -> dict[str, np.ndarray]:
+    names = ("num_unique_tokens", "steps", "granularity", "num_samples", "num_experts")
+    return {name: np.ones(n) for name in names}
+
+
+def test_refusals() -> None:
+    said = r"no law 'chinchila'; there are mean-.*; did you mean chinchilla or"
+    with pytest.raises(ValueError, match=said):
+        published.find("chinchila")
+    with pytest.raises(ValueError, match="power does not say how loss falls"):
+        published.exponents(published.find("power"), {"a": 1.0, "b": 0.1})
+    with pytest.raises(ValueError, match="chinchilla needs a column num_tokens"):
+        published.CHINCHILLA.predict(jnp.ones(5), {"num_params": [1.0]})
+    assert published.find("power").over("num_tokens").inputs == ("num_tokens",)
+    with pytest.raises(ValueError, match="power takes 1 columns"):
+        published.find("power").over("num_params", "num_tokens")
+
+
+def test_every_law_names_its_source() -> None:
+    assert all(law.source and law.formula for law in published.LAWS.values())

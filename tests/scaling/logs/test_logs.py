@@ -1,0 +1,415 @@
+"""Logs: columns found and converted, every row accounted for, bad input named."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scaling.logs import doubts, files, rules
+from scaling.logs.log import Columns, read
+from tests.support import traces
+
+RUNS = [
+    {
+        "run_id": f"r{i}",
+        "status": "completed",
+        "num_params": 1000.0 * (i + 1),
+        "num_params_non_embedding": 900.0 * (i + 1),
+        "num_tokens": 20_000 * (i + 1),
+        "flops": 1.3e8 * (i + 1) ** 2,
+        "loss": 4.0 - 0.1 * i,
+        "recipe": {"rate": 0.01, "betas": [0.9, 0.95]},
+    }
+    for i in range(4)
+]
+
+
+def write(folder: Path, text: str, name: str = "log.csv") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def write_lines(folder: Path, rows: list[Any], name: str = "runs.jsonl") -> Path:
+    return write(folder, "".join(json.dumps(row) + "\n" for row in rows), name)
+
+
+def test_a_mapped_csv_becomes_si_columns(tmp_path: Path) -> None:
+    text = "size,seen,val\n1.5,20,3.5\n\n3,40,3.25\n"
+    columns = Columns(n="size", d="seen", n_unit=1e6, d_unit=1e9, loss="val")
+    log = read(write(tmp_path, text), columns)
+    np.testing.assert_array_equal(log.columns["num_params"], [1.5e6, 3e6])
+    np.testing.assert_array_equal(log.columns["num_tokens"], [20e9, 40e9])
+    np.testing.assert_array_equal(log.columns["flops"], [6 * 1.5e6 * 20e9, 7.2e17])
+    np.testing.assert_array_equal(log.columns["loss"], [3.5, 3.25])
+    assert log.notes == ("N is taken to count total parameters (--count)", "C = 6 N D")
+    assert [row.line for row in log.raw] == [2, 4]
+
+
+def test_a_foreign_file_is_read_by_its_names_aloud(tmp_path: Path) -> None:
+    text = "N;C;c4_loss;run\n70M;2.52e18;3.5;a\n0.125B;4.5e18;3.4;b\n"
+    log = read(write(tmp_path, text), Columns(count="non-embedding"))
+    np.testing.assert_allclose(log.columns["num_params"], [70e6, 125e6], rtol=1e-15)
+    np.testing.assert_allclose(log.columns["num_tokens"], [6e9, 6e9], rtol=1e-12)
+    assert log.count == "non-embedding"
+    assert log.runs == ("a", "b")
+    assert log.notes == (
+        "by their names, L is c4_loss",
+        "N is taken to count non-embedding parameters (--count)",
+        "D = C / 6N",
+    )
+
+
+def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
+    diverged = {"run_id": "r8", "status": "diverged", "loss": None}
+    twice = {"run_id": "r9", "status": "diverged", "loss": float("nan")}
+    write_lines(tmp_path, [*RUNS, diverged, twice])
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"run_id": "r1')  # killed while it wrote
+    points = [
+        {"run_id": run, "step": s, "num_tokens": s * 10, "flops": s * 1e6, "loss": 5.0}
+        for run in ("r0", "r2", "r8")
+        for s in (1, 2)
+    ]
+    lossless = points[0] | {"loss": None}
+    write_lines(tmp_path, [*points, lossless], "curves.jsonl")
+    log = read(tmp_path)
+    np.testing.assert_array_equal(log.columns["num_params"], [1e3, 2e3, 3e3, 4e3])
+    assert log.notes == (
+        "the last line (7) is not whole, and is left out",
+        "2 rows left out by status: 2 diverged",
+        "C is 1.08 to 1.08 times 6 N D",
+    )
+    assert log.curves is not None
+    assert log.curves.runs == ("r0", "r0", "r2", "r2")
+    np.testing.assert_array_equal(
+        log.curves.columns["num_params"], [1e3, 1e3, 3e3, 3e3]
+    )
+
+    other = read(tmp_path, Columns(count="non-embedding"), needs=["recipe.rate"])
+    np.testing.assert_array_equal(other.columns["num_params"], [900, 1800, 2700, 3600])
+    np.testing.assert_array_equal(other.columns["recipe.rate"], 0.01)
+
+
+def test_rules_select_and_ignore(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, [*RUNS, {"loss": "?", "status": "completed"}])
+    rule = "loss == '?' or (`recipe.rate` < .02 and not num_params > 1e3)"
+    log = read(path, ignore=rule)
+    assert log.notes[0] == f"2 rows left out by {rule!r}"
+    assert log.runs == ("r1", "r2", "r3")
+    for rule, selected in (
+        ("row == 3", [False, True, False]),
+        ("run_id != 'r1' and flops>1.2e9", [False, False, True]),
+        ("num_params<=2000 or num_params >= +4e3", [True, False, True]),
+        ("not (row < 3 or row == 4)", [False, True, False]),
+        ("recipe.rate == 0.01", [True, True, True]),
+    ):
+        np.testing.assert_array_equal(log.select(rule), selected)
+    assert log.take(log.select("row == 3")).runs == ("r2",)
+
+
+def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
+    text = "N,D,loss\n1.5e6,2e9,3.5\n3e6,4e9,3.25\n"
+    rows = [{"N": 1.5e6, "D": 2e9, "loss": 3.5}, {"N": 3e6, "D": 4e9, "loss": 3.25}]
+    expected = read(write(tmp_path, text))
+    (tmp_path / "packed").write_bytes(gzip.compress(text.encode()))
+    write(tmp_path, json.dumps(rows), "line.json")
+    write(tmp_path, "\n" + json.dumps(rows, indent=2), "pretty.json")
+    for name in ("packed", "line.json", "pretty.json"):
+        log = read(tmp_path / name)
+        assert log.columns.keys() == expected.columns.keys()
+        for column, values in expected.columns.items():
+            np.testing.assert_array_equal(log.columns[column], values)
+        assert log.notes == expected.notes
+    assert log.raw[1].place == "row 2"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b'{\n"N": [1, 2]\n}', "is one JSON object; a list of them is read, or one a"),
+        (b'{"N": [1, 2]}', "its rows hold neither numbers nor text"),
+        (b"[1, 2]", "row 1 is int, not an object"),
+        (b"[]", "holds no runs"),
+        (b'[{"N": 1},]', "not JSON: "),
+        (b"[" * 100_000, "nested too deeply"),
+        (
+            gzip.compress(b"N,D,loss\n" * 99, mtime=0)[:-9],
+            "cannot be read: Compressed file en",
+        ),
+        (gzip.compress(b"PK\x03\x04", mtime=0), "cannot be read: it is a zip archive"),
+        (b"PAR1\x15\x04", "it is Parquet; CSV and JSON are read, gzipped or not"),
+        ("N,D".encode("utf-16"), "it is text in UTF-16, not UTF-8"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path: Path, data: bytes, line: str) -> None:
+    (tmp_path / "log").write_bytes(data)
+    with pytest.raises(ValueError, match=r".") as error:
+        read(tmp_path / "log")
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_only_files_of_a_size_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("/dev/zero", "/dev/null"):
+        with pytest.raises(ValueError, match="it is a device, not a file"):
+            read(Path(name))
+    os.mkfifo(tmp_path / "pipe")  # that nobody writes to
+    with pytest.raises(ValueError, match="pipe: holds no runs"):
+        read(tmp_path / "pipe")
+    monkeypatch.setattr(files, "MAX_BYTES", 2**20)
+    for data in (b" " * (2**20 + 1), gzip.compress(b" " * (2**20 + 1))):
+        (tmp_path / "large").write_bytes(data)
+        with pytest.raises(ValueError, match="more than 1 MiB; leave columns or rows"):
+            read(tmp_path / "large")
+
+
+def test_a_law_of_one_input_needs_one_column(tmp_path: Path) -> None:
+    path = write(tmp_path, "params,loss\n1e6,3\n2e6,2.9\n")
+    log = read(path, needs=("num_params", "loss"))
+    assert log.columns.keys() == {"num_params", "loss"}
+    assert log.roles == {"num_params": "params", "loss": "loss"}
+    with pytest.raises(
+        ValueError, match=r"the law reads C \(--c COLUMN\), and there is"
+    ):
+        read(path, needs=("flops", "loss"))
+    with pytest.raises(
+        ValueError, match=r"two of N, D and C are needed, and there is N"
+    ):
+        read(path)
+    both = write(tmp_path, "D,C,loss\n1e9,6e15,3\n", "both.csv")
+    assert read(both, needs=("num_params", "loss")).columns["num_params"] == 1e6
+    # A law of a rate reads no loss.
+    rates = write(tmp_path, "N,D,lr\n1e6,1e9,1e-3\n", "rates.csv")
+    columns = Columns(others={"learning_rate": "lr"})
+    needs = ("num_params", "num_tokens", "learning_rate")
+    assert "loss" not in read(rates, columns, needs=needs).columns
+
+
+def test_the_last_and_the_best_rows_are_picked(tmp_path: Path) -> None:
+    text = """run,N,D,lr,loss
+a,1M,1e9,1e-3,3.9
+a,1M,2e9,1e-3,3.5
+b,1M,1e9,1e-2,3.8
+b,1e6,2e9,1e-2,3.4
+c,1M,2e9,1e-1,nan
+d,2M,2e9,1e-3,3.2
+"""
+    path = write(tmp_path, text)
+    log = read(path, last_of=["run"], best_of=["N", "D"])
+    assert [row.number for row in log.raw] == [4, 6]
+    assert log.notes[:2] == (
+        "2 rows left out: not the last by D of rows with one run",
+        "2 rows left out: not the lowest loss of rows with one N and D",
+    )
+    assert [row.number for row in read(path, best_of=["num_params"]).raw] == [4, 6]
+    with pytest.raises(ValueError, match=r"row 5 \(line 6\): loss is nan"):
+        read(path, last_of=["run"])
+    with pytest.raises(ValueError, match="--best-of x: no such column; there is run"):
+        read(path, best_of=["x"])
+    # The later of equals; and steps tell which row is last, from 0.
+    steps = write(tmp_path, "run,N,step,loss\na,1e6,0,3\na,1e6,0,2\n", "steps.csv")
+    picked = read(steps, needs=["num_params", "loss"], last_of=["run"])
+    assert [row.number for row in picked.raw] == [2]
+    bare = write(tmp_path, "run,N,loss\na,1e6,3\n", "bare.csv")
+    with pytest.raises(ValueError, match="--last-of run: which row is last"):
+        read(bare, needs=["num_params", "loss"], last_of=["run"])
+
+
+def test_losses_in_bits_are_scaled(tmp_path: Path) -> None:
+    path = write(tmp_path, "N,D,bpt\n1e6,1e9,3\n")
+    log = read(path, Columns(loss="bpt", loss_unit=np.log(2)))
+    np.testing.assert_allclose(log.columns["loss"], 3 * np.log(2))
+    assert "the loss is bpt times 0.693147" in log.notes
+    with pytest.raises(ValueError, match=r"loss_unit=0\.0 must be above 0"):
+        Columns(loss_unit=0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "lines"),
+    [
+        ("N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n", {}, []),
+        (
+            "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n",
+            {},
+            [
+                "experiment is not used, and parts the runs (a, b): --by experiment ",
+                """--where 'experiment == "a"' one of them""",
+            ],
+        ),
+        (
+            "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n",
+            {},
+            [
+                "marks 1 run, which is fitted",
+                "--ignore '`is outlier` == \"True\"' leaves",
+            ],
+        ),
+        (
+            "N,D,loss,unique_tokens\n1e6,4e9,3,1e9\n2e6,1e9,2,1e9\n",
+            {},
+            ["tokens up to 4 times: --law data-constrained --columns num_unique_"],
+        ),
+        (
+            "N,D,loss,lr\n1e6,1e9,3,0.1\n1e6,1e9,3,0.2\n",
+            {},
+            ["lr is not used, and differs in runs of one N and D: --best-of N,D reads"],
+        ),
+        (
+            "N,D,loss,run\n1e6,1e9,3,a\n1e6,2e9,2,a\n",
+            {},
+            ["runs have several rows, and each is fitted: --last-of run reads the"],
+        ),
+        (
+            "N,D,bpb\n1e6,1e9,1\n",
+            {"loss": "bpb"},
+            ["looks like bits", "--loss-unit 0.69"],
+        ),
+        ("N,D,L\n1e6,1e9,19\n", {}, ["L is up to 19: nats per token? Of a perplexity"]),
+        (
+            "N,D,loss\n70.5,1e9,3\n",
+            {},
+            ["N (N) is 70.5 to 70.5: parameters? --n-unit 1"],
+        ),
+        ("N,D,loss\n1e7,3,3\n", {}, ["D (D) is 3 to 3: tokens? --d-unit 1e+09 if"]),
+        (
+            "s_m,D,loss\n7e4,1e9,3\n",
+            {"n": "s_m"},
+            ["parameters? --n-unit 1e+06 if a 1"],
+        ),
+        ("s_m,D,loss\n70,1e9,3\n", {"n": "s_m", "n_unit": 1e6}, []),
+        (
+            "N,C,loss\n1e7,300,3\n",
+            {},
+            ["C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if"],
+        ),
+        (
+            "N,D,C,loss\n1e7,1e9,6e20,3\n",
+            {},
+            ["C is 1e+04 times 6 N D: is one of them"],
+        ),
+    ],
+)
+def test_what_nobody_asked_for_is_pointed_at(
+    tmp_path: Path, text: str, flags: dict[str, Any], lines: list[str]
+) -> None:
+    columns = Columns(**flags)
+    log = read(write(tmp_path, text), columns)
+    found = doubts.find(log, columns)
+    assert len(found) == bool(lines)
+    for line in lines:
+        assert line in found[0]
+    if log.names[-1] not in log.roles.values():  # a rule that names it has seen it
+        assert not doubts.find(log, columns, [f"`{log.names[-1]}` == 1"])
+
+
+def test_published_runs_and_our_sweeps_are_not_doubted(tmp_path: Path) -> None:
+    path = traces.find("losses/gadre_c4.csv")
+    assert not doubts.find(read(path), Columns())
+    write_lines(tmp_path, RUNS)
+    assert not doubts.find(read(tmp_path), Columns())
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "line"),
+    [
+        ("", {}, "log.csv: holds no runs"),
+        ("N,D,loss\n", {}, "log.csv: holds no runs"),
+        ("N,D,loss\n1,2\n", {}, "row 1 (line 2) has 2 cells, the header has 3"),
+        ("N,N,loss\n1,2,3\n", {}, "two columns are named 'N'"),
+        ("N,D,loss\n1,2,3\n1,x,3\n", {}, "row 2 (line 3): D is 'x', not a number"),
+        ("N,D,loss\n1,,3\n", {}, "row 1 (line 2): D is missing; --ignore 'row == 1'"),
+        ("N,D,loss\n-1,2,3\n", {}, "N is -1, must be above 0 and finite"),
+        ("N,D,loss\n1,2,nan\n", {}, "loss is nan, must be above 0 and finite"),
+        ("N,D,loss\n1,2,3M\n", {}, "loss is '3M', not a number"),
+        ("N,D,loss\n1M,2,3\n", {"n": "N", "n_unit": 1e6}, "N is '1M', not a number"),
+        ("N,D,loss\n1,2_0,3\n", {}, "D is '2_0', not a number"),
+        ("N,D,loss\n1,2,3\n1,2,3\n", {}, "rows 1 and 2 are the same run"),
+        ("N,x,loss\n1,2,3\n", {}, "two of N, D and C are needed, and there is N (N)"),
+        ("N,D,x\n1,2,3\n", {}, "which column is the loss?"),
+        ("N,D,a_loss,b_loss\n1,2,3,4\n", {}, "one of N, D, a_loss, b_loss"),
+        ("N,D,loss\n1,2,3\n", {"c": "F"}, "--c F: no such column; there is N, D, loss"),
+        ("N,D,loss\n1,2,3\n", {"c_unit": 1e18}, "--c-unit 1e+18, but no --c"),
+        ("N,D,loss,status\n1,2,3,failed\n", {}, "no run is left: 1 row left out by st"),
+        ('N,D,loss\n1,2,"3\n', {}, "line 2: unexpected end of data"),
+        ('{"N": 1\n{"N": 2}\n', {}, "line 1: not JSON"),
+        ('{"N": 1}\n[1]\n', {}, "line 2: holds list, not an object"),
+        ('{"N": 1' + 400 * "0" + ', "D": 1, "loss": 2}', {}, "must be above 0 and fin"),
+        (9000 * '{"a": ' + "1" + 9000 * "}" + "\n", {}, "nested too deeply"),
+        ('{"N": 1, "D": true, "loss": 2}', {}, "D is True, not a number"),
+    ],
+)
+def test_bad_logs_are_named_in_a_line(
+    tmp_path: Path, text: str, flags: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        read(write(tmp_path, text), Columns(**flags))
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_sweep_with_a_run_twice_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path, [*RUNS, RUNS[1] | {"loss": 3.0}])
+    with pytest.raises(ValueError, match="rows 2 and 5 are the same run"):
+        read(tmp_path)
+    (tmp_path / "runs.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"holds no runs\.jsonl"):
+        read(tmp_path)
+
+
+def test_rows_that_agree_in_numbers_are_told_of(tmp_path: Path) -> None:
+    text = "N,D,loss,seed\n1,2,3,0\n1,2,3,1\n1,2,4,2\n"
+    log = read(write(tmp_path, text))
+    assert "equal numbers in rows 1 and 2: one run twice?" in log.notes
+
+
+def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
+    path = write(tmp_path, "N,D,loss,unique\n1,2,3,1e9\n")
+    with pytest.raises(ValueError, match="--columns num_unique_tokens=COLUMN"):
+        read(path, needs=["num_unique_tokens"])
+    for name, value in (("unique", 1e9), ("unique*1e3", 1e12)):
+        columns = Columns(others={"num_unique_tokens": name}, d="D", d_unit=1e9)
+        log = read(path, columns, needs=["num_unique_tokens"])
+        np.testing.assert_array_equal(log.columns["num_unique_tokens"], [value])
+        told = "num_unique_tokens is unique as it stands" in "".join(log.notes)
+        assert told == (value == 1e9)
+    columns = Columns(others={"num_unique_tokens": "unique*-1"})
+    with pytest.raises(ValueError, match="unit must be above 0"):
+        read(path, columns, needs=["num_unique_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        ("a <", "needs a column or a value before its end"),
+        ("a < 1 b", "needs `and` or `or` before b"),
+        ("(a < 1", "needs a ) before its end"),
+        ("a", "needs a comparison such as <= before its end"),
+        ("a = 1", "cannot read = 1"),
+        ("a < 1 and", "needs a column or a value before its end"),
+        ("b < 1", "no column 'b'; one of a"),
+        ("__import__('os').system('id') == 0", "cannot read .system"),
+        ("1e3x < a", "cannot read 1e3x < a"),
+        ("(" * 1999, "nested too deeply"),
+        ("a" * 2001, "at most 2000"),
+    ],
+)
+def test_bad_rules_are_named(rule: str, line: str) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        rules.parse(rule, ["a"])
+    assert line in str(error.value)
+
+
+def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:
+    test = rules.parse("a < 1", ["a"])
+    for cell, said in (("x", "a is 'x', not a number"), (None, "a is missing")):
+        with pytest.raises(ValueError, match=said):
+            test({"a": cell})
+    assert rules.parse("a == 1", ["a"])({"a": True})
+    assert rules.parse("a != 1", ["a"])({"a": None})

@@ -1,0 +1,395 @@
+"""Sweeps: every run once, the same bits whatever happens, a log that can be fitted."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.framework import config_json
+from scaling.corpora import corpora
+from scaling.logs import best_rates
+from scaling.sweeps import branching, executors, grid, planning, sweep
+from scaling.sweeps.folder import RECORD, SweepFolder
+from scaling.sweeps.grid import Cell, Lane, SweepConfig
+from scaling.training import objectives, train
+from tests.support import sweeping
+from tests.support.impatience import Stopping
+from tests.support.sweeping import model
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
+    return sweeping.config(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.fixture(scope="module")
+def whole(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
+    return sweep.sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[str, Any]:
+    rows = lines(folder / "runs.jsonl")
+    assert len({row["run_id"] for row in rows}) == len(rows)
+    return {row["run_id"]: (row["loss"], row["status"]) for row in rows}
+
+
+def test_every_run_is_made_and_described(whole: sweep.Outcome, config) -> None:
+    assert whole.num("done") == len(whole.records) >= 8
+    assert whole.skipped == 0
+    for row in whole.records:
+        assert [*row] == [*RECORD]
+        assert row["flops_6nd"] == 6 * row["num_params"] * row["num_tokens"]
+        assert 0 < row["loss"] < np.log(257) * 1.1
+        assert row["decayed"]
+        assert row["loss_se"] > 0
+    points = lines(whole.log / "curves.jsonl")
+    assert {p["run_id"] for p in points} == {r["run_id"] for r in whole.records}
+    # Rates that were best at the edge were extended, in the cells where they were.
+    rates = {row["learning_rate"] for row in whole.records if row["hidden_size"] == 8}
+    assert len(rates) > 2
+    known = {row["run_id"]: row for row in whole.records}
+    digest = SweepFolder(whole.log).header()["corpus_digest"]
+    assert planning.next_groups(config, known, digest) == []
+
+
+def test_a_branch_is_the_run_alone(whole: sweep.Outcome, config, tmp_path) -> None:
+    alone = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
+    found = losses(sweep.sweep(alone, tmp_path / "alone").log)
+    assert len(found) >= 4
+    for run_id, loss in found.items():
+        assert losses(whole.log)[run_id] == loss
+
+
+def test_cosines_of_two_lengths_share_the_warm_up(
+    whole: sweep.Outcome, config, tmp_path
+) -> None:
+    cosine = dataclasses.replace(
+        config, schedule="cosine", models=(model(8),), learning_rates=(2e-2,)
+    )
+    assert grid.steps_taken(cosine, (20, 40)) == 4 + 16 + 36
+    both = losses(sweep.sweep(cosine, tmp_path / "both").log)
+    alone = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
+    found = losses(sweep.sweep(alone, tmp_path / "alone").log)
+    assert len(both) == 2
+    assert len(found) == 1
+    assert found.items() <= both.items()
+    assert not both.keys() & losses(whole.log).keys()
+    run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
+    corpus = executors.open_corpus(cosine.corpus)
+    (run_id,) = found
+    trained = train.train(run, tmp_path / "trained")
+    score = objectives.score_stream(
+        trained.params,
+        corpus.held_out,
+        model=run.model,
+        seq_len=run.seq_len,
+        num_windows=8,
+    )
+    assert found[run_id][0] == pytest.approx(score.loss, rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_a_stopped_sweep_goes_on(whole: sweep.Outcome, config, tmp_path) -> None:
+    out = tmp_path / "sweep"
+    stopped = sweep.sweep(config, out, progress=Stopping(20))
+    assert stopped.is_stopped
+    assert 0 < len(stopped.records) < len(whole.records)
+    with (out / "runs.jsonl").open("a") as file:
+        file.write('{"run_id": "half a li')  # as a killed one leaves it
+    with (out / "curves.jsonl").open("a") as file:
+        file.write('{"run_id": "no record", "step": 1.0}\n')
+    rest = sweep.sweep(config, out)
+    assert rest.skipped == len(stopped.records)
+    assert losses(out) == losses(whole.log)
+    assert "no record" not in (out / "curves.jsonl").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["loop", pytest.param("vmap", marks=pytest.mark.slow)])
+def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> None:
+    small = dataclasses.replace(
+        config, models=(model(8),), max_extensions=0, mode=mode, cooldown=0.7
+    )
+    unbroken = sweep.sweep(small, tmp_path / "unbroken")
+    taken, real = [], branching._go
+
+    def count(runs, corpus, lanes, *args, **settings):
+        found = real(runs, corpus, lanes, *args, **settings)
+        taken.append((found[0].step - lanes.step) * len(runs))
+        return found
+
+    monkeypatch.setattr(branching, "_go", count)
+    out, calls = tmp_path / "sweep", 1
+    while sweep.sweep(small, out, progress=Stopping(13)).is_stopped:
+        assert len([*(out / "paused").iterdir()]) == 1
+        calls += 1
+    assert calls > 1
+    assert not (out / "paused").exists()
+    # No step twice, and the same bits.
+    ((low, high), lanes) = (20, 40), 2
+    assert sum(taken) == lanes * grid.steps_taken(small, (low, high))
+    assert losses(out) == losses(unbroken.log)
+    for name in ("runs.jsonl", "curves.jsonl"):
+        taken_up, whole = (
+            [row | {"seconds": 0} for row in lines(log / name)]
+            for log in (out, unbroken.log)
+        )
+        assert taken_up == whole
+
+
+def test_a_pause_that_is_broken_says_what_to_do(config, tmp_path) -> None:
+    small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
+    out = tmp_path / "sweep"
+    assert sweep.sweep(small, out, progress=Stopping(1)).is_stopped
+    (place,) = (out / "paused").iterdir()
+    (place / "half.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"paused/.* cannot be continued; delete it"):
+        sweep.sweep(small, out)
+
+
+def test_divergence_is_recorded_once(config, tmp_path) -> None:
+    # A rate at which float32 overflows.
+    wild = dataclasses.replace(
+        config, models=(model(8),), learning_rates=(1e30,), num_tokens=(32 * 20,)
+    )
+    first = sweep.sweep(wild, tmp_path / "sweep")
+    assert [row["status"] for row in first.records] == ["diverged"]
+    assert first.records[0]["loss"] is None
+    again = sweep.sweep(wild, tmp_path / "sweep")
+    assert (again.skipped, len(again.records)) == (1, 1)
+
+
+def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "sweep"
+    real, room = os.write, [3000]
+
+    def write(handle: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(28, "No space left on device")
+        num = real(handle, data[: room[0]])
+        room[0] -= num
+        return num
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(ValueError, match=r"curves.jsonl: .*No space left on device"):
+        sweep.sweep(config, out)
+    monkeypatch.undo()
+    for name in ("runs.jsonl", "curves.jsonl"):
+        if (out / name).exists():
+            assert (out / name).read_text()[-1:] in ("", "\n")
+    sweep.sweep(config, out)
+    assert losses(out) == losses(whole.log)
+
+
+def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
+    other = dataclasses.replace(config, batch_size=4)
+    with pytest.raises(ValueError, match=r"another sweep; differs in \['batch_size'\]"):
+        sweep.sweep(other, whole.log)
+    folder = SweepFolder(whole.log)
+    with pytest.raises(ValueError, match=f"process {os.getpid()} is writing here"):
+        sweep.sweep(config, whole.log)
+    folder.close()
+
+
+@pytest.mark.slow
+def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
+    found = sweep.sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
+    ours, theirs = losses(found.log), losses(whole.log)
+    for run_id in ours.keys() & theirs.keys():
+        assert ours[run_id][0] == pytest.approx(theirs[run_id][0], rel=1e-3)
+    assert len(ours.keys() & theirs.keys()) >= 8
+    assert json.loads((found.log / "sweep.json").read_text())["mode"] == "vmap"
+
+
+def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
+    calls = []
+
+    def compiled_first(state, stream, schedule, seeds, num_steps):
+        if not calls:
+            time.sleep(0.4)
+        calls.append(num_steps)
+        return state, jnp.float32(5.0)
+
+    monkeypatch.setattr(branching, "_program", lambda *args: compiled_first)
+    lane = grid.Lane(1e-2, 0)
+    run = grid.train_config(config, grid.cells(config)[0], lane)
+    corpus = executors.open_corpus(config.corpus)
+    found = branching.speed([run], corpus, is_vmapped=False, patience_s=0.1)
+    assert found > 1000  # with it, 4 steps in 0.4 s
+
+
+def test_repetitions_are_of_the_best(whole, config, tmp_path) -> None:
+    again = dataclasses.replace(config, seeds=(0, 1, 2), num_repeated=1)
+    digest = json.loads((whole.log / "sweep.json").read_text())["corpus_digest"]
+    known = {row["run_id"]: row for row in whole.records}
+    groups = planning.next_groups(again, known, digest)
+    assert {group.model for group in groups} == {model(8)}
+    assert sum(len(group.horizons) for group in groups) == 2
+    for group in groups:
+        for steps in group.horizons:
+            rows = [
+                row
+                for row in whole.records
+                if (row["hidden_size"], row["num_steps"]) == (8, steps)
+            ]
+            best = min(rows, key=lambda row: row["loss"])
+            assert {lane.learning_rate for lane in group.lanes} == {
+                best["learning_rate"]
+            }
+            assert [lane.seed for lane in group.lanes] == [1, 2]
+
+
+def test_budgets_become_steps(config) -> None:
+    budget = 1e9
+    sized = dataclasses.replace(config, num_tokens=(), budgets=(budget,))
+    for cell in grid.cells(sized):
+        per_token = grid.count(cell.model, 16).flops_per_token
+        assert abs(cell.num_steps * 32 * per_token - budget) <= 32 * per_token / 2
+        ratio = cell.num_steps * 32 / grid.count(cell.model, 16).params.total
+        few = dataclasses.replace(sized, tokens_per_param=(ratio, 2 * ratio))
+        assert cell in grid.cells(few)
+        many = dataclasses.replace(sized, models=(cell.model,), min_steps=1)
+        with pytest.raises(ValueError, match="no run is left"):
+            dataclasses.replace(many, tokens_per_param=(0.0, 0.99 * ratio))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": ()}, "models"),
+        ({"num_tokens": ()}, "budgets or num_tokens"),
+        ({"learning_rates": (2.0, 1.0)}, "must rise"),
+        ({"min_steps": 10**6}, "min_steps=1000000 is more than the 40 steps"),
+        ({"tokens_per_param": (1e5, 2e5)}, "no run is left: .*tokens_per_param="),
+        ({"seq_len": 17}, r"seq_len=17 must be at most model.max_positions=16"),
+        ({"batch_size": 1000}, "batch_size=1000 windows of .*=16 tokens is more than"),
+        ({"seeds": (1, 1)}, "different"),
+    ],
+)
+def test_a_grid_that_is_none_is_refused(config, change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **change)
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(
+    config, tmp_path, monkeypatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        fake = types.SimpleNamespace(is_initialized=lambda: False)
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        far = dataclasses.replace(config, executor="ray", ray_address=address)
+        with pytest.raises(ValueError, match=r"127.*no cluster: .*refused"):
+            sweep.sweep(far, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_that_is_too_short_is_refused(config, tmp_path) -> None:
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}").write_text(str(i % 7))
+    corpus = corpora.CorpusConfig(pattern=f"{tmp_path}/text/*", held_out=0.4)
+    with pytest.raises(ValueError, match=r"seq_len=16 is longer than the .* tokens"):
+        sweep.sweep(dataclasses.replace(config, corpus=corpus), tmp_path / "out")
+
+
+_CHILD = """
+import sys, time
+from pathlib import Path
+from experiments.framework import config_json
+from jaxkv import progress
+from scaling.sweeps import sweep
+from scaling.sweeps.grid import SweepConfig
+import jax
+jax.config.update("jax_disable_most_optimizations", True)
+
+class Slow(progress.Quiet):
+    def bar(self, label, total, unit):
+        print("begun", flush=True)
+        return lambda done: time.sleep(0.05)
+
+config = config_json.config_loads(SweepConfig, Path(sys.argv[1]).read_text(), "x")
+sweep.sweep(config, Path(sys.argv[2]), progress=Slow())
+"""
+
+
+def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
+    """Begins or goes on with a sweep in a process, and kills it amid its runs.
+
+    It has so many new runs by then, and some time for the next. Returns how many runs
+    there are.
+    """
+
+    def count() -> int:
+        log = out / "runs.jsonl"
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    wanted = count() + num_new
+    path = out.with_suffix(".json")
+    path.write_text(config_json.config_dumps(config))
+    args = [sys.executable, "-c", _CHILD, str(path), str(out)]
+    with subprocess.Popen(args, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"begun\n"
+        while count() < wanted and child.poll() is None:
+            time.sleep(0.01)
+        time.sleep(after_s)
+        child.kill()
+    assert child.returncode == -signal.SIGKILL  # it had not ended
+    return count()
+
+
+@pytest.mark.thorough
+def test_kill_9(whole, config, tmp_path) -> None:
+    small = dataclasses.replace(config, models=(model(8),), max_extensions=0)
+    kept = kill(small, tmp_path / "sweep", 1, 0.1)
+    again = sweep.sweep(small, tmp_path / "sweep")
+    assert 0 < kept == again.skipped < len(again.records) == 4
+    for run_id, loss in losses(tmp_path / "sweep").items():
+        assert losses(whole.log)[run_id] == loss
+
+
+@pytest.mark.slow
+def test_kill_9_five_times(whole, config, tmp_path) -> None:
+    draws = np.random.default_rng()
+    kept = [
+        kill(config, tmp_path / "sweep", num_new, draws.uniform(0.0, 0.4))
+        for num_new in (0, 1, 0, 1, 0)
+    ]
+    assert kept == sorted(kept)
+    assert 2 <= kept[-1] < len(whole.records)
+    sweep.sweep(config, tmp_path / "sweep")
+    assert losses(tmp_path / "sweep") == losses(whole.log)
+
+
+def test_the_best_rate_of_each_cell_wins() -> None:
+    def row(cell: str, rate: float, seed: int, loss: float) -> dict[str, Any]:
+        return {"cell": cell, "learning_rate": rate, "seed": seed, "loss": loss}
+
+    rows = [
+        row("a", 1.0, 0, 3.0),
+        row("a", 2.0, 0, 2.9),
+        row("a", 2.0, 1, 3.3),  # its mean is worse, but the other has no seed 1
+        row("b", 1.0, 0, 2.0),
+        row("b", 0.5, 0, 2.0),
+        row("c", 4.0, 7, 1.0),
+    ]
+    assert best_rates.winners(rows) == [1, 2, 4, 5]

@@ -1,0 +1,65 @@
+"""Sweeps on a Ray cluster: a local one of two nodes finds what this process finds."""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scaling.sweeps import sweep
+from scaling.sweeps.grid import SweepConfig
+from tests.support import sweeping
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # ray's own
+]
+
+
+def config(folder: Path) -> SweepConfig:
+    return sweeping.config(folder, num_tokens=(32 * 10, 32 * 20), max_extensions=0)
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    if not HAS_RAY:
+        pytest.skip("ray is not installed: pip install 'jaxkv[ray]'")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    found.add_node(num_cpus=1)
+    yield found.address
+    ray.shutdown()
+    found.shutdown()
+
+
+def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> None:
+    import ray
+
+    here = config(tmp_path)
+    there = dataclasses.replace(here, executor="ray", ray_address=cluster)
+    ours = sweep.sweep(here, tmp_path / "here")
+    theirs = sweep.sweep(there, tmp_path / "there")
+    assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+    losses = [
+        {row["run_id"]: (row["status"], row["loss"]) for row in outcome.records}
+        for outcome in (ours, theirs)
+    ]
+    assert len(losses[0]) == 8
+    assert losses[0].keys() == losses[1].keys()
+    for run_id, (status, loss) in losses[0].items():
+        assert losses[1][run_id] == (status, pytest.approx(loss, rel=1e-4))
+    header = json.loads((tmp_path / "there" / "sweep.json").read_text())
+    assert header["executor"] == "ray"
+    assert sweep.sweep(there, tmp_path / "there").skipped == 8
+
+
+@pytest.mark.skipif(HAS_RAY, reason="ray is installed")
+def test_without_ray_a_sweep_says_so(tmp_path: Path) -> None:
+    there = dataclasses.replace(config(tmp_path), executor="ray")
+    with pytest.raises(ValueError, match="ray is missing"):
+        sweep.sweep(there, tmp_path / "out")

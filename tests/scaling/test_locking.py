@@ -1,0 +1,150 @@
+"""One process at a time writes to a folder, whatever command it runs."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.cli import main
+from experiments.framework import registry
+from experiments.framework.study import Experiment
+from scaling import locking
+from tests.support.folders import ROOT
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+HOLD = """if True:
+    import sys, time
+    from pathlib import Path
+    from scaling import locking
+    lock = locking.WriterLock(Path(sys.argv[1]))
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+Hold = Callable[[Path], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    """Has another process take a folder, and end with the test at the latest."""
+    begun = []
+
+    def popen(folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLD, str(folder)]
+        process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+        begun.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield popen
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_lock_is_one_writers_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    lock = locking.WriterLock(folder)
+    line = f"{folder}: process {os.getpid()} is writing here; one at a time"
+    with pytest.raises(ValueError, match=line):
+        locking.WriterLock(folder)
+    lock.close()
+    lock.close()
+    assert names(folder) == []
+    locking.WriterLock(folder).close()
+
+
+def test_a_lock_ends_with_its_process_however_that_ends(
+    tmp_path: Path, hold: Hold
+) -> None:
+    process = hold(tmp_path)
+    with pytest.raises(ValueError, match=f"process {process.pid} is writing here"):
+        locking.WriterLock(tmp_path)
+    process.kill()
+    process.wait()
+    assert names(tmp_path) == [locking.NAME]
+    locking.WriterLock(tmp_path).close()
+    assert names(tmp_path) == []
+
+
+def test_who_waited_for_a_file_that_is_gone_takes_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = fcntl.flock, []
+
+    def flock(file: Any, how: int) -> None:
+        real(file, how)
+        calls.append(how)
+        if len(calls) == 1:  # in between the one before had cleaned up
+            (tmp_path / locking.NAME).unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = locking.WriterLock(tmp_path)
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="is writing here"):
+        locking.WriterLock(tmp_path)
+    lock.close()
+
+
+def test_where_there_are_no_locks_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: Any, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="its file system has no locks"):
+        lock = locking.WriterLock(tmp_path)
+    lock.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run made_up --out OUT",
+        "bench made_up --out OUT",
+        "train smoke --out OUT",
+        "sweep smoke --out OUT",
+        "fit log.csv --out OUT",
+        "plan --flops 1e20 --law lecture --out OUT",
+        "cost llama-2-7b --out OUT",
+    ],
+)
+def test_a_second_writer_is_refused_and_nothing_changes(
+    command: str,
+    tmp_path: Path,
+    hold: Hold,
+    experiment: Experiment,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = registry.load
+    mine = ("made_up", "bench_made_up")
+    known = [registry.Entry(name, "Is it?", ("smoke",), "") for name in mine]
+    monkeypatch.setattr(registry, "entries", lambda: known)
+    monkeypatch.setattr(
+        registry, "load", lambda name: experiment if "made_up" in name else load(name)
+    )
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{n},{d},{2 + n**-0.3 + d**-0.3}" for n in (1, 2, 3) for d in (1, 2, 3)]
+    Path("log.csv").write_text("\n".join(["N,D,loss", *rows]) + "\n")
+    out = tmp_path / "out"
+    process = hold(out)
+    status = main.main(command.replace("OUT", str(out)).split())
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    line = f"{out}: process {process.pid} is writing here; one at a time"
+    assert said.err == f"jaxkv: {line}\n"
+    assert names(out) == [locking.NAME]

@@ -1,0 +1,68 @@
+"""Training's forward pass is the one that is served."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models import Experts, transformer
+from jaxkv.models.config import ModelConfig, RopeScaling
+from scaling.training import dense_forward
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+LLAMA = ModelConfig(
+    vocab_size=31,
+    hidden_size=12,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    mlp_size=20,
+    max_positions=16,
+    norm_eps=1e-3,
+)
+VARIANTS = {
+    "llama": LLAMA,
+    "qwen3": dataclasses.replace(
+        LLAMA, qk_norm=True, qkv_bias=True, tie_embeddings=False, window=5
+    ),
+    "scaled": dataclasses.replace(
+        LLAMA, rope_scaling=RopeScaling(original_max_positions=8)
+    ),
+    "opt": dataclasses.replace(
+        LLAMA,
+        **{"norm": "layer", "positions": "learned", "position_offset": 2},
+        **{"activation": "relu", "gated": False},
+        **dict.fromkeys(["qkv_bias", "out_bias", "mlp_bias"], True),
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_give_what_columns_give(name: str) -> None:
+    config = VARIANTS[name]
+    rng = np.random.default_rng(0)
+    # Zero biases and scales of one would hide where they belong.
+    params = jax.tree.map(
+        lambda x: jnp.asarray(x + 0.3 * rng.standard_normal(x.shape), jnp.float32),
+        transformer.init_params(config, jax.random.key(0)),
+    )
+    tokens = jnp.asarray(rng.integers(0, 31, (3, 11)), jnp.int32)
+    ours = dense_forward.logits(params, tokens, config=config)
+    theirs = transformer.logits(params, tokens, config=config)
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    low = dense_forward.logits(halves, tokens, config=config)
+    assert low.dtype == jnp.float32
+    assert np.abs(low - ours).max() < 0.2 * np.abs(ours).max()
+
+
+def test_experts_are_refused() -> None:
+    experts = Experts(num_experts=2, top_k=1, size=8)
+    config = dataclasses.replace(LLAMA, experts=experts)
+    with pytest.raises(ValueError, match="must be None"):
+        dense_forward.logits({}, jnp.zeros((1, 1), jnp.int32), config=config)

@@ -1,0 +1,248 @@
+"""One step of training: the right gradient, however it is computed, and whose it is."""
+
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scaling.corpora import corpora
+from scaling.training import architectures, objectives
+from scaling.training import step as training_step
+from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
+from scaling.training.recurrent import RecurrentConfig
+from scaling.training.step import TrainState, init
+from tests.support import mutation
+from tests.support.folders import ROOT
+from tests.support.mutation import Bug
+from tests.support.shapes import SMALL
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+TRANSFORMER = dataclasses.replace(SMALL, max_positions=16)
+LSTM = RecurrentConfig(vocab_size=257, hidden_size=16, num_layers=1, max_positions=16)
+MODELS: dict[str, architectures.Architecture] = {
+    "transformer": TRANSFORMER,
+    "lstm": LSTM,
+    "gru": dataclasses.replace(LSTM, kind="gru"),
+}
+SGD = OptimizerConfig(kind="sgd", max_grad_norm=math.inf)
+TEXT = np.random.default_rng(0).integers(65, 91, 5_000).astype(np.uint16)
+
+
+def train(
+    optimizer: OptimizerConfig, how: StepConfig, rate: float, num_steps: int
+) -> tuple[TrainState, float]:
+    """Some steps on random letters, and the loss of the last."""
+    seed, schedule = jnp.int32(0), Schedule.constant(rate)
+    state = init(TRANSFORMER, optimizer, seed)
+    call = training_step.compiled(TRANSFORMER, optimizer, 4, 16, how)
+    for num in (num_steps - 1, 1):
+        state, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
+    return state, float(loss)
+
+
+@pytest.mark.parametrize("name", ["transformer", "lstm"])
+def test_a_new_model_guesses_evenly(name: str) -> None:
+    model: Any = dataclasses.replace(MODELS[name], hidden_size=64)
+    windows = jax.random.randint(jax.random.key(1), (8, 17), 0, 257, jnp.int32)
+
+    @jax.jit
+    def start(key: jax.Array) -> jax.Array:
+        params = architectures.init_params(model, key)
+        return objectives.mean_loss(params, windows, model=model)[1]
+
+    loss = start(jax.random.key(0))
+    assert float(loss) == pytest.approx(math.log(257), rel=0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_finite_differences(name: str) -> None:
+    model: Any = dataclasses.replace(MODELS[name], vocab_size=19)
+    rng, distance = np.random.default_rng(1), 1e-4
+    with jax.enable_x64(True):
+        params = architectures.init_params(model, jax.random.key(0))
+        # Far from the start, where no gradient is small by chance.
+        params = jax.tree.map(
+            lambda p: jnp.asarray(np.asarray(p) + 0.3 * rng.normal(size=p.shape)),
+            params,
+        )
+        windows = jnp.asarray(rng.integers(0, 19, (2, 9)), jnp.int32)
+        loss = jax.jit(
+            lambda p: objectives.token_losses(p, windows, model=model).mean()
+        )
+        grads = jax.jit(jax.grad(loss))(params)
+        leaves, tree = jax.tree.flatten(params)
+        for index, (leaf, grad) in enumerate(
+            zip(leaves, jax.tree.leaves(grads), strict=True)
+        ):
+            assert grad.dtype == jnp.float64
+            towards = jnp.asarray(rng.normal(size=leaf.shape))
+            ends = []
+            for sign in (1, -1):
+                moved = leaf + sign * distance * towards
+                changed = [*leaves[:index], moved, *leaves[index + 1 :]]
+                ends.append(float(loss(jax.tree.unflatten(tree, changed))))
+            slope = (ends[0] - ends[1]) / (2 * distance)
+            ours = float((grad * towards).sum())
+            assert slope == pytest.approx(ours, rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_loss_depends_on_a_later_token(name: str) -> None:
+    model = MODELS[name]
+    params = architectures.init_params(model, jax.random.key(0))
+    losses = jax.jit(functools.partial(objectives.token_losses, model=model))
+    windows = jnp.asarray(TEXT[: 2 * 17].astype(np.int32).reshape(2, 17))
+    before, after = (losses(params, x) for x in (windows, windows.at[:, 9].add(1)))
+    # The loss of token 9 is the ninth.
+    assert bool((before[:, :8] == after[:, :8]).all())
+    assert bool((before[:, 8:] != after[:, 8:]).any(1).all())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("kind", "rate"), [("sgd", 0.3), ("adafactor", 0.01), ("lion", 0.003)]
+)
+def test_each_optimizer_learns_the_letters(kind: Any, rate: float) -> None:
+    """The default and AdamW learn in the tests of whole runs."""
+    _, loss = train(OptimizerConfig(kind=kind), StepConfig(), rate, 60)
+    # 26 of 257 tokens occur: log 26 is 3.26, where all start at log 257, 5.55.
+    assert loss < 3.7
+
+
+@functools.cache
+def plain() -> tuple[TrainState, float]:
+    return train(SGD, StepConfig(), 0.3, 3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        (StepConfig(accumulation=2), 1e-6),
+        (StepConfig(remat=True), 1e-6),
+        (StepConfig(dtype="bfloat16"), 3e-3),
+        (StepConfig(accumulation=4, remat=True, dtype="bfloat16"), 3e-3),
+    ],
+)
+def test_how_a_step_is_computed_changes_roundings_alone(
+    how: StepConfig, error: float
+) -> None:
+    (state, loss), (expected, expected_loss) = train(SGD, how, 0.3, 3), plain()
+    assert loss == pytest.approx(expected_loss, rel=error)
+    for found, wanted in zip(
+        jax.tree.leaves(state), jax.tree.leaves(expected), strict=True
+    ):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(found, wanted, rtol=error, atol=error)
+    moved = jax.tree.leaves(state.params)[0] - jax.tree.leaves(expected.params)[0]
+    # Numbers of 8 bits were really used.
+    assert (how.dtype == "float32") or bool(jnp.abs(moved).max() > 1e-7)
+
+
+ON_DEVICES = """
+import jax, math, numpy as np
+from tests.scaling.training import test_training_step as t
+assert len(jax.local_devices()) == 2
+wanted, loss = t.plain()
+for accumulation in (1, 2):
+    how = t.StepConfig(num_devices=2, accumulation=accumulation)
+    state, found = t.train(t.SGD, how, 0.3, 3)
+    assert abs(found - loss) < 1e-6 * loss, (found, loss)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=1e-6)
+"""
+
+
+@pytest.mark.slow
+def test_two_devices_train_as_one() -> None:
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    subprocess.run([sys.executable, "-c", ON_DEVICES], env=env, check=True)
+
+
+def test_batches_that_cannot_be_divided_are_refused() -> None:
+    how = StepConfig(accumulation=2, num_devices=2)
+    with pytest.raises(ValueError, match="batch_size=6 must be a multiple of"):
+        how.check(6)
+    with pytest.raises(ValueError, match="accumulation=0 must be at least 1"):
+        StepConfig(accumulation=0)
+
+
+@pytest.mark.slow
+def test_four_rows_are_learned_by_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.random.default_rng(3).integers(0, 256, (4, 33), np.int32)
+    rows[:, 0] = 10, 20, 30, 40
+    monkeypatch.setattr(corpora, "draw", lambda *args, **kwargs: jnp.asarray(rows))
+    model = dataclasses.replace(
+        TRANSFORMER, hidden_size=64, mlp_size=256, num_layers=2, max_positions=32
+    )
+    optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
+    state = init(model, optimizer, seed)
+    steps = functools.partial(
+        training_step.steps, model=model, optimizer=optimizer, batch_size=4, seq_len=32
+    )
+    schedule = Schedule.constant(3e-3)._replace(warmup=jnp.int32(20))
+    run = functools.partial(jax.jit(steps), stream=jnp.asarray(TEXT), seed=seed)
+    state, _ = run(state, schedule=schedule, num_steps=jnp.int32(300))
+    _, loss = run(state, schedule=schedule, num_steps=jnp.int32(1))
+    assert float(loss) < 0.01
+
+
+def rates(**changes: Any) -> list[float]:
+    config = TrainConfig(
+        model=TRANSFORMER,
+        seq_len=16,
+        num_steps=12,
+        warmup_steps=3,
+        cooldown_steps=4,
+        learning_rate=1.0,
+    )
+    config = dataclasses.replace(config, **changes)
+    schedule = Schedule.of(config)
+    return [float(schedule.at(jnp.int32(step))) for step in range(12)]
+
+
+def test_schedules_rise_stay_and_fall() -> None:
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    rise, stay = [1 / 3, 2 / 3], [1.0] * 6
+    close(rates(), [*rise, *stay, 1, 0.75, 0.5, 0.25])
+    close(rates(final_share=0.2), [*rise, *stay, 1, 0.8, 0.6, 0.4])
+    close(rates(warmup_steps=0, cooldown_steps=0), [1.0] * 12)
+    # Half a period over the nine steps after the warm-up, its first at the peak.
+    half = [(1 + math.cos(math.pi * i / 9)) / 2 for i in range(9)]
+    close(rates(schedule="cosine"), [*rise, 1, *half])
+    end = [0.2 + 0.8 * x for x in half]
+    close(rates(schedule="cosine", final_share=0.2), [*rise, 1, *end])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("removed", "added"),
+    [
+        # Every piece counts like a whole batch, or the last one for all.
+        ("x / np.float32(how.accumulation)", "x"),
+        ("jax.tree.map(jnp.add, total, (nats, grads))", "(nats, grads)"),
+    ],
+)
+def test_pieces_of_a_batch_that_are_weighed_wrongly_are_noticed(
+    removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        training_step, "compiled", inspect.unwrap(training_step.compiled)
+    )
+    check = test_how_a_step_is_computed_changes_roundings_alone
+    arguments = StepConfig(accumulation=2), 1e-6
+    bug = Bug(training_step, "_gradient", removed, added, check, arguments)
+    mutation.assert_noticed(monkeypatch, bug)
