@@ -137,9 +137,8 @@ def _fit(args: list[str]) -> Answer:
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
     base = fit_command.Config(log=log)
     if (file := _value_of(flags, "--config")) is not None:
-        base = config_json.config_loads(
-            fit_command.Config, config_json.read_text(file), file
-        )
+        text = config_json.read_text(file)
+        base = config_json.config_loads(fit_command.Config, text, file)
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
     where = "LOG/fit for a sweep, or a new one under runs/"
@@ -155,33 +154,31 @@ def _fit(args: list[str]) -> Answer:
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         from experiments.framework import run_folder
 
-        run_folder.write(
-            Path(config.log) / "fit.json", config_json.read_text(out / "fit.json")
-        )
+        text = config_json.read_text(out / "fit.json")
+        run_folder.write(Path(config.log) / "fit.json", text)
     return answer
 
 
 def _train(args: list[str]) -> Answer:
     from experiments.cli.train import command
 
-    options: Any = command.TrainOptions
-    return command.train(*_configured("train", args, command.TRAININGS, options))
+    return _configured(command.train, command.TrainOptions, command.TRAININGS, args)
 
 
 def _sweep(args: list[str]) -> Answer:
     from experiments.cli.train import command
 
-    options: Any = command.SweepOptions
-    return command.sweep(*_configured("sweep", args, command.SWEEPS, options))
+    return _configured(command.sweep, command.SweepOptions, command.SWEEPS, args)
 
 
-def _configured[T](
-    name: str, args: list[str], shipped: Iterable[str], options: type[T]
-) -> tuple[str, T]:
-    """Reads `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
-    known = f"a JSON file, or one of: {', '.join(shipped)}"
-    asks, description = f"which config? A{known[1:]}", f"CONFIG is {known}."
-    return _subject(args, options, f"jaxkv {name} CONFIG", asks, description)
+def _configured(
+    call: Any, options: Any, shipped: Iterable[str], args: list[str]
+) -> Answer:
+    """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
+    known = f"JSON file, or one of: {', '.join(shipped)}"
+    asks, description = f"which config? A {known}", f"CONFIG is a {known}."
+    prog = f"jaxkv {call.__name__} CONFIG"
+    return call(*_subject(args, options, prog, asks, description))
 
 
 def _plan(args: list[str]) -> Answer:

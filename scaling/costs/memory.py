@@ -132,20 +132,12 @@ def training(
     micro_batches = layout.pipeline if micro_batches is None else micro_batches
     check_sizes(micro_batches=micro_batches)
     how = {"flash": flash, "dropout": dropout, "number_bytes": bytes_per_param.weight}
-    found = [
-        _stage(
-            model, stage, batch, sequence, layout, bytes_per_param, checkpointing, how
-        )
+    sizes = batch, sequence, micro_batches
+    stages = [
+        _stage(model, stage, sizes, layout, bytes_per_param, checkpointing, how)
         for stage in range(layout.pipeline)
     ]
-    in_flight = (
-        min(layout.pipeline - stage, micro_batches) for stage in range(layout.pipeline)
-    )
-    full = [
-        memory._replace(activations=memory.activations * times)
-        for memory, times in zip(found, in_flight, strict=True)
-    ]
-    return max(full, key=lambda memory: memory.total)
+    return max(stages, key=lambda memory: memory.total)
 
 
 def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
@@ -187,7 +179,8 @@ def most_held(model: Description, layout: Layout) -> Held:
     return max((held(model, layout, stage=stage) for stage in stages), key=sum)
 
 
-def _stage(model, stage, batch, sequence, layout, each, checkpointing, how) -> Memory:
+def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
+    batch, sequence, micro_batches = sizes
     params, last = held(model, layout, stage=stage), layout.pipeline - 1
     copies = layout.copies, layout.copies // layout.expert
 
@@ -219,7 +212,7 @@ def _stage(model, stage, batch, sequence, layout, each, checkpointing, how) -> M
         gradients=state(each.gradient, 2),
         master=state(each.master, 1),
         moments=state(each.moments, 1),
-        activations=activations,
+        activations=activations * min(layout.pipeline - stage, micro_batches),
         recomputed=again if checkpointing == "boundary" else 0.0,
         ends=ends,
         logits=logits,

@@ -64,11 +64,6 @@ def _shape(case: Case) -> Sheet:
     return Sheet(model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
 
 
-def _named(part: str, name: str) -> str:
-    """Names something with its part, unless that is in the name."""
-    return name if part in name else f"{part}: {name}"
-
-
 def _weights(case: Case) -> Sheet:
     rows, places = [], parameters.copies(case.model)
     for x in parameters.weights(case.model):
@@ -76,7 +71,7 @@ def _weights(case: Case) -> Sheet:
             continue
         count = places[x.place] * x.stored
         total = f"{x.size * count:,}" if x.stored else "tied"
-        name = _named(x.part, x.name)
+        name = x.name if x.part in x.name else f"{x.part}: {x.name}"
         rows.append((name, x.formula, f"{x.size:,}", f"{count:,}", total))
     if ahead := parameters.parameters(case.model).ahead:
         number = case.model.num_ahead_layers
