@@ -5,7 +5,7 @@ activation function its input, attention its queries, keys and values and either
 weights or, in tiles, the log-sum-exp of each row. Their sum for a GPT layer with
 dropout is the well-known `s b h (34 + 5 a s / h)`; a Llama layer has another.
 
-What `jax.vjp` keeps of our own models is in `costs_residuals`.
+What `jax.vjp` keeps of our own models is in `residuals`.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1 and 4.2 (the list, and
 what tensor and sequence parallelism divide); Dao et al. 2022, arXiv:2205.14135 (no
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
     Attributes:
       part: what it belongs to: norms, attention, scores, mlp, experts.
       name: what it is.
-      formula: its bytes per token, in the letters of `descriptions`.
+      formula: its bytes per token, in the letters of `shapes.description`.
       bytes: the same as a number.
       place: the layers that have it: every, dense or mixture.
       divided: by what tensor parallelism divides it.

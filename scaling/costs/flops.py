@@ -28,8 +28,8 @@ class Term(NamedTuple):
     Attributes:
       part: the part of the model.
       name: the product.
-      formula: per token, of one layer that has it, in the letters of `descriptions`;
-        t stands for the keys that a query meets.
+      formula: per token, of one layer that has it, in the letters of
+        `shapes.description`; t stands for the keys that a query meets.
       flops: of the whole call, forward.
       growth: how it grows with the length of the sequence: "s" or "s^2".
     """

@@ -1,7 +1,7 @@
 """Memory of training on the fullest device, term by term.
 
 Weights, gradients and optimizer state: Rajbhandari et al. 2019 (ZeRO),
-arXiv:1910.02054, sections 3.1 and 5. Activations: `costs_activations`, with
+arXiv:1910.02054, sections 3.1 and 5. Activations: `activations`, with
 checkpoints after Chen et al. 2016, arXiv:1604.06174, and Korthikanti et al. 2022,
 arXiv:2205.05198, section 5. Stages in flight: Narayanan et al. 2021, arXiv:2104.04473,
 section 2.2.

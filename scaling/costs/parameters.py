@@ -26,7 +26,7 @@ class Weight(NamedTuple):
       part: what it belongs to: embedding, positions, attention, mlp, experts, norms,
         head.
       name: what it is.
-      formula: its size in the letters of `descriptions`.
+      formula: its size in the letters of `shapes.description`.
       size: its size.
       place: where in the model it is.
       stored: how many of it there are in such a place: e routed experts; 0 for a head

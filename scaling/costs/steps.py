@@ -1,6 +1,6 @@
 """The time of one serving step from its counts alone, as arrays: a cost model.
 
-`costs_serving` answers for one size; a simulator asks a million times, under `jit` and
+`serving` answers for one size; a simulator asks a million times, under `jit` and
 `vmap`, for steps that read parts of prompts and decode at once. So the model's numbers
 are drawn together into a few coefficients, a pytree of scalars, and a step is a handful
 of sums over its slots.

@@ -22,8 +22,8 @@ class Traffic(NamedTuple):
       scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, ulysses, ring,
         expert or data.
       name: what is exchanged, and how.
-      formula: bytes sent per device, in the letters of `descriptions` with u bytes a
-        number and the degree p.
+      formula: bytes sent per device, in the letters of `shapes.description`
+        with u bytes a number and the degree p.
       forward: those of all layers that the device has, forward.
       backward: the same, backward.
     """
