@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 from experiments.cli.cost import device_tables
 from experiments.cli.cost.case import Case
@@ -10,11 +11,12 @@ from scaling.costs import activations, flops, memory, parameters
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: Case) -> list[Sheet]:
-    """Lays out everything that is counted."""
+def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
+    """Lays out everything that is counted, beside what the document has of it."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
-    found += [_memory(case), _activations(case), _one_layer(case)]
-    return [*found, *device_tables.sheets(case)]
+    found += [_memory(case), _activations(case)]
+    found.append(_one_layer(case, told["one_layer"]))
+    return [*found, *device_tables.sheets(case, told)]
 
 
 def symbols(case: Case) -> list[tuple[str, int, str]]:
@@ -199,8 +201,7 @@ def one_layer(case: Case) -> dict[str, int | float]:
     }
 
 
-def _one_layer(case: Case) -> Sheet:
-    found = one_layer(case)
+def _one_layer(case: Case, found: dict[str, Any]) -> Sheet:
     size = {
         "weights": found["weight_bytes"],
         "its input, kept at the boundary": found["boundary_bytes"],
