@@ -144,7 +144,6 @@ def rollout(
     data: Mapping[str, Any],
     held_out: Any = None,
     *,
-    weights: Any = None,
     cluster: Any = None,
     **options: Any,
 ) -> FitResult:
@@ -155,9 +154,8 @@ def rollout(
       data: columns, as `fit` takes them.
       held_out: which rows are not fitted; by default those with more than a tenth of
         the largest compute.
-      weights: see `fit`.
-      cluster: see there.
-      options: its other options.
+      cluster: as `fit` takes it.
+      options: its other options, but for weights.
 
     Returns:
       The fit of the others, with `held_out` filled in.
@@ -172,15 +170,10 @@ def rollout(
     held_out = np.asarray(held_out, bool)
     if not held_out.any():
         raise ValueError("no run is held out: there is nothing to score")
-
-    def rest(x: Any) -> Any:
-        return None if x is None else np.asarray(x)[~held_out]
-
     result = fit(
         law,
         {name: column[~held_out] for name, column in columns.items()},
-        weights=rest(weights),
-        cluster=rest(cluster),
+        cluster=None if cluster is None else np.asarray(cluster)[~held_out],
         **options,
     )
     larger = {name: column[held_out] for name, column in columns.items()}
