@@ -97,21 +97,18 @@ def over_groups(
     values: Shaped[Array, " n"],
     group: Int32[Array, " n"] | None,
     how: Literal["add", "max"],
-    num_groups: int | None = None,
 ) -> Shaped[Array, " n"]:
     """Reduces values over groups; every member gets its group's result.
 
     Args:
       values: numbers of at least 0, or a mask.
-      group: group of each entry, in [0, num_groups), or NONE, whose result is 0; None
-        leaves every entry alone.
+      group: group of each entry, in [0, n), or NONE, whose result is 0; None leaves
+        every entry alone.
       how: sum or maximum; of masks, "max" says whether any is marked.
-      num_groups: static; None means as many as there are entries.
     """
     if group is None:
         return values
-    num = values.shape[0] if num_groups is None else num_groups
-    reduced = put(jnp.zeros((num,), values.dtype), group, values, how)
+    reduced = put(jnp.zeros_like(values), group, values, how)
     return take(reduced, group, fill=0)
 
 

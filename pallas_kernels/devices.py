@@ -21,9 +21,6 @@ LINE_BYTES = 128
 ROW_ALIGNMENT = 8
 """Rows that the copy engine counts in."""
 
-WGMMA_ROWS = 64
-"""Rows of one matrix product of a Hopper warpgroup."""
-
 _HOPPER_NAMES = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 

@@ -27,6 +27,7 @@ import pytest
 from experiments.framework import config_json, registry, study
 from experiments.framework.claims import Claim, judge
 from jaxkv.progress import QUIET, Progress
+from tests.support import commands
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -207,6 +208,16 @@ def experiment() -> study.Experiment:
     )
     question = "Does a made-up experiment leave a whole folder?"
     return study.Experiment("made_up", question, study.of_module(module))
+
+
+@pytest.fixture
+def jaxkv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> commands.Command:
+    """Runs a command in an empty folder, for a screen of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return commands.command(capsys)
 
 
 @pytest.fixture

@@ -16,14 +16,12 @@ import pytest
 import jaxkv
 from experiments.cli import main
 from experiments.framework import registry, run_folder
-from experiments.framework.table import Floats, Table, Texts, column, shown
 from jaxkv.models import checkpoints, config, transformer
 from jaxkv.models.huggingface import configs, families
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, dispatch, prefill_plan, stream_k
 from scaling.fits import fit
 from scaling.laws import base, powers
-from scaling.logs import columns, log
 from scaling.plan import budgets
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
 from tests.support.folders import ROOT
@@ -222,38 +220,6 @@ def test_a_law_is_fitted_and_plans() -> None:
     assert 0.35 * terms[0] == pytest.approx(0.3 * terms[1], rel=1e-3)
 
 
-# Add a column
-
-
-class Loads(Table):
-    """Made-up loads."""
-
-    data: Texts = column("whose lengths")
-    finish_s: Floats = column("from arrival to answer", form="{:.1f} s")
-
-    @property
-    @shown(heading="over the first")
-    def ratio(self) -> np.ndarray:
-        """Times over the first."""
-        return self.finish_s / self.finish_s[0]
-
-
-def test_a_column_of_a_result_is_declared_once() -> None:
-    loads = Loads.of([("a", 2.0), ("b", 5.0)])
-    assert loads.rows()[1] == {"data": "b", "finish_s": 5.0, "ratio": 2.5}
-    sheet = loads.sheet("made up")
-    assert sheet.columns == ["data", "finish", "over the first"]
-    assert sheet.rows[1] == ("b", "5.0 s", "2.5")
-
-
-def test_a_column_of_a_log_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_text("N,D,loss,repeats\n1e6,1e8,3.1,2\n2e6,2e8,2.9,4\n")
-    named = columns.Columns(others={"num_unique_tokens": "repeats*1e7"})
-    found = log.read(path, named, needs=["num_unique_tokens"])
-    assert found.columns["num_unique_tokens"].tolist() == [2e7, 4e7]
-
-
 # Add an experiment
 
 EXPERIMENT = '''
@@ -264,7 +230,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import Ours, Record, Study, beside, column, ours
+from experiments.framework import Ours, Record, beside, column, ours
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
@@ -303,8 +269,6 @@ def plot(ax, result: Result) -> None:
 def claims(result: Result) -> Iterator[Ours]:
     yield ours("mean", result.mean)
 
-
-STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot, claims=claims),)
 '''
 CLAIMS = """
 [mean]
@@ -349,7 +313,8 @@ def test_an_experiment_is_a_module_and_a_line(
 
 RECIPES = {
     "pallas_kernels": ["a kernel tiling"],
-    # A rule of eviction is followed in `test_eviction.py`.
+    # A rule of eviction is followed in `test_eviction.py`, a column of a result in
+    # `test_table.py`, one of a log in `test_logs.py`.
     "jaxkv": ["a policy", "an eviction rule", "a model family", "a sampling rule"],
     "scaling": ["a law", "a column of logs"],
     "experiments": ["an experiment", "a column"],

@@ -32,13 +32,8 @@ def main(file, kind, *words):
         answers.flush()
 
     try:
-        module = reach(Path(file).resolve())
-    except (ImportError, OSError) as error:  # an OSError: a library of its own
-        say({"absent": "not importable: " + " ".join(str(error).split())})
-        return
-    try:
-        peer = getattr(module, kind)(*words)
-    except (ImportError, ValueError) as error:
+        peer = getattr(reach(Path(file).resolve()), kind)(*words)
+    except (ImportError, OSError, ValueError) as error:  # OSError: a library of its own
         say({"absent": " ".join(str(error).split())})
         return
     say({"version": peer.version})

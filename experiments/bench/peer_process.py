@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,17 +19,22 @@ class PeerProcess:
     Args:
       name: what it is called.
       python: the interpreter that has its libraries.
-      words: the file it lies in, its class, and what that is made of.
+      words: the file it lies in, its class, and what that is made of, before the number
+        of threads that it may use: as many as we.
 
     Raises:
       ValueError: the interpreter cannot be started.
     """
 
+    version: str
+    """Of its libraries, known when it is ready."""
+
     def __init__(self, name: str, python: Path, *words: Any):
+        self.name = name
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(
-                [str(python), str(MAIN), *map(str, words)],
+                [*map(str, (python, MAIN, *words, _num_threads()))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -39,7 +44,6 @@ class PeerProcess:
         except OSError as error:
             self._errors.close()
             raise ValueError(f"{python}: cannot be started: {error.strerror}") from None
-        self.name = name
 
     def __enter__(self) -> Self:
         """Waits until it is ready.
@@ -54,7 +58,7 @@ class PeerProcess:
         except BaseException:
             self.__exit__()
             raise
-        self.version: str = said["version"]
+        self.version = said["version"]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -63,27 +67,28 @@ class PeerProcess:
         self._process.communicate()
         self._errors.close()
 
-    def ask(self, asked: dict[str, Any], limit_s: float | None = None) -> Any:
+    def ask(
+        self, asked: dict[str, Any], limit_s: float = threading.TIMEOUT_MAX
+    ) -> dict[str, Any]:
         """Asks, and waits for the answer.
 
         Args:
           asked: a JSON document.
-          limit_s: seconds after which the process is ended; None means never.
+          limit_s: seconds after which the process is ended.
 
         Raises:
           ValueError: it broke down, and the line says what it said last; or was ended.
         """
         assert self._process.stdin is not None
-        timer = threading.Timer(limit_s or 0.0, self._process.kill)
-        if limit_s is not None:
-            timer.start()
+        timer = threading.Timer(limit_s, self._process.kill)
+        timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):  # then there is nothing to hear
                 self._process.stdin.write(json.dumps(asked) + "\n")
                 self._process.stdin.flush()
             return self._hear()
         except ValueError:
-            if limit_s is None or timer.is_alive():
+            if timer.is_alive():
                 raise
             raise ValueError(f"ended after {limit_s:.0f} s without an answer") from None
         finally:
@@ -91,57 +96,54 @@ class PeerProcess:
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            last = ["", *self._errors.read().split("\n")]
-            said = next(filter(str.strip, reversed(last)), "").strip()
-            raise ValueError(f"{self.name}: ended early: {said or 'it said nothing'}")
-        return json.loads(line)
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._errors.seek(0)
+        last = self._errors.read().strip().split("\n")[-1].strip()
+        raise ValueError(f"{self.name}: ended early: {last or 'it said nothing'}")
 
 
 def start[P: PeerProcess](
-    stack: contextlib.ExitStack, everyone: Iterable[P]
+    stack: contextlib.ExitStack,
+    kind: type[P],
+    python: Path | None,
+    peers: Mapping[str, Sequence[Any]],
+    *,
+    needed: bool = False,
 ) -> tuple[list[P], dict[str, str]]:
     """Starts those that are installed, and says by name why the others are not there.
 
     Args:
       stack: which ends them.
-      everyone: those to start.
+      kind: of process.
+      python: the interpreter that runs them; None starts nothing.
+      peers: the words of each, by name.
+      needed: whether one at least must be there.
 
     Raises:
-      ValueError: their interpreter cannot be started.
+      ValueError: the interpreter cannot be started, or none is there that must.
     """
-    found, absent = [], {}
-    for peer in everyone:
+    found: list[P] = []
+    absent: dict[str, str] = {}
+    if python is None:
+        return found, absent
+    # All begin to load their libraries before the first is waited for.
+    for peer in [kind(name, python, *words) for name, words in peers.items()]:
         try:
             found.append(stack.enter_context(peer))
         except ValueError as error:
             absent[peer.name] = str(error).removeprefix(f"{peer.name}: ")
+    if needed and not found:
+        raise ValueError(f"{python}: no peer: {in_a_line(absent)}")
     return found, absent
 
 
-def start_some[P: PeerProcess](
-    stack: contextlib.ExitStack, python: Path, everyone: Iterable[P]
-) -> tuple[list[P], str]:
-    """Starts those that are installed, and says in a line why others are not there.
-
-    Args:
-      stack: which ends them.
-      python: the interpreter that runs them.
-      everyone: those to start.
-
-    Raises:
-      ValueError: none is there.
-    """
-    found, absent = start(stack, everyone)
-    line = "; ".join(f"{name}: {why}" for name, why in absent.items())
-    if not found:
-        raise ValueError(f"{python}: no peer: {line}")
-    return found, line
+def in_a_line(absent: Mapping[str, str]) -> str:
+    """Why those by name are not there."""
+    return "; ".join(f"{name}: {why}" for name, why in absent.items())
 
 
-def num_threads() -> int:
+def _num_threads() -> int:
     """Processors that this process may use: what a peer gets, too."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

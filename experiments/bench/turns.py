@@ -1,8 +1,11 @@
 """Everyone is measured in turns, round after round: a disturbance hits all alike."""
 
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from experiments.plotting import style
 from jaxkv.progress import Progress
 
 
@@ -44,3 +47,45 @@ def in_turns[C](
             found[each.name].append(measure(case, each))
         if turn == num_rounds:
             yield case, everyone, found
+
+
+def timed[**P, R](
+    work: Callable[P, R], *args: P.args, **options: P.kwargs
+) -> tuple[R, float]:
+    """What work gives, and the seconds that it takes."""
+    start = time.perf_counter()
+    done = work(*args, **options)
+    return done, time.perf_counter() - start
+
+
+def middle(rates: Collection[float]) -> tuple[float, float]:
+    """The median of rates, and the share of it that they spread over."""
+    rate = statistics.median(rates)
+    return rate, (max(rates) - min(rates)) / rate
+
+
+def split(
+    rows: Sequence[dict[str, Any]], names: Collection[str], details: Collection[str]
+) -> dict[str, Any]:
+    """Rows for JSON: what to compare, and apart from it what to know of everyone.
+
+    Args:
+      rows: of a result.
+      names: of what stands in both, for it tells one row from another.
+      details: names of what to know.
+    """
+    return {
+        "rows": [{k: v for k, v in row.items() if k not in details} for row in rows],
+        "details": [{k: row[k] for k in (*names, *details)} for row in rows],
+    }
+
+
+def draw_bars(
+    ax: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str]
+) -> None:
+    """Draws a bar for everyone, from the top down; the first two are ours."""
+    colors = [style.colors()[5]] * 2 + ["0.7"] * len(names)
+    bars = ax.barh(range(len(names)), values, 0.7, color=colors[: len(names)])
+    ax.bar_label(bars, labels, fontsize=6, padding=2)
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()

@@ -137,7 +137,7 @@ def report(
     if env["status"] == "interrupted":
         said.append("**Interrupted before its end; this is what it had by then.**")
     said.append("![figure](figure.svg)")
-    said += map(_markdown, parts)
+    said += map(markdown, parts)
     said.append(f"## config\n\n```json\n{config_json.config_dumps(config)}\n```")
     return "\n\n".join(said) + "\n"
 
@@ -150,7 +150,8 @@ def _row(name: str, items: list[dict[str, Any]]) -> tuple[str, ...]:
     return label, *(pair[1] if pair else "" for pair in pairs)
 
 
-def _markdown(part: Part) -> str:
+def markdown(part: Part) -> str:
+    """Writes a part of a report in Markdown."""
     if isinstance(part, Excerpts):
         blocks = [
             f"Given:\n\n{_fenced(given)}\n\nWritten:\n\n{_fenced(wrote)}"

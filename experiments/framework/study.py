@@ -1,11 +1,11 @@
 """Experiments as values: a question, and one or more studies that answer it.
 
-A study has its own config, result, run, figure and claims. An experiment's module, or
-its package, says which there are:
-
-    STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot),)
-
-and `catalogue` has the experiment's name, its question and the names of its configs.
+A study has its own config, result, run, figure and claims. It is a module with what
+`Study` lists: `CONFIGS`, `run(config, progress)`, which says what it returns,
+`plot(axes, result)`, and as needed `claims`, `metrics`, `summary`, `files`, `PANELS`,
+`PANEL_SIZE_INCHES` and `SWITCH`. An experiment's module is its only study, or lists
+them, `STUDIES = (measured, simulated)`; `registry` has its name, its question and the
+names of its configs.
 """
 
 import dataclasses
@@ -112,20 +112,16 @@ class Experiment(NamedTuple):
 
 
 def of_module(module: Any) -> tuple[Study, ...]:
-    """Reads the studies off a module, or a study off its functions."""
-    if hasattr(module, "STUDIES"):
-        return module.STUDIES
-    optional = ("claims", "summary", "files")
-    found = {name: getattr(module, name) for name in optional if hasattr(module, name)}
-    study = Study(
-        configs=module.CONFIGS,
-        result=typing.get_type_hints(module.run)["return"],
-        run=module.run,
-        plot=module.plot,
-        # Without any it tells nothing, whatever its result declares.
-        metrics=getattr(module, "metrics", lambda result: {}),
-        panels=getattr(module, "PANELS", (1, 1)),
-        panel_size_inches=getattr(module, "PANEL_SIZE_INCHES", style.PANEL_SIZE_INCHES),
-        **found,
-    )
-    return (study,)
+    """The studies that a module lists, or the one that it is."""
+    listed = getattr(module, "STUDIES", [module])
+    return tuple(x if isinstance(x, Study) else _of_functions(x) for x in listed)
+
+
+def _of_functions(module: Any) -> Study:
+    functions = ("plot", "claims", "metrics", "summary", "files")
+    values = ("CONFIGS", "PANELS", "PANEL_SIZE_INCHES", "SWITCH")
+    # A module that it imports may have the name of a function, `files` say.
+    found = {x: f for x in functions if callable(f := getattr(module, x, None))}
+    found |= {x.lower(): getattr(module, x) for x in values if hasattr(module, x)}
+    result = typing.get_type_hints(module.run)["return"]
+    return Study(result=result, run=module.run, **found)

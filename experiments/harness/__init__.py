@@ -30,6 +30,7 @@ __all__ = [
     "prompts",
     "servings",
     "showing",
+    "stepping",
     "streaming",
     "sweep_tables",
 ]

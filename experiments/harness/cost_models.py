@@ -19,11 +19,30 @@ from jaxtyping import Array, Float
 
 from experiments.framework import config_json
 from jaxkv.simulation import Cost, Work
-from scaling.costs import devices, steps
+from scaling.costs import devices, serving, steps
 from scaling.shapes import Description, published
 
+PAGE_SIZE = 16
+"""Token places in a page: vLLM's default."""
+MEMORY_SHARE = 0.9
+"""Of the GPUs' memory, weights and pages together: vLLM's default."""
 
-class CostModel(NamedTuple):
+
+def num_pages(model: Description, device: str, num_devices: int) -> int:
+    """Pages that fit beside the weights.
+
+    OPT-13B on an A100: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
+    """
+    return serving.max_batch(
+        model,
+        devices.find(device),
+        context=PAGE_SIZE,
+        num_devices=num_devices,
+        memory_share=MEMORY_SHARE,
+    )
+
+
+class CostModel[C: Cost](NamedTuple):
     """A cost, and what may be expected of it.
 
     Attributes:
@@ -36,7 +55,7 @@ class CostModel(NamedTuple):
     """
 
     name: str
-    cost: Cost
+    cost: C
     source: str
     validity: str
     error: float | None
@@ -167,7 +186,7 @@ def linear(
 FIGURE_12 = "opt-13b-a100-40gb"
 
 
-def figure_12(*, scale: float = 1.31) -> CostModel:
+def figure_12(*, scale: float = 1.31) -> CostModel[Linear]:
     """The step of OPT-13B on one A100 of 40 GB, of which the paper prints no times.
 
     DistServe's fit of its decoding on 80 GB, times the ratio of the bandwidths,
@@ -225,7 +244,7 @@ arXiv:2401.09670, appendix A.
 """
 
 
-def distserve(name: str) -> CostModel:
+def distserve(name: str) -> CostModel[Linear]:
     """One of DistServe's published fits.
 
     Their simulator adds 1 ms for each pipeline stage, which is not in here.
@@ -254,7 +273,7 @@ def roofline(
     copy_s: float = 0.0,
     swap_s: float = 0.0,
     name: str = "roofline",
-) -> CostModel:
+) -> CostModel[Roofline]:
     """What a data sheet promises: weights, keys and values, products, an overhead.
 
     Args:

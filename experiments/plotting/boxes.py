@@ -26,24 +26,28 @@ class Box(NamedTuple):
     height: float
 
 
+def text(ax: Any, x: float, y: float, words: str, size: float, **look: Any) -> None:
+    """Writes dark words from a place on, around it in height; `look` says otherwise."""
+    ax.text(
+        x, y, words, fontsize=size, **{"color": INK, "va": "center_baseline"} | look
+    )
+
+
 def badge(ax: Any, x: float, y: float, before: int, count: int) -> None:
     """The reference count, and what it was if it fell."""
     fell = before > count > 0
-    look = {"fontsize": 5.4, "fontweight": "bold", "va": "center_baseline"}
     face = INK if count > 1 else COPY if fell else "0.6"
     said = f"{before}→{count}" if fell else str(count)
-    pad = {"boxstyle": "round,pad=0.22,rounding_size=0.6", "facecolor": face}
-    ax.text(x, y, said, ha="center", color="white", bbox=pad | {"linewidth": 0}, **look)
+    pad = {"boxstyle": "round,pad=0.22,rounding_size=0.6", "linewidth": 0}
+    look = {"fontweight": "bold", "ha": "center", "color": "white"}
+    text(ax, x, y, said, 5.4, bbox=pad | {"facecolor": face}, **look)
 
 
-def tag(ax: Any, box: Box, text: str) -> None:
+def tag(ax: Any, box: Box, words: str) -> None:
     """Sets a small flag on the upper edge of a page."""
     pad = {"boxstyle": "round,pad=0.15", "facecolor": COPY, "linewidth": 0}
-    ax.text(
-        *(box.x + box.width - 0.05, box.y, text),
-        **{"fontsize": 4.6, "color": "white", "ha": "right", "va": "center"},
-        bbox=pad,
-    )
+    look = {"color": "white", "ha": "right", "va": "center", "bbox": pad}
+    text(ax, box.x + box.width - 0.05, box.y, words, 4.6, **look)
 
 
 def colors(slot: int) -> tuple[float, float, float]:
@@ -77,12 +81,8 @@ def frame(ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False) -> N
     """Draws the edge of a page: who reads it, and whether it is a fresh copy."""
     edge: Any = INK if len(slots) > 1 else colors(slots[0]) if slots else "0.85"
     strong = copied or len(slots) > 1
-    rectangle(
-        *(ax, box),
-        facecolor="none",
-        edgecolor=COPY if copied else edge,
-        linewidth=1.1 if strong else 0.6,
-    )
+    look = {"linewidth": 1.1 if strong else 0.6 if slots else 0.5}
+    rectangle(ax, box, facecolor="none", edgecolor=COPY if copied else edge, **look)
 
 
 def words(
@@ -94,15 +94,12 @@ def words(
     color: str = INK,
 ) -> None:
     """Writes four words in two lines."""
-    if not any(words):
-        return
     for k, word in enumerate(words):
         line, half = divmod(k, 2)
         x = box.x + 0.04 + half * HALF
         y = box.y + box.height / 2 + (line - 0.5) * LINE
         weight = "bold" if k in bold else "normal"
-        look = {"fontsize": TEXT, "va": "center_baseline", "fontweight": weight}
-        ax.text(x, y, word, color=color, **look)
+        text(ax, x, y, word, TEXT, color=color, fontweight=weight)
 
 
 def arrow(ax: Any, start: tuple, end: tuple, color: tuple) -> None:

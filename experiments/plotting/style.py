@@ -95,6 +95,39 @@ def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
         ax.set_subplotspec(grid[place])
 
 
+def curve(
+    ax: Any, x: Any, y: Any, color: int, label: str = "", mark: str = "o-", **look: Any
+) -> Any:
+    """Draws points and the line through them.
+
+    Args:
+      ax: where to.
+      x: one coordinate.
+      y: the other.
+      color: place of the colour in `colors()`.
+      label: in the legend; none where empty.
+      mark: of the points and the line, as matplotlib has it.
+      look: how else it looks.
+    """
+    return ax.plot(x, y, mark, color=colors()[color], label=label or None, **look)
+
+
+def band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
+    """Shades what lies between two lines."""
+    ax.fill_between(x, low, high, color=color, alpha=alpha, linewidth=0)
+
+
+def note(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
+    """Writes beside a point, so many printer's points away."""
+    look = {"fontsize": 6} | look
+    ax.annotate(text, at, offset, textcoords="offset points", **look)
+
+
+def titled(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
+    """Says what axes show, and what stands on either; more as for `Axes.set`."""
+    ax.set(title=title, xlabel=x, ylabel=y, **more)
+
+
 def shades(values: Any) -> Any:
     """Gives colours from light to dark, an array of them by an array of values."""
     import matplotlib

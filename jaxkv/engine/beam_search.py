@@ -15,9 +15,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.groups import first_of_group, is_beam
+from jaxkv.engine.groups import first_of_group, is_beam, note_ends
 from jaxkv.engine.state import (
-    FINISHED,
     FULL,
     NOBODY,
     NOT_A_NUMBER,
@@ -77,52 +76,67 @@ def advance(
     Returns:
       The new state, and why each slot's sequence has ended, or NOT_ENDED.
     """
-    every = jnp.arange(config.max_slots, dtype=jnp.int32)
     blank = jnp.full((config.max_slots,), NOT_ENDED, jnp.int32)
     if state.search is None:
         return state, blank
     here = emits & is_beam(state)
 
     def search(_: Array, carry: Any) -> Any:
-        state, _ = carry
-        s, sequence = state.sequences, state.slots.sequence
-        found = groups(state, config.max_beams)
-        first, sample = first_of_group(state), s.params.sample[sequence]
-        after, parents, tokens, active = _step(state, found, choose(logits), here)
-        mine = here & active[first]
-        done = mine & after.done[first]
-        # By slot again: the slot it goes on from, and its history.
-        beam = parents[first, sample]
-        source = jnp.where(mine & ~done, found.slot[first, beam], NOBODY)
-        source = jnp.where(source == every, NOBODY, source)
-        row = jnp.where(mine, sequence, NOBODY)
-        place = jnp.where(mine, s.num_tokens[sequence], NOBODY)
-        keep = jnp.where(
-            mine, state.table.length, state.table.length + config.max_length
-        )
-        pool, table = page_table.truncate(
-            state.pool, state.table, keep, page_size=config.page_size
-        )
-        pool, table = page_sharing.reorder(pool, table, source)
-        lead = jnp.where(active, found.lead, NOBODY)
-        old = state.search
-        assert old is not None
-        new = old._replace(
-            groups=jax.tree.map(lambda x, y: arrays.put(x, lead, y), old.groups, after),
-            parents=arrays.put(old.parents, (row, place), beam),
-        )
-        num_tokens = arrays.put(s.num_tokens, row, place + 1)
-        history = arrays.put(s.tokens, (row, place), tokens[first, sample])
-        state = state._replace(
-            pool=pool,
-            table=table,
-            search=new,
-            sequences=s._replace(tokens=history, num_tokens=num_tokens),
-        )
-        return _finish(state, found, done, config)
+        return _search(carry[0], choose(logits), here, config)
 
     trips = jnp.any(here).astype(jnp.int32)
     return lax.fori_loop(0, trips, search, (state, blank))
+
+
+def _search(
+    state: EngineState,
+    choices: tuple[Array, Array],
+    here: Bool[Array, " slots"],
+    config: EngineConfig,
+) -> tuple[EngineState, Int32[Array, " slots"]]:
+    """Takes the step, and lets slots and histories follow; as `advance` returns."""
+    s, sequence = state.sequences, state.slots.sequence
+    found = groups(state, config.max_beams)
+    first, sample = first_of_group(state), s.params.sample[sequence]
+    after, parents, tokens, active = _step(state, found, choices, here)
+    mine = here & active[first]
+    done = mine & after.done[first]
+    # By slot again: the slot it goes on from, and its history.
+    beam = parents[first, sample]
+    source = jnp.where(mine & ~done, found.slot[first, beam], NOBODY)
+    state = _follow(state, source, mine, config)
+    row = jnp.where(mine, sequence, NOBODY)
+    place = jnp.where(mine, s.num_tokens[sequence], NOBODY)
+    lead = jnp.where(active, found.lead, NOBODY)
+    old = state.search
+    assert old is not None
+    new = old._replace(
+        groups=jax.tree.map(lambda x, y: arrays.put(x, lead, y), old.groups, after),
+        parents=arrays.put(old.parents, (row, place), beam),
+    )
+    s = s._replace(
+        tokens=arrays.put(s.tokens, (row, place), tokens[first, sample]),
+        num_tokens=arrays.put(s.num_tokens, row, place + 1),
+    )
+    return _finish(state._replace(search=new, sequences=s), found, done, config)
+
+
+def _follow(
+    state: EngineState,
+    source: Int32[Array, " slots"],
+    mine: Bool[Array, " slots"],
+    config: EngineConfig,
+) -> EngineState:
+    """Lets slots go on from the pages of others, less what was reserved ahead."""
+    every = jnp.arange(config.max_slots, dtype=jnp.int32)
+    source = jnp.where(source == every, NOBODY, source)
+    length = state.table.length
+    keep = jnp.where(mine, length, length + config.max_length)
+    pool, table = page_table.truncate(
+        state.pool, state.table, keep, page_size=config.page_size
+    )
+    pool, table = page_sharing.reorder(pool, table, source)
+    return state._replace(pool=pool, table=table)
 
 
 def _step(
@@ -152,19 +166,18 @@ def _finish(
     state: EngineState, found: Groups, done: Bool[Array, " slots"], config: EngineConfig
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Puts the answers of searches that are done where other sequences have theirs."""
-    first = first_of_group(state)
-    sequence = state.slots.sequence
-    sample = state.sequences.params.sample[jnp.maximum(sequence, 0)]
+    search, sequence = state.search, state.slots.sequence
+    assert search is not None
+    first, row = first_of_group(state), jnp.maximum(sequence, 0)
+    sample = state.sequences.params.sample[row]
     lead = jnp.maximum(found.lead, 0)
-    rows = state.slots.sequence[jnp.maximum(found.slot, 0)]
-    assert state.search is not None
-    group = jax.tree.map(lambda x: x[lead], state.search.groups)
+    rows = sequence[jnp.maximum(found.slot, 0)]
+    group = jax.tree.map(lambda x: x[lead], search.groups)
     start = state.sequences.prompt_length[lead]
 
     def write(_: Array, s: Sequences) -> Sequences:
-        assert state.search is not None
         answers = jax.vmap(beam_search.finalize)(
-            group, s.tokens[rows], state.search.parents[rows], start
+            group, s.tokens[rows], search.parents[rows], start
         )[first, sample]
         length = (start[:, None] + group.finished.length)[first, sample]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
@@ -180,22 +193,12 @@ def _finish(
 
     s = lax.fori_loop(0, jnp.any(done).astype(jnp.int32), write, state.sequences)
     length = group.finished.length[first, sample]
-    full = length == (s.limit - s.prompt_length)[jnp.maximum(sequence, 0)]
+    full = length == (s.limit - s.prompt_length)[row]
     reason = jnp.where(full, FULL, STOPPED)
     reason = jnp.where(length == 0, NOT_A_NUMBER, reason)
     reason = jnp.where(done, reason, NOT_ENDED)
-    ended = jnp.where(done, sequence, NOBODY)
-    now = jnp.broadcast_to(state.clock, (config.max_slots, 2))
-    began = jnp.where(
-        done & jnp.all(s.first_token[sequence] == 0, axis=1), ended, NOBODY
-    )
-    s = s._replace(
-        status=arrays.put(s.status, ended, FINISHED),
-        reason=arrays.put(s.reason, ended, reason),
-        first_token=arrays.put(s.first_token, began, now),
-        finish=arrays.put(s.finish, ended, now),
-    )
-    return state._replace(sequences=s), reason
+    begins = done & jnp.all(s.first_token[sequence] == 0, axis=1)
+    return note_ends(state._replace(sequences=s), begins, done, reason), reason
 
 
 def note_paths(

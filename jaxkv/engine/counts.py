@@ -61,11 +61,8 @@ def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
     copies = page_table.needs_copy(
         state.pool, state.table, goal - state.table.length, page_size=size
     )
-    holder = page_sharing.holders(state.table, groups.group_of_slots(state))
-    owned = page_sharing.owned_pages(
-        state.table, holder, pins=prefix_caching.pins(state)
-    )[line]
-    pages = page_table.num_pages(state.table, page_size=size)[line]
+    holder, pages, owned = _held(state, config)
+    pages, owned = pages[line], owned[line]
     moves = swapping.num_to_move(state, holder, page_size=size)
     in_prompt = length < arrays.take(s.prompt_length, sequence, fill=0)
     return dict(
@@ -128,11 +125,20 @@ def _of_head(
 
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     """Token places that hold K and V; those of several sequences count once."""
-    table, size = state.table, config.page_size
     # Sequences of a group are equal where they share pages, the last one included.
-    holder = page_sharing.holders(table, groups.group_of_slots(state))
-    owned = page_sharing.owned_pages(table, holder, pins=prefix_caching.pins(state))
-    others = page_table.num_pages(table, page_size=size) - owned
-    tokens = demand.own_tokens(table.length, others, page_size=size)
+    (_, pages, owned), size = _held(state, config), config.page_size
+    tokens = demand.own_tokens(state.table.length, pages - owned, page_size=size)
     own = jnp.sum(tokens, dtype=jnp.int32)
     return own + size * prefix_caching.num_used(state)
+
+
+def _held(
+    state: EngineState, config: EngineConfig
+) -> tuple[
+    Int32[Array, "slots pages_per_slot"], Int32[Array, " slots"], Int32[Array, " slots"]
+]:
+    """For each page the slot that accounts for it; pages of each slot; its own ones."""
+    table = state.table
+    holder = page_sharing.holders(table, groups.group_of_slots(state))
+    owned = page_sharing.owned_pages(table, holder, pins=prefix_caching.pins(state))
+    return holder, page_table.num_pages(table, page_size=config.page_size), owned

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
 from jaxkv.engine import prefix_caching
-from jaxkv.engine.state import NOBODY, EngineConfig, EngineState
+from jaxkv.engine.state import FINISHED, NOBODY, EngineConfig, EngineState
 from jaxkv.memory import page_sharing, page_table
 
 
@@ -147,6 +147,26 @@ def first_of_group(state: EngineState) -> Int32[Array, " slots"]:
     """The first slot in line that runs a sequence of the same request, or itself."""
     line = state.slots.line
     return line[groups_in_line(state)][arrays.inverse(line)]
+
+
+def note_ends(
+    state: EngineState,
+    begins: Bool[Array, " slots"],
+    ends: Bool[Array, " slots"],
+    reason: Int32[Array, " slots"],
+) -> EngineState:
+    """Notes which slots' sequences have got their first token, and which have ended."""
+    s, sequence = state.sequences, state.slots.sequence
+    now = jnp.broadcast_to(state.clock, (sequence.shape[0], 2))
+    begun, ended = (jnp.where(x, sequence, NOBODY) for x in (begins, ends))
+    return state._replace(
+        sequences=s._replace(
+            status=arrays.put(s.status, ended, FINISHED),
+            reason=arrays.put(s.reason, ended, reason),
+            first_token=arrays.put(s.first_token, begun, now),
+            finish=arrays.put(s.finish, ended, now),
+        )
+    )
 
 
 def note_common(

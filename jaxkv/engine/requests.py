@@ -28,7 +28,7 @@ from jaxkv.engine.state import (
     no_sequences,
 )
 from jaxkv.memory import Eviction, demand
-from jaxkv.sampling import beam_search, sampler
+from jaxkv.sampling import Params, beam_search
 
 
 class Requests(NamedTuple):
@@ -48,7 +48,7 @@ class Requests(NamedTuple):
     """The caller's names."""
     stop_tokens: Int32[Array, "requests max_stop_tokens"]
     """Tokens that end the sequence; -1 where unused."""
-    params: sampler.Params
+    params: Params
     """How tokens are drawn."""
     salt: UInt32[Array, " requests"]
     """Cached pages are shared only where salts are equal."""
@@ -158,24 +158,16 @@ def _written(
     config: EngineConfig,
 ) -> Sequences:
     """The sequences with new ones in the rows named; all else of these is blank."""
-    r = requests
+    r, known = requests, Sequences._fields
+    asked = {name: x for name, x in r._asdict().items() if name in known}
+    # Scores of a prompt come from reading all of it.
+    asked["reuses"] = r.reuses & ~r.prompt_scored
     new = no_sequences(row.shape[0], config)._replace(
-        tokens=r.tokens,
         status=jnp.full_like(row, WAITING),
-        request_id=r.request_id,
         group=group,
-        prompt_length=r.prompt_length,
         num_tokens=r.prompt_length,
         num_common=r.prompt_length,
-        limit=r.limit,
-        stop_tokens=r.stop_tokens,
-        params=r.params,
-        salt=r.salt,
-        # Scores of a prompt come from reading all of it.
-        reuses=r.reuses & ~r.prompt_scored,
-        scored=r.scored,
-        prompt_scored=r.prompt_scored,
-        arrival=r.arrival,
+        **asked,
     )
     return jax.tree.map(lambda old, x: arrays.put(old, row, x), sequences, new)
 

@@ -12,7 +12,6 @@ from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
 from jaxkv.engine.state import (
-    FINISHED,
     FULL,
     NOBODY,
     NOT_A_NUMBER,
@@ -23,8 +22,8 @@ from jaxkv.engine.state import (
     EngineState,
     Sequences,
 )
+from jaxkv.sampling import Params, sampler, top_k
 from jaxkv.sampling import beam_search as sampling_beam_search
-from jaxkv.sampling import sampler
 
 
 class Answer(NamedTuple):
@@ -63,7 +62,7 @@ class _Rows(NamedTuple):
 
     answer: Answer
     logits: Float[Array, "rows vocab"]
-    params: sampler.Params
+    params: Params
     scored: Bool[Array, " rows"]
 
 
@@ -91,7 +90,7 @@ def emit(
     emits = ready & ~groups.is_beam(state)
     rows = _look_up(state, result.logits[: config.max_slots], emits)
     draw = _draw(rows, emits, logits_fn, config)
-    state, emitted = _note(state, rows, draw, emits, config)
+    state, emitted = _note(state, rows, draw, emits)
     state = _score(state, rows, result, emitted, config)
 
     def choose(logits: Array) -> tuple[Array, Array]:
@@ -157,7 +156,6 @@ def _note(
     rows: _Rows,
     draw: sampler.Draw,
     emits: Bool[Array, " slots"],
-    config: EngineConfig,
 ) -> tuple[EngineState, Emitted]:
     """Appends the tokens, and says who has ended, and why."""
     s, sequence, known = state.sequences, state.slots.sequence, rows.answer.num_tokens
@@ -169,20 +167,14 @@ def _note(
     reason = jnp.where(stops, STOPPED, reason)
     reason = jnp.where(draw.invalid, NOT_A_NUMBER, reason)
     reason = jnp.where(emits, reason, NOT_ENDED)
-    now = jnp.broadcast_to(state.clock, (config.max_slots, 2))
-    begun = jnp.where(counts & (known == rows.answer.prompt_length), sequence, NOBODY)
-    ended = jnp.where(reason != NOT_ENDED, sequence, NOBODY)
     at = (sequence, jnp.where(counts, known, NOBODY))
-    state = state._replace(
-        sequences=s._replace(
-            tokens=arrays.put(s.tokens, at, draw.token),
-            num_tokens=arrays.put(s.num_tokens, sequence, total),
-            status=arrays.put(s.status, ended, FINISHED),
-            reason=arrays.put(s.reason, ended, reason),
-            first_token=arrays.put(s.first_token, begun, now),
-            finish=arrays.put(s.finish, ended, now),
-        )
+    s = s._replace(
+        tokens=arrays.put(s.tokens, at, draw.token),
+        num_tokens=arrays.put(s.num_tokens, sequence, total),
     )
+    begins = counts & (known == rows.answer.prompt_length)
+    state = state._replace(sequences=s)
+    state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
     return state, Emitted(draw, counts.astype(jnp.int32), reason)
 
 
@@ -208,7 +200,7 @@ def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
     """`beam_search.choices`; no beam goes on from logits that are not all finite."""
     sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
     ids, logprobs = sampling_beam_search.choices(logits, **sizes)
-    return ids, jnp.where(sampler.is_finite(logits)[:, None], logprobs, jnp.nan)
+    return ids, jnp.where(top_k.is_finite(logits)[:, None], logprobs, jnp.nan)
 
 
 def _in_tiles(function: Callable, rows: Any) -> Any:
@@ -239,7 +231,7 @@ def _score_prompts(
 
     def of_all() -> Array:
         found = sampler.token_logprobs(logits, token)
-        found = jnp.where(sampler.is_finite(logits), found, jnp.nan)
+        found = jnp.where(top_k.is_finite(logits), found, jnp.nan)
         return found.astype(jnp.float32)
 
     values = lax.cond(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from jaxkv import validation
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
 from jaxkv.memory.prefix_cache import Prefixes, make_prefixes
-from jaxkv.sampling import beam_search, sampler
+from jaxkv.sampling import Params, beam_search, greedy_params
 
 NOBODY = -1
 """Stands where a slot, a line or a queue could name a sequence and does not."""
@@ -175,7 +175,7 @@ class Sequences(NamedTuple):
     """Tokens at which it ends, prompt included."""
     stop_tokens: Int32[Array, "sequences max_stop_tokens"]
     """Tokens that end it; -1 where unused."""
-    params: sampler.Params
+    params: Params
     """How its tokens are drawn."""
     salt: UInt32[Array, " sequences"]
     """Cached pages are found only by sequences of the same salt."""
@@ -353,7 +353,7 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         num_fed=zeros(),
         limit=zeros(),
         stop_tokens=zeros(config.max_stop_tokens) - 1,
-        params=sampler.greedy_params(num),
+        params=greedy_params(num),
         salt=zeros(dtype=jnp.uint32),
         reuses=zeros(dtype=bool),
         scored=zeros(dtype=bool),

@@ -192,12 +192,6 @@ def evict(
     return cache, pool, num
 
 
-def forget(cache: Prefixes, pool: Pool) -> tuple[Prefixes, Pool]:
-    """Evicts every page that no sequence uses."""
-    cache, pool, _ = evict(cache, pool, cache.idle.num)
-    return cache, pool
-
-
 def rank_anew(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
     """Ranks all pages anew, for another rule. Looks at every page.
 

@@ -1,11 +1,7 @@
 """Decoder-only models: configuration, layers, forward passes, checkpoints."""
 
-from jaxkv.models.config import Experts as Experts
-from jaxkv.models.config import ModelConfig as ModelConfig
-from jaxkv.models.interface import Forward as Forward
-from jaxkv.models.interface import ForwardResult as ForwardResult
-from jaxkv.models.interface import Params as Params
-from jaxkv.models.interface import attend as attend
+from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models.interface import Forward, ForwardResult, Params, attend
 
 __all__ = [
     "Experts",

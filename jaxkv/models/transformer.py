@@ -17,24 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jaxkv.models import drawing, moe, rotary
-from jaxkv.models.config import Experts, ModelConfig, RopeScaling
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Layer, Linear, Norm, Numerics
 from pallas_kernels.flash_attention import tiled
-
-__all__ = [
-    "Attend",
-    "Experts",
-    "ModelConfig",
-    "Outputs",
-    "RopeScaling",
-    "init_params",
-    "logits",
-    "outputs",
-    "param_axes",
-    "param_shapes",
-]
-
 
 type Attend[C] = Callable[
     [
@@ -121,6 +107,7 @@ def _split(
 
 
 def merge(config: ModelConfig, params: Params) -> Transformer:
+    """The model with these parameters."""
     graph, _ = _split(config, jnp.float32)
     return nnx.merge(graph, nnx.State(params))
 

@@ -1,10 +1,14 @@
 """From logits to tokens: penalties, truncation, keyed draws, beam search."""
 
-from jaxkv.sampling.sampler import Sampling as Sampling
+from jaxkv.sampling.params import Params, Sampling, greedy_params, params_of
 
 __all__ = [
+    "Params",
     "Sampling",
     "beam_search",
+    "greedy_params",
+    "params_of",
     "random_keys",
     "sampler",
+    "top_k",
 ]

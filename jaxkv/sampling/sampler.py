@@ -21,18 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv.sampling import fixed_point, random_keys, top_k, truncation
-from jaxkv.sampling.params import Params as Params
-from jaxkv.sampling.params import Sampling as Sampling
-from jaxkv.sampling.params import greedy_params as greedy_params
-from jaxkv.sampling.params import params_of as params_of
-from jaxkv.sampling.random_keys import ACCEPT as ACCEPT
-from jaxkv.sampling.random_keys import DRAFT as DRAFT
-from jaxkv.sampling.random_keys import RESIDUAL as RESIDUAL
-from jaxkv.sampling.random_keys import SAMPLE as SAMPLE
-from jaxkv.sampling.random_keys import draw_key as draw_key
-from jaxkv.sampling.random_keys import gumbel as gumbel
-from jaxkv.sampling.random_keys import request_key as request_key
-from jaxkv.sampling.top_k import is_finite as is_finite
+from jaxkv.sampling.params import Params
 
 MAX_CANDIDATES = 64
 """Top tokens among which cut-offs are settled first, unless the caller says."""

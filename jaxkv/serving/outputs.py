@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests, state
 from jaxkv.engine.step import StepInfo
-from jaxkv.sampling import Sampling, beam_search, random_keys, sampler
+from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
 
 
 class Answer(NamedTuple):
@@ -274,7 +274,7 @@ def make_requests(
         limit=column(limits),
         request_id=column(list(request_ids)),
         stop_tokens=stops,
-        params=sampler.params_of(
+        params=params_of(
             [*[asks[i] for i in owner], *[Sampling.greedy()] * unused],
             [*[keys[i] for i in owner], *[np.zeros(2, np.uint32)] * unused],
             [*samples, *[0] * unused],

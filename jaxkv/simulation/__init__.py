@@ -1,16 +1,11 @@
 """The engine's schedule without a model, in simulated time."""
 
-from jaxkv.simulation.contiguous import Reservation as Reservation
-from jaxkv.simulation.costs import Apart as Apart
-from jaxkv.simulation.costs import Received as Received
-from jaxkv.simulation.members import Bounds as Bounds
-from jaxkv.simulation.members import Members as Members
-from jaxkv.simulation.members import Part as Part
-from jaxkv.simulation.served import Served as Served
-from jaxkv.simulation.state import Capacity as Capacity
-from jaxkv.simulation.state import Simulation as Simulation
-from jaxkv.simulation.step import Cost as Cost
-from jaxkv.simulation.step import Work as Work
+from jaxkv.simulation.contiguous import Reservation
+from jaxkv.simulation.costs import Apart, Received
+from jaxkv.simulation.members import Bounds, Members, Part
+from jaxkv.simulation.served import Served
+from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation.step import Cost, Work
 
 __all__ = [
     "Apart",

@@ -109,29 +109,15 @@ def apply_plan(
       max_samples: static.
       whose: the sequence at each place before `retire`.
     """
-    line, size = state.line, capacity.page_size
-    group = batch.groups(line, max_samples)
-    written, _ = batch.num_owned(line, group, line.length, size)
-    written = jnp.where(plan.swap & plan.preempt, written, 0)
-    pages_out = jnp.sum(written, dtype=jnp.int32)
-    room = state.num_swapped + pages_out <= capacity.max_swap_pages
-    out = plan.swap & plan.preempt & room & (line.length > 0)
-    pages_out = jnp.where(room, pages_out, 0)
-    state = _note(state, plan.preempt, out, jnp.where(out, written, 0), whose)
+    line, group = state.line, batch.groups(state.line, max_samples)
+    out, pages, pages_out = _swap_out(state, plan, group, capacity)
+    state = _note(state, plan.preempt, out, pages, whose)
     stays = (line.sequence >= 0) & ~plan.preempt
-    owned, _ = batch.num_owned(line, group, line.places, size)
+    owned, _ = batch.num_owned(line, group, line.places, capacity.page_size)
     used = jnp.sum(jnp.where(stays, owned, 0), dtype=jnp.int32)
-    # Those swapped out come back all or none; and nobody without a slot.
-    admit, is_out = plan.admit & queued.is_seen, queued.pages_out > 0
-    pages_in = jnp.sum(jnp.where(admit, queued.pages_out, 0), dtype=jnp.int32)
-    fits = used + pages_in <= capacity.num_pages
-    pages_in = jnp.where(fits, pages_in, 0)
-    admit &= fits | ~is_out
-    num_free = stays.shape[0] - jnp.sum(stays, dtype=jnp.int32)
-    num_slots = jnp.cumsum(jnp.where(admit, queued.size, 0), dtype=jnp.int32)
-    admit &= num_slots <= num_free
+    admit, pages_in = _admit(plan, queued, stays, capacity.num_pages - used)
     # One look at who stays, then at who comes, closes the ranks.
-    leads = queued.is_reader & ~is_out[:, None]
+    leads = queued.is_reader & (queued.pages_out == 0)[:, None]
     asked = Wish(
         num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
         places=jnp.where(leads, plan.head_places[:, None], 0),
@@ -155,6 +141,39 @@ def apply_plan(
     )
     num_admitted = jnp.sum(admit, dtype=jnp.int32)
     return state, wish, Done(num_admitted, pages_out + pages_in)
+
+
+def _swap_out(
+    state: Simulation,
+    plan: interface.Plan,
+    group: batch.Groups | None,
+    capacity: Capacity,
+) -> tuple[Bool[Array, " line"], Int32[Array, " line"], Int32[Array, ""]]:
+    """Who is swapped out, with how many pages of each: all that shall be, or nobody."""
+    line, leaves = state.line, plan.swap & plan.preempt
+    written, _ = batch.num_owned(line, group, line.length, capacity.page_size)
+    written = jnp.where(leaves, written, 0)
+    num_pages = jnp.sum(written, dtype=jnp.int32)
+    room = state.num_swapped + num_pages <= capacity.max_swap_pages
+    out = leaves & room & (line.length > 0)
+    return out, jnp.where(out, written, 0), jnp.where(room, num_pages, 0)
+
+
+def _admit(
+    plan: interface.Plan,
+    queued: Queued,
+    stays: Bool[Array, " line"],
+    free_pages: Int32[Array, ""],
+) -> tuple[Bool[Array, " head"], Int32[Array, ""]]:
+    """Who comes in, and the pages that come back with those who were swapped out."""
+    # Those swapped out come back all or none; and nobody without a slot.
+    admit = plan.admit & queued.is_seen
+    pages_in = jnp.sum(jnp.where(admit, queued.pages_out, 0), dtype=jnp.int32)
+    fits = pages_in <= free_pages
+    admit &= fits | (queued.pages_out == 0)
+    num_free = stays.shape[0] - jnp.sum(stays, dtype=jnp.int32)
+    num_slots = jnp.cumsum(jnp.where(admit, queued.size, 0), dtype=jnp.int32)
+    return admit & (num_slots <= num_free), jnp.where(fits, pages_in, 0)
 
 
 def _taken[T](old: T, new: T, source: Int32[Array, " line"]) -> T:

@@ -3,7 +3,10 @@
 The counts are those of `counts.counts`, made of what a simulation knows.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from jaxkv.engine import NOBODY
 from jaxkv.memory import demand
@@ -28,22 +31,7 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
     if max_samples > 1:
         finish = state.events[sequence, Events._fields.index("finish_s")]
         alive &= (finish == 0) & (sample[None, :] < workload.samples[row][:, None])
-        before = jnp.cumsum(alive, axis=1, dtype=jnp.int32)
-        is_reader = alive & (before == 1)
-        # Who has pages was forked before; the others wait for the first, which reads.
-        waits = alive & ~is_reader & (was.swapped_length == 0)
-        reads = is_reader & jnp.any(waits, axis=1, keepdims=True)
-        several = before[:, -1:] > 1
-        siblings = Siblings(
-            common=jnp.where(
-                waits | reads | (several & (was.swapped_length == 0)),
-                jnp.broadcast_to(prompt, sequence.shape),
-                was.common,
-            ),
-            reads=reads,
-            waits=waits,
-            forked=was.swapped_length > 0,
-        )
+        is_reader, siblings = _share_prompt(alive, was, prompt)
     holds = state.line.held is not None
     line = Line(
         sequence=jnp.where(alive, sequence, NOBODY),
@@ -65,6 +53,30 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
         pages_out=jnp.sum(pages_out, axis=1, dtype=jnp.int32),
         swapped_length=was.swapped_length,
         is_seen=request >= 0,
+    )
+
+
+def _share_prompt(
+    alive: Bool[Array, "head samples"],
+    was: Progress,
+    prompt: Int32[Array, "head 1"],
+) -> tuple[Bool[Array, "head samples"], Siblings]:
+    """Who of each request's sequences feeds first, and what they have in common."""
+    before = jnp.cumsum(alive, axis=1, dtype=jnp.int32)
+    is_reader = alive & (before == 1)
+    # Who has pages was forked before; the others wait for the first, which reads.
+    waits = alive & ~is_reader & (was.swapped_length == 0)
+    reads = is_reader & jnp.any(waits, axis=1, keepdims=True)
+    several = before[:, -1:] > 1
+    return is_reader, Siblings(
+        common=jnp.where(
+            waits | reads | (several & (was.swapped_length == 0)),
+            jnp.broadcast_to(prompt, alive.shape),
+            was.common,
+        ),
+        reads=reads,
+        waits=waits,
+        forked=was.swapped_length > 0,
     )
 
 
@@ -102,12 +114,46 @@ def observe(
     state: Simulation, queued: Queued, capacity: Capacity, max_samples: int
 ) -> interface.Counts:
     """What the policy may know, as `counts.counts` has it."""
-    line, size = state.line, capacity.page_size
-    group = batch.groups(line, max_samples)
+    of_line = _of_line(state.line, capacity, max_samples)
+    owned = jnp.sum(of_line["owned_pages"], dtype=jnp.int32)
+    return interface.Counts(
+        **of_line,
+        **_of_head(queued, capacity),
+        free_pages=capacity.num_pages - owned,
+        free_swap_pages=capacity.max_swap_pages - state.num_swapped,
+        page_size=capacity.page_size,
+        max_length=capacity.max_length,
+        token_budget=capacity.token_budget,
+        spare_logit_rows=0,
+    )
+
+
+def _of_line(line: Line, capacity: Capacity, max_samples: int) -> dict[str, Any]:
+    """Counts of the slots."""
+    size = capacity.page_size
+    group, goal = batch.groups(line, max_samples), batch.goal(line)
     owned, theirs = batch.num_owned(line, group, line.places, size)
     moves, _ = batch.num_owned(line, group, line.length, size)
-    goal = batch.goal(line)
-    q, alive = queued.line, queued.line.sequence >= 0
+    none = jnp.zeros_like(line.returned)
+    return dict(
+        running=batch.is_running(line),
+        held=none if line.held is None else line.held,
+        group=None if group is None else group.first,
+        num_tokens=goal,
+        length=line.length,
+        num_pages=demand.pages_for(line.places, page_size=size),
+        owned_pages=owned,
+        owned_tokens=demand.own_tokens(line.length, theirs, page_size=size),
+        swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
+        copies=batch.num_copies(line, group, goal - line.length, size),
+        preempted=line.returned & batch.is_running(line),
+        scored_prompt=none,
+    )
+
+
+def _of_head(queued: Queued, capacity: Capacity) -> dict[str, Array]:
+    """Counts of the requests at the head of the queue."""
+    size, q, alive = capacity.page_size, queued.line, queued.line.sequence >= 0
     common = jnp.zeros_like(queued.request)
     if q.siblings is not None:
         common = jnp.max(jnp.where(alive, q.siblings.common, 0), axis=1)
@@ -124,20 +170,8 @@ def observe(
         page_size=size,
         num_pages=capacity.num_pages,
     )
-    is_out, none = queued.pages_out > 0, jnp.zeros_like(line.returned)
-    return interface.Counts(
-        running=batch.is_running(line),
-        held=none if line.held is None else line.held,
-        group=None if group is None else group.first,
-        num_tokens=goal,
-        length=line.length,
-        num_pages=demand.pages_for(line.places, page_size=size),
-        owned_pages=owned,
-        owned_tokens=demand.own_tokens(line.length, theirs, page_size=size),
-        swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
-        copies=batch.num_copies(line, group, goal - line.length, size),
-        preempted=line.returned & batch.is_running(line),
-        scored_prompt=none,
+    is_out = queued.pages_out > 0
+    return dict(
         waiting=queued.is_seen,
         waiting_tokens=jnp.where(common > 0, common, known),
         waiting_cached=jnp.zeros_like(common),
@@ -146,10 +180,4 @@ def observe(
         waiting_preempted=jnp.any(alive & q.returned, axis=1),
         waiting_swapped=is_out,
         waiting_scored_prompt=jnp.zeros_like(is_out),
-        free_pages=capacity.num_pages - jnp.sum(owned, dtype=jnp.int32),
-        free_swap_pages=capacity.max_swap_pages - state.num_swapped,
-        page_size=size,
-        max_length=capacity.max_length,
-        token_budget=capacity.token_budget,
-        spare_logit_rows=0,
     )

@@ -126,15 +126,7 @@ def init(
         head = validation.integer("head", head, low=1)
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
-    size = c.page_size
-    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=size)
-    fits = shared + w.samples * own <= c.num_pages
-    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
-    fits &= w.samples > 0
-    if reservation is not None:
-        r = reservation
-        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
-        fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
+    fits = _fits_alone(w, c, max_slots, reservation)
     num = w.prompt.shape[0] * max_samples
 
     # A fresh buffer each: the state is donated, and no buffer can be donated twice.
@@ -165,6 +157,22 @@ def init(
         order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
         num_served=jnp.sum(fits, dtype=jnp.int32),
     )
+
+
+def _fits_alone(
+    w: Workload, c: Capacity, max_slots: int, reservation: Reservation | None
+) -> Bool[Array, " requests"]:
+    """Which requests an idle machine could serve."""
+    size = c.page_size
+    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=size)
+    fits = shared + w.samples * own <= c.num_pages
+    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
+    fits &= w.samples > 0
+    if reservation is not None:
+        r = reservation
+        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
+        fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
+    return fits
 
 
 def step(
@@ -237,16 +245,8 @@ def _step(
     reservation: Reservation | None,
 ) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
     """Runs one step; only those in the queue are counted as waiting."""
-    size = capacity.page_size
-    state, whose = apply_plan.retire(state, max_samples)
-    state = apply_plan.arrive(state, w, head or whose.shape[0])
-    queued = look(state, w, head or whose.shape[0], max_samples)
-    if reservation is not None:
-        queued = reserve(state, queued, w, capacity, reservation)
-    counts = observe(state, queued, capacity, max_samples)
-    plan = interface.schedule(counts, policy)
-    state, wish, done = apply_plan.apply_plan(
-        state, plan, queued, capacity, max_samples, whose
+    state, plan, wish, done = _plan_step(
+        *(state, w, capacity, policy, max_samples, head, reservation)
     )
     line, runs = state.line, batch.is_running(state.line)
     group = batch.groups(line, max_samples)
@@ -265,7 +265,7 @@ def _step(
     asked = None
     if (r := reservation) is not None:
         asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
-    split, saved = batch.split(line, group, prompt + output, size, asked)
+    split, saved = batch.split(line, group, prompt + output, capacity.page_size, asked)
     known = line.known + emits.astype(jnp.int32)
     ended = emits & (known == prompt + output)
     info = StepInfo(
@@ -290,6 +290,29 @@ def _step(
         began=emits & (known == prompt + 1),
         ended=ended,
     ), (info, behind)
+
+
+def _plan_step(
+    state: Simulation,
+    w: Workload,
+    capacity: Capacity,
+    policy: interface.Policy,
+    max_samples: int,
+    head: int | None,
+    reservation: Reservation | None,
+) -> tuple[Simulation, interface.Plan, apply_plan.Wish, apply_plan.Done]:
+    """Decides one step, and lets sequences out and in."""
+    state, whose = apply_plan.retire(state, max_samples)
+    state = apply_plan.arrive(state, w, head or whose.shape[0])
+    queued = look(state, w, head or whose.shape[0], max_samples)
+    if reservation is not None:
+        queued = reserve(state, queued, w, capacity, reservation)
+    counts = observe(state, queued, capacity, max_samples)
+    plan = interface.schedule(counts, policy)
+    state, wish, done = apply_plan.apply_plan(
+        state, plan, queued, capacity, max_samples, whose
+    )
+    return state, plan, wish, done
 
 
 class _Granted(NamedTuple):

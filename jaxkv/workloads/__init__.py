@@ -1,9 +1,8 @@
 """Arrivals, lengths and recordings of requests, and metrics of how they were served."""
 
-from jaxkv.workloads.arrivals import Workload as Workload
-from jaxkv.workloads.load_curves import Curve as Curve
-from jaxkv.workloads.load_curves import Load as Load
-from jaxkv.workloads.metrics import Objectives as Objectives
+from jaxkv.workloads.arrivals import Workload
+from jaxkv.workloads.load_curves import Curve, Load
+from jaxkv.workloads.metrics import Objectives
 
 __all__ = [
     "Curve",

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -162,16 +163,8 @@ def _dumping() -> Generator[Path]:
             "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
         }
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-        try:
+        with mock.patch.dict(os.environ, wanted):
             yield Path(folder)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def _read_kernel(path: Path) -> Kernel:

@@ -6,12 +6,14 @@ of decoding, and of a prompt.
 
 import dataclasses
 import functools
-import itertools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.bench.problems import wide
+from pallas_kernels.bench.specs import ITEMSIZES, every
 
 NUM_CHECKED = 64
 """Rows and columns whose products are looked at."""
@@ -64,9 +66,9 @@ class GroupedSpec:
     @property
     def name(self) -> str:
         """Says all of it in a word, as grouped-t64-2of8-4096x14336."""
-        words = [self.kind, f"t{self.tokens}", str(self.experts)]
-        words.append(f"{self.width}x{self.columns}")
-        return "-".join([*words, *[x for x in (self.dtype,) if x != "bfloat16"]])
+        dtype = "" if self.dtype == "bfloat16" else f"-{self.dtype}"
+        size = f"{self.width}x{self.columns}"
+        return f"{self.kind}-t{self.tokens}-{self.experts}-{size}{dtype}"
 
     @property
     def width(self) -> int:
@@ -100,7 +102,7 @@ class GroupedSpec:
         used = int(np.count_nonzero(self.group_sizes()))
         weights = used * self.width * self.columns
         rows = self.num_rows * (self.width + self.columns)
-        return (weights + rows) * (4 if self.dtype == "float32" else 2)
+        return (weights + rows) * ITEMSIZES[self.dtype]
 
     @property
     def flops(self) -> int:
@@ -108,19 +110,18 @@ class GroupedSpec:
         return 2 * self.num_rows * self.width * self.columns
 
 
-def _both(tokens: int, experts: Experts, **others: Any) -> tuple[GroupedSpec, ...]:
-    return tuple(
-        GroupedSpec(tokens=tokens, experts=experts, direction=direction, **others)
-        for direction in ("up", "down")
-    )
+def _both(**values: Any) -> list[GroupedSpec]:
+    return every(GroupedSpec, **values, direction=["up", "down"])
 
 
 SETS: dict[str, tuple[GroupedSpec, ...]] = {
     "tiny": (GroupedSpec(tokens=9, experts=TINY, dtype="float32"),),
     "small": (
-        *(
-            GroupedSpec(tokens=tokens, experts=experts, dtype="float32")
-            for tokens, experts in itertools.product((1, 8, 512), (SMALL, SMALL_MANY))
+        *every(
+            GroupedSpec,
+            tokens=[1, 8, 512],
+            experts=[SMALL, SMALL_MANY],
+            dtype="float32",
         ),
     ),
     "quick": (
@@ -129,17 +130,15 @@ SETS: dict[str, tuple[GroupedSpec, ...]] = {
         GroupedSpec(tokens=64, experts=DEEPSEEK_V2_LITE),
     ),
     "real": (
-        *(s for tokens in (1, 32, 256, 8192) for s in _both(tokens, MIXTRAL_8X7B)),
-        *(s for tokens in (1, 64, 4096) for s in _both(tokens, DEEPSEEK_V2_LITE)),
-        *(s for tokens in (16, 128, 8192) for s in _both(tokens, DEEPSEEK_V3)),
+        *_both(tokens=[1, 32, 256, 8192], experts=MIXTRAL_8X7B),
+        *_both(tokens=[1, 64, 4096], experts=DEEPSEEK_V2_LITE),
+        *_both(tokens=[16, 128, 8192], experts=DEEPSEEK_V3),
     ),
-    "grid": tuple(
-        spec
-        for tokens, experts in itertools.product(
-            (1, 8, 64, 256, 1024, 4096, 16384),
-            (MIXTRAL_8X7B, DEEPSEEK_V2_LITE, DEEPSEEK_V3),
-        )
-        for spec in _both(tokens, experts)
+    "grid": (
+        *_both(
+            tokens=[1, 8, 64, 256, 1024, 4096, 16384],
+            experts=[MIXTRAL_8X7B, DEEPSEEK_V2_LITE, DEEPSEEK_V3],
+        ),
     ),
 }
 """Shapes by the name of the occasion, as `specs.SETS`."""
@@ -168,13 +167,22 @@ class GroupedProblem:
         rows = rows[(rows >= 0) & (rows < spec.num_rows)]
         columns = rng.integers(0, spec.columns, NUM_CHECKED)
         group = np.searchsorted(ends, rows, side="right")
-        wanted = np.stack(
-            [
-                _wide(self.x[row]) @ _wide(self.w[group_of][:, columns])
-                for row, group_of in zip(rows, group, strict=True)
-            ]
-        )
-        return rows, columns, wanted
+        weights = (wide(self.w[i][:, columns]) for i in group)
+        wanted = [wide(self.x[row]) @ w for row, w in zip(rows, weights, strict=True)]
+        return rows, columns, np.stack(wanted)
+
+    def error(self, out: jax.Array) -> float:
+        """Compares a result with the product in float64, at some rows and columns.
+
+        Args:
+          out: the products of its first turn, `[rows, columns]`.
+
+        Returns:
+          The norm of the difference by that of the right result; NaN if any is NaN.
+        """
+        rows, columns, wanted = self.samples
+        off = wide(out[rows][:, columns]) - wanted
+        return float(np.linalg.norm(off) / np.linalg.norm(wanted))
 
 
 def make(spec: GroupedSpec, *, num_turns: int = 1, seed: int = 0) -> GroupedProblem:
@@ -196,22 +204,3 @@ def make(spec: GroupedSpec, *, num_turns: int = 1, seed: int = 0) -> GroupedProb
         w=weights(keys[1]),
         group_sizes=jnp.asarray(sizes, jnp.int32),
     )
-
-
-def error(problem: GroupedProblem, out: jax.Array) -> float:
-    """Compares a result with the product in float64, at some rows and columns.
-
-    Args:
-      problem: what was multiplied.
-      out: the products of its first turn, `[rows, columns]`.
-
-    Returns:
-      The norm of the difference by that of the right result; NaN if any is NaN.
-    """
-    rows, columns, wanted = problem.samples
-    off = _wide(out[rows][:, columns]) - wanted
-    return float(np.linalg.norm(off) / np.linalg.norm(wanted))
-
-
-def _wide(x: Any) -> np.ndarray:
-    return np.asarray(x.astype(jnp.float32), np.float64)

@@ -67,6 +67,33 @@ class Problem:
             found.append((sequence * spec.rows + rows, head, wanted))
         return found
 
+    def seen(self, sequence: int, rows: np.ndarray, length: int) -> np.ndarray:
+        """Which of the first places some rows of a sequence see: `[rows, length]`."""
+        context, place = self.spec.contexts()[sequence], np.arange(length)
+        if self.ancestors is None:
+            return place <= context + rows[:, None]
+        kin = np.asarray(self.ancestors)[sequence * self.spec.rows + rows]
+        seen = np.tile(place < context, (len(rows), 1))
+        seen[:, context : context + self.spec.rows] = kin
+        return seen
+
+    def error(self, out: jax.Array) -> float:
+        """Compares a result with attention in float64, at some sequences, heads, rows.
+
+        Args:
+          out: attention with the first table, `[batch * rows, q_heads, head_dim]`.
+
+        Returns:
+          The norm of the difference by that of the right result; NaN if any is NaN.
+        """
+        off = norm = 0.0
+        for row, head, wanted in self.samples:
+            group = wanted.shape[1]
+            mine = wide(out[row])[:, head * group : (head + 1) * group]
+            off += float(np.sum((mine - wanted) ** 2))
+            norm += float(np.sum(wanted**2))
+        return float(np.sqrt(off / norm))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyProblem:
@@ -136,25 +163,6 @@ def make_copy(spec: Spec, *, seed: int = 0) -> CopyProblem:
     )
 
 
-def error(problem: Problem, out: jax.Array) -> float:
-    """Compares a result with attention in float64, at some sequences, heads and rows.
-
-    Args:
-      problem: what was attended to.
-      out: attention with the first of its tables, `[batch * rows, q_heads, head_dim]`.
-
-    Returns:
-      The norm of the difference by that of the right result; NaN if any is NaN.
-    """
-    off = norm = 0.0
-    for row, head, wanted in problem.samples:
-        group = wanted.shape[1]
-        mine = _wide(out[row])[:, head * group : (head + 1) * group]
-        off += float(np.sum((mine - wanted) ** 2))
-        norm += float(np.sum(wanted**2))
-    return float(np.sqrt(off / norm))
-
-
 def _lay_out(
     spec: Spec, lengths: np.ndarray, num_turns: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -198,26 +206,22 @@ def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
 def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.ndarray:
     """Attention of some rows of a sequence and a KV head: `[rows, group, head_dim]`."""
     spec = problem.spec
-    length, context = (int(x[sequence]) for x in (problem.lengths(), spec.contexts()))
+    length = int(problem.lengths()[sequence])
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
     k, v = (
-        _wide(pages[ids, head]).reshape(-1, spec.heads.head_dim)[:length]
+        wide(pages[ids, head]).reshape(-1, spec.heads.head_dim)[:length]
         for pages in (problem.k_pages, problem.v_pages)
     )
     group = spec.heads.q_heads // spec.heads.kv_heads
     index = sequence * spec.rows + rows
-    q = _wide(problem.q[index])[:, head * group : (head + 1) * group]
+    q = wide(problem.q[index])[:, head * group : (head + 1) * group]
     scores = np.einsum("rgd,td->rgt", q, k) / np.sqrt(spec.heads.head_dim)
-    place = np.arange(length)
-    if problem.ancestors is None:
-        seen = place[None, :] <= context + rows[:, None]
-    else:
-        kin = np.asarray(problem.ancestors)[index]
-        seen = np.concatenate([np.ones((len(rows), context), bool), kin], axis=1)
+    seen = problem.seen(sequence, rows, length)
     scores = np.where(seen[:, None, :], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("rgt,td->rgd", weights, v) / weights.sum(-1)[..., None]
 
 
-def _wide(x: Any) -> np.ndarray:
+def wide(x: Any) -> np.ndarray:
+    """Numbers of any type, in float64."""
     return np.asarray(x.astype(jnp.float32), np.float64)

@@ -6,12 +6,15 @@ those that others publish their kernels' times for.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 MAX_BYTES = 60_000_000_000
 """Larger ones are not in the grid: an H200 has 150 GB, peers need a second layout."""
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by type."""
 
 
 class Heads(NamedTuple):
@@ -78,34 +81,25 @@ class Spec:
             words.append(f"s{_thousands(self.shared)}")
         if self.context:
             words.append(_thousands(self.context))
-        words += [str(self.heads), f"p{self.page_size}"]
-        words += [x for x in (self.lengths,) if x != "equal"]
-        return "-".join([*words, *[x for x in (self.dtype,) if x != "bfloat16"]])
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return 4 if self.dtype == "float32" else 2
+        words += [str(self.heads), f"p{self.page_size}", self.lengths, self.dtype]
+        return "-".join(word for word in words if word not in ("equal", "bfloat16"))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of the keys of a page."""
-        return (
-            self.heads.kv_heads * self.page_size * self.heads.head_dim * self.itemsize
-        )
+        places = self.heads.kv_heads * self.page_size
+        return places * self.heads.head_dim * ITEMSIZES[self.dtype]
 
     def contexts(self) -> np.ndarray:
         """Tokens before the rows of each sequence: `[batch]`, reproducibly random."""
         rng, free = np.random.default_rng(0), self.context - self.shared
-        if self.lengths == "equal":
-            draws = np.ones(self.batch)
-        elif self.lengths == "uniform":
-            draws = rng.uniform(0, 1, self.batch)
-        elif self.lengths == "lognormal":
-            draws = rng.lognormal(-1.5, 1.0, self.batch)
-        else:
-            draws = np.full(self.batch, 1 / 16)
-        draws = np.minimum(draws, 1)
+        draw = {
+            "equal": np.ones,
+            "uniform": rng.random,
+            "lognormal": lambda num: rng.lognormal(-1.5, 1.0, num),
+            "one_long": lambda num: np.full(num, 1 / 16),
+        }[self.lengths]
+        draws = np.minimum(draw(self.batch), 1)
         draws[self.batch // 2] = 1
         return self.shared + np.round(draws * free).astype(np.int64)
 
@@ -121,7 +115,7 @@ class Spec:
         tokens = int(np.sum(self.contexts() + self.rows - self.shared)) + self.shared
         kv = 2 * tokens * self.heads.kv_heads
         qo = 2 * self.batch * self.rows * self.heads.q_heads
-        return (kv + qo) * self.heads.head_dim * self.itemsize
+        return (kv + qo) * self.heads.head_dim * ITEMSIZES[self.dtype]
 
     @property
     def flops(self) -> int:
@@ -140,98 +134,91 @@ def _thousands(number: int) -> str:
     return f"{number // 1024}k" if number >= 1024 and not number % 1024 else f"{number}"
 
 
-def _decode(batch: int, context: int, **others: Any) -> Spec:
-    return Spec(kind="decode", batch=batch, context=context, **others)
+def every[S](make: Callable[..., S], **values: Any) -> list[S]:
+    """Makes a shape for every combination of those values that are lists."""
+    lists = [x if isinstance(x, list) else [x] for x in values.values()]
+    rows = itertools.product(*lists)
+    return [make(**dict(zip(values, row, strict=True))) for row in rows]
 
 
-def _tiny(kind: Any, batch: int, **others: Any) -> Spec:
-    small: Any = {"heads": TINY, "page_size": 8, "dtype": "float32"}
-    return Spec(kind=kind, batch=batch, **small, **others)
+def _all(kind: str, **values: Any) -> list[Spec]:
+    values.setdefault("batch", 1)
+    return every(Spec, kind=kind, **values)
 
 
 K = 1024
-TREE_ROWS = (8, 26, 64)
+TREE_ROWS = [8, 26, 64]
+PAGE_SIZES = [16, 64, 256]
+_TINY: dict[str, Any] = {"heads": TINY, "page_size": 8, "dtype": "float32"}
+_SMALL: dict[str, Any] = {"dtype": "float32"}
 
 SETS = {
     # What the tests run.
     "tiny": (
-        _tiny("decode", 3, context=40, lengths="uniform"),
-        _tiny("tree", 2, context=21, rows=5),
-        _tiny("chunk", 2, context=17, rows=9),
-        _tiny("copy", 4),
+        *_all("decode", batch=3, context=40, lengths="uniform", **_TINY),
+        *_all("tree", batch=2, context=21, rows=5, **_TINY),
+        Spec(kind="chunk", batch=2, context=17, rows=9, **_TINY),
+        *_all("copy", batch=4, **_TINY),
     ),
     # What a processor does in a minute.
     "small": (
-        _decode(1, K, heads=SMOLLM2_135M, dtype="float32"),
-        _decode(8, K, dtype="float32"),
-        _decode(8, K, dtype="float32", page_size=64, lengths="uniform"),
-        Spec(kind="tree", batch=2, context=K, rows=26, dtype="float32"),
-        Spec(kind="prefix", batch=8, context=K, shared=K - 128, dtype="float32"),
-        Spec(kind="chunk", batch=1, context=K, rows=128, dtype="float32"),
-        Spec(kind="prefill", batch=1, rows=512, dtype="float32"),
-        Spec(kind="copy", batch=512, dtype="float32"),
+        *_all("decode", batch=1, context=K, heads=SMOLLM2_135M, **_SMALL),
+        *_all("decode", batch=8, context=K, **_SMALL),
+        *_all("decode", batch=8, context=K, page_size=64, lengths="uniform", **_SMALL),
+        *_all("tree", batch=2, context=K, rows=26, **_SMALL),
+        *_all("prefix", batch=8, context=K, shared=K - 128, **_SMALL),
+        *_all("chunk", context=K, rows=128, **_SMALL),
+        *_all("prefill", rows=512, **_SMALL),
+        *_all("copy", batch=512, **_SMALL),
     ),
     "quick": (
-        *(_decode(batch, length) for batch, length in ((1, K), (32, 4 * K))),
-        _decode(64, 8 * K),
-        Spec(kind="tree", batch=8, context=8 * K, rows=26),
-        Spec(kind="prefix", batch=64, context=8 * K + 256, shared=8 * K),
-        Spec(kind="chunk", batch=1, context=8 * K, rows=512),
-        Spec(kind="prefill", batch=1, rows=2 * K),
-        Spec(kind="copy", batch=64 * 32),
+        *_all("decode", batch=1, context=K),
+        *_all("decode", batch=32, context=4 * K),
+        *_all("decode", batch=64, context=8 * K),
+        *_all("tree", batch=8, context=8 * K, rows=26),
+        *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
+        *_all("chunk", context=8 * K, rows=512),
+        *_all("prefill", rows=2 * K),
+        *_all("copy", batch=64 * 32),
     ),
     "real": (
-        *(_decode(batch, K) for batch in (1, 8, 256)),
-        *(_decode(batch, 8 * K) for batch in (1, 8, 64)),
-        *(_decode(32, 4 * K, page_size=page_size) for page_size in (16, 64, 256)),
-        _decode(1, 32 * K),
-        *(
-            _decode(32, 4 * K, heads=heads)
-            for heads in (LLAMA_2_7B, LLAMA_3_70B, MULTI_QUERY)
+        *_all("decode", batch=[1, 8, 256], context=K),
+        *_all("decode", batch=[1, 8, 64], context=8 * K),
+        *_all("decode", batch=32, context=4 * K, page_size=PAGE_SIZES),
+        *_all("decode", batch=1, context=32 * K),
+        *_all(
+            "decode",
+            batch=32,
+            context=4 * K,
+            heads=[LLAMA_2_7B, LLAMA_3_70B, MULTI_QUERY, SMOLLM2_135M, GEMMA_2_2B],
         ),
-        *(_decode(32, 4 * K, heads=heads) for heads in (SMOLLM2_135M, GEMMA_2_2B)),
-        _decode(64, 8 * K, lengths="uniform"),
-        _decode(64, 8 * K, lengths="one_long"),
-        *(Spec(kind="tree", batch=8, context=8 * K, rows=rows) for rows in TREE_ROWS),
-        Spec(kind="prefix", batch=64, context=8 * K + 256, shared=8 * K),
-        Spec(kind="prefix", batch=256, context=32 * K + 256, shared=32 * K),
-        Spec(kind="chunk", batch=1, context=8 * K, rows=512),
-        Spec(kind="chunk", batch=1, context=32 * K, rows=512),
-        *(Spec(kind="prefill", batch=1, rows=rows) for rows in (512, 2 * K, 8 * K)),
-        Spec(kind="copy", batch=64 * 32),
+        *_all("decode", batch=64, context=8 * K, lengths=["uniform", "one_long"]),
+        *_all("tree", batch=8, context=8 * K, rows=TREE_ROWS),
+        *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
+        *_all("prefix", batch=256, context=32 * K + 256, shared=32 * K),
+        *_all("chunk", context=[8 * K, 32 * K], rows=512),
+        *_all("prefill", rows=[512, 2 * K, 8 * K]),
+        *_all("copy", batch=64 * 32),
     ),
     "grid": tuple(
         spec
         for spec in (
-            *(
-                _decode(batch, length, heads=heads, page_size=page_size)
-                for heads, page_size, batch, length in itertools.product(
-                    (LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, MULTI_QUERY),
-                    (16, 64, 256),
-                    (1, 8, 32, 64, 256),
-                    (K, 8 * K, 32 * K, 128 * K),
-                )
+            *_all(
+                "decode",
+                heads=[LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, MULTI_QUERY],
+                page_size=PAGE_SIZES,
+                batch=[1, 8, 32, 64, 256],
+                context=[K, 8 * K, 32 * K, 128 * K],
             ),
-            *(
-                Spec(kind="tree", batch=batch, context=8 * K, rows=rows)
-                for batch, rows in itertools.product((1, 8, 32), TREE_ROWS)
-            ),
+            *_all("tree", batch=[1, 8, 32], context=8 * K, rows=TREE_ROWS),
             *(
                 Spec(kind="prefix", batch=batch, context=shared + 256, shared=shared)
                 for batch, shared in itertools.product(
                     (16, 64, 256), (K, 8 * K, 32 * K)
                 )
             ),
-            *(
-                Spec(kind="chunk", batch=1, context=context, rows=512, page_size=size)
-                for context, size in itertools.product((8 * K, 32 * K), (16, 64, 256))
-            ),
-            *(
-                Spec(kind="prefill", batch=1, rows=rows, page_size=size)
-                for rows, size in itertools.product(
-                    (512, 2 * K, 8 * K, 16 * K), (16, 64, 256)
-                )
-            ),
+            *_all("chunk", context=[8 * K, 32 * K], rows=512, page_size=PAGE_SIZES),
+            *_all("prefill", rows=[512, 2 * K, 8 * K, 16 * K], page_size=PAGE_SIZES),
         )
         if spec.bytes <= MAX_BYTES
     ),

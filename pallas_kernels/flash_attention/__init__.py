@@ -1,6 +1,6 @@
 """Attention over contiguous K and V, in tiles."""
 
-from pallas_kernels.flash_attention.tiled import flash_attention as flash_attention
+from pallas_kernels.flash_attention.tiled import flash_attention
 
 __all__ = [
     "flash_attention",

@@ -1,6 +1,6 @@
 """The product of rows with the weights of their group, as experts need it."""
 
-from pallas_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
+from pallas_kernels.grouped_matmul.api import grouped_matmul
 
 __all__ = [
     "api",

@@ -1,7 +1,7 @@
 """Writing rows of K and V into pages, and copying pages."""
 
-from pallas_kernels.page_ops.copy import copy_pages as copy_pages
-from pallas_kernels.page_ops.write import write_kv as write_kv
+from pallas_kernels.page_ops.copy import copy_pages
+from pallas_kernels.page_ops.write import write_kv
 
 __all__ = [
     "copy",

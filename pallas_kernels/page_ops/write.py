@@ -3,15 +3,12 @@
 XLA's scatter is in place where the pages are donated or carried, on CPUs and GPUs.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import quantizing
-
-type WriteImplementation = Literal["reference"]
-"""Implementations by name; `None` takes the best one for platform and shape."""
 
 
 class Written(NamedTuple):
@@ -33,7 +30,6 @@ def write_kv(
     *,
     k_scales: Float[Array, "pages kv_heads page_size"] | None = None,
     v_scales: Float[Array, "pages kv_heads page_size"] | None = None,
-    implementation: WriteImplementation | None = None,
 ) -> Written:
     """Writes the key and value of every row to a place of a page, in place.
 
@@ -50,16 +46,13 @@ def write_kv(
       k_scales: of 8-bit pages, one for each token; written with the numbers. Scales of
         whole pages cannot be kept while rows are added, see `quantizing`.
       v_scales: likewise.
-      implementation: None, or a name that must serve this call.
 
     Returns:
       The pages and scales with the rows written; the rest bit for bit as before.
 
     Raises:
-      ValueError: an unknown implementation, or scales that do not fit the pages.
+      ValueError: scales that do not fit the pages.
     """
-    if implementation not in (None, "reference"):
-        raise ValueError(f"{implementation=} must be None or 'reference'")
     if page_ids.shape[0] == 1:
         # XLA makes an update of one row a select between the row and what stands there,
         # reads the pages once more for it, and copies all of them on a CPU.

@@ -1,9 +1,11 @@
 """Attention over paged K and V: plans, reference, and kernels behind one door."""
 
-from pallas_kernels.paged_attention.api import AttentionState as AttentionState
-from pallas_kernels.paged_attention.api import make_plan as make_plan
-from pallas_kernels.paged_attention.api import merge_states as merge_states
-from pallas_kernels.paged_attention.api import paged_attention as paged_attention
+from pallas_kernels.paged_attention.api import (
+    AttentionState,
+    make_plan,
+    merge_states,
+    paged_attention,
+)
 
 __all__ = [
     "AttentionState",

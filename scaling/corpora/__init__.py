@@ -1,7 +1,7 @@
 """What models learn from: texts as tokens, and synthetic languages."""
 
-from scaling.corpora.corpora import CorpusConfig as CorpusConfig
-from scaling.corpora.streams import Corpus as Corpus
+from scaling.corpora.corpora import CorpusConfig
+from scaling.corpora.streams import Corpus
 
 __all__ = [
     "Corpus",

@@ -182,6 +182,12 @@ def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
     return Held(counts[False], counts[True])
 
 
+def most_held(model: Description, layout: Layout) -> Held:
+    """Parameters of the device that has most, as `held`."""
+    stages = range(layout.pipeline)
+    return max((held(model, layout, stage=stage) for stage in stages), key=sum)
+
+
 def _stage(model, stage, batch, sequence, layout, each, checkpointing, how) -> Memory:
     params, last = held(model, layout, stage=stage), layout.pipeline - 1
     copies = layout.copies, layout.copies // layout.expert

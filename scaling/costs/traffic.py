@@ -230,14 +230,10 @@ def _data(
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
     """
-    held = [memory.held(model, layout, stage=stage) for stage in range(layout.pipeline)]
-    most = max(held, key=sum)
+    most = memory.most_held(model, layout)
     groups = (
         ("weights", most.shared, layout.copies),
-        (
-            *("experts", most.experts),
-            layout.copies // layout.expert,
-        ),
+        ("experts", most.experts, layout.copies // layout.expert),
     )
     for what, size, p in groups:
         if p == 1 or not size:

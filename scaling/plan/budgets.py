@@ -33,6 +33,18 @@ MUENNIGHOFF = HalfLives(15.387756, 5.309743)
 """Muennighoff et al. 2023, arXiv:2305.16264, section 3.3, digits of their README."""
 
 
+class Repeating(NamedTuple):
+    """Data of which there is only so much.
+
+    Attributes:
+      unique_tokens: U, above 0; what is trained on beyond them repeats them.
+      half_lives: of data and parameters.
+    """
+
+    unique_tokens: float
+    half_lives: HalfLives = MUENNIGHOFF
+
+
 def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
     """Reads off how a law's loss falls with parameters and tokens, and checks it.
 
@@ -60,9 +72,15 @@ def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
     return powers
 
 
-def loss(powers: TwoPowers, num_params: Amount, num_tokens: Amount) -> Any:
-    """Computes the loss of a model trained on tokens that are all new."""
-    inner = powers.A * num_params**-powers.alpha + powers.B * num_tokens**-powers.beta
+def loss(
+    powers: TwoPowers,
+    num_params: Amount,
+    num_tokens: Amount,
+    repeating: Repeating | None = None,
+) -> Any:
+    """Computes the loss of a model trained on tokens; all are new by default."""
+    sizes, tokens = effective(powers, num_params, num_tokens, repeating)
+    inner = powers.A * sizes**-powers.alpha + powers.B * tokens**-powers.beta
     return powers.floor + inner**powers.outer
 
 
@@ -74,7 +92,11 @@ def operations(
 
 
 def allocate(
-    powers: TwoPowers, flops: float, *, inference_tokens: float = 0.0
+    powers: TwoPowers,
+    flops: float,
+    *,
+    inference_tokens: float = 0.0,
+    repeating: Repeating | None = None,
 ) -> Optimum:
     """Divides a budget between parameters and tokens, for the least loss.
 
@@ -86,31 +108,38 @@ def allocate(
     With serving, `min L(N, D)` subject to `6 N D + 2 N D_inf = C`: the multiplier's
     conditions give N for every D, see `_params_for`, and the budget a root in D.
 
+    Where that needs more tokens than there are, a search along the budget's curve
+    finds the number of epochs, to some 1e-8.
+
     Args:
-      powers: of the loss.
+      powers: of the loss of new tokens.
       flops: the budget C, of training and serving together, above 0.
       inference_tokens: D_inf, read and written while the model serves, at least 0.
+      repeating: the tokens there are; as many as are needed by default.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 4; Sardana et al. 2024,
-    arXiv:2401.00448, section 2.
+    arXiv:2401.00448, section 2; Muennighoff et al. 2023, arXiv:2305.16264, section 5.
     """
     if inference_tokens == 0:
         total = powers.alpha + powers.beta
         ratio = powers.alpha * powers.A / (powers.beta * powers.B)
         num_params = ratio ** (1 / total) * (flops / 6) ** (powers.beta / total)
         num_tokens = flops / (6 * num_params)
+        free = Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
     else:
+        served = math.log(2 * inference_tokens)
 
-        def excess(log_tokens: float) -> float:
-            served = math.log(2 * inference_tokens)
+        def excess(log_params: float, log_tokens: float) -> float:
             per_param = np.logaddexp(math.log(6) + log_tokens, served)
-            log_params = _params_for(powers, log_tokens, inference_tokens)
             return log_params + per_param - math.log(flops)
 
-        log_tokens = _root(excess)
-        num_tokens = math.exp(log_tokens)
-        num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
-    return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+        free = _where_zero(powers, inference_tokens, excess)
+    if repeating is None or free.num_tokens <= repeating.unique_tokens:
+        return free
+    num_params = search(powers, flops, inference_tokens, repeating)
+    num_tokens = float(tokens_left(flops, num_params, inference_tokens))
+    reached = loss(powers, num_params, num_tokens, repeating)
+    return Optimum(num_params, num_tokens, float(reached))
 
 
 def cheapest(
@@ -137,16 +166,12 @@ def cheapest(
         raise ValueError(f"{target=:g} must be above the floor, {powers.floor:.6g}")
     inner = math.log(target - powers.floor) / powers.outer
 
-    def excess(log_tokens: float) -> float:
-        log_params = _params_for(powers, log_tokens, inference_tokens)
+    def excess(log_params: float, log_tokens: float) -> float:
         sizes = math.log(powers.A) - powers.alpha * log_params
         data = math.log(powers.B) - powers.beta * log_tokens
         return inner - float(np.logaddexp(sizes, data))
 
-    log_tokens = _root(excess)
-    num_tokens = math.exp(log_tokens)
-    num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
-    return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+    return _where_zero(powers, inference_tokens, excess)
 
 
 def needed(
@@ -154,7 +179,7 @@ def needed(
     target: float,
     *,
     inference_tokens: float = 0.0,
-    repeating: tuple[HalfLives, float] | None = None,
+    repeating: Repeating | None = None,
 ) -> float:
     """Finds the smallest budget whose best division reaches a loss.
 
@@ -164,7 +189,7 @@ def needed(
       powers: of the loss of new tokens.
       target: the loss.
       inference_tokens: to serve from the same budget, at least 0.
-      repeating: half-lives and unique tokens, where tokens are limited.
+      repeating: the tokens there are; as many as are needed by default.
 
     Returns:
       FLOPs of training and serving together.
@@ -174,25 +199,19 @@ def needed(
     """
     found = cheapest(powers, target, inference_tokens=inference_tokens)
     flops = operations(found.num_params, found.num_tokens, inference_tokens)
-    if repeating is None or found.num_tokens <= repeating[1]:
+    if repeating is None or found.num_tokens <= repeating.unique_tokens:
         return flops
-    half_lives, unique = repeating
+    how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
 
     def reached(log_flops: float) -> float:
-        return allocate_repeating(
-            powers,
-            half_lives,
-            math.exp(log_flops),
-            unique,
-            inference_tokens=inference_tokens,
-        ).loss
+        return allocate(powers, math.exp(log_flops), **how).loss
 
     # Repetition never makes less of a budget than new data would.
     low, high = math.log(flops), math.log(flops) + _MOST_REPEATING
     if reached(high) > target:
         raise ValueError(
-            f"{target=:g} cannot be reached with {unique:.4g} unique tokens, whatever "
-            f"is spent: {reached(high):.4f} can"
+            f"{target=:g} cannot be reached with {repeating.unique_tokens:.4g} unique "
+            f"tokens, whatever is spent: {reached(high):.4f} can"
         )
     for _ in range(60):
         middle = (low + high) / 2
@@ -218,20 +237,33 @@ def _params_for(powers: TwoPowers, log_tokens: float, inference_tokens: float) -
     return (sizes + powers.beta * log_tokens - served) / powers.alpha
 
 
-def _root(rising: Callable[[float], float]) -> float:
-    """Bisects for a logarithm, to the last bit."""
+def _where_zero(
+    powers: TwoPowers,
+    inference_tokens: float,
+    excess: Callable[[float, float], float],
+) -> Optimum:
+    """Bisects the optima of all budgets, to the last bit.
+
+    Args:
+      powers: of the loss.
+      inference_tokens: to serve, at least 0.
+      excess: rises with the logarithms of parameters and tokens, and is 0 at the one.
+    """
     low, high = -700.0, 700.0
-    while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return middle
+    while (log_tokens := (low + high) / 2) not in (low, high):
+        log_params = _params_for(powers, log_tokens, inference_tokens)
+        is_below = excess(log_params, log_tokens) < 0
+        low, high = (log_tokens, high) if is_below else (low, log_tokens)
+    num_tokens = math.exp(log_tokens)
+    num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
+    return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
 
 
 def effective(
     powers: TwoPowers,
-    half_lives: HalfLives,
     num_params: Amount,
     num_tokens: Amount,
-    unique_tokens: float,
+    repeating: Repeating | None,
 ) -> tuple[Any, Any]:
     """Computes what parameters and tokens are worth when tokens repeat.
 
@@ -241,22 +273,24 @@ def effective(
 
     Args:
       powers: of the loss of new tokens.
-      half_lives: of data and parameters.
       num_params: N.
       num_tokens: D, all epochs together.
-      unique_tokens: U, above 0.
+      repeating: the tokens there are; None where they are as many.
 
     Returns:
       N' and D', to be put into the loss.
 
     Source: Muennighoff et al. 2023, arXiv:2305.16264, section 3.1.
     """
+    if repeating is None:
+        return num_params, num_tokens
     ratio = powers.alpha * powers.A / (powers.beta * powers.B)
-    unique = np.minimum(unique_tokens, num_tokens)
+    unique = np.minimum(repeating.unique_tokens, num_tokens)
     suited = ratio ** (1 / powers.alpha) * unique ** (powers.beta / powers.alpha)
+    halves = repeating.half_lives
     return (
-        _saturating(num_params, np.minimum(num_params, suited), half_lives.params),
-        _saturating(num_tokens, unique, half_lives.tokens),
+        _saturating(num_params, np.minimum(num_params, suited), halves.params),
+        _saturating(num_tokens, unique, halves.tokens),
     )
 
 
@@ -265,60 +299,20 @@ def _saturating(total: Any, unique: Any, half_life: float) -> Any:
     return unique * (1 - half_life * np.expm1(-repeats / half_life))
 
 
-def allocate_repeating(
-    powers: TwoPowers,
-    half_lives: HalfLives,
-    flops: float,
-    unique_tokens: float,
-    *,
-    inference_tokens: float = 0.0,
-) -> Optimum:
-    """Divides a budget where only some tokens are new and others repeat them.
-
-    Where the optimum of new tokens needs no more than there are, it is the optimum.
-    Else a search along the budget's curve finds the number of epochs, to some 1e-8.
-
-    Args:
-      powers: of the loss of new tokens.
-      half_lives: of data and parameters.
-      flops: the budget of training and serving together.
-      unique_tokens: that there are, above 0.
-      inference_tokens: to serve, at least 0.
-
-    Source: Muennighoff et al. 2023, arXiv:2305.16264, section 5.
-    """
-    free = allocate(powers, flops, inference_tokens=inference_tokens)
-    if free.num_tokens <= unique_tokens:
-        return free
-
-    def along(log_params: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        sizes = np.exp(log_params)
-        tokens = tokens_left(flops, sizes, inference_tokens)
-        worth = effective(powers, half_lives, sizes, tokens, unique_tokens)
-        return loss(powers, *worth)
-
-    num_params = search(along, flops, inference_tokens)
-    num_tokens = float(tokens_left(flops, num_params, inference_tokens))
-    worth = effective(powers, half_lives, num_params, num_tokens, unique_tokens)
-    return Optimum(num_params, num_tokens, float(loss(powers, *worth)))
-
-
 def tokens_left(flops: float, num_params: Amount, inference_tokens: float = 0.0) -> Any:
     """Counts the tokens to train on that a budget leaves to a model that will serve."""
     return (flops / num_params - 2 * inference_tokens) / 6
 
 
 def search(
-    along: Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]],
+    powers: TwoPowers,
     flops: float,
     inference_tokens: float = 0.0,
+    repeating: Repeating | None = None,
 ) -> float:
     """Finds the parameters of least loss on the curve of a budget, by narrowing grids.
 
-    Args:
-      along: loss by logarithms of parameters.
-      flops: the budget, of training and serving together.
-      inference_tokens: to serve, at least 0.
+    Knows nothing of closed forms. Arguments are as those of `allocate`.
 
     Returns:
       The number of parameters, good to some 1e-8: a minimum is flat.
@@ -328,6 +322,8 @@ def search(
     low, high = min(0.0, math.log(most) - 1), math.log(most) - 1e-6
     for _ in range(8):
         grid = np.linspace(low, high, 801)
-        best = int(np.argmin(along(grid)))
+        sizes = np.exp(grid)
+        tokens = tokens_left(flops, sizes, inference_tokens)
+        best = int(np.argmin(loss(powers, sizes, tokens, repeating)))
         low, high = grid[max(best - 2, 0)], grid[min(best + 2, len(grid) - 1)]
     return math.exp((low + high) / 2)

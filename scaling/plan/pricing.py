@@ -7,6 +7,7 @@ from typing import NamedTuple
 from scaling.costs import devices
 
 HOUR_S = 3600.0
+DAY_S = 86_400.0
 
 
 class Offer(NamedTuple):

@@ -5,11 +5,13 @@ scaling, soft caps) is passed over. A key that is left out means what transforme
 it to mean.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxkv import files
-from scaling.shapes import families, huggingface_keys
 from scaling.shapes.description import Description
+from scaling.shapes.families import FAMILIES
 from scaling.shapes.huggingface_keys import Raw
 
 
@@ -31,7 +33,7 @@ def load(path: Path) -> Description:
         raise ValueError(f"{file}: {error}") from None
 
 
-def describe(raw: Raw, *, name: str = "") -> Description:
+def describe(raw: Mapping[str, Any], *, name: str = "") -> Description:
     """Describes the model of a parsed `config.json`.
 
     Args:
@@ -41,12 +43,13 @@ def describe(raw: Raw, *, name: str = "") -> Description:
     Raises:
       ValueError: names the key, its value and what it should be.
     """
-    family = family_of(raw)
-    raw = huggingface_keys.without_aliases(raw, _ALIASES.get(family, {}))
-    return Description(name=name or family, **families.READERS[family](raw))
+    kind = family_of(raw)
+    family = FAMILIES[kind]
+    fields = family.read(Raw(raw).without_aliases(family.aliases))
+    return Description(name=name or kind, **fields)
 
 
-def family_of(raw: Raw) -> str:
+def family_of(raw: Mapping[str, Any]) -> str:
     """Finds the family by `model_type`, or by `architectures` if that does not tell.
 
     Raises:
@@ -54,46 +57,13 @@ def family_of(raw: Raw) -> str:
     """
     kind, classes = raw.get("model_type"), raw.get("architectures")
     first = classes[0] if isinstance(classes, list) and classes else classes
-    built = None
-    for family, architecture in _ARCHITECTURES.items():
-        if isinstance(first, str) and first.lower() == architecture.lower():
-            built = family
-    if isinstance(kind, str) and kind in families.READERS:
+    by_class = {each.architecture.lower(): name for name, each in FAMILIES.items()}
+    built = by_class.get(first.lower()) if isinstance(first, str) else None
+    if isinstance(kind, str) and kind in FAMILIES:
         if built not in (None, kind):
             raise ValueError(f"model_type={kind!r} contradicts architecture {first!r}")
         return kind
     if built is not None:
         return built
     said = f"model_type={kind!r}" if kind is not None or not first else f"{first!r}"
-    known = ", ".join(families.READERS)
-    raise ValueError(f"{said} is not counted, only {known}")
-
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "opt": "OPTForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-
-# Other names of keys, as transformers has them.
-_ALIASES = {
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    "mixtral": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-}
+    raise ValueError(f"{said} is not counted, only {', '.join(FAMILIES)}")

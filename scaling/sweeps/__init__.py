@@ -1,9 +1,8 @@
 """Many training runs: grids, plans, executors, folders."""
 
-from scaling.sweeps.branching import Finished as Finished
-from scaling.sweeps.grid import ADAMW as ADAMW
-from scaling.sweeps.grid import SweepConfig as SweepConfig
-from scaling.sweeps.workers import Workers as Workers
+from scaling.sweeps.branching import Finished
+from scaling.sweeps.grid import ADAMW, SweepConfig
+from scaling.sweeps.workers import Workers
 
 __all__ = [
     "ADAMW",

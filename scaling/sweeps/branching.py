@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxkv.models import transformer
 from scaling.corpora import Corpus
-from scaling.training import Schedule, TrainConfig, train
-from scaling.training.step import compiled
+from scaling.training import Schedule, TrainConfig
+from scaling.training.step import TrainState, compiled, init
 
 Status = Literal["done", "diverged", "failed"]
 SPACING = 1.1
@@ -28,17 +28,9 @@ SPACING = 1.1
 _FIRST_REPORT = 10
 
 
-class Scored(Protocol):
-    """What a run is worth, as whoever trains it wants to know it."""
-
-    @property
-    def loss(self) -> float:
-        """Of held-out text, in nats per token; not finite if the run broke down."""
-        ...
-
-
 type Scorer = Callable[[TrainConfig, transformer.Params], Any]
-"""Scores the parameters that a run ended with; returns a `Scored`."""
+"""Scores the parameters that a run ended with. What it returns has a `loss` of held-out
+text, in nats per token, not finite if the run broke down."""
 
 
 class Finished(NamedTuple):
@@ -71,7 +63,7 @@ class Finished(NamedTuple):
 class Lanes(NamedTuple):
     """Where some runs side by side stand, after `step` steps."""
 
-    state: train.TrainState
+    state: TrainState
     step: int
     alive: np.ndarray
     curves: tuple[tuple[tuple[float, float], ...], ...]
@@ -189,7 +181,7 @@ def speed(
 def begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> Lanes:
     """Where runs of one model stand before their first step."""
     model, optimizer = runs[0].model, runs[0].optimizer
-    states = [train.init(model, optimizer, jnp.int32(x.seed)) for x in runs]
+    states = [init(model, optimizer, jnp.int32(x.seed)) for x in runs]
     return Lanes(
         _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0
     )

@@ -268,11 +268,6 @@ def scaled_rate(
     return float(f"{rate * scale:.6g}")
 
 
-def num_runs(groups: list[Group]) -> int:
-    """Counts the runs of some groups."""
-    return sum(len(group.lanes) * len(group.horizons) for group in groups)
-
-
 def flops(config: SweepConfig, groups: list[Group]) -> Iterator[float]:
     """Yields the FLOPs of each group, its shared trunks counted once."""
     for group in groups:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxkv import files
 from scaling.sweeps.branching import Half, Lanes
 from scaling.training import train
+from scaling.training.step import TrainState
 
 _REST = "half.json"
 
@@ -33,7 +34,7 @@ def save(folder: Path, half: Half) -> None:
         (new / _REST).write_text(json.dumps(rest), "utf-8")
 
 
-def load(folder: Path, like: train.TrainState) -> Half | None:
+def load(folder: Path, like: TrainState) -> Half | None:
     """Reads where runs stand; None if nothing is there.
 
     Args:

@@ -8,7 +8,6 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -89,11 +88,6 @@ def init_params(config: Architecture, key: Array) -> Params:
     if isinstance(config, recurrent.RecurrentConfig):
         return recurrent.init_params(config, key)
     return models_transformer.init_params(config, key)
-
-
-def param_shapes(config: Architecture) -> Params:
-    """The same tree holding `jax.ShapeDtypeStruct`s; allocates nothing."""
-    return jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
 
 def forward(

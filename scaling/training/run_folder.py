@@ -7,14 +7,10 @@
 Small files are written aside and renamed; a reader never meets half of one.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from jaxtyping import UInt16
 
 from jaxkv import files
 from scaling import locking
@@ -115,11 +111,6 @@ class RunFolder:
     def _steps(self) -> list[int]:
         names = (entry.name for entry in self._checkpoints.iterdir())
         return [int(name) for name in names if name.isdigit()]
-
-
-def digest(stream: UInt16[np.ndarray, " tokens"]) -> str:
-    """The SHA-256 of a stream of tokens, so that a run knows its text again."""
-    return hashlib.sha256(stream.astype("<u2").tobytes()).hexdigest()
 
 
 def _differences(before: Any, now: Any, name: str = "") -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import config_json, registry, run_folder
+from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
 from tests.support.folders import RECORDS
 
@@ -75,8 +76,14 @@ def test_a_record_is_judged_again_as_it_was(name: str) -> None:
             np.testing.assert_allclose(ours_, theirs_, rtol=1e-12, err_msg=key)
             del theirs[key]
         assert ours == theirs
+    config_json.dumps(kept.metrics)
+    assert kept.parts
 
 
+OF_SMOKE = ("batching", "bench_simulate", "rivals")
+"""Whose smoke config is what is changed, not the default."""
+
+# By experiment, and by config where it has several studies.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "batching": [
         ({"limits": ()}, "limits=() must be ascending, from 1"),
@@ -86,6 +93,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_places": 31}, "must hold a prompt and its longest output, 32 tokens"),
         ({"num_requests": 0}, "num_requests=0 must be at least 1"),
         ({"mean_output_tokens": 0.0}, "mean_output_tokens=0.0 must be"),
+    ],
+    "bench_fit": [
+        ({"num_points": 15}, "num_points=15 must be at least 16"),
+        ({"num_pieces": 0}, "num_pieces=0 must be in"),
+    ],
+    "bench_kernels": [({"num_calls": 1}, "num_calls=1")],
+    "bench_simulate": [({"num_python": 9}, "self.num_python=9 must be in [1, ")],
+    "bench_train": [
+        ({"width": (6,)}, "width=(6,) must be multiples of"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
     ],
     "bench_decode": [
         ({"batch": ()}, "self.batch"),
@@ -111,6 +128,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"families": ("mamba",)}, "mamba"),
         ({"batch": 1}, "batch=1"),
     ],
+    "demo": [
+        ({"max_length": 64}, "more than self.max_length=64"),
+        ({"output_tokens": (3, 2)}, "output_tokens=(3, 2)"),
+    ],
     "disaggregation": [
         ({"applications": ("chess",)}, "must be of"),
         ({"shares": (0.5,)}, "must be 2 or more, ascending"),
@@ -124,11 +145,34 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"learning_rates": ()}, "must be one or more"),
         ({"num_threads": 0}, "must be at least 1"),
     ],
+    "fit_coverage": [
+        ({"sizes": (5,)}, "must be numbers of at least 10"),
+        ({"num_resamples": 19}, "at least 20"),
+    ],
     "flash_attention": [
         ({"lengths": (4,)}, "lengths=(4,) must be 2 or more, ascending, from 1"),
         ({"contexts": (8, 4)}, "contexts=(8, 4) must be 2 or more, ascending"),
         ({"num_q_heads": 3}, "must be a multiple of"),
         ({"repeats": 0}, "repeats=0 must be at least 1"),
+    ],
+    "known_entropy": [
+        ({"widths": (6,)}, "must be multiples of 4"),
+        ({"lengths": (2**30,)}, "must be at least the longest"),
+        (
+            {"source": LanguageConfig(kind="markov")},
+            "source.kind='markov' must be zipf",
+        ),
+    ],
+    "kv_cache": [
+        ({"lengths": (4,)}, "lengths=(4,) must be 2 or more, ascending, from 2"),
+        ({"lengths": (1, 4)}, "lengths=(1, 4) must be"),
+        ({"counted_lengths": (9, 9)}, "counted_lengths=(9, 9) must be"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+    ],
+    "latency_vs_rate azure": [
+        ({"traces": ("azure",)}, "must be 1 or more of"),
+        ({"device": "a900"}, "unknown device"),
+        ({"models": ("llama-2-70b",)}, "do not fit 1 x"),
     ],
     "latency_vs_rate": [
         ({"panels": ("12g",)}, "must be of"),
@@ -136,6 +180,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"hours_share": 0.0}, "hours_share=0.0 must be in"),
         ({"num_rates": 1}, "num_rates=1 must be"),
         ({"num_near": -1}, "num_near=-1 must be at least 0"),
+    ],
+    "lecture_numbers paper": [({"tokens": 0}, "tokens=0 must be")],
+    "mean_estimation": [
+        ({"num_sizes": 2}, "num_sizes=2 must be at least 3"),
+        ({"max_samples": 64}, "max_samples=64 must be at least 8 times"),
     ],
     "memory_waste": [
         ({"rate": 0.0}, "rate=0.0 must be in"),
@@ -150,6 +199,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"repeats": 0}, "repeats=0 must be at least 1"),
         ({"num_calls": 1}, "num_calls=1 must be at least 2"),
     ],
+    "page_tables": [({"seed": -1}, "self.seed=-1 must be in")],
     "preemption": [
         ({"num_requests": 0}, "num_requests=0 must be at least 1"),
         ({"repeats": 0}, "repeats=0 must be at least 1"),
@@ -168,6 +218,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"seeds": (1, 1)}, "must be different"),
         ({"num_threads": 0}, "must be at least 1"),
     ],
+    "sharing paper": [({"num_simulated": 0}, "num_simulated=0 must be at least 1")],
     "sharing": [
         ({"answers": (1, 2)}, "answers=(1, 2) must be in"),
         ({"answers": (9,)}, "answers=(9,) must be in"),
@@ -190,7 +241,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_a_config_of_what_cannot_be_run_is_refused(
     name: str, fields: dict[str, Any], line: str
 ) -> None:
-    config = registry.load(name).configs["smoke"]
-    base = config if name in ("batching", "rivals") else type(config)()
+    experiment, _, config_name = name.partition(" ")
+    config = registry.load(experiment).configs[config_name or "smoke"]
+    base = config if name in OF_SMOKE else type(config)()
     with pytest.raises(ValueError, match=re.escape(line)):
         dataclasses.replace(base, **fields)

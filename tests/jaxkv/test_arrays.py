@@ -6,10 +6,7 @@ import pytest
 
 from jaxkv import arrays
 from jaxkv.arrays import NONE
-
-
-def ints(*values: int) -> jnp.ndarray:
-    return jnp.array(values, jnp.int32)
+from tests.support.trees import ints
 
 
 @pytest.mark.parametrize("outside", [NONE, -4, 3, 2**31 - 1])

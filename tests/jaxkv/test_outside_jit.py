@@ -13,8 +13,7 @@ from jaxkv import decoding
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import EngineConfig
 from jaxkv.models import paged, transformer
-from jaxkv.sampling import beam_search
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling, beam_search
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import outputs
 from jaxkv.simulation import contiguous, step

@@ -23,7 +23,7 @@ from jaxkv.engine.state import EngineConfig
 from jaxkv.memory import kv_pages, page_pool, page_table
 from jaxkv.models import paged
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.serving import device_memory, outputs
 from jaxkv.workloads import arrivals, lengths
 from tests.support import engines

@@ -1,14 +1,10 @@
 """One process at a time writes to a folder, whatever command it runs."""
 
-import dataclasses
 import errno
 import fcntl
-import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +12,9 @@ from typing import Any
 import pytest
 
 from experiments.cli import main
-from experiments.framework import config_json, registry
+from experiments.framework import registry
 from experiments.framework.study import Experiment
 from scaling import locking
-from scaling.sweeps import family
 from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -153,33 +148,3 @@ def test_a_second_writer_is_refused_and_nothing_changes(
     line = f"{out}: process {process.pid} is writing here; one at a time"
     assert said.err == f"jaxkv: {line}\n"
     assert names(out) == [locking.NAME]
-
-
-@pytest.mark.thorough
-def test_a_second_training_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    config = dataclasses.replace(
-        family.TRAININGS["smoke"], num_steps=1_000_000, cooldown_steps=0
-    )
-    (tmp_path / "long.json").write_text(config_json.config_dumps(config))
-    command = [sys.executable, "-m", "experiments.cli.main", "train"]
-    command += [str(tmp_path / "long.json"), "--out", str(out)]
-    first = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
-    try:
-        while not (out / "curve.jsonl").exists():
-            assert first.poll() is None
-            time.sleep(0.05)
-        second = subprocess.run(
-            command, cwd=ROOT, text=True, capture_output=True, check=False
-        )
-        assert second.returncode == 2
-        line = f"jaxkv: {out}: process {first.pid} is writing here; one at a time\n"
-        assert second.stderr == line
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 143
-    finally:
-        first.kill()
-        first.communicate()
-    steps = [json.loads(x)["step"] for x in (out / "curve.jsonl").open()]
-    assert steps == [*range(10, 10 * len(steps) + 1, 10)]  # each once
-    assert names(out) == ["checkpoints", "config.json", "curve.jsonl"]

@@ -1,5 +1,6 @@
 """Attention over scattered pages, and the loops in float64 that it must equal."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -39,8 +40,13 @@ def oracle(
     softcap: float | None = None,
     alibi: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    narrow: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the door promises, one row, one head, one key at a time, in float64."""
+    """What the door promises, one row, one head, one key at a time, in float64.
+
+    With `narrow`, weights and outputs are rounded by it, as a type would.
+    """
+    rounded = narrow or np.asarray
     rows, q_heads, head_dim = case.q.shape
     kv_heads, page_size = case.k_pages.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
@@ -74,9 +80,9 @@ def oracle(
                 scores = np.append(scores, sinks[head])
                 values = np.append(values, np.zeros((1, head_dim)), axis=0)
             weights = np.exp(scores - scores.max())
-            out[row, head] = weights @ values.astype(float) / weights.sum()
+            out[row, head] = rounded(weights) @ values.astype(float) / weights.sum()
             lse[row, head] = scores.max() + np.log(weights.sum())
-    return out, lse
+    return rounded(out), lse
 
 
 def make_case(

@@ -1,8 +1,10 @@
 """Commands, called in this process as a user would type them."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,21 @@ def command(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
         return status, said.out, said.err
 
     return call
+
+
+def document(called: Command, *args: str) -> dict[str, Any]:
+    """What a command that succeeds answers to a program."""
+    status, out, err = called(*args, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def words(called: Command, *args: str) -> str:
+    """What a command that succeeds says on a screen of 80 columns, as one line."""
+    status, out, err = called(*args)
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    return " ".join(out.split())
 
 
 def assert_refused(called: Command, args: str, line: str) -> None:

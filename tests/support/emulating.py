@@ -120,15 +120,17 @@ def seed_bug(
     """Changes one place of a kernel's warpgroups, or of what they share with others."""
     homes = {warpgroups: ("consume", "produce"), kv_ring: ("copy_tile",)}
     [home] = (x for x in homes if removed in inspect.getsource(x))
-    changed = mutant(home, removed, added)
+    changed = mutant(home, {removed: added})
     for name in homes[home]:
         patch.setattr(home, name, getattr(changed, name))
 
 
-def mutant(module: types.ModuleType, removed: str, added: str) -> types.ModuleType:
-    """The module with one place of its source changed."""
+def mutant(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:
+    """The module with some places of its source changed."""
     source = inspect.getsource(module)
-    assert source.count(removed) == 1
+    for removed, added in changes.items():
+        assert source.count(removed) == 1
+        source = source.replace(removed, added)
     changed = types.ModuleType("mutant")
-    exec(compile(source.replace(removed, added), "mutant", "exec"), changed.__dict__)
+    exec(compile(source, "mutant", "exec"), changed.__dict__)
     return changed

@@ -32,11 +32,11 @@ from jaxkv.engine.step import StepInfo
 from jaxkv.memory import Eviction, prefix_cache
 from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
-from jaxkv.sampling import sampler
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling, sampler
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import host_swap, outputs
 from jaxkv.text.tokenizer import ByteTokenizer
+from tests.support.shapes import SMALL
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -198,16 +198,7 @@ def params(config: ModelConfig = MODEL, dtype: str = "float32") -> transformer.P
 
 def save_tiny_model(folder: Path, *, max_positions: int) -> str:
     """Saves a byte-level model with random weights that compiles in seconds."""
-    shape = ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        num_layers=1,
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_size=16,
-        max_positions=max_positions,
-    )
+    shape = dataclasses.replace(SMALL, mlp_size=16, max_positions=max_positions)
     weights = transformer.init_params(shape, jax.random.key(0))
     checkpoints.save_model(folder, shape, weights, tokenizer=ByteTokenizer(257))
     return str(folder)
@@ -487,16 +478,20 @@ def assert_equal_plain(run: Run, asks: Sequence[Ask], config: EngineConfig) -> N
 
 
 def logprobs_of(
-    ask: Ask, answer: Sequence[int], model: ModelConfig = MODEL
+    ask: Ask,
+    answer: Sequence[int],
+    model: ModelConfig = MODEL,
+    weights: transformer.Params | None = None,
 ) -> np.ndarray:
     """Log-probabilities [place, vocab] that one full forward pass gives, in float64.
 
     Row i is the law of token i + 1 of prompt and answer.
     """
+    weights = params(model) if weights is None else weights
     tokens = np.zeros((1, model.max_positions), np.int32)
     known = [*ask.prompt, *answer]
     tokens[0, : len(known)] = known
-    logits = full_logits(params(model), tokens, config=model)[0, : len(known)]
+    logits = full_logits(weights, tokens, config=model)[0, : len(known)]
     wide = np.asarray(logits, np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))

@@ -1,10 +1,13 @@
 """Attention over pages worked out in float64, and cases where all else is poisoned."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from tests.support import attention_cases
 
 WILD = 2**31 - 7
 """A page id past the end of any pool; kernels must not follow it."""
@@ -140,9 +143,16 @@ def make_case(
     return case
 
 
-def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def exact(
+    case: Case, narrow: Callable[[np.ndarray], np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp in float64, row after row."""
-    return _attend(case, lambda x: x)
+    names = ("context", "ancestors", "scale", "window", "softcap", "alibi", "sinks")
+    fields = {name: getattr(case, name) for name in names}
+    arrays = (getattr(case, name) for name in attention_cases.Case._fields)
+    return attention_cases.oracle(
+        attention_cases.Case(*arrays), **fields, narrow=narrow
+    )
 
 
 def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -151,34 +161,7 @@ def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
     def narrow(x: np.ndarray) -> np.ndarray:
         return np.asarray(jnp.asarray(x, case.dtype).astype(jnp.float32), np.float64)
 
-    return _attend(case, narrow)
-
-
-def _attend(case: Case, narrow: Any) -> tuple[np.ndarray, np.ndarray]:
-    num_rows, q_heads, _ = case.q.shape
-    _, kv_heads, page_size, _ = case.k_pages.shape
-    group = q_heads // kv_heads
-    out, lse = np.zeros(case.q.shape), np.full((num_rows, q_heads), -np.inf)
-    for row in range(num_rows):
-        places = case.seen(row)
-        if not len(places):
-            continue
-        pages = case.page_ids[case.slot_of(row), places // page_size]
-        k, v = (x[pages, :, places % page_size] for x in (case.k_pages, case.v_pages))
-        for head in range(q_heads):
-            scores = k[:, head // group] @ case.q[row, head] * case.scale
-            if case.softcap is not None:
-                scores = case.softcap * np.tanh(scores / case.softcap)
-            if case.alibi is not None:
-                scores = scores + case.alibi[head] * (places - case.positions[row])
-            top = scores.max()
-            weights = np.exp(scores - top)
-            total = weights.sum()
-            if case.sinks is not None:
-                total += np.exp(case.sinks[head] - top)
-            lse[row, head] = top + np.log(total)
-            out[row, head] = narrow(weights) @ v[:, head // group] / total
-    return narrow(out), lse
+    return exact(case, narrow)
 
 
 def assert_within_rule(case: Case, out: Any, lse: Any) -> None:

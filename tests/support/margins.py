@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.sampling import sampler
+from jaxkv.sampling import random_keys
 from tests.support import engines
 from tests.support.engines import MODEL, Ask
 
@@ -39,13 +39,13 @@ def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:
 
 def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
     """The Gumbel noise of a draw, in float64."""
-    key = sampler.request_key(ask.sampling.seed, seed, ask.request_id)
-    keys = sampler.draw_key(
+    key = random_keys.request_key(ask.sampling.seed, seed, ask.request_id)
+    keys = random_keys.draw_key(
         *(jnp.asarray(key)[None], jnp.zeros(1, jnp.int32)),
-        *(jnp.asarray([position], jnp.int32), sampler.SAMPLE),
+        *(jnp.asarray([position], jnp.int32), random_keys.SAMPLE),
     )
     ids = jnp.arange(MODEL.vocab_size, dtype=jnp.int32)[None, :]
-    return np.asarray(sampler.gumbel(keys, ids, jnp.float64))[0]
+    return np.asarray(random_keys.gumbel(keys, ids, jnp.float64))[0]
 
 
 def penalised(scores: np.ndarray, ask: Ask, answer: Sequence[int]) -> np.ndarray:

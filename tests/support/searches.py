@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv.engine.state import EngineConfig
 from jaxkv.models import checkpoints
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling import interface
 from jaxkv.scheduling.fcfs import FCFS

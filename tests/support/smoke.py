@@ -13,7 +13,9 @@ import jax
 from experiments.cli import run as cli_run
 from experiments.framework import registry, run_folder
 from experiments.framework.claims import Claim
-from tests.support import engines
+from experiments.framework.study import Study
+from experiments.plotting import style
+from tests.support import engines, texts
 
 QUICK = {
     *("bench_fit", "cost_check", "fit_coverage", "known_entropy", "latency_vs_rate"),
@@ -69,13 +71,8 @@ def _swept(config: Any) -> dict[str, Any]:
 
 def _trained(config: Any) -> dict[str, Any]:
     # A small text: the standard library takes a second to read.
-    text = folder() / "text"
-    text.mkdir()
-    for i in range(30):
-        (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x\n" * 20)
-    corpus = dataclasses.replace(
-        config.trunk.corpus, pattern=f"{text}/*.py", held_out=0.2
-    )
+    pattern = texts.write_functions(folder() / "text", num=30, times=20)
+    corpus = dataclasses.replace(config.trunk.corpus, pattern=pattern, held_out=0.2)
     return {
         "trunk": dataclasses.replace(config.trunk, corpus=corpus),
         "folder": str(folder() / "trained"),
@@ -100,6 +97,15 @@ def ours(claims: Iterable[Claim]) -> dict[str, float]:
     found = {claim.claim: claim.ours for claim in listed}
     assert len(found) == len(listed)
     return found
+
+
+def draw(study: Study, result: Any) -> dict[str, bytes]:
+    """The files of a figure, of a result that lies in no folder."""
+    return style.render(
+        lambda axes: study.plot(axes, result),
+        panels=study.panels,
+        size_inches=study.panel_size_inches,
+    )
 
 
 @functools.cache

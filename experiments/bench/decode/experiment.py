@@ -10,6 +10,7 @@ a serving of its own, for one token each.
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from experiments.bench import peer_process
 from experiments.bench.decode.ours import Ours, Timing
-from experiments.bench.turns import in_turns
+from experiments.bench.turns import in_turns, middle, split
 from experiments.framework import (
     Floats,
     Ints,
@@ -39,7 +40,10 @@ from jaxkv.progress import QUIET, Progress
 
 KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
+NAMES = ("implementation", "batch")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
+RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
+"""Names of rates, held against those of the best peer."""
 COLORS = {"jaxkv": "#0072b2", "transformers": "#e69f00", "llama.cpp": "0.6"}
 
 
@@ -104,14 +108,15 @@ CONFIGS = {
 class Peer(peer_process.PeerProcess):
     """A running engine, as a context; leaving it ends the process."""
 
+    dtype, host_share, first_s = "float32", None, 0.0
+
     def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
         """Serves prompts of one length as one batch, greedily.
 
         Raises:
           ValueError: the peer broke down; the line says what it said last.
         """
-        asked = {"prompts": prompts, "output_tokens": output_tokens}
-        return Timing(**self.ask(asked))
+        return Timing(**self.ask({"prompts": prompts, "output_tokens": output_tokens}))
 
 
 class Rates(Table):
@@ -142,10 +147,20 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
-        others, absent = _start_peers(config, model, stack)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary, "model")
+            if config.peer_python:
+                save = checkpoints.save_model
+                save(folder, model.config, model.params, dtype="float32")
+            peers = {name: (SCRIPT, kind, folder) for name, kind in KINDS.items()}
+            others, absent = peer_process.start(
+                stack, Peer, config.peer_python, peers, needed=True
+            )
 
         def measure(batch: int, engine: Ours | Peer) -> Timing:
-            prompts = _prompts(config, model, batch)
+            size = (batch, config.prompt_tokens)
+            rng = np.random.default_rng(0)
+            prompts = rng.integers(0, model.config.vocab_size, size).tolist()
             return engine.measure(prompts, config.output_tokens)
 
         def begin(batch: int) -> list[Ours | Peer]:
@@ -162,7 +177,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             doing="serving",
             what="batch",
         ):
-            rows += _rows(config, batch, everyone, timings, absent)
+            ours, *theirs = _rows(config, batch, everyone, timings)
+            ours["absent"] = peer_process.in_a_line(absent)
+            rows += [ours, *theirs]
     return rows
 
 
@@ -171,7 +188,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     found = Rates.of(result)
     names, sizes = found.distinct("implementation"), found.distinct("batch")
     width = 0.8 / max(1, len(names))
-    for ax, kind in zip(axes, ("decode", "prefill"), strict=True):
+    for ax, kind in zip(axes, RATIOS, strict=True):
         for i, name in enumerate(names):
             mine = found.where(implementation=name)
             places = [sizes.index(x) + (i + 0.5) * width - 0.4 for x in mine.batch]
@@ -180,12 +197,9 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
             bars = ax.bar(places, rates, 0.92 * width, **look)
             labels = [*map(units.rate, rates)]
             ax.bar_label(bars, labels, fontsize=5.5, padding=1, color="0.3")
-        ax.set(
-            title=f"{kind}, tokens per second",
-            xlabel="sequences at once",
-            xlim=(-0.6, max(1, len(sizes)) - 0.4),
-            yticks=[],  # the numbers stand on the bars
-        )
+        ax.set(title=f"{kind}, tokens per second", xlabel="sequences at once")
+        ax.set_yticks([])  # the numbers stand on the bars
+        ax.set_xlim(-0.6, max(1, len(sizes)) - 0.4)
         ax.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         ax.tick_params(axis="x", length=0)
         ax.spines["left"].set_visible(False)
@@ -195,13 +209,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         axes[-1].legend(ncols=len(names), fontsize=6, **place, **look)
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the speeds, and apart from them what to know of the engines."""
-    names = ("implementation", "batch", *DETAILS)
-    return {
-        "rows": [{k: v for k, v in row.items() if k not in DETAILS} for row in result],
-        "details": [{name: row[name] for name in names} for row in result],
-    }
+metrics = functools.partial(split, names=NAMES, details=DETAILS)
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
@@ -213,17 +221,16 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     parts: list[Part] = [
         found.where(implementation=Ours.name).sheet(Ours.name, *OWN, note=note)
     ]
-    names, batches = found.distinct("implementation"), found.distinct("batch")
+    names = found.distinct("implementation")
     if not names[1:]:
         return parts
     heads = ["sequences", *names, "jaxkv / best peer"]
-    for kind, ratio in (("decode", "ratio"), ("prefill", "prefill_ratio")):
+    for kind, ratio in RATIOS.items():
         lines = []
-        for mine in (found.where(batch=batch) for batch in batches):
+        for batch in found.distinct("batch"):
+            mine = found.where(batch=batch)
             rates = map(units.rate, getattr(mine, f"{kind}_tokens_per_s"))
-            lines.append(
-                [f"{mine.batch[0]:,}", *rates, f"{getattr(mine, ratio)[0]:.2f}"]
-            )
+            lines.append([f"{batch:,}", *rates, f"{getattr(mine, ratio)[0]:.2f}"])
         parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
     absent = result[0]["absent"]
     told = ("implementation", "batch", "version", "spread", "same_answers")
@@ -259,44 +266,20 @@ def _bounds(config: Config, batch: int) -> state.EngineConfig:
     )
 
 
-def _prompts(config: Config, model: checkpoints.Loaded, batch: int) -> list[list[int]]:
-    size = (batch, config.prompt_tokens)
-    return np.random.default_rng(0).integers(0, model.config.vocab_size, size).tolist()
-
-
-def _start_peers(
-    config: Config, model: checkpoints.Loaded, stack: contextlib.ExitStack
-) -> tuple[list[Peer], str]:
-    """Starts those that are installed; says why the others are not there."""
-    if config.peer_python is None:
-        return [], ""
-    python, threads = config.peer_python, peer_process.num_threads()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, "model")
-        checkpoints.save_model(folder, model.config, model.params, dtype="float32")
-        everyone = (
-            Peer(name, python, SCRIPT, kind, folder, threads)
-            for name, kind in KINDS.items()
-        )
-        return peer_process.start_some(stack, python, everyone)
-
-
 def _rows(
     config: Config,
     batch: int,
     everyone: list[Any],
     timings: dict[str, list[Timing]],
-    absent: str,
 ) -> list[dict[str, Any]]:
-    """One row for each engine, medians over the turns."""
+    """One row for each engine, medians over the turns; ours is the first."""
     answers = timings[Ours.name][-1].tokens
     rows: list[dict[str, Any]] = []
     for engine in everyone:
         taken = timings[engine.name]
         same = zip(answers, taken[-1].tokens, strict=True)
         prefill_s = statistics.median(x.prefill_s for x in taken)
-        rates = sorted(x.num_decoded / x.decode_s for x in taken)
-        rate = statistics.median(rates)
+        rate, spread = middle([x.num_decoded / x.decode_s for x in taken])
         row = {
             "implementation": engine.name,
             "batch": batch,
@@ -305,41 +288,26 @@ def _rows(
             "prefill_tokens_per_s": batch * config.prompt_tokens / prefill_s,
             "decode_tokens_per_s": rate,
             "step_s": batch / rate,
-            "host_share": None,
-            "compile_s": 0.0,
+            "host_share": engine.host_share,
+            "compile_s": max(0.0, engine.first_s - prefill_s),
             "peak_bytes": max(x.peak_bytes for x in taken),
             "ratio": None,
             "prefill_ratio": None,
-            "spread": (rates[-1] - rates[0]) / rate,
+            "spread": spread,
             "same_answers": float(np.mean([x == y for x, y in same])),
-            "dtype": "float32",
+            "dtype": engine.dtype,
             "version": engine.version,
             "absent": "",
         }
-        if isinstance(engine, Ours):
-            known = [x for x in engine.host_shares[1:] if x is not None]
-            row |= {
-                "host_share": statistics.median(known) if known else None,
-                "compile_s": max(0.0, engine.first_s - prefill_s),
-                "dtype": config.dtype,
-                "absent": absent,
-            }
         rows.append(row)
-    for kind, key in (("decode", "ratio"), ("prefill", "prefill_ratio")):
+    for kind, ratio in RATIOS.items():
         rates = [row[f"{kind}_tokens_per_s"] for row in rows]
+        best = max(rates[1:], default=None)
         for row, rate in zip(rows, rates, strict=True):
-            row[key] = rate / max(rates[1:]) if rates[1:] else None
+            row[ratio] = rate / best if best else None
     return rows
 
 
 STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=plot,
-        metrics=metrics,
-        summary=summary,
-        panels=(1, 2),
-    ),
+    Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary, panels=(1, 2)),
 )

@@ -1,11 +1,11 @@
 """Our engine, timed as its peers are, and seen from outside."""
 
+import concurrent.futures
 import contextlib
 import itertools
-import queue
-import threading
+import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ class CallTimes(NamedTuple):
 class WatchedEngine(engine.Engine):
     """An `Engine` that can note when each call is dispatched, and when it is ready."""
 
-    _dispatched: queue.SimpleQueue[Any] | None = None
+    _note: Callable[[Any], Any] | None = None
 
     @contextlib.contextmanager
     def watch(self) -> Generator[list[CallTimes]]:
@@ -67,33 +67,30 @@ class WatchedEngine(engine.Engine):
         order of work stays as it is.
         """
         times: list[CallTimes] = []
-        self._dispatched = queue.SimpleQueue()
-        thread = threading.Thread(target=_watch, args=(self._dispatched, times))
-        thread.start()
-        try:
-            yield times
-        finally:
-            self._dispatched.put(None)
-            thread.join()
-            self._dispatched = None
+        with concurrent.futures.ThreadPoolExecutor(1) as waiting:
+            self._note = lambda call: waiting.submit(
+                _wait, call, time.perf_counter(), times
+            )
+            try:
+                yield times
+            finally:
+                self._note = None
 
     def _dispatch(self) -> None:
         num_unread = len(self._unread)
         super()._dispatch()
-        if self._dispatched is not None and len(self._unread) > num_unread:
-            self._dispatched.put((time.perf_counter(), self._unread[-1]))
+        if self._note is not None and len(self._unread) > num_unread:
+            self._note(self._unread[-1])
 
 
-def _watch(dispatched: queue.SimpleQueue[Any], times: list[CallTimes]) -> None:
-    while (item := dispatched.get()) is not None:
-        dispatched_s, call = item
-        jax.block_until_ready(call.info)
-        ready_s = drained_s = time.perf_counter()
-        if call.drained is not None:
-            jax.block_until_ready(call.drained)
-            drained_s = time.perf_counter()
-        fed = bool(np.asarray(call.info.num_rows).any())
-        times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
+def _wait(call: Any, dispatched_s: float, times: list[CallTimes]) -> None:
+    jax.block_until_ready(call.info)
+    ready_s = drained_s = time.perf_counter()
+    if call.drained is not None:
+        jax.block_until_ready(call.drained)
+        drained_s = time.perf_counter()
+    fed = bool(np.asarray(call.info.num_rows).any())
+    times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
 
 
 def host_share(calls: list[CallTimes]) -> float | None:
@@ -135,6 +132,7 @@ class Ours:
     def __init__(
         self, model: checkpoints.Loaded, bounds: state.EngineConfig, dtype: str
     ):
+        self.dtype = dtype
         self._engine = WatchedEngine(
             model.params,
             paged.PagedForward(model.config, bounds.numerics),
@@ -144,30 +142,29 @@ class Ours:
             vocab_size=model.config.vocab_size,
             keep_trace=True,
         )
-        self.host_shares: list[float | None] = []
+        self._host_shares: list[float | None] = []
         self.first_s = 0.0
+
+    @property
+    def host_share(self) -> float | None:
+        """The median over the servings behind the first; None where none tells."""
+        known = [x for x in self._host_shares[1:] if x is not None]
+        return statistics.median(known) if known else None
 
     def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
         """Serves prompts of one length as one batch, greedily."""
         peer_main.reset_peak()
-        prefill_s, *_ = self._serve(prompts, 1)
+        first = self._serve(prompts, 1)
         with self._engine.watch() as calls:
-            _, decode_s, num_decoded, tokens = self._serve(prompts, output_tokens)
-        self.host_shares.append(host_share(calls))
+            whole = self._serve(prompts, output_tokens)
+        self._host_shares.append(host_share(calls))
         # The first device's if it keeps count, else this process's.
         stats = jax.local_devices()[0].memory_stats() or {}
         peak = stats.get("peak_bytes_in_use") or peer_main.peak_bytes()
-        return Timing(prefill_s, decode_s, num_decoded, tokens, peak)
+        return whole._replace(prefill_s=first.prefill_s, peak_bytes=peak)
 
-    def _serve(
-        self, prompts: list[list[int]], num_tokens: int
-    ) -> tuple[float, float, int, list[list[int]]]:
-        """Serves once.
-
-        Returns:
-          Seconds until every request had its first token, seconds in which later ones
-          came, how many those were, and the answers.
-        """
+    def _serve(self, prompts: list[list[int]], num_tokens: int) -> Timing:
+        """Serves once; nobody looks at the memory."""
         engine = self._engine
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -186,4 +183,4 @@ class Ours:
             tokens[event.request_id] += event.tokens
             num_held[call] = sum(map(len, tokens))
         num_decoded = max(num_held.values()) - num_held[first_call]
-        return first_s - start_s, last_s - first_s, num_decoded, tokens
+        return Timing(first_s - start_s, last_s - first_s, num_decoded, tokens, 0)

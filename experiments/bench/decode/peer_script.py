@@ -6,7 +6,6 @@ length, and answers run to their end. It is answered with `{"prefill_s", "decode
 the others, their number, and the greedy tokens.
 """
 
-import abc
 import ctypes
 import importlib
 import json
@@ -15,25 +14,17 @@ import time
 from pathlib import Path
 
 
-class Engine(abc.ABC):
-    """What engines have in common."""
-
-    @abc.abstractmethod
-    def measure(self, prompts, output_tokens):
-        """Serves once; gives seconds until the first tokens, after them, and all."""
-
-    def answer(self, asked):
-        """Serves once."""
-        prefill_s, decode_s, tokens = self.measure(**asked)
-        return {
-            "prefill_s": prefill_s,
-            "decode_s": decode_s,
-            "num_decoded": len(tokens) * (len(tokens[0]) - 1),
-            "tokens": tokens,
-        }
+def answered(prefill_s, decode_s, tokens):
+    """The answer to a question."""
+    return {
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "num_decoded": len(tokens) * (len(tokens[0]) - 1),
+        "tokens": tokens,
+    }
 
 
-class Transformers(Engine):
+class Transformers:
     """Hugging Face transformers: `generate` with its default cache, greedy."""
 
     def __init__(self, folder, num_threads):
@@ -49,7 +40,7 @@ class Transformers(Engine):
         # Nothing ends an answer early.
         self._model.generation_config.eos_token_id = None
 
-    def measure(self, prompts, output_tokens):
+    def answer(self, asked):
         """Serves, and notes when the first tokens are there."""
         torch, stamps = self._torch, []
 
@@ -57,24 +48,24 @@ class Transformers(Engine):
             stamps.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool)
 
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(asked["prompts"])
         start = time.perf_counter()
         with torch.inference_mode():
             out = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=output_tokens,
-                min_new_tokens=output_tokens,
+                max_new_tokens=asked["output_tokens"],
+                min_new_tokens=asked["output_tokens"],
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=0,
                 stopping_criteria=[stamp],
             )
         tokens = out[:, ids.shape[1] :].tolist()
-        return stamps[0] - start, time.perf_counter() - stamps[0], tokens
+        return answered(stamps[0] - start, time.perf_counter() - stamps[0], tokens)
 
 
-class LlamaCpp(Engine):
+class LlamaCpp:
     """llama.cpp: several sequences in one batch, greedy, float32 weights and cache."""
 
     MAX_BATCH = 512  # rows that one call may feed, its default
@@ -99,8 +90,9 @@ class LlamaCpp(Engine):
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
 
-    def measure(self, prompts, output_tokens):
+    def answer(self, asked):
         """Feeds the prompts in batches of `MAX_BATCH` rows, then a row a sequence."""
+        prompts, output_tokens = asked["prompts"], asked["output_tokens"]
         lib, num = self._lib, len(prompts)
         params = lib.llama_context_default_params()
         params.n_ctx = num * -(-(len(prompts[0]) + output_tokens) // 256) * 256
@@ -125,7 +117,7 @@ class LlamaCpp(Engine):
         finally:
             lib.llama_batch_free(batch)
             lib.llama_free(context)
-        return prefilled - start, end - prefilled, tokens
+        return answered(prefilled - start, end - prefilled, tokens)
 
     def _prefill(self, context, batch, prompts):
         rows = [
@@ -170,20 +162,24 @@ def write_gguf(folder, path):
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     rope = config.get("rope_parameters") or config
     out = gguf.GGUFWriter(str(path), "llama")
-    out.add_context_length(config["max_position_embeddings"])
-    out.add_embedding_length(config["hidden_size"])
-    out.add_block_count(config["num_hidden_layers"])
-    out.add_feed_forward_length(config["intermediate_size"])
-    out.add_head_count(num_heads)
-    out.add_head_count_kv(num_kv)
-    out.add_key_length(head_dim)
-    out.add_value_length(head_dim)
-    out.add_rope_dimension_count(head_dim)
-    out.add_rope_freq_base(rope["rope_theta"])
-    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    out.add_vocab_size(config["vocab_size"])
-    out.add_file_type(gguf.LlamaFileType.ALL_F32)
-    out.add_tokenizer_model("no_vocab")
+    settings = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "head_count": num_heads,
+        "head_count_kv": num_kv,
+        "key_length": head_dim,
+        "value_length": head_dim,
+        "rope_dimension_count": head_dim,
+        "rope_freq_base": rope["rope_theta"],
+        "layer_norm_rms_eps": config["rms_norm_eps"],
+        "vocab_size": config["vocab_size"],
+        "file_type": gguf.LlamaFileType.ALL_F32,
+        "tokenizer_model": "no_vocab",
+    }
+    for name, value in settings.items():
+        getattr(out, "add_" + name)(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():

@@ -7,8 +7,8 @@ far its objective, computed anew, is above the lowest that anybody found for it.
 
 import contextlib
 import dataclasses
+import functools
 import statistics
-import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -18,8 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.bench.fit import peers
 from experiments.bench.fit.peers import Runs
+from experiments.bench.turns import draw_bars, split, timed
 from experiments.framework import Part, Sheet, Study, units
-from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -28,7 +28,7 @@ from scaling.fits import levenberg_marquardt, observe
 from scaling.laws import evaluation, published
 
 OURS, FIRST = "jaxkv", "jaxkv, first call"
-ROW = ("method", "seconds", "worst_excess")
+DETAILS = ("ratio", "resamples", "points", "above_1e-9")
 _REPEATS = 3
 
 
@@ -80,83 +80,70 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         centre = problem.seen.centre
         return _logged(evaluation.coefficients(law, ends.coordinates, centre))
 
-    rivals = [*peers.everyone()][: None if config.slow else 1]
-
     def loop(fit: Callable) -> Callable[[np.ndarray], np.ndarray]:
         return lambda rows: np.array([fit(start, runs.drawn(row)) for row in rows])
 
+    rivals = [*peers.everyone()][: None if config.slow else 1]
     everyone = {OURS: ours} | {name: loop(fit) for name, fit in rivals}
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
-        first_s, _ = _time(ours, drawn)
-    found = {name: list[np.ndarray]() for name in everyone}
+        _, first_s = timed(ours, drawn)
+    ends = {name: np.zeros((0, len(start))) for name in everyone}
     seconds = dict.fromkeys(everyone, 0.0)
     pieces = np.array_split(drawn, config.num_pieces)
     for piece in progress.track(pieces, "resamples", "pieces"):
         for name, method in everyone.items():
             progress.show(name)
             repeats = _REPEATS if name == OURS else 1
-            times = [_time(method, piece) for _ in range(repeats)]
-            seconds[name] += statistics.median(taken for taken, _ in times)
-            found[name].append(times[0][1])
-    return _rows(runs, drawn, found, seconds, first_s)
+            times = [timed(method, piece) for _ in range(repeats)]
+            seconds[name] += statistics.median(taken for _, taken in times)
+            ends[name] = np.concatenate([ends[name], times[0][0]])
+    return _rows(runs, drawn, ends, seconds, first_s) if len(ends[OURS]) else []
 
 
 def _rows(
     runs: Runs,
     drawn: np.ndarray,
-    found: dict[str, list[np.ndarray]],
+    ends: dict[str, np.ndarray],
     seconds: dict[str, float],
     first_s: float,
 ) -> list[dict[str, Any]]:
-    if not found[OURS]:
-        return []
-    ends = {name: np.concatenate(parts) for name, parts in found.items()}
-    done = drawn[: len(ends[OURS])]
-    samples = [runs.drawn(row) for row in done]
+    num = len(ends[OURS])
+    samples = [runs.drawn(row) for row in drawn[:num]]
     objectives = {
         name: np.array([*map(peers.objective, xs, samples)])
         for name, xs in ends.items()
     }
     lowest = np.min([*objectives.values()], axis=0)
-    ours_s = seconds[OURS]
-
-    def row(method: str, name: str, taken: float, num: int) -> dict[str, Any]:
+    done = {name: (name, seconds[name], num) for name in ends}
+    done = {OURS: done.pop(OURS), FIRST: (OURS, first_s, len(drawn))} | done
+    rows = []
+    for method, (name, taken_s, resamples) in done.items():
         excess = objectives[name] - lowest
-        return {
+        row = {
             "method": method,
-            "seconds": taken,
+            "seconds": taken_s,
             "worst_excess": float(excess.max()),
-            "ratio": taken / num / (ours_s / len(done)),
-            "resamples": num,
+            "ratio": taken_s / resamples / (seconds[OURS] / num),
+            "resamples": resamples,
             "points": len(runs.loss),
             "above_1e-9": int(np.sum(excess > 1e-9)),
         }
-
-    rows = [row(name, name, seconds[name], len(done)) for name in found]
-    return [rows[0], row(FIRST, OURS, first_s, len(drawn)), *rows[1:]]
+        rows.append(row)
+    return rows
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the seconds of everyone."""
-    colors = style.colors()
-    names = [row["method"] for row in result]
     taken = [row["seconds"] for row in result]
-    looks = [colors[5] if name in (OURS, FIRST) else "0.7" for name in names]
-    bars = ax.barh(range(len(names)), taken, 0.7, color=looks)
     labels = [f"{units.seconds(x['seconds'])}, {x['ratio']:.3g}x" for x in result]
-    ax.bar_label(bars, labels, fontsize=6, padding=2)
-    ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
+    draw_bars(ax, [row["method"] for row in result], taken, labels)
     ax.set(xscale="log", xlabel="seconds for all resamples")
     if taken:
         ax.set_xlim(min(taken) / 2, max(taken) * 20)
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the rows, and apart from them what was fitted and how it compares."""
-    details = [{k: v for k, v in row.items() if k not in ROW[1:]} for row in result]
-    return {"rows": [{k: row[k] for k in ROW} for row in result], "details": details}
+metrics = functools.partial(split, names=("method",), details=DETAILS)
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
@@ -200,21 +187,4 @@ def _logged(coefficients: np.ndarray) -> np.ndarray:
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)
 
 
-def _time(
-    method: Callable[[np.ndarray], np.ndarray], rows: np.ndarray
-) -> tuple[float, np.ndarray]:
-    start = time.perf_counter()
-    found = method(rows)
-    return time.perf_counter() - start, found
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=plot,
-        metrics=metrics,
-        summary=summary,
-    ),
-)
+STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)

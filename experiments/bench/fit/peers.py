@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+from scipy import optimize
 
 DELTA = 1e-3
 
@@ -79,8 +80,6 @@ def everyone() -> Iterator[tuple[str, Callable[[np.ndarray, Runs], np.ndarray]]]
 
 
 def _fitting(call: Any, jac: Any) -> Callable[[np.ndarray, Runs], np.ndarray]:
-    from scipy import optimize
-
     return lambda start, runs: (
         optimize.minimize(call, start, args=(runs,), method="BFGS", jac=jac).x
     )

@@ -1,26 +1,17 @@
 """What is timed: a call on a shape, ready and checked, who makes it, and the time."""
 
+import collections
 import contextlib
-import functools
 import time
-import typing
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.bench import (
-    GroupedProblem,
-    Problem,
-    Timing,
-    grouped_specs,
-    problems,
-)
+from pallas_kernels.bench import GroupedProblem, Problem, Timing
 
 MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest error, by type, with which an answer counts as one."""
-SHARE = 0.1
-"""Of the time, for each that is timed elsewhere: some compile for seconds a shape."""
 
 now_s = time.monotonic
 """The clock; tests put another one in its place."""
@@ -31,7 +22,7 @@ class Run(NamedTuple):
 
     Attributes:
       call: makes call number i; returns arrays to wait for.
-      error: how far a result is from the right one, as `problems.error` says it.
+      error: how far a result is from the right one, as `Problem.error` says it.
       measure: gives the times of calls made elsewhere; None where `call` is timed here.
       plan: makes what `call` was given ready, once a step for all layers, and is timed
         apart; None where there is nothing to prepare.
@@ -57,34 +48,13 @@ class Implementation(NamedTuple):
       name: as rows give it.
       is_peer: whether it is held against ours.
       prepare: makes a run; refuses with a ValueError that says why.
-      has_share: whether it may use a share of the time alone.
+      share: of the time, which it may use alone.
     """
 
     name: str
     is_peer: bool
     prepare: Callable[[Any], Run]
-    has_share: bool = False
-
-
-def implementations(
-    names: typing.TypeAliasType,
-    ours: Callable[[Any, Any], Run],
-    peers: Mapping[str, Callable[[Any], Run]],
-) -> list[Implementation]:
-    """Lists all that do some work here: ours under every name, then peers.
-
-    Args:
-      names: a literal of those of ours.
-      ours: makes a run of ours, of its name and a problem.
-      peers: make one, by name.
-    """
-    return [
-        *(
-            Implementation(name, False, functools.partial(ours, name))
-            for name in typing.get_args(names.__value__)
-        ),
-        *(Implementation(name, True, prepare) for name, prepare in peers.items()),
-    ]
+    share: float = 1.0
 
 
 def make_run(
@@ -94,12 +64,11 @@ def make_run(
 ) -> Run:
     """Makes a run of a function that is jitted, and of its arguments in every turn."""
     jitted = jax.jit(function)
-    held = grouped_specs if isinstance(problem, GroupedProblem) else problems
 
     def call(index: int) -> jax.Array:
         return jitted(*turns[index % len(turns)])
 
-    return Run(call, lambda: held.error(typing.cast(Any, problem), call(0)))
+    return Run(call, lambda: problem.error(call(0)))
 
 
 class Budget:
@@ -112,32 +81,26 @@ class Budget:
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._start_s = now_s()
-        self._used_s: dict[str, float] = {}
+        self._end_s = now_s() + seconds
+        self._used_s = collections.defaultdict[str, float](float)
 
     def left_s(self) -> float:
         """Seconds until nothing more is begun; not above 0 when the time is over."""
-        return self._start_s + self.seconds - now_s()
-
-    def why_not(self, name: str) -> str | None:
-        """Says why something is not to be begun; None if it may.
-
-        Args:
-          name: whose share it needs; empty where nobody's.
-        """
-        if self.left_s() <= 0:
-            return f"skipped: the {self.seconds:g} s were over"
-        share_s = SHARE * self.seconds
-        if name and self._used_s.get(name, 0.0) > share_s:
-            return f"skipped: its share of the time, {share_s:g} s, was over"
-        return None
+        return self._end_s - now_s()
 
     @contextlib.contextmanager
-    def spend(self, name: str) -> Generator[None]:
-        """Counts the time in the context as used from the share of that name."""
+    def spend(self, name: str, share: float) -> Generator[None]:
+        """Counts the time in the context as used by that name, of its share.
+
+        Raises:
+          ValueError: that share is over, or the whole time.
+        """
+        if self.left_s() <= 0:
+            raise ValueError(f"skipped: the {self.seconds:g} s were over")
+        if self._used_s[name] > (share_s := share * self.seconds):
+            raise ValueError(f"skipped: its share of the time, {share_s:g} s, was over")
         start_s = now_s()
         try:
             yield
         finally:
-            used_s = self._used_s.get(name, 0.0)
-            self._used_s[name] = used_s + now_s() - start_s
+            self._used_s[name] += now_s() - start_s

@@ -15,12 +15,12 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from experiments.bench.kernels import processes, report, runs
 from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
+from experiments.bench.peer_process import PeerProcess, start
 from experiments.framework import Study
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -29,7 +29,6 @@ from pallas_kernels.bench import (
     Ceilings,
     GroupedSpec,
     Spec,
-    Timing,
     grouped_specs,
     problems,
     specs,
@@ -96,20 +95,23 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        others, versions, absent = processes.start(python, stack, budget, num_calls)
+        peers, absent = start(stack, PeerProcess, python, processes.PEERS)
+        others = [processes.implementation(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
         ceilings = _measure_ceilings(config, target.platform)
-        measure = _Measurement(target.kind, ceilings, budget, num_calls)
+        measurement = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
-            rows += measure(spec, [*runs.of(spec), *(others if _attends(spec) else [])])
-            if _attends(spec):
+            # Attention is all that the peers elsewhere do.
+            attends = spec.kind not in ("copy", "grouped")
+            rows += measurement.rows(spec, [*runs.of(spec), *(others * attends)])
+            if attends:
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
     head: dict[str, Any] = {
         "device": target.kind,
         "ceilings": ceilings._asdict(),
-        "peers": versions,
+        "peers": {peer.name: peer.version for peer in peers},
         "num_layers": NUM_LAYERS,
         "max_s": budget.seconds,
     }
@@ -129,11 +131,6 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _attends(spec: Spec | GroupedSpec) -> bool:
-    """Whether it is attention, which is all that the peers elsewhere do."""
-    return spec.kind not in ("copy", "grouped")
-
-
 def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     """Takes the shapes of a set, those that tell most before the others."""
     name = config.shapes
@@ -148,44 +145,45 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
 
 
 def _measure_ceilings(config: Config, platform: str) -> Ceilings:
-    sizes: dict[str, Any]
-    if config.shapes == "tiny":
-        sizes = {"num_elements": 2**16, "width": 64, "dtype": "float32"}
-    elif platform == "gpu":
-        sizes = {"num_elements": 2**29, "width": 8192, "dtype": "bfloat16"}
-    else:
-        sizes = {"num_elements": 2**25, "width": 2048, "dtype": "float32"}
-    return timing.measure_ceilings(**sizes, num_calls=min(10, config.num_calls))
+    sizes = (2**29, 8192, "bfloat16") if platform == "gpu" else (2**25, 2048, "float32")
+    num, width, dtype = (2**16, 64, "float32") if config.shapes == "tiny" else sizes
+    num_calls = min(10, config.num_calls)
+    return timing.measure_ceilings(
+        num_elements=num, width=width, dtype=dtype, num_calls=num_calls
+    )
 
 
-@dataclasses.dataclass(eq=False)
 class _Measurement:
-    """Measures implementations on a shape, as long as there is time."""
+    """Measures implementations on a shape, as long as there is time.
 
-    kind: str
-    """Of device."""
-    ceilings: Ceilings
-    budget: Budget
-    num_calls: int
-    """Calls that are timed."""
+    Args:
+      kind: of device.
+      ceilings: of it.
+      budget: of time.
+      num_calls: calls that are timed.
+    """
 
-    def __call__(
+    def __init__(self, kind: str, ceilings: Ceilings, budget: Budget, num_calls: int):
+        self.kind, self.ceilings, self.budget = kind, ceilings, budget
+        self.clock = functools.partial(timing.measure, num_calls=num_calls)
+        self.empty_s = {1: ceilings.empty_call_s}
+
+    def rows(
         self, spec: Spec | GroupedSpec, everyone: list[Implementation]
     ) -> list[dict[str, Any]]:
         """Gives the rows of all of them, with the ratio to the best peer."""
         problem = None
         rows = []
-        for implementation in everyone:
-            row = _row(spec, implementation.name, implementation.is_peer)
-            share = implementation.name if implementation.has_share else ""
+        for name, is_peer, prepare, share in everyone:
+            row = _row(spec, name, is_peer)
             try:
-                if why_not := self.budget.why_not(share):
-                    raise ValueError(why_not)
-                problem = problem or self._make(spec)
-                with self.budget.spend(share):
-                    row |= self._time(spec, implementation.prepare(problem))
+                with self.budget.spend(name, share):
+                    problem = problem or self._make(spec)
+                    row |= self._time(spec, prepare(problem))
             except Exception as error:  # of a peer's, of a compiler's: the others go on
-                row["note"] = _first_line(error)
+                said = str(error).strip().split("\n")[0][:200]
+                refused = isinstance(error, ValueError)
+                row["note"] = said if refused else f"{type(error).__name__}: {said}"
             rows.append(row)
         peers = [row["seconds"] for row in rows if row["is_peer"] and row["seconds"]]
         for row in rows:
@@ -206,55 +204,44 @@ class _Measurement:
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:
             raise ValueError(f"its answer is wrong: error={error:.2g}")
-        took = run.measure() if run.measure else self._clock(run.call)
-        plan_s = self._clock(run.plan).seconds if run.plan else run.plan_s
+        took = run.measure() if run.measure else self.clock(run.call)
+        plan_s = self.clock(run.plan).seconds if run.plan else run.plan_s
         per_layer_s = None if plan_s is None else plan_s / NUM_LAYERS
         # A peer's plan is made outside of its times.
         seconds = took.seconds + (per_layer_s or 0.0 if run.plan else 0.0)
         floor_s = self.ceilings.floor_s(spec.bytes, spec.flops)
-        fixed_s = self._empty_s(took.num_kernels or 1)
+        num = took.num_kernels or 1
+        if num not in self.empty_s:
+            self.empty_s[num] = timing.measure_empty(num_kernels=num).seconds
         return {
             **took._asdict(),
             "seconds": seconds,
             "call_s": took.seconds,
             "plan_s": plan_s,
             "plan_per_layer_s": per_layer_s,
-            "merge_s": self._clock(run.merge).seconds if run.merge else None,
-            "t0_s": fixed_s,
-            "target_s": self.ceilings.target_s(spec.bytes, spec.flops, fixed_s),
+            "merge_s": self.clock(run.merge).seconds if run.merge else None,
+            "t0_s": self.empty_s[num],
+            "target_s": self.ceilings.target_s(
+                spec.bytes, spec.flops, self.empty_s[num]
+            ),
             "fraction": floor_s / seconds,
             "excess_s": seconds - floor_s,
             "error": error,
             "how": run.how,
         }
 
-    def _clock(self, call: Callable[[int], Any]) -> Timing:
-        return timing.measure(call, num_calls=self.num_calls)
-
-    @functools.cached_property
-    def _empty_s(self) -> Callable[[int], float]:
-        """Seconds of so many kernels that do nothing, measured once."""
-
-        @functools.cache
-        def measure(num_kernels: int) -> float:
-            if num_kernels == 1:
-                return self.ceilings.empty_call_s
-            return timing.measure_empty(num_kernels=num_kernels).seconds
-
-        return measure
-
 
 def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
     """A row without any measurement."""
-    work = {"bytes": spec.bytes, "flops": spec.flops, "is_peer": is_peer}
-    unknown = dict.fromkeys(UNKNOWN)
-    words = {"clock": "", "how": "", "note": ""}
-    return {"spec": spec.name, "implementation": name, **work, **unknown, **words}
-
-
-def _first_line(error: Exception) -> str:
-    said = str(error).strip().split("\n")[0][:200]
-    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
+    return {
+        "spec": spec.name,
+        "implementation": name,
+        "bytes": spec.bytes,
+        "flops": spec.flops,
+        "is_peer": is_peer,
+        **dict.fromkeys(UNKNOWN),
+        **dict.fromkeys(("clock", "how", "note"), ""),
+    }
 
 
 STUDIES = (

@@ -3,6 +3,7 @@
 print(report.markdown(Path("experiments/records/bench_kernels")))
 """
 
+import collections
 import itertools
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from experiments.framework import (
     run_folder,
     units,
 )
+from experiments.framework import report as framework_report
 from experiments.framework.table import Bools, shown
 from pallas_kernels.bench import Ceilings
 
@@ -110,13 +112,10 @@ def _reached(ceilings: Ceilings) -> dict[str, str]:
 
 def _absent(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """Lines of those that have no time: who, on how many shapes, why."""
-    reasons: dict[tuple[str, str], int] = {}
-    for row in rows:
-        if row["seconds"] is None:
-            who = row["implementation"], row["note"]
-            reasons[who] = reasons.get(who, 0) + 1
+    absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
     total = len({row["spec"] for row in rows})
-    return [(who, f"{n} of {total}", why) for (who, why), n in reasons.items()]
+    reasons = collections.Counter(absent).items()
+    return [(who, f"{num} of {total}", why) for (who, why), num in reasons]
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
@@ -156,23 +155,15 @@ def _draw_roof(ax: Any, ceilings: Ceilings, found: Timed) -> None:
     xs = np.asarray([min(ratios) / 2, ridge, max(ratios) * 3])
     roof = np.minimum(xs * bytes_per_s, ceilings.flops_per_s)
     ax.loglog(xs, roof, color="0.55", linewidth=0.8)
-    for text, i, offset, side in (
-        (units.flops(ceilings.flops_per_s), 2, (0, 2), "right"),
-        (units.size(bytes_per_s), 0, (8, -3), "left"),
-    ):
-        ax.annotate(
-            f"{text}/s",
-            (xs[i], roof[i]),
-            offset,
-            textcoords="offset points",
-            fontsize=6,
-            color="0.4",
-            ha=side,
-        )
+    look = {"textcoords": "offset points", "fontsize": 6, "color": "0.4"}
+    most, slope = units.flops(ceilings.flops_per_s), units.size(bytes_per_s)
+    ax.annotate(f"{most}/s", (xs[2], roof[2]), (0, 2), ha="right", **look)
+    ax.annotate(f"{slope}/s", (xs[0], roof[0]), (8, -3), ha="left", **look)
     ax.set(title="operations per second [FLOP/s]", xlabel="operations per byte")
 
 
-HEADS = "| shape | bytes | jaxkv | best peer | best / jaxkv | of the floor | target |"
+HEADS = ("shape", "bytes", "jaxkv", "best peer", "best / jaxkv", "of the floor")
+HEADS += ("target",)
 
 
 def markdown(folder: Path) -> str:
@@ -195,32 +186,28 @@ def markdown(folder: Path) -> str:
         raise ValueError(f"{folder}: {run.env.get('status')=}; only a whole run counts")
     names = dict.fromkeys(row["spec"] for row in rows)
     lines = [_line(name, [x for x in rows if x["spec"] == name]) for name in names]
-    rule = f"|{'|'.join(['---'] * (HEADS.count('|') - 1))}|"
-    return "\n".join([HEADS, rule, *lines, "", _caption(head, run.env)])
+    return framework_report.markdown(Sheet("", HEADS, lines, _caption(head, run.env)))
 
 
-def _line(name: str, rows: list[dict[str, Any]]) -> str:
+def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """The line of a shape."""
     found = timed(rows)
     ours, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
-    theirs, ratio, share, target = "-", "-", "-", "-"
-    if peer:
-        theirs = f"{units.seconds(peer['seconds'])} ({peer['who']})"
+    theirs = f"{units.seconds(peer['seconds'])} ({peer['who']})" if peer else "-"
+    size = units.size(rows[0]["bytes"])
     if ours is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
-        mine = f"not timed: {'; '.join(notes)}"
+        return name, size, f"not timed: {'; '.join(notes)}", theirs, "-", "-", "-"
+    mine = units.seconds(ours["seconds"])
+    if peer and peer["seconds"] < ours["seconds"]:
+        theirs = f"**{theirs}**"
     else:
-        mine = units.seconds(ours["seconds"])
-        if peer and peer["seconds"] < ours["seconds"]:
-            theirs = f"**{theirs}**"
-        else:
-            mine = f"**{mine}**"
-        if ours["implementation"] != "mosaic_gpu":
-            mine += f" ({ours['implementation']})"
-        ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
-        share, target = units.share(ours["fraction"]), units.seconds(ours["target_s"])
-    cells = (name, units.size(rows[0]["bytes"]), mine, theirs, ratio, share, target)
-    return f"| {' | '.join(cells)} |"
+        mine = f"**{mine}**"
+    if ours["implementation"] != "mosaic_gpu":
+        mine += f" ({ours['implementation']})"
+    ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
+    share, target = units.share(ours["fraction"]), units.seconds(ours["target_s"])
+    return name, size, mine, theirs, ratio, share, target
 
 
 def _caption(head: dict[str, Any], env: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ Peers of jax are in `jax_peers`, those of other frameworks in `processes`.
 """
 
 import functools
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -42,12 +43,12 @@ def of_attention() -> list[Implementation]:
         "cuDNN contiguous": functools.partial(jax_peers.contiguous, "cudnn"),
         "Pallas Triton": jax_peers.triton,
     }
-    return calls.implementations(api.AttentionImplementation, _attend, peers)
+    return _everyone(api.AttentionImplementation, _attend, peers)
 
 
 def of_copies() -> list[Implementation]:
     """All that copy pages, ours first; XLA's own way is our reference."""
-    return calls.implementations(copy.CopyImplementation, _copy, {})
+    return _everyone(copy.CopyImplementation, _copy, {})
 
 
 def of_products() -> list[Implementation]:
@@ -57,7 +58,18 @@ def of_products() -> list[Implementation]:
         "XLA all experts": jax_peers.all_experts,
         "Pallas ragged_dot": jax_peers.ragged_dot,
     }
-    return calls.implementations(grouped_api.GroupedImplementation, _multiply, peers)
+    return _everyone(grouped_api.GroupedImplementation, _multiply, peers)
+
+
+def _everyone(
+    names: typing.TypeAliasType,
+    ours: Callable[[Any, Any], Run],
+    peers: dict[str, Callable[[Any], Run]],
+) -> list[Implementation]:
+    """Ours under every name of a literal, then peers."""
+    mine = {x: functools.partial(ours, x) for x in typing.get_args(names.__value__)}
+    everyone = mine | peers
+    return [Implementation(x, x in peers, call) for x, call in everyone.items()]
 
 
 def _attend(name: Any, problem: Problem) -> Run:
@@ -65,45 +77,35 @@ def _attend(name: Any, problem: Problem) -> Run:
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
     )
+    rows = (problem.positions, problem.slots)
+    options = {"context": problem.context, "ancestors": problem.ancestors}
 
     @jax.jit
-    def make_plan(page_ids, positions, slots, context, ancestors):
+    def make_plan(page_ids, positions, slots, options):
         return api.make_plan(
-            q,
-            k_pages,
-            page_ids,
-            positions,
-            slots,
-            context=context,
-            ancestors=ancestors,
-            implementation=name,
+            q, k_pages, page_ids, positions, slots, **options, implementation=name
         )
 
-    def attend(*arrays):
-        *arrays, context, ancestors, plan = arrays
+    def attend(options, plan, *arrays):
         return api.paged_attention(
-            *arrays,
-            context=context,
-            ancestors=ancestors,
-            implementation=name,
-            plan=plan,
+            *arrays, **options, implementation=name, plan=plan
         ).out
 
-    rest = (problem.positions, problem.slots, problem.context, problem.ancestors)
-    # It knows lengths and no pages: the same for all turns.
-    plan = make_plan(problem.page_ids[0], *rest)
+    def plan_anew(index: int) -> Any:
+        # It knows lengths and no pages: the same for all turns.
+        return make_plan(problem.page_ids[0], *rows, options)
+
+    plan, pages = plan_anew(0), (problem.k_pages, problem.v_pages)
     turns = [
-        (problem.q, problem.k_pages, problem.v_pages, page_ids, *rest, plan)
+        (options, plan, problem.q, *pages, page_ids, *rows)
         for page_ids in problem.page_ids
     ]
     run = calls.make_run(problem, attend, turns)
     if plan is None:
         return run
-    run = run._replace(plan=lambda index: make_plan(problem.page_ids[0], *rest))
     # That of rows of slots with few of them; others leave nothing to merge.
-    if plan.few is not None:
-        run = run._replace(merge=merge_alone(problem, plan.few))
-    return run
+    merge = None if plan.few is None else merge_alone(problem, plan.few)
+    return run._replace(plan=plan_anew, merge=merge)
 
 
 def merge_alone(problem: Problem, plan: decode_plan.Plan) -> Callable[[int], Any]:

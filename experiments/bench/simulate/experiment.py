@@ -14,20 +14,19 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import Request
+from experiments.bench.turns import draw_bars
 from experiments.framework import Part, Sheet, Study, units
 from experiments.harness import cost_models, length_distributions
-from experiments.plotting import style
 from jaxkv import clock, validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Bounds, Members, driver, state
 from jaxkv.simulation import Part as Runner
-from jaxkv.workloads import Workload
+from jaxkv.workloads import Workload, arrivals
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 EVERYONE = {
@@ -38,7 +37,8 @@ EVERYONE = {
     "_python_bare": "plain Python, no accounts",
 }
 """Who is timed: the ends of the names of their rates."""
-PLACES, PAGE_SIZE, MAX_LENGTH, TOKEN_BUDGET = 15_728, 16, 2048, 2048
+PAGE_SIZE, MAX_LENGTH, TOKEN_BUDGET = 16, 2048, 2048
+NUM_PAGES = 15_728 // PAGE_SIZE
 """An A100 of 40 GB beside OPT-13B.
 
 Source: Kwon et al. 2023, arXiv:2309.06180, table 1.
@@ -86,21 +86,17 @@ CONFIGS = {
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, round after round; ended early, it has whole rounds."""
     everyone, rows = members(config), []
-    bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
-    middle = everyone[len(everyone) // 2]
     start = time.perf_counter()
-    alone, parts = _runner([middle], bounds), _parts(everyone, bounds)
-    every = _runner(everyone, bounds)
-    for runner in (alone, every, *parts):
-        runner.start()
+    alone = [_runner([everyone[len(everyone) // 2]], config)]
+    at_once, parts = [_runner(everyone, config)], _parts(everyone, config)
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
     served = [_plain(everyone[i], config) for i in spread]
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
-        rates = [_rate(runners) for runners in ([alone], parts, [every])]
+        rates = [_mapped_rate(runners) for runners in (alone, parts, at_once)]
         progress.show("plain Python")
-        rates += [_python_rate(served, accounts) for accounts in (True, False)]
+        rates += [_rate(_serve, served, accounts) for accounts in (True, False)]
         named = dict(zip(EVERYONE, rates, strict=True))
         rows.append(
             {"round": index}
@@ -121,7 +117,7 @@ class Rate(NamedTuple):
 def members(config: Config) -> list[Members]:
     """One machine for each rate, with requests for all of its steps."""
     capacity = state.Capacity.of(
-        num_pages=PLACES // PAGE_SIZE,
+        num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         max_length=MAX_LENGTH,
         token_budget=TOKEN_BUDGET,
@@ -137,57 +133,53 @@ def members(config: Config) -> list[Members]:
 def load(rate: float, num: int, seed: int) -> Workload:
     """Poisson arrivals, lengths like ShareGPT's."""
     rng = np.random.default_rng(seed)
-    lengths = length_distributions.draw(
-        length_distributions.SHAREGPT, num, MAX_LENGTH, rng
-    )
+    sharegpt = length_distributions.SHAREGPT
+    lengths = length_distributions.draw(sharegpt, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
-    return Workload(
-        arrival=jnp.asarray(
-            clock.from_seconds(np.cumsum(rng.exponential(1 / rate, num)))
-        ),
-        prompt=jnp.asarray(lengths.prompt[mixed], jnp.int32),
-        output=jnp.asarray(lengths.answer[mixed], jnp.int32),
-        samples=jnp.ones(num, jnp.int32),
-        clients=jnp.int32(interface.NO_LIMIT),
-    )
+    arrival_s = np.cumsum(rng.exponential(1 / rate, num))
+    return arrivals.make(arrival_s, lengths.prompt[mixed], lengths.answer[mixed])
 
 
-def _runner(group: list[Members], bounds: Bounds) -> Runner:
-    return Runner(driver.stack(group), bounds, 0.0, None)
+def _runner(group: list[Members], config: Config) -> Runner:
+    """Machines that advance together, compiled."""
+    bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
+    runner = Runner(driver.stack(group), bounds, 0.0, None)
+    runner.start()
+    return runner
 
 
-def _parts(everyone: list[Members], bounds: Bounds) -> list[Runner]:
+def _parts(everyone: list[Members], config: Config) -> list[Runner]:
     """All runs as `driver` divides them, in parts of one size."""
-    size = driver.part_size(len(everyone), bounds.max_slots)
+    size = driver.part_size(len(everyone), config.max_slots)
     starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
-    return [_runner(everyone[i : i + size], bounds) for i in starts]
+    return [_runner(everyone[i : i + size], config) for i in starts]
 
 
-def _rate(runners: list[Runner]) -> Rate:
-    """Steps of all together, on as many threads as there are processors."""
+def _mapped_rate(runners: list[Runner]) -> Rate:
+    """Steps of all together, from an idle machine each."""
     for runner in runners:
         runner.reset()
-
-    def advance() -> None:
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda runner: runner.advance(), runners))
-
-    _, seconds, cpu_s = _timed(advance)
-    num = sum(float(runner.num_steps().sum()) for runner in runners)
-    return Rate(num / seconds, num / cpu_s)
+    return _rate(_advance, runners)
 
 
-def _python_rate(served: list[Callable[..., int]], accounts: bool) -> Rate:
-    """Steps of plain Python, one run after the other."""
-    num, seconds, cpu_s = _timed(lambda: sum(serve(accounts) for serve in served))
-    return Rate(num / seconds, num / cpu_s)
-
-
-def _timed[R](work: Callable[[], R]) -> tuple[R, float, float]:
-    """What work gives, its seconds, and those of the processor."""
+def _rate(work: Callable[..., float], *args: Any) -> Rate:
+    """The rates of work that gives its steps."""
     start, cpu = time.perf_counter(), time.process_time()
-    done = work()
-    return done, time.perf_counter() - start, time.process_time() - cpu
+    num = work(*args)
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    return Rate(num / seconds, num / cpu_s)
+
+
+def _advance(runners: list[Runner]) -> float:
+    """Advances all, on as many threads as there are processors; gives their steps."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(Runner.advance, runners))
+    return sum(float(runner.num_steps().sum()) for runner in runners)
+
+
+def _serve(served: list[Callable[[bool], int]], accounts: bool) -> int:
+    """Serves in plain Python, one run after the other; gives the steps of all."""
+    return sum(serve(accounts) for serve in served)
 
 
 def _plain(member: Members, config: Config) -> Callable[[bool], int]:
@@ -195,7 +187,7 @@ def _plain(member: Members, config: Config) -> Callable[[bool], int]:
     assert isinstance(member.cost, cost_models.Linear)
     asked, costs = requests(member.workload), price(member.cost)
     bounds = plain_scheduler.Bounds(
-        num_pages=PLACES // PAGE_SIZE,
+        num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         token_budget=TOKEN_BUDGET,
         max_slots=config.max_slots,
@@ -268,23 +260,12 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the rates of everyone."""
-    found, colors = metrics(result), style.colors()
+    found = metrics(result)
     values = [found[name] or 0.0 for name in KEYS]
-    bars = ax.barh(range(3), values, 0.7, color=[colors[5], colors[5], "0.7"])
-    ax.bar_label(bars, [units.rate(x) for x in values], fontsize=6, padding=2)
-    ax.set_yticks(range(3), ["one run", "all mapped", "plain Python"])
-    ax.invert_yaxis()
+    names = ("one run", "all mapped", "plain Python")
+    draw_bars(ax, names, values, [*map(units.rate, values)])
     ax.set_xlabel("steps per second")
     ax.margins(x=0.15)
 
 
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=plot,
-        metrics=metrics,
-        summary=summary,
-    ),
-)
+STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)

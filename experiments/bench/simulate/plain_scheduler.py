@@ -103,15 +103,15 @@ def serve(
         # Those that run grow, in order; from the first that cannot, all are preempted.
         gone = len(running)
         for place, sequence in enumerate(running):
-            grown = -(-sequence.known // size)
-            if grown > sequence.pages:
-                while grown - sequence.pages > free and gone > place:
+            more = -(-sequence.known // size) - sequence.pages
+            if more > 0:
+                while more > free and gone > place:
                     gone -= 1
                     free += running[gone].pages
                 if gone <= place:
                     break
-                free -= grown - sequence.pages
-                sequence.pages = grown
+                free -= more
+                sequence.pages += more
         lost = running[gone:]
         if lost:
             del running[gone:]

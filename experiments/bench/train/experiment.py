@@ -8,7 +8,9 @@ first steps differ by says whether it is the same training.
 
 import contextlib
 import dataclasses
+import functools
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ import numpy as np
 from experiments.bench import peer_process
 from experiments.bench.train import peers
 from experiments.bench.train.peers import Ours, Rival
-from experiments.bench.turns import in_turns
+from experiments.bench.turns import in_turns, middle, split
 from experiments.framework import Floats, Ints, Part, Study, Table, Texts, column, units
 from experiments.framework.table import shown
 from experiments.plotting import style
@@ -26,7 +28,9 @@ from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.training import architectures
 
-ROW = ("implementation", "width", "tokens_per_s", "flops_per_s", "compile_s", "ratio")
+NAMES = ("implementation", "width")
+DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "version")
+DETAILS += ("absent",)
 COLORS = {"jaxkv": "#0072b2", "PyTorch": "#e69f00", "PyTorch, compiled": "0.6"}
 
 
@@ -106,17 +110,11 @@ TOLD += ("of_products", "compile_s", "loss_gap", "optimizer")
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times every width with everyone; ended early, it has whole widths."""
     rows: list[dict[str, Any]] = []
-    others: list[Rival] = []
-    absent = ""
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
-        if (python := config.peer_python) is not None:
-            threads = peer_process.num_threads()
-            everyone = (
-                Rival(name, python, peers.SCRIPT, kind, threads)
-                for name, kind in peers.KINDS.items()
-            )
-            others, absent = peer_process.start_some(stack, python, everyone)
+        others, absent = peer_process.start(
+            stack, peers.Rival, config.peer_python, peers.WORDS, needed=True
+        )
 
         def begin(width: int) -> list[Ours | Rival]:
             ours = _ours(config, width)
@@ -133,7 +131,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             doing="training",
             what="width",
         ):
-            rows += _rows(config, width, everyone, rates, absent)
+            said = {"absent": peer_process.in_a_line(absent)}
+            rows += [row | said for row in _rows(config, width, everyone, rates)]
     return rows
 
 
@@ -159,37 +158,28 @@ def _ours(config: Config, width: int) -> Ours:
 
 
 def _rows(
-    config: Config,
-    width: int,
-    everyone: list[Any],
-    rates: dict[str, list[float]],
-    absent: str,
-) -> list[dict[str, Any]]:
+    config: Config, width: int, everyone: list[Any], rates: dict[str, list[float]]
+) -> Iterator[dict[str, Any]]:
     ours, *others = everyone
     ceiling = peers.product_rate(config.dtype)
     # Beside plain PyTorch, the first of them; compiled stands for itself.
     peer = statistics.median(rates[others[0].name]) if others else None
-    rows = []
     for one in everyone:
-        taken = rates[one.name]
-        rate = statistics.median(taken)
-        row = {
+        rate, spread = middle(rates[one.name])
+        yield {
             "implementation": one.name,
             "width": width,
             "tokens_per_s": rate,
             "flops_per_s": rate * ours.flops_per_token,
             "compile_s": one.compile_s,
             "ratio": rate / peer if peer else None,
-            "spread": (max(taken) - min(taken)) / rate,
+            "spread": spread,
             "loss_gap": float(np.max(np.abs(np.subtract(one.losses, ours.losses)))),
             "optimizer": one.optimizer,
             "ceiling_flops_per_s": ceiling,
             "mfu": ours.utilisation(rate),
             "version": one.version,
-            "absent": absent,
         }
-        rows.append(row)
-    return rows
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
@@ -205,14 +195,7 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         ax.legend()
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the speeds, and apart from them what to know of everyone."""
-    about = [x for row in result[:1] for x in row if x not in ROW]
-    names = ("implementation", "width", *about)
-    return {
-        "rows": [{key: row[key] for key in ROW} for row in result],
-        "details": [{key: row[key] for key in names} for row in result],
-    }
+metrics = functools.partial(split, names=NAMES, details=DETAILS)
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
@@ -229,13 +212,4 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     return [Rates.of(result).sheet("training", *TOLD, note=note)]
 
 
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=plot,
-        metrics=metrics,
-        summary=summary,
-    ),
-)
+STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)

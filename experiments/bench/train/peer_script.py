@@ -9,97 +9,99 @@ seq + 1]: it trains on those, one step each, and answers `{"losses", "compile_s"
 
 import time
 
-OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+OPTIMIZERS = ("fused", "foreach")
 
 
-def make_model(torch, arrays, num_heads, eps):
-    """Builds the model: learned positions, layer norms, a tanh GELU, tied tables."""
-    nn, functional = torch.nn, torch.nn.functional
+class Layer(nn.Module):
+    """Causal attention and a tanh GELU, each behind its layer norm."""
 
-    class Layer(nn.Module):
-        def __init__(self, size, mlp_size):
-            super().__init__()
-            self.attention_norm = nn.LayerNorm(size, eps=eps)
-            self.mlp_norm = nn.LayerNorm(size, eps=eps)
-            self.qkv = nn.Linear(size, 3 * size)
-            self.out = nn.Linear(size, size)
-            self.up = nn.Linear(size, mlp_size)
-            self.down = nn.Linear(mlp_size, size)
+    def __init__(self, size, mlp_size, num_heads, eps):
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(size, eps=eps)
+        self.mlp_norm = nn.LayerNorm(size, eps=eps)
+        self.qkv = nn.Linear(size, 3 * size)
+        self.out = nn.Linear(size, size)
+        self.up = nn.Linear(size, mlp_size)
+        self.down = nn.Linear(mlp_size, size)
 
-        def forward(self, x):
-            batch, seq, size = x.shape
-            qkv = self.qkv(self.attention_norm(x))
-            q, k, v = (
-                part.view(batch, seq, num_heads, -1).transpose(1, 2)
-                for part in qkv.split(size, dim=-1)
-            )
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(y.transpose(1, 2).reshape(batch, seq, size))
-            hidden = functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
-            return x + self.down(hidden)
+    def forward(self, x):
+        """Gives what comes out: `[batch, seq, size]`."""
+        batch, seq, size = x.shape
+        q, k, v = (
+            part.view(batch, seq, self.num_heads, -1).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).split(size, dim=-1)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, seq, size))
+        hidden = functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
+        return x + self.down(hidden)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            vocab, size = arrays["embed.weight"].shape
-            positions = arrays["embed_positions.weight"].shape[0]
-            mlp_size = arrays["layers.0.up.bias"].size
-            num_layers = sum(name.endswith("qkv.bias") for name in arrays)
-            self.embed = nn.Embedding(vocab, size)
-            self.embed_positions = nn.Embedding(positions, size)
-            self.layers = nn.ModuleList(
-                Layer(size, mlp_size) for _ in range(num_layers)
-            )
-            self.final_norm = nn.LayerNorm(size, eps=eps)
 
-        def forward(self, windows):
-            tokens, targets = windows[:, :-1], windows[:, 1:]
-            x = self.embed(tokens) + self.embed_positions.weight[: tokens.shape[1]]
-            for layer in self.layers:
-                x = layer(x)
-            logits = self.final_norm(x) @ self.embed.weight.T
-            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+class Model(nn.Module):
+    """Learned positions, layers, tied tables; it starts from the weights it is given.
 
-    model = Model()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            ours = name.replace("norm.weight", "norm.scale")
-            array = arrays[ours]
+    Args:
+      arrays: those weights.
+      num_heads: of attention.
+      eps: of layer norms.
+    """
+
+    def __init__(self, arrays, num_heads, eps):
+        super().__init__()
+        vocab, size = arrays["embed.weight"].shape
+        mlp_size = arrays["layers.0.up.bias"].size
+        num_layers = sum(name.endswith("qkv.bias") for name in arrays)
+        self.embed = nn.Embedding(vocab, size)
+        self.embed_positions = nn.Embedding(len(arrays["embed_positions.weight"]), size)
+        self.layers = nn.ModuleList(
+            Layer(size, mlp_size, num_heads, eps) for _ in range(num_layers)
+        )
+        self.final_norm = nn.LayerNorm(size, eps=eps)
+        for name, parameter in self.named_parameters():
+            array = arrays[name.replace("norm.weight", "norm.scale")]
             if ".qkv." in name:
                 # Head by head there; all queries, all keys, all values here.
                 array = array.reshape(num_heads, 3, -1, *array.shape[3:])
                 array = array.swapaxes(0, 1)
-            parameter.copy_(torch.tensor(array).reshape(parameter.shape))
-    return model
+            parameter.data.copy_(torch.tensor(array).reshape(parameter.shape))
+
+    def forward(self, windows):
+        """Gives the mean loss of windows, `[batch, seq + 1]`."""
+        tokens, targets = windows[:, :-1], windows[:, 1:]
+        x = self.embed(tokens) + self.embed_positions.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.final_norm(x) @ self.embed.weight.T
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Eager:
     """A model, its optimizer, and the text that it reads."""
 
     is_compiled = False
+    version = f"torch {torch.__version__}"
 
     def __init__(self, num_threads):
-        import numpy  # noqa: F401
-        import torch
-
         torch.set_num_threads(int(num_threads))
-        self._torch, self.version = torch, f"torch {torch.__version__}"
 
     def answer(self, asked):
         """Begins with a model, or trains on."""
-        if "file" not in asked:
-            return {"tokens_per_s": self.rate(asked["seconds"])}
-        return self._begin(asked)
+        if "file" in asked:
+            return self._begin(asked)
+        return {"tokens_per_s": self.rate(asked["seconds"])}
 
     def _begin(self, asked):
-        import numpy as np
-
-        torch = self._torch
         with np.load(asked["file"]) as file:
             arrays = dict(file)
         self._windows = torch.tensor(arrays.pop("windows").astype("int64"))
         self._asked = asked
-        self._plain = make_model(torch, arrays, asked["num_heads"], asked["eps"])
+        self._plain = Model(arrays, asked["num_heads"], asked["eps"])
         self._first = {k: v.clone() for k, v in self._plain.state_dict().items()}
         torch._dynamo.reset()
         self._model = torch.compile(self._plain) if self.is_compiled else self._plain
@@ -121,21 +123,19 @@ class Eager:
 
     def _build(self, optimizer):
         """Puts the starting weights back, and begins with a new optimizer."""
-        torch, asked = self._torch, self._asked
         self._plain.load_state_dict(self._first)
-        matrices = {"qkv", "out", "up", "down"}
+        matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
         decayed, others = [], []
         for name, parameter in self._plain.named_parameters():
-            is_matrix = name.split(".")[-2] in matrices and name.endswith("weight")
-            (decayed if is_matrix else others).append(parameter)
+            (decayed if name.endswith(matrices) else others).append(parameter)
         self._optimizer = torch.optim.AdamW(
             [
-                {"params": decayed, "weight_decay": asked["weight_decay"]},
+                {"params": decayed, "weight_decay": self._asked["weight_decay"]},
                 {"params": others, "weight_decay": 0.0},
             ],
-            lr=asked["learning_rate"],
-            betas=tuple(asked["betas"]),
-            **OPTIMIZERS[optimizer],
+            lr=self._asked["learning_rate"],
+            betas=tuple(self._asked["betas"]),
+            **{optimizer: True},
         )
 
     def _step(self, windows):
@@ -147,7 +147,6 @@ class Eager:
 
     def rate(self, seconds):
         """Tokens per second of training on."""
-        torch = self._torch
         text = self._windows.flatten()
         batch, width = self._windows.shape[1:]
         places = torch.arange(width)

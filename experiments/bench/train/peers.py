@@ -3,7 +3,6 @@
 import functools
 import math
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.peer_process import PeerProcess
+from experiments.bench.turns import timed
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.costs import devices
 from scaling.training import OptimizerConfig, Schedule, StepConfig, architectures
 from scaling.training.step import compiled, init
 
-KINDS = {"PyTorch": "Eager", "PyTorch, compiled": "Compiled"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
+WORDS = {"PyTorch": (SCRIPT, "Eager"), "PyTorch, compiled": (SCRIPT, "Compiled")}
+"""What each is made of, by name."""
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
 RATE = 1e-3
@@ -57,14 +58,12 @@ class Ours:
         self._call = compiled(model, OPTIMIZER, batch_size, seq_len, how)
         self._state = init(model, OPTIMIZER, self._seed)
         self.params = self._state.params
-        start = time.perf_counter()
-        self.losses = [self._train(1)]
-        first_s = time.perf_counter() - start
-        start = time.perf_counter()
-        self.losses += [self._train(1) for _ in range(NUM_CHECKED - 1)]
-        later_s = (time.perf_counter() - start) / max(1, NUM_CHECKED - 1)
-        self.compile_s = max(0.0, first_s - later_s)
-        self._step_s = later_s
+        first, first_s = timed(self._train, 1)
+        others = range(NUM_CHECKED - 1)
+        later, later_s = timed(lambda: [self._train(1) for _ in others])
+        self.losses = [first, *later]
+        self._step_s = later_s / len(others)
+        self.compile_s = max(0.0, first_s - self._step_s)
 
     def windows(self) -> np.ndarray:
         """The text of the steps that are compared, [steps, batch, seq_len + 1]."""
@@ -73,14 +72,14 @@ class Ours:
 
     def rate(self, seconds: float) -> float:
         """Tokens per second of training on, in calls of a tenth of the time or so."""
-        start, num = time.perf_counter(), 0
-        while (taken := time.perf_counter() - start) < seconds or not num:
+        taken_s, num = 0.0, 0
+        while taken_s < seconds:
             some = max(1, round(seconds / 10 / self._step_s))
-            before = time.perf_counter()
-            self._train(some)
-            self._step_s = (time.perf_counter() - before) / some
+            _, some_s = timed(self._train, some)
+            self._step_s = some_s / some
+            taken_s += some_s
             num += some
-        return num * self._tokens / taken
+        return num * self._tokens / taken_s
 
     def utilisation(self, rate: float) -> float | None:
         """Share of what the accelerator's data sheet promises; None on a CPU."""
@@ -140,10 +139,9 @@ def product_rate(dtype: str = "float32", repeats: int = 8) -> float:
     """Operations per second of products of square matrices, the best of some."""
     x = jnp.ones((_PROBE, _PROBE), dtype)
     product = jax.jit(jnp.matmul)
-    jax.block_until_ready(product(x, x))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(product(x, x))
-        times.append(time.perf_counter() - start)
-    return 2 * _PROBE**3 / min(times)
+
+    def multiply() -> jax.Array:
+        return jax.block_until_ready(product(x, x))
+
+    multiply()
+    return 2 * _PROBE**3 / min(timed(multiply)[1] for _ in range(repeats))

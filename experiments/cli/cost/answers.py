@@ -1,22 +1,14 @@
 """The lecture's questions about a model, answered in words with its numbers."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from experiments.framework import Sheet, units
-from scaling.costs import Layout, flops, parameters, serving, traffic
+from experiments.cli.cost.case import Case
+from experiments.framework import units
+from scaling.costs import Layout, flops, memory, parameters, serving, traffic
 from scaling.shapes import Description, Experts
 
-if TYPE_CHECKING:
-    from experiments.cli.cost.command import Case
 
-
-def sheets(answers: list[tuple[str, str]]) -> list[Sheet]:
-    """Lays the answers out, each below its question."""
-    return [Sheet(question, ("",), [(answer,)]) for question, answer in answers]
-
-
-def answers(case: "Case") -> list[tuple[str, str]]:
+def answers(case: Case) -> list[tuple[str, str]]:
     """Answers every question, a pair of question and answer each."""
     return [
         ("Why times 3?", _times_three(case)),
@@ -28,8 +20,8 @@ def answers(case: "Case") -> list[tuple[str, str]]:
     ]
 
 
-def _times_three(case: "Case") -> str:
-    step = case.training()
+def _times_three(case: Case) -> str:
+    step = case.of(flops.training)
     return (
         "A product y = W x is made once forward. Backward makes two of its size: W' dy "
         "for what came before, dy x' for the gradient of W; of attention's scores one "
@@ -39,29 +31,30 @@ def _times_three(case: "Case") -> str:
     )
 
 
-def _boundaries(case: "Case") -> str:
-    whole = {"layout": Layout(), "checkpointing": "boundary"}
-    found = case.memory(**whole)
-    all_kept = case.memory(layout=Layout(), checkpointing="none").activations
-    again = case.training(checkpointing="full").recomputed
+def _boundaries(case: Case) -> str:
+    found, plain = (
+        case.of(memory.training, layout=Layout(), checkpointing=policy)
+        for policy in ("boundary", "none")
+    )
+    again = case.of(flops.training, checkpointing="full").recomputed
     return (
         f"Each layer keeps its input, {case.bytes_per_param.weight} b s h bytes: "
         f"{found.activations:,.0f} bytes ({found.activations / 2**30:.3g} GiB) over "
         f"{case.model.num_layers} layers, the embedding left out. At the peak one "
         f"layer is computed again, {units.size(found.recomputed)} more. Without "
-        f"checkpoints the layers keep {units.size(all_kept)}; the price is a second "
-        f"forward pass of the layers, {units.flops(again)}."
+        f"checkpoints the layers keep {units.size(plain.activations)}; the price is a "
+        f"second forward pass of the layers, {units.flops(again)}."
     )
 
 
-def _pipeline(case: "Case") -> str:
+def _pipeline(case: Case) -> str:
     tokens = case.batch * case.sequence
     sent = tokens * case.model.hidden_size * 2
     stages = max(case.layout.pipeline, 2)
     if case.layout.pipeline == 1:
         layers = case.model.num_layers
         stages = next((p for p in (8, 4, 2, 3, 5) if layers % p == 0), layers)
-    once = case.training().forward / stages / case.device.bfloat16
+    once = case.of(flops.training).forward / stages / case.device.bfloat16
     link = sent / case.device.link
     return (
         f"One activation of b s h numbers at each of the p - 1 boundaries, and its "
@@ -73,16 +66,16 @@ def _pipeline(case: "Case") -> str:
     )
 
 
-def _quadratic(case: "Case") -> str:
-    terms, model = case.forward(), case.model
+def _quadratic(case: Case) -> str:
+    terms, model = case.of(flops.forward), case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
     whole = flops.total(terms)
     seen = sum(
-        flops.twice_pairs(case.sequence, 0, window, case.options.attention)
+        flops.twice_pairs(case.sequence, 0, window, case.attention)
         for window in model.windows
     )
     each = square / seen  # of a pair, summed over layers without windows
-    half = 1 if case.options.attention == "causal" else 2
+    half = 1 if case.attention == "causal" else 2
     equal = 2 * parameters.parameters(model).matmul / (each * half * model.num_layers)
     said = (
         "Scores and values alone: every query meets every key, 4 n d s operations a "
@@ -98,7 +91,7 @@ def _quadratic(case: "Case") -> str:
     )
 
 
-def _mixture(case: "Case") -> str:
+def _mixture(case: Case) -> str:
     model = case.model
     if model.num_mixture_layers:
         return _real_mixture(case)
@@ -117,7 +110,7 @@ def _mixture(case: "Case") -> str:
     )
 
 
-def _real_mixture(case: "Case") -> str:
+def _real_mixture(case: Case) -> str:
     model, x = case.model, case.model.experts
     assert x is not None
     size = x.top_k * x.size + x.shared_size
@@ -136,14 +129,14 @@ def _real_mixture(case: "Case") -> str:
     )
 
 
-def _growth(before: Description, after: Description, case: "Case") -> str:
+def _growth(before: Description, after: Description, case: Case) -> str:
     one, other = (
         flops.total(flops.forward(x, sequence=case.sequence)) for x in (before, after)
     )
     return f"{other / one:.2f}"
 
 
-def _where(model: Description, case: "Case") -> str:
+def _where(model: Description, case: Case) -> str:
     """Tensor against expert parallelism, over as many devices as both allow."""
     x = model.experts
     assert x is not None
@@ -174,24 +167,27 @@ def _where(model: Description, case: "Case") -> str:
     return "Few devices divide all of it evenly."
 
 
-def _serving(case: "Case") -> str:
-    ridge = case.device.ridge(case.options.dtype)
-    one = case.decode(1)
-    batch = serving.turning_point(lambda b: case.decode(b).intensity > ridge)
-    prompt = serving.turning_point(
-        lambda t: case.prefill(t).intensity > ridge, most=1 << 20
-    )
-    limit = case.decode(1 << 20).intensity
+def _serving(case: Case) -> str:
+    ridge = case.ridge
+
+    def decode(batch: int) -> float:
+        return case.of(serving.decode, batch=batch).intensity
+
+    def prefill(prompt: int) -> float:
+        return case.of(serving.prefill, prompt=prompt).intensity
+
+    batch = serving.turning_point(lambda size: decode(size) > ridge)
+    prompt = serving.turning_point(lambda size: prefill(size) > ridge, most=1 << 20)
     decoding = (
         f"from {batch:,} sequences on"
         if batch is not None
-        else f"at no batch: K and V hold it below {limit:.3g}"
+        else f"at no batch: K and V hold it below {decode(1 << 20):.3g}"
     )
     reading = f"from {prompt:,} tokens on" if prompt is not None else "at no length"
     return (
         f"{case.device.name} is bound by products above {ridge:.0f} operations a byte. "
         "A step of decoding reads every weight for one token a sequence: "
-        f"{one.intensity:.2f} operations a byte for one sequence, more with each that "
+        f"{decode(1):.2f} operations a byte for one sequence, more with each that "
         f"shares the weights. With {case.sequence:,} tokens kept of each, products "
         f"bind {decoding}. A prompt uses a weight for every token: there they bind "
         f"{reading}."

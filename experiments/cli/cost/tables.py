@@ -2,25 +2,22 @@
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from experiments.cli.cost import device_tables
+from experiments.cli.cost.case import Case
 from experiments.framework import Sheet, units
-from scaling.costs import activations, flops, parameters
+from scaling.costs import activations, flops, memory, parameters
 from scaling.shapes import HeadAttention
 
-if TYPE_CHECKING:
-    from experiments.cli.cost.command import Case
 
-
-def sheets(case: "Case") -> list[Sheet]:
+def sheets(case: Case) -> list[Sheet]:
     """Lays out everything that is counted."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
     found += [_memory(case), _activations(case), _one_layer(case)]
     return [*found, *device_tables.sheets(case)]
 
 
-def symbols(case: "Case") -> dict[str, int]:
+def symbols(case: Case) -> dict[str, int]:
     """The letters of the formulas and what they are here."""
     model, a = case.model, case.model.attention
     found = {
@@ -67,7 +64,7 @@ _MEANINGS = {
 }
 
 
-def _shape(case: "Case") -> Sheet:
+def _shape(case: Case) -> Sheet:
     rows = [(x, f"{value:,}", _MEANINGS[x]) for x, value in symbols(case).items()]
     notes = []
     windows = Counter(x for x in case.model.windows if x)
@@ -80,7 +77,7 @@ def _shape(case: "Case") -> Sheet:
     return Sheet(case.model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
 
 
-def _weights(case: "Case") -> Sheet:
+def _weights(case: Case) -> Sheet:
     rows, places = [], parameters.copies(case.model)
     listed = [x for x in parameters.weights(case.model) if x.place != "ahead"]
     for weight in listed:
@@ -102,7 +99,7 @@ def _weights(case: "Case") -> Sheet:
     return Sheet("parameters", heads, rows)
 
 
-def _conventions(case: "Case") -> Sheet:
+def _conventions(case: Case) -> Sheet:
     p = parameters.parameters(case.model)
     rows = [
         ("total", p.total, "everything, a tied head once"),
@@ -127,9 +124,9 @@ def _conventions(case: "Case") -> Sheet:
     return Sheet("what N can mean", ("convention", "parameters", "counts"), table)
 
 
-def _flops(case: "Case") -> list[Sheet]:
-    terms, tokens = case.forward(), case.batch * case.sequence
-    step, params = case.training(), parameters.parameters(case.model)
+def _flops(case: Case) -> list[Sheet]:
+    terms, tokens = case.of(flops.forward), case.batch * case.sequence
+    step, params = case.of(flops.training), parameters.parameters(case.model)
     whole = flops.total(terms)
     rows = [
         (
@@ -141,16 +138,14 @@ def _flops(case: "Case") -> list[Sheet]:
         )
         for x in terms
     ]
-    t = "t = s" if case.options.attention == "full" else "t = s/2 on average"
-    note = (
-        f"Attention is counted {case.options.attention}: {t}, in a window at most that."
-    )
+    t = "t = s" if case.attention == "full" else "t = s/2 on average"
+    note = f"Attention is counted {case.attention}: {t}, in a window at most that."
     heads = ("product", "per token", "a token", "share", "grows with")
     sums = [
         ("forward", "X", step.forward),
         ("backward", "2 X", step.backward),
         ("training", "3 X", step.model),
-        ("recomputed", f"checkpointing: {case.options.checkpoint}", step.recomputed),
+        ("recomputed", f"checkpointing: {case.checkpointing}", step.recomputed),
         ("for comparison", "6 N, total", 6 * params.total * tokens),
         ("for comparison", "6 N, matmul", 6 * params.matmul * tokens),
     ]
@@ -169,15 +164,15 @@ def _flops(case: "Case") -> list[Sheet]:
     ]
 
 
-def _memory(case: "Case") -> Sheet:
-    found, each = case.memory(), case.bytes_per_param
+def _memory(case: Case) -> Sheet:
+    found, each = case.of(memory.training), case.bytes_per_param
     where = "activations of the layers"
     formulas = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
         "master": f"{each.master} N",
         "moments": f"{each.moments} N",
-        "activations": f"checkpointing: {case.options.checkpoint}",
+        "activations": f"checkpointing: {case.checkpointing}",
         "recomputed": "one layer",
         "ends": "inputs of final norm and head",
         "logits": "4 b s v",
@@ -204,7 +199,7 @@ def _memory(case: "Case") -> Sheet:
     return Sheet("training memory", ("term", "formula", "bytes"), table, note)
 
 
-def one_layer(case: "Case") -> dict[str, int | float]:
+def one_layer(case: Case) -> dict[str, int | float]:
     """The last layer alone, trained with checkpoints at layer boundaries.
 
     The course's assignment asks for these: its parameters, the operations of its
@@ -224,10 +219,10 @@ def one_layer(case: "Case") -> dict[str, int | float]:
         last,
         batch=case.batch,
         sequence=case.sequence,
-        attention=case.options.attention,
+        attention=case.attention,
     )
     tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
-    sums = activations.per_token(case.stored(), last)
+    sums = activations.per_token(case.stored, last)
     kept = sums[last.mixture_layers[0]] * tokens
     boundary = tokens * model.hidden_size * each
     return {
@@ -240,7 +235,7 @@ def one_layer(case: "Case") -> dict[str, int | float]:
     }
 
 
-def _one_layer(case: "Case") -> Sheet:
+def _one_layer(case: Case) -> Sheet:
     found = one_layer(case)
     rows = [
         ("parameters", f"{found['num_params']:,.0f}"),
@@ -255,8 +250,8 @@ def _one_layer(case: "Case") -> Sheet:
     return Sheet(title, ("", "value"), rows)
 
 
-def _activations(case: "Case") -> Sheet:
-    tensors = case.stored()
+def _activations(case: Case) -> Sheet:
+    tensors = case.stored
     divided = {"no": "", "sequence": "tp, with sp"}
     rows: list[tuple[str, ...]] = [
         (x.name, x.part, x.formula, f"{x.bytes:,}", divided.get(x.divided, "tp"))

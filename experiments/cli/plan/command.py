@@ -1,22 +1,17 @@
 """Which model for a budget? `jaxkv plan`: device, operations, N, D, loss, architecture.
 
-`plan_case` looks up what is asked, `plan_finding` finds the optimum and its designs;
-`plan_document` gives the numbers, `plan_telling` says them step by step, `plan_drawing`
-draws them.
+`case` looks up what is asked, `find` finds the optimum and its designs; `document`
+gives the numbers, `report` says them step by step, `drawing` draws them.
 """
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from experiments.cli import parsing
 from experiments.cli.run import Answer
 from experiments.framework import config_json
-
-if TYPE_CHECKING:
-    from experiments.cli.plan.case import Case
-    from experiments.cli.plan.find import Found
-
 
 LEAST, MOST = 1e-6, 1e40
 """Of any amount: beyond these nothing means anything, and products overflow."""
@@ -89,20 +84,20 @@ class Options:
         """Refuses numbers that cannot be."""
         amounts = ("budget_usd", "flops", "days", "devices", "unique_tokens")
         for name in (*amounts, "target_loss"):
-            value = getattr(self, name)
-            if value is not None and not LEAST <= value <= MOST:
-                raise ValueError(
-                    f"{_flag(name)} {value:g}: must be in [{LEAST:g}, {MOST:g}]"
-                )
-        if not 0 <= self.inference_tokens <= MOST:
-            value = self.inference_tokens
-            raise ValueError(f"--inference-tokens {value:g}: must be in [0, {MOST:g}]")
+            self._refuse_outside(name, f"[{LEAST:g}, {MOST:g}]", LEAST, MOST)
+        self._refuse_outside("inference_tokens", f"[0, {MOST:g}]", 0, MOST)
         for name in ("mfu", "serve_mfu"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{_flag(name)} {value:g}: must be in (0, 1]")
-        if not 0 < self.level < 1:
-            raise ValueError(f"--level {self.level:g}: must be in (0, 1)")
+            self._refuse_outside(name, "(0, 1]", math.nextafter(0, 1), 1)
+        self._refuse_outside("level", "(0, 1)", math.nextafter(0, 1), _BELOW_ONE)
+
+    def _refuse_outside(self, name: str, allowed: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if value is not None and not low <= value <= high:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {value:g}: must be in {allowed}")
+
+
+_BELOW_ONE = math.nextafter(1, 0)
 
 
 def plan(options: Options) -> Answer:
@@ -112,36 +107,23 @@ def plan(options: Options) -> Answer:
       ValueError: there is no such law or device, no budget or two, or a budget for
         which there is no design.
     """
-    from experiments.cli.plan import find, report
+    from experiments.cli.plan import document, find, report
     from experiments.cli.plan.case import look_up
-    from experiments.cli.plan.document import describe
-
-    case = look_up(options)
-    found = find.find(case)
-    document = describe(case, found)
-    lines = []
-    if options.plot or options.out is not None:
-        folder = _keep(case, found, document)
-        document["out"] = folder
-        lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
-    return Answer(document, report.sheets(case, found), lines)
-
-
-def _keep(case: "Case", found: "Found", document: dict[str, Any]) -> Path:
-    """Writes the document, the architecture, and the figure if it is wanted."""
-    from experiments.cli.plan.document import config
     from experiments.framework import run_folder
 
-    contents: dict[str, str | bytes] = {
-        "plan.json": config_json.dumps(document),
-        "architecture.json": config_json.dumps(config(found.design.model)),
-    }
-    if case.options.plot:
-        from experiments.cli.plan import drawing
+    found = find.find(look_up(options))
+    told = document.describe(options, found)
+    lines = []
+    if options.plot or options.out is not None:
+        contents: dict[str, str | bytes] = {
+            "plan.json": config_json.dumps(told),
+            "architecture.json": config_json.dumps(document.config(found.design)),
+        }
+        if options.plot:
+            from experiments.cli.plan import drawing
 
-        contents |= drawing.render(case, found)
-    return run_folder.keep(case.options.out, "plan", contents)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            contents |= drawing.render(options, found)
+        folder = run_folder.keep(options.out, "plan", contents)
+        told["out"] = folder
+        lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
+    return Answer(told, report.sheets(options, found), lines)

@@ -3,122 +3,113 @@
 from typing import Any
 
 from experiments.cli.plan import find
-from experiments.cli.plan.case import Case, device_seconds, division, price
+from experiments.cli.plan.command import Options
 from experiments.cli.plan.find import Found
 from scaling.costs import parameters, serving
 from scaling.laws import Optimum
 from scaling.plan import Design
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention
 
 
-def describe(case: Case, found: Found) -> dict[str, Any]:
+def describe(options: Options, found: Found) -> dict[str, Any]:
     """Gives every number of a plan."""
-    options, belief, best = case.options, case.belief, found.optimum
-    train_flops = 6 * best.num_params * best.num_tokens
-    device_s = device_seconds(case, train_flops)
-    number, duration_s = division(case, device_s)
-    whole_s = device_seconds(case, case.flops)
+    case, best, spread = found.case, found.optimum, found.spread
+    belief, train, whole = case.belief, found.training, case.bill(case.flops)
+    number, duration_s = found.division
     return {
-        "device": None if case.offer is None else case.offer.name,
+        "device": case.offer and case.offer.name,
         "devices": [
             offer._asdict()
-            | {
-                "flops_per_usd": None
-                if offer.usd_per_hour is None
-                else offer.flops_per_usd(options.mfu)
-            }
+            | {"flops_per_usd": offer.usd_per_hour and offer.flops_per_usd(case.mfu)}
             for offer in case.offers
         ],
-        "mfu": options.mfu,
-        "target_loss": options.target_loss,
+        "mfu": case.mfu,
+        "target_loss": case.target_loss,
         "flops": case.flops,
-        "flops_interval": None if found.spread is None else found.spread.flops,
-        "train_flops": train_flops,
+        "flops_interval": spread and spread.flops,
+        "train_flops": train.flops,
         "serve_flops": 2 * best.num_params * options.inference_tokens,
         "law": belief.name,
         "fixed": {} if belief.fit is None else belief.fit.fixed,
         "formula": belief.law.formula,
         "coefficients": dict(belief.coefficients),
         "count": case.family.count,
-        "num_params": best.num_params,
-        "num_tokens": best.num_tokens,
-        "loss": best.loss,
+        **best._asdict(),
         "interval": found.confidence,
         "prediction_interval": found.prediction,
-        "num_params_interval": None if found.spread is None else found.spread.params,
-        "num_tokens_interval": None if found.spread is None else found.spread.tokens,
-        "level": options.level,
-        "tokens_per_param": best.num_tokens / best.num_params,
+        "num_params_interval": spread and spread.params,
+        "num_tokens_interval": spread and spread.tokens,
+        "level": case.level,
+        "tokens_per_param": found.tokens_per_param,
         "num_params_searched": found.searched,
         "compute_optimum": _optimum(found.free),
         "inference_tokens": options.inference_tokens,
-        "equal_loss": _equal_loss(case, found),
-        "num_unique_tokens": options.unique_tokens,
-        "epochs": None
-        if options.unique_tokens is None
-        else max(1.0, best.num_tokens / options.unique_tokens),
-        "architecture": architecture(case, found),
-        "exact_optimum": _shape(found.exact[0])
+        "equal_loss": _equal_loss(found) if case.served else None,
+        "num_unique_tokens": case.unique_tokens,
+        "epochs": case.unique_tokens and max(1.0, best.num_tokens / case.unique_tokens),
+        "architecture": _architecture(found),
+        "exact_optimum": shape(found.exact[0])
         | {"num_tokens": found.exact[1], "loss": found.exact[2]},
-        "cost_usd": price(case, whole_s),
-        "train_cost_usd": price(case, device_s),
-        "device_s": device_s,
-        "serve_device_s": None
-        if whole_s is None or device_s is None
-        else max(whole_s - device_s, 0.0)
-        if options.inference_tokens
-        else 0.0,
+        "cost_usd": whole.usd,
+        "train_cost_usd": train.usd,
+        "device_s": train.device_s,
+        "serve_device_s": _serving_s(options, found),
         "num_devices": number,
         "duration_s": duration_s,
         "memory_bytes": found.memory.total,
-        "warnings": found.warnings,
+        "warnings": [*find.warnings(found)],
     }
 
 
-def architecture(case: Case, found: Found) -> dict[str, Any]:
+def _serving_s(options: Options, found: Found) -> float | None:
+    """What of one device's time is left to serving."""
+    whole, train = found.case.bill(found.case.flops), found.training
+    if whole.device_s is None or train.device_s is None:
+        return None
+    left = max(whole.device_s - train.device_s, 0.0)
+    return left if options.inference_tokens else 0.0
+
+
+def _architecture(found: Found) -> dict[str, Any]:
     """Gives the nearest design: shape, exact counts, and what it takes to train."""
-    design, best = found.design, found.optimum
-    train_flops = design.flops_per_token * best.num_tokens
-    device_s = device_seconds(case, train_flops)
-    tokens = found.design_tokens
-    return _shape(design) | {
-        "off": design.num_params / best.num_params - 1,
-        "train_flops": train_flops,
-        "device_s": device_s,
-        "cost_usd": price(case, device_s),
-        "num_tokens": tokens,
-        "loss": float(case.loss(float(design.num_params), tokens)) if tokens else None,
+    design, train = found.design, found.exact_training
+    return shape(design) | {
+        "off": found.off,
+        "train_flops": train.flops,
+        "device_s": train.device_s,
+        "cost_usd": train.usd,
+        "num_tokens": found.design_tokens,
+        "loss": found.design_loss,
         "memory_bytes": found.memory._asdict() | {"total": found.memory.total},
         "serving_bytes": 2 * parameters.parameters(design.model).total,
         "kv_bytes_per_token": serving.kv_bytes_per_token(design.model),
-        "min_devices": find.min_devices(case, found),
+        "min_devices": found.min_devices,
     }
 
 
-def config(model: Description) -> dict[str, Any]:
+def config(design: Design) -> dict[str, Any]:
     """Gives a design as a Hugging Face `config.json`, which `jaxkv cost` reads."""
-    heads = model.attention
-    assert isinstance(heads, HeadAttention)
+    has = shape(design)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": heads.num_q_heads,
-        "num_key_value_heads": heads.num_kv_heads,
-        "head_dim": heads.head_dim,
-        "intermediate_size": model.mlp_size,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.max_positions,
+        "hidden_size": has["hidden_size"],
+        "num_hidden_layers": has["num_layers"],
+        "num_attention_heads": has["num_q_heads"],
+        "num_key_value_heads": has["num_kv_heads"],
+        "head_dim": has["head_dim"],
+        "intermediate_size": has["mlp_size"],
+        "vocab_size": has["vocab_size"],
+        "max_position_embeddings": design.model.max_positions,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": model.tie_embeddings,
+        "tie_word_embeddings": has["tie_embeddings"],
     }
 
 
-def _shape(design: Design) -> dict[str, Any]:
-    model = design.model
-    heads = model.attention
+def shape(design: Design) -> dict[str, Any]:
+    """Gives the sizes of a design and its counts."""
+    model, heads = design.model, design.model.attention
     assert isinstance(heads, HeadAttention)
     return {
         "hidden_size": model.hidden_size,
@@ -139,16 +130,10 @@ def _optimum(optimum: Optimum) -> dict[str, float]:
     return optimum._asdict() | {"tokens_per_param": ratio}
 
 
-def _equal_loss(case: Case, found: Found) -> dict[str, float] | None:
+def _equal_loss(found: Found) -> dict[str, float]:
     """The cheapest to train and serve among models as good as the compute optimum."""
-    if not case.served:
-        return None
-    flops, usual = (
-        x.num_params * (6 * x.num_tokens + 2 * case.served)
-        for x in (found.equal, found.free)
-    )
     return _optimum(found.equal) | {
-        "flops": flops,
-        "flops_of_compute_optimum": usual,
-        "saved": 1 - flops / usual,
+        "flops": found.operations(found.equal),
+        "flops_of_compute_optimum": found.operations(found.free),
+        "saved": found.saved,
     }

@@ -1,48 +1,20 @@
 """What `jaxkv plan` finds: the optimum, how sure it is, and designs that come near."""
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import numpy as np
-
-from experiments.cli.plan.case import Case, believe, device_seconds, division
 from scaling.costs.memory import Memory, training
-from scaling.fits import intervals
-from scaling.fits.fit import predict
 from scaling.laws import Optimum
-from scaling.plan import Design, budgets, designs
-
-_MAX_RESAMPLES = 200
-"""Of those that need a search each."""
-
-
-_NEVER = 2000.0
-"""As the logarithm of a budget: more than any."""
-
-
-class Spread(NamedTuple):
-    """Where the optimum lies by the resamples of a fit.
-
-    Attributes:
-      params: interval of its parameters.
-      tokens: interval of its tokens.
-      flops: interval of the budget that reaches the loss that is asked for, with
-        infinity where resamples have none that does; None where no loss is.
-      num_resamples: how many were asked.
-      num_without: how many of them have no optimum, and count for nothing.
-    """
-
-    params: tuple[float, float]
-    tokens: tuple[float, float]
-    flops: tuple[float, float] | None
-    num_resamples: int
-    num_without: int
+from scaling.plan import Bill, Case, Design, budgets, designs, spread
+from scaling.plan.spread import Spread
 
 
 class Found(NamedTuple):
     """What is found for a case.
 
     Attributes:
+      case: which.
       free: the optimum if nothing is served and no data repeats.
       optimum: the optimum.
       searched: its parameters, by a search along the budget's curve.
@@ -55,9 +27,9 @@ class Found(NamedTuple):
         serving takes all.
       exact: of all designs the best, its tokens and loss, every operation counted.
       memory: of training the design on one device.
-      warnings: doubts in words.
     """
 
+    case: Case
     free: Optimum
     optimum: Optimum
     searched: float
@@ -69,20 +41,66 @@ class Found(NamedTuple):
     design_tokens: float
     exact: tuple[Design, float, float]
     memory: Memory
-    warnings: list[str]
+
+    @property
+    def tokens_per_param(self) -> float:
+        """Of the optimum."""
+        return self.optimum.num_tokens / self.optimum.num_params
+
+    @property
+    def training(self) -> Bill:
+        """What training the optimum takes, 6 N D."""
+        return self.case.bill(6 * self.optimum.num_params * self.optimum.num_tokens)
+
+    @property
+    def exact_training(self) -> Bill:
+        """What training the design takes, every operation counted."""
+        return self.case.bill(self.design.flops_per_token * self.optimum.num_tokens)
+
+    @property
+    def division(self) -> tuple[int | None, float | None]:
+        """How many devices train the optimum for how many seconds, if that is given."""
+        return self.case.division(self.training.device_s)
+
+    @property
+    def off(self) -> float:
+        """By which share the design has more parameters than the optimum."""
+        return self.design.num_params / self.optimum.num_params - 1
+
+    @property
+    def design_loss(self) -> float | None:
+        """The design's, where the budget trains it at all."""
+        if not self.design_tokens:
+            return None
+        return float(self.case.loss(float(self.design.num_params), self.design_tokens))
+
+    @property
+    def min_devices(self) -> int | None:
+        """Devices whose memory together holds a training step of one sequence."""
+        offer = self.case.offer
+        if offer is None or offer.memory_bytes is None:
+            return None
+        return math.ceil(self.memory.total / offer.memory_bytes)
+
+    @property
+    def saved(self) -> float:
+        """The share of `free`'s operations, with serving, that `equal` saves."""
+        equal, free = map(self.operations, (self.equal, self.free))
+        return 1 - equal / free
+
+    def operations(self, model: Optimum) -> float:
+        """What training and serving a model takes together."""
+        return budgets.operations(model.num_params, model.num_tokens, self.case.served)
 
 
 def find(case: Case) -> Found:
-    """Finds the optimum, its interval, and designs."""
-    powers, flops = case.belief.powers, case.flops
-    free = budgets.allocate(powers, flops)
-    optimum = case.allocate()
+    """Finds the optimum, its interval, and designs.
 
-    def along(log_params: np.ndarray) -> np.ndarray:
-        sizes = np.exp(log_params)
-        return case.loss(sizes, budgets.tokens_left(flops, sizes, case.served))
-
-    family = case.family
+    Raises:
+      ValueError: the budget is too small or too large for any design.
+    """
+    powers, flops, family = case.belief.powers, case.flops, case.family
+    free, optimum = budgets.allocate(powers, flops), case.allocate()
     try:
         design = designs.nearest(family, optimum.num_params)
     except ValueError as error:
@@ -91,39 +109,32 @@ def find(case: Case) -> Found:
         exact = designs.best(family, case.loss, flops, inference_tokens=case.served)
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
-    memory = training(design.model, sequence=family.sequence, checkpointing="boundary")
     left = flops / design.flops_per_token - case.served / 3
-    found = Found(
+    return Found(
+        case=case,
         free=free,
         optimum=optimum,
-        searched=budgets.search(along, flops, case.served),
+        searched=budgets.search(powers, flops, case.served, case.repeating),
         equal=budgets.cheapest(powers, free.loss, inference_tokens=case.served),
-        confidence=_loss_interval(case, optimum, "confidence"),
-        prediction=_loss_interval(case, optimum, "prediction"),
-        spread=_spread(case, optimum),
+        confidence=spread.of_loss(case, optimum, "confidence"),
+        prediction=spread.of_loss(case, optimum, "prediction"),
+        spread=spread.of_optimum(case, optimum),
         design=design,
         design_tokens=max(left, 0.0),
         exact=exact,
-        memory=memory,
-        warnings=[],
+        memory=training(
+            design.model, sequence=family.sequence, checkpointing="boundary"
+        ),
     )
-    return found._replace(warnings=_warnings(case, found))
-
-
-def min_devices(case: Case, found: Found) -> int | None:
-    """Devices whose memory together holds a training step of one sequence."""
-    if case.offer is None or case.offer.memory_bytes is None:
-        return None
-    return math.ceil(found.memory.total / case.offer.memory_bytes)
 
 
 def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
     limits = ""
-    if case.options.unique_tokens is not None:
-        limits += f" and {case.options.unique_tokens:.4g} unique tokens"
+    if case.unique_tokens is not None:
+        limits += f" and {case.unique_tokens:.4g} unique tokens"
     if case.served:
         limits += f" with {case.served:.4g} tokens to serve"
-    target = case.options.target_loss
+    target = case.target_loss
     aim = "" if target is None else f"--target-loss {target:g}: "
     said = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
     return ValueError(aim + said)
@@ -140,126 +151,51 @@ def _other_vocabulary(case: Case, optimum: Optimum) -> str:
     return f"; with --vocab-size in [1, {most:,}] there are smaller ones"
 
 
-def _loss_interval(
-    case: Case, optimum: Optimum, kind: Literal["confidence", "prediction"]
-) -> tuple[float, float] | None:
-    """Interval of the loss at the optimum; none for published constants."""
-    fit = case.belief.fit
-    if fit is None:
-        return None
-    num_params, num_tokens = optimum.num_params, optimum.num_tokens
-    if "num_unique_tokens" not in fit.inputs:
-        num_params, num_tokens = case.worth(num_params, num_tokens)
-    data = {"num_params": num_params, "num_tokens": num_tokens}
-    data["num_unique_tokens"] = case.options.unique_tokens or num_tokens
-    found = predict(fit, data, kind, level=case.options.level)
-    ends = float(found.low[0]), float(found.high[0])
-    return ends if all(map(math.isfinite, ends)) else None
-
-
-def _spread(case: Case, optimum: Optimum) -> Spread | None:
-    """Allocates the budget by every resample of a fit."""
-    fit, law = case.belief.fit, case.belief.law
-    if fit is None or fit.samples is None:
-        return None
-    samples = fit.sampled()
-    if case.served or case.options.unique_tokens is not None:
-        samples = samples[:_MAX_RESAMPLES]
-    optima, needed = [], []
-    for sample in samples:
-        named = dict(zip(law.coefficients, map(float, sample), strict=True))
-        try:
-            belief = believe(case.belief.name, law, named)
-            believed = case._replace(belief=belief)
-            found = believed.allocate()
-            if case.options.target_loss is not None:
-                needed.append(_log_needed(believed))
-            optima.append([math.log(found.num_params), math.log(found.num_tokens)])
-        except (ValueError, OverflowError):  # a resample without an optimum
-            continue
-    if len(optima) < 2:
-        return None
-    estimate = np.log([optimum.num_params, optimum.num_tokens])
-    size = {"num_points": fit.num_points, "k": fit.num_free}
-    level = case.options.level
-    low, high = np.exp(
-        intervals.from_samples(estimate, np.array(optima), level, loss=fit.loss, **size)
-    )
-    flops = None
-    if needed:
-        ends = intervals.from_samples(
-            *(np.log([case.flops]), np.array(needed)[:, None], level),
-            loss=fit.loss,
-            **size,
-        )
-        least, most = (float(end[0]) for end in ends)
-        flops = math.exp(least), math.inf if most > _NEVER / 2 else math.exp(most)
-    return Spread(
-        params=(float(low[0]), float(high[0])),
-        tokens=(float(low[1]), float(high[1])),
-        flops=flops,
-        num_resamples=len(samples),
-        num_without=len(samples) - len(optima),
-    )
-
-
-def _log_needed(case: Case) -> float:
-    """Logarithm of the budget that a resample asks for; `_NEVER` if none is enough."""
-    try:
-        return math.log(case.needed())
-    except ValueError:
-        return _NEVER
-
-
-def _warnings(case: Case, found: Found) -> list[str]:
-    said, belief, options = [], case.belief, case.options
-    if belief.fit is not None:
-        said += belief.doubts
-        said += [f"{belief.law.name}: {line}" for line in belief.fit.warnings]
-        most = belief.fit.ranges.get("flops", (math.nan, math.nan))[1]
-        trained = 6 * found.optimum.num_params * found.optimum.num_tokens
-        if trained > 10 * most:
-            said.append(
-                f"training takes {trained / most:,.3g} times the operations of the "
-                "largest run that was fitted"
+def warnings(found: Found) -> Iterator[str]:
+    """Doubts about a plan, in words."""
+    case, belief, fit = found.case, found.case.belief, found.case.belief.fit
+    if fit is not None:
+        yield from belief.doubts
+        yield from (f"{belief.law.name}: {line}" for line in fit.warnings)
+        most = fit.ranges.get("flops", (math.nan, math.nan))[1]
+        if found.training.flops > 10 * most:
+            yield (
+                f"training takes {found.training.flops / most:,.3g} times the "
+                "operations of the largest run that was fitted"
             )
-    if found.spread is not None and found.spread.num_without:
-        said.append(
-            f"{found.spread.num_without} of {found.spread.num_resamples} resamples "
+    spread = found.spread
+    if spread is not None and spread.num_without:
+        yield (
+            f"{spread.num_without} of {spread.num_resamples} resamples "
             "have no optimum: the intervals of N and D are of the others"
         )
-    if options.target_loss is not None:
-        spread = found.spread
-        if belief.fit is not None and spread is None:
-            said.append(
-                "the budget has no interval: the fit has no resamples (fit --bootstrap)"
+    if case.target_loss is not None and fit is not None:
+        if spread is None:
+            why = "the fit has no resamples (fit --bootstrap)"
+            yield f"the budget has no interval: {why}"
+        elif spread.flops is not None and math.isinf(spread.flops[1]):
+            yield (
+                f"by some resamples no budget reaches a loss of {case.target_loss:g}: "
+                "it may be below the floor"
             )
-        if spread is not None and spread.flops is not None:
-            if math.isinf(spread.flops[1]):
-                said.append(
-                    f"by some resamples no budget reaches a loss of "
-                    f"{options.target_loss:g}: it may be below the floor"
-                )
-    if belief.count and options.count and options.count != belief.count:
-        said.append(
-            f"the fit counted {belief.count} parameters, --count is {options.count}"
+    if belief.count and case.family.count != belief.count:
+        yield (
+            f"the fit counted {belief.count} parameters, --count is {case.family.count}"
         )
-    if options.unique_tokens is not None:
-        half = case._replace(flops=case.flops / 2).allocate()
-        if half.loss - found.optimum.loss < 1e-3 * (half.loss - belief.powers.floor):
-            said.append(
+    if case.unique_tokens is not None:
+        half, best = case._replace(flops=case.flops / 2).allocate(), found.optimum
+        if half.loss - best.loss < 1e-3 * (half.loss - belief.powers.floor):
+            yield (
                 "the data is used up: half of the budget would reach a loss of "
-                f"{half.loss:.4f}, all of it {found.optimum.loss:.4f}"
+                f"{half.loss:.4f}, all of it {best.loss:.4f}"
             )
-    off = found.design.num_params / found.optimum.num_params - 1
-    if abs(off) > 0.01:
-        said.append(f"the nearest design is {100 * off:+.1f} % off in parameters")
-    number, _ = division(case, device_seconds(case, case.flops))
-    needed = min_devices(case, found)
+    if abs(found.off) > 0.01:
+        yield f"the nearest design is {100 * found.off:+.1f} % off in parameters"
+    number, _ = case.division(case.bill(case.flops).device_s)
+    needed = found.min_devices
     if number is not None and needed is not None and number < needed:
-        said.append(
+        yield (
             f"{number} devices cannot hold a training step: it needs {needed} at least"
         )
     if found.design_tokens == 0:
-        said.append("with every operation counted, serving takes the whole budget")
-    return said
+        yield "with every operation counted, serving takes the whole budget"

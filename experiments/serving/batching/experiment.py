@@ -24,7 +24,6 @@ from experiments.framework import (
     Part,
     Record,
     Sheet,
-    Study,
     beside,
     column,
     ours,
@@ -40,6 +39,9 @@ from jaxkv.progress import QUIET, Progress
 _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Limits, and cost model."""
 BOOK = beside(__file__)
+
+PANELS = (4, 2)
+PANEL_SIZE_INCHES = (3.4, 1.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -280,17 +282,3 @@ def _draw_clients(ax: Any, found: Latencies) -> None:
         ylabel="tokens drawn / s",
         yscale="log",
     )
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    metrics=metrics,
-    summary=summary,
-    panels=(4, 2),
-    panel_size_inches=(3.4, 1.8),
-)
-STUDIES = (STUDY,)

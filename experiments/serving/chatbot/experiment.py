@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Study, beside, ours, report
+from experiments.framework import Ours, Part, beside, ours, report
+from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
@@ -49,6 +50,8 @@ class Config:
         validation.at_least(self, "rounds_before", "seed", "num_near", low=0)
         validation.at_least(self, "num_rates", low=2)
 
+
+PANELS = (1, 2)
 
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
@@ -109,15 +112,16 @@ def plot(axes: Any, result: list[Row]) -> None:
     latency.legend(loc="upper left")
     curves = runs.curves(result)
     bounds = np.linspace(*runs.BOUNDS, 33)
-    for (system, curve), color in zip(curves.items(), runs.colors(result), strict=True):
+    for system, curve in curves.items():
         if system != "paged" and "paged" in curves:
             found = [load_curves.ratio(curves["paged"], curve, x) for x in bounds]
-            ratio.plot(bounds, found, color=color, label=system)
+            style.curve(ratio, bounds, found, runs.COLORS[system], system, "-")
     ratio.axhline(2, color="0.6", linewidth=0.8, linestyle=":")
-    ratio.set(
-        title="over Orca's (dotted: as printed)",
-        xlabel="bound on the latency, s/token",
-        ylabel="load of the paged system, times",
+    style.titled(
+        ratio,
+        "over Orca's (dotted: as printed)",
+        "bound on the latency, s/token",
+        "load of the paged system, times",
         ylim=(0, 3),
     )
 
@@ -125,7 +129,7 @@ def plot(axes: Any, result: list[Row]) -> None:
 @beside(__file__).judges
 def claims(result: list[Row]) -> Iterator[Ours]:
     """Holds what is printed against ours."""
-    found = {name: runs.sustained(x) for name, x in runs.curves(result).items()}
+    found = runs.sustained(result)
     if len(found) < len(SYSTEMS):
         return
     orcas = [found[name].rate for name in settings.ORCAS]
@@ -144,12 +148,12 @@ def metrics(result: list[Row]) -> dict[str, Any]:
 
 def summary(result: list[Row]) -> list[Part]:
     """Puts the systems beside each other."""
-    found = {name: runs.sustained(x) for name, x in runs.curves(result).items()}
+    found = runs.sustained(result)
     if not found:
         return []
     rows = []
-    for name, (rate, _) in found.items():
-        here = [row for row in result if row["system"] == name]
+    for name, here in runs.grouped(result, "system").items():
+        rate = found[name].rate
         end = min(here, key=lambda row: abs(row["rate_per_s"] - rate))
         times = found["paged"].rate / rate if "paged" in found else None
         rows.append(end | {"sustained": found[name].text, "times": times})
@@ -168,17 +172,3 @@ def summary(result: list[Row]) -> list[Part]:
     ).format_map(result[0])
     title = f"requests/s at {runs.BOUND} s a token"
     return [report.row_sheet(title, rows, columns, note)]
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(1, 2),
-    ),
-)

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"color": GREY, "fontsize": 6}
 COLORS = dict(zip((x.name for x in settings.SYSTEMS), (1, 6, 5, 3), strict=True))
 
 
-def draw(axes: Any, result: Any) -> None:
+def plot(axes: Any, result: Any) -> None:
     """Draws four panels."""
     _draw_timeline(axes[0, 0], result.timeline)
     _draw_budgets(axes[0, 1], result.budgets)
@@ -62,22 +62,16 @@ def _draw_limits(ax: Any, model: str, x: float) -> None:
 
 
 def _draw_budgets(ax: Any, budgets: Loads) -> None:
-    colors = style.colors()
-    lines = {
-        "first token, median": (budgets.ttft_s, colors[5]),
-        "between tokens, P99": (budgets.tbt_p99_s, colors[6]),
-        "between tokens, median": (budgets.tbt_p50_s, colors[3]),
-    }
-    for label, (values, color) in lines.items():
-        ax.plot(budgets.budget, values, "o-", color=color, label=label)
+    for label, values, color in (
+        ("first token, median", budgets.ttft_s, 5),
+        ("between tokens, P99", budgets.tbt_p99_s, 6),
+        ("between tokens, median", budgets.tbt_p50_s, 3),
+    ):
+        style.curve(ax, budgets.budget, values, color, label)
     style.powers_of_two(ax)
     _draw_limits(ax, budgets.model[0], budgets.budget[0])
-    ax.set(
-        title="chunks, mixed: what the token budget decides",
-        xlabel="tokens a step",
-        ylabel="time, s",
-        yscale="log",
-    )
+    title = "chunks, mixed: what the token budget decides"
+    style.titled(ax, title, "tokens a step", "time, s", yscale="log")
     ax.legend(loc="best")
 
 
@@ -86,15 +80,10 @@ def _draw_loads(ax: Any, loads: Loads) -> None:
     model, data = loads.model[0], loads.data[0]
     for system, color in COLORS.items():
         mine = loads.where(model=model, data=data, system=system)
-        look = {"color": style.colors()[color], "label": system}
-        ax.plot(mine.rate, mine.tbt_p99_s, "o-", **look)
+        style.curve(ax, mine.rate, mine.tbt_p99_s, color, system)
     _draw_limits(ax, model, 0.02)
-    ax.set(
-        title=f"{model}, {data}: tail between tokens",
-        xlabel="requests/s",
-        ylabel="P99 time between tokens, s",
-        yscale="log",
-    )
+    title, tail = f"{model}, {data}: tail between tokens", "P99 time between tokens, s"
+    style.titled(ax, title, "requests/s", tail, yscale="log")
     ax.set_xlim(left=0)
     ax.legend(loc="lower right")
 

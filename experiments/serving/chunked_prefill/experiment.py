@@ -5,48 +5,15 @@ each in one step with those who decode, it delays nobody for long, and its own f
 token little: the experiments of Sarathi-Serve, on data sheets in place of its GPUs.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
-from experiments.framework import Part, Record, Sheet, Study, column
+from experiments.framework import Part, Record, Sheet, column
 from experiments.serving.chunked_prefill import drawing, published, runs, settings
 from experiments.serving.chunked_prefill.runs import Loads, Timeline
-from jaxkv import validation
+from experiments.serving.chunked_prefill.settings import Config
 from jaxkv.progress import QUIET, Progress
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How much is simulated."""
-
-    models: tuple[str, ...] = ("Yi-34B", "Mistral-7B")
-    """Names in `settings.MODELS`; the first is looked at closely."""
-    data: tuple[str, ...] = ("openchat", "arxiv")
-    """Names in `settings.DATA`; the first is looked at closely."""
-    shares: tuple[float, ...] = (0.04, 0.09, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
-    """Rates at which capacities are looked for, as shares of that at which reading
-    prompts alone fills the machine; ascending."""
-    budgets: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    """Tokens of a step at which chunks are compared; ascending."""
-    share: float = 0.4
-    """Rate of that comparison, and of the four ways."""
-    seconds: float = 600.0
-    """Simulated, of each."""
-    seed: int = 0
-    """Of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Refuses what is not known, or leaves nothing to compare."""
-        validation.among(self, "models", known=settings.MODELS, least=1)
-        validation.among(self, "data", known=settings.DATA, least=1)
-        validation.ascending(self, "shares", "budgets", least=2)
-        validation.above(self, "shares", "share", "seconds")
-        # A token for each sequence that decodes.
-        validation.at_least(self, "budgets", low=settings.MAX_SLOTS)
-        validation.at_least(self, "seed", low=0)
-
 
 CONFIGS = {
     "smoke": Config(
@@ -73,44 +40,34 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates everything; ended early, it has what is done."""
-    models = [settings.MODELS[name] for name in config.models]
-    data = [settings.DATA[name] for name in config.data]
-    how: Any = {"seconds": config.seconds, "seed": config.seed}
-    # As many requests for all, so that they share a program.
-    most = max(config.shares)
-    how["num"] = max(
-        runs.num_requests(model, each, most, config.seconds)
-        for model in models
-        for each in data
-    )
+    name, model = config.models[0], settings.MODELS[config.models[0]]
+    progress.show("four ways to read prompts")
+    timeline = runs.timeline(name, config.data[0], settings.WAYS)
+    four = [(way, config.share) for way in settings.WAYS]
+    ways = [runs.serve(name, data, four, config) for data in config.data]
+    asked = [(settings.both(budget), config.share) for budget in config.budgets]
+    budgets = runs.serve(name, config.data[0], asked, config)
     cases = [
-        (model, each, [(system, share) for share in config.shares])
-        for model in models
-        for each in data
+        (each, data, [(system, share) for share in config.shares])
+        for each in config.models
+        for data in config.data
         for system in settings.SYSTEMS
     ]
-    progress.show("four ways to read prompts")
-    timeline = runs.timeline(models[0], data[0], settings.WAYS)
-    four = [(way, config.share) for way in settings.WAYS]
-    ways = [runs.serve(models[0], each, four, **how) for each in data]
-    budgets = [(settings.both(budget), config.share) for budget in config.budgets]
-    sweep = runs.serve(models[0], data[0], budgets, **how)
     loads = [
-        runs.serve(*case, **how)
+        runs.serve(*case, config)
         for case in progress.track(cases, "systems and rates", "systems")
     ]
     chunk = sorted({*config.budgets, *published.CHUNKS})
-    seconds = [
-        settings.prompt_s(models[0], published.LONG_PROMPT, size)
-        for size in (None, *chunk)
-    ]
+    whole_s, *chunks_s = (
+        settings.prompt_s(model, published.LONG_PROMPT, size) for size in (None, *chunk)
+    )
     return Result(
         timeline=timeline,
         ways=Loads.joined(ways),
-        budgets=sweep,
+        budgets=budgets,
         loads=Loads.joined(loads),
         chunk=np.array(chunk),
-        chunk_cost=np.array(seconds[1:]) / seconds[0],
+        chunk_cost=np.array(chunks_s) / whole_s,
     )
 
 
@@ -152,16 +109,5 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=drawing.draw,
-        claims=published.claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(2, 2),
-        panel_size_inches=(3.8, 2.6),
-    ),
-)
+plot, claims = drawing.plot, published.claims
+PANELS, PANEL_SIZE_INCHES = (2, 2), (3.8, 2.6)

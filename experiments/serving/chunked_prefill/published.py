@@ -12,6 +12,8 @@ from experiments.serving.chunked_prefill.runs import Loads, capacities
 LONG_PROMPT = 8192
 """Tokens of the prompt that is read in chunks of several sizes."""
 CHUNKS = (256, 257, 512, 2048)
+WAYS = ("mixed only", "chunks only", "both")
+"""Of table 4."""
 
 
 class Ratio(NamedTuple):
@@ -54,9 +56,9 @@ def claims(result: Any) -> Iterator[Ours]:
         rows = result.ways.where(data=data)
         if len(rows):
             yield from _ways(rows, data)
-    found = {(x["model"], x["data"], x["system"]): x for x in capacities(result.loads)}
+    found = capacities(result.loads)
     for x in RATIOS:
-        yield from _more(x, result.loads.where(model=x.model).distinct("data"), found)
+        yield from _more(x, found)
     cost = dict(zip(result.chunk.tolist(), result.chunk_cost.tolist(), strict=True))
     for id, size in {"chunks_512": 512, "chunks_2048": 2048}.items():
         yield ours(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT)
@@ -65,42 +67,39 @@ def claims(result: Any) -> Iterator[Ours]:
 
 def _ways(rows: Loads, data: str) -> Iterator[Ours]:
     """Table 4; its order does not hang on the GPUs' speed."""
-    ttft = dict(zip(rows.system.tolist(), rows.ttft_s.tolist(), strict=True))
-    tbt = dict(zip(rows.system.tolist(), rows.tbt_p99_s.tolist(), strict=True))
-    mixed, chunks, both = "mixed only", "chunks only", "both"
-    rate = rows.where(system=both).rate[0]
-    load = f"Both at one rate, {rate:.2f} requests/s, and one budget."
+    mixed, chunks, both = (rows.where(system=way) for way in WAYS)
+    load = f"Both at one rate, {both.rate[0]:.2f} requests/s, and one budget."
+    first, tail = (
+        [getattr(way, name)[0] for way in (mixed, chunks, both)]
+        for name in ("ttft_s", "tbt_p99_s")
+    )
     order = {
-        "mixed_first": ttft[mixed] / min(ttft[chunks], ttft[both]),
-        "both_sooner": ttft[both] / ttft[chunks],
-        "both_shortest": tbt[both] / min(tbt[mixed], tbt[chunks]),
+        "mixed_first": first[0] / min(first[1:]),
+        "both_sooner": first[2] / first[1],
+        "both_shortest": tail[2] / min(tail[:2]),
     }
     for id, ratio in order.items():
         yield ours(id, ratio, data=data, load=load)
-    for way in (mixed, chunks, both):
-        yield ours("ttft", ttft[way], data=data, way=way)
-        yield ours("tbt", tbt[way], data=data, way=way)
+    for way, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
+        yield ours("ttft", ttft_s, data=data, way=way)
+        yield ours("tbt", tbt_s, data=data, way=way)
 
 
-def _more(x: Ratio, known: list[str], found: dict[Any, Any]) -> Iterator[Ours]:
+def _more(x: Ratio, found: list[dict[str, Any]]) -> Iterator[Ours]:
     """How many times the load of a rival a system sustains, on the better data."""
-    rates = {
-        data: [
-            found.get((x.model, data, system), {}).get(f"{x.objective}_per_s", math.nan)
-            for system in (x.system, x.rival)
-        ]
-        for data in known
-        if x.data in ("", data)
-    }
+    rates: dict[str, dict[str, float]] = {}
+    for row in found:
+        if row["model"] == x.model and x.data in ("", row["data"]):
+            here = rates.setdefault(
+                row["data"], {x.system: math.nan, x.rival: math.nan}
+            )
+            here[row["system"]] = row[f"{x.objective}_per_s"]
     ratios = {
-        data: rate / other if other > 0 else math.nan
-        for data, (rate, other) in rates.items()
+        data: here[x.system] / here[x.rival] if here[x.rival] > 0 else math.nan
+        for data, here in rates.items()
     }
     if ratios:
         data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
-        rate, other = rates[data]
-        words: dict[str, Any] = x._asdict()
-        del words["published"]
-        words |= {"data": data, "rate": rate, "other": other}
-        id = "more" if x.data else "more_on_better"
-        yield ours(id, ratios[data], published=x.published, **words)
+        words: dict[str, Any] = x._asdict() | {"data": data}
+        words |= {"rate": rates[data][x.system], "other": rates[data][x.rival]}
+        yield ours("more" if x.data else "more_on_better", ratios[data], **words)

@@ -8,11 +8,16 @@ import numpy as np
 
 from experiments.framework import Floats, Ints, Table, Texts, column
 from experiments.serving.chunked_prefill import settings
-from experiments.serving.chunked_prefill.settings import Data, Model, System
+from experiments.serving.chunked_prefill.settings import (
+    DATA,
+    MODELS,
+    Config,
+    Model,
+    System,
+)
 from jaxkv import clock
-from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation import Served, driver
-from jaxkv.workloads import arrivals, load_curves, metrics
+from jaxkv.workloads import arrivals, lengths, load_curves, metrics
 
 HEAD = 16
 """Requests at the head of the queue that the policy sees."""
@@ -51,55 +56,52 @@ class Timeline(Table):
     time_s: Floats = column("when")
 
 
-def full_rate(model: Model, data: Data) -> float:
+def full_rate(model: Model, law: lengths.Pair) -> float:
     """The rate at which reading prompts, one after the other, takes all the time."""
-    drawn = data.law.draw(np.random.default_rng(0), 2000).prompt
+    drawn = law.draw(np.random.default_rng(0), 2000).prompt
     # Quadratic in the length, so three lengths tell the mean.
-    lengths_ = np.array([256.0, 2048.0, float(data.max_length)])
-    seconds = [settings.prompt_s(model, x) for x in lengths_]
-    fit = np.polyfit(lengths_, seconds, 2)
+    sizes = np.array([256.0, 2048.0, float(law.max_length)])
+    fit = np.polyfit(sizes, [settings.prompt_s(model, x) for x in sizes], 2)
     return float(1 / np.polyval(fit, drawn).mean())
 
 
-def num_requests(model: Model, data: Data, share: float, seconds: float) -> int:
-    """So many that they last, but for a chance of four standard deviations."""
-    return load_curves.enough(share * full_rate(model, data), seconds, deviations=4)
+def num_requests(config: Config) -> int:
+    """Enough for every model and data: so many that they share a program."""
+    return max(
+        load_curves.enough(
+            max(config.shares) * full_rate(MODELS[name], DATA[data]),
+            config.seconds,
+            deviations=4,
+        )
+        for name in config.models
+        for data in config.data
+    )
 
 
 def serve(
-    model: Model,
-    data: Data,
-    asked: Sequence[tuple[System, float]],
-    *,
-    seconds: float,
-    seed: int,
-    num: int,
-    progress: Progress = QUIET,
+    name: str, data: str, asked: Sequence[tuple[System, float]], config: Config
 ) -> Loads:
     """Serves the same requests by every system at its rate, all mapped together.
 
     Args:
-      model: what serves.
+      name: of the model.
       data: what is asked.
       asked: systems, each with a share of the full rate.
-      seconds: simulated.
-      seed: of lengths and arrivals.
-      num: requests that there are: enough for the highest rate.
-      progress: hears of it.
+      config: how long, and the seed.
     """
-    full = full_rate(model, data)
+    model, law, seconds = MODELS[name], DATA[data], config.seconds
+    full, num = full_rate(model, law), num_requests(config)
     members = []
     for system, share in asked:
-        rng = np.random.default_rng(seed)
-        load = arrivals.open_loop(rng, data.law, rate=share * full, num=num)
-        members.append(system.member(model, data, load))
+        rng = np.random.default_rng(config.seed)
+        load = arrivals.open_loop(rng, law, rate=share * full, num=num)
+        members.append(system.member(model, law, load))
     served = driver.simulate(
         driver.stack(members),
         max_slots=settings.MAX_SLOTS,
         head=HEAD,
         until_s=seconds,
         keep_trace=True,
-        progress=progress,
     )
     median_s = settings.prompt_s(model, float(np.median(members[0].workload.prompt)))
     rows = []
@@ -107,23 +109,27 @@ def serve(
         came = served.arrival_s[i] < seconds
         first_s = np.nan_to_num(served.first_s[i], nan=seconds) - served.arrival_s[i]
         ttft_s = float(np.median(first_s[came])) if came.any() else math.nan
-        gaps_s = gaps(served, i, seconds).seconds
+        gaps_s = _gaps_s(served, i, seconds)
         tails = [math.nan] * 3
         if gaps_s.size:
             tails = [*np.percentile(gaps_s, (50, 99)), gaps_s.max()]
-        row: list[Any] = [model.name, data.name, system.name, system.budget_of(data)]
+        row: list[Any] = [name, data, system.name, system.budget_of(law)]
         row += [share * full, share, ttft_s, ttft_s - median_s, *tails]
         rows.append([*row, served.means.batch[i], served.totals.preempted[i]])
     return Loads.of(rows)
 
 
-def gaps(served: Served, member: int, until_s: float) -> metrics.Gaps:
-    """Times between tokens of all sequences of one member."""
+def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...]:
+    """Whose tokens each step drew, and its end, of the steps of one member."""
     assert served.trace is not None
     trace = served.trace.member(member)
     keep = (trace.start_s < until_s) & (trace.info.micros > 0)
     end_s = trace.start_s[keep] + trace.info.micros[keep] / clock.SECOND
-    return metrics.gaps_between_tokens(np.asarray(trace.info.drew)[keep], end_s)
+    return np.asarray(trace.info.drew)[keep], end_s
+
+
+def _gaps_s(served: Served, member: int, until_s: float) -> np.ndarray:
+    return metrics.gaps_between_tokens(*_drawn(served, member, until_s)).seconds
 
 
 PATIENTS = 3
@@ -132,56 +138,41 @@ _LATE_S = (0.35, 1.0)
 _SHORT, _LONG, _ANSWER, _LAST = 256, 5000, 90, 30
 
 
-def timeline(model: Model, data: Data, ways: Sequence[System]) -> Timeline:
+def timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     """Lets two long prompts come while three sequences decode."""
     load = arrivals.make(
         np.array([0.0] * PATIENTS + [*_LATE_S]),
         np.array([_SHORT] * PATIENTS + [_LONG] * 2),
         np.array([_ANSWER] * PATIENTS + [_LAST] * 2),
     )
-    served = driver.simulate(
-        driver.stack([way.member(model, data, load) for way in ways]),
-        max_slots=8,
-        keep_trace=True,
-    )
-    assert served.trace is not None
+    members = [way.member(MODELS[name], DATA[data], load) for way in ways]
+    served = driver.simulate(driver.stack(members), max_slots=8, keep_trace=True)
     rows = []
     for i, way in enumerate(ways):
-        trace = served.trace.member(i)
-        end_s, drew = trace.start_s + trace.info.micros / clock.SECOND, trace.info.drew
-        step, slot = np.nonzero(np.asarray(drew) >= 0)
-        drawn = zip(np.asarray(drew)[step, slot], end_s[step], strict=True)
-        rows += [(way.name, *x) for x in drawn]
+        drew, end_s = _drawn(served, i, math.inf)
+        step, slot = np.nonzero(drew >= 0)
+        rows += [
+            (way.name, *x) for x in zip(drew[step, slot], end_s[step], strict=True)
+        ]
     return Timeline.of(rows)
 
 
-def capacity(loads: Loads, at_most_s: float) -> float:
-    """The rate at which 99 % of the gaps keep an objective, and nobody waits long.
+def capacities(loads: Loads) -> list[dict[str, Any]]:
+    """Requests a second that each system sustains, a row for each.
 
-    Args:
-      loads: a system's, of one model and data.
-      at_most_s: the objective.
+    It is the rate at which 99 % of the gaps keep an objective, and nobody waits long.
 
     Source: Agrawal et al. 2024, arXiv:2403.02310, section 5.1: the median delay of
     scheduling is 2 s at most.
     """
-    limits = ((loads.tbt_p99_s, at_most_s), (loads.delay_s, MAX_DELAY_S))
-    return min(
-        metrics.capacity(loads.rate, values, at_most_s=limit)
-        for values, limit in limits
-    )
-
-
-def capacities(loads: Loads) -> list[dict[str, Any]]:
-    """Requests a second that each system sustains, a row for each."""
+    rows = []
     names = zip(loads.model, loads.data, loads.system, strict=True)
-    return [
-        {"model": str(model), "data": str(data), "system": str(system)}
-        | {
-            f"{name}_per_s": capacity(
-                loads.where(model=model, data=data, system=system), limit_s
-            )
-            for name, limit_s in settings.MODELS[model].limits_s.items()
-        }
-        for model, data, system in dict.fromkeys(names)
-    ]
+    for model, data, system in dict.fromkeys(names):
+        here = loads.where(model=model, data=data, system=system)
+        prompt = metrics.capacity(here.rate, here.delay_s, at_most_s=MAX_DELAY_S)
+        row = {"model": str(model), "data": str(data), "system": str(system)}
+        for name, limit_s in MODELS[model].limits_s.items():
+            steady = metrics.capacity(here.rate, here.tbt_p99_s, at_most_s=limit_s)
+            row[f"{name}_per_s"] = min(steady, prompt)
+        rows.append(row)
+    return rows

@@ -3,6 +3,7 @@
 Source: Agrawal et al. 2024, arXiv:2403.02310, sections 5 and 5.1, tables 1 to 3.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,18 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness import cost_models
+from experiments.harness.cost_models import PAGE_SIZE
+from jaxkv import validation
 from jaxkv.scheduling.chunked_prefill import reading
 from jaxkv.simulation import Apart, Capacity, Members, costs
 from jaxkv.workloads import arrivals, lengths
-from scaling.costs import devices, parameters, serving
+from scaling.costs import devices, parameters
 from scaling.shapes import huggingface, published
 
-PAGE_SIZE = 16
 MAX_SLOTS = 128
 """Sequences at once at most: the largest batch of section 5.2."""
 DEVICE = "a100-80gb"
-MEMORY_SHARE = 0.9
-"""Of the GPUs' memory, weights and pages together: vLLM's default."""
 BANDWIDTH_SHARE, OVERHEAD_S = 0.8, 3e-3
 """What is reached of the data sheet's bandwidth, and what every step costs besides. Our
 choice: a decode step of 32 sequences of 4,096 tokens then takes 34 and 22 ms, where the
@@ -46,115 +46,77 @@ _YI_34B = {
 _MISTRAL_7B = published.CONFIGS["mistral-7b"] | {"sliding_window": None}
 
 
-class Model(NamedTuple):
-    """What is served, on how many GPUs, with what promise.
-
-    Attributes:
-      name: as the paper has it.
-      config: the model's shape.
-      num_devices: GPUs that share every layer.
-      strict_s: objective for the time between tokens, of which 99 % keep it.
-      relaxed_s: the same where users are patient.
-    """
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is served, on how many GPUs, with what promise."""
 
     name: str
+    """As the paper has it."""
     config: Mapping[str, object]
+    """Its shape."""
     num_devices: int
-    strict_s: float
-    relaxed_s: float
+    """GPUs that share every layer."""
+    limits_s: Mapping[str, float]
+    """Objectives for the time between tokens, of which 99 % keep it, by name: strict,
+    and relaxed, where users are patient."""
 
     @property
     def description(self) -> parameters.Description:
-        """Its shape."""
+        """Its shape, read."""
         return huggingface.describe(dict(self.config), name=self.name)
 
     @property
     def num_pages(self) -> int:
-        """Pages that fit beside the weights.
+        """Pages that fit.
 
         Yi-34B: (0.9 * 160 GB - 68.8 GB) / 245,760 bytes a token = 306,000 tokens.
         """
-        return serving.max_batch(
-            self.description,
-            devices.find(DEVICE),
-            context=PAGE_SIZE,
-            num_devices=self.num_devices,
-            memory_share=MEMORY_SHARE,
-        )
+        return cost_models.num_pages(self.description, DEVICE, self.num_devices)
 
-    @property
+    @functools.cached_property
     def cost(self) -> cost_models.Roofline:
         """How long its steps take."""
-        return _cost(self.name)
-
-    @property
-    def limits_s(self) -> dict[str, float]:
-        """Its objectives by name."""
-        return {"strict": self.strict_s, "relaxed": self.relaxed_s}
+        device = devices.find(DEVICE)
+        return cost_models.roofline(
+            self.description,
+            device,
+            num_devices=self.num_devices,
+            compute_share=device.measured_products / device.rate("bfloat16"),
+            bandwidth_share=BANDWIDTH_SHARE,
+            overhead_s=OVERHEAD_S,
+        ).cost
 
 
 MODELS: Mapping[str, Model] = {
-    "Yi-34B": Model("Yi-34B", _YI_34B, 2, 0.2, 1.0),
-    "Mistral-7B": Model("Mistral-7B", _MISTRAL_7B, 1, 0.1, 0.5),
+    "Yi-34B": Model("Yi-34B", _YI_34B, 2, {"strict": 0.2, "relaxed": 1.0}),
+    "Mistral-7B": Model("Mistral-7B", _MISTRAL_7B, 1, {"strict": 0.1, "relaxed": 0.5}),
 }
 
-
-@functools.cache
-def _cost(name: str) -> cost_models.Roofline:
-    model = MODELS[name]
-    device = devices.find(DEVICE)
-    found = cost_models.roofline(
-        model.description,
-        device,
-        num_devices=model.num_devices,
-        compute_share=device.measured_products / device.rate("bfloat16"),
-        bandwidth_share=BANDWIDTH_SHARE,
-        overhead_s=OVERHEAD_S,
-    ).cost
-    assert isinstance(found, cost_models.Roofline)
-    return found
-
-
-class Data(NamedTuple):
-    """Requests.
-
-    Attributes:
-      name: as the paper has it.
-      law: their lengths.
-      max_length: tokens; longer ones were left out.
-    """
-
-    name: str
-    law: lengths.Pair
-    max_length: int
+_NORMAL_P90 = 1.2816
 
 
 def _log_normal(median: float, sigma: float) -> lengths.LogNormal:
     return lengths.LogNormal(mean=median * math.exp(sigma**2 / 2), sigma=sigma)
 
 
-_NORMAL_P90 = 1.2816
-
-
-def _data(
-    name: str, prompt: tuple[int, int], output: int, sigma: float, max_length: int
-) -> Data:
+def _law(
+    prompt: tuple[int, int], output: int, sigma: float, max_length: int
+) -> lengths.Pair:
     """Log-normal lengths: of prompts by median and 90 %, of outputs by their median."""
     spread = math.log(prompt[1] / prompt[0]) / _NORMAL_P90
-    law = lengths.Pair(
+    return lengths.Pair(
         prompt=_log_normal(prompt[0], spread),
         output=_log_normal(output, sigma),
         max_prompt=max_length - 1,
         max_length=max_length,
     )
-    return Data(name, law, max_length)
 
 
-DATA: Mapping[str, Data] = {
-    "openchat": _data("openchat", (1730, 5696), 415, 0.55, 8192),
-    "arxiv": _data("arxiv", (7059, 12985), 208, 0.45, 16384),
+DATA: Mapping[str, lengths.Pair] = {
+    "openchat": _law((1730, 5696), 415, 0.55, 8192),
+    "arxiv": _law((7059, 12985), 208, 0.45, 16384),
 }
-"""The outputs' spread is our choice."""
+"""Lengths as the paper cuts them; the outputs' spread is our choice."""
 
 
 class System(NamedTuple):
@@ -178,23 +140,25 @@ class System(NamedTuple):
     many: bool = False
     reserves: bool = False
 
-    def budget_of(self, data: Data) -> int:
+    def budget_of(self, law: lengths.Pair) -> int:
         """Tokens of a step: one long prompt or several short ones, and who decodes."""
         if self.budget is not None:
             return self.budget
-        return (MAX_SLOTS if self.many else 1) * data.max_length + MAX_SLOTS
+        return (MAX_SLOTS if self.many else 1) * law.max_length + MAX_SLOTS
 
-    def member(self, model: Model, data: Data, workload: arrivals.Workload) -> Members:
+    def member(
+        self, model: Model, law: lengths.Pair, workload: arrivals.Workload
+    ) -> Members:
         """The machine that serves a workload this way."""
         most = None
         if self.reserves:
-            most = max(1, model.num_pages * PAGE_SIZE // data.max_length)
+            most = max(1, model.num_pages * PAGE_SIZE // law.max_length)
         policy = reading(whole=self.whole, first=self.first, max_running=most)
         capacity = Capacity.of(
             num_pages=model.num_pages,
             page_size=PAGE_SIZE,
-            max_length=data.max_length,
-            token_budget=self.budget_of(data),
+            max_length=law.max_length,
+            token_budget=self.budget_of(law),
         )
         cost = Apart(model.cost, jnp.asarray(self.apart))
         return Members(workload, capacity, policy, cost)
@@ -232,3 +196,34 @@ def prompt_s(model: Model, tokens: float, budget: float | None = None) -> float:
         for before, after in itertools.pairwise(edges)
     ]
     return sum(float(model.cost(step)) for step in steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How much is simulated."""
+
+    models: tuple[str, ...] = ("Yi-34B", "Mistral-7B")
+    """Names in `MODELS`; the first is looked at closely."""
+    data: tuple[str, ...] = ("openchat", "arxiv")
+    """Names in `DATA`; the first is looked at closely."""
+    shares: tuple[float, ...] = (0.04, 0.09, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
+    """Rates at which capacities are looked for, as shares of that at which reading
+    prompts alone fills the machine; ascending."""
+    budgets: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
+    """Tokens of a step at which chunks are compared; ascending."""
+    share: float = 0.4
+    """Rate of that comparison, and of the four ways."""
+    seconds: float = 600.0
+    """Simulated, of each."""
+    seed: int = 0
+    """Of lengths and arrivals."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is not known, or leaves nothing to compare."""
+        validation.among(self, "models", known=MODELS, least=1)
+        validation.among(self, "data", known=DATA, least=1)
+        validation.ascending(self, "shares", "budgets", least=2)
+        validation.above(self, "shares", "share", "seconds")
+        # A token for each sequence that decodes.
+        validation.at_least(self, "budgets", low=MAX_SLOTS)
+        validation.at_least(self, "seed", low=0)

@@ -22,7 +22,6 @@ from experiments.framework import (
     Ours,
     Part,
     Record,
-    Study,
     Texts,
     beside,
     column,
@@ -39,11 +38,8 @@ from experiments.harness import (
 )
 from experiments.harness.servings import Served
 from experiments.plotting import style, timelines
-from jaxkv import validation
-from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
-from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, static_batching
 
 NUM_REPORTED, NUM_CHARS = 6, 240
@@ -53,50 +49,24 @@ NUM_LINES = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(prompts.RaggedConfig):
     """The requests, and the engine that serves them."""
 
-    model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
-    num_requests: int = 48
-    """Requests, all there when the clock starts."""
-    prompt_tokens: tuple[int, int] = (16, 192)
-    """Shortest and longest prompt."""
-    output_tokens: tuple[int, int] = (16, 256)
-    """Shortest and longest limit of an answer; the model may end it earlier."""
-    sigma: float = 0.9
-    """Raggedness: standard deviation of the logarithm of both lengths."""
-    temperature: float = 0.7
-    """Of the draws."""
-    top_p: float = 0.95
-    """Of the draws."""
-    max_slots: int = 8
-    """Sequences that run at once."""
     max_length: int = 512
     """Token places that static batching reserves for each slot."""
-    page_size: int = 16
-    """Token places in a page."""
-    token_budget: int = 64
-    """Rows that a step feeds at most."""
-    steps_per_call: int = 16
-    """Steps between two looks of the host."""
-    seed: int = 0
-    """Of the prompts, the limits and the draws."""
 
     def __post_init__(self) -> None:
         """Refuses lengths that do not fit."""
-        validation.at_least(self, "num_requests", "max_slots", "page_size")
-        validation.at_least(self, "steps_per_call")
-        validation.at_least(self, "sigma", "seed", low=0)
-        for name in ("prompt_tokens", "output_tokens"):
-            validation.ascending(self, name, low=1, strictly=False)
-        longest = self.prompt_tokens[1] + self.output_tokens[1]
-        if longest > self.max_length:
+        super().__post_init__()
+        if self.longest > self.max_length:
             raise ValueError(
-                f"{self.prompt_tokens=} and {self.output_tokens=} may need {longest} "
-                f"tokens, more than {self.max_length=}"
+                f"{self.prompt_tokens=} and {self.output_tokens=} may need "
+                f"{self.longest} tokens, more than {self.max_length=}"
             )
 
+
+PANELS = (3, 1)
+PANEL_SIZE_INCHES = (7.2, 1.6)
 
 CONFIGS = {
     "real": Config(),
@@ -136,16 +106,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves the requests under both policies; ended early, it has what is done."""
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     progress.show("cutting prompts from files that the model has not seen")
-    requests = prompts.ragged_requests(
-        model.tokenizer,
-        np.random.default_rng(config.seed),
-        config.prompt_tokens,
-        config.output_tokens,
-        sigma=config.sigma,
-        num=config.num_requests,
-        ask=Sampling(temperature=config.temperature, top_p=config.top_p),
-        seed=config.seed,
-    )
+    rng = np.random.default_rng(config.seed)
+    requests = config.requests(model.tokenizer, rng)
     served = [_serve(config, model, name, requests, progress) for name in POLICIES]
     return Result(np.array([request.text for request in requests]), *served)
 
@@ -257,18 +219,8 @@ def _serve(
     progress: Progress,
 ) -> Served:
     """Serves the requests under one policy, before the person's eyes."""
-    num = len(requests)
-    bounds = EngineConfig(
-        num_pages=config.max_slots * -(-config.max_length // config.page_size),
-        page_size=config.page_size,
-        max_slots=config.max_slots,
-        max_length=config.max_length,
-        max_sequences=num,
-        queue_capacity=num,
-        submit_width=num,
-        token_budget=config.token_budget,
-        steps_per_call=config.steps_per_call,
-    )
+    num, pages = len(requests), -(-config.max_length // config.page_size)
+    bounds = config.bounds(config.max_slots * pages, config.max_length)
     engine = model_shapes.engine(model, bounds, policy=POLICIES[name])
     update = progress.bar(name, num, "requests")
     compile_s, done = 0.0, {}
@@ -286,17 +238,3 @@ def _serve(
         page_size=config.page_size,
         compile_s=compile_s,
     )
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    metrics=metrics,
-    summary=summary,
-    panels=(3, 1),
-    panel_size_inches=(7.2, 1.6),
-)
-STUDIES = (STUDY,)

@@ -5,57 +5,32 @@ that suit it, and keys and values cross over in between: the experiments of Dist
 with the times of steps that its authors published, and queues beside their formulas.
 """
 
-import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import Part, Record, Study, column, report, table
-from experiments.serving.disaggregation import drawing, published, queues, runs
-from experiments.serving.disaggregation.queues import Queues
+from experiments.framework import (
+    Ours,
+    Part,
+    Record,
+    beside,
+    column,
+    ours,
+    report,
+    table,
+)
+from experiments.serving.disaggregation import drawing, queues, runs, settings
+from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, Queues
 from experiments.serving.disaggregation.runs import Loads
 from experiments.serving.disaggregation.settings import (
-    APPLICATIONS,
     EXAMPLE,
     KNOWN,
     LINK,
+    Config,
     Instance,
 )
-from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation.disaggregated import Role, Split
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How much is simulated."""
-
-    applications: tuple[str, ...] = tuple(APPLICATIONS)
-    """Names in `settings.APPLICATIONS`."""
-    shares: tuple[float, ...] = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1)
-    """Rates at which goodput is looked for, as shares of one that is hardly sustained;
-    ascending."""
-    links: tuple[float, ...] = (2e9, 4e9, 6e9, 8e9, 12e9, 25e9)
-    """Slower ways for keys and values, bytes a second from GPU to GPU."""
-    seconds: float = 300.0
-    """Simulated, of each."""
-    queue_loads: tuple[float, ...] = (0.2, 0.4, 0.6, 0.75)
-    """What a machine's time is taken up by, where it is a queue; below 1."""
-    queue_requests: int = 16000
-    """Of each seed."""
-    queue_seeds: int = 384
-    """Seeds of each load."""
-    seed: int = 0
-    """Of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Refuses what is not known, or leaves nothing to compare."""
-        validation.among(self, "applications", known=APPLICATIONS)
-        validation.above(self, "shares", "links", "seconds")
-        validation.ascending(self, "shares", least=2)
-        validation.ascending(self, "queue_loads", strictly=False)
-        validation.within(self, "queue_loads", low=0, high=1, ends="()")
-        validation.at_least(self, "queue_requests", "queue_seeds", low=2)
-        validation.at_least(self, "seed", low=0)
-
 
 CONFIGS = {
     "smoke": Config(
@@ -82,9 +57,8 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates everything."""
-    names = (EXAMPLE, *config.applications)
     asked: list[tuple[str, Role, Instance, float]] = []
-    for name in names:
+    for name in (EXAMPLE, *config.applications):
         x = KNOWN[name]
         phases: dict[Role, tuple[int, ...]]
         phases = {"both": (x.together,), "prefill": x.ways, "decode": x.ways}
@@ -92,22 +66,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             for instance in [Instance(x.model, num) for num in ways]:
                 most = runs.bounds(x, instance)[role]
                 asked += [(name, role, instance, part * most) for part in config.shares]
-    how: Any = {"seconds": config.seconds, "seed": config.seed, "progress": progress}
     progress.show("one machine, either phase or both")
-    alone = runs.alone(asked, **how)
+    alone = runs.alone(asked, config, progress)
+    found = runs.phases(alone)
+    placements = [(name, *runs.best(name, found)) for name in config.applications]
     # The example's is as the paper has it, whatever would be best here.
-    example = runs.phases(EXAMPLE, alone)
-    one, rates = Instance(KNOWN[EXAMPLE].model, 1), [x[1] for x in example.values()]
-    two_and_one = (
-        Split(one.machine, one.machine, 2, 1, LINK),
-        min(2 * rates[0], rates[1]),
-    )
-    placements = [(name, *runs.best(name, alone)) for name in config.applications]
-    placements.append((EXAMPLE, *two_and_one))
-    num = sum(most > 0 for _, _, most in placements)
+    reads, decodes = (x["rate_per_s"] for x in found if x["name"] == EXAMPLE)
+    one, sustained = Instance(KNOWN[EXAMPLE].model, 1).machine, min(2 * reads, decodes)
     placements += [
-        (EXAMPLE, two_and_one[0]._replace(link=link), two_and_one[1])
-        for link in config.links
+        (EXAMPLE, Split(one, one, 2, 1, link), sustained)
+        for link in (LINK, *config.links)
     ]
     top = [1.15 * x / max(config.shares) for x in config.shares if x >= 0.2]
     progress.show("machines for either phase")
@@ -118,37 +86,76 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             if most > 0
             for share in top
         ],
-        **how,
+        config,
+        progress,
     )
+    is_slow = (both.name == EXAMPLE) & (both.link != LINK)
     return Result(
         alone=alone,
-        split=both.at(slice(num * len(top))),
-        links=both.at(slice(num * len(top), None)),
-        queues=queues.measure(
-            config.queue_loads,
-            num=config.queue_requests,
-            num_seeds=config.queue_seeds,
-            seed=config.seed,
-            progress=progress,
-        ),
+        split=both.at(~is_slow),
+        links=both.at(is_slow),
+        queues=queues.measure(config, progress),
     )
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Finds everything; parts that were not simulated are left out."""
+    found, queues = runs.goodputs(result.alone, result.split), result.queues
+    here, (reads, decodes) = found[0], runs.phases(result.alone)[:2]
+    together, split = here["together_per_card_per_s"], here["split_per_card_per_s"]
+    yield ours("example", together, what="both phases on one card")
+    yield ours("example", reads["rate_per_s"], what="prompts alone")
+    yield ours("example", decodes["rate_per_s"], what="decoding alone")
+    coupled = "two cards that read and one that decodes, for each card"
+    yield ours("example", split, what=coupled)
+    yield ours("more", split / together if together > 0 else math.nan)
+    for row in found[1:]:
+        yield from _application(row)
+    yield from _transfers(result.split)
+    off, known = abs(queues.off).max(1), (queues.error_s / queues.waiting_s).max(1)
+    words: dict[str, Any] = {"low": queues.rate.min(), "high": queues.rate.max()}
+    words["service"] = SERVICE_S
+    for machine, most, error in zip(MACHINES, off, known, strict=True):
+        yield ours("queue", 100 * most, machine=machine, error=100 * error, **words)
+
+
+def _application(row: dict[str, Any]) -> Iterator[Ours]:
+    together, apart = row["together_per_card_per_s"], row["split_per_card_per_s"]
+    low, high = KNOWN[row["name"]].ratio
+    if not math.isnan(apart):
+        yield ours(
+            "application" if low == high else "span",
+            apart / together if together > 0 else math.nan,
+            published=low,
+            name=row["name"],
+            where=KNOWN[row["name"]].where,
+            ratio=f"{low:g}" if low == high else f"{low:g} to {high:g}",
+            rates=f"{apart:.3g} against {together:.3g} requests/s for each card, "
+            f"{row['placement']}",
+        )
+
+
+def _transfers(split: Loads) -> Iterator[Ours]:
+    size = 512 * settings.kv_bytes("opt-66b") / 2**30
+    yield ours("kv", size)
+    yield ours("need", 10 * size)
+    here = split.where(name="chat, 66B")
+    if len(here):
+        quick, slowest_s = float(here.quick_share.min()), float(here.transfer_s.max())
+        yield ours("transfers", quick, link=LINK / 1e9, most=1000 * slowest_s)
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists every load, and the queues."""
-    told = {"goodput": published.goodputs(result), "queues": result.queues.rows()}
-    return table.metrics(result) | told
+    """Lists every load, what GPUs sustain, and the queues."""
+    found = runs.goodputs(result.alone, result.split)
+    more = {"goodput": found, "queues": result.queues.rows()}
+    return table.metrics(result) | more
 
 
 def summary(result: Result) -> list[Part]:
     """Puts placements, and queues and formulas, beside each other."""
     each = "requests/s for each GPU"
-    phases = [
-        {"name": name, "role": role, "ways": ways, "rate_per_s": rate}
-        for name in result.alone.distinct("name")
-        for role, found in runs.phases(name, result.alone).items()
-        for ways, rate in found.items()
-    ]
     links = [
         {
             "GB/s": link / 1e9,
@@ -158,14 +165,11 @@ def summary(result: Result) -> list[Part]:
         for link in result.links.distinct("link")
         for here in [result.links.where(link=link)]
     ]
-    waits = [
-        row | {"off_share": off}
-        for row, off in zip(result.queues.rows(), result.queues.off.flat, strict=True)
-    ]
+    waits = zip(result.queues.rows(), result.queues.off.flat, strict=True)
     return [
         report.row_sheet(
             "requests a second, for each GPU, of which 90 % keep both objectives",
-            published.goodputs(result),
+            runs.goodputs(result.alone, result.split),
             {
                 "application": "name",
                 "together": "together_per_card_per_s",
@@ -176,7 +180,7 @@ def summary(result: Result) -> list[Part]:
         ),
         report.row_sheet(
             "one phase alone",
-            phases,
+            runs.phases(result.alone),
             {
                 "application": "name",
                 "phase": "role",
@@ -196,7 +200,7 @@ def summary(result: Result) -> list[Part]:
         ),
         report.row_sheet(
             "queues of prompts",
-            waits,
+            [row | {"off_share": off} for row, off in waits],
             {
                 "machine": "machine",
                 "requests/s": "rate_per_s",
@@ -208,16 +212,5 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=drawing.draw,
-        claims=published.claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(2, 3),
-        panel_size_inches=(3.2, 2.5),
-    ),
-)
+plot = drawing.plot
+PANELS, PANEL_SIZE_INCHES = (2, 3), (3.2, 2.5)

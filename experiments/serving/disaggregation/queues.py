@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Record, column
+from experiments.framework import Record, column, table
 from experiments.harness import cost_models
+from experiments.serving.disaggregation.settings import Config
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity, Members, driver
@@ -31,10 +32,10 @@ WARM_UP = 1 / 16
 
 
 class Queues(Record):
-    """Machines under loads."""
+    """Machines under loads: all but the rate is `[machines, loads]`."""
 
     rate: np.ndarray = column("requests a second: [loads]")
-    formula_s: np.ndarray = column("mean time to the first token: [machines, loads]")
+    formula_s: np.ndarray = column("mean time to the first token")
     simulated_s: np.ndarray = column("the same, simulated")
     waiting_s: np.ndarray = column("how much of the formula's is waiting")
     error_s: np.ndarray = column("standard error of what was simulated, over seeds")
@@ -46,18 +47,11 @@ class Queues(Record):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each machine and load."""
-        return [
-            {
-                "machine": machine,
-                "rate_per_s": rate,
-                "formula_s": self.formula_s[i, j],
-                "simulated_s": self.simulated_s[i, j],
-                "waiting_s": self.waiting_s[i, j],
-                "error_s": self.error_s[i, j],
-            }
-            for i, machine in enumerate(MACHINES)
-            for j, rate in enumerate(self.rate)
-        ]
+        rate, *values = table.parts(self).values()
+        machines, rates = np.repeat(MACHINES, len(rate)), np.tile(rate, len(MACHINES))
+        names = ("machine", "rate_per_s", *[*self.columns()][1:])
+        columns = (machines, rates, *(x.ravel() for x in values))
+        return table.by_row(dict(zip(names, columns, strict=True)))
 
 
 def formula_s(machine: str, rate: float) -> float:
@@ -79,32 +73,18 @@ def formula_s(machine: str, rate: float) -> float:
     return d + metrics.waiting_s(r, d)
 
 
-def measure(
-    loads: tuple[float, ...],
-    *,
-    num: int,
-    num_seeds: int,
-    seed: int,
-    progress: Progress = QUIET,
-) -> Queues:
-    """Simulates every machine under every load.
-
-    Args:
-      loads: R D, what one machine's time is taken up by, below 1.
-      num: requests of each seed.
-      num_seeds: how many, at least 2.
-      seed: of the first.
-      progress: hears of it.
-    """
+def measure(config: Config, progress: Progress = QUIET) -> Queues:
+    """Simulates every machine under every load."""
+    loads, num = config.queue_loads, config.queue_requests
     came = np.stack(
         [
             poisson(
-                np.random.default_rng((seed, i, round(1e6 * load))),
+                np.random.default_rng((config.seed, i, round(1e6 * load))),
                 rate=load / SERVICE_S,
                 num=num,
             )
             for load in loads
-            for i in range(num_seeds)
+            for i in range(config.queue_seeds)
         ]
     )
     stage_s = SERVICE_S / 2
@@ -113,7 +93,7 @@ def measure(
     stages = _serve(_serve(came, stage_s, progress), stage_s, progress)
     first = round(WARM_UP * num)
     means = [np.mean((x - came)[:, first:], axis=1) for x in (one, tensor, stages)]
-    each = np.stack(means).reshape(len(MACHINES), len(loads), num_seeds)
+    each = np.stack(means).reshape(len(MACHINES), len(loads), config.queue_seeds)
     rates = np.array(loads) / SERVICE_S
     formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINES])
     shortest = np.array([SERVICE_S, SERVICE_S / SPEED_UP, SERVICE_S])
@@ -122,7 +102,7 @@ def measure(
         formula_s=formulas,
         simulated_s=each.mean(axis=2),
         waiting_s=formulas - shortest[:, None],
-        error_s=each.std(axis=2, ddof=1) / np.sqrt(num_seeds),
+        error_s=each.std(axis=2, ddof=1) / np.sqrt(config.queue_seeds),
     )
 
 

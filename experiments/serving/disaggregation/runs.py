@@ -1,23 +1,31 @@
 """What each placement of the two phases sustains, and which one sustains most."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments.framework import Floats, Ints, Table, Texts, column
 from experiments.serving.disaggregation import settings
-from experiments.serving.disaggregation.settings import KNOWN, Application, Instance
-from jaxkv.progress import QUIET, Progress
+from experiments.serving.disaggregation.settings import (
+    EXAMPLE,
+    KNOWN,
+    Application,
+    Config,
+    Instance,
+)
+from jaxkv.progress import Progress
 from jaxkv.simulation import disaggregated
 from jaxkv.simulation.disaggregated import Answers, Job, Role, Split
 from jaxkv.workloads import metrics
 
 SHARE = 0.9
 """Of the requests that must keep the objectives."""
-
-
 QUICK_S = 0.03
+"""Of a transfer, in the paper."""
+
+type Placement = tuple[str, int, int, int, int, float]
+"""Role, degrees of either phase, machines of either, and the link: as in `Loads`."""
 
 
 class Loads(Table):
@@ -46,18 +54,10 @@ def row(
     name: str,
     answers: Answers,
     objectives: metrics.Objectives,
-    placement: tuple[str, int, int, int, int, float],
+    placement: Placement,
     rate: float,
-) -> tuple[Any, ...]:
-    """Judges answers.
-
-    Args:
-      name: of the application.
-      answers: what became of the requests.
-      objectives: what was promised.
-      placement: role, ways of either phase, machines of either, and the link.
-      rate: requests a second.
-    """
+) -> tuple[object, ...]:
+    """Judges answers by the objectives, under so many requests a second."""
     a = answers
     came = np.isfinite(a.arrival_s)
     first_s = metrics.time_to_first_token_s(a.arrival_s, a.first_s)[came]
@@ -68,75 +68,76 @@ def row(
         for x in (first_s, gap_s)
     ]
     kept = metrics.attainment(a.arrival_s, a.first_s, a.finish_s, a.output, objectives)
-    kept_first, kept_gap = (
-        first_s <= objectives.first_s,
-        gap_s <= objectives.per_token_s,
-    )
+    parts = zip((first_s, gap_s), objectives, strict=True)
+    shares = (float(kept), *(np.mean(x <= most) for x, most in parts))
     sent_s = a.transfer_s[np.isfinite(a.transfer_s)]
     sent = (0.0, 1.0)
     if sent_s.size:
         sent = (float(np.quantile(sent_s, 0.95)), float(np.mean(sent_s <= QUICK_S)))
     _, ways, other, num, num_other, _ = placement
     rates = (rate, rate / (ways * num + other * num_other))
-    shares = (float(kept), np.mean(kept_first), np.mean(kept_gap))
     return (name, *placement, *rates, *tails, *shares, *sent, a.preempted)
 
 
 def alone(
     asked: Sequence[tuple[str, Role, Instance, float]],
-    *,
-    seconds: float,
-    seed: int,
-    progress: Progress = QUIET,
+    config: Config,
+    progress: Progress,
 ) -> Loads:
     """Serves loads by single machines.
 
     Args:
       asked: an application's name, what the machine does, its GPUs, requests a second.
-      seconds: simulated.
-      seed: of lengths and arrivals.
+      config: how long, and the seed.
       progress: hears of it.
     """
-    jobs = []
+    jobs, seconds = [], config.seconds
     for name, role, instance, rate in asked:
-        requests = disaggregated.ask(KNOWN[name].law, rate, seconds, seed)
+        requests = disaggregated.ask(KNOWN[name].law, rate, seconds, config.seed)
         if role == "decode":  # who draws one token alone never comes here
             requests = disaggregated.take(requests, requests.tokens.output > 1)
         jobs.append(Job(instance.machine, role, requests))
-    rows = []
     served = disaggregated.serve(
         jobs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
     )
-    for (name, role, (_, ways), rate), answers in zip(asked, served, strict=True):
-        counted = disaggregated.counted(answers, seconds)
-        placement = (role, ways, 0, 1, 0, 0.0)
-        if role == "decode":
-            placement = (role, 0, ways, 0, 1, 0.0)
-        rows.append(row(name, counted, KNOWN[name].objectives, placement, rate))
-    return Loads.of(rows)
+    counted = [disaggregated.counted(answers, seconds) for answers in served]
+    placed: list[Placement] = [
+        ("decode", 0, num, 0, 1, 0.0) if role == "decode" else (role, num, 0, 1, 0, 0.0)
+        for _, role, (_, num), _ in asked
+    ]
+    return _loads([(name, rate) for name, *_, rate in asked], placed, counted)
 
 
 def split(
-    asked: Sequence[tuple[str, Split, float]],
-    *,
-    seconds: float,
-    seed: int,
-    progress: Progress = QUIET,
+    asked: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
 ) -> Loads:
     """Serves loads by machines for either phase; arguments as those of `alone`."""
-    pairs = [
-        (p, disaggregated.ask(KNOWN[name].law, rate, seconds, seed))
-        for name, p, rate in asked
-    ]
-    rows = []
     served = disaggregated.split(
-        pairs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
+        [
+            (p, disaggregated.ask(KNOWN[name].law, rate, config.seconds, config.seed))
+            for name, p, rate in asked
+        ],
+        config.seconds,
+        max_slots=settings.MAX_SLOTS,
+        progress=progress,
     )
-    for (name, p, rate), answers in zip(asked, served, strict=True):
+    placed: list[Placement] = []
+    for _, p, _ in asked:
         ways = p.prefill.num_gpus, p.decode.num_gpus
-        placement = ("split", *ways, p.num_prefill, p.num_decode, p.link)
-        rows.append(row(name, answers, KNOWN[name].objectives, placement, rate))
-    return Loads.of(rows)
+        placed.append(("split", *ways, p.num_prefill, p.num_decode, p.link))
+    return _loads([(name, rate) for name, _, rate in asked], placed, served)
+
+
+def _loads(
+    asked: list[tuple[str, float]],
+    placed: list[Placement],
+    served: Iterable[Answers],
+) -> Loads:
+    rows = zip(asked, placed, served, strict=True)
+    return Loads.of(
+        row(name, answers, KNOWN[name].objectives, placement, rate)
+        for (name, rate), placement, answers in rows
+    )
 
 
 def bounds(application: Application, instance: Instance) -> dict[Role, float]:
@@ -160,40 +161,57 @@ def bounds(application: Application, instance: Instance) -> dict[Role, float]:
     }
 
 
-def goodput(loads: Loads, field: str = "attained", *, per_card: bool = True) -> float:
-    """The rate at which 90 % of the requests still keep what they must."""
-    rates = loads.rate_per_card if per_card else loads.rate
-    order = np.argsort(rates)
-    return metrics.goodput(rates[order], getattr(loads, field)[order], share=SHARE)
+def goodput(loads: Loads, field: str = "attained") -> float:
+    """The rate of each GPU at which 90 % of the requests keep what they must."""
+    order = np.argsort(loads.rate_per_card)
+    kept = getattr(loads, field)[order]
+    return metrics.goodput(loads.rate_per_card[order], kept, share=SHARE)
 
 
-def each(loads: Loads, *, per_card: bool = True) -> float:
+def each(loads: Loads) -> float:
     """The rate at which 90 % keep either objective, each by itself: figure 1."""
-    return min(
-        goodput(loads, field, per_card=per_card)
-        for field in ("attained_first", "attained_gap")
-    )
+    return min(goodput(loads, name) for name in ("attained_first", "attained_gap"))
 
 
-def phases(name: str, found: Loads) -> dict[str, dict[int, float]]:
-    """What each GPU sustains of one phase alone, by phase and tensor-parallel degree.
+def goodputs(alone: Loads, split: Loads) -> list[dict[str, Any]]:
+    """What each application's GPUs sustain, a row for each: the example's first."""
+    rows = []
+    for name in alone.distinct("name"):
+        apart = split.where(name=name)
+        of = each if name == EXAMPLE else goodput
+        found, placement = np.nan, "-"
+        if len(apart):
+            found = of(apart)
+            placement = (
+                "{num_prefill} x {prefill_ways} cards that read and "
+                "{num_decode} x {decode_ways} that decode"
+            ).format_map(apart.rows()[0])
+        both = of(alone.where(name=name, role="both"))
+        rows.append(
+            {
+                "name": name,
+                "together_per_card_per_s": both,
+                "split_per_card_per_s": found,
+                "placement": placement,
+            }
+        )
+    return rows
 
-    Args:
-      name: of the application.
-      found: single machines under loads.
-    """
+
+def phases(found: Loads) -> list[dict[str, Any]]:
+    """What each GPU sustains of one phase alone, a row for each kind of machine."""
     fields = {"prefill": "attained_first", "decode": "attained_gap"}
-    return {
-        role: {
-            num: goodput(here.where(**{f"{role}_ways": num}), field)
-            for here in [found.where(name=name, role=role)]
-            for num in here.distinct(f"{role}_ways")
-        }
+    return [
+        {"name": name, "role": role, "ways": num, "rate_per_s": goodput(alone, field)}
+        for name in found.distinct("name")
         for role, field in fields.items()
-    }
+        for here in [found.where(name=name, role=role)]
+        for num in here.distinct(f"{role}_ways")
+        for alone in [here.where(**{f"{role}_ways": num})]
+    ]
 
 
-def best(name: str, found: Loads) -> tuple[Split, float]:
+def best(name: str, found: list[dict[str, Any]]) -> tuple[Split, float]:
     """The placement that should sustain most a GPU, and what it should in all.
 
     Each phase takes the machine that alone sustains most a GPU, then as many of either
@@ -201,17 +219,18 @@ def best(name: str, found: Loads) -> tuple[Split, float]:
 
     Args:
       name: of the application.
-      found: single machines under loads.
+      found: what single machines sustain, rows of `phases`.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, algorithm 1.
     """
     chosen, rates = [], []
-    for of_each in phases(name, found).values():
-        ways = max(of_each, key=lambda num: of_each[num])
-        chosen.append(Instance(KNOWN[name].model, ways).machine)
-        rates.append(of_each[ways] * ways)
-    most = range(1, settings.MAX_INSTANCES + 1)
-    placements = [Split(*chosen, n, m, settings.LINK) for n in most for m in most]
+    for role in ("prefill", "decode"):
+        here = [x for x in found if (x["name"], x["role"]) == (name, role)]
+        most = max(here, key=lambda row: row["rate_per_s"])
+        chosen.append(Instance(KNOWN[name].model, most["ways"]).machine)
+        rates.append(most["rate_per_s"] * most["ways"])
+    nums = range(1, settings.MAX_INSTANCES + 1)
+    placements = [Split(*chosen, n, m, settings.LINK) for n in nums for m in nums]
 
     def sustains(p: Split) -> float:
         return min(p.num_prefill * rates[0], p.num_decode * rates[1])

@@ -3,9 +3,12 @@
 Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, figure 1.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 from experiments.harness import cost_models
+from experiments.harness.cost_models import PAGE_SIZE
+from jaxkv import validation
 from jaxkv.simulation import Capacity
 from jaxkv.simulation.disaggregated import Machine
 from jaxkv.workloads import Objectives, lengths
@@ -13,9 +16,6 @@ from scaling.costs import devices, serving
 from scaling.shapes import published
 
 DEVICE = "a100-80gb"
-MEMORY_SHARE = 0.9
-"""Of the GPUs' memory, weights and pages together: vLLM's default."""
-PAGE_SIZE = 16
 MAX_SLOTS = 256
 """Sequences at once at most: vLLM's default."""
 MAX_LENGTH = 2048
@@ -42,23 +42,13 @@ class Instance(NamedTuple):
     @property
     def cost(self) -> cost_models.Linear:
         """How long its steps take."""
-        found = cost_models.distserve(f"distserve:{self.model}:{self.ways}").cost
-        assert isinstance(found, cost_models.Linear)
-        return found
+        return cost_models.distserve(f"distserve:{self.model}:{self.ways}").cost
 
     @property
     def num_pages(self) -> int:
-        """Pages that fit beside the weights.
-
-        OPT-13B on one GPU: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
-        """
-        return serving.max_batch(
-            published.describe(self.model),
-            devices.find(DEVICE),
-            context=PAGE_SIZE,
-            num_devices=self.ways,
-            memory_share=MEMORY_SHARE,
-        )
+        """Pages that fit beside the weights."""
+        description = published.describe(self.model)
+        return cost_models.num_pages(description, DEVICE, self.ways)
 
     @property
     def machine(self) -> Machine:
@@ -101,12 +91,9 @@ class Application(NamedTuple):
 
 def _law(mean: tuple[float, float], shape: tuple[float, float]) -> lengths.Pair:
     """Gamma distributions of prompts and of answers."""
-    prompt, output = (
-        lengths.Gamma(mean=x, shape=y) for x, y in zip(mean, shape, strict=True)
-    )
     return lengths.Pair(
-        prompt=prompt,
-        output=output,
+        prompt=lengths.Gamma(mean=mean[0], shape=shape[0]),
+        output=lengths.Gamma(mean=mean[1], shape=shape[1]),
         max_prompt=MAX_LENGTH - 1,
         max_length=MAX_LENGTH,
         keeps_means=True,
@@ -152,3 +139,36 @@ KNOWN = APPLICATIONS | {
         where="section 2",
     )
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How much is simulated."""
+
+    applications: tuple[str, ...] = tuple(APPLICATIONS)
+    """Names in `APPLICATIONS`."""
+    shares: tuple[float, ...] = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1)
+    """Rates at which goodput is looked for, as shares of one that is hardly sustained;
+    ascending."""
+    links: tuple[float, ...] = (2e9, 4e9, 6e9, 8e9, 12e9, 25e9)
+    """Slower ways for keys and values, bytes a second from GPU to GPU."""
+    seconds: float = 300.0
+    """Simulated, of each."""
+    queue_loads: tuple[float, ...] = (0.2, 0.4, 0.6, 0.75)
+    """What a machine's time is taken up by, where it is a queue; below 1."""
+    queue_requests: int = 16000
+    """Of each seed."""
+    queue_seeds: int = 384
+    """Seeds of each load."""
+    seed: int = 0
+    """Of lengths and arrivals."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is not known, or leaves nothing to compare."""
+        validation.among(self, "applications", known=APPLICATIONS)
+        validation.above(self, "shares", "links", "seconds")
+        validation.ascending(self, "shares", least=2)
+        validation.ascending(self, "queue_loads", strictly=False)
+        validation.within(self, "queue_loads", low=0, high=1, ends="()")
+        validation.at_least(self, "queue_requests", "queue_seeds", low=2)
+        validation.at_least(self, "seed", low=0)

@@ -27,7 +27,6 @@ from experiments.framework import (
     Ints,
     Ours,
     Record,
-    Study,
     Table,
     beside,
     column,
@@ -73,6 +72,8 @@ class Config:
                 f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
             )
 
+
+PANELS = (1, 3)
 
 CONFIGS = {
     "smoke": Config(lengths=(64, 128, 256), contexts=(64, 256), head_dim=16, repeats=2),
@@ -304,16 +305,3 @@ def plot(axes: Any, result: Result) -> None:
         ax.set(title=title, xlabel=x, ylabel=y, yscale="log")
         ax.yaxis.set_major_formatter("{x:,g}")
         ax.legend()
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        panels=(1, 3),
-    ),
-)

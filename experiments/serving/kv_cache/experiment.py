@@ -26,7 +26,6 @@ from experiments.framework import (
     Part,
     Record,
     Sheet,
-    Study,
     beside,
     column,
     ours,
@@ -73,6 +72,8 @@ class Config:
         validation.ascending(self, "counted_lengths", low=1, least=2)
         validation.at_least(self, "repeats")
 
+
+PANELS = (2, 2)
 
 CONFIGS = {
     "smoke": Config(lengths=(4, 8), counted_lengths=(64, 2**18, 2**20), repeats=2),
@@ -319,16 +320,3 @@ def _seconds(call: Any) -> float:
     start_s = time.perf_counter()
     call().block_until_ready()
     return time.perf_counter() - start_s
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    metrics=metrics,
-    summary=summary,
-    panels=(2, 2),
-)
-STUDIES = (STUDY,)

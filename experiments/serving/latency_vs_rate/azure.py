@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Part, Study, report
+from experiments.framework import Part, report
 from experiments.harness import cost_models
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate.runs import Row
@@ -21,31 +21,34 @@ from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity, Members, Served, driver
-from jaxkv.workloads import metrics, recordings
-from scaling.costs import devices, serving
+from jaxkv.workloads import recordings
+from jaxkv.workloads.metrics import (
+    percentile,
+    time_per_output_token_s,
+    time_to_first_token_s,
+)
+from scaling.costs import devices
 from scaling.shapes import published
 
 TRACES = ("azure_conv", "azure_code")
 FOLDER = "JAXKV_DATA"
 """The environment's variable that names the folder in which `traces/` lies."""
 
-MEMORY_SHARE = 0.9
-"""Of a GPU's memory that is used, vLLM's default; the rest is for activations."""
-PAGE_SIZE, MAX_SLOTS, HEAD = 16, 256, 16
+MAX_SLOTS, HEAD = 256, 16
 BUDGET = 2048
 """Tokens fed in a step: prompts are read in chunks beside what decodes."""
 MAX_LENGTH = 1 << 14
 """Tokens of the longest request; some are longer than the models were made for."""
 
 
-def num_pages(model: str, device: str, num_devices: int) -> int:
-    """Pages that fit beside the weights."""
-    return serving.max_batch(
-        published.describe(model),
-        devices.find(device),
-        context=PAGE_SIZE,
-        num_devices=num_devices,
-        memory_share=MEMORY_SHARE,
+def capacity(model: str, device: str, num_devices: int) -> Capacity:
+    """The pages that fit beside the weights."""
+    found = published.describe(model)
+    return Capacity.of(
+        num_pages=cost_models.num_pages(found, device, num_devices),
+        page_size=cost_models.PAGE_SIZE,
+        max_length=MAX_LENGTH,
+        token_budget=BUDGET,
     )
 
 
@@ -66,14 +69,22 @@ class Config:
         """Refuses models that the GPUs do not hold."""
         validation.among(self, "traces", known=TRACES, least=1)
         validation.at_least(self, "num_devices")
-        for name in self.models:
-            for num in self.num_devices:
-                if num_pages(name, self.device, num) * PAGE_SIZE < MAX_LENGTH:
-                    raise ValueError(
-                        f"{name} and {MAX_LENGTH:,} tokens do not fit {num} x "
-                        f"{devices.find(self.device).name}"
-                    )
+        for name, num in self.asked:
+            found = published.describe(name)
+            pages = cost_models.num_pages(found, self.device, num)
+            if pages * cost_models.PAGE_SIZE < MAX_LENGTH:
+                raise ValueError(
+                    f"{name} and {MAX_LENGTH:,} tokens do not fit {num} x "
+                    f"{devices.find(self.device).name}"
+                )
 
+    @property
+    def asked(self) -> list[tuple[str, int]]:
+        """Every model on every number of GPUs."""
+        return [*itertools.product(self.models, self.num_devices)]
+
+
+SWITCH = ("traces", True)
 
 CONFIGS = {"azure": Config()}
 
@@ -99,23 +110,17 @@ def find(trace: str) -> Path:
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     """Replays recordings, each by every model on every number of GPUs at a time."""
     rows: list[Row] = []
-    asked = [(name, num) for name in config.models for num in config.num_devices]
     for trace in config.traces:
         recording = recordings.read(find(trace))
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
             Members(
                 recording.workload(),
-                Capacity.of(
-                    num_pages=num_pages(name, config.device, num),
-                    page_size=PAGE_SIZE,
-                    max_length=MAX_LENGTH,
-                    token_budget=BUDGET,
-                ),
+                capacity(name, config.device, num),
                 fcfs.fcfs(),
                 cost_models.find(f"roofline:{name}:{config.device}:{num}").cost,
             )
-            for name, num in asked
+            for name, num in config.asked
         ]
         served = driver.simulate(
             driver.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
@@ -125,7 +130,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         rows += [
             {"panel": trace, "trace": trace, "model": name, "num_devices": num}
             | _row(served, i, recording)
-            for i, (name, num) in enumerate(asked)
+            for i, (name, num) in enumerate(config.asked)
         ]
     return rows
 
@@ -135,8 +140,8 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         x[index] for x in (served.arrival_s, served.first_s, served.finish_s)
     )
     output = recording.output
-    waits_s = metrics.time_to_first_token_s(arrival_s, first_s)
-    each_s = metrics.time_per_output_token_s(first_s, finish_s, output)[output > 1]
+    waits_s = time_to_first_token_s(arrival_s, first_s)
+    each_s = time_per_output_token_s(first_s, finish_s, output)[output > 1]
     answered = ~np.isnan(finish_s)
     did = served.numbers(index)
     return did | {
@@ -146,12 +151,17 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         "recorded_s": float(recording.arrival_s[-1]),
         "finished_s": float(np.nanmax(finish_s)) if answered.any() else float("nan"),
         "normalised_s": float(np.nanmean((finish_s - arrival_s) / output)),
-        "first_p50_s": float(metrics.percentile(waits_s, 50)),
-        "first_p99_s": float(metrics.percentile(waits_s, 99)),
-        "each_p50_s": float(metrics.percentile(each_s, 50)),
-        "each_p99_s": float(metrics.percentile(each_s, 99)),
+        "first_p50_s": float(percentile(waits_s, 50)),
+        "first_p99_s": float(percentile(waits_s, 99)),
+        "each_p50_s": float(percentile(each_s, 50)),
+        "each_p99_s": float(percentile(each_s, 99)),
         "busy_share": did["busy_s"] / float(served.end_s[index]),
     }
+
+
+def metrics(result: list[Row]) -> dict[str, Any]:
+    """Lists the replays, under the names that the figures' metrics have."""
+    return {"capacities": [], "rows": result}
 
 
 def summary(result: list[Row]) -> list[Part]:
@@ -194,14 +204,3 @@ def plot(ax: Any, result: list[Row]) -> None:
         yscale="log",
     )
     ax.legend()
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=list,
-    run=run,
-    plot=plot,
-    metrics=lambda result: {"capacities": [], "rows": result},
-    summary=summary,
-    switch=("traces", True),
-)

@@ -7,4 +7,4 @@ takes the place of the GPUs. And two recorded hours of a cloud's requests, repla
 
 from experiments.serving.latency_vs_rate import azure, figures
 
-STUDIES = (figures.STUDY, azure.STUDY)
+STUDIES = (figures, azure)

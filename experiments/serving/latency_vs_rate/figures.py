@@ -6,14 +6,14 @@ compared.
 """
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
 
-from experiments.framework import Part, Sheet, Study, report
+from experiments.framework import Part, Sheet, report
+from experiments.plotting import style
 from experiments.serving.latency_vs_rate import published, runs, settings
-from experiments.serving.latency_vs_rate.published import PANELS, by_panel, ends
+from experiments.serving.latency_vs_rate.published import ends
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -28,7 +28,7 @@ it, as a multiple of it."""
 class Config:
     """Which panels, for how long, at how many rates."""
 
-    panels: tuple[str, ...] = tuple(PANELS)
+    panels: tuple[str, ...] = tuple(published.PANELS)
     """Of figures 12 and 14, as the paper names them."""
     hours_share: float = 1.0
     """Of the time that a panel has: the published hour of load, a quarter of one for
@@ -44,12 +44,17 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
-        validation.among(self, "panels", known=PANELS)
+        validation.among(self, "panels", known=published.PANELS)
         validation.among(self, "systems", known=settings.SYSTEMS)
         validation.within(self, "hours_share", low=0, high=24, ends="(]")
         validation.at_least(self, "num_rates", low=2)
         validation.at_least(self, "num_near", low=0)
 
+
+claims = published.claims
+PANELS = (5, 3)
+PANEL_SIZE_INCHES = (2.6, 1.9)
+SWITCH = ("traces", False)
 
 CONFIGS = {
     "smoke": Config(
@@ -70,7 +75,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     for name in config.panels:
         if progress.stopped:
             break
-        panel = PANELS[name]
+        panel = published.PANELS[name]
         progress.show(f"figure {name}: {panel.title}")
         setting, most = panel.setting(), BEYOND * panel.axis
         seconds = 3600 * panel.hours * config.hours_share
@@ -91,7 +96,7 @@ def metrics(result: list[Row]) -> dict[str, Any]:
     """Gives what each system sustains, and every load."""
     sustained = [
         {"panel": panel} | row
-        for panel, rows in by_panel(result).items()
+        for panel, rows in runs.grouped(result, "panel").items()
         for row in runs.told(rows)
     ]
     return {"capacities": sustained, "rows": result}
@@ -101,7 +106,6 @@ def summary(result: list[Row]) -> list[Part]:
     """Lays out capacities, what happened at the published axes' ends, and times."""
     if not result:
         return []
-    turns = itertools.groupby(result, lambda row: (row["panel"], row["turn"]))
     speed = [
         {
             "figure": panel,
@@ -111,8 +115,8 @@ def summary(result: list[Row]) -> list[Part]:
             "took_s": rows[0]["took_s"],
             "processor_s": rows[0]["processor_s"],
         }
-        for (panel, turn), here in turns
-        for rows in [[*here]]
+        for panel, here in runs.grouped(result, "panel").items()
+        for turn, rows in runs.grouped(here, "turn").items()
     ]
     return [
         _capacities(result),
@@ -141,15 +145,15 @@ def summary(result: list[Row]) -> list[Part]:
 
 def _capacities(result: list[Row]) -> Sheet:
     rows = []
-    for name, here in by_panel(result).items():
-        curves = runs.curves(here)
-        found = {x: runs.sustained(curve).text for x, curve in curves.items()}
-        for system in curves.keys() & {*settings.SYSTEMS[:-1]}:
-            if "paged" in curves and found[system][0] not in "<>":
+    for name, here in runs.grouped(result, "panel").items():
+        curves, found = runs.curves(here), runs.sustained(here)
+        cells = {system: x.text for system, x in found.items()}
+        for system in curves.keys() - {"paged"} if "paged" in curves else ():
+            if found[system].relation == "is":
                 ratio = load_curves.ratio(curves["paged"], curves[system], runs.BOUND)
-                found[system] += f" ({ratio:.2f})"
-        cells = [found.get(system, "-") for system in settings.SYSTEMS]
-        rows.append((name, PANELS[name].title, *cells))
+                cells[system] += f" ({ratio:.2f})"
+        known = [cells.get(system, "-") for system in settings.SYSTEMS]
+        rows.append((name, published.PANELS[name].title, *known))
     return Sheet(
         f"requests/s at {runs.BOUND} s a token",
         ("figure", "load", *settings.SYSTEMS),
@@ -161,15 +165,15 @@ def _capacities(result: list[Row]) -> Sheet:
 def plot(axes: Any, result: list[Row]) -> None:
     """Draws figures 12 and 14 in two rows each, then 13; axes left over may go."""
     free, handles = iter(axes.ravel()), {}
-    for name, rows in by_panel(result).items():
-        ax, panel = next(free), PANELS[name]
+    for name, rows in runs.grouped(result, "panel").items():
+        ax, panel = next(free), published.PANELS[name]
         runs.draw(ax, rows, f"{name}: {panel.title}")
         ax.set_xlim(0, panel.axis)
         lines, labels = ax.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
-    for name in published.BATCHES:
-        here = [x for x in ends(result) if x["panel"] == name]
-        if here := [x for x in here if x["system"] in published.BATCHES[name]]:
+    last = runs.grouped(ends(result), "panel")
+    for name, printed in published.BATCHES.items():
+        if here := [x for x in last.get(name, ()) if x["system"] in printed]:
             _batches(next(free), name, here)
     for k, ax in enumerate(free):
         if handles and not k:
@@ -181,27 +185,16 @@ def plot(axes: Any, result: list[Row]) -> None:
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     """Bars of ours before the printed ones in grey."""
-    printed, x = published.BATCHES[name], np.arange(len(rows))
-    theirs, ours = [printed[row["system"]] for row in rows], [r["batch"] for r in rows]
-    for dx, heights, color in ((-0.2, ours, runs.colors(rows)), (0.2, theirs, "0.75")):
+    systems, x = [row["system"] for row in rows], np.arange(len(rows))
+    theirs, ours = published.BATCHES[name], [row["batch"] for row in rows]
+    colors = [style.colors()[runs.COLORS[system]] for system in systems]
+    for dx, heights, color in (
+        (-0.2, ours, colors),
+        (0.2, [theirs[system] for system in systems], "0.75"),
+    ):
         bars = ax.bar(x + dx, heights, 0.4, color=color)
         ax.bar_label(bars, fmt="%.1f", fontsize=5.5)
-    ax.set_xticks(x, [row["system"].replace("Orca ", "").strip("()") for row in rows])
-    panel = PANELS[name]
-    letter, rate = "ab"[panel.data == "Alpaca"], rows[0]["rate_per_s"]
-    ax.set_title(f"13{letter}: {panel.data}, {rate:g}/s; paper grey")
+    ax.set_xticks(x, [system.replace("Orca ", "").strip("()") for system in systems])
+    data, rate = published.PANELS[name].data, rows[0]["rate_per_s"]
+    ax.set_title(f"13{'ab'[data == 'Alpaca']}: {data}, {rate:g}/s; paper grey")
     ax.set_ylabel("requests at once")
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=list,
-    run=run,
-    plot=plot,
-    claims=published.claims,
-    metrics=metrics,
-    summary=summary,
-    panels=(5, 3),
-    panel_size_inches=(2.6, 1.9),
-    switch=("traces", False),
-)

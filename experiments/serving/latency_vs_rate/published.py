@@ -66,28 +66,16 @@ class Panel(NamedTuple):
         share beyond the prompt: from beam to beam they live on, and die, in steps that
         the simulation does not take.
         """
-        spared = 1.0
-        if self.kind == "beams":
-            found = savings(self.width)
-            spared = (1 - found.samples) / (1 - found.beams)
+        longer = spared(self.width) if self.kind == "beams" else 1.0
         server = settings.SERVERS[self.server]
-        return runs.Setting(server, settings.DATA[self.data], self.width, spared)
+        return runs.Setting(server, settings.DATA[self.data], self.width, longer)
 
 
-class Savings(NamedTuple):
-    """Shares of pages saved by requests of several sequences, short prompts.
+def spared(width: int) -> float:
+    """How much longer the pool is in which samples take what beams would.
 
-    Attributes:
-      samples: of one prompt.
-      beams: of one search.
-    """
-
-    samples: float
-    beams: float
-
-
-def savings(width: int) -> Savings:
-    """Looks up what `sharing` measured when the engine served such requests.
+    That is by the pages that `sharing` measured when the engine served requests of so
+    many sequences, short prompts.
 
     Raises:
       ValueError: nobody measured that width.
@@ -96,15 +84,15 @@ def savings(width: int) -> Savings:
     # As an array file, since its experiment would import the engine and a model.
     with np.load(path) as found:
 
-        def saved(table: str) -> float:
+        def held(table: str) -> float:
             here = found[f"{table}.lengths"] == "short"
             here &= found[f"{table}.num_sequences"] == width
             if not here.any():
                 raise ValueError(f"{path}: has no requests of {width} sequences")
             pages = found[f"{table}.distinct_pages"][here].sum()
-            return float(1 - pages / found[f"{table}.logical_pages"][here].sum())
+            return float(pages / found[f"{table}.logical_pages"][here].sum())
 
-        return Savings(saved("samples"), saved("beams"))
+        return held("samples") / held("beams")
 
 
 PANELS: Mapping[str, Panel] = {
@@ -122,12 +110,6 @@ PANELS: Mapping[str, Panel] = {
     "14f": Panel("13B", "Alpaca", 6.0, "beams", 6),
 }
 """By the names that the paper gives them."""
-
-
-def by_panel(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of every panel."""
-    names = dict.fromkeys(row["panel"] for row in rows)
-    return {name: [row for row in rows if row["panel"] == name] for name in names}
 
 
 def ends(rows: list[Row]) -> list[Row]:
@@ -150,7 +132,8 @@ def claims(rows: list[Row]) -> Iterator[Ours]:
         yield ours("places", places, server=name, kv_gib=server.kv_gib)
     for name, server in settings.SERVERS.items():
         yield ours("weights", server.weight_bytes / 1e9, server=name)
-    curves = {name: runs.curves(here) for name, here in by_panel(rows).items()}
+    panels = runs.grouped(rows, "panel")
+    curves = {name: runs.curves(here) for name, here in panels.items()}
     whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
     yield from _figure_12(whole)
     for row in ends(rows):

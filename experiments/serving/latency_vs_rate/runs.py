@@ -35,6 +35,10 @@ BOUND = 0.5
 type Row = dict[str, Any]
 
 
+COLORS = dict(zip(settings.SYSTEMS, (4, 6, 1, 2, 5), strict=True))
+"""Places of the systems' colours, which are the same in all figures."""
+
+
 class Setting(NamedTuple):
     """What is served by whom.
 
@@ -149,11 +153,11 @@ _RULES: Mapping[System, contiguous.Rule] = {
 }
 
 
-def capacity(num_pages: int) -> Capacity:
+def capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capacity:
     """A machine that reads prompts whole and swaps nothing."""
     return Capacity.of(
         num_pages=num_pages,
-        page_size=settings.PAGE_SIZE,
+        page_size=page_size,
         max_length=settings.MAX_LENGTH,
         token_budget=jnp.int32(interface.NO_LIMIT),
     )
@@ -235,40 +239,39 @@ def explore(
     return found
 
 
+def grouped(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
+    """The rows by a value that they have, in the order in which these appear."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[name], []).append(row)
+    return found
+
+
 def curves(rows: list[Row]) -> dict[System, Curve]:
     """Puts the rows of every system in the order of their rates."""
     found = {}
-    for system in dict.fromkeys(row["system"] for row in rows):
-        here = [x for x in rows if x["system"] == system]
+    for system, here in grouped(rows, "system").items():
         pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in here)
         found[system] = Curve(*np.array(pairs, float).T)
     return found
 
 
-def sustained(curve: Curve) -> load_curves.Sustained:
-    """How much load a system sustains, where one number has to do."""
-    return load_curves.at(curve, BOUND)
+def sustained(rows: list[Row]) -> dict[System, load_curves.Sustained]:
+    """How much load each system sustains, where one number has to do."""
+    return {name: load_curves.at(x, BOUND) for name, x in curves(rows).items()}
 
 
 def told(rows: list[Row]) -> list[Row]:
     """What each system sustains, for JSON."""
     return [
-        {"system": system, "relation": relation, "rate_per_s": rate}
-        for system, curve in curves(rows).items()
-        for rate, relation in [sustained(curve)]
+        {"system": system, "relation": found.relation, "rate_per_s": found.rate}
+        for system, found in sustained(rows).items()
     ]
 
 
 def draw(ax: Any, rows: list[Row], title: str) -> None:
     """Draws latencies against rates."""
-    for (system, curve), color in zip(curves(rows).items(), colors(rows), strict=True):
-        mark = "vsd^o"[settings.SYSTEMS.index(system)]
-        ax.plot(*curve, marker=mark, markersize=2, color=color, label=system)
-    ax.set(ylim=(0, 1), xlabel="requests/s", ylabel="latency (s/token)", title=title)
-
-
-def colors(rows: list[Row]) -> list[Any]:
-    """The colors of the rows' systems, which are the same in all figures."""
-    of_all = dict(zip(settings.SYSTEMS, (4, 6, 1, 2, 5), strict=True))
-    names = dict.fromkeys(row["system"] for row in rows)
-    return [style.colors()[of_all[name]] for name in names]
+    for system, curve in curves(rows).items():
+        mark = "vsd^o"[settings.SYSTEMS.index(system)] + "-"
+        style.curve(ax, *curve, COLORS[system], system, mark, markersize=2)
+    style.titled(ax, title, "requests/s", "latency (s/token)", ylim=(0, 1))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 from experiments.harness import cost_models
+from experiments.harness.cost_models import PAGE_SIZE as PAGE_SIZE
 from jaxkv.workloads import lengths
 from scaling.costs import devices, parameters, serving
 from scaling.shapes import Description, published
@@ -18,8 +19,6 @@ SYSTEMS: tuple[System, ...] = get_args(System.__value__)
 """From the least to the most that memory is used for."""
 ORCAS = SYSTEMS[1:4]
 
-PAGE_SIZE = 16
-"""Tokens: vLLM's default, section 7.2."""
 MAX_LENGTH = 2048
 """Tokens of OPT's longest sequence."""
 
@@ -84,9 +83,7 @@ def cost(server: Server) -> cost_models.Linear:
     bytes of weights on a GPU, 43.7 / 32.9 = 1.33.
     """
     if server.name == "13B":
-        found = cost_models.figure_12().cost
-        assert isinstance(found, cost_models.Linear)
-        return found
+        return cost_models.figure_12().cost
     prefill, small, large = cost_models.DISTSERVE["distserve:opt-66b:4"]
     there, here = devices.find("a100-80gb"), devices.find(server.device)
     each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))

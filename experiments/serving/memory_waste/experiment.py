@@ -1,33 +1,42 @@
 """What is the memory of a serving card good for, and how much of it is wasted?
 
-OPT-13B on a card of 40 GB, as in figures 1 and 2 of the paged-attention paper: what
+OPT-13B on a GPU of 40 GB, as in figures 1 and 2 of the paged-attention paper: what
 weights, keys and values take; how memory fills with requests, and what that does to
 throughput; and, simulated under the load of its section 6.2, which token places hold
 something, are reserved for what will come, or are wasted.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
-from experiments.framework import Claim, Part, Sheet, units
+from experiments.framework import (
+    Floats,
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Study,
+    Table,
+    Texts,
+    column,
+    ours,
+    table,
+    units,
+)
 from experiments.serving.latency_vs_rate import Load, Setting, runs, settings
-from experiments.serving.memory_waste import drawing, published
+from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
+from experiments.serving.memory_waste import drawing
+from experiments.serving.memory_waste.drawing import BATCHES, BOOK, SYSTEMS, USES
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation import Cost, Work, driver
 from scaling.costs import devices, serving
-
-PANELS = (2, 2)
-
-SYSTEMS = settings.SYSTEMS[1:]
-"""Those that run a request as soon as there is room for it."""
-USES = ("tokens", "reserved", "internal", "external")
-"""What token places are: of K and V; of those to come; reserved for none; the rest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +52,7 @@ class Config:
     num_seeds: int = 6
     """Loads, alike but for chance."""
     step_scales: tuple[float, ...] = (1.0, 1.2, 1.31)
-    """Times that a step takes as long as on a card of 80 GB, the last one being the
+    """Times that a step takes as long as on a GPU of 80 GB, the last one being the
     ratio of the bandwidths; what the paged system's memory depends on."""
 
     def __post_init__(self) -> None:
@@ -63,62 +72,39 @@ CONFIGS = {
 }
 
 
-class Waste(NamedTuple):
-    """What memory was used for; leaves of shape [systems, seeds].
-
-    Attributes:
-      uses: shares of the token places, [systems, seeds, uses].
-      batch: requests served at once.
-      step_s: seconds of a step.
-      num_preempted: sequences that gave way.
-      num_answered: requests that ended in the time that counts.
-    """
-
-    uses: np.ndarray
-    batch: np.ndarray
-    step_s: np.ndarray
-    num_preempted: np.ndarray
-    num_answered: np.ndarray
+PerSeed = Float[np.ndarray, "rows seeds"]
 
 
-class Growth(NamedTuple):
-    """Memory and throughput by requests served at once; NaN beyond those that fit.
+class Waste(Table):
+    """What memory was used for, a row for each system, or each scale of its steps."""
 
-    Attributes:
-      requests: how many.
-      memory_bytes: with the weights, [systems, requests].
-      tokens_per_s: drawn, [systems, requests].
-    """
-
-    requests: np.ndarray
-    memory_bytes: np.ndarray
-    tokens_per_s: np.ndarray
+    uses: Float[np.ndarray, "rows seeds uses"] = column("shares of the token places")
+    batch: PerSeed = column("requests served at once")
+    step_s: PerSeed = column("of a step")
+    num_preempted: Int[np.ndarray, "rows seeds"] = column("sequences")
+    num_answered: Int[np.ndarray, "rows seeds"] = column("in the time that counts")
 
 
-class Result(NamedTuple):
-    """All of it.
+class Growth(Record):
+    """Memory and throughput by requests served at once; NaN beyond those that fit."""
 
-    Attributes:
-      memory_bytes: of the card.
-      weight_bytes: parameters.
-      kv_bytes: left for keys and values.
-      token_bytes: of one token's.
-      system: names.
-      waste: of each.
-      step_scales: of the steps.
-      scaled: of the paged system, with [step scales, seeds] in place of systems.
-      growth: by requests.
-    """
+    requests: Int[np.ndarray, " requests"] = column("how many")
+    memory_bytes: Float[np.ndarray, "systems requests"] = column("with the weights")
+    tokens_per_s: Float[np.ndarray, "systems requests"] = column("drawn")
 
-    memory_bytes: float
-    weight_bytes: float
-    kv_bytes: float
-    token_bytes: float
-    system: Any
-    waste: Waste
-    step_scales: Any
-    scaled: Waste
-    growth: Growth
+
+class Result(Record):
+    """All of it."""
+
+    memory_bytes: float = column("of the GPU")
+    weight_bytes: float = column("parameters")
+    kv_bytes: float = column("left for keys and values")
+    token_bytes: float = column("of one token's")
+    system: Texts = column("names of the rows of `waste`")
+    waste: Waste = column("of each system")
+    step_scales: Floats = column("of the steps, the rows of `scaled`")
+    scaled: Waste = column("of the paged system")
+    growth: Growth = column("by requests")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -140,9 +126,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     paged = [(last, load, each) for each in costs for load in loads]
     scaled = _serve(config, setting, paged, progress)
-    waste = Waste(
-        *(np.concatenate([x, y[-1:]]) for x, y in zip(contiguous, scaled, strict=True))
-    )
+    waste = Waste.joined([contiguous, scaled.at([-1])])
     token_bytes = float(serving.kv_bytes_per_token(server.description))
     return Result(
         memory_bytes=devices.find(server.device).memory_bytes,
@@ -210,21 +194,16 @@ def _growth(
     requests = np.arange(1, int(most.max()) + 1)
     fits = requests <= most[:, None]
     memory = server.weight_bytes + requests * held[:, None] * token_bytes
-
-    def step_s(batch: jax.Array, context: jax.Array) -> jax.Array:
-        zero = jnp.zeros((), jnp.int32)
-        decodes = batch.astype(jnp.int32)
-        work = Work(*(zero,) * len(Work._fields))
-        work = work._replace(
-            num_decodes=decodes,
-            num_drawn=decodes,
-            decode_context=(batch * context).astype(jnp.int32),
-        )
-        return cost(work)
-
-    batches = jnp.asarray(requests, jnp.float32)
-    every = jax.jit(jax.vmap(jax.vmap(step_s, (0, None)), (None, 0)))
-    seconds = np.asarray(every(batches, jnp.asarray(context, jnp.float32)))
+    decodes = jnp.asarray(np.broadcast_to(requests, fits.shape), jnp.int32)
+    tokens = (
+        jnp.asarray(requests, jnp.float32) * jnp.asarray(context, jnp.float32)[:, None]
+    )
+    work = Work(*(jnp.zeros_like(decodes),) * len(Work._fields))._replace(
+        num_decodes=decodes,
+        num_drawn=decodes,
+        decode_context=tokens.astype(jnp.int32),
+    )
+    seconds = np.asarray(jax.jit(jax.vmap(jax.vmap(cost)))(work))
     return Growth(
         requests=requests,
         memory_bytes=np.where(fits, memory, np.nan),
@@ -232,95 +211,124 @@ def _growth(
     )
 
 
-def claims(result: Result) -> list[Claim]:
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
     """Holds memory, waste and batches against the published ones."""
-    return published.claims(result)
+    yield ours("weights", 100 * result.weight_bytes / result.memory_bytes)
+    yield ours("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
+    names = result.system.tolist()
+    for system, uses in zip(names, result.waste.uses, strict=True):
+        found = 100 * uses.mean(axis=0)
+        why = {"external waste and rest": BOOK.word("rounding")}
+        if system == "paged":
+            why["token states"] = BOOK.word("load")
+        words: dict[str, Any] = {"system": system, "who": by(system)}
+        for use, share in zip(USES.values(), found, strict=True):
+            yield ours("uses", share, use=use, why=why.get(use, ""), **words)
+        if system == "paged":
+            # Pages are reserved for one token ahead only, and no page lies outside.
+            yield ours("within", (found[1:3] / found[:3].sum() * 100).sum())
+    batch = dict(zip(names, result.waste.batch.mean(axis=1), strict=True))
+    for system, published in BATCHES.items():
+        yield ours(
+            "batch",
+            batch[system],
+            published=published,
+            tolerance=batch_tolerance(system) * published,
+            who=by(system),
+            why=STEP if system == "paged" else "",
+        )
+    for other in BOOK.published("times"):
+        yield ours("times", batch["paged"] / batch[other], other=other)
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives what memory holds, and how large batches are."""
     waste = result.waste
+    found = {f"{use}_share": waste.uses[:, :, k] for k, use in enumerate(USES)}
+    found |= {"batch": waste.batch, "step_s": waste.step_s}
+    found |= {"answered": waste.num_answered, "preempted": waste.num_preempted}
+    means = {name: values.mean(axis=1) for name, values in found.items()}
     return {
         "weights_share": result.weight_bytes / result.memory_bytes,
         "kv_share": result.kv_bytes / result.memory_bytes,
         "token_bytes": result.token_bytes,
-        "systems": [
-            {"system": str(name)}
-            | dict(zip((f"{x}_share" for x in USES), uses.tolist(), strict=True))
-            | {
-                "batch": float(waste.batch[i].mean()),
-                "step_s": float(waste.step_s[i].mean()),
-                "answered": float(waste.num_answered[i].mean()),
-                "preempted": float(waste.num_preempted[i].mean()),
-            }
-            for i, (name, uses) in enumerate(
-                zip(result.system, waste.uses.mean(axis=1), strict=True)
-            )
-        ],
+        "systems": table.by_row({"system": result.system} | means),
     }
 
 
 def summary(result: Result) -> list[Part]:
     """Lays out the waste beside the published one, and what it depends on."""
+    waste, scaled, names = result.waste, result.scaled, result.system.tolist()
+    uses = {use: _spreads(100 * waste.uses[:, :, k]) for k, use in enumerate(USES)}
+    served = {
+        "requests at once": _spreads(waste.batch),
+        "paper's": [f"{BATCHES[name]:.2f}" for name in names],
+        "step": _seconds(waste),
+        "answered": _counts(waste.num_answered),
+        "preempted": _counts(waste.num_preempted),
+    }
+    slower = {
+        "times": [f"{scale:g}" for scale in result.step_scales],
+        "a step": _seconds(scaled),
+        "memory with tokens": [f"{x} %" for x in _spreads(100 * scaled.uses[:, :, 0])],
+        "requests at once": _spreads(scaled.batch),
+        "preempted": _counts(scaled.num_preempted),
+    }
+    printed = {"paper's": [_printed(name) for name in names]}
+    many = waste.batch.shape[1]
     return [
-        *_tables(result),
-        Sheet(
+        _sheet(
+            "per cent of the token places",
+            {"system": names} | uses | printed,
+            f"Means over time and {many} loads, and the standard deviation over loads.",
+        ),
+        _sheet("served meanwhile", {"system": names} | served),
+        _sheet(
             "the paged system, by length of a step",
-            ("times", "a step", "memory with tokens", "requests at once", "preempted"),
-            [
-                (
-                    f"{scale:g}",
-                    units.seconds(float(result.scaled.step_s[i].mean())),
-                    _spread(100 * result.scaled.uses[i, :, 0]) + " %",
-                    _spread(result.scaled.batch[i]),
-                    f"{result.scaled.num_preempted[i].mean():,.0f}",
-                )
-                for i, scale in enumerate(result.step_scales)
-            ],
+            slower,
             "How long a step is against one on a card of 80 GB, of which times are "
             "published; the last row is the one that the claims are about.",
         ),
     ]
 
 
-def _tables(result: Result) -> list[Part]:
-    waste, printed = result.waste, published
-    uses = [
-        (
-            str(name),
-            *(_spread(100 * waste.uses[i, :, k]) for k in range(len(USES))),
-            printed.as_text(str(name)),
-        )
-        for i, name in enumerate(result.system)
-    ]
-    served = [
-        (
-            str(name),
-            _spread(waste.batch[i]),
-            f"{printed.BATCHES[str(name)]:.2f}",
-            units.seconds(float(waste.step_s[i].mean())),
-            f"{waste.num_answered[i].mean():,.0f}",
-            f"{waste.num_preempted[i].mean():,.0f}",
-        )
-        for i, name in enumerate(result.system)
-    ]
-    many = waste.batch.shape[1]
-    note = f"Means over time and {many} loads, and the standard deviation over loads."
-    heads = ("system", *USES, "paper's")
-    of_served = ("system", "requests at once", "paper's", "step", "answered")
-    return [
-        Sheet("per cent of the token places", heads, uses, note),
-        Sheet("served meanwhile", (*of_served, "preempted"), served),
-    ]
+def _sheet(title: str, columns: Mapping[str, Sequence[str]], note: str = "") -> Sheet:
+    """A table of columns of text by their headings."""
+    rows = [*zip(*columns.values(), strict=True)]
+    return Sheet(title, tuple(columns), rows, note)
 
 
-def _spread(values: np.ndarray) -> str:
-    """Mean and standard deviation of a few numbers."""
-    if values.size < 2:
-        return f"{values.mean():.2f}"
-    return f"{values.mean():.2f} ({values.std(ddof=1):.2f})"
+def _spreads(rows: PerSeed) -> list[str]:
+    """Mean and standard deviation of each row of a few numbers."""
+    if rows.shape[1] < 2:
+        return [f"{row.mean():.2f}" for row in rows]
+    return [f"{row.mean():.2f} ({row.std(ddof=1):.2f})" for row in rows]
 
 
-def plot(axes: Any, result: Result) -> None:
-    """Draws memory by part, its growth, throughput, and the waste."""
-    drawing.draw(axes, result)
+def _seconds(waste: Waste) -> list[str]:
+    return [units.seconds(float(row.mean())) for row in waste.step_s]
+
+
+def _counts(rows: np.ndarray) -> list[str]:
+    return [f"{row.mean():,.0f}" for row in rows]
+
+
+def _printed(system: str) -> str:
+    """The published shares of a system."""
+    shares = BOOK.published("uses")[system]
+    return " / ".join(f"{shares[x]:g}" if x in shares else "-" for x in USES.values())
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=drawing.draw,
+        claims=claims,
+        metrics=metrics,
+        summary=summary,
+        panels=(2, 2),
+    ),
+)

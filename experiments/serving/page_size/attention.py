@@ -20,7 +20,6 @@ from experiments.framework import (
     Ints,
     Ours,
     Record,
-    Study,
     Table,
     beside,
     column,
@@ -69,6 +68,9 @@ class Config:
                 f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
             )
 
+
+PANELS = (1, 2)
+SWITCH = ("hours", False)
 
 CONFIGS = {
     "smoke": Config(
@@ -296,15 +298,3 @@ def plot(axes: Any, result: Result) -> None:
         title = "sequences x tokens"
         ratios.legend(title=title, fontsize=6, ncols=len(batches), loc="upper center")
         times.legend()
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    metrics=metrics,
-    panels=(1, 2),
-    switch=("hours", False),
-)

@@ -7,4 +7,4 @@ they leave unused is felt.
 
 from experiments.serving.page_size import attention, serving
 
-STUDIES = (attention.STUDY, serving.STUDY)
+STUDIES = (attention, serving)

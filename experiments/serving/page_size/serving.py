@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
     Floats,
     Ours,
     Record,
-    Study,
     Table,
     Texts,
     beside,
@@ -28,7 +26,7 @@ from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, Members, driver
+from jaxkv.simulation import Members, driver
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
@@ -57,6 +55,9 @@ class Config:
         validation.above(self, "hours")
         validation.at_least(self, "seed", low=0)
 
+
+PANELS = (1, 2)
+SWITCH = ("hours", True)
 
 CONFIGS = {"paper": Config()}
 
@@ -98,7 +99,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 [
                     Members(
                         load.at(rate),
-                        _capacity(server.num_places, size),
+                        runs.capacity(server.num_places // size, size),
                         fcfs.fcfs(),
                         settings.cost(server),
                     )
@@ -129,11 +130,6 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 )
             )
     return Result(Serving.of(rows))
-
-
-def _capacity(num_places: int, page_size: int) -> Capacity:
-    plain = runs.capacity(num_places // page_size)
-    return plain._replace(page_size=jnp.int32(page_size))
 
 
 @BOOK.judges
@@ -199,14 +195,3 @@ def plot(axes: Any, result: Result) -> None:
         style.powers_of_two(ax)
         ax.set_xlabel("token places in a page")
         ax.legend()
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    panels=(1, 2),
-    switch=("hours", True),
-)

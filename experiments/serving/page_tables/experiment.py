@@ -9,16 +9,16 @@ written, and where the model looks for them.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-from experiments.framework import Claim, judge
+from experiments.framework import Ours, Record, Study, beside, column, ours
+from experiments.framework.table import parts
 from experiments.harness import Language
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import MAX_LENGTH, Ask, Frames, Stage
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-
-PANEL_SIZE_INCHES = drawing.SIZE_INCHES
 
 NUM_PAGES, PAGE_SIZE = 9, 4
 """The pool of the paper's figures."""
@@ -69,13 +69,13 @@ class Config:
 CONFIGS = {"smoke": Config()}
 
 
-class Result(NamedTuple):
+class Result(Record):
     """The four scenes."""
 
-    one: Frames
-    two: Frames
-    samples: Frames
-    beams: Frames
+    one: Frames = column("one request")
+    two: Frames = column("two requests")
+    samples: Frames = column("two samples of one prompt")
+    beams: Frames = column("beams of one prompt")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -154,8 +154,8 @@ def plot(ax: Any, result: Result) -> None:
             ("One request: pages taken as it grows", result.one, ("A",)),
             ("Two requests in one pool", result.two, ("A", "B")),
             ("Two samples of one prompt: copy-on-write", result.samples, ("A1", "A2")),
+            (f"Beam search of width {WIDTH}", result.beams, ("0", "1", "2", "3")),
         ],
-        (f"Beam search of width {WIDTH}", result.beams, ("0", "1", "2", "3")),
     )
 
 
@@ -164,96 +164,58 @@ def metrics(result: Result) -> dict[str, Any]:
     return {
         name: [
             {
-                "frame": str(frames.caption[i]),
+                "frame": str(caption),
                 "pages": _each(frames, i, frames.pages),
                 "filled": _each(frames, i, frames.filled),
                 "references": " ".join(map(str, frames.ref[i])),
             }
-            for i in range(len(frames.caption))
+            for i, caption in enumerate(frames.caption)
         ]
-        for name, frames in result._asdict().items()
+        for name, frames in parts(result).items()
     }
 
 
-def claims(result: Result) -> list[Claim]:
+def _each(frames: Frames, frame: int, read: Any) -> str:
+    slots = range(frames.length.shape[1])
+    each = (" ".join(map(str, read(frame, slot))) for slot in slots)
+    return " | ".join(text or "-" for text in each)
+
+
+PUBLISHED = {
+    "grows": [{7: 4, 1: 2}, {7: 4, 1: 3}, {7: 4, 1: 4}, {7: 4, 1: 4, 5: 1}],
+    "one": [{7: 4, 1: 3}, {7: 4, 1: 4}, {7: 4, 1: 4, 3: 1}],
+    "two": [{7: 4, 1: 4, 3: 1}, {5: 4, 2: 2}],
+    "samples": [{1: 2, 7: 2}],
+    "copied": [{1: 1, 3: 1, 7: 2}],
+    "beams": [{0: 4, 1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}],
+    "freed": [{0: 4, 1: 4, 3: 4, 6: 2, 7: 2}],
+}
+"""The figures' tables, by claim: pages, and how much of each is filled; of samples
+and beams, how often each is referred to."""
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
     """Holds the tables behind the frames against those of the published figures."""
-    return [
-        _same(
-            "a page is taken when the one before is full: pages and filled counts",
-            "vLLM's announcement of PagedAttention (2023), walk-through of a request",
-            [
-                *({7: 4, 1: 2}, {7: 4, 1: 3}, {7: 4, 1: 4}),
-                {7: 4, 1: 4, 5: 1},
-            ],
-            [_row(result.one, i, 0) for i in range(4)],
-        ),
-        _same(
-            "7 words, then 8, then 9: pages and filled counts",
-            f"{_PAPER} 6",
-            [{7: 4, 1: 3}, {7: 4, 1: 4}, {7: 4, 1: 4, 3: 1}],
-            [_row(result.two, i, 0) for i in range(3)],
-        ),
-        _same(
-            "two requests in one pool: pages and filled counts",
-            f"{_PAPER} 7",
-            [{7: 4, 1: 4, 3: 1}, {5: 4, 2: 2}],
-            [_row(result.two, 2, slot) for slot in (0, 1)],
-        ),
-        _same(
-            "two samples share a prompt: references to its pages before",
-            f"{_PAPER} 8",
-            [{1: 2, 7: 2}],
-            [_uses(result.samples, 0)],
-        ),
-        _same(
-            "and after the first has copied the partial page to page 3",
-            f"{_PAPER} 8",
-            [{1: 1, 3: 1, 7: 2}],
-            [_uses(result.samples, 1)],
-        ),
-        _same(
-            "four beams share pages as the figure shows",
-            f"{_PAPER} 9",
-            [{0: 4, 1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}],
-            [_uses(result.beams, 1)],
-        ),
-        _same(
-            "when beams 1 and 2 alone go on, the pages of 0 and 3 are freed",
-            f"{_PAPER} 9",
-            [{0: 4, 1: 4, 3: 4, 6: 2, 7: 2}],
-            [_uses(result.beams, 2)],
-        ),
-        judge(
-            "all four then write to pages that were never used before",
-            source=f"{_PAPER} 9: pages 9 to 12",
-            published=4,
-            ours=sum(
-                int(result.beams.ref[:3, page].max() == 0)
-                for page in (result.beams.pages(3, slot)[-1] for slot in range(WIDTH))
-            ),
-            unit="pages",
-            differs="Pages freed last are handed out first here, so the same four are "
-            "used again, and nine pages in all.",
-        ),
-    ]
-
-
-_PAPER = "Kwon et al. 2023, arXiv:2309.06180, figure"
-
-
-def _same(
-    claim: str,
-    source: str,
-    published: list[dict[int, int]],
-    ours: list[dict[int, int]],
-) -> Claim:
-    """Counts the published entries, page and number, that are ours in that order."""
-    equal = sum(
-        len(theirs.items() & mine.items()) if [*theirs] == [*mine] else 0
-        for theirs, mine in zip(published, ours, strict=True)
-    )
-    total = sum(map(len, published))
-    return judge(claim, source=source, published=total, ours=equal, unit="entries")
+    samples, beams = result.samples, result.beams
+    found = {
+        "grows": [_row(result.one, i, 0) for i in range(4)],
+        "one": [_row(result.two, i, 0) for i in range(3)],
+        "two": [_row(result.two, 2, slot) for slot in (0, 1)],
+        "samples": [_uses(samples, 0)],
+        "copied": [_uses(samples, 1)],
+        "beams": [_uses(beams, 1)],
+        "freed": [_uses(beams, 2)],
+    }
+    for id, published in PUBLISHED.items():
+        # Entries, page and number, that are ours in that order.
+        equal = sum(
+            len(theirs.items() & mine.items()) if [*theirs] == [*mine] else 0
+            for theirs, mine in zip(published, found[id], strict=True)
+        )
+        yield ours(id, equal, published=sum(map(len, published)))
+    written = [beams.pages(3, slot)[-1] for slot in range(WIDTH)]
+    yield ours("unused", sum(beams.ref[:3, page].max() == 0 for page in written))
 
 
 def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
@@ -264,10 +226,17 @@ def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
 
 def _uses(frames: Frames, frame: int) -> dict[int, int]:
     """Pages in use, and their reference counts."""
-    return {p: int(n) for p, n in enumerate(frames.ref[frame]) if n}
+    return {page: int(n) for page, n in enumerate(frames.ref[frame]) if n}
 
 
-def _each(frames: Frames, frame: int, read: Any) -> str:
-    slots = range(frames.length.shape[1])
-    each = (" ".join(map(str, read(frame, slot))) for slot in slots)
-    return " | ".join(text or "-" for text in each)
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=metrics,
+        panel_size_inches=drawing.SIZE_INCHES,
+    ),
+)

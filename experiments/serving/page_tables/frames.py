@@ -1,52 +1,41 @@
 """Scenes of paged memory, frame by frame: what pool, table and pages really held."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
-from experiments.harness import Language, Scribe
-from jaxkv import clock
+from experiments.framework import Record, Texts, column
+from experiments.harness import Language, Scribe, stepping
 from jaxkv.engine import EngineConfig, EngineState
-from jaxkv.engine.requests import submit
-from jaxkv.engine.state import init
-from jaxkv.engine.step import run_steps
 from jaxkv.memory import NO_PAGE, invariants, kv_pages, page_pool
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs
-from jaxkv.serving import outputs
 
 MAX_LENGTH = 24
 
+PerSlot = Int[np.ndarray, "frames slots columns"]
+PerPlace = Int[np.ndarray, "frames pages page_size"]
 
-class Frames(NamedTuple):
-    """States one after the other, as arrays with a leading axis of frames.
 
-    Attributes:
-      caption: what happened: [frames].
-      words: the words, by token: [vocab].
-      tokens: prompt and answer so far, -1 beyond: [frames, slots, max_length].
-      page_ids: the page table: [frames, slots, columns].
-      length: tokens whose K and V are written: [frames, slots].
-      ref: uses of each page: [frames, pages].
-      held: tokens read from the keys of each page, -1 where none was ever written:
-        [frames, pages, page_size].
-      place: their positions, read from the values, likewise.
-      copied: page that a page was copied from in this frame, or -1: [frames, pages].
-        Not told of beams: their slots also map others' pages when they follow others.
-    """
+class Frames(Record):
+    """States one after the other, as arrays with a leading axis of frames."""
 
-    caption: np.ndarray
-    words: np.ndarray
-    tokens: np.ndarray
-    page_ids: np.ndarray
-    length: np.ndarray
-    ref: np.ndarray
-    held: np.ndarray
-    place: np.ndarray
-    copied: np.ndarray
+    caption: Texts = column("what happened")
+    words: Texts = column("the words, by token: [vocab]")
+    tokens: PerSlot = column("prompt and answer so far, -1 beyond")
+    page_ids: PerSlot = column("the page table")
+    length: Int[np.ndarray, "frames slots"] = column("tokens with K and V written")
+    ref: Int[np.ndarray, "frames pages"] = column("uses of each page")
+    held: PerPlace = column("tokens read from the keys, -1 where none was ever written")
+    place: PerPlace = column("their positions, read from the values")
+    copied: Int[np.ndarray, "frames pages"] = column(
+        "page that a page was copied from in this frame, or -1; not told of beams, "
+        "whose slots also map others' pages when they follow others"
+    )
 
     def filled(self, frame: int, slot: int) -> list[int]:
         """Token places that are filled in each page of a slot."""
@@ -66,6 +55,10 @@ class Frames(NamedTuple):
         row = self.page_ids[frame, slot]
         return row[row != NO_PAGE].tolist()
 
+    def told(self, tokens: np.ndarray) -> list[str]:
+        """The words of tokens, nothing where there is none."""
+        return [str(self.words[token]) if token >= 0 else "" for token in tokens]
+
 
 class Ask(NamedTuple):
     """A request.
@@ -81,7 +74,7 @@ class Ask(NamedTuple):
     step: int = 0
 
 
-class Stage:
+class Stage(stepping.Stepper):
     """An engine of few pages, handed out in an order of ours, that runs step by step.
 
     One program serves all scenes that are played on it.
@@ -98,7 +91,7 @@ class Stage:
     ) -> None:
         """Sets an engine up; see `EngineConfig` for the sizes."""
         self.language = language
-        self.config = EngineConfig(
+        config = EngineConfig(
             num_pages=num_pages,
             page_size=page_size,
             max_slots=max_slots,
@@ -111,13 +104,8 @@ class Stage:
             steps_per_call=1,
             debug=True,
         )
-        self._submit = jax.jit(submit, static_argnames="config")
-        self._run = jax.jit(
-            run_steps,
-            static_argnames=("config", "forward"),
-            # It runs for milliseconds: to optimise it would take longer.
-            compiler_options={"xla_backend_optimization_level": 0},
-        )
+        make_pages = functools.partial(_blank_pages, num_pages, page_size)
+        super().__init__(config, Scribe(language=language), make_pages)
 
     def play(
         self, asks: Sequence[Ask], captions: Sequence[str], order: Sequence[int]
@@ -131,46 +119,32 @@ class Stage:
             follow.
 
         Raises:
-          RuntimeError: a request does not fit the engine; or a step broke an invariant
-            of the pool, or copied pages that the tables do not show.
+          ValueError: a request does not fit the engine.
+          RuntimeError: a step broke an invariant of the pool, or copied pages that the
+            tables do not show.
         """
-        config = self.config
-        num, size = config.num_pages, config.page_size
-        state = init(config, _blank_pages(num, size))
-        state = state._replace(pool=_make_pool(num, order))
-        requests = outputs.make_requests(
+        self.clear()
+        num_pages = self.config.num_pages
+        rest = [page for page in range(num_pages) if page not in order]
+        every = jnp.asarray([*order, *rest], jnp.int32)
+        self.state = self.state._replace(pool=page_pool.make_pool(num_pages, every))
+        calls = self.calls(
             [self.language.encode(ask.prompt) for ask in asks],
             [ask.sampling for ask in asks],
-            config=config,
             arrivals_s=[float(ask.step) for ask in asks],
-            width=config.submit_width,
         )
-        state, taken = self._submit(state, requests, config=config)
-        if taken.sum() != sum(ask.sampling.num_sequences for ask in asks):
-            raise RuntimeError(f"{taken=}: a request does not fit {config}")
+        before = np.asarray(self.state.table.page_ids)
         shots = []
-        for step, caption in enumerate(captions):
-            before = state
-            state, info = self._run(
-                *(None, state, clock.from_seconds(float(step))),
-                config=config,
-                forward=Scribe(language=self.language),
-                policy=fcfs.fcfs(),
-            )
-            invariants.refuse(info.violations, first_step=step)
-            shot = _look(state, before)
-            num_copied = (shot["copied"] != NO_PAGE).sum()
-            if state.search is None and num_copied != info.num_copied.sum():
-                raise RuntimeError(f"step {step}: {info.num_copied=} differs")
+        for step, (caption, call) in enumerate(zip(captions, calls, strict=False)):
+            invariants.refuse(call.seen.violations, first_step=step)
+            shot = _look(call.state, before)
+            before, num_copied = shot["page_ids"], (shot["copied"] != NO_PAGE).sum()
+            if not self.config.max_beams and num_copied != call.seen.num_copied.sum():
+                raise RuntimeError(f"step {step}: {call.seen.num_copied=} differs")
             if caption:
-                shots.append(shot)
-        return _gather(shots, [text for text in captions if text], self.language)
-
-
-def _make_pool(num_pages: int, order: Sequence[int]) -> page_pool.Pool:
-    """Makes a pool that hands out the pages of `order` first, then the others."""
-    rest = [page for page in range(num_pages) if page not in order]
-    return page_pool.make_pool(num_pages, jnp.asarray([*order, *rest], jnp.int32))
+                shots.append(shot | {"caption": np.array(caption)})
+        stacked = {name: np.stack([shot[name] for shot in shots]) for name in shots[0]}
+        return Frames(words=np.array(self.language.words), **stacked)
 
 
 def _blank_pages(num_pages: int, page_size: int) -> kv_pages.Pages:
@@ -180,22 +154,21 @@ def _blank_pages(num_pages: int, page_size: int) -> kv_pages.Pages:
     return kv_pages.Pages(*(jnp.full(shape, jnp.nan, "float32") for _ in range(2)))
 
 
-def _look(state: EngineState, before: EngineState) -> dict[str, np.ndarray]:
-    """Reads one state; next to the one before, also what was copied since."""
+def _look(state: EngineState, before: np.ndarray) -> dict[str, np.ndarray]:
+    """Reads one state; next to the page table before, also what was copied since."""
     page_ids = np.asarray(state.table.page_ids)
     copied = np.full(state.pool.ref.shape, NO_PAGE, np.int32)
-    old = np.asarray(before.table.page_ids)
     # A slot that runs on maps another page in a place only if it took a copy.
-    moved = (old != page_ids) & (old != NO_PAGE) & (page_ids != NO_PAGE)
+    moved = (before != page_ids) & (before != NO_PAGE) & (page_ids != NO_PAGE)
     if state.search is None:
-        copied[page_ids[moved]] = old[moved]
+        copied[page_ids[moved]] = before[moved]
 
     def read(leaf: jax.Array) -> np.ndarray:
         values = np.asarray(leaf)[0, :, 0, :, 0]
         return np.where(np.isnan(values), -1, values).astype(np.int32)
 
     return {
-        "tokens": _histories(state),
+        "tokens": stepping.histories(state),
         "page_ids": page_ids,
         "length": np.asarray(state.table.length),
         "ref": np.asarray(state.pool.ref),
@@ -203,29 +176,3 @@ def _look(state: EngineState, before: EngineState) -> dict[str, np.ndarray]:
         "place": read(state.pages.v),
         "copied": copied,
     }
-
-
-def _histories(state: EngineState) -> np.ndarray:
-    """Tokens of each slot; those of a beam stand where they were chosen."""
-    s, slots = state.sequences, np.asarray(state.slots.sequence)
-    tokens = np.full((len(slots), s.tokens.shape[1]), -1, np.int32)
-    for slot, row in enumerate(slots):
-        if row < 0:
-            continue
-        num = int(s.num_tokens[row])
-        if state.search is None:
-            tokens[slot, :num] = s.tokens[row, :num]
-            continue
-        for place in reversed(range(num)):
-            tokens[slot, place] = s.tokens[row, place]
-            # Rows of a group lie side by side: nobody was there before it.
-            row = s.group[row] + state.search.parents[row, place]
-    return tokens
-
-
-def _gather(
-    shots: list[dict[str, np.ndarray]], captions: Sequence[str], language: Language
-) -> Frames:
-    """Stacks what `_look` saw."""
-    stacked = {name: np.stack([shot[name] for shot in shots]) for name in shots[0]}
-    return Frames(caption=np.array(captions), words=np.array(language.words), **stacked)

@@ -9,4 +9,4 @@ chat requests. The recomputed share is tokens computed again / tokens computed.
 
 from experiments.serving.preemption import measured, simulated
 
-STUDIES = (measured.STUDY, simulated.STUDY)
+STUDIES = (measured, simulated)

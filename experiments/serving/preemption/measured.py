@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Record, Study, beside, column, ours, table
+from experiments.framework import Ours, Part, Record, beside, column, ours, table
 from experiments.harness import Request, model_shapes, prompts
 from experiments.plotting import style
 from experiments.serving.preemption import moving
@@ -21,7 +21,6 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
-from jaxkv.sampling import Sampling
 from jaxkv.scheduling import victims
 
 WATERMARKS = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
@@ -31,19 +30,9 @@ ShareGPT's mean lengths: 1,024 requests at 1.9 a second, 983 pages, of which 0, 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(prompts.RaggedConfig):
     """The requests, and the memory that they are served in."""
 
-    model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
-    num_requests: int = 48
-    """Requests, all there when the clock starts."""
-    prompt_tokens: tuple[int, int] = (16, 128)
-    """Shortest and longest prompt."""
-    output_tokens: tuple[int, int] = (48, 320)
-    """Shortest and longest answer."""
-    sigma: float = 0.6
-    """Raggedness: standard deviation of the logarithm of both lengths."""
     pool_share: float = 0.4
     """Pages in the pool, as a share of those that the longest requests, as many as
     there are slots, need at their end."""
@@ -65,43 +54,33 @@ class Config:
     """Page sizes at which it is."""
     move_repeats: int = 30
     """Measurements of that."""
-    temperature: float = 0.7
-    """Of the draws."""
-    top_p: float = 0.95
-    """Of the draws."""
-    max_slots: int = 16
-    """Sequences that run at once."""
-    page_size: int = 16
-    """Token places in a page."""
-    token_budget: int = 64
-    """Rows that a step feeds at most."""
-    steps_per_call: int = 16
-    """Steps between two looks of the host."""
     numerics: Literal["fast", "reproducible"] = "reproducible"
     """Whether answers may depend, in rounding, on who is preempted."""
-    seed: int = 0
-    """Of lengths, prompts and draws."""
 
     def __post_init__(self) -> None:
         """Refuses what does not fit, or leaves nothing to measure."""
-        validation.at_least(self, "num_requests", "repeats", "move_tokens")
-        validation.at_least(self, "move_repeats", "page_size", "page_sizes")
-        validation.at_least(self, "max_slots", "steps_per_call")
-        validation.at_least(self, "sigma", "seed", low=0)
-        for name in ("prompt_tokens", "output_tokens"):
-            validation.ascending(self, name, low=1, strictly=False)
+        super().__post_init__()
+        validation.at_least(self, "repeats", "move_tokens", "move_repeats")
+        validation.at_least(self, "page_sizes")
         shares = ("pool_share", "host_share", "pool_shares")
         validation.within(self, *shares, low=0, high=1, ends="(]")
         shares = ("watermark_shares", "swap_shares", "host_shares")
         validation.within(self, *shares, low=0, high=1)
 
 
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.6, 2.5)
+SWITCH = ("simulated_requests", False)
+
 CONFIGS = {
-    "real": Config(),
+    "real": Config(
+        prompt_tokens=(16, 128), output_tokens=(48, 320), sigma=0.6, max_slots=16
+    ),
     "smoke": Config(
         num_requests=16,
         prompt_tokens=(4, 16),
         output_tokens=(16, 40),
+        sigma=0.6,
         pool_shares=(0.6, 0.5),
         watermark_shares=(0.0, 1 / 4),
         swap_shares=(0.0, 1 / 4, 1.0),
@@ -133,8 +112,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves everything; ended early, it has what is done."""
-    longest = config.prompt_tokens[1] + config.output_tokens[1]
-    longest = max(longest, config.move_tokens + 1)
+    longest = max(config.longest, config.move_tokens + 1)
     model = model_shapes.load_with_text(config.model, max_length=longest)
     progress.show("cutting prompts from files that the model has not seen")
     requests, moved = workload(config, model)
@@ -204,18 +182,10 @@ def _asked(config: Config, requests: list[Request]) -> Iterator[tuple[str, str, 
 
 def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
     """The engine, with so much memory."""
-    num = config.num_requests
-    return EngineConfig(
-        num_pages=num_pages,
+    return config.bounds(
+        num_pages,
+        config.longest,
         max_swap_pages=max_swap_pages,
-        page_size=config.page_size,
-        max_slots=config.max_slots,
-        max_length=config.prompt_tokens[1] + config.output_tokens[1],
-        max_sequences=num,
-        queue_capacity=num,
-        submit_width=num,
-        token_budget=config.token_budget,
-        steps_per_call=config.steps_per_call,
         numerics=config.numerics,
         seed=config.seed,
     )
@@ -226,18 +196,7 @@ def workload(
 ) -> tuple[list[Request], Request]:
     """Cuts the prompts: those that are served, and the one that is brought back."""
     rng = np.random.default_rng(config.seed)
-    requests = prompts.ragged_requests(
-        model.tokenizer,
-        rng,
-        config.prompt_tokens,
-        config.output_tokens,
-        sigma=config.sigma,
-        num=config.num_requests,
-        ask=Sampling(
-            temperature=config.temperature, top_p=config.top_p, ignore_eos=True
-        ),
-        seed=config.seed,
-    )
+    requests = config.requests(model.tokenizer, rng, ignore_eos=True)
     # A file may be shorter.
     tries, ask = [config.move_tokens] * 8, requests[0].sampling
     found = prompts.held_out(model.tokenizer, tries, [ask] * 8, rng)
@@ -469,16 +428,3 @@ def _draw_moves(ax: Any, moves: Moves) -> None:
     style.powers_of_two(ax)
     ax.set(yscale="log", xlim=(0.8 * sizes[0], 6 * sizes[-1]), xticks=sizes)
     ax.minorticks_off()
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    summary=summary,
-    panels=(2, 2),
-    panel_size_inches=(3.6, 2.5),
-    switch=("simulated_requests", False),
-)

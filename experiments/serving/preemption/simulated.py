@@ -19,7 +19,6 @@ from experiments.framework import (
     Ours,
     Part,
     Record,
-    Study,
     Table,
     Texts,
     beside,
@@ -74,6 +73,10 @@ class Config:
         validation.at_least(self, "simulated_requests")
         validation.at_least(self, "seed", low=0)
 
+
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.6, 2.5)
+SWITCH = ("simulated_requests", True)
 
 CONFIGS = {"paper": Config()}
 
@@ -206,9 +209,8 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
         hold_new="hold new" in way.preemption,
         stackable=True,
     )
-    capacity = runs.capacity(pages)._replace(
-        page_size=jnp.int32(way.page_size),
-        max_swap_pages=jnp.int32(pages if swaps else 0),
+    capacity = runs.capacity(pages, way.page_size)._replace(
+        max_swap_pages=jnp.int32(pages if swaps else 0)
     )
     cost = settings.cost(server)._replace(swap_s=jnp.float32(swap_s(way.page_size)))
     return Members(load, capacity, policy, cost)
@@ -318,16 +320,3 @@ def plot(axes: Any, result: Result) -> None:
         style.powers_of_two(ax)
         ax.set(xlabel="token places in a page", yscale="log")
         ax.legend(fontsize=6)
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    summary=summary,
-    panels=(2, 2),
-    panel_size_inches=(3.6, 2.5),
-    switch=("simulated_requests", True),
-)

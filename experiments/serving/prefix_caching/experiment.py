@@ -14,19 +14,39 @@ one core.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from experiments.framework import Claim, Part
-from experiments.serving.prefix_caching import drawing, published, serving, workloads
-from experiments.serving.prefix_caching.results import Loads, Runs, columns
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Study,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+    units,
+)
+from experiments.framework.table import Bools, parts, shown
+from experiments.serving.prefix_caching import drawing, workloads
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction, Server
 from experiments.serving.prefix_caching.workloads import Prompts
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
-PANEL_SIZE_INCHES = drawing.SIZE_INCHES
+BOOK = beside(__file__)
+ORDERS = {
+    "depth_first": "depth first",
+    "cached_first": "most cached first",
+    "fcfs": "in order of arrival",
+}
+"""Orders, and how they are told."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +82,7 @@ class Config:
         if not (self.trace or self.num_users or self.num_tasks):
             raise ValueError("trace, num_users and num_tasks leave no prompts")
         validation.within(self, "shares", low=0, high=1, ends="()")
-        if not self.evictions or not {*self.evictions} <= {*EVICTIONS}:
-            raise ValueError(f"{self.evictions=} must be of {', '.join(EVICTIONS)}")
+        validation.among(self, "evictions", known=EVICTIONS, least=1)
 
 
 CONFIGS = {
@@ -80,11 +99,69 @@ CONFIGS = {
 }
 
 
-class Result(NamedTuple):
+class Loads(Table):
+    """The workloads, a row for each."""
+
+    name: Texts = column("what they are")
+    num_requests: Ints = column("prompts", key="requests")
+    num_pages: Ints = column("of all prompts, each counted every time", key="pages")
+    num_distinct: Ints = column("that somebody must compute", key="distinct_pages")
+    longest: Ints = column("pages of the longest prompt")
+    page_size: Ints = column("tokens that a page stands for")
+
+    @property
+    @shown(key="best_share")
+    def best(self) -> np.ndarray:
+        """The highest hit rate there is: every page is computed once."""
+        return 1 - self.num_distinct / self.num_pages
+
+
+class Runs(Table):
+    """All servings, a row for each."""
+
+    workload: Texts = column("its name")
+    order: Texts = column("of `ORDERS`")
+    eviction: Texts = column("of `EVICTIONS`")
+    pool: Ints = column("pages", key="pool_pages")
+    num_cached: Ints = column("pages found, summed over prompts")
+    most_delayed: Ints = column(
+        "places by which a request was served after its turn, at most"
+    )
+
+
+class Rated(Runs):
+    """Servings, with what follows from their workloads."""
+
+    rate: Floats = column("pages found / pages of all prompts", key="hit_share")
+    is_whole: Bools = column("whether the pool holds all pages that are distinct")
+
+    def curve(self, workload: str, order: str, eviction: str | None = None) -> "Rated":
+        """Those that differ in the pool alone, by its size; of the first eviction.
+
+        The pool that holds everything is left out: there all orders are the same.
+        """
+        found = self.where(workload=workload, order=order, is_whole=False)
+        wanted = [eviction] if eviction else found.distinct("eviction")[:1]
+        found = found.at(np.isin(found.eviction, wanted))
+        return found.at(np.argsort(found.pool))
+
+
+class Result(Record):
     """What was found."""
 
-    loads: Loads
-    runs: Runs
+    loads: Loads = column("what was served")
+    runs: Runs = column("how")
+
+    @property
+    def rated(self) -> Rated:
+        """The servings with their rates."""
+        names = self.loads.name.tolist()
+        loads = self.loads.at([names.index(x) for x in self.runs.workload])
+        return Rated(
+            **parts(self.runs),
+            rate=self.runs.num_cached / loads.num_pages,
+            is_whole=self.runs.pool > loads.num_distinct,
+        )
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -102,8 +179,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     most = max(load.num_distinct for load in loads) + 1
     longest = max(load.longest for load in loads)
-    server = Server(serving.bounds(most, longest, config.window))
-    rows: list[dict[str, Any]] = []
+    server = Server(most, longest, config.window)
+    rows = []
     for load, pool, order, eviction in progress.track(settings, "serving", "runs"):
         turns = list(range(len(load.page_ids)))
         if order == "depth_first":
@@ -119,40 +196,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             break
         # `turn` counts from the order in which they were handed over.
         waited = hits.turn - np.asarray(turns)
-        rows.append(
-            {
-                "workload": load.name,
-                "order": order,
-                "eviction": eviction,
-                "pool": pool,
-                "num_cached": hits.num_cached.sum(),
-                "most_delayed": max(0, waited.max()),
-            }
-        )
-    return Result(
-        loads=Loads(*map(np.array, zip(*map(_described, loads), strict=True))),
-        runs=columns(Runs, rows),
-    )
-
-
-def plot(ax: Any, result: Result) -> None:
-    """Draws hit rates against the size of the pool, a chart for each workload."""
-    drawing.draw(ax, result.loads, result.runs)
-
-
-def claims(result: Result) -> list[Claim]:
-    """Holds what must be so, and what was published, against ours."""
-    return published.claims(result.loads, result.runs)
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists workloads and runs, a row each."""
-    return published.metrics(result.loads, result.runs)
-
-
-def summary(result: Result) -> list[Part]:
-    """Puts hit rates in a table for each workload."""
-    return published.summary(result.loads, result.runs)
+        found = hits.num_cached.sum(), max(0, waited.max())
+        rows.append((load.name, order, eviction, pool, *found))
+    return Result(Loads.of(map(_described, loads)), Runs.of(rows))
 
 
 def _workloads(config: Config) -> Iterator[Prompts]:
@@ -184,6 +230,98 @@ def _orders(config: Config, *, is_whole: bool) -> Iterator[tuple[str, Eviction]]
 
 
 def _described(load: Prompts) -> tuple[Any, ...]:
-    num = len(load.page_ids)
     sizes = (load.num_pages, load.num_distinct, load.longest)
-    return (load.name, num, *sizes, load.page_size)
+    return (load.name, len(load.page_ids), *sizes, load.page_size)
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists workloads and runs, a row each."""
+    runs = ("workload", "order", "eviction", "pool", "rate", "most_delayed")
+    return {"workloads": result.loads.rows(), "runs": result.rated.rows(*runs)}
+
+
+def summary(result: Result) -> list[Part]:
+    """Makes a table of hit rates for each workload that was served."""
+    loads, served = result.loads.rows(), result.rated.distinct("workload")
+    return [_sheet(load, result.rated) for load in loads if load["name"] in served]
+
+
+def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
+    runs = rated.where(workload=load["name"])
+    kinds = {ORDERS[x]: runs.where(order=x) for x in ("depth_first", "cached_first")}
+    for eviction in runs.distinct("eviction"):
+        here = runs.where(order="fcfs", eviction=eviction)
+        kinds[f"{ORDERS['fcfs']}, {eviction}"] = here
+    rows = []
+    for pool in np.unique(runs.pool).tolist():
+        rates = (kind.where(pool=pool).rate.tolist() for kind in kinds.values())
+        cells = [units.share(rate[0] if rate else None) for rate in rates]
+        rows.append([f"{pool:,}", units.share(pool / load["distinct_pages"]), *cells])
+    note = (
+        f"{load['requests']:,} prompts of {load['pages']:,} pages, "
+        f"{load['distinct_pages']:,} of them distinct, {load['page_size']} tokens each."
+    )
+    eager = kinds[ORDERS["cached_first"]].most_delayed
+    if eager.size:
+        note += (
+            " Where those that find most go first, someone is served "
+            f"{eager.max():,} places after his turn."
+        )
+    heads = ["pool, pages", "of distinct", *kinds]
+    return Sheet(f"pages found: {load['name']}", heads, rows, note)
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds what must be so, and what was published, against ours; if it was served."""
+    loads, rated = result.loads.rows(), result.rated
+    found = [claim for load in loads for claim in _of_load(load, rated)]
+    for id in BOOK.ids:
+        yield from (claim for claim in found if claim.id == id)
+    eager = [rated.curve(load["name"], "cached_first").rate for load in loads]
+    pairs = zip(eager, result.loads.best, strict=True)
+    shares = [float((rate / best).mean()) for rate, best in pairs if rate.size]
+    if shares:
+        rates = np.concatenate(eager)
+        yield ours("average", 100 * float(np.mean(shares)))
+        yield ours("lowest", 100 * float(rates.min()))
+        yield ours("highest", 100 * float(rates.max()))
+
+
+def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[Ours]:
+    name, best = load["name"], 100 * load["best_share"]
+    whole = rated.where(workload=name, is_whole=True)
+    if len(whole):
+        rate = 100 * float(whole.rate[0])
+        yield ours("whole", rate, published=best, **load)
+        yield ours("recorded", rate, **load)
+    rates = np.concatenate([rated.curve(name, order).rate for order in ORDERS])
+    if rates.size:
+        yield ours("below", 100 * float(rates.max()), published=best, **load)
+    walk = rated.curve(name, "depth_first")
+    if len(walk):
+        rate, pool = 100 * float(walk.rate[0]), walk.pool[0]
+        yield ours("walk", rate, published=best, pool=pool, **load)
+
+
+def plot(ax: Any, result: Result) -> None:
+    """Draws hit rates against the size of the pool, a chart for each workload."""
+    loads = result.loads.rows()
+    grid, figure = ax.get_subplotspec().subgridspec(1, len(loads)), ax.figure
+    ax.remove()
+    for i, load in enumerate(loads):
+        drawing.draw(figure.add_subplot(grid[0, i]), load, result.rated, names=i == 0)
+
+
+STUDIES = (
+    Study(
+        configs=CONFIGS,
+        result=Result,
+        run=run,
+        plot=plot,
+        claims=claims,
+        metrics=metrics,
+        summary=summary,
+        panel_size_inches=(7.2, 2.5),
+    ),
+)

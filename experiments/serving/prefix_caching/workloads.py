@@ -3,8 +3,9 @@
 Where ids are equal, pages are, and all pages before them.
 """
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,10 @@ from jaxkv.workloads import recordings
 
 DATA = "JAXKV_DATA"
 """Environment variable: a folder of recordings."""
+INSTRUCTION = 8
+"""Pages of what stands before everything."""
+PAGE_SIZE = 16
+"""Tokens that a page of a made-up prompt stands for."""
 
 
 class Prompts(NamedTuple):
@@ -80,7 +85,7 @@ def recorded(name: str) -> Prompts:
     return Prompts(path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK)
 
 
-def chats(num_users: int, num_turns: int, seed: int, *, page_size: int = 16) -> Prompts:
+def chats(num_users: int, num_turns: int, seed: int) -> Prompts:
     """Makes conversations: every turn begins with all that was said before.
 
     Whose turn it is, is drawn. Half of the users have one instruction in common, of
@@ -90,21 +95,18 @@ def chats(num_users: int, num_turns: int, seed: int, *, page_size: int = 16) -> 
       num_users: at least 1.
       num_turns: of each, at least 1.
       seed: of all draws.
-      page_size: tokens that a page stands for.
     """
-    rng, fresh = np.random.default_rng(seed), _Fresh()
-    common = [fresh.take(INSTRUCTION) for _ in range(2)]
-    said = [list(common[user % 2]) for user in range(num_users)]
+    rng, fresh = np.random.default_rng(seed), itertools.count()
+    common = [_take(fresh, INSTRUCTION) for _ in range(2)]
+    said = [common[user % 2] for user in range(num_users)]
     prompts = []
     for user in rng.permutation(np.repeat(np.arange(num_users), num_turns)):
-        said[user] = said[user] + fresh.take(int(rng.integers(2, 41)))
+        said[user] = said[user] + _take(fresh, rng.integers(2, 41))
         prompts.append(said[user])
-    return Prompts("chats", prompts, page_size)
+    return Prompts("chats", prompts, PAGE_SIZE)
 
 
-def few_shot(
-    num_tasks: int, num_questions: int, seed: int, *, page_size: int = 16
-) -> Prompts:
+def few_shot(num_tasks: int, num_questions: int, seed: int) -> Prompts:
     """Makes questions that come behind the examples of their task, in any order.
 
     Examples are 16 to 64 pages long, a question 2 to 8; `INSTRUCTION` pages come first,
@@ -114,26 +116,15 @@ def few_shot(
       num_tasks: at least 1.
       num_questions: of each task, at least 1.
       seed: of all draws.
-      page_size: tokens that a page stands for.
     """
-    rng, fresh = np.random.default_rng(seed), _Fresh()
-    common = fresh.take(INSTRUCTION)
-    shots = [common + fresh.take(int(n)) for n in rng.integers(16, 65, size=num_tasks)]
+    rng, fresh = np.random.default_rng(seed), itertools.count()
+    common = _take(fresh, INSTRUCTION)
+    shots = [common + _take(fresh, num) for num in rng.integers(16, 65, num_tasks)]
     tasks = rng.permutation(np.repeat(np.arange(num_tasks), num_questions))
-    prompts = [shots[task] + fresh.take(int(rng.integers(2, 9))) for task in tasks]
-    return Prompts("few-shot", prompts, page_size)
+    prompts = [shots[task] + _take(fresh, rng.integers(2, 9)) for task in tasks]
+    return Prompts("few-shot", prompts, PAGE_SIZE)
 
 
-INSTRUCTION = 8
-"""Pages of what stands before everything."""
-
-
-class _Fresh:
+def _take(fresh: Iterator[int], num: int | np.integer) -> list[int]:
     """Ids that were never taken."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def take(self, num: int) -> list[int]:
-        first, self._next = self._next, self._next + num
-        return list(range(first, self._next))
+    return list(itertools.islice(fresh, int(num)))

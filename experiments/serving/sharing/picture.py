@@ -1,21 +1,21 @@
 """Four sequences of one prompt: which pages they hold in an engine, and a drawing."""
 
 import dataclasses
+import itertools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from experiments.framework import Table, Texts, column
 from experiments.framework.table import shown
-from experiments.harness import Request
+from experiments.harness import stepping
 from experiments.plotting import Box, boxes
 from experiments.serving.sharing.requests import Host
-from experiments.serving.sharing.server import Server, pages_of
+from experiments.serving.sharing.server import Server
 from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE
-from jaxkv.sampling import Sampling, beam_search
+from jaxkv.sampling import Sampling
 
 PROMPT = '''def read_lines(path):
     """Reads a text file."""
@@ -70,8 +70,7 @@ def take(host: Host) -> Picture:
     tokens = server.tokenizer.encode(PROMPT)
     rows = []
     for title, asks in host.progress.track(scenes.items(), "picture", "scenes"):
-        requests = [Request(PROMPT, tokens, sampling) for sampling in asks]
-        for call in server.calls(requests):
+        for call in server.calls([tokens] * len(asks), asks):
             if call.state.table.length.sum() >= num * (len(tokens) + NUM_TOKENS):
                 rows.append((title, *_look(call.state, server)))
                 break
@@ -83,40 +82,20 @@ def _look(
     state: EngineState, server: Server
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages of every sequence, tokens in each, and what they say."""
-    size = server.config.page_size
     slots = np.flatnonzero(np.asarray(state.slots.sequence) >= 0)
-    places = np.asarray(state.table.length)[slots]
-    pages = pages_of(np.asarray(state.table.page_ids)[slots], places, size)
-    shape = (len(slots), max(map(len, pages)))
-    page_ids, text = np.full(shape, NO_PAGE, np.int32), np.full(shape, "", object)
-    starts = size * np.arange(shape[1])[None, :]
-    filled = np.clip(places[:, None] - starts, 0, size).astype(np.int32)
-    tokens = _tokens(state, slots)
-    for i, ids in enumerate(pages):
-        page_ids[i, : len(ids)] = ids
-        for k in range(len(ids)):
-            held = tokens[i, k * size : k * size + filled[i, k]]
-            text[i, k] = server.tokenizer.decode(held.tolist())
-    return page_ids, filled, text.astype(str)
-
-
-def _tokens(state: EngineState, slots: np.ndarray) -> np.ndarray:
-    """Tokens of the sequences in some slots; those of beams lie scattered."""
-    s = state.sequences
-    row = np.asarray(state.slots.sequence)[slots]
-    tokens = np.asarray(s.tokens)[row]
-    if state.search is None or not np.asarray(state.search.width)[s.group[row[0]]]:
-        return tokens
-    sample = np.asarray(s.params.sample)[row]
-    rows = row[np.argsort(sample)]
-    holder = beam_search.unroll(
-        state.search.parents[rows],
-        jnp.asarray(sample, jnp.int32),
-        # From the newest token back, which is not written yet.
-        jnp.asarray(s.num_tokens[row], jnp.int32),
-    )
-    holder, place = np.maximum(holder, 0), np.arange(tokens.shape[1])[None, :]
-    return np.asarray(s.tokens)[rows[holder], place]
+    places = np.asarray(state.table.length)[slots, None]
+    starts = np.arange(0, places.max(), server.config.page_size)
+    filled = np.clip(places - starts, 0, server.config.page_size).astype(np.int32)
+    page_ids = np.asarray(state.table.page_ids)[slots, : starts.size]
+    tokens = stepping.histories(state)[slots]
+    text = [
+        [
+            server.tokenizer.decode(held[start : start + num].tolist())
+            for start, num in zip(starts, nums, strict=True)
+        ]
+        for held, nums in zip(tokens, filled, strict=True)
+    ]
+    return np.where(filled > 0, page_ids, NO_PAGE), filled, np.array(text)
 
 
 GREY, INK = "0.55", "0.15"
@@ -140,41 +119,39 @@ def draw(ax: Any, picture: Picture) -> None:
         columns = ids.shape[1]
         ax.set(xlim=(0, columns), ylim=(len(picture) * height - _GAP, 0))
         look = {"va": "bottom", "color": INK}
-        ax.text(0, top - 0.16, row["scene"], fontsize=8, **look)
+        boxes.text(ax, 0, top - 0.16, row["scene"], 8, **look)
         text = f"{row['logical_pages']} logical pages in {row['pages']} physical ones"
-        ax.text(columns, top - 0.16, text, ha="right", fontsize=7, **look)
+        boxes.text(ax, columns, top - 0.16, text, 7, ha="right", **look)
         # Those that share a page stand together: whoever shares one shares all before.
         order = np.lexsort(ids.T[::-1])
+        filled = picture.num_filled[i] / picture.num_filled[i].max()
         for k in range(columns):
-            _draw_column(ax, picture, i, order, k, top)
+            first = 0
+            for page, run in itertools.groupby(ids[order, k].tolist()):
+                readers, reader = len([*run]), order[first]
+                box = Box(k + 0.012, top + first + 0.05, 0.976, readers - 0.1)
+                if page != NO_PAGE:
+                    words = picture.text[i, reader, k]
+                    _draw_page(ax, box, filled[reader, k], page, readers, words)
+                first += readers
 
 
-def _draw_column(
-    ax: Any, picture: Picture, scene: int, order: np.ndarray, column: int, top: float
+def _draw_page(
+    ax: Any, box: Box, filled: float, page: int, readers: int, words: str
 ) -> None:
-    """One column of pages, those of several readers as high as these."""
-    ids = picture.page_ids[scene, order, column].tolist()
-    filled = picture.num_filled[scene, order, column] / picture.num_filled[scene].max()
-    text = picture.text[scene, order, column]
-    for page in dict.fromkeys(ids):
-        if page == NO_PAGE:
-            continue
-        first, readers = ids.index(page), ids.count(page)
-        shade = min(readers, len(_SHADES)) - 1
-        box = Box(column + 0.012, top + first + 0.05, 0.976, readers - 0.1)
-        full = box._replace(width=box.width * filled[first])
-        boxes.rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
-        look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.5}
-        boxes.rectangle(ax, box, facecolor="none", **look)
-        is_dark, middle = shade == len(_SHADES) - 1, top + first + readers / 2
-        words = "".join(map(_drawable, text[first][:_MAX_CHARS]))
-        look = {"va": "center_baseline", "color": "white" if is_dark else INK}
-        mono = {"family": "DejaVu Sans Mono", "fontsize": 6.1}
-        ax.text(box.x + 0.02, middle - 0.14, words, **look | mono)
-        note = f"page {page}" if readers == 1 else f"page {page}, {readers} readers"
-        look |= {"color": GREY} if readers == 1 else {}
-        right = box.x + box.width - 0.02
-        ax.text(right, middle + 0.26, note, ha="right", fontsize=4.6, **look)
+    """A page as high as its readers, filled in part."""
+    shade = min(readers, len(_SHADES)) - 1
+    full = box._replace(width=box.width * filled)
+    boxes.rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
+    look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.5}
+    boxes.rectangle(ax, box, facecolor="none", **look)
+    middle, color = box.y + box.height / 2, INK if shade < 3 else "white"
+    shown = "".join(map(_drawable, words[:_MAX_CHARS]))
+    look = {"color": color, "family": "DejaVu Sans Mono"}
+    boxes.text(ax, box.x + 0.02, middle - 0.14, shown, 6.1, **look)
+    note = f"page {page}" if readers == 1 else f"page {page}, {readers} readers"
+    look = {"color": GREY if readers == 1 else color, "ha": "right"}
+    boxes.text(ax, box.x + box.width - 0.02, middle + 0.26, note, 4.6, **look)
 
 
 def _drawable(char: str) -> str:

@@ -164,16 +164,16 @@ class Prefixes(Table):
         """The rows for JSON, without and with the cache apart."""
         found = self.rows()
         for row, rate in zip(found, self.rate, strict=True):
-            lowest, median, highest = row.pop("speed_ups")
-            row |= {
-                "speed_up_lowest": lowest,
-                "speed_up": median,
-                "speed_up_highest": highest,
+            names = ("speed_up_lowest", "speed_up", "speed_up_highest")
+            row |= dict(zip(names, row.pop("speed_ups"), strict=True))
+            pairs = {
+                "prompt_rows_{}": row.pop("prompt_rows"),
+                "steps_{}": row.pop("steps"),
+                "tokens_{}_per_s": np.median(rate, axis=0),
             }
-            pairs = {x: row.pop(x) for x in ("prompt_rows", "steps")}
-            for name, pair in (pairs | {"tokens": np.median(rate, axis=0)}).items():
-                unit = "_per_s" if name == "tokens" else ""
-                row[f"{name}_without{unit}"], row[f"{name}_with{unit}"] = pair
+            for name, pair in pairs.items():
+                ways = zip(("without", "with"), pair, strict=True)
+                row |= {name.format(way): value for way, value in ways}
         return found
 
 
@@ -209,19 +209,14 @@ def serve_groups(
         answer = np.array([len(served.tokens[i, 0]) for i in range(len(requests))])
         expected = length_distributions.saving(Lengths(prompt, answer), size, page_size)
         rows.append(
-            {
+            served.totals()
+            | {
                 "lengths": name,
                 "num_sequences": size,
                 "num_requests": len(requests),
                 "mean_prompt": prompt.mean(),
                 "mean_answer": answer.mean(),
-                "logical_pages": served.logical_pages.sum(),
-                "distinct_pages": served.distinct_pages.sum(),
                 "expected_share": np.nan if beams else expected,
-                "steps": len(served.num_rows),
-                "num_copied": served.num_copied,
-                "num_preempted": served.num_preempted,
-                "duration_s": served.duration_s,
             }
         )
     return Savings.of(rows)
@@ -276,10 +271,9 @@ def serve_prefixes(
         for turn in range(2 * repeats):
             uses = turn % 4 in (1, 2)
             asked = [
-                Request(
-                    x.text,
-                    first.tokens + x.tokens,
-                    dataclasses.replace(x.sampling, prefix_cache=uses),
+                x._replace(
+                    tokens=first.tokens + x.tokens,
+                    sampling=dataclasses.replace(x.sampling, prefix_cache=uses),
                 )
                 for x in rest
             ]
@@ -290,18 +284,16 @@ def serve_prefixes(
                 return Prefixes.of(rows)
             runs[uses].append(served)
         off, on = runs[False][0], runs[True][0]
-        answers = sum(map(len, on.tokens.values()))
+        both, answers = (off.totals(), on.totals()), sum(map(len, on.tokens.values()))
         pairs = zip(runs[False], runs[True], strict=True)
         rows.append(
-            {
+            on.totals()
+            | {
                 "prefix_tokens": num,
                 "num_requests": len(rest),
                 "prompt_tokens": sum(len(first.tokens + x.tokens) for x in rest),
-                "num_cached": on.num_cached.min(),
-                "logical_pages": on.logical_pages.sum(),
-                "distinct_pages": on.distinct_pages.sum(),
-                "prompt_rows": [x.prompt_rows.sum() for x in (off, on)],
-                "steps": [len(x.num_rows) for x in (off, on)],
+                "prompt_rows": [x["prompt_rows"] for x in both],
+                "steps": [x["steps"] for x in both],
                 "rate": [[answers / x.duration_s for x in pair] for pair in pairs],
                 "num_different": sum(off.tokens[x] != on.tokens[x] for x in on.tokens),
             }

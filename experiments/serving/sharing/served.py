@@ -15,8 +15,14 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.framework import Ours, Record, Study, beside, column, ours, table
-from experiments.harness import Law, Lengths, bundled, length_distributions, prompts
-from experiments.plotting import style
+from experiments.harness import (
+    Law,
+    Lengths,
+    length_distributions,
+    model_shapes,
+    prompts,
+)
+from experiments.plotting import boxes, style
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import GREY, INK, NUM_SEQUENCES, Picture
 from experiments.serving.sharing.requests import (
@@ -29,7 +35,6 @@ from experiments.serving.sharing.requests import (
 from experiments.serving.sharing.server import Server
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
-from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
@@ -140,7 +145,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all of it with one program; ended early, it has what is done."""
-    model = checkpoints.load_model(bundled.folder_of(config.model))
+    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     server = Server(model, bounds(config))
     rng = np.random.default_rng(config.seed)
     kinds = {
@@ -252,12 +257,11 @@ def plot(ax: Any, result: Result) -> None:
     ax.remove()
     left, middle, right = (figure.add_subplot(grid[0, i]) for i in range(3))
     _draw_savings(left, result.samples, "answers")
-    left.set(
-        title="several answers: the prompt is shared", xlabel="answers of a request"
-    )
     _draw_savings(middle, result.beams, "beams")
-    _draw_bound(middle, result.beams)
-    middle.set(title="beam search: answers, too", xlabel="beams of a request")
+    left.set_title("several answers: the prompt is shared")
+    middle.set_title("beam search: answers, too")
+    if len(result.beams):
+        _draw_bound(middle, result.beams.num_sequences.max())
     _draw_prefixes(right, result.prefixes)
     picture.draw(figure.add_subplot(grid[1, :]), result.picture)
 
@@ -279,45 +283,41 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         ax.plot(here.num_sequences, ours, "o", color=color, markersize=4)
         tokens = f"{here.mean_prompt.mean():.0f} + {here.mean_answer.mean():.0f}"
         labels.append((f"{name}: {tokens} tokens", color))
-    look = {"transform": ax.transAxes, "fontsize": 6}
+    at = {"transform": ax.transAxes}
     if np.isfinite(savings.expected_share).any():
         text = "points: counted\nlines: what\nlengths alone say"
-        ax.text(0.03, 0.98, text, va="top", color=INK, **look)
+        boxes.text(ax, 0.03, 0.98, text, 6, va="top", color=INK, **at)
     ax.margins(x=0.08)
-    ax.set(ylim=(0, None), ylabel="pages saved, %")
+    ax.set(ylim=(0, None), ylabel="pages saved, %", xlabel=f"{kind} of a request")
     if len(savings):
         ax.set_xticks(sorted({*savings.num_sequences.tolist(), 2, 4, 6}))
-    look |= {"ha": "right", "va": "bottom"}
     for i, (text, color) in enumerate(labels):
-        ax.text(1, 0.015 + 0.068 * i, text, color=color, **look)
+        look = {"color": color, "ha": "right", "va": "bottom"}
+        boxes.text(ax, 1, 0.015 + 0.068 * i, text, 6, **look, **at)
 
 
-def _draw_bound(ax: Any, savings: Savings) -> None:
+def _draw_bound(ax: Any, most: int) -> None:
     """All pages but those of one sequence."""
-    if len(savings):
-        num = np.linspace(2, savings.num_sequences.max())
-        ax.plot(num, 100 - 100 / num, color="0.8", linewidth=0.8, zorder=0)
-        look = {"color": "0.65", "fontsize": 6, "ha": "right", "va": "bottom"}
-        ax.set_ylim(0, 100)
-        at = {"xytext": (0, 2), "textcoords": "offset points"}
-        ax.annotate("at most (n - 1) / n", (num[-1], 100 - 100 / num[-1]), **at, **look)
+    num = np.linspace(2, most)
+    ax.plot(num, 100 - 100 / num, color="0.8", linewidth=0.8, zorder=0)
+    ax.set_ylim(0, 100)
+    look = {"color": "0.65", "fontsize": 6, "ha": "right", "va": "bottom"}
+    at = {"xytext": (0, 2), "textcoords": "offset points"}
+    ax.annotate("at most (n - 1) / n", (most, 100 - 100 / most), **at, **look)
 
 
 def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
     """What is left of pages, prompt tokens and steps, in per cent."""
     colors = [style.colors()[i] for i in (5, 3, 1)]
     for i, row in enumerate(prefixes.metrics()):
-        computed, steps = (
-            row[f"{name}_with"] / row[f"{name}_without"]
-            for name in ("prompt_rows", "steps")
-        )
-        shares = {
-            "pages": 1 - row["saved_share"],
-            "prompt tokens computed": computed,
-            "steps": steps,
-        }
         title = f"{row['prefix_tokens']} tokens: {row['speed_up']:.2f} times the tokens"
         ax.text(0, 5 * i - 0.75, f"{title}/s", va="center", color=INK)
+        shares = {
+            "pages": 1 - row["saved_share"],
+            "prompt tokens computed": row["prompt_rows_with"]
+            / row["prompt_rows_without"],
+            "steps": row["steps_with"] / row["steps_without"],
+        }
         for k, (label, share) in enumerate(shares.items()):
             y, percent = 5 * i + k, f"{100 * share:.0f}"
             ax.barh(y, 100 * share, 0.86, color=colors[k])
@@ -325,7 +325,7 @@ def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
             text = f" {percent}  {label}"
             if share > 0.45:  # there is room inside
                 look, text = {"ha": "right", "color": "white"}, f"{label}  {percent} "
-            ax.text(100 * share, y, text, va="center_baseline", fontsize=6, **look)
+            boxes.text(ax, 100 * share, y, text, 6, **look)
     ax.spines["left"].set_visible(False)
     ax.set(
         title="common beginnings: found again",

@@ -5,27 +5,22 @@ that others read, too, are copied. So no page counts as shared that is about to 
 parted.
 """
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from experiments.harness import Request
-from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, EngineState
-from jaxkv.engine import step as engine_step
-from jaxkv.engine.requests import drain, submit
-from jaxkv.engine.state import FINISHED, Sequences, init
-from jaxkv.engine.step import StepInfo, plan_step
-from jaxkv.memory import page_table
+from experiments.harness.stepping import Stepper
+from jaxkv.engine import EngineConfig, EngineState, StepInfo, step
+from jaxkv.memory import Table
 from jaxkv.models import checkpoints, paged
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs, interface
-from jaxkv.serving import outputs
+from jaxkv.scheduling import interface
 
 
 class Served(NamedTuple):
@@ -53,83 +48,31 @@ class Served(NamedTuple):
     tokens: dict[tuple[int, int], list[int]]
     duration_s: float
 
-
-class Seen(NamedTuple):
-    """A call of some steps.
-
-    Attributes:
-      info: what each step did, as NumPy arrays.
-      table: the page tables in the middle of each, likewise.
-      state: the engine after the last one; the next call takes its arrays.
-      drained: all sequences; those with status FINISHED have just left.
-    """
-
-    info: StepInfo
-    table: page_table.Table
-    state: EngineState
-    drained: Sequences
+    def totals(self) -> dict[str, Any]:
+        """Numbers of the whole, as tables have them."""
+        return self._asdict() | {
+            "logical_pages": self.logical_pages.sum(),
+            "distinct_pages": self.distinct_pages.sum(),
+            "prompt_rows": self.prompt_rows.sum(),
+            "num_cached": self.num_cached.min(),
+            "steps": len(self.num_rows),
+        }
 
 
-class Server:
-    """An engine without its facade, so that a look at its state costs nothing."""
+class Server(Stepper):
+    """An engine whose page tables are seen; one program serves whatever it is given."""
 
     def __init__(self, model: checkpoints.Loaded, config: EngineConfig) -> None:
-        """Makes an idle engine; one program serves whatever it is given.
-
-        Raises:
-          ValueError: the model has no tokenizer, or not as many positions.
-        """
-        if model.tokenizer is None:
-            raise ValueError("the model has no tokenizer, so no text")
-        if config.max_length > model.config.max_positions:
-            raise ValueError(
-                f"{config.max_length=} must be at most {model.config.max_positions=}"
-            )
-        self.model, self.config = model, config
+        """Makes an idle engine."""
+        super().__init__(
+            config,
+            paged.PagedForward(model.config, config.numerics),
+            functools.partial(paged.make_pages, model.config, config),
+            params=model.params,
+            eos_ids=model.eos_ids,
+            step=_step,
+        )
         self.tokenizer: Any = model.tokenizer
-        self._forward = paged.PagedForward(model.config, config.numerics)
-        self.clear()
-
-    def clear(self) -> None:
-        """Empties it, the prefix cache included."""
-        pages = paged.make_pages(self.model.config, self.config)
-        self._state = init(self.config, pages)
-
-    def calls(
-        self, requests: Sequence[Request], policy: interface.Policy | None = None
-    ) -> Iterator[Seen]:
-        """Hands requests over as there is room, and runs until all are answered.
-
-        A run that is left half-way must be followed by `clear`.
-        """
-        config, waiting = self.config, list(enumerate(requests))
-        policy = fcfs.fcfs() if policy is None else policy
-        clock = from_seconds(0.0)
-        unfinished = 0
-        while waiting or unfinished:
-            batch = waiting[: _num_that_fit([r for _, r in waiting], config)]
-            if batch:
-                rows = outputs.make_requests(
-                    [request.tokens for _, request in batch],
-                    [request.sampling for _, request in batch],
-                    config=config,
-                    request_ids=[i for i, _ in batch],
-                    eos_ids=self.model.eos_ids,
-                    width=config.submit_width,
-                )
-                self._state, taken = _submit(self._state, rows, config=config)
-                begun = np.asarray(taken) & (rows.params.sample == 0)
-                waiting = waiting[int(begun.sum()) :]
-                unfinished += int(np.asarray(taken).sum())
-            self._state, (info, table) = _run(
-                *(self.model.params, self._state, clock, policy),
-                config=config,
-                forward=self._forward,
-            )
-            info, table = jax.tree.map(np.asarray, (info, table))
-            unfinished -= int((info.reason > 0).sum())
-            self._state, drained = _drain(self._state)
-            yield Seen(info, table, self._state, drained)
 
     def serve(
         self,
@@ -151,37 +94,42 @@ class Server:
         Raises:
           RuntimeError: the engine counts other pages than its tables hold.
         """
-        prompts = np.array([len(request.tokens) for request in requests])
-        prompt_rows, num_cached = np.zeros_like(prompts), np.zeros_like(prompts)
+        prompts, asks = [x.tokens for x in requests], [x.sampling for x in requests]
+        sizes = np.array([*map(len, prompts)])
+        prompt_rows, num_cached = np.zeros_like(sizes), np.zeros_like(sizes)
         tokens: dict[tuple[int, int], list[int]] = {}
-        seen: list[tuple[StepInfo, Any]] = []
+        seen: list[tuple[StepInfo, Table]] = []
         started = time.perf_counter()
-        for call in self.calls(requests, policy):
-            tokens |= _finished(call.drained, num_cached)
-            seen.append((call.info, call.table))
+        for call in self.calls(prompts, asks, policy=policy):
+            ended = call.ended
+            np.add.at(num_cached, ended.request_id, ended.num_cached)
+            for row, name in enumerate(ended.request_id.tolist()):
+                answer = slice(ended.prompt_length[row], ended.num_tokens[row])
+                sample = int(ended.params.sample[row])
+                tokens[name, sample] = ended.tokens[row, answer].tolist()
+            seen.append(call.seen)
             if progress.stopped:
                 self.clear()
                 return None
         duration_s = time.perf_counter() - started
-        columns: list[tuple[int, int, int]] = []
-        for info, table in seen:
-            for step in np.flatnonzero(info.num_rows.any(1)):
-                places = table.length[step] + table.ahead[step]
-                pages = pages_of(table.page_ids[step], places, self.config.page_size)
-                distinct = np.unique(np.concatenate(pages)).size
-                if distinct != info.used_pages[step]:
-                    raise RuntimeError(f"{distinct=} pages, {info.used_pages[step]=}")
-                rows, name = info.num_rows[step], info.request_id[step]
-                columns.append((sum(map(len, pages)), distinct, int(rows.sum())))
-                fed = np.clip(prompts[name] - table.length[step], 0, rows) * (name >= 0)
-                np.add.at(prompt_rows, name, fed)
-        logical, distinct_pages, num_rows = np.array(columns, int).reshape(-1, 3).T
+        info, table = jax.tree.map(lambda *parts: np.concatenate(parts), *seen)
+        fed = info.num_rows.any(axis=1)
+        info, table = jax.tree.map(lambda x: x[fed], (info, table))
+        num_pages = -(-(table.length + table.ahead) // self.config.page_size)
+        columns = np.arange(table.page_ids.shape[2])
+        held = np.where(columns < num_pages[:, :, None], table.page_ids, -1)
+        distinct = np.array([np.unique(ids[ids >= 0]).size for ids in held], int)
+        if (distinct != info.used_pages).any():
+            raise RuntimeError(f"{distinct=} pages, {info.used_pages=}")
+        rows, name = info.num_rows, info.request_id
+        of_prompt = np.clip(sizes[name] - table.length, 0, rows) * (name >= 0)
+        np.add.at(prompt_rows, name, of_prompt)
         return Served(
-            logical_pages=logical,
-            distinct_pages=distinct_pages,
-            num_rows=num_rows,
-            num_copied=sum(int(info.num_copied.sum()) for info, _ in seen),
-            num_preempted=sum(int(info.num_preempted.sum()) for info, _ in seen),
+            logical_pages=num_pages.sum(axis=1),
+            distinct_pages=distinct,
+            num_rows=rows.sum(axis=1),
+            num_copied=int(info.num_copied.sum()),
+            num_preempted=int(info.num_preempted.sum()),
             prompt_rows=prompt_rows,
             num_cached=num_cached,
             tokens=tokens,
@@ -189,63 +137,11 @@ class Server:
         )
 
 
-def pages_of(
-    page_ids: Int[np.ndarray, "slots pages_per_slot"],
-    places: Int[np.ndarray, " slots"],
-    page_size: int,
-) -> list[Int[np.ndarray, " pages"]]:
-    """Cuts each row of a page table to the pages of so many token places."""
-    num = -(-places // page_size)
-    return [ids[:n] for ids, n in zip(page_ids, num, strict=True)]
-
-
-def _run_and_look(
-    params: Any,
-    state: EngineState,
-    clock: Int[Array, " 2"],
-    policy: interface.Policy,
-    *,
-    config: EngineConfig,
-    forward: Any,
-) -> tuple[EngineState, tuple[StepInfo, page_table.Table]]:
-    """As `engine.run_steps`, with the tables in the middle of every step."""
-
-    def body(
-        state: EngineState, _: None
-    ) -> tuple[EngineState, tuple[StepInfo, page_table.Table]]:
-        # What the step itself does first; the compiler finds that it is the same.
-        middle = plan_step(state, config=config, policy=policy)[0]
-        state, info = engine_step.step(
-            params, state, config=config, forward=forward, policy=policy
-        )
-        return state, (info, middle.table)
-
-    state = state._replace(clock=clock)
-    return lax.scan(body, state, None, length=config.steps_per_call)
-
-
-_run = jax.jit(
-    _run_and_look, static_argnames=("config", "forward"), donate_argnames="state"
-)
-_submit = jax.jit(submit, static_argnames="config", donate_argnames="state")
-_drain = jax.jit(drain, donate_argnames="state")
-
-
-def _num_that_fit(requests: Sequence[Request], config: EngineConfig) -> int:
-    """How many requests of a list one call of `submit` takes."""
-    sizes = [r.sampling.num_sequences for r in requests[: config.submit_width]]
-    return int(np.searchsorted(np.cumsum(sizes), config.submit_width, "right"))
-
-
-def _finished(
-    drained: Sequences, num_cached: np.ndarray
-) -> dict[tuple[int, int], list[int]]:
-    """Answers that are complete; notes what each request found in the cache."""
-    s: Any = jax.tree.map(np.asarray, drained)
-    found = {}
-    for row in np.flatnonzero(s.status == FINISHED):
-        name, sample = int(s.request_id[row]), int(s.params.sample[row])
-        answer = s.tokens[row, s.prompt_length[row] : s.num_tokens[row]]
-        found[name, sample] = answer.tolist()
-        num_cached[name] += s.num_cached[row]
-    return found
+def _step(
+    params: Any, state: EngineState, *, forward: Any, **rules: Any
+) -> tuple[EngineState, tuple[StepInfo, Table]]:
+    """A step, and the tables in its middle."""
+    # What the step itself does first; the compiler finds that it is the same.
+    middle, *_ = step.plan_step(state, **rules)
+    state, info = step.step(params, state, forward=forward, **rules)
+    return state, (info, middle.table)

@@ -187,10 +187,10 @@ class Behind(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts both; ended early, it has what is done."""
-    counted = count(config.num_simulated, config.seed, progress)
+    counted = count(config, progress)
     translated = Translated.of([])
     if not progress.stopped:
-        translated = translate(config.prefixes, SECONDS, config.seed, progress)
+        translated = translate(config, progress)
     return Result(counted=counted, translated=translated)
 
 
@@ -200,20 +200,15 @@ def _capacity(num_places: int) -> Capacity:
     return plain._replace(token_budget=jnp.int32(MAX_ROWS))
 
 
-def count(num: int, seed: int, progress: Progress) -> Counted:
-    """Serves each kind of requests with each number of samples.
-
-    Args:
-      num: long requests; of short ones there are `TIMES` as many.
-      seed: of lengths and arrivals.
-      progress: sees bars, and may stop; what is complete then stands.
-    """
+def count(config: Config, progress: Progress) -> Counted:
+    """Serves each kind of requests with each number of answers."""
     rows = []
     for name, law in LAWS.items():
-        rng, size = np.random.default_rng(seed), TIMES[name] * num
+        size = TIMES[name] * config.num_simulated
+        rng = np.random.default_rng(config.seed)
         tokens = length_distributions.draw(law, size, settings.MAX_LENGTH, rng)
         served = driver.simulate(
-            driver.stack([_answers(name, tokens, n, seed) for n in ANSWERS]),
+            driver.stack([_answers(name, tokens, n, config.seed) for n in ANSWERS]),
             max_slots=128,
             max_samples=max(ANSWERS),
             head=runs.HEAD,
@@ -221,23 +216,12 @@ def count(num: int, seed: int, progress: Progress) -> Counted:
         )
         if progress.stopped:
             break
-        means = served.means
-        saved = metrics.saving(means.saved_pages, means.used_pages)
+        batch, preempted = served.means.batch, served.totals.preempted
+        saved = metrics.saving(served.means.saved_pages, served.means.used_pages)
         for i, n in enumerate(ANSWERS):
-            rows.append(
-                {
-                    "lengths": name,
-                    "num_sequences": n,
-                    "rate": SEQUENCES_PER_S[name] / n,
-                    "num_requests": size,
-                    "batch": means.batch[i],
-                    "saved_share": saved[i],
-                    "expected_share": length_distributions.saving(
-                        tokens, n, settings.PAGE_SIZE
-                    ),
-                    "num_preempted": served.totals.preempted[i],
-                }
-            )
+            expected = length_distributions.saving(tokens, n, settings.PAGE_SIZE)
+            asked = name, n, SEQUENCES_PER_S[name] / n, size
+            rows.append((*asked, batch[i], saved[i], expected, preempted[i]))
     return Counted.of(rows)
 
 
@@ -255,24 +239,15 @@ def _answers(name: str, tokens: Lengths, num: int, seed: int) -> Members:
     return Members(load, pool, fcfs.fcfs(), settings.cost(SERVER))
 
 
-def translate(
-    prefixes: tuple[int, ...], seconds: float, seed: int, progress: Progress
-) -> Translated:
-    """Serves translations at all rates by both systems.
-
-    Args:
-      prefixes: tokens with which all prompts begin.
-      seconds: of load, simulated.
-      seed: of lengths and arrivals.
-      progress: sees bars, and may stop; then nothing is told.
-    """
-    shape = (len(prefixes), len(RATES))
-    latency_s, batch = [], []
-    for system in SYSTEMS:
+def translate(config: Config, progress: Progress) -> Translated:
+    """Serves translations at all rates by both systems; stopped, it tells nothing."""
+    shape = (len(config.prefixes), len(RATES))
+    latency_s, batch = np.zeros((2, shape[0], len(SYSTEMS), shape[1]))
+    for k, system in enumerate(SYSTEMS):
         members = driver.stack(
             [
-                _translations(system, prefix, rate, seconds, seed)
-                for prefix in prefixes
+                _translations(system, prefix, rate, SECONDS, config.seed)
+                for prefix in config.prefixes
                 for rate in RATES.tolist()
             ]
         )
@@ -284,15 +259,16 @@ def translate(
         took_s = metrics.normalised_latency_s(
             served.arrival_s, served.finish_s, np.asarray(members.workload.output)
         )
-        latency_s.append(took_s.reshape(shape))
-        batch.append(served.means.batch.reshape(shape))
-    curves = np.stack(latency_s, axis=1)
+        latency_s[:, k] = took_s.reshape(shape)
+        batch[:, k] = served.means.batch.reshape(shape)
     at_most = [
         [metrics.capacity(RATES, curve, at_most_s=AT_MOST_S) for curve in both]
-        for both in curves
+        for both in latency_s
     ]
-    rate, batches = np.broadcast_to(RATES, shape), np.stack(batch, axis=1)
-    return Translated(np.array(prefixes), rate, curves, batches, np.array(at_most))
+    rates = np.broadcast_to(RATES, shape)
+    return Translated(
+        np.array(config.prefixes), rates, latency_s, batch, np.array(at_most)
+    )
 
 
 def _translations(
@@ -302,20 +278,18 @@ def _translations(
     shared = prefix // page * page if system == "paged" else 0
     rng, num = np.random.default_rng(seed), max(1, round(rate * seconds))
     load = arrivals.open_loop(rng, SENTENCES, rate=rate, num=num)
-    members = Members(
-        load._replace(prompt=load.prompt + prefix - shared),
-        _capacity(places - shared),
-        fcfs.fcfs(),
-        Behind(settings.cost(SERVER), jnp.asarray(shared, jnp.int32)),
-    )
-    if system == "paged":
-        return members
     reservation = contiguous.reservation(
         "oracle",
         num_leaves=places // page,
         leaves_per_region=settings.MAX_LENGTH // page,
     )
-    return members._replace(reservation=reservation)
+    return Members(
+        load._replace(prompt=load.prompt + prefix - shared),
+        _capacity(places - shared),
+        fcfs.fcfs(),
+        Behind(settings.cost(SERVER), jnp.asarray(shared, jnp.int32)),
+        reservation=None if system == "paged" else reservation,
+    )
 
 
 @BOOK.judges

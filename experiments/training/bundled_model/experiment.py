@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Record, Study, column, environment, table
+from experiments.framework import Record, column, environment, table
 from jaxkv import files, validation
 from jaxkv.models import ModelConfig, checkpoints
 from jaxkv.progress import QUIET, Progress
@@ -285,6 +285,3 @@ def _filled(part: str) -> str:
     if part.startswith(("-", "#", "|", "    ")):
         return part
     return textwrap.fill(" ".join(part.split()), 88, break_on_hyphens=False)
-
-
-STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot),)

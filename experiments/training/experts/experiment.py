@@ -24,7 +24,6 @@ from experiments.framework import (
     Part,
     Record,
     Sheet,
-    Study,
     Table,
     Texts,
     beside,
@@ -42,6 +41,8 @@ from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
 from scaling.laws import published
 from scaling.sweeps import Workers, executors
+
+PANELS = (1, 2)
 
 CONFIGS = {
     "smoke": Config(
@@ -367,17 +368,3 @@ def plot(axes: Any, result: Result) -> None:
     )
     if result.loads.size:
         right.legend()
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(1, 2),
-    ),
-)

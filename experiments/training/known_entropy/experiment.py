@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Record, Study, beside, column, ours, table
+from experiments.framework import Ours, Record, beside, column, ours, table
 from experiments.plotting import style
 from experiments.training.known_entropy.runs import Config, Runs, train
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora.languages import LanguageConfig, language, markov
 from scaling.fits import fit
 from scaling.laws import published
+
+PANELS = (1, 2)
 
 CONFIGS = {
     "cpu": Config(),
@@ -252,16 +254,3 @@ def metrics(result: Result) -> dict[str, Any]:
         "source_excess": result.source_excess,
         "counting_slope": result.counts.slope,
     }
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        panels=(1, 2),
-    ),
-)

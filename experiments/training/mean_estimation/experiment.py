@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Record, Study, beside, column, ours
+from experiments.framework import Ours, Record, beside, column, ours
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -100,6 +100,3 @@ def claims(result: Result) -> Iterator[Ours]:
     width = result.slope_high - result.slope_low
     yield ours("slope", result.slope, tolerance=width if width > 0 else 0.0)
     yield ours("size", result.sigma_squared)
-
-
-STUDIES = (Study(configs=CONFIGS, result=Result, run=run, plot=plot, claims=claims),)

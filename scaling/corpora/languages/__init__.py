@@ -1,6 +1,6 @@
 """Languages whose entropy is known."""
 
-from scaling.corpora.languages.language import LanguageConfig as LanguageConfig
+from scaling.corpora.languages.language import LanguageConfig
 
 __all__ = [
     "LanguageConfig",

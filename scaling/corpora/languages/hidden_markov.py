@@ -4,7 +4,6 @@ A state moves by a Markov chain and writes one token each time; the reader sees 
 only and keeps, in the forward filter, how likely each state is.
 """
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -105,34 +104,6 @@ def entropy_rate(
         belief = _filtered(hidden, belief, text[:, t])
     found /= length - burn_in
     return Rate(float(found.mean()), float(found.std(ddof=1) / num_texts**0.5))
-
-
-def bounds(hidden: HiddenChain, length: int) -> tuple[float, float]:
-    """Bounds of the entropy rate by all texts of a length: exact, and costly.
-
-    Returns:
-      The entropy of the token after so many, given them, and given the first state as
-      well for the lower one.
-
-    Source: Cover and Thomas, Elements of Information Theory, theorem 4.5.1.
-    """
-    tokens = range(hidden.writes.shape[1])
-    if len(tokens) ** length > _MAX_BLOCKS:
-        raise ValueError(f"{len(tokens)} ** {length=} texts are too many to go through")
-    lower = upper = 0.0
-    for text in itertools.product(tokens, repeat=length):
-        # Joint probability of this text and the state after it, by first state.
-        joint = np.diag(hidden.share)
-        for token in text:
-            joint = (joint * hidden.writes[:, token]) @ hidden.moves
-        for rows in (joint, joint.sum(0, keepdims=True)):
-            weight = rows.sum(1)
-            here = rows[weight > 0] / weight[weight > 0, None]
-            found = weight[weight > 0] @ markov.row_entropies(here @ hidden.writes)
-            lower, upper = (
-                (lower + found, upper) if rows is joint else (lower, upper + found)
-            )
-    return float(lower), float(upper)
 
 
 def ladder(hidden: HiddenChain, most: int = 2) -> tuple[float, ...]:

@@ -1,7 +1,6 @@
 """The decode benchmark: its rows, its peers, and what it calls the host's share."""
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import pytest
 from experiments.bench import peer_process
 from experiments.bench.decode import experiment, ours
 from experiments.bench.decode.ours import CallTimes
-from experiments.cli import main
-from experiments.plotting import style
 from jaxkv.progress import Quiet
+from tests.support import smoke
+from tests.support.commands import Command, document
 
 KEYS = {
     *("implementation", "batch", "prompt_tokens", "output_tokens"),
@@ -52,17 +51,16 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def peer(python: Path, kind: str, folder: Path) -> experiment.Peer:
-    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder, 1)
+    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder)
 
 
 @pytest.mark.thorough
 def test_it_times_itself_and_the_peers_that_are_there(
-    fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: Path, jaxkv: Command
 ) -> None:
-    args = ["bench", "decode", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert main.main([*args, "--peer-python", str(fake)]) == 0
-    document = json.loads(capsys.readouterr().out)
-    rows, (*_, ours_too, theirs_too) = document["rows"], document["details"]
+    args = ("bench", "decode", "smoke", "--out", "run", "--peer-python", str(fake))
+    found = document(jaxkv, *args)
+    rows, (*_, ours_too, theirs_too) = found["rows"], found["details"]
     assert [(row["implementation"], row["batch"]) for row in rows] == [
         *(("jaxkv", 1), ("transformers", 1), ("jaxkv", 2), ("transformers", 2))
     ]
@@ -80,7 +78,7 @@ def test_it_times_itself_and_the_peers_that_are_there(
     assert ours["ratio"] == pytest.approx(ours["decode_tokens_per_s"] / 15)
     assert ours_too["same_answers"] == 1
     assert ours_too["batch"] == theirs_too["batch"] == 2
-    assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
+    assert Path("run/figure.png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough
@@ -94,12 +92,12 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
                     return
                 yield batch, turn
 
+    (study,) = experiment.STUDIES
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None
     for kept in (rows, []):
-        draw = lambda axes, kept=kept: experiment.plot(axes, kept)  # noqa: E731
-        style.render(draw, panels=(1, 2))
+        assert smoke.draw(study, kept)
 
 
 def test_a_peer_that_breaks_down_says_its_last_words(fake: Path) -> None:

@@ -1,22 +1,17 @@
 """The benchmark of fitting: everyone finds the same, with the right gradient."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from experiments.bench.fit import experiment, peers
-from experiments.cli import main
 from experiments.training.fit_coverage import surfaces
+from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
 
 
-def test_rows_for_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["bench", "fit", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert main.main(args) == 0
-    document = json.loads(capsys.readouterr().out)
-    rows = document["rows"]
+def test_rows_for_everyone(jaxkv: Command) -> None:
+    found = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
+    rows = found["rows"]
     assert [row["method"] for row in rows[:3]] == [
         *("jaxkv", "jaxkv, first call", "NumPy gradient + SciPy BFGS")
     ]
@@ -27,7 +22,7 @@ def test_rows_for_everyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         # Everyone ends near the same optima, ours never above by more than rounding.
         assert row["worst_excess"] < (1e-8 if "jaxkv" in row["method"] else 1e-4)
     assert min(row["worst_excess"] for row in rows) < 1e-9
-    assert document["details"][0]["resamples"] == 20
+    assert found["details"][0]["resamples"] == 20
 
 
 def test_a_piece_is_whole_or_not_there() -> None:
@@ -48,10 +43,3 @@ def test_the_gradient_by_hand() -> None:
     for i, step in enumerate(1e-7 * np.eye(5)):
         ends = [peers.objective(x + sign * step, runs) for sign in (1, -1)]
         assert gradient[i] == pytest.approx((ends[0] - ends[1]) / 2e-7, rel=1e-4)
-
-
-def test_bad_configs_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_points=15 must be at least 16"):
-        experiment.Config(num_points=15)
-    with pytest.raises(ValueError, match="num_pieces=0 must be in"):
-        experiment.Config(num_pieces=0)

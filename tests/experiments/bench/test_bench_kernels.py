@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
@@ -19,9 +18,7 @@ from experiments.bench.kernels import calls as kernels_calls
 from experiments.bench.kernels import experiment, processes, report, runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.bench.kernels.experiment import Config
-from experiments.cli import main
 from experiments.framework.report import Sheet
-from experiments.plotting import style
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless, grouped_specs, problems, specs
@@ -30,6 +27,8 @@ from pallas_kernels.bench.specs import Spec
 from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
 from pallas_kernels.devices import Target
 from pallas_kernels.paged_attention import decode_plan, merging, stream_k
+from tests.support import smoke
+from tests.support.commands import Command, document
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -46,7 +45,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def install(**calls: Any) -> None:
         everyone = [
-            Implementation(name, name != "ours", call, has_share=name == "shared")
+            Implementation(name, name != "ours", call, 0.1 if name == "shared" else 1.0)
             for name, call in calls.items()
         ]
         monkeypatch.setattr(runs, "of_attention", lambda: everyone)
@@ -60,18 +59,14 @@ def right(problem: problems.Problem) -> Run:
 
 @pytest.mark.thorough
 def test_the_command_gives_its_document(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a machine that was only lent.
     monkeypatch.setitem(sys.modules, "tyro", None)
-    args = ["bench", "kernels", "smoke", "--out", str(tmp_path / "run"), "--json"]
-    assert main.main(args) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["device"] == "cpu"
-    assert document["ceilings"].keys() == set(Ceilings._fields)
-    rows, absent = document["rows"], document["absent"]
+    found = document(jaxkv, "bench", "kernels", "smoke", "--out", "run")
+    assert found["device"] == "cpu"
+    assert found["ceilings"].keys() == set(Ceilings._fields)
+    rows, absent = found["rows"], found["absent"]
     assert all(row.keys() >= KEYS for row in rows)
     *attention, copy = [spec.name for spec in specs.SETS["tiny"]]
     (products,) = [spec.name for spec in grouped_specs.SETS["tiny"]]
@@ -94,8 +89,8 @@ def test_the_command_gives_its_document(
     reasons = {row["implementation"]: row["note"] for row in absent}
     assert reasons["cuDNN contiguous"] == "cuDNN needs a GPU"
     assert "is a cpu, not a GPU" in reasons["mosaic_gpu"]
-    assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
-    assert "XLA gather" in (tmp_path / "run" / "report.md").read_text("utf-8")
+    assert Path("run/figure.png").stat().st_size > 10_000
+    assert "XLA gather" in Path("run/report.md").read_text("utf-8")
 
 
 def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
@@ -125,13 +120,13 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
         def track(self, items: Any, label: str, unit: str) -> Any:
             yield next(iter(items))
 
+    (study,) = experiment.STUDIES
     few(ours=right, theirs=right)
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
     assert {row["implementation"] for row in result[1:]} == {"ours", "theirs"}
     for kept in (result, result[:1]):
-        draw = lambda axes, kept=kept: report.plot(axes, kept)  # noqa: E731
-        style.render(draw, panels=(1, 2))
+        assert smoke.draw(study, kept)
 
 
 @pytest.mark.thorough
@@ -159,7 +154,7 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
 FAKE = """
 import json, sys
 if sys.argv[2] == "FlashInfer":
-    print(json.dumps({"absent": "not importable: no such thing"}), flush=True)
+    print(json.dumps({"absent": "no such thing"}), flush=True)
     sys.exit()
 if sys.argv[2] != "Sdpa":
     sys.exit(3)
@@ -168,7 +163,8 @@ for line in sys.stdin:
     asked = json.loads(line)
     assert asked["heads"] == [4, 2, 16] and len(asked["contexts"]) > 1
     assert (asked["page_size"], asked["max_error"]) == (8, 2e-3)
-    if asked["is_tree"]:
+    if asked["ancestors"]:
+        assert asked["ancestors"][0][0] == [True] + [False] * 4
         print(json.dumps({"refused": "no trees"}), flush=True)
         continue
     timing = {"seconds": 1e-9, "spread": None, "clock": "cupti"}
@@ -200,7 +196,7 @@ def test_peers_answer_from_a_process_of_their_own(
             assert row["plan_per_layer_s"] == pytest.approx(1e-6)
             assert row["how"] == "best"
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes["FlashInfer"] == "not importable: no such thing"
+    assert notes["FlashInfer"] == "no such thing"
     assert notes["torch cuDNN"] == "ended early: it said nothing"
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
@@ -219,27 +215,41 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     # Of a library, never of a file of ours.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
-        assert note == f"not importable: No module named '{libraries[name]}'"
+        assert note == f"No module named '{libraries[name]}'"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
-def test_everyone_compiles_for_an_h200(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that can be known of them before there is a GPU; cuDNN asks for itself."""
-    prepared: list[Any] = []
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked to be run where the device is an H200: nothing runs."""
+    asked: list[Any] = []
 
     def prepare(*args: Any) -> Run:
-        prepared.append(args)
+        asked.append(args)
         return Run(lambda index: None, lambda: 0.0)
 
     monkeypatch.setattr(kernels_calls, "make_run", prepare)
-    monkeypatch.setattr(
-        devices, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
-    )
+    h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
+    monkeypatch.setattr(devices, "current", lambda: h200)
+    return asked
+
+
+def compiled(prepared: list[Any]) -> list[Any]:
+    # Others' code is not as strict as ours.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return [deviceless.compile(run, *turns[0]) for _, run, turns in prepared]
+
+
+without_a_compiler = pytest.mark.skipif(
+    deviceless.available() is not None, reason="no compiler for GPUs"
+)
+
+
+@pytest.mark.slow
+@without_a_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
+def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
+    """All that can be known of them before there is a GPU; cuDNN asks for itself."""
     rows = 1 if kind == "decode" else 26
     problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
     for implementation in runs.of_attention():
@@ -249,11 +259,7 @@ def test_everyone_compiles_for_an_h200(
             implementation.prepare(problem)
         except ValueError:
             assert (implementation.name, kind) != ("Pallas Triton", "decode")
-    # Others' code is not as strict as ours.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for _, function, turns in prepared:
-            deviceless.compile(function, *turns[0])
-    assert len(prepared) >= 3
+    assert len(compiled(prepared)) >= 3
 
 
 def test_what_is_made_once_a_step_is_shared_by_the_layers(
@@ -376,32 +382,22 @@ def test_a_peer_that_does_not_answer_is_ended(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
-def test_everyone_multiplies_groups_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[Any] = []
-    monkeypatch.setattr(kernels_calls, "make_run", lambda *x: prepared.append(x))
-    monkeypatch.setattr(
-        devices, "current", lambda: Target("gpu", "NVIDIA H200", 132, "9.0")
-    )
-    spec = grouped_specs.GroupedSpec(
-        tokens=40, experts=grouped_specs.Experts(8, 2, 256, 512)
-    )
+@without_a_compiler
+def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
+    experts = grouped_specs.Experts(8, 2, 256, 512)
+    spec = grouped_specs.GroupedSpec(tokens=40, experts=experts)
     problem = grouped_specs.make(spec)
     for implementation in runs.of_products():
         implementation.prepare(problem)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        reports = [deviceless.compile(run, *turns[0]) for _, run, turns in prepared]
-    assert [len(report.kernels) for report in reports] == [0, 1, 0, 0, 1]
+    kernels = [len(report.kernels) for report in compiled(prepared)]
+    assert kernels == [0, 1, 0, 0, 1]
 
 
-def test_the_floor_worked_by_hand() -> None:
+def test_the_floor_and_the_target_worked_by_hand() -> None:
     ceilings = Ceilings(4e12, 4.4e12, 8e14, 2e-6, "cupti")
     # Reading is the faster way through memory; the larger of both times counts.
     assert ceilings.floor_s(4_400_000_000, 0) == pytest.approx(1e-3)
     assert ceilings.floor_s(4_400_000, 8 * 10**12) == pytest.approx(1e-2)
-
-
-def test_the_target_worked_by_hand() -> None:
     ceilings = Ceilings(4.3e12, 4e12, 8e14, 5e-6, "cupti")
     seconds = ceilings.target_s(33_600_000, 0)
     assert seconds == pytest.approx(13.7e-6, rel=1e-2)
@@ -454,8 +450,6 @@ def test_without_cupti_the_queue_is_timed() -> None:
     assert timing.seconds > 0
 
 
-def test_settings_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="num_calls=1"):
-        Config(num_calls=1)
+def test_shapes_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match=r"config\.only='nothing' is in no name"):
         experiment.run(Config(shapes="tiny", only="nothing"))

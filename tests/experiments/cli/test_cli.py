@@ -204,24 +204,25 @@ def test_a_full_disk_is_one_line_and_status_2(
 
 @pytest.mark.parametrize(
     "args",
-    ["--help", "run --help", "bench --help", "list --help", "run made_up --help"],
+    [
+        *("", "run", "bench", "list", "run made_up", "sweep", "train"),
+        *("plan", "cost", "generate", "claims", "fit", "demo"),
+    ],
 )
-def test_help_is_status_0(jaxkv: Command, args: str) -> None:
-    status, out, _ = jaxkv(*args.split())
+def test_help_is_status_0_and_says_what_holds_without_a_flag(
+    jaxkv: Command, args: str
+) -> None:
+    status, out, _ = jaxkv(*args.split(), "--help")
     assert status == 0
     assert "usage: jaxkv" in out
-
-
-@pytest.mark.parametrize(
-    "command", ["sweep", "train", "plan", "cost", "generate", "claims", "fit", "demo"]
-)
-def test_help_says_what_holds_without_a_flag(jaxkv: Command, command: str) -> None:
-    _, out, _ = jaxkv(command, "--help")
     assert "None" not in out
 
 
-def test_help_and_list_import_nothing_heavy() -> None:
-    assert_nothing_heavy_is_imported("--help", "run --help", "list --json")
+def test_help_lists_and_costs_import_nothing_heavy() -> None:
+    assert_nothing_heavy_is_imported(
+        *("--help", "run --help", "generate --help", "list --json"),
+        "cost deepseek-v3 --json",
+    )
 
 
 @pytest.mark.thorough

@@ -18,6 +18,7 @@ from experiments.cli.train import command as train_command
 from experiments.framework import config_json
 from experiments.harness import bundled
 from scaling.sweeps import family
+from tests.support.commands import assert_refused, command
 from tests.support.folders import RECORDS
 
 OPTIONS = {
@@ -254,8 +255,4 @@ def test_a_file_that_is_none_is_named(
     words: str, line: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Fuzz(0)
-    assert main.main(words.split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jaxkv: ")
-    assert said.count("\n") == 1
-    assert line in said
+    assert_refused(command(capsys), words, line)

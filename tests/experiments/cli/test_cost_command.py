@@ -2,39 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.commands import (
-    Command,
-    assert_nothing_heavy_is_imported,
-    assert_refused,
-    command,
-)
+from tests.support.commands import Command, assert_refused, document, words
 
 
 @pytest.fixture
-def cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return command(capsys, "cost")
-
-
-def document(cost: Command, *args: str) -> dict[str, Any]:
-    status, out, err = cost(*args, "--json")
-    assert status == 0, err
-    return json.loads(out)
+def cost(jaxkv: Command) -> Command:
+    return lambda *args: jaxkv("cost", *args)
 
 
 def test_the_document_of_llama_2_7b(cost: Command) -> None:
     found = document(cost, "llama-2-7b", "--sequence", "2048")
-    assert found["num_params"]["total"] == 6_738_415_616
-    assert found["num_params"]["non_embedding"] == 6_476_271_616
-    assert found["num_params"]["matmul"] == 6_607_077_376
-    assert found["num_params"]["active"] == 6_738_415_616
+    assert found["num_params"].items() >= {
+        ("total", 6_738_415_616),
+        ("non_embedding", 6_476_271_616),
+        ("matmul", 6_607_077_376),
+        ("active", 6_738_415_616),
+    }
     assert found["flops"]["forward_per_token"] == 14_287_896_576
     assert found["flops"]["train_per_token"] == 42_863_689_728
     assert found["kv_bytes_per_token"] == 524_288
@@ -46,18 +32,19 @@ def test_the_document_of_llama_2_7b(cost: Command) -> None:
     assert terms["decode"]["attention: scores"] == 32 * 2 * 2048 * 4096
     assert terms["prefill"]["head: head"] == 2 * 32_000 * 4096
     assert found["symbols"]["i"] == 11_008
-    assert {found["prefill"]["bound"], found["decode"]["bound"]} == {
+    assert (found["prefill"]["bound"], found["decode"]["bound"]) == (
         "compute",
         "memory",
-    }
+    )
 
 
 def test_one_layer_as_the_assignment_asks(cost: Command) -> None:
-    found = document(cost, "llama-2-7b")["one_layer"]
-    assert found["num_params"] == 202_383_360
-    assert found["forward_flops"] == 1_932_735_283_200
-    assert found["boundary_bytes"] == 33_554_432
-    assert found["activation_bytes"] == 4096 * (131_584 + 128)
+    assert document(cost, "llama-2-7b")["one_layer"].items() >= {
+        ("num_params", 202_383_360),
+        ("forward_flops", 1_932_735_283_200),
+        ("boundary_bytes", 33_554_432),
+        ("activation_bytes", 4096 * (131_584 + 128)),
+    }
     mixed = document(cost, "deepseek-v3")["one_layer"]
     assert mixed["num_params"] == 11_507_286_272
 
@@ -74,10 +61,8 @@ def test_a_layout_divides_and_sends(cost: Command) -> None:
 
 
 def test_tables_and_words_say_the_same(cost: Command) -> None:
-    status, out, _ = cost("llama-2-7b", "--checkpoint", "boundary")
-    assert status == 0
-    said = " ".join(out.split())
-    for words in (
+    said = words(cost, "llama-2-7b", "--checkpoint", "boundary")
+    for part in (
         "gate and up 2 h i 90,177,536 32 2,885,681,152",
         "total 6,738,415,616",
         "training 3 X 46.1 GFLOP 189 TFLOP",
@@ -87,13 +72,11 @@ def test_tables_and_words_say_the_same(cost: Command) -> None:
         "llama-2-7b has none. With 8 experts",
         "bind at no batch: K and V hold it below 7.15",
     ):
-        assert words in said, words
-    assert max(map(len, out.splitlines())) <= 80
+        assert part in said
 
 
 def test_a_mixture_is_explained_by_its_own_numbers(cost: Command) -> None:
-    _, out, _ = cost("mixtral-8x7b")
-    said = " ".join(out.split())
+    said = words(cost, "mixtral-8x7b")
     assert "Of 46.7 G parameters a token uses 12.88 G" in said
     assert "3.63 times the parameters" in said
     assert cost("mixtral-8x7b", "--sequence", "1")[0] == 0
@@ -104,13 +87,10 @@ def test_a_mixture_is_explained_by_its_own_numbers(cost: Command) -> None:
 
 def test_every_name_is_answered(cost: Command) -> None:
     for name in ("deepseek-v3", "gemma-2-9b", "stdlib-bytes"):
-        status, out, err = cost(name)
-        assert status == 0, err
-        assert name in out
-        assert max(map(len, out.splitlines())) <= 80
+        assert name in words(cost, name)
 
 
-def test_a_file_and_a_folder_are_read(cost: Command, tmp_path: Path) -> None:
+def test_a_file_and_a_folder_are_read(cost: Command) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 4096,
@@ -119,8 +99,8 @@ def test_a_file_and_a_folder_are_read(cost: Command, tmp_path: Path) -> None:
         "num_hidden_layers": 32,
         "vocab_size": 32000,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "llama_7b_config.json").write_text(json.dumps(config))
+    for name in ("config.json", "llama_7b_config.json"):
+        Path(name).write_text(json.dumps(config))
     for path in (".", "config.json", "llama_7b_config.json"):
         found = document(cost, path)
         assert found["num_params"]["total"] == 6_738_415_616
@@ -148,18 +128,11 @@ def test_the_figure_and_the_document_are_kept(cost: Command) -> None:
         ("llama-2-8b", "did you mean llama-2-7b or"),
         ("here/there.json", "here/there.json: no such file or folder"),
         ("bad.json", "bad.json: not JSON"),
-        ("mamba.json", "mamba.json: model_type='mamba' is not counted, only llama"),
-        ("part.json", "part.json: hidden_size is missing"),
-        (
-            "two.json",
-            "model_type='llama' contradicts architecture 'MistralForCausalLM'",
-        ),
+        ("two.json", "model_type='llama' contradicts architecture 'MistralForC"),
         ("layers.json", "layers.json: num_hidden_layers=3 contradicts n_layer=2"),
         ("llama-2-7b --batch 0", "batch=0 must be in [1, 1099511627776]"),
         ("llama-2-7b --sequence -5", "sequence=-5 must be in"),
         ("gpt2 --sequence 2048", "sequence=2048 must be at most 1024"),
-        ("llama-2-7b --parallel tp=3", "tensor=3 must divide the 32 query heads"),
-        ("llama-2-7b --parallel up=3", "unknown parallelism 'up'"),
         ("llama-2-7b --zero 4", "jaxkv: zero=4 must be 0, 1, 2 or 3"),
         ("llama-2-7b --parallel sp", "over the devices of tensor (tp), and tensor=1"),
         ("llama-2-7b --parallel tp=1,sp", "and tensor=1: ulysses or ring divide it"),
@@ -170,17 +143,15 @@ def test_the_figure_and_the_document_are_kept(cost: Command) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    cost: Command, args: str, line: str, tmp_path: Path
+    cost: Command, args: str, line: str
 ) -> None:
-    Path("bad.json").write_text("{")
-    Path("mamba.json").write_text('{"model_type": "mamba"}')
-    Path("part.json").write_text('{"model_type": "llama", "num_attention_heads": 4}')
-    two = {"model_type": "llama", "architectures": ["MistralForCausalLM"]}
-    Path("two.json").write_text(json.dumps(two))
-    layers = {"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3}
-    Path("layers.json").write_text(json.dumps(layers))
+    for name, text in WRONG.items():
+        Path(f"{name}.json").write_text(text)
     assert_refused(cost, args, line)
 
 
-def test_no_jax_is_woken_for_an_answer() -> None:
-    assert_nothing_heavy_is_imported("cost deepseek-v3 --json")
+WRONG = {
+    "bad": "{",
+    "two": '{"model_type": "llama", "architectures": ["MistralForCausalLM"]}',
+    "layers": '{"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3}',
+}

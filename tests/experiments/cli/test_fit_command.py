@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from experiments.cli.fit import command as fit_command
 from experiments.cli.fit import drawing, fitting, grids
 from experiments.cli.fit.report import metrics, summary
 from experiments.training.fit_coverage import surfaces
-from jaxkv.progress import Quiet
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json
@@ -23,7 +21,8 @@ from scaling.frontiers import find
 from scaling.laws.published import CHINCHILLA
 from scaling.logs.log import read
 from tests.support import traces
-from tests.support.commands import Command, assert_refused, command
+from tests.support.commands import Command, assert_refused, document
+from tests.support.impatience import Stopping
 
 ALPHA, BETA = 0.36, 0.38
 
@@ -61,12 +60,13 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def jaxkv(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
-    monkeypatch.chdir(tmp_path)
-    return command(capsys)
+OF_THE_SWEEP = {
+    "law": "chinchilla",
+    "num_points": 34,
+    "count": "non-embedding",
+    "status": "converged",
+    "notes": ["1 row left out by status: 1 diverged"],
+}
 
 
 @pytest.mark.thorough
@@ -76,13 +76,9 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
     assert status == 0, err
     assert "chinchilla: 200 of 200 resamples" in err
     document = json.loads(out)
-    assert document["law"] == "chinchilla"
-    assert document["num_points"] == 34
-    assert document["count"] == "non-embedding"
-    assert document["status"] == "converged"
+    assert {name: document[name] for name in OF_THE_SWEEP} == OF_THE_SWEEP
     assert document["held_out"]["num_points"] == 21
     assert document["held_out"]["mean_error"] < 0.01
-    assert document["notes"] == ["1 row left out by status: 1 diverged"]
     a = BETA / (ALPHA + BETA)
     low, high = document["exponent_intervals"]["a"]
     assert low < a < high
@@ -119,10 +115,14 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
     assert "report: here/report.md" in out
 
 
+def fitted(**config: Any) -> dict[str, Any]:
+    return json.loads(fitting.run(fit_command.Config(**config)).document)
+
+
 def test_published_coefficients_come_out_of_published_runs() -> None:
     path = traces.find("losses/gadre_c4.csv")
     rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
-    config = fit_command.Config(
+    found = fitted(
         log=str(path),
         law="over-training",
         where=rule,
@@ -130,23 +130,24 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
         space="linear",
         bootstrap=0,
     )
-    document = json.loads(fitting.run(config).document)
+    # Gadre et al. 2024, arXiv:2403.08540: five runs, least squares.
     published = {"a": 113.69, "b": 189.52, "eta": -0.24247, "E": 1.50825}
-    for name, value in published.items():
-        assert document["coefficients"][name] == pytest.approx(value, rel=1e-4)
-    held = document["held_out"]
+    assert found["coefficients"] == pytest.approx(published, rel=1e-4)
+    assert found["coefficients"]["E"] == pytest.approx(1.50825, abs=2e-5)
+    assert found["warnings"][0].startswith("5 points are few for 4 coefficients")
+    held = found["held_out"]
     assert held["num_points"] == 29
+    assert held["mean_error"] < 0.03
     # By the published coefficients themselves, on the runs that they did not see.
     log = read(path)
     others = log.take(~log.select(rule))
     n, d = (others.columns[name] for name in ("num_params", "num_tokens"))
     eta = published["eta"]
-    fitted = published["E"] + 113.69 * n**eta + 189.52 * 6 ** (eta / 2) * d**eta
-    error = np.log(fitted / others.columns["loss"])
+    law = published["E"] + 113.69 * n**eta + 189.52 * 6 ** (eta / 2) * d**eta
+    error = np.log(law / others.columns["loss"])
     assert held["mean_error"] == pytest.approx(np.abs(error).mean(), rel=0.01)
     assert held["last_error"] == pytest.approx(error[n.argmax()], rel=0.01)
-    assert document["frontiers"] == []
-    assert document["warnings"]
+    assert found["frontiers"] == []
 
 
 @pytest.mark.thorough
@@ -173,25 +174,20 @@ def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Command) -> None:
     sizes = np.geomspace(1e7, 1e10, 12)
     rows = "".join(f"{n!r},{(8.8e13 / n) ** 0.076!r}\n" for n in sizes.tolist())
     Path("log.csv").write_text(f"params,loss\n{rows}")
-    args = ("fit", "log.csv", "--law", "kaplan-n", "--bootstrap", "0", "--out", "o")
-    status, out, err = jaxkv(*args, "--json")
-    assert status == 0, err
-    document = json.loads(out)
-    assert document["coefficients"] == pytest.approx({"Nc": 8.8e13, "alpha": 0.076})
-    assert document["held_out"]["num_points"] == 4
-    assert document["held_out"]["mean_error"] < 1e-6
-    assert document["frontiers"] == []
-    assert "no isoFLOP groups, no envelope: the log has no D" in document["notes"]
+    args = ("log.csv", "--law", "kaplan-n", "--bootstrap", "0", "--out", "o")
+    found = document(jaxkv, "fit", *args)
+    assert found["coefficients"] == pytest.approx({"Nc": 8.8e13, "alpha": 0.076})
+    assert found["held_out"]["num_points"] == 4
+    assert found["held_out"]["mean_error"] < 1e-6
+    assert found["frontiers"] == []
+    assert "no isoFLOP groups, no envelope: the log has no D" in found["notes"]
     assert "parameters" in Path("o/figure.svg").read_text()
-    status, _, err = jaxkv("plan", "--flops", "1e20", "--law", "o")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "kaplan-n does not say how loss falls with parameters and with" in err
+    line = "kaplan-n does not say how loss falls with parameters and with"
+    assert_refused(jaxkv, "plan --flops 1e20 --law o", line)
 
 
 @pytest.mark.thorough
-def test_each_group_is_fitted_by_itself(
-    jaxkv: Command, tmp_path: Path, sweep: Path
-) -> None:
+def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
     lines = ["N,D,data,loss"]
     rng = np.random.default_rng(1)
     for data, shift in (("web", 0.0), ("code", -0.5), ("few", 0.0)):
@@ -203,94 +199,68 @@ def test_each_group_is_fitted_by_itself(
                 if data != "few" or len(lines) < 52:
                     lines.append(f"{n:.17g},{d:.17g},{data},{seen:.17g}")
     Path("log.csv").write_text("\n".join(lines) + "\n")
-    alone = jaxkv("fit", "log.csv", "--bootstrap", "0", "--json")
-    (said,) = [x for x in json.loads(alone[1])["warnings"] if "parts the runs" in x]
+    alone = document(jaxkv, "fit", "log.csv", "--bootstrap", "0")
+    (said,) = [x for x in alone["warnings"] if "parts the runs" in x]
     assert said.startswith("data is not used, and parts the runs (web, code, few)")
-    args = ("fit", "log.csv", "--by", "data", "--bootstrap", "50", "--out", "o")
-    status, out, err = jaxkv(*args, "--json")
-    assert status == 0, err
-    document = json.loads(out)
-    assert (document["by"], document["group"]) == ("data", "web")
-    assert [fit["group"] for fit in document["fits"]] == ["web", "code"]
-    assert [fit["num_points"] for fit in document["fits"]] == [24, 24]
-    floors = [fit["coefficients"]["E"] for fit in document["fits"]]
+    args = ("log.csv", "--by", "data", "--bootstrap", "50", "--out", "o")
+    found = document(jaxkv, "fit", *args)
+    fits = found["fits"]
+    assert (found["by"], found["group"]) == ("data", "web")
+    assert [(fit["group"], fit["num_points"]) for fit in fits] == [
+        *(("web", 24), ("code", 24))
+    ]
+    floors = [fit["coefficients"]["E"] for fit in fits]
     assert floors[0] - floors[1] == pytest.approx(0.5, abs=0.15)
-    assert document["fits"][0]["coefficients"] == document["coefficients"]
-    (left,) = [x for x in document["warnings"] if "not fitted" in x]
+    assert fits[0]["coefficients"] == found["coefficients"]
+    (left,) = [x for x in found["warnings"] if "not fitted" in x]
     assert left == (
         "data few: not fitted: 3 points are too few for the 5 coefficients of "
         "chinchilla"
     )
-    assert {each["group"] for each in document["frontiers"]} == {"web", "code"}
+    assert {each["group"] for each in found["frontiers"]} == {"web", "code"}
     # As if each were a log of its own.
-    only = jaxkv(
-        *("fit", "log.csv", "--where", "data == 'code'", "--bootstrap", "50"),
-        *("--ignore", "data != 'code'", "--json"),
-    )
-    one = json.loads(only[1])
-    assert one["coefficients"] == document["fits"][1]["coefficients"]
-    assert one["intervals"] == document["fits"][1]["intervals"]
-    report = Path("o/report.md").read_text()
-    assert "chinchilla, code" in report
-    plan = ("plan", "--target-loss", "2.0", "--law", "o", "--group", "code", "--json")
-    status, out, err = jaxkv(*plan, "--vocab-size", "256", "--sequence", "128")
-    assert status == 0, err
-    assert json.loads(out)["coefficients"] == one["coefficients"]
-    status, _, err = jaxkv("fit", "log.csv", "--by", "D", "--bootstrap", "0")
-    assert status == 2
-    assert "no group can be fitted, such as D " in err
+    only = ("--where", "data == 'code'", "--ignore", "data != 'code'")
+    one = document(jaxkv, "fit", "log.csv", "--bootstrap", "50", *only)
+    for name in ("coefficients", "intervals"):
+        assert one[name] == fits[1][name]
+    assert "chinchilla, code" in Path("o/report.md").read_text()
+    shape = ("--vocab-size", "256", "--sequence", "128")
+    code = ("--target-loss", "2.0", "--law", "o", "--group", "code")
+    assert document(jaxkv, "plan", *code, *shape)["coefficients"] == one["coefficients"]
+    line = "no group can be fitted, such as D "
+    assert_refused(jaxkv, "fit log.csv --by D --bootstrap 0", line)
 
 
 @pytest.mark.thorough
 def test_given_coefficients_reach_report_and_plan(jaxkv: Command, sweep: Path) -> None:
-    args = ("fit", str(sweep), "--count", "non-embedding", "--bootstrap", "50")
-    more = ("--fix", "E=1.6", "--bound", "alpha=0.1:0.5", "--out", "o", "--json")
-    status, out, err = jaxkv(*args, *more)
-    assert status == 0, err
-    document = json.loads(out)
-    assert (document["coefficients"]["E"], document["intervals"]["E"]) == (
-        1.6,
-        [1.6] * 2,
-    )
-    assert document["fixed"] == {"E": 1.6}
-    assert document["bounds"] == {"alpha": [0.1, 0.5]}
+    args = (str(sweep), "--count", "non-embedding", "--bootstrap", "50", "--out", "o")
+    given = ("--fix", "E=1.6", "--bound", "alpha=0.1:0.5")
+    found = document(jaxkv, "fit", *args, *given)
+    assert found["coefficients"]["E"] == 1.6
+    assert found["intervals"]["E"] == [1.6, 1.6]
+    assert found["bounds"] == {"alpha": [0.1, 0.5]}
     assert "| E | 1.6 | given |" in Path("o/report.md").read_text()
-    status, out, err = jaxkv("plan", "--flops", "1e18", "--law", "o", "--json")
-    assert status == 0, err
-    assert json.loads(out)["fixed"] == {"E": 1.6}
+    plan = document(jaxkv, "plan", "--flops", "1e18", "--law", "o")
+    assert found["fixed"] == plan["fixed"] == {"E": 1.6}
 
 
 def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
     d = np.geomspace(1e9, 1e11, 30).tolist()
     rows = "".join(f"a,1e8,{x!r},{loss(1e8, x)!r}\n" for x in d)
-    (tmp_path / "log.csv").write_text(f"run,N,D,loss\n{rows}")
-    config = fit_command.Config(
-        log=str(tmp_path / "log.csv"), law="kaplan-d", bootstrap=0
-    )
-    document = json.loads(fitting.run(config).document)
-    assert document["frontiers"] == []
+    log = tmp_path / "log.csv"
+    log.write_text(f"run,N,D,loss\n{rows}")
+    found = fitted(log=str(log), law="kaplan-d", bootstrap=0)
+    assert found["frontiers"] == []
     assert (
         "no envelope: curves of 1 size: below 3, the best one has no neighbour on "
-        "either side" in document["notes"]
+        "either side" in found["notes"]
     )
-
-
-class Impatient(Quiet):
-    """Presses Ctrl-C while the first law is resampled."""
-
-    def bar(
-        self, label: str, total: float | None, unit: str
-    ) -> Callable[[float], None]:
-        def update(done: float) -> None:
-            self.stopped = True
-
-        return update
 
 
 @pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
     config = fit_command.Config(log=str(sweep), law="chinchilla,kaplan-d")
-    result = fitting.run(config, Impatient())
+    result = fitting.run(config, Stopping(1))
     document = json.loads(result.document)
     for fit in (document, *document["others"]):
         assert fit["samples"] is None
@@ -389,8 +359,7 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         rows = np.stack([n, flops, seen], 1)
         log = tmp_path / f"log{scale}.csv"
         np.savetxt(log, rows, "%.10g", ",", header="N,C,loss", comments="")
-        config = fit_command.Config(log=str(log), bootstrap=100)
-        document = json.loads(fitting.run(config).document)
+        document = fitted(log=str(log), bootstrap=100)
         found = {each["method"]: each["a"] for each in document["frontiers"]}
         is_sound = scale == 1
         assert ("parabola, corrected" in found) == is_sound
@@ -424,37 +393,25 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         ("log.csv --where N>1 --hold-out N>1", "both --where and --hold-out; which?"),
         ("log.csv --columns U", "--columns U: must be INPUT=COLUMN"),
         ("log.csv --law data-constrained", "the law reads num_unique_tokens; name"),
-        ("log.csv --n x", "--n x: no such column; there is N, D, loss"),
         ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),
         ("log.csv --law kaplan-n --ignore row==2", "num_params is the same in all 2"),
         ("log.csv --bootstrap -1", "jaxkv: bootstrap=-1 must be at least 0"),
-        ("bad.csv", "row 2 (line 3): loss is 'x', not a number"),
         ("log.csv --loss-kindd mse", "did you mean --loss-kind?"),
-        ("/dev/zero", "/dev/zero: cannot be read: it is a device, not a file"),
         ("log.csv --level 2", "jaxkv: level=2.0 must be in (0, 1)"),
         ("log.csv --law power-floor --ignore row==1", "2 points are too few for the 3"),
         ("log.csv --by data", "log.csv: no column 'data'; there is N, D, loss"),
         ("log.csv --by ,", "--by ,: must name a column"),
-        ("log.csv --best-of M", "--best-of M: no such column; there is N, D, loss"),
         ("log.csv --last-of run", "--last-of run: no such column; there is N, D, los"),
         ("log.csv --columns U=N", "--columns U: no law here reads it: unknown input"),
-        (
-            "log.csv --n N --columns num_params=D",
-            "--n N and --columns num_params=D; wh",
-        ),
+        ("log.csv --n N --columns num_params=D", "--n N and --columns num_params=D;"),
         ("log.csv --fix E", "--fix E: must be NAME=VALUE, and '' is no finite number"),
         ("log.csv --fix E=1 E=2", "--fix and --bound: each coefficient once"),
-        ("log.csv --fix F=1", "F=1: chinchilla has no such coefficient; it has A, B"),
-        ("log.csv --fix alpha=9", "alpha=9: must be in [0.001, 2]"),
         ("log.csv --bound E=3", "--bound E=3: must be NAME=LOW:HIGH"),
-        ("log.csv --bound E=3:1", "E in [3, 1]: the first must be below the second"),
-        ("log.csv --loss-unit -1", "loss_unit=-1.0 must be above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
     jaxkv: Command, args: str, line: str
 ) -> None:
     Path("log.csv").write_text("N,D,loss\n1,2,3\n4,5,3\n1,7,2\n")
-    Path("bad.csv").write_text("N,D,loss\n1,2,3\n4,5,x\n")
     assert_refused(jaxkv, f"fit {args}", line)
     assert not Path("runs").exists()

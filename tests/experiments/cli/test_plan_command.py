@@ -11,21 +11,11 @@ from scaling.fits import fit as fits_fit
 from scaling.fits.fit import to_json
 from scaling.laws import published
 from scaling.plan import budgets
-from tests.support.commands import Command, assert_refused, command
+from tests.support.commands import Command, assert_refused, document, words
 
 GPUS = "--gpu a100:4.0:312 --gpu v100:2.5:125 --gpu t4:1.0:65 --mfu 0.4"
 LECTURE = f"{GPUS} --budget-usd 5e6"
 SMALL = "--vocab-size 256 --sequence 128 --tie-embeddings --attention causal"
-
-
-@pytest.fixture
-def jaxkv(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    return lambda name, args: command(capsys, name)(*args.split())
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +39,16 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def document(jaxkv: Command, args: str) -> dict[str, Any]:
-    status, out, err = jaxkv("plan", f"{args} --json")
-    assert status == 0, err
-    return json.loads(out)
+def planned(jaxkv: Command, args: str) -> dict[str, Any]:
+    return document(jaxkv, "plan", *args.split())
+
+
+def told(jaxkv: Command, args: str) -> str:
+    return words(jaxkv, "plan", *args.split())
 
 
 def test_the_lecture_s_case(jaxkv: Command) -> None:
-    found = document(jaxkv, LECTURE)
+    found = planned(jaxkv, LECTURE)
     assert found["device"] == "a100"
     assert found["flops"] == pytest.approx(5.616e23, rel=1e-12)
     assert found["num_params"] == pytest.approx(4.74762e10, rel=1e-5)
@@ -64,10 +56,10 @@ def test_the_lecture_s_case(jaxkv: Command) -> None:
     assert found["num_params_searched"] == pytest.approx(found["num_params"], rel=1e-6)
     assert found["tokens_per_param"] == pytest.approx(41.526, abs=1e-3)
     assert found["loss"] == pytest.approx(1.896964, abs=1e-6)
-    assert found["interval"] is None
     assert found["cost_usd"] == pytest.approx(5e6, rel=1e-12)
     assert found["device_s"] == pytest.approx(1.25e6 * 3600, rel=1e-12)
-    assert (found["num_devices"], found["duration_s"]) == (None, None)
+    for name in ("interval", "num_devices", "duration_s"):
+        assert found[name] is None
     assert (found["warnings"], found["count"]) == ([], "total")
     shape = found["architecture"]
     assert abs(shape["num_params"]["total"] / found["num_params"] - 1) < 1e-3
@@ -87,10 +79,8 @@ def test_the_lecture_s_case(jaxkv: Command) -> None:
 
 
 def test_it_is_explained_step_by_step(jaxkv: Command) -> None:
-    status, out, _ = jaxkv("plan", f"{LECTURE} --days 60")
-    assert status == 0
-    said = " ".join(out.split())
-    for words in (
+    said = told(jaxkv, f"{LECTURE} --days 60")
+    for part in (
         "a100 4 312 124.8 1.123e+17 best v100 2.5 125 50 7.2e+16 t4 1 65 26 9.36e+16",
         "5,000,000 USD / 4 USD an hour = 1,250,000 device-hours",
         "= 5.616e+23 FLOPs",
@@ -101,29 +91,28 @@ def test_it_is_explained_step_by_step(jaxkv: Command) -> None:
         "without an interval",
         "on 869 of them 59.93 days",
     ):
-        assert words in said, words
-    assert max(map(len, out.splitlines())) <= 80
+        assert part in said
 
 
 def test_days_and_devices_give_each_other(jaxkv: Command) -> None:
-    days = document(jaxkv, f"{LECTURE} --days 60")
+    days = planned(jaxkv, f"{LECTURE} --days 60")
     assert days["num_devices"] == 869
     assert days["duration_s"] == pytest.approx(days["device_s"] / 869, rel=1e-12)
-    devices = document(jaxkv, f"{LECTURE} --devices 1000")
+    devices = planned(jaxkv, f"{LECTURE} --devices 1000")
     assert devices["duration_s"] == pytest.approx(4.5e6, rel=1e-12)
-    few = document(jaxkv, f"{LECTURE} --devices 2")
+    few = planned(jaxkv, f"{LECTURE} --devices 2")
     assert "2 devices cannot hold a training step" in few["warnings"][0]
     # Both are a budget of their own.
-    both = document(jaxkv, "--gpu h100:2 --mfu 0.5 --devices 64 --days 10")
+    both = planned(jaxkv, "--gpu h100:2 --mfu 0.5 --devices 64 --days 10")
     assert both["flops"] == pytest.approx(64 * 864_000 * 989.4e12 * 0.5, rel=1e-12)
     assert both["cost_usd"] == pytest.approx(64 * 240 * 2, rel=1e-12)
 
 
 def test_operations_alone_are_a_budget(jaxkv: Command) -> None:
-    found = document(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
+    found = planned(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
     assert found["num_params"] == pytest.approx(4.036e10, rel=1e-3)
     assert (found["device"], found["cost_usd"], found["device_s"]) == (None, None, None)
-    small = document(jaxkv, f"--flops 1e15 --count non-embedding {SMALL}")
+    small = planned(jaxkv, f"--flops 1e15 --count non-embedding {SMALL}")
     counts = small["architecture"]["num_params"]
     assert counts["non_embedding"] == pytest.approx(small["num_params"], rel=0.02)
     assert (
@@ -133,8 +122,8 @@ def test_operations_alone_are_a_budget(jaxkv: Command) -> None:
 
 
 def test_serving_and_repetition(jaxkv: Command) -> None:
-    plain = document(jaxkv, LECTURE)
-    served = document(jaxkv, f"{LECTURE} --inference-tokens 2e12")
+    plain = planned(jaxkv, LECTURE)
+    served = planned(jaxkv, f"{LECTURE} --inference-tokens 2e12")
     assert served["num_params"] < plain["num_params"]
     assert served["compute_optimum"]["num_params"] == plain["num_params"]
     spent = served["train_flops"] + served["serve_flops"]
@@ -145,25 +134,23 @@ def test_serving_and_repetition(jaxkv: Command) -> None:
     assert hours == pytest.approx(plain["device_s"], rel=1e-9)
     # Serving that uses devices half as well counts twice.
     args = f"{LECTURE} --inference-tokens 1e12 --serve-mfu 0.2"
-    assert document(jaxkv, args)["num_params"] == served["num_params"]
-    few = document(jaxkv, f"{LECTURE} --unique-tokens 2e11")
+    assert planned(jaxkv, args)["num_params"] == served["num_params"]
+    few = planned(jaxkv, f"{LECTURE} --unique-tokens 2e11")
     assert few["epochs"] == pytest.approx(few["num_tokens"] / 2e11, rel=1e-12)
     assert few["epochs"] > 4
     assert few["loss"] > plain["loss"]
     assert few["num_params_searched"] == pytest.approx(few["num_params"], rel=1e-6)
-    assert document(jaxkv, f"{LECTURE} --unique-tokens 1e13")["epochs"] == 1
-    (said,) = document(jaxkv, f"{LECTURE} --unique-tokens 1e9")["warnings"]
+    assert planned(jaxkv, f"{LECTURE} --unique-tokens 1e13")["epochs"] == 1
+    (said,) = planned(jaxkv, f"{LECTURE} --unique-tokens 1e9")["warnings"]
     assert "half of the budget would reach a loss of 2.5977" in said
-    _, out, _ = jaxkv("plan", f"{args} --unique-tokens 2e11")
-    said = " ".join(out.split())
+    said = told(jaxkv, f"{args} --unique-tokens 2e11")
     assert "weighed x 2 for serving's MFU of 0.2" in said
     assert "with new data it were" in said
-    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
-    found = document(jaxkv, args)
+    found = planned(jaxkv, args)
     truth = published.optimum(
         published.CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
     )
@@ -178,19 +165,18 @@ def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None
     counted = found["architecture"]["num_params"]["non_embedding"]
     assert counted == pytest.approx(found["num_params"], rel=2e-3)
     assert not [x for x in found["warnings"] if "times the operations" in x]
-    far = document(jaxkv, f"--flops 1e24 --law {fit}/fit.json --count total")
+    far = planned(jaxkv, f"--flops 1e24 --law {fit}/fit.json --count total")
     said = " ".join(far["warnings"])
     assert "times the operations of the largest run" in said
     assert "counted non-embedding parameters, --count is total" in said
     limits = f"{args} --unique-tokens 1e10 --inference-tokens 1e10"
-    low, high = document(jaxkv, limits)["interval"]
+    low, high = planned(jaxkv, limits)["interval"]
     assert low < high
-    _, out, _ = jaxkv("plan", args)
-    assert "90% interval of the law" in " ".join(out.split())
+    assert "90% interval of the law" in told(jaxkv, args)
 
 
 def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> None:
-    found = document(jaxkv, "--target-loss 2.0 --gpu a100:4.0:312 --days 30")
+    found = planned(jaxkv, "--target-loss 2.0 --gpu a100:4.0:312 --days 30")
     assert found["target_loss"] == 2.0
     assert found["flops"] == pytest.approx(4.249004e22, rel=1e-6)
     assert found["loss"] == pytest.approx(2.0, rel=1e-12)
@@ -200,33 +186,32 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> N
     )
     assert found["duration_s"] == pytest.approx(30 * 86400, rel=0.02)
     # What is planned for that budget is the same plan.
-    again = document(jaxkv, f"--flops {found['flops']!r}")
+    again = planned(jaxkv, f"--flops {found['flops']!r}")
     assert again["num_params"] == pytest.approx(found["num_params"], rel=1e-9)
     assert again["architecture"]["num_layers"] == found["architecture"]["num_layers"]
 
-    fitted = document(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
+    fitted = planned(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
     powers = published.CHINCHILLA.two_powers
     assert powers is not None
     truth = powers(dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36))
     low, high = fitted["flops_interval"]
     assert low < fitted["flops"] < high
     assert low < budgets.needed(truth, 2.1) < high
-    near = document(jaxkv, f"--target-loss 1.83 --law {fit} {SMALL}")
+    near = planned(jaxkv, f"--target-loss 1.83 --law {fit} {SMALL}")
     assert near["flops_interval"][1] is None
     said = " ".join(near["warnings"])
     assert "by some resamples no budget reaches a loss of 1.83" in said
-    _, out, _ = jaxkv("plan", f"--target-loss 2.1 --law {fit} {SMALL}")
-    said = " ".join(out.split())
+    said = told(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
     assert "The loss is given: L = 2.1. The smallest budget whose best N and D" in said
     assert f"{low:.4g} to {high:.4g} FLOPs" in said
 
     limits = "--target-loss 2.1 --inference-tokens 1e12 --unique-tokens 5e10"
-    limited = document(jaxkv, limits)
+    limited = planned(jaxkv, limits)
     assert limited["loss"] == pytest.approx(2.1, rel=1e-9)
     assert limited["epochs"] > 1
     spent = limited["train_flops"] + limited["serve_flops"]
     assert spent == pytest.approx(limited["flops"], rel=1e-9)
-    assert limited["flops"] > document(jaxkv, limits[:42])["flops"]
+    assert limited["flops"] > planned(jaxkv, limits[:42])["flops"]
 
 
 def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Command, fit: Path) -> None:
@@ -237,33 +222,30 @@ def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Command, fit: Path) -> None
     groups["log_warnings"] = ["bpb looks like bits"]
     Path("groups.json").write_text(json.dumps(groups))
     args = f"--flops 1e22 --law groups.json {SMALL}"
-    first = document(jaxkv, f"{args} --group a")
-    assert first["loss"] == document(jaxkv, f"--flops 1e22 --law {fit} {SMALL}")["loss"]
+    first = planned(jaxkv, f"{args} --group a")
+    assert first["loss"] == planned(jaxkv, f"--flops 1e22 --law {fit} {SMALL}")["loss"]
     assert first["law"] == "groups.json (data a)"
     assert first["warnings"][0] == "bpb looks like bits"
-    second = document(jaxkv, f"{args} --group b")
+    second = planned(jaxkv, f"{args} --group b")
     assert second["loss"] < first["loss"] - 0.2
     assert (first["fixed"], second["fixed"]) == ({}, {"E": 1.5})
-    assert "E = 1.5 (given)" in " ".join(jaxkv("plan", f"{args} --group b")[1].split())
+    assert "E = 1.5 (given)" in told(jaxkv, f"{args} --group b")
     for more, line in (
         ("", "it has a law for each data; --group a, or one of: a, b"),
         (" --group c", "unknown --group 'c'; one of: a, b"),
     ):
-        status, _, err = jaxkv("plan", args + more)
-        assert (status, line in err) == (2, True), err
+        assert_refused(jaxkv, f"plan {args}{more}", line)
 
 
 @pytest.mark.thorough
 def test_the_folder(jaxkv: Command) -> None:
-    found = document(jaxkv, f"{LECTURE} --plot --out here")
+    found = planned(jaxkv, f"{LECTURE} --plot --out here")
     kept = json.loads(Path("here/plan.json").read_text())
     assert kept["num_params"] == found["num_params"]
     assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
     assert b"tokens per parameter" in Path("here/figure.svg").read_bytes()
-    status, out, _ = jaxkv("cost", "here/architecture.json --json")
-    assert status == 0
-    counts = json.loads(out)["num_params"]
-    assert counts == found["architecture"]["num_params"]
+    cost = document(jaxkv, "cost", "here/architecture.json")
+    assert cost["num_params"] == found["architecture"]["num_params"]
 
 
 @pytest.mark.parametrize(
@@ -275,18 +257,11 @@ def test_the_folder(jaxkv: Command) -> None:
         (f"{LECTURE} --days 1 --devices 5", "which is the budget?"),
         ("--budget-usd 5e6", "--budget-usd needs --gpu NAME:USD_PER_HOUR:TFLOPS"),
         ("--days 3 --devices 3", "--days with --devices needs --gpu"),
-        ("--budget-usd 5e6 --gpu a100", "a100 has no price"),
         ("--budget-usd 5e6 --gpu a100:x:312", "'x' is no positive price"),
-        ("--budget-usd 5e6 --gpu a100:4:312:2", "must be NAME:USD_PER_HOUR:TFLOPS"),
         ("--budget-usd 5e6 --gpu b999:4", "--gpu unknown device 'b999'"),
-        (
-            "--budget-usd -5 --gpu a100:4:312",
-            "--budget-usd -5: must be in [1e-06, ",
-        ),
+        ("--budget-usd -5 --gpu a100:4:312", "--budget-usd -5: must be in [1e-06"),
         ("--flops nan", "--flops nan: must be in"),
-        ("--flops inf", "--flops inf: must be in"),
         ("--flops 1e20 --mfu 0", "--mfu 0: must be in (0, 1]"),
-        ("--flops 1e20 --mfu 1.5", "--mfu 1.5: must be in (0, 1]"),
         ("--flops 1e20 --serve-mfu 2", "--serve-mfu 2: must be in (0, 1]"),
         ("--flops 1e20 --inference-tokens -1", "--inference-tokens -1: must be in"),
         ("--flops 1e20 --unique-tokens 0", "--unique-tokens 0: must be in"),
@@ -297,24 +272,14 @@ def test_the_folder(jaxkv: Command) -> None:
         ("--flops 1e20 --law lectur", "file or folder; did you mean lecture?"),
         ("--flops 1e20 --law chinchila", "did you mean chinchilla or chinchilla-tied?"),
         ("--flops 1e20 --law bad.jsn", "bad.jsn', no such file or folder; did you mea"),
-        (
-            "--flops 1e20 --law ./bad.jsn",
-            "no such file or folder; did you mean bad.jso",
-        ),
+        ("--flops 1e20 --law ./bad.jsn", "no such file or folder; did you mean bad"),
         ("--flops 1e20 --law /dev/zero", "it is a device, not a file"),
         ("--flops 1e20 --group a", "--group a: --law lecture is no fit of groups"),
-        ("--target-loss 1.69", "target=1.69 must be above the floor, 1.69"),
         ("--target-loss 1", "--target-loss 1 by lecture: target=1 must be above the f"),
         ("--target-loss nan", "--target-loss nan: must be in"),
         ("--target-loss 2 --flops 1e20", "--flops and --target-loss; which is the bud"),
-        (
-            "--target-loss 1.8 --unique-tokens 1e10",
-            "cannot be reached with 1e+10 unique",
-        ),
-        (
-            "--target-loss 30",
-            "--target-loss 30: a budget of 1.263e+10 FLOPs is too small",
-        ),
+        ("--target-loss 1.8 --unique-tokens 1e10", "be reached with 1e+10 unique"),
+        ("--target-loss 30", "30: a budget of 1.263e+10 FLOPs is too small"),
         ("--flops 1e20 --law chinchilla", "no published constants here"),
         ("--flops 1e20 --law here/fit.json", "no such file or folder"),
         ("--flops 1e20 --law bad.json", "bad.json: not a fit.json"),
@@ -326,10 +291,7 @@ def test_the_folder(jaxkv: Command) -> None:
         ("--flops 1e20 --law odd.json", "odd.json: shape={'vocab_size': '9'} must"),
         ("--flops 1e-3", "too small for any design"),
         (f"{GPUS} --budget-usd 1e30", "too large for any design"),
-        (
-            "--flops 1e32",
-            "too large for any design: 2.981e+14 parameters (total), and ",
-        ),
+        ("--flops 1e32", "too large for any design: 2.981e+14 parameters (total)"),
         ("--flops 1e31", "the largest design has 29,390,700,609,536 with"),
         ("--flops 1e20 --inference-tokens 1e30", "1e+30 tokens to serve is too small"),
         ("--flops 1e20 --unique-tokens 1", "1 unique tokens is too small for any"),
@@ -337,9 +299,9 @@ def test_the_folder(jaxkv: Command) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    jaxkv: Command, fit: Path, capsys: pytest.CaptureFixture[str], args: str, line: str
+    jaxkv: Command, fit: Path, args: str, line: str
 ) -> None:
     Path("bad.json").write_text("{")
     odd = json.loads((fit / "fit.json").read_text()) | {"shape": {"vocab_size": "9"}}
     Path("odd.json").write_text(json.dumps(odd))
-    assert_refused(command(capsys, "plan"), args, line)
+    assert_refused(jaxkv, f"plan {args}", line)

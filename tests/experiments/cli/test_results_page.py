@@ -1,13 +1,13 @@
 """The page of claims says what the records say, and nothing else."""
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from experiments.cli import main, results_page
+from experiments.cli import results_page
+from tests.support.commands import Command, assert_refused, document
 
 
 @pytest.mark.thorough
@@ -28,31 +28,22 @@ def test_the_reports_that_ship_show_figures_that_ship() -> None:
 
 
 def test_every_claim_of_every_record_stands_on_it_with_its_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    jaxkv: Command,
 ) -> None:
-    shutil.copytree(results_page.RECORDS / "sharing", tmp_path / "a" / "run")
-    file = tmp_path / "page.md"
-    flags = ["--folder", str(tmp_path), "--write", str(file), "--json"]
-    assert main.main(["claims", *flags]) == 0
-    [record] = json.loads(capsys.readouterr().out)["records"]
+    shutil.copytree(results_page.RECORDS / "sharing", "a/run")
+    found = document(jaxkv, "claims", "--folder", ".", "--write", "page.md")
+    [record] = found["records"]
     assert (record["experiment"], record["config"]) == ("sharing", "real")
     assert record["folder"] == "a/run"
-    text = file.read_text("utf-8")
+    text = Path("page.md").read_text("utf-8")
     for claim in record["claims"]:
         assert f"| **{claim['verdict']}** | {claim['claim']} | " in text
     assert text.count("\n| **") == len(record["claims"])
-    assert [path.name for path in tmp_path.iterdir()] in (
-        ["a", "page.md"],
-        ["page.md", "a"],
-    )
+    assert {path.name for path in Path().iterdir()} == {"a", "page.md"}
 
 
-def test_a_folder_without_runs_and_a_broken_one_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["claims", "--folder", str(tmp_path)]) == 2
-    assert "holds no run folder" in capsys.readouterr().err
-    (tmp_path / "claims.json").write_text("[{}]")
-    (tmp_path / "env.json").write_text("{}")
-    assert main.main(["claims", "--folder", str(tmp_path)]) == 2
-    assert "not a run folder" in capsys.readouterr().err
+def test_a_folder_without_runs_and_a_broken_one_are_named(jaxkv: Command) -> None:
+    assert_refused(jaxkv, "claims --folder .", "holds no run folder")
+    Path("claims.json").write_text("[{}]")
+    Path("env.json").write_text("{}")
+    assert_refused(jaxkv, "claims --folder .", "not a run folder")

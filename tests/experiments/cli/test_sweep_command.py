@@ -3,146 +3,126 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from experiments.cli import main
 from experiments.framework import config_json
 from experiments.harness import sweep_tables
 from scaling.fits import result
 from scaling.sweeps import family
 from scaling.sweeps.grid import SweepConfig
 from scaling.training.recipes import TrainConfig
+from tests.support.commands import Command, assert_refused, document
 from tests.support.folders import RECORDS
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
-def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
-    assert main.main([*args, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.thorough
-def test_from_a_config_to_a_plan(here: Path, capsys) -> None:
-    config = answer(capsys, "sweep", "smoke", "--print-config")
+def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
+    config = document(jaxkv, "sweep", "smoke", "--print-config")
     config["num_tokens"] = [*config["num_tokens"][1:], 20480]
     Path("mine.json").write_text(json.dumps(config))
-    done = answer(capsys, "sweep", "mine.json")
-    assert Path(done["log"]) == here / "runs" / "sweep-mine"
+    done = document(jaxkv, "sweep", "mine.json")
+    assert Path(done["log"]) == Path("runs/sweep-mine").resolve()
     assert (done["completed"], done["diverged"], done["skipped"]) == (18, 0, 0)
     assert done["duration_s"] > 0
-    again = answer(capsys, "sweep", "mine.json")
+    again = document(jaxkv, "sweep", "mine.json")
     assert (again["completed"], again["skipped"]) == (18, 18)
-    fitted = answer(capsys, "fit", "runs/sweep-mine", "--bootstrap", "20")
+    fitted = document(jaxkv, "fit", "runs/sweep-mine", "--bootstrap", "20")
     said = " ".join(fitted["notes"])
     assert "9 rows left out: not the best learning rate of size and tokens" in said
     law = json.loads(Path("runs/sweep-mine/fit.json").read_text())
     assert law["num_points"] == 9
     assert result.from_json(json.dumps(law)).law == "chinchilla"
     # No flag says that these models read bytes in windows of 32.
-    plan = answer(
-        capsys, "plan", "--law", "runs/sweep-mine/fit.json", "--flops", "1e12"
+    plan = document(
+        jaxkv, "plan", "--law", "runs/sweep-mine/fit.json", "--flops", "1e12"
     )
     assert plan["architecture"]["vocab_size"] == 257
     assert plan["architecture"]["tie_embeddings"]
     assert law["shape"] == {"sequence": 32, "vocab_size": 257, "tie_embeddings": True}
-    wider = answer(
-        *(capsys, "plan", "--law", "runs/sweep-mine/fit.json"),
+    wider = document(
+        *(jaxkv, "plan", "--law", "runs/sweep-mine/fit.json"),
         *("--flops", "1e12", "--vocab-size", "258"),
     )
     assert wider["architecture"]["vocab_size"] == 258
 
 
 @pytest.mark.thorough
-def test_a_plan_goes_on_from_the_record_that_ships(capsys) -> None:
+def test_a_plan_goes_on_from_the_record_that_ships(jaxkv: Command) -> None:
     law = RECORDS / "isoflop" / "fit.json"
-    plan = answer(
-        *(capsys, "plan", "--law", str(law)),
+    plan = document(
+        *(jaxkv, "plan", "--law", str(law)),
         *("--flops", "1e16", "--vocab-size", "257"),
     )
     assert 1e7 < plan["num_params"] < 4e7
 
 
 @pytest.mark.thorough
-def test_one_run_and_the_model_it_leaves(here: Path, capsys) -> None:
-    done = answer(capsys, "train", "smoke")
+def test_one_run_and_the_model_it_leaves(jaxkv: Command) -> None:
+    done = document(jaxkv, "train", "smoke")
     assert done["status"] == "done"
     assert done["num_tokens"] == 40 * 8 * 32
     assert 0 < done["bits_per_byte"] < 8.1
-    wrote = answer(
-        capsys, "generate", done["model"], "--prompt", "def ", "--max-tokens", "3"
+    wrote = document(
+        jaxkv, "generate", done["model"], "--prompt", "def ", "--max-tokens", "3"
     )
     assert wrote["completions"]
     shutil.rmtree(done["model"])
-    again = answer(capsys, "train", "smoke")
+    again = document(jaxkv, "train", "smoke")
     assert again["loss"] == pytest.approx(done["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("command", ["train", "sweep"])
 def test_when_the_time_is_up_the_same_command_goes_on(
-    command: str, here: Path, capsys
+    command: str, jaxkv: Command
 ) -> None:
-    assert main.main([command, "smoke", "--max-seconds", "1e-9"]) == 75
-    said = capsys.readouterr()
-    assert "time is up; the same command goes on" in said.out
-    assert said.err.count("time is up") == 1
-    assert main.main([command, "smoke", "--max-seconds", "0"]) == 2
-    assert "--max-seconds 0: must be above 0" in capsys.readouterr().err
+    status, out, err = jaxkv(command, "smoke", "--max-seconds", "1e-9")
+    assert status == 75
+    assert "time is up; the same command goes on" in out
+    assert err.count("time is up") == 1
 
 
-def test_an_experiment_without_a_result_leaves_its_folder_alone(
-    here: Path, capsys
-) -> None:
+def test_an_experiment_without_a_result_leaves_its_folder_alone(jaxkv: Command) -> None:
     late = ["run", "isoflop", "smoke", "--max-seconds", "1e-9"]
-    assert main.main([*late, "--folder", "kept"]) == 75
-    said = capsys.readouterr().err.splitlines()[-1]
+    status, _, err = jaxkv(*late, "--folder", "kept")
+    assert status == 75
+    said = err.splitlines()[-1]
     assert said.startswith("jaxkv: stopped; 0 runs are in ")
     assert said.endswith("kept, and the same command goes on")
-    assert main.main(late) == 130  # nothing is kept for another call
+    assert jaxkv(*late)[0] == 130  # nothing is kept for another call
     assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "sweep"])
-def test_bad_input_is_one_line(command: str, here: Path, capsys) -> None:
+def test_bad_input_is_one_line(command: str, jaxkv: Command) -> None:
     Path("odd.json").write_text('{"modles": []}')
     for args, message in [
-        ([], "which config?"),
-        (["smok"], "did you mean smoke"),
-        (["missing.json"], "cannot be read"),
-        (["odd.json"], "unknown field"),
-        (["smoke", "--exekutor", "x"], "--ex"),
+        ("", "which config?"),
+        ("smok", "did you mean smoke"),
+        ("missing.json", "cannot be read"),
+        ("odd.json", "unknown field"),
+        ("smoke --exekutor x", "--ex"),
+        ("smoke --max-seconds 0", "--max-seconds 0: must be above 0"),
     ]:
-        assert main.main([command, *args]) == 2
-        said = capsys.readouterr().err
-        assert message in said
-        assert said.count("\n") == 1
-    if command == "sweep":
-        assert main.main(["sweep", "smoke", "--executor", "slurm"]) == 2
-        said = capsys.readouterr().err
-        assert "local" in said
-        assert "None" not in said
+        assert_refused(jaxkv, f"{command} {args}", message)
 
 
-def test_a_window_is_no_longer_than_the_text(here: Path, capsys) -> None:
+def test_an_unknown_executor_is_told_of_those_that_there_are(jaxkv: Command) -> None:
+    status, _, err = jaxkv("sweep", "smoke", "--executor", "slurm")
+    assert (status, "local" in err, "None" in err) == (2, True, False)
+
+
+def test_a_window_is_no_longer_than_the_text(jaxkv: Command) -> None:
     Path("long.txt").write_text("a line\n" * 100)
     for i in range(4):
         Path(f"{i}.txt").write_text(f"{i}")
     for command in ("train", "sweep"):
-        config = answer(capsys, command, "smoke", "--print-config")
+        config = document(jaxkv, command, "smoke", "--print-config")
         config["corpus"] |= {"pattern": "*.txt", "held_out": 0.3}
         Path("mine.json").write_text(json.dumps(config))
-        assert main.main([command, "mine.json"]) == 2
-        said = capsys.readouterr().err
-        assert "seq_len=32 is longer than the" in said
-        assert "tokens of the held-out side of" in said
+        assert_refused(jaxkv, f"{command} mine.json", "seq_len=32 is longer than the")
         assert not Path("runs").exists()
 
 

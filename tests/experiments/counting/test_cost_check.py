@@ -4,7 +4,7 @@ import pytest
 
 from experiments.counting.cost_check.experiment import CONFIGS, claims, run
 from experiments.framework import registry
-from experiments.plotting import style
+from tests.support import smoke
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,7 @@ def test_formulas_count_what_is_there(config: str) -> None:
     experiment = registry.load("cost_check")
     (study,) = experiment.studies
     assert study.tell(rows)
-    figure = style.render(lambda ax: study.plot(ax, rows))
-    assert b"training" in figure["figure.svg"]
+    assert b"training" in smoke.draw(study, rows)["figure.svg"]
     # An operation more in a hundred is noticed, a byte is.
     off = [{**row, "kept_bytes": row["kept_bytes"] + 1} for row in rows]
     off = [{**row, "training_flops": int(row["training_flops"] * 1.04)} for row in off]

@@ -1,7 +1,5 @@
 """The lectures' numbers: bounds by hand, and what is said of them."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -50,23 +48,12 @@ def test_work_with_and_without_a_cache(result: bounds.Result) -> None:
     assert fed == 2 * 6_607_077_376 * growth.length[0]
 
 
-def test_no_claim_fails_and_two_cannot_be_compared(
-    result: bounds.Result,
-) -> None:
-    verdicts = [claim.verdict for claim in experiment.claims(result)]
-    assert len(verdicts) == 15
-    assert verdicts.count("differs") == 2
-    assert "fails" not in verdicts
-
-
 def test_claims_notice_a_slower_card(result: bounds.Result) -> None:
     slow = bounds.run(Config(device="t4"))
     failed = [x for x in experiment.claims(slow) if x.verdict == "fails"]
     # A 13B model does not fit, nor is it read 256 times in 7.6 s.
     assert any("fit one A100" in claim.claim for claim in failed)
     assert any("13b" in claim.claim for claim in failed)
-    with pytest.raises(ValueError, match="tokens=0 must be"):
-        dataclasses.replace(experiment.CONFIGS["paper"], tokens=0)
 
 
 def test_questions_are_answered_with_numbers(result: bounds.Result) -> None:

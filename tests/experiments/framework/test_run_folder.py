@@ -60,16 +60,6 @@ def test_a_run_folder_is_whole_and_reads_back(
     assert "* **fails**: the tail is short; ours 1.5 s, published 3 s (us)." in report
 
 
-def test_a_figure_is_rebuilt_from_its_folder(
-    tmp_path: Path, experiment: Experiment
-) -> None:
-    make_run(tmp_path, experiment)
-    before = (tmp_path / "figure.svg").read_bytes()
-    (tmp_path / "figure.svg").unlink()
-    run_folder.draw(run_folder.read(tmp_path, experiment))
-    assert (tmp_path / "figure.svg").read_bytes() == before
-
-
 def test_a_new_run_leaves_nothing_of_the_old_one(
     tmp_path: Path, experiment: Experiment
 ) -> None:

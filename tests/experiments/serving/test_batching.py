@@ -6,11 +6,12 @@ import heapq
 import numpy as np
 import pytest
 
-from experiments.plotting import style
+from experiments.framework.study import of_module
 from experiments.serving.batching import experiment, lectures, sweeps
-from experiments.serving.batching.experiment import CONFIGS, STUDY, Config, Result
+from experiments.serving.batching.experiment import CONFIGS, Config, Result
 from tests.support import smoke
 
+(STUDY,) = of_module(experiment)
 SMOKE = CONFIGS["smoke"]
 
 
@@ -41,18 +42,22 @@ def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> No
     assert lectures.num_joined(result.continuous_requests) == 2
 
 
+def steps_by_hand(output: np.ndarray, slots: int) -> list[int]:
+    """Steps of static batching, and of a slot taken as soon as it is free."""
+    batches = [output[k : k + slots] for k in range(0, output.size, slots)]
+    ends = [0] * slots
+    for tokens in output.tolist():
+        heapq.heappush(ends, heapq.heappop(ends) + tokens)
+    return [sum(int(batch.max()) for batch in batches), max(ends)]
+
+
 @pytest.mark.thorough
 def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
     for i, (load, longest) in enumerate(sweeps.limited(SMOKE)):
-        output = np.asarray(load.output)
         slots = sweeps.num_reserved(SMOKE, longest)
-        batches = [output[k : k + slots] for k in range(0, output.size, slots)]
-        assert steps[0, i] == sum(batch.max() for batch in batches)
-        ends = [0] * slots
-        for tokens in output.tolist():
-            heapq.heappush(ends, heapq.heappop(ends) + tokens)
-        assert steps[1, i] == max(ends)
+        expected = steps_by_hand(np.asarray(load.output), slots)
+        assert steps[:2, i].tolist() == expected
     assert (steps[2] <= steps[1]).all()
 
 
@@ -72,22 +77,13 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     result = experiment.run(config)
     assert result.num_slots == 3
     for i, (load, _) in enumerate(sweeps.spread(config)):
-        output = np.asarray(load.output)
-        batches = [output[k : k + 3] for k in range(0, output.size, 3)]
-        ends = [0] * 3
-        for tokens in output.tolist():
-            heapq.heappush(ends, heapq.heappop(ends) + tokens)
-        assert result.deviations.steps[0, i, 0] == sum(x.max() for x in batches)
-        assert result.deviations.steps[1, i, 0] == max(ends)
+        expected = steps_by_hand(np.asarray(load.output), 3)
+        assert result.deviations.steps[:2, i, 0].tolist() == expected
     assert (result.deviations.tokens_per_s > 0).all()
     assert (result.clients.tokens_per_s > 0).all()
     assert not result.limits.value.size
     assert len(experiment.claims(result)) == 7
-    style.render(
-        lambda axes: experiment.plot(axes, result),
-        panels=STUDY.panels,
-        size_inches=STUDY.panel_size_inches,
-    )
+    assert smoke.draw(STUDY, result)
 
 
 @pytest.mark.thorough
@@ -101,7 +97,7 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
 
 @pytest.mark.thorough
 def test_more_room_gains_more(result: Result) -> None:
-    found = STUDY.metrics(result)["limits"]
+    found = experiment.metrics(result)["limits"]
     best, *_, least = result.limits.means[::-1]  # paged and static batching
     assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
     assert found[-1]["gain"] > found[0]["gain"] > 1

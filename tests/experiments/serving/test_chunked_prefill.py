@@ -77,11 +77,11 @@ def decode_s(model: settings.Model, batch: int, context: int) -> float:
 
 def test_settings_are_the_papers() -> None:
     yi = settings.MODELS["Yi-34B"]
-    assert yi.num_pages * settings.PAGE_SIZE == pytest.approx(306_000, rel=0.01)
+    assert yi.num_pages * cost_models.PAGE_SIZE == pytest.approx(306_000, rel=0.01)
     for model in settings.MODELS.values():
         step_s = decode_s(model, 32, 4096)
-        assert 4 < model.strict_s / step_s < 7
-        assert 20 < model.relaxed_s / step_s < 35
+        assert 4 < model.limits_s["strict"] / step_s < 7
+        assert 20 < model.limits_s["relaxed"] / step_s < 35
     # In chunks a prompt reads its own keys again, and pays for every step.
     whole, parts = (settings.prompt_s(yi, 8192, size) for size in (None, 512))
     assert parts - whole == pytest.approx(15 * settings.OVERHEAD_S, rel=0.01)

@@ -7,7 +7,7 @@ import pytest
 from experiments.harness import cost_models
 from experiments.serving.disaggregation import runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s, measure
-from experiments.serving.disaggregation.settings import Instance
+from experiments.serving.disaggregation.settings import Config, Instance
 from jaxkv.simulation import Received, costs, disaggregated
 from jaxkv.simulation.disaggregated import Answers, Requests, Split
 from jaxkv.workloads import lengths, metrics
@@ -98,13 +98,15 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
     assert found.quick_share[0] == 0.75
 
 
-def test_the_placement_that_sustains_most_a_gpu_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_placement_that_sustains_most_a_gpu_is_chosen() -> None:
     # Requests a second that each GPU sustains, by role and GPUs of a machine.
     of_each = {"prefill": {1: 5.0, 2: 6.0, 4: 1.0}, "decode": {1: 9.0, 2: 2.0, 4: 1.0}}
-    monkeypatch.setattr(runs, "phases", lambda name, found: of_each)
-    chosen, sustains = runs.best("chat, 13B", runs.Loads.of([]))
+    phases = [
+        {"name": "chat, 13B", "role": role, "ways": num, "rate_per_s": rate}
+        for role, rates in of_each.items()
+        for num, rate in rates.items()
+    ]
+    chosen, sustains = runs.best("chat, 13B", phases)
     assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
     # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.
     assert (chosen.num_prefill, chosen.num_decode, sustains) == (3, 4, 36.0)
@@ -117,7 +119,9 @@ def test_queues_wait_as_long_as_formulas_say() -> None:
     assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
     found = formula_s("two tensor ways", 5.0)
     assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
-    queues = measure((0.3,), num=1000, num_seeds=16, seed=1)
+    queues = measure(
+        Config(queue_loads=(0.3,), queue_requests=1000, queue_seeds=16, seed=1)
+    )
     off = np.abs(queues.simulated_s - queues.formula_s)
     assert (off < 4 * queues.error_s).all()
     assert (queues.error_s < 0.1 * queues.waiting_s).all()

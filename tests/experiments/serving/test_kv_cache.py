@@ -77,10 +77,6 @@ def test_smoke_draws_the_same_tokens_both_ways() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"lengths": (4,)}, "lengths=(4,) must be 2 or more, ascending, from 2"),
-        ({"lengths": (1, 4)}, "lengths=(1, 4) must be"),
-        ({"counted_lengths": (9, 9)}, "counted_lengths=(9, 9) must be"),
-        ({"repeats": 0}, "repeats=0 must be at least 1"),
         ({"model": "nobody"}, "unknown model 'nobody'"),
         ({"counted": "nobody"}, "nobody"),
         ({"lengths": (4, 5000)}, "5000 tokens are more than"),

@@ -10,11 +10,9 @@ import pytest
 from experiments.bench.kernels import runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.framework import config_json
-from experiments.framework.study import Experiment
-from experiments.plotting import style
-from experiments.serving.page_size import attention, serving
+from experiments.framework.study import Experiment, of_module
+from experiments.serving.page_size import attention, experiment, serving
 from experiments.serving.page_size.attention import CONFIGS, Config
-from experiments.serving.page_size.experiment import STUDIES
 from experiments.serving.page_size.serving import Result, Serving
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.timing import Timing
@@ -105,20 +103,20 @@ def test_workloads_are_served_with_pages_of_every_size() -> None:
     assert rows.page_size.tolist() == [16, 256] * 4
     assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
     assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
-    study = serving.STUDY
-    files = style.render(lambda axes: study.plot(axes, result), panels=study.panels)
+    (study,) = of_module(serving)
+    files = smoke.draw(study, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     assert len(study.metrics(result)["serving"]) == 8
 
 
 def test_an_older_config_chooses_its_study() -> None:
-    experiment = Experiment("page_size", "How large?", STUDIES)
+    found = Experiment("page_size", "How large?", of_module(experiment))
     plain = json.loads(config_json.config_dumps(Config()))
     for hours, kind in ((0.0, Config), (0.25, serving.Config)):
         text = json.dumps(plain | {"hours": hours, "seed": 3})
-        config = experiment.config_loads(text, "config.json")
+        config = found.config_loads(text, "config.json")
         assert type(config) is kind
         assert config.page_sizes == Config().page_sizes
     assert (config.hours, config.seed) == (0.25, 3)
     with pytest.raises(ValueError, match="unknown field 'hourz'; did you mean hours"):
-        experiment.config_loads('{"hours": 1, "hourz": 2}', "config.json")
+        found.config_loads('{"hours": 1, "hourz": 2}', "config.json")

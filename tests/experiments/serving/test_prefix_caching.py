@@ -8,7 +8,6 @@ import pytest
 
 from experiments.cli import main
 from experiments.serving.prefix_caching import experiment, serving, workloads
-from experiments.serving.prefix_caching.results import curve
 from experiments.serving.prefix_caching.serving import Server
 from tests.support import smoke, traces
 from tests.support.impatience import Impatient
@@ -30,7 +29,7 @@ def server(result: experiment.Result) -> Server:
     """The engine that the run had: its program is compiled by now."""
     most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
     window = experiment.CONFIGS["smoke"].window
-    return Server(serving.bounds(int(most), int(longest), window))
+    return Server(int(most), int(longest), window)
 
 
 @pytest.mark.thorough
@@ -46,9 +45,9 @@ def test_a_small_run_holds_what_it_should(result: experiment.Result) -> None:
         assert f"{name}: a cache of all pages misses each of them once" in mine
     assert result.loads.name.tolist() == ["small", "chats", "few-shot"]
     assert result.loads.best[0] == 2 / 8
-    for i in (1, 2):
+    for name in ("chats", "few-shot"):
         walk, eager, plain = (
-            curve(result.loads, result.runs, i, order).rate
+            result.rated.curve(name, order).rate
             for order in ("depth_first", "cached_first", "fcfs")
         )
         assert np.ptp(walk) == 0
@@ -225,7 +224,6 @@ def test_the_recorded_prompts_have_what_was_counted() -> None:
     load = workloads.recorded(str(traces.find("traces/mooncake_synthetic.jsonl")))
     assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
     assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)
-    bounds = serving.bounds(load.num_distinct + 1, load.longest, 1)
-    hits = Server(bounds).serve(load.page_ids)
+    hits = Server(load.num_distinct + 1, load.longest, 1).serve(load.page_ids)
     assert hits is not None
     assert hits.num_cached.sum() == load.num_pages - load.num_distinct

@@ -13,28 +13,18 @@ from experiments.framework import registry
 from experiments.harness import bundled
 from experiments.training.bundled_model import experiment
 from jaxkv.models import checkpoints
-from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.training import objectives
+from tests.support import smoke
+from tests.support.impatience import Stopping
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 @pytest.mark.thorough
-def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
-    smoke = experiment.CONFIGS["smoke"]
-    # A small text: the standard library takes a second to read.
-    (tmp_path / "text").mkdir()
-    for i in range(30):
-        (tmp_path / "text" / f"{i}.py").write_text(f"def f{i}(x):\n    return x\n" * 20)
-    corpus = corpora.CorpusConfig(pattern=f"{tmp_path}/text/*.py", held_out=0.2)
-    config = dataclasses.replace(
-        smoke,
-        trunk=dataclasses.replace(smoke.trunk, corpus=corpus),
-        folder=str(tmp_path / "run"),
-        export=str(tmp_path / "model"),
-    )
-    result = experiment.run(config)
+def test_smoke_trains_scores_and_exports() -> None:
+    kept = smoke.run("bundled_model")
+    config, result = kept.config, kept.result
     assert result.status == "done"
     assert result.tokens[-1] == 40 * 8 * 32 + 10 * 4 * 64
     assert (np.diff(result.tokens) > 0).all()
@@ -43,12 +33,12 @@ def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
     loaded = checkpoints.load_model(config.export)
     assert loaded.config == config.trunk.model
     assert loaded.eos_ids == (corpora.END,)
-    split = corpora.load(corpus)
+    split = corpora.load(config.trunk.corpus)
     score = objectives.score(
         loaded.params, split.held_out, model=loaded.config, seq_len=64
     )
     assert score.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-6)
-    card = (tmp_path / "model" / "README.md").read_text()
+    card = (Path(config.export) / "README.md").read_text()
     assert f"{score.bits_per_byte:.4f}" in card
     assert max(map(len, card.splitlines())) < 120
     for x in jax.tree.leaves(loaded.params):
@@ -56,18 +46,15 @@ def test_smoke_trains_scores_and_exports(tmp_path: Path) -> None:
     # The same command again finds the work done.
     again = experiment.run(config)
     assert again.bits_per_byte == result.bits_per_byte
-    named = registry.load("bundled-model").studies[0].metrics(result)
-    assert named["held_out_bits_per_byte"] == result.bits_per_byte
+    assert kept.metrics["held_out_bits_per_byte"] == result.bits_per_byte
+    assert registry.load("bundled-model").name == "bundled_model"
 
 
 def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
-    class Stopped(Quiet):
-        stopped = True
-
     config = dataclasses.replace(
         experiment.CONFIGS["smoke"], export=str(tmp_path / "model")
     )
-    result = experiment.run(config, Stopped())
+    result = experiment.run(config, Stopping(0))
     assert result.status == "stopped"
     assert math.isnan(result.bits_per_byte)
     assert len(result.tokens) == 0
@@ -83,9 +70,9 @@ def test_the_shipped_model_fits_its_limits() -> None:
 
 
 def test_a_cooldown_is_needed() -> None:
-    smoke = experiment.CONFIGS["smoke"]
+    config = experiment.CONFIGS["smoke"]
     with pytest.raises(ValueError, match="cooldown_steps=0 must be at least 1"):
-        dataclasses.replace(smoke, cooldown_steps=0)
-    trunk = dataclasses.replace(smoke.trunk, cooldown_steps=1)
+        dataclasses.replace(config, cooldown_steps=0)
+    trunk = dataclasses.replace(config.trunk, cooldown_steps=1)
     with pytest.raises(ValueError, match=r"trunk\.cooldown_steps=1 must be 0"):
-        dataclasses.replace(smoke, trunk=trunk)
+        dataclasses.replace(config, trunk=trunk)

@@ -8,9 +8,9 @@ import pytest
 from experiments.framework import registry
 from experiments.framework.report import Sheet
 from experiments.training.experts import experiment, runs
-from jaxkv.progress import Quiet
 from scaling.training import architectures
 from tests.support import smoke
+from tests.support.impatience import Stopping
 
 (STUDY,) = registry.load("experts").studies
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -73,10 +73,7 @@ def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
 
 
 def test_a_run_ended_at_once_is_told() -> None:
-    class Stopped(Quiet):
-        stopped = True
-
-    found = experiment.run(experiment.CONFIGS["smoke"], Stopped())
+    found = experiment.run(experiment.CONFIGS["smoke"], Stopping(0))
     assert len(found.runs) == 0
     assert STUDY.metrics(found)["runs"] == []
     assert STUDY.tell(found)

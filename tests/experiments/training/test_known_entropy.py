@@ -9,9 +9,10 @@ import pytest
 from experiments.training.known_entropy import experiment
 from experiments.training.known_entropy.experiment import CONFIGS
 from experiments.training.known_entropy.runs import train
-from jaxkv.progress import QUIET, Quiet
+from jaxkv.progress import QUIET
 from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
+from tests.support.impatience import Stopping
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -75,33 +76,9 @@ def test_counting_pays_half_a_nat_for_each_parameter(
     assert last == pytest.approx(7.5, rel=0.15)
 
 
-def test_the_floor_of_the_folder_is_the_last_optimum(
-    result: experiment.Result,
-) -> None:
-    assert smoke.run("known_entropy").metrics["floor"] == result.optima[-1]
-
-
-class Stopping(Quiet):
-    """Stops after some runs."""
-
-    def __init__(self, after: int) -> None:
-        self.left, self.stopped = after, False
-
-    def bar(self, label: str, total: float | None, unit: str):
-        def update(done: float) -> None:
-            assert total is not None
-            assert done <= total
-
-        return update
-
-    def show(self, content: str) -> None:
-        self.left -= 1
-        self.stopped = self.left == 0
-
-
 def test_stopped_early_it_keeps_what_it_has() -> None:
     # The first of them is the independent source's.
-    found = experiment.run(CONFIGS["smoke"], Stopping(3))
+    found = experiment.run(CONFIGS["smoke"], Stopping(3, "show"))
     assert len(found.runs.loss) == 2
     assert not found.fit.identified
     assert experiment.metrics(found)["floor"] == found.optima[-1]
@@ -117,12 +94,3 @@ def test_branches_are_runs_of_their_own() -> None:
         return found.loss.tolist()
 
     assert losses(2**12)[0] == losses(2**12, 2**13)[0]
-
-
-def test_impossible_configs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"widths=.* must be multiples of 4"):
-        experiment.Config(widths=(6,))
-    with pytest.raises(ValueError, match=r"num_tokens=.* must be at least the longest"):
-        experiment.Config(lengths=(2**30,))
-    with pytest.raises(ValueError, match=r"source.kind='markov' must be zipf"):
-        experiment.Config(source=LanguageConfig(kind="markov"))

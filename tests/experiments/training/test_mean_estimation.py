@@ -20,10 +20,3 @@ def test_ended_early_there_is_nothing_to_fit() -> None:
     assert len(found.error) == 2
     assert np.isnan(found.slope)
     assert {claim.verdict for claim in experiment.claims(found)} == {"fails"}
-
-
-def test_bad_configs_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_sizes=2 must be at least 3"):
-        experiment.Config(num_sizes=2)
-    with pytest.raises(ValueError, match="max_samples=64 must be at least 8 times"):
-        experiment.Config(max_samples=64)

@@ -9,8 +9,7 @@ import pytest
 
 from experiments.framework import registry
 from experiments.harness import sweep_tables
-from experiments.plotting import style
-from experiments.training.rivals import report
+from experiments.training.rivals import experiment
 from experiments.training.rivals import runs as rivals_runs
 from experiments.training.rivals import settings as rivals_settings
 from experiments.training.rivals.runs import NUM_TRIALS, Runs, Trained
@@ -20,6 +19,7 @@ from scaling.frontiers import best_runs
 from scaling.sweeps.learning_rates import next_rate
 from scaling.training import architectures
 from tests.support import smoke
+from tests.support.impatience import Stopping
 
 (STUDY,) = registry.load("rivals").studies
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -56,10 +56,7 @@ def test_smoke_runs_to_a_verdict() -> None:
     for name in Runs.columns().keys() - {"seconds"}:
         np.testing.assert_array_equal(getattr(runs, name), getattr(alone.runs, name))
     np.testing.assert_array_equal(result.places.loss, alone.places.loss)
-    assert STUDY.tell(result)
     assert STUDY.metrics(result)["differences"]
-    figure = style.render(lambda axes: STUDY.plot(axes, result), panels=(2, 2))
-    assert b"compute" in figure["figure.svg"]
 
 
 class Impatient(Quiet):
@@ -78,10 +75,8 @@ def test_what_was_done_before_an_early_end_is_told() -> None:
     assert np.isnan(result.places.lead[1])
     assert STUDY.claims(result) == []
     assert STUDY.tell(result)
-    assert style.render(lambda axes: STUDY.plot(axes, result), panels=(2, 2))
-    never = Quiet()
-    never.stopped = True
-    nothing = STUDY.run(config, never)
+    assert smoke.draw(STUDY, result)
+    nothing = STUDY.run(config, Stopping(0))
     assert nothing.runs.loss.size == 0
     assert STUDY.metrics(nothing)["ratios"] == []
     assert STUDY.tell(nothing)
@@ -193,7 +188,7 @@ def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
     more, one = (PAIRS[name] for name in ("lstm", "6 layers"))
 
     def told(low: float, high: float, said: Published) -> str:
-        return report.direction(low, high, said)
+        return experiment.direction(low, high, said)
 
     assert told(1.1, 2.0, more) == "shows"
     assert told(0.9, 2.0, more) == "is not decided"
@@ -216,7 +211,7 @@ def test_a_ratio_is_read_where_it_has_an_interval() -> None:
     unused: Any = None
     sides = np.array(["transformer", "lstm"])
     result = rivals_runs.Result(sides, *5 * [unused], ratios)
-    bounded, open_ended = report.readings(result).rows()
+    bounded, open_ended = experiment.readings(result).rows()
     assert (bounded["loss"], bounded["ratio"]) == (2.2, 3.0)
     assert (bounded["low"], bounded["high"]) == (1.5, 4.0)
     assert (bounded["first_ratio"], bounded["last_ratio"]) == (2.0, 4.0)
@@ -249,5 +244,5 @@ def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
         rivals_runs.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
         *(unused, best_runs.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
     )
-    assert report.claims(result) == []
-    assert report.metrics(result)["ratios"] == []
+    assert experiment.claims(result) == []
+    assert experiment.metrics(result)["ratios"] == []

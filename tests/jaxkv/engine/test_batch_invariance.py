@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from tests.support import engines, margins
 from tests.support.batches import (
     PLACES,
@@ -27,22 +28,27 @@ from tests.support.folders import ROOT
 
 
 @pytest.mark.thorough
-def test_no_bit_depends_on_company() -> None:
-    num_preempted = check_workloads(range(8), QUICK)
-    assert num_preempted["crowd"] > 5
-    assert num_preempted["flood"] > 5
-
-
-@pytest.mark.thorough
-def test_no_bit_of_several_answers_depends_on_who_shares_with_whom() -> None:
-    num_preempted = check_workloads(range(6), ("crowd", "flood"), groups)
-    assert all(num > 5 for num in num_preempted.values())
-
-
-@pytest.mark.slow
-def test_no_bit_depends_on_who_shares_with_whom_in_forty_workloads() -> None:
-    num_preempted = check_workloads(range(40), ROOM_FOR_THREE, groups)
-    assert sum(num > 20 for num in num_preempted.values()) >= 3
+@pytest.mark.parametrize(
+    ("make", "num", "names"),
+    [
+        pytest.param(workload, 8, QUICK, id="alone"),
+        pytest.param(groups, 6, ("crowd", "flood"), id="several answers"),
+        pytest.param(
+            *(workload, 40, tuple(PLACES)), id="alone, 40", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(groups, 40, ROOM_FOR_THREE),
+            id="several answers, 40",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_no_bit_depends_on_company(make: Any, num: int, names: tuple[str, ...]) -> None:
+    num_preempted = check_workloads(range(num), names, make)
+    if num < 40:
+        assert all(num_preempted[name] > 5 for name in ("crowd", "flood"))
+    else:
+        assert sum(times > 20 for times in num_preempted.values()) >= 3
 
 
 @pytest.mark.thorough
@@ -56,12 +62,6 @@ def test_the_workloads_share_what_they_should() -> None:
         engines.assert_equal_plain(run, asks, config_of(PLACES["flood"]))
     assert num_answers > 10
     assert num_cached > 100
-
-
-@pytest.mark.slow
-def test_no_bit_depends_on_company_in_forty_workloads() -> None:
-    num_preempted = check_workloads(range(40), tuple(PLACES))
-    assert sum(num > 20 for num in num_preempted.values()) >= 3
 
 
 @pytest.mark.slow
@@ -121,17 +121,20 @@ def count_excused(
 
 
 @pytest.mark.thorough
-def test_fast_differs_only_where_rounding_may_decide() -> None:
-    excused, num_tokens = count_excused(range(8), ("crowd",), "fast")
-    assert num_tokens > 500
-    assert excused <= 1
-
-
-@pytest.mark.slow
-def test_fast_differs_at_most_once_in_ten_thousand_tokens() -> None:
-    excused, num_tokens = count_excused(range(40), tuple(PLACES), "fast")
-    assert num_tokens > 20_000
-    assert excused <= num_tokens / 10_000
+@pytest.mark.parametrize(
+    ("num", "names", "least"),
+    [
+        (8, ("crowd",), 500),
+        pytest.param(40, tuple(PLACES), 20_000, marks=pytest.mark.slow),
+    ],
+    ids=["8", "40"],
+)
+def test_fast_differs_at_most_once_in_ten_thousand_tokens(
+    num: int, names: tuple[str, ...], least: int
+) -> None:
+    excused, num_tokens = count_excused(range(num), names, "fast")
+    assert num_tokens > least
+    assert excused <= max(1, num_tokens / 10_000)
 
 
 def test_margins_of_greedy_choices_are_gaps_of_logits() -> None:

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import outputs
 from tests.support import engines
@@ -122,18 +122,6 @@ def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
         assert outcomes[name].tokens == ([] if cancelled else expected[name][0])
     # Nothing is read again.
     assert num_rows == 22 + 8 * (3 - len(gone))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(n=0), "self.n=0 must be at least 1"),
-        (dict(n=3, best_of=2), "self.best_of=2 must be None or at least self.n=3"),
-    ],
-)
-def test_numbers_of_answers_out_of_range(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampling(**fields)
 
 
 def test_more_answers_than_slots_or_pages_are_refused() -> None:

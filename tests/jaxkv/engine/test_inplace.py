@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import decoding
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_pages, page_pool
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
-from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.scheduling import static_batching
 from tests.support import engines, pool_sized
 from tests.support.engine_programs import (
     CONFIG,
@@ -32,76 +32,46 @@ from tests.support.engine_programs import (
 )
 
 
-@pytest.mark.parametrize(
-    "numerics", ["reproducible", pytest.param("fast", marks=pytest.mark.slow)]
-)
-def test_the_pages_stay_where_they_are(numerics: str) -> None:
-    program, pages = compile_steps(LARGE, numerics)
+def assert_in_place(program: Any, pages: Any) -> None:
     # Below a twentieth of the whole pool, hence of its growth from any smaller one.
     assert temporary_bytes(program) < 0.05 * bytes_of(pages)
     assert not copies(program, pages)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("page_size", [16, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_pages_of_a_single_slot_stay_where_they_are(page_size: int) -> None:
-    config = dataclasses.replace(CONFIG, max_slots=1, page_size=page_size)
-    program, pages = compile_steps(LARGE, config=config)
-    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
-    assert not copies(program, pages)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
-)
-def test_they_stay_there_with_a_cache_beams_and_swapping(numerics: str) -> None:
-    # A buffer as large as the pool: a copy of either would show.
-    config = dataclasses.replace(
-        CONFIG, prefix_cache=True, max_beams=4, max_swap_pages=LARGE
-    )
-    program, pages = compile_steps(LARGE, numerics, config=config)
-    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
-    assert not copies(program, pages)
+# A buffer as large as the pool: a copy of either would show.
+EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
 
 
 @pytest.mark.parametrize(
-    "extras", [{}, {"max_beams": 4, "max_swap_pages": 16}], ids=["plain", "all"]
+    ("bounds", "numerics"),
+    [
+        pytest.param({}, "reproducible", id="reproducible"),
+        pytest.param({}, "fast", id="fast", marks=pytest.mark.slow),
+        pytest.param(
+            *({"max_slots": 1}, "fast"), id="one slot", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            *({"max_slots": 1, "page_size": 4}, "fast"),
+            id="one slot, small pages",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(EVERYTHING, "fast", id="everything", marks=pytest.mark.thorough),
+        pytest.param(
+            *(EVERYTHING, "reproducible"),
+            id="everything, reproducible",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
-def test_no_step_looks_at_every_page(extras: dict[str, int]) -> None:
-    """Nor at every entry of the prefix cache: at what sequences hold or take alone."""
-    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
-    looks = []
-    for num_pages in (SMALL, 64 * LARGE):
-        run, arguments, _ = steps(num_pages, config=config)
-        looks.append(pool_sized.largest_look(run, arguments))
-    assert looks[0] == looks[1] < LARGE * 2
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "extras",
-    [{}, pytest.param({"max_beams": 4, "max_swap_pages": 16}, marks=pytest.mark.slow)],
-    ids=["plain", "all"],
-)
-def test_the_prefix_cache_stays_where_it_is(extras: dict[str, int]) -> None:
-    num_pages = 16381  # a prime, so that nothing else is as long
-    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
-    program, _ = compile_steps(num_pages, config=config)
-    assert not re.findall(rf"\[{num_pages}[\d,]*\]\S* copy\(", program.as_text())
+def test_the_pages_stay_where_they_are(bounds: dict[str, Any], numerics: str) -> None:
+    config = dataclasses.replace(CONFIG, **bounds)
+    assert_in_place(*compile_steps(LARGE, numerics, config=config))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [fcfs.fcfs(), static_batching.static()])
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
-def test_temporary_memory_does_not_grow_with_the_pool(numerics, policy) -> None:
-    (small, few), (large, many) = (
-        compile_steps(num_pages, numerics, policy) for num_pages in (SMALL, LARGE)
-    )
-    growth = bytes_of(many) - bytes_of(few)
-    assert temporary_bytes(large) - temporary_bytes(small) < 0.05 * growth
-    assert not copies(small, few)
-    assert not copies(large, many)
+def test_static_batching_leaves_the_pages_where_they_are(numerics: str) -> None:
+    assert_in_place(*compile_steps(LARGE, numerics, static_batching.static()))
 
 
 @pytest.mark.slow
@@ -121,8 +91,38 @@ def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
     config = dataclasses.replace(CONFIG, max_slots=max_slots, token_budget=128)
     program, pages = compile_steps(20_000, model=model, config=config)
     assert bytes_of(pages) > 14e9
-    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
-    assert not copies(program, pages)
+    assert_in_place(program, pages)
+
+
+@pytest.mark.parametrize(
+    "extras", [{}, {"max_beams": 4, "max_swap_pages": 16}], ids=["plain", "all"]
+)
+def test_no_step_looks_at_every_page(extras: dict[str, int]) -> None:
+    """Nor at every entry of the prefix cache: at what sequences hold or take alone."""
+    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
+    looks = []
+    for num_pages in (SMALL, 64 * LARGE):
+        run, arguments, _ = steps(num_pages, config=config)
+        looks.append(pool_sized.largest_look(run, arguments))
+    assert looks[0] == looks[1] < LARGE * 2
+
+
+def test_a_look_at_every_page_would_be_found() -> None:
+    pool = jax.eval_shape(lambda: page_pool.make_pool(LARGE))
+    assert pool_sized.largest_look(lambda pool: pool.ref.sum(), (pool,)) == LARGE
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "extras",
+    [{}, pytest.param({"max_beams": 4, "max_swap_pages": 16}, marks=pytest.mark.slow)],
+    ids=["plain", "all"],
+)
+def test_the_prefix_cache_stays_where_it_is(extras: dict[str, int]) -> None:
+    num_pages = 16381  # a prime, so that nothing else is as long
+    config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
+    program, _ = compile_steps(num_pages, config=config)
+    assert not re.findall(rf"\[{num_pages}[\d,]*\]\S* copy\(", program.as_text())
 
 
 def test_decoding_without_a_scheduler_stays_in_place() -> None:
@@ -154,8 +154,7 @@ def test_decoding_without_a_scheduler_stays_in_place() -> None:
         .lower(transformer.param_shapes(MODEL), cache, prompts)
         .compile(engines.FAST_COMPILE)
     )
-    assert temporary_bytes(program) < 0.05 * bytes_of(pages)
-    assert not copies(program, pages)
+    assert_in_place(program, pages)
 
 
 def test_a_copy_would_be_found() -> None:

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from tests.support import engines
 from tests.support.asks import alike
@@ -65,21 +65,6 @@ def one_by_one(*asks: Ask) -> list[int]:
     return found
 
 
-@pytest.mark.thorough
-def test_a_shared_beginning_is_found_in_full_pages() -> None:
-    other = [*SYSTEM[:9], 1, 2, 3, 4]
-    assert one_by_one(
-        ask(1, [*SYSTEM, 1]), ask(2, [*SYSTEM, 2]), ask(3, other), ask(4, SYSTEM[1:])
-    ) == [0, 12, 8, 0]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("length", [12, 13])
-def test_one_token_of_the_prompt_is_always_computed(length: int) -> None:
-    found = one_by_one(ask(1, SYSTEM), ask(2, SYSTEM[:length]))
-    assert found == [0, (length - 1) // 4 * 4]
-
-
 def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
     first = ask(1, SYSTEM)
     answer = engines.serve([first], LARGE).tokens[1]
@@ -87,21 +72,17 @@ def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
     assert one_by_one(first, ask(2, [*SYSTEM, *answer, 7, 7])) == [0, 16]
 
 
-def test_all_answers_of_a_request_find_the_prompt_once() -> None:
-    assert one_by_one(ask(1, SYSTEM), ask(2, [*SYSTEM, 5], n=4)) == [0, 12]
-
-
 def test_salts_keep_tenants_apart_and_a_request_may_stay_out() -> None:
     found = one_by_one(
-        *(ask(1, SYSTEM, salt=1), ask(2, SYSTEM, salt=2), ask(3, SYSTEM)),
-        *(ask(4, SYSTEM, salt=1), ask(5, SYSTEM, prefix_cache=False)),
+        ask(0, SYSTEM, prefix_cache=False),
+        ask(1, SYSTEM, salt=1),
+        ask(2, SYSTEM, salt=2),
+        ask(3, SYSTEM),
+        ask(4, [*SYSTEM, 5], salt=1, n=4),
+        ask(5, SYSTEM, prefix_cache=False),
         ask(6, SYSTEM, prompt_logprobs=True, logprobs=0),
     )
-    assert found == [0, 0, 0, 12, 0, 0]
-
-
-def test_whoever_stays_out_leaves_nothing() -> None:
-    assert one_by_one(ask(1, SYSTEM, prefix_cache=False), ask(2, SYSTEM)) == [0, 0]
+    assert found == [0, 0, 0, 0, 12, 0, 0]
 
 
 def test_two_that_read_the_same_at_once_end_on_the_same_pages() -> None:
@@ -111,16 +92,3 @@ def test_two_that_read_the_same_at_once_end_on_the_same_pages() -> None:
     # Three pages of the prompt once, then their answers: equal, too, page by page.
     assert run.info.used_pages.max() < 2 * 5
     assert run.tokens[1] == run.tokens[2]
-
-
-@pytest.mark.thorough
-def test_cached_pages_are_given_up_for_new_ones() -> None:
-    rng = np.random.default_rng(2)
-    asks = [ask(name, rng.integers(0, 61, 40).tolist()) for name in range(6)]
-    run = engines.serve(asks, CACHED)
-    engines.assert_equal_plain(run, asks, CACHED)
-    # 16 pages hold one and a bit of them: the rest was evicted on the way.
-    assert run.state.prefixes is not None
-    assert int(np.asarray(run.state.prefixes.pinned).sum()) > 8
-    again = engines.serve([asks[0]], CACHED, state=run.state)
-    assert again.outcomes[0].num_cached < 40

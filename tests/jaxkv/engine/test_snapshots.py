@@ -196,19 +196,6 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     assert len(ways) > 2
 
 
-@pytest.mark.slow
-def test_a_state_that_has_not_begun_branches_into_static(tmp_path: Path) -> None:
-    folder = tmp_path / "state"
-    jaxkv.save_state(folder, waiting(REPRODUCIBLE), REPRODUCIBLE)
-    state = jaxkv.load_state(folder, REPRODUCIBLE, pages_of(REPRODUCIBLE))
-    before = raw(state)
-    continuous = go_on(state, REPRODUCIBLE)
-    static = go_on(state, REPRODUCIBLE, static_batching.static())
-    assert raw(state) == before
-    assert set(static.tokens) == set(engines.names_of(asks()))
-    assert static.tokens == continuous.tokens
-
-
 @pytest.mark.thorough
 def test_a_rewound_state_replays_itself(tmp_path: Path) -> None:
     state = busy(CONFIG)
@@ -412,29 +399,23 @@ def test_a_state_of_another_configuration_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [(OSError("disk full"), ValueError), (KeyboardInterrupt(), KeyboardInterrupt)],
-)
 def test_an_interrupted_call_leaves_what_was_there(
-    error: BaseException, raised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, folder = engines.start(CONFIG), tmp_path / "state"
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise error
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.StandardCheckpointer, "save", fail)
-        with pytest.raises(raised) as caught:
+        with pytest.raises(KeyboardInterrupt):
             jaxkv.save_state(folder, state, CONFIG)
-    if raised is ValueError:
-        assert str(caught.value) == f"{folder}: cannot be written: disk full"
     assert not list(tmp_path.iterdir())
     jaxkv.save_state(folder, state, CONFIG)
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "_digests", fail)
-        with pytest.raises(raised):
+        with pytest.raises(KeyboardInterrupt):
             jaxkv.save_state(folder, waiting(CONFIG), CONFIG, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(state)

@@ -15,13 +15,13 @@ from jaxkv.engine import step
 from jaxkv.engine.state import WAITING, EngineConfig, EngineState
 from jaxkv.memory import kv_pages
 from jaxkv.models import paged
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling.fcfs import victims
 from jaxkv.serving import host_swap
-from tests.support import engines, searches
-from tests.support.asks import alike, groups
-from tests.support.engines import CACHED, MODEL, TIGHT, Ask, Run, greedy
+from tests.support import engines
+from tests.support.asks import groups
+from tests.support.engines import MODEL, TIGHT, Ask, Run, greedy
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -96,24 +96,6 @@ def test_whoever_gives_way_gets_the_same_answers(victim: str) -> None:
     latest = (served(preemption=each) for each in ("recompute", "swap"))
     ways |= {run.info.num_rows.tobytes() for run in latest}
     assert len(ways) == (2 if victim == "latest" else 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", victims.NAMES)
-def test_not_a_bit_tells_who_gave_way_or_how(victim: str) -> None:
-    config = dataclasses.replace(SWAP, numerics="reproducible")
-    base = served(dataclasses.replace(config, max_swap_pages=0), None, "recompute")
-    for fields in (
-        dict(preemption="recompute"),
-        dict(),
-        dict(host=24),
-        dict(hold_new=True),
-        dict(config=dataclasses.replace(config, max_swap_pages=4), host=3),
-    ):
-        run = served(**{"config": config, "victim": victim, **fields})
-        assert run.tokens == base.tokens
-        for name, outcome in base.outcomes.items():
-            np.testing.assert_array_equal(run.outcomes[name].logprobs, outcome.logprobs)
 
 
 def steps(
@@ -220,25 +202,6 @@ def test_several_answers_leave_and_return_together(chunk_size: int | None) -> No
     assert run.info.num_swapped_out.sum() >= 4
     once = sum(len(each.prompt) + 2 * 8 for each in asks)
     assert run.info.num_rows.sum() == once
-
-
-@pytest.mark.slow
-def test_beams_leave_and_return_as_if_nothing_had_happened() -> None:
-    config = dataclasses.replace(searches.TIGHT, max_swap_pages=64)
-
-    run = searches.serve("llama", config, policy=searches.MOODY)
-    searches.check("llama", run)
-    assert run.info.num_swapped_out.sum() > 40
-
-
-@pytest.mark.slow
-def test_a_prefix_cache_beside_the_buffer() -> None:
-    config = dataclasses.replace(CACHED, max_swap_pages=24)
-    policy = fcfs(preemption="swap", hold_new=False, cached_first=True)
-    run = engines.serve(alike(), config, policy)
-    engines.assert_equal_plain(run, alike(), config)
-    assert run.info.num_swapped_out.sum() > 3
-    assert sum(each.num_cached for each in run.outcomes.values()) > 40
 
 
 @pytest.mark.parametrize("at_host", [False, True])

@@ -24,6 +24,7 @@ from jaxkv.memory.page_table import Table
 from jaxkv.memory.swap_buffer import Staging
 from jaxkv.serving import host_swap
 from tests.support.oracle import Oracle
+from tests.support.trees import assert_same, ints
 
 SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
 GROUPS = (0, 0, 0, 3, 3, 5)
@@ -35,22 +36,6 @@ class State(NamedTuple):
     table: Table
     pages: Pages
     staging: Staging
-
-
-class Plan(NamedTuple):
-    drop: jax.Array
-    places: jax.Array
-    num_rows: jax.Array
-
-
-def apply(pool: Pool, table: Table, plan: Plan, **sizes: int) -> Any:
-    """Drops, then reserves, as a step of the engine does."""
-    pool, table = page_table.drop(pool, table, plan.drop)
-    return page_table.reserve(pool, table, plan.places, plan.num_rows, **sizes)
-
-
-def ints(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
 
 
 def make_state(page_size: int = 4) -> State:
@@ -125,31 +110,8 @@ def test_copies_and_growth_are_granted_together_or_not_at_all() -> None:
         pool, table, copies, enough = reserve(*before, 1, 1, 3, 0, 0, 0)
         assert enough == (free == 3)
         if not enough:
-            for old, new in zip((*before[0], *before[1]), (*pool, *table), strict=True):
-                np.testing.assert_array_equal(new, old)
+            assert_same((pool, table), before)
             assert (jnp.stack(copies) == NO_PAGE).all()
-
-
-def test_no_rows_no_copies() -> None:
-    pool, table = three_sharers(3)
-    places = ints(8, 8, 8, 0, 0, 0)
-    *_, copies, enough = page_table.reserve(
-        pool, table, places, page_size=4, max_new_pages=1
-    )
-    assert enough
-    assert (jnp.stack(copies) == NO_PAGE).all()
-
-
-def test_fewer_writers_never_copy_more() -> None:
-    pool, table = three_sharers(3)
-    everyone = np.ndindex(2, 2, 2)
-    num = {
-        rows: int(
-            page_table.needs_copy(pool, table, ints(*rows, 0, 0, 0), page_size=4).sum()
-        )
-        for rows in everyone
-    }
-    assert {sum(rows): n for rows, n in num.items()} == {0: 0, 1: 1, 2: 2, 3: 2}
 
 
 def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
@@ -186,13 +148,20 @@ def test_a_group_accounts_for_a_shared_page_once() -> None:
     assert freed.num_free - pool.num_free == 5
 
 
-def write(state: State, plan: Plan, tokens: jax.Array) -> tuple[State, Any]:
+def write(
+    state: State,
+    drop: jax.Array,
+    places: jax.Array,
+    num_rows: jax.Array,
+    tokens: jax.Array,
+) -> tuple[State, Any]:
     """What a step does with pages; `tokens` are the rows of each slot, padded."""
     page_size = state.pages.page_size
-    pool, table, copies, enough = apply(
-        state.pool, state.table, plan, page_size=page_size, max_new_pages=WIDTH
+    pool, table = page_table.drop(state.pool, state.table, drop)
+    pool, table, copies, enough = page_table.reserve(
+        *(pool, table, places, num_rows), page_size=page_size, max_new_pages=WIDTH
     )
-    num_rows = jnp.where(enough, plan.num_rows, 0)
+    num_rows = jnp.where(enough, num_rows, 0)
     shared = invariants.shared_writes(pool, table, num_rows, page_size=page_size)
     pages = kv_pages.copy(state.pages, copies.source, copies.target)
     place = jnp.arange(MOST, dtype=jnp.int32)[None, :]
@@ -334,8 +303,9 @@ class Walk:
         tokens[:] = self.num_written + np.arange(tokens.size).reshape(tokens.shape)
         self.num_written += tokens.size
 
-        plan = Plan(jnp.asarray(drop), ints(*places), ints(*num_rows))
-        copies, enough, shared = self.do("write", plan, tokens)
+        copies, enough, shared = self.do(
+            *("write", drop, ints(*places), ints(*num_rows), tokens)
+        )
         assert not shared, "i3"
         oracle.drop(drop.tolist())
         found = oracle.reserve(places.tolist(), WIDTH, num_rows.tolist())
@@ -479,7 +449,8 @@ class Walk:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("seed", "page_size", "steps"), [(0, 4, 1500), (1, 1, 300), (2, 16, 300)]
+    ("seed", "page_size", "steps"),
+    [(0, 4, 1500), (1, 1, 300), (2, 16, 300)],
 )
 def test_every_slot_keeps_its_own_tokens(seed, page_size: int, steps: int) -> None:
     walk = Walk(seed, page_size, sound_programs(page_size))

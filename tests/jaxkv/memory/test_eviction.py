@@ -11,7 +11,7 @@ import pytest
 import jaxkv
 from jaxkv.memory import prefix_eviction
 from jaxkv.models import paged
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from tests.support import engines
 from tests.support.engines import Ask
 

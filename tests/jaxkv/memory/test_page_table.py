@@ -13,16 +13,11 @@ from jaxkv.memory import invariants, page_pool, page_sharing, page_table
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from tests.support.oracle import Oracle
+from tests.support.trees import assert_maps, assert_same, ints
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
-
-
-class Plan(NamedTuple):
-    drop: jax.Array
-    places: jax.Array
-    num_rows: jax.Array | None = None
 
 
 class State(NamedTuple):
@@ -30,34 +25,9 @@ class State(NamedTuple):
     table: Table
 
 
-def apply(pool: Pool, table: Table, plan: Plan, **sizes: int) -> Any:
-    """Drops, then reserves, as a step of the engine does."""
-    pool, table = page_table.drop(pool, table, plan.drop)
-    return page_table.reserve(pool, table, plan.places, plan.num_rows, **sizes)
-
-
-def ints(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
-
-
-def assert_same(a: object, b: object) -> None:
-    """Every leaf equal, bit for bit."""
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def equal(a: object, b: object) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(x, y) for x, y in pairs)
-
-
 def by_slot(copies: page_table.Copies) -> dict[int, tuple[int, int]]:
     pairs = zip(copies.source.tolist(), copies.target.tolist(), strict=True)
     return {i: pair for i, pair in enumerate(pairs) if pair != (NO_PAGE, NO_PAGE)}
-
-
-def num_copies(copies: page_table.Copies) -> int:
-    return len(by_slot(copies))
 
 
 def make_state() -> State:
@@ -105,7 +75,7 @@ def test_reserve_appends_only_what_is_missing() -> None:
     pool, table = make_state()
     pool, table, copies, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))
     assert enough
-    assert num_copies(copies) == 0
+    assert not by_slot(copies)
     assert table.ahead.tolist() == [6, 1, 2, 0, 4]
     assert table.page_ids[:, :3].tolist() == [
         [0, 1, 2],
@@ -129,7 +99,7 @@ def test_reserve_appends_only_what_is_missing() -> None:
 def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
     state = make_state()
     pool, table, copies, enough = reserve(*state, ints(*places))
-    assert num_copies(copies) == 0
+    assert not by_slot(copies)
     assert bool(enough) == why.startswith("20")
     if not enough:
         assert_same((pool, table), state)
@@ -137,18 +107,6 @@ def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
         pool, table, _, enough = reserve(pool, table, ints(29, 21, 0, 0, 0))
         assert not enough  # two pages, of one free
         assert violations(pool, table, live(table)) == (0,) * 7
-
-
-def test_drop_gives_back_what_nobody_else_uses() -> None:
-    state = make_state()
-    pool, table = drop(*state, jnp.asarray([True, True, False, False, True]))
-    assert pool.ref[:6].tolist() == [1, 1, 0, 0, 1, 0]
-    assert pool.stack[pool.num_free - 1] == 3  # handed out next
-    assert (table.page_ids[:2] == NO_PAGE).all()
-    assert table.length.tolist() == [0, 0, 0, 6, 0]
-    pool, table = drop(pool, table, jnp.ones(SLOTS, bool))
-    assert pool.num_free == NUM_PAGES
-    assert violations(pool, table, jnp.zeros(SLOTS, bool)) == (0,) * 7
 
 
 def test_truncate_cuts_reserved_places_only() -> None:
@@ -198,22 +156,6 @@ def test_reorder_releases_what_no_slot_continues() -> None:
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
-def test_apply_drops_before_it_reserves() -> None:
-    pool, table = make_state()
-    pool, table, *_ = reserve(pool, table, ints(25, 20, 18, 24, 16))  # 1 page is left
-    plan = Plan(drop=live(table) & (table.page_ids[:, 0] == 3), places=ints(*[28] * 5))
-    run = jax.jit(partial(apply, page_size=4, max_new_pages=7))
-    after = run(pool, table, plan)
-    assert not after[3]  # the 5 pages of slot 1 and one more, for 13
-    assert_same(after[:2], drop(pool, table, plan.drop))
-    plan = plan._replace(places=ints(28, 0, 18, 0, 28), num_rows=ints(1, 1, 1, 1, 1))
-    pool, table, copies, enough = run(pool, table, plan)
-    assert enough
-    assert num_copies(copies) == 1
-    assert table.ahead.tolist() == [22, 0, 18, 18, 28]
-    assert violations(pool, table, live(table)) == (0,) * 7
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -240,7 +182,6 @@ def operations(page_size: int) -> dict[str, Callable]:
         "truncate": partial(page_table.truncate, page_size=page_size),
         "fork": partial(page_sharing.fork, page_size=page_size),
         "reorder": page_sharing.reorder,
-        "apply": partial(apply, **sizes),
         "share": lambda pool, table, ids: (page_pool.share(pool, ids), table),
         "release": lambda pool, table, ids: (page_pool.release(pool, ids), table),
     }
@@ -297,8 +238,6 @@ class Walk:
             return [int(rng.integers(0, n + 1)) for n in oracle.ahead]
         if verb == "drop":
             return self.mask()
-        if verb == "apply":
-            return [self.mask(), self.places(), self.num_rows()]
         if verb == "reserve":
             return [self.places(), self.num_rows()]
         if verb == "fork":
@@ -319,10 +258,8 @@ class Walk:
         verb = self.verbs[self.rng.integers(len(self.verbs))]
         argument, before = self.argument(verb), self.state
         served = True
-        if verb in ("reserve", "apply"):
-            *dropped, places, num_rows = argument
-            for mask in dropped:
-                self.oracle.drop(mask)
+        if verb == "reserve":
+            places, num_rows = argument
             copies = self.oracle.reserve(places, MAX_NEW, num_rows)
             served = copies is not None
         else:
@@ -339,16 +276,14 @@ class Walk:
         assert not any(wrong), (verb, argument, wrong)
         if found:
             assert bool(found[1]) == served
-            self.num_copies += num_copies(found[0])
+            self.num_copies += len(by_slot(found[0]))
             assert by_slot(found[0]) == (copies or {})
         self.oracle.check(*self.state)
         if not served:
             self.refused += 1
-            assert verb == "apply" or equal(self.state, before)
+            assert_same(self.state, before)
 
     def arrays(self, verb: str, argument: list):
-        if verb == "apply":
-            return Plan(jnp.asarray(argument[0]), *(ints(*x) for x in argument[1:]))
         if verb == "reserve":
             return tuple(ints(*x) for x in argument)
         if verb in ("share", "release"):
@@ -357,7 +292,14 @@ class Walk:
 
 
 @pytest.mark.parametrize(
-    ("seed", "page_size", "steps"), [(0, 4, 2000), (1, 1, 500), (2, 16, 500)]
+    ("seed", "page_size", "steps"),
+    [
+        *((0, 4, 2000), (1, 1, 500), (2, 16, 500)),
+        *(
+            pytest.param(seed, page_size, 20_000, marks=pytest.mark.slow)
+            for seed, page_size in enumerate([1, 3, 4, 16, 64], 3)
+        ),
+    ],
 )
 def test_a_random_walk_equals_the_oracle(seed: int, page_size: int, steps: int) -> None:
     walk = Walk(seed, page_size)
@@ -366,14 +308,6 @@ def test_a_random_walk_equals_the_oracle(seed: int, page_size: int, steps: int) 
     assert steps // 50 < walk.refused < steps // 2  # both answers are met often
     assert walk.num_copies > (steps // 50 if page_size > 1 else -1)
     assert all(run._cache_size() == 1 for run in walk.run.values())
-
-
-@pytest.mark.slow
-def test_a_long_random_walk_equals_the_oracle() -> None:
-    for seed, page_size in enumerate([1, 3, 4, 16, 64]):
-        walk = Walk(seed, page_size)
-        for _ in range(20_000):
-            walk.step()
 
 
 FAULTS = {
@@ -484,17 +418,5 @@ def strolls() -> list[tuple[State, dict]]:
 
 @pytest.mark.parametrize("verb", operations(4))
 def test_vmap_equals_single_runs(verb: str, strolls: list[tuple[State, dict]]) -> None:
-    runs = [(*state, arguments[verb]) for state, arguments in strolls]
-    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *runs)
-    after = jax.jit(jax.vmap(operations(4)[verb]))(*together)
-    alone = programs(4)[0][verb]
-    for i, run in enumerate(runs):
-        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], after), alone(*run))
-
-
-def test_shapes_and_types_are_kept() -> None:
-    """So that a state may be the carry of a scan."""
-    pool, table = make_state()
-    plan = Plan(jnp.zeros(SLOTS, bool), table.length)
-    after = jax.eval_shape(operations(4)["apply"], pool, table, plan)[:2]
-    assert after == jax.eval_shape(lambda: (pool, table))
+    calls = [(*state, arguments[verb]) for state, arguments in strolls]
+    assert_maps(operations(4)[verb], calls, programs(4)[0][verb])

@@ -21,9 +21,8 @@ from jaxkv.memory import kv_pages, prefix_cache, prefix_eviction
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.memory.prefix_cache import Prefixes
 from jaxkv.models.interface import ForwardResult
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
-from jaxkv.serving.engine import Engine
 from tests.support import engines, traces
 from tests.support.engines import Ask, Outcome
 from tests.support.hit_model import HitModel
@@ -329,35 +328,6 @@ def misses_what_it_has(state: EngineState) -> EngineState:
 def test_no_other_cache_passes(wrong: Callable) -> None:
     with pytest.raises(AssertionError):
         converse(20, SMALL, before_call=wrong)
-
-
-@pytest.mark.thorough
-def test_completions_tell_the_hits_of_the_model() -> None:
-    chat, model, asks = Chat(20), HitModel(SMALL), {}
-    server = Engine(
-        None, Sum(), make_pages(SMALL), SMALL, vocab_size=VOCAB, keep_trace=True
-    )
-
-    def submit(ask: Ask) -> None:
-        asks[ask.request_id] = ask
-        model.submit(ask)
-        server.submit(ask.prompt, ask.sampling, request_id=ask.request_id)
-
-    found = {}
-    for ask in chat.first:
-        submit(ask)
-    for event in server.stream():
-        if (done := event.completion) is not None:
-            found[done.request_id] = done.num_cached
-            prompt = asks[done.request_id].prompt
-            ask = chat.follow(done.request_id, prompt, done.tokens)
-            if ask is not None:
-                submit(ask)
-    for info in server.trace:
-        model.replay(info)
-    assert found.keys() == set(range(20 * NUM_TURNS))
-    assert found == {name: model.num_cached[name] for name in found}
-    assert sum(found.values()) > 2500
 
 
 @pytest.mark.slow

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import checkpoints, moe, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import Experts, checkpoints, moe, transformer
 from jaxkv.models.huggingface import configs
-from jaxkv.models.transformer import Experts
 from jaxkv.scheduling import fcfs
 from scaling.costs import parameters
 from scaling.shapes import from_model, huggingface
-from tests.support import batches, engines, paged_models
+from tests.support import batches, engines
 from tests.support.engines import Ask
 from tests.support.folders import GOLDEN
 
@@ -200,34 +198,6 @@ def test_gradients_equal_finite_differences() -> None:
         assert float(above - below) / 2e-6 == pytest.approx(float(grad), rel=1e-6)
 
 
-@pytest.mark.thorough
-def test_padding_pages_and_company_change_no_logit() -> None:
-    loaded = checkpoints.load_model(GOLDEN / "qwen2_moe")
-    paged_models.check_paged_equals_contiguous(
-        *(loaded.config, loaded.params),
-        feed=paged_models.feed_fast_to_compile,
-        page_size=4,
-        seed=1,
-        decode_share=0.4,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_paged_equals_contiguous_everywhere(name: str, numerics: str) -> None:
-    loaded = checkpoints.load_model(GOLDEN / name)
-    for seed, page_size in enumerate((1, 4, 24, 64)):
-        paged_models.check_paged_equals_contiguous(
-            *(loaded.config, loaded.params),
-            feed=paged_models.feed_as_served,
-            page_size=page_size,
-            numerics=numerics,
-            seed=seed,
-            decode_share=0.4,
-        )
-
-
 def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     return engines.serve(
         asks,
@@ -265,36 +235,6 @@ def test_the_engine_serves_it_to_the_same_bits_in_any_company(
             alone = serve([ask], others, as_served).outcomes[ask.request_id]
             batches.assert_same_bits(crowd.outcomes[ask.request_id], alone)
     assert num_preempted >= len(seeds)
-
-
-def test_sharded_folders_hold_the_same(tmp_path: Path) -> None:
-    config, params, *_ = checkpoints.load_model(GOLDEN / "mixtral")
-    folder = checkpoints.save_model(
-        tmp_path / "m", config, params, max_shard_bytes=40_000
-    )
-    assert len(list(folder.glob("*.safetensors"))) > 3
-    back = checkpoints.load_model(folder)
-    assert back.config == config
-    jax.tree.map(np.testing.assert_array_equal, back.params, params)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "line"),
-    [
-        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0 must be"),
-        ("mixtral", {"num_experts_per_tok": 7}, "top_k=7 must be at most"),
-        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef=-1 must"),
-        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not"),
-        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True is not"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not"),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "the first layers and not all"),
-        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or"),
-    ],
-)
-def test_mixtures_that_are_not_supported(name: str, changes: Any, line: str) -> None:
-    raw = json.loads((GOLDEN / name / "config.json").read_text())
-    with pytest.raises(ValueError, match=line):
-        configs.from_hf(raw | changes)
 
 
 def test_a_folder_with_fewer_tensors_than_experts(tmp_path: Path) -> None:
@@ -352,14 +292,3 @@ def test_half_precision_weights_are_routed_in_float32() -> None:
     assert np.abs(found.loads - expected.loads).max() <= 0.1
     near = np.isclose(found.logits, expected.logits, rtol=0, atol=0.3)
     assert near.mean() > 0.9
-
-
-def test_configs_with_experts_are_hashable_and_have_axes() -> None:
-    assert hash(MODEL) == hash(ModelConfig(**vars(MODEL)))
-    axes = jax.tree.leaves(
-        transformer.param_axes(MODEL), is_leaf=lambda x: isinstance(x, tuple)
-    )
-    for leaf, names in zip(
-        jax.tree.leaves(transformer.param_shapes(MODEL)), axes, strict=True
-    ):
-        assert len(names) == leaf.ndim

@@ -13,7 +13,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.memory import kv_pages
 from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.paged import PagedForward
 from scaling.training import dense_forward
 from tests.support import engines
@@ -24,31 +24,39 @@ from tests.support.paged_models import (
     feed_fast_to_compile,
 )
 
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "mistral", "gpt2", "opt")
-PAGE_SIZES = (4, 16, 24, 64, 1, 5, 128)
-OTHERS = ("bfloat16", "sharded", "tokenized")
+PAGE_SIZES = {
+    "llama": 4,
+    "llama3": 16,
+    "qwen2": 24,
+    "qwen3": 64,
+    "mistral": 1,
+    "gpt2": 5,
+    "opt": 128,
+    "qwen2_moe": 4,
+}
+"""Of every family's pages in the quicker test."""
+BOTH_PROGRAMS = ("llama3", "qwen3", "mistral", "qwen2_moe")
+"""Whose steps of one row a slot go by a program of their own there."""
+OTHERS = ("bfloat16", "sharded", "tokenized", "mixtral", "qwen3_moe")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "page_size"), list(zip(FAMILIES, PAGE_SIZES, strict=True))
-)
+@pytest.mark.parametrize(("name", "page_size"), PAGE_SIZES.items())
 def test_paged_equals_contiguous(name: str, page_size: int) -> None:
     loaded = checkpoints.load_model(GOLDEN / name)
-    # Both programs for three of them; the slow test has both for all.
     check_paged_equals_contiguous(
         *(loaded.config, loaded.params),
         feed=feed_fast_to_compile,
         page_size=page_size,
         seed=page_size,
-        decode_share=0.4 if name in ("llama3", "qwen3", "mistral") else 0.0,
+        decode_share=0.4 if name in BOTH_PROGRAMS else 0.0,
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("name", FAMILIES + OTHERS)
+@pytest.mark.parametrize("page_size", sorted({*PAGE_SIZES.values()}))
+@pytest.mark.parametrize("name", [*PAGE_SIZES, *OTHERS])
 def test_paged_equals_contiguous_everywhere(
     name: str, page_size: int, numerics: str
 ) -> None:
@@ -111,13 +119,19 @@ def test_impossible_shapes_are_refused(fields: dict, message: str) -> None:
         ModelConfig(**vars(TINY) | fields)
 
 
-def test_shapes_and_axes_match_the_parameters() -> None:
-    params = transformer.init_params(TINY, jax.random.key(0))
-    shapes = transformer.param_shapes(TINY)
+EXPERTS = Experts(num_experts=3, top_k=2, size=8, shared_size=8)
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "mixture"])
+def test_shapes_and_axes_match_the_parameters(experts: Any) -> None:
+    config = dataclasses.replace(TINY, experts=experts)
+    assert hash(config) == hash(ModelConfig(**vars(config)))
+    params = transformer.init_params(config, jax.random.key(0))
+    shapes = transformer.param_shapes(config)
     assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
         lambda x: x.shape, shapes
     )
-    axes = transformer.param_axes(TINY)
+    axes = transformer.param_axes(config)
     flat = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     for leaf, names in zip(jax.tree.leaves(params), flat, strict=True):
         assert len(names) == leaf.ndim
@@ -129,9 +143,7 @@ def test_shapes_and_axes_match_the_parameters() -> None:
     [
         dict(num_layers=3),
         dict(vocab_size=150, hidden_size=96, positions="learned"),
-        dict(
-            experts=transformer.Experts(num_experts=3, top_k=2, size=8, shared_size=8)
-        ),
+        dict(experts=EXPERTS),
     ],
 )
 def test_parameters_have_the_bits_of_those_drawn_one_by_one(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.sampling import sampler
-from jaxkv.sampling.sampler import Params, Sampling
+from jaxkv import sampling
+from jaxkv.sampling import Params, Sampling, greedy_params, random_keys, sampler
 
 INF = np.inf
 
 
 def params_of(requests: list[Sampling], engine_seed: int = 7, **changes: Any) -> Params:
     keys = [
-        sampler.request_key(request.seed, engine_seed, request_id)
+        random_keys.request_key(request.seed, engine_seed, request_id)
         for request_id, request in enumerate(requests)
     ]
-    params = sampler.params_of(requests, keys, [0] * len(requests))
+    params = sampling.params_of(requests, keys, [0] * len(requests))
     return jax.tree.map(jnp.asarray, params._replace(**changes))
 
 
@@ -39,35 +40,50 @@ def rows_of(tree: Any, rows: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "range_"),
     [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": INF},
-        {"temperature": 1e39},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.01},
-        {"top_p": math.nan},
-        {"min_p": -0.1},
-        {"min_p": 1.5},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": INF},
-        {"presence_penalty": math.nan},
-        {"frequency_penalty": -INF},
-        {"seed": -1},
-        {"seed": 2**64},
-        {"max_tokens": 0},
-        {"stop": ("",)},
-        {"stop_tokens": (-1,)},
-        {"logprobs": -1},
+        ({"temperature": -0.1}, "at least 0"),
+        ({"temperature": math.nan}, "at least 0"),
+        ({"temperature": INF}, "at least 0"),
+        ({"temperature": 1e39}, ""),
+        ({"top_k": -1}, ""),
+        ({"top_p": 0.0}, "in (0, 1]"),
+        ({"top_p": 1.01}, "in (0, 1]"),
+        ({"top_p": math.nan}, "in (0, 1]"),
+        ({"min_p": -0.1}, ""),
+        ({"min_p": 1.5}, ""),
+        ({"repetition_penalty": 0.0}, ""),
+        ({"repetition_penalty": INF}, ""),
+        ({"presence_penalty": math.nan}, ""),
+        ({"frequency_penalty": -INF}, ""),
+        ({"seed": -1}, ""),
+        ({"seed": 2**64}, ""),
+        ({"n": 0}, "at least 1"),
+        ({"best_of": 2, "n": 3}, "None or at least self.n=3"),
+        ({"beam_width": 0}, "None or at least self.n=1"),
+        ({"beam_width": 2, "n": 3}, "None or at least self.n=3"),
+        ({"length_penalty": 11.0}, "in [-10, 10]"),
+        ({"early_stopping": "now"}, "True, False"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"stop": ("",)}, ""),
+        ({"stop_tokens": (-1,)}, ""),
+        ({"logprobs": -1}, ""),
     ],
 )
-def test_a_field_out_of_range_is_refused_in_one_line(fields: dict[str, Any]) -> None:
-    (name,) = fields
-    with pytest.raises(ValueError, match=rf"self\.{name}=.* must be ") as raised:
+def test_a_field_out_of_range_is_refused_in_one_line(
+    fields: dict[str, Any], range_: str
+) -> None:
+    name, value = next(iter(fields.items()))
+    line = f"self.{name}={value!r} must be {range_}"
+    with pytest.raises(ValueError, match=re.escape(line)) as raised:
         Sampling(**fields)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("field", [{"best_of": 2}, {"presence_penalty": 1.0}])
+def test_beam_search_takes_no_rule_of_drawing(field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="beam search takes no best_of, penalties"):
+        Sampling(beam_width=2, **field)
 
 
 def test_the_edges_of_the_ranges_are_fine() -> None:
@@ -84,7 +100,7 @@ def test_parameters_line_up() -> None:
         Sampling(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.5),
         Sampling.greedy(presence_penalty=0.25, frequency_penalty=0.75),
     ]
-    params = sampler.params_of(requests, [(1, 2), (3, 4)], [0, 5])
+    params = sampling.params_of(requests, [(1, 2), (3, 4)], [0, 5])
     columns = {name: column.tolist() for name, column in params._asdict().items()}
     assert columns == {
         "temperature": [1.0, 0.0],
@@ -97,7 +113,7 @@ def test_parameters_line_up() -> None:
         "key": [[1, 2], [3, 4]],
         "sample": [0, 5],
     }
-    blank = sampler.greedy_params(3)
+    blank = greedy_params(3)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), blank) == jax.tree.map(
         lambda x: ((3, *x.shape[1:]), x.dtype), params
     )
@@ -110,30 +126,30 @@ def test_parameters_line_up() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
 def test_keys_are_those_of_jax(seed: int) -> None:
     key = jax.random.key(seed, impl="threefry2x32")
-    own = sampler.request_key(seed, engine_seed=3, request_id=5)
+    own = random_keys.request_key(seed, engine_seed=3, request_id=5)
     np.testing.assert_array_equal(own, jax.random.key_data(key))
     np.testing.assert_array_equal(
-        sampler.request_key(None, engine_seed=seed, request_id=2**32 - 1),
+        random_keys.request_key(None, engine_seed=seed, request_id=2**32 - 1),
         jax.random.key_data(jax.random.fold_in(key, np.uint32(2**32 - 1))),
     )
     sample, position = jnp.array([[0, 3]], jnp.int32), jnp.array([[7, 9]], jnp.int32)
-    drawn = sampler.draw_key(
-        jnp.broadcast_to(own, (1, 2, 2)), sample, position, sampler.ACCEPT
+    drawn = random_keys.draw_key(
+        jnp.broadcast_to(own, (1, 2, 2)), sample, position, random_keys.ACCEPT
     )
     for each in range(2):
         folded = key
-        for data in (sample[0, each], position[0, each], sampler.ACCEPT):
+        for data in (sample[0, each], position[0, each], random_keys.ACCEPT):
             folded = jax.random.fold_in(folded, data)
         np.testing.assert_array_equal(drawn[0, each], jax.random.key_data(folded))
 
 
 def test_wide_seeds_keep_all_their_bits() -> None:
-    own = sampler.request_key(2**64 - 2, engine_seed=0, request_id=0)
+    own = random_keys.request_key(2**64 - 2, engine_seed=0, request_id=0)
     assert own.tolist() == [2**32 - 1, 2**32 - 2]
     for bad in ({"seed": -1}, {"seed": None, "engine_seed": 2**64}, {"request_id": -1}):
         fields: dict[str, Any] = {"seed": 0, "engine_seed": 0, "request_id": 0} | bad
         with pytest.raises(ValueError, match="must be in"):
-            sampler.request_key(**fields)
+            random_keys.request_key(**fields)
 
 
 def test_noise_is_a_function_of_key_and_token_id() -> None:
@@ -409,7 +425,7 @@ def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
     raw[6], raw[7] = np.finfo(np.float32).max, np.finfo(np.float32).max / 2
     # What somebody set in the logits, and not the model, is fine.
     masked = logits.at[:, 3].set(INF).at[:, 4:50].set(-INF)
-    for params_of_all in (params, sampler.greedy_params(8)):
+    for params_of_all in (params, greedy_params(8)):
         drawn = sample(masked, params_of_all, positions, raw=jnp.asarray(raw))
         broken = [row in (1, 2, 5) for row in range(8)]
         assert drawn.invalid.tolist() == broken
@@ -442,7 +458,7 @@ def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
     logits, params, positions, _ = company()
     logits = jnp.round(logits).at[:, 200].set(jnp.max(jnp.round(logits), axis=1))
     mixed = sample(logits, params, positions)
-    greedy = sample(logits, sampler.greedy_params(8), positions)
+    greedy = sample(logits, greedy_params(8), positions)
     np.testing.assert_array_equal(greedy.token, np.argmax(logits, axis=1))
     for row in (1, 7):
         assert mixed.token[row] == greedy.token[row]
@@ -545,9 +561,7 @@ def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
         with pytest.raises(ValueError, match=r"max_logprobs=\d must be in \[1, 5\]"):
             sampler.top_logprobs(jnp.zeros((2, 5), jnp.float32), count)
     with pytest.raises(ValueError, match="max_candidates=0 must be at least 1"):
-        sampler.keep(
-            jnp.zeros((2, 5), jnp.float32), sampler.greedy_params(2), max_candidates=0
-        )
+        sampler.keep(jnp.zeros((2, 5), jnp.float32), greedy_params(2), max_candidates=0)
 
 
 @pytest.mark.slow

@@ -15,13 +15,11 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.models import checkpoints, paged
 from jaxkv.serving import interrupts
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-FOLDER = TOKENIZED
 BOUNDS = dataclasses.replace(
     engines.SERVED, prefix_cache=True, max_beams=3, max_swap_pages=20
 )
@@ -30,25 +28,10 @@ ASKED = ([10, 11, 12, 13], [14])
 LONG = Sampling.greedy(max_tokens=20, ignore_eos=True)
 
 
-@functools.cache
-def loaded() -> checkpoints.Loaded:
-    return checkpoints.load_model(FOLDER)
-
-
-def make_engine() -> jaxkv.Engine:
-    config, params, tokenizer, _ = loaded()
-    pages = paged.make_pages(config, BOUNDS)
-    return jaxkv.Engine(
-        *(params, paged.PagedForward(config), pages, BOUNDS),
-        tokenizer=tokenizer,
-        policy=jaxkv.fcfs(preemption="swap"),
-        keep_trace=True,
-    )
-
-
 @pytest.fixture(scope="module")
 def engine() -> jaxkv.Engine:
-    return make_engine()
+    policy = jaxkv.fcfs(preemption="swap")
+    return jaxkv.Engine.load(TOKENIZED, policy=policy, keep_trace=True, **vars(BOUNDS))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from jaxkv.engine import step as engine_step
 from jaxkv.engine.state import EngineConfig
 from jaxkv.memory import kv_pages
 from jaxkv.models.interface import ForwardResult
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.serving import outputs
 from jaxkv.simulation import apply_plan, batch

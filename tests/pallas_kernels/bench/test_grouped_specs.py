@@ -51,10 +51,10 @@ def test_the_reference_solves_the_problem(direction: Any) -> None:
     for turn in range(2):
         out = api.grouped_matmul(problem.x, problem.w, problem.group_sizes[turn])
         # Its samples are of the first turn.
-        assert (grouped_specs.error(problem, out) < 1e-5) == (turn == 0)
+        assert (problem.error(out) < 1e-5) == (turn == 0)
     out = jnp.full_like(out, jnp.nan)
-    assert np.isnan(grouped_specs.error(problem, out))
-    assert grouped_specs.error(problem, jnp.zeros_like(out)) == pytest.approx(1)
+    assert np.isnan(problem.error(out))
+    assert problem.error(jnp.zeros_like(out)) == pytest.approx(1)
 
 
 def test_shapes_without_sense_are_refused() -> None:

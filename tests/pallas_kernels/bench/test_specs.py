@@ -96,7 +96,7 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
     for turn in range(2):
         out = attend(problem.page_ids[turn])
         # Its samples are of the first table.
-        assert (problems.error(problem, out) < 1e-5) == (turn == 0)
+        assert (problem.error(out) < 1e-5) == (turn == 0)
     pages = np.asarray(problem.page_ids)
     owned = [set(table[table < len(problem.k_pages)]) for table in pages]
     assert not owned[0] & owned[1]
@@ -113,12 +113,12 @@ def test_a_wrong_answer_shows() -> None:
     rows, head, wanted = problem.samples[0]
     group = wanted.shape[1]
     out = np.zeros(problem.q.shape, np.float32)
-    assert problems.error(problem, jnp.asarray(out)) == pytest.approx(1)
+    assert problem.error(jnp.asarray(out)) == pytest.approx(1)
     for rows, head, wanted in problem.samples:
         out[rows, head * group : (head + 1) * group] = wanted
-    assert problems.error(problem, jnp.asarray(out)) < 1e-6
+    assert problem.error(jnp.asarray(out)) < 1e-6
     out[rows[0], head * group, 0] = np.nan
-    assert np.isnan(problems.error(problem, jnp.asarray(out)))
+    assert np.isnan(problem.error(jnp.asarray(out)))
 
 
 def test_a_tree_is_one() -> None:

@@ -69,15 +69,6 @@ def test_the_error_is_that_of_the_type(dtype: str) -> None:
         assert ours.mean() <= 1.5 * theirs.mean() + 1e-5
 
 
-@pytest.mark.thorough
-def test_one_tile_or_many_give_the_same() -> None:
-    arrays = draw(50, 50, 4, 2, 8, "float32")
-    found = [flash_attention(*arrays, tile=tile) for tile in (8, 17, 64)]
-    for out, lse in found[1:]:
-        np.testing.assert_allclose(out, found[0][0], atol=1e-6)
-        np.testing.assert_allclose(lse, found[0][1], atol=1e-6)
-
-
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
     def temporary(length: int) -> int:
         shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)

@@ -1,7 +1,5 @@
 """The grouped product for Hopper GPUs: emulated, lowered, and compiled without one."""
 
-import inspect
-import types
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
 from pallas_kernels.grouped_matmul import api, blocks, mosaic_gpu
 from pallas_kernels.grouped_matmul.blocks import Tiling
-from tests.support.emulating import emulator_of_races, watched_product
+from tests.support.emulating import NOTICED, emulator_of_races, mutant, watched_product
 from tests.support.grouped_cases import (
     Case,
     assert_within_rule,
@@ -90,17 +88,6 @@ def test_more_groups(tiling: list[int], num_rows: int, tiles: Tiling) -> None:
     assert_within_rule(emulate(case, tiles), exact(case), plain(case))
 
 
-def mutant(changes: dict[str, str]) -> types.ModuleType:
-    """The module of the kernel with some places of its source changed."""
-    source = inspect.getsource(mosaic_gpu)
-    for removed, added in changes.items():
-        assert source.count(removed) == 1
-        source = source.replace(removed, added)
-    module = types.ModuleType("mutant")
-    exec(compile(source, "mutant", "exec"), module.__dict__)
-    return module
-
-
 MULTIPLY = "plgpu.wgmma(sums, shared.x.at[stage, warpgroup], weights)"
 COMMIT = "(sums, begin, shared.{})\n            plgpu.commit_smem()"
 LAST_WAIT = "panel, visit)\n    plgpu.wait_smem_to_gmem(0)"
@@ -122,11 +109,6 @@ MORE_BUGS = {
         "low = jnp.clip(inputs.begin": "low = 0 * jnp.clip(inputs.begin"
     },
 }
-# Which of them comes first is up to the version of jax and to the threads.
-NOTICED = (
-    r"RACE DETECTED|Not all copy_smem_to_gmem|"
-    r"[Bb]arrier( \d+)? (completed phase|was deallocated|is already at phase)"
-)
 TINY = make_case([66, 3], num_rows=72, width=192)
 
 
@@ -143,7 +125,7 @@ TINY = make_case([66, 3], num_rows=72, width=192)
 def test_seeded_bugs_are_caught(
     changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = mutant(changes)
+    module = mutant(mosaic_gpu, changes)
     monkeypatch.setattr(mosaic_gpu, "_consume", module._consume)
     monkeypatch.setattr(mosaic_gpu, "_produce", module._produce)
     with pytest.raises(RuntimeError, match=NOTICED):

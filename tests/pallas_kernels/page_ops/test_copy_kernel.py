@@ -14,13 +14,10 @@ from pallas_kernels import devices
 from pallas_kernels.devices import Target
 from pallas_kernels.page_ops import copy_mosaic_gpu
 from pallas_kernels.page_ops.copy import copy_pages
+from tests.support.trees import ints
 
 EMULATED = plgpu.InterpretGPUParams(detect_races=True)
 NUM_PAGES = 12
-
-
-def ints(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
 
 
 def make_pages(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
@@ -78,22 +75,6 @@ def test_pages_come_from_another_array() -> None:
     after = copy(pages, source, target, origin=origin)
     wanted = copy_pages(pages, source, target, origin=origin)
     assert_same_bits(after, wanted)
-
-
-def test_the_order_of_entries_does_not_matter() -> None:
-    pages = make_pages((NUM_PAGES, 32), jnp.float32)
-    source, target = ints(1, 1, 3, 2), ints(4, 5, 6, 0)
-    order = ints(2, 0, 3, 1)
-    after = copy(pages, source, target)
-    assert_same_bits(after, copy(pages, source[order], target[order]))
-
-
-def test_there_and_back_changes_nothing() -> None:
-    pages = make_pages((NUM_PAGES, 32), jnp.float32)
-    there = copy(pages, ints(1, 2), ints(7, 8))
-    gone = there.at[ints(1, 2)].set(jnp.nan)
-    back = copy(gone, ints(7, 8), ints(1, 2))
-    assert_same_bits(back, there)
 
 
 def test_vmap_equals_single_runs() -> None:

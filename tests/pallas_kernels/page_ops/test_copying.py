@@ -14,12 +14,9 @@ from jaxkv.memory import kv_pages
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.page_ops.copy import copy_pages
+from tests.support.trees import assert_maps, ints
 
 NUM_PAGES = 12
-
-
-def ints(*values: int) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)
 
 
 def numbered(*shape: int) -> jax.Array:
@@ -102,21 +99,18 @@ def test_many_copies_go_by_in_turns() -> None:
 
 
 def test_vmap_equals_single_runs() -> None:
-    pages = [jax.tree.map(lambda leaf, n=n: leaf + n, make_pages()) for n in range(3)]
-    source = [ints(0, 7), ints(NO_PAGE, NO_PAGE), ints(2, NO_PAGE)]
-    target = [ints(1, 0), ints(NO_PAGE, 2), ints(3, NO_PAGE)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pages)
-    after = jax.vmap(kv_pages.copy)(stacked, jnp.stack(source), jnp.stack(target))
-    for i in range(3):
-        alone = kv_pages.copy(pages[i], source[i], target[i])
-        for one, many in zip(alone, after, strict=True):
-            np.testing.assert_array_equal(many[i], one)
+    copies = [((0, 7), (1, 0)), ((-1, -1), (-1, 2)), ((2, -1), (3, -1))]
+    calls = []
+    for n, (source, target) in enumerate(copies):
+        pages = jax.tree.map(lambda leaf, n=n: leaf + n, make_pages())
+        calls.append((pages, ints(*source), ints(*target)))
+    assert_maps(kv_pages.copy, calls, kv_pages.copy)
 
 
-def lower(steps: int, num_pages: int) -> tuple[Any, Pages]:
+def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
     """A program that copies, then writes, in every step; lowered from shapes alone."""
     shape = (4, num_pages, 4, 16, 64)
-    leaf: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    leaf: Any = jax.ShapeDtypeStruct(shape, dtype)
     row = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     @partial(jax.jit, donate_argnums=0)
@@ -138,9 +132,9 @@ def lower(steps: int, num_pages: int) -> tuple[Any, Pages]:
     return run.lower(Pages(leaf, leaf), row, row).compile(), Pages(leaf, leaf)
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-def test_the_pages_stay_in_place(steps: int) -> None:
-    programs = [lower(steps, num_pages) for num_pages in (512, 4096)]
+@pytest.mark.parametrize(("steps", "dtype"), [(1, "float32"), (5, "bfloat16")])
+def test_the_pages_stay_in_place(steps: int, dtype: str) -> None:
+    programs = [lower(steps, num_pages, dtype) for num_pages in (512, 4096)]
     temporary = [p.memory_analysis().temp_size_in_bytes for p, _ in programs]
     assert temporary[1] - temporary[0] < 1e5  # of 470 MB more
     for program, pages in programs:

@@ -157,6 +157,8 @@ def test_errors_are_at_most_twice_those_of_a_plain_implementation(
     packed = case._replace(slots=np.arange(len(runs), dtype=np.int32))
     for numerics in ("fast", "reproducible"):
         state = attend(*packed, numerics=numerics, softcap=softcap)
+        assert state.out.dtype == dtype
+        assert state.lse.dtype == np.float32
         assert_as_exact(state, plain, expected)
 
 

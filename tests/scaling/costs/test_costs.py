@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import pytest
 
+from jaxkv import models
 from jaxkv.models import transformer
-from jaxkv.models.config import ModelConfig
 from scaling.costs import parameters, serving
 from scaling.shapes import from_model, huggingface, published
 from scaling.shapes.description import Description, Experts, HeadAttention
 from tests.support.folders import GOLDEN
+from tests.support.shapes import BIASED, GROUPED
 
 # Total parameters, and bytes of K and V of a token in 16 bits.
 PUBLISHED = {
@@ -45,27 +46,15 @@ PUBLISHED = {
     "gemma-2-9b": (9_241_705_984, 344_064),
 }
 
-TINY = ModelConfig(
-    vocab_size=97,
-    hidden_size=24,
-    num_layers=3,
-    num_q_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_size=40,
-    max_positions=50,
-)
-BIASED = {"norm": "layer", "positions": "learned", "gated": False, "num_kv_heads": 6}
-BIASED |= dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 OURS: dict[str, dict[str, Any]] = {
     "llama": {},
     "untied": {"tie_embeddings": False},
     "mistral": {"family": "mistral", "window": 7},
     "qwen2": {"family": "qwen2", "qkv_bias": True, "num_layers": 1},
     "qwen3": {"family": "qwen3", "qk_norm": True, "out_bias": True},
-    "mixtral": {"experts": transformer.Experts(num_experts=5, top_k=2, size=40)},
+    "mixtral": {"experts": models.Experts(num_experts=5, top_k=2, size=40)},
     "shared": {
-        "experts": transformer.Experts(
+        "experts": models.Experts(
             num_experts=5,
             top_k=2,
             size=12,
@@ -74,8 +63,14 @@ OURS: dict[str, dict[str, Any]] = {
             num_dense_layers=1,
         ),
     },
-    "gpt2": {"family": "gpt2", **BIASED},
-    "opt": {"family": "opt", "position_offset": 2, "activation": "relu", **BIASED},
+    "gpt2": {"family": "gpt2", "num_kv_heads": 6, **BIASED},
+    "opt": {
+        "family": "opt",
+        "position_offset": 2,
+        "activation": "relu",
+        "num_kv_heads": 6,
+        **BIASED,
+    },
 }
 
 
@@ -140,7 +135,7 @@ def test_latent_attention_and_layers_that_look_ahead() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_models_hold_as_many(name: str) -> None:
-    config = dataclasses.replace(TINY, **OURS[name])
+    config = dataclasses.replace(GROUPED, **OURS[name])
     shapes = jax.tree.leaves(transformer.param_shapes(config))
     made = jax.eval_shape(
         lambda key: transformer.init_params(config, key), jax.random.key(0)

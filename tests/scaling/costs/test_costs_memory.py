@@ -13,6 +13,7 @@ from scaling.costs import activations, parallelism, residuals
 from scaling.costs.memory import MIXED_WIDE, SINGLE, held, training
 from scaling.costs.parallelism import Layout
 from scaling.shapes import published
+from tests.support.shapes import BIASED, GROUPED
 
 LLAMA = published.describe("llama-2-7b")
 GPT = published.describe("gpt3-175b")
@@ -112,20 +113,9 @@ def test_parameters_of_a_device_add_up() -> None:
     assert fewer == rest // 8 - rest // 16
 
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    num_layers=2,
-    num_q_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_size=40,
-    max_positions=130,
-)
+CONFIG = dataclasses.replace(GROUPED, num_layers=2)
 SEQ = 130
 """More than a tile: of shorter sequences the weights of attention are kept, too."""
-BIASED: dict[str, Any] = {"norm": "layer", "positions": "learned", "gated": False}
-BIASED |= dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 
 
 def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:

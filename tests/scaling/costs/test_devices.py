@@ -22,10 +22,3 @@ def test_every_device_is_whole() -> None:
         assert device.measured_bandwidth < device.bandwidth
         measured = device.measured_products or device.measured_bandwidth
         assert bool(measured) == bool(device.measured_source)
-
-
-def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown device 'h300'; one of: v100"):
-        devices.find("h300")
-    with pytest.raises(ValueError, match="a100-80gb has no units for float8"):
-        devices.find("a100").rate("float8")

@@ -21,48 +21,47 @@ def of(scheme: str, layout: str, model: Any = LLAMA, **how: Any) -> tuple[float,
     return sum(x.forward for x in mine), sum(x.backward for x in mine)
 
 
-def test_tensor_parallelism_sends_four_all_reduces_a_layer() -> None:
-    assert of("tensor", "tp=8") == (3_758_096_384, 3_758_096_384)
-    # As much with sequence parallelism, but for what is gathered again.
-    assert of("tensor", "tp=8,sp") == of("tensor", "tp=8")
-    assert of("sequence", "tp=8,sp") == (0, 32 * 2 * 7 / 8 * BLOCK)
-    assert of("tensor", "tp=1") == (0, 0)
+ONE_LAYER = dataclasses.replace(LLAMA, num_layers=1, windows=(), mixture_layers=())
+HOP = 8_388_608
+LOSS = 3 * 2 * 7 / 8 * 4096 * 4
+"""Three scalars of every token."""
 
 
-def test_a_divided_vocabulary_adds_up_embeddings_and_the_loss() -> None:
-    scalars = 3 * 2 * 7 / 8 * 4096 * 4
-    assert of("vocabulary", "tp=8") == (2 * 7 / 8 * BLOCK + scalars, 2 * 7 / 8 * BLOCK)
+def with_kv_heads(num: int) -> Any:
+    attention = dataclasses.replace(ONE_LAYER.attention, num_kv_heads=num)
+    return dataclasses.replace(ONE_LAYER, attention=attention)
 
 
-def test_a_pipeline_sends_one_activation_a_boundary() -> None:
-    assert of("pipeline", "pp=8") == (33_554_432, 33_554_432)
-    sent, _ = of("pipeline", "tp=8,pp=4,sp")
-    assert sent == 33_554_432 / 8
-    # Without sequence parallelism the parts are put together again.
-    assert of("pipeline", "tp=8,pp=4")[0] == 33_554_432 / 8
-    assert of("scatter_gather", "tp=8,pp=4")[0] == 33_554_432 * 7 / 8
-    assert of("scatter_gather", "tp=8,pp=4,sp") == (0, 0)
-
-
-def test_ulysses_changes_sequence_for_heads() -> None:
-    one = dataclasses.replace(LLAMA, num_layers=1, windows=(), mixture_layers=())
-    assert of("ulysses", "ulysses=8", one) == (14_680_064, 14_680_064)
-    grouped = dataclasses.replace(
-        one, attention=dataclasses.replace(one.attention, num_kv_heads=8)
-    )
-    assert of("ulysses", "ulysses=8", grouped)[0] == 9_175_040
-    # Four KV heads over eight devices are copied to eight.
-    fewer = dataclasses.replace(
-        one, attention=dataclasses.replace(one.attention, num_kv_heads=4)
-    )
-    assert of("ulysses", "ulysses=8", fewer)[0] == 9_175_040
-
-
-def test_a_ring_passes_keys_and_values_on() -> None:
-    one = dataclasses.replace(LLAMA, num_layers=1, windows=(), mixture_layers=())
-    hop = 8_388_608
-    assert of("ring", "ring=8", one) == (7 * hop, 7 * hop + 8 * hop)
-    assert 7 * hop == 58_720_256
+@pytest.mark.parametrize(
+    ("scheme", "layout", "model", "forward", "backward"),
+    [
+        # Four all-reduces a layer; as much with sequence parallelism, but for what is
+        # gathered again.
+        ("tensor", "tp=8", LLAMA, 3_758_096_384, 3_758_096_384),
+        ("tensor", "tp=8,sp", LLAMA, 3_758_096_384, 3_758_096_384),
+        ("sequence", "tp=8,sp", LLAMA, 0, 32 * 2 * 7 / 8 * BLOCK),
+        ("tensor", "tp=1", LLAMA, 0, 0),
+        # Embeddings and the loss of a divided vocabulary are added up.
+        ("vocabulary", "tp=8", LLAMA, 2 * 7 / 8 * BLOCK + LOSS, 2 * 7 / 8 * BLOCK),
+        # One activation a boundary; without sequence parallelism the parts are put
+        # together again.
+        ("pipeline", "pp=8", LLAMA, 33_554_432, 33_554_432),
+        ("pipeline", "tp=8,pp=4,sp", LLAMA, 33_554_432 / 8, 33_554_432 / 8),
+        ("pipeline", "tp=8,pp=4", LLAMA, 33_554_432 / 8, 33_554_432 / 8),
+        ("scatter_gather", "tp=8,pp=4", LLAMA, *[33_554_432 * 7 / 8] * 2),
+        ("scatter_gather", "tp=8,pp=4,sp", LLAMA, 0, 0),
+        # Sequence for heads; four KV heads over eight devices are copied to eight.
+        ("ulysses", "ulysses=8", ONE_LAYER, 14_680_064, 14_680_064),
+        ("ulysses", "ulysses=8", with_kv_heads(8), 9_175_040, 9_175_040),
+        ("ulysses", "ulysses=8", with_kv_heads(4), 9_175_040, 9_175_040),
+        # A ring passes keys and values on.
+        ("ring", "ring=8", ONE_LAYER, 7 * HOP, 7 * HOP + 8 * HOP),
+    ],
+)
+def test_bytes_that_a_layout_sends(
+    scheme: str, layout: str, model: Any, forward: float, backward: float
+) -> None:
+    assert of(scheme, layout, model) == (forward, backward)
 
 
 def test_experts_get_each_token_k_times() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from experiments.training.fit_coverage import surfaces
-from jaxkv.scheduling import fcfs
 from scaling.fits import (
     fit,
     intervals,
@@ -19,7 +18,6 @@ from scaling.fits import (
     profile,
 )
 from scaling.laws import evaluation, published
-from tests.support import engines
 
 CHINCHILLA = published.CHINCHILLA
 HOFFMANN = published.CONSTANTS["hoffmann-tex"]
@@ -237,20 +235,6 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
 
     assert width(together) == pytest.approx(width(alone), rel=0.02)
     assert width(apart) < 0.7 * width(alone)
-
-
-@pytest.mark.slow
-def test_an_engine_in_float32_beside_a_fit(runs: dict) -> None:
-    asks = engines.random_asks(np.random.default_rng(0), 4)
-    before = engines.serve(asks, engines.TIGHT, fcfs.fcfs())
-    fit.fit(CHINCHILLA, runs)
-    after = engines.serve(asks, engines.TIGHT, fcfs.fcfs())
-    assert not jax.config.jax_enable_x64
-    assert jax.tree.map(lambda x: x.dtype, after.state) == jax.tree.map(
-        lambda x: x.dtype, before.state
-    )
-    assert after.state.pages.k.dtype == jnp.float32
-    assert after.tokens == before.tokens
 
 
 def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:

@@ -1,9 +1,6 @@
 """Every law is found again from points on it; what is doubtful is doubted."""
 
-import csv
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ import pytest
 from experiments.training.fit_coverage import surfaces
 from scaling.fits import diagnostics, goodness
 from scaling.fits import fit as fits_fit
-from scaling.fits.fit import HeldOut, compare, rollout
+from scaling.fits.fit import HeldOut, compare
 from scaling.laws import published
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
@@ -71,31 +68,6 @@ def test_a_term_that_is_not_there_hits_its_bound() -> None:
     assert set(found.bounds_hit) & {"A", "alpha"}
     assert found.status == "bound_hit"
     assert any("does not identify" in warning for warning in found.warnings)
-
-
-def test_over_training_of_gadre() -> None:
-    folder = os.environ.get("JAXKV_DATA", "")
-    path = Path(folder, "losses", "gadre_c4.csv")
-    if not folder or not path.is_file():
-        pytest.skip("JAXKV_DATA names no folder with losses/gadre_c4.csv")
-    with path.open(newline="") as file:
-        rows = [*csv.DictReader(file)]
-    names = {"N": "num_params", "D": "num_tokens", "loss_c4_val": "loss"}
-    data = {ours: np.array([float(r[x]) for r in rows]) for x, ours in names.items()}
-    multiplier = np.array([float(row["token_multiplier"]) for row in rows])
-    small = (data["num_params"] < 0.42e9) & (multiplier == 20)
-    small |= (data["num_params"] < 0.02e9) & (multiplier == 320)
-    assert small.sum() == 5
-    law = published.find("over-training")
-    found = rollout(law, data, ~small, loss="mse", space="linear")
-    # Gadre et al. 2024, arXiv:2403.08540: five runs, least squares.
-    for name, value in {"a": 113.69, "b": 189.52, "eta": -0.24247}.items():
-        assert found.coefficients[name] == pytest.approx(value, rel=1e-4)
-    assert found.coefficients["E"] == pytest.approx(1.50825, abs=2e-5)
-    assert found.warnings[0].startswith("5 points are few for 4 coefficients")
-    assert found.held_out is not None
-    assert found.held_out.num_points == 29
-    assert found.held_out.mean_error < 0.03
 
 
 def test_compute_to_equal_loss() -> None:

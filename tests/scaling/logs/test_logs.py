@@ -413,15 +413,3 @@ def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:
             test({"a": cell})
     assert rules.parse("a == 1", ["a"])({"a": True})
     assert rules.parse("a != 1", ["a"])({"a": None})
-
-
-def test_the_published_runs_are_selected() -> None:
-    log = read(traces.find("losses/gadre_c4.csv"), needs=["token_multiplier"])
-    assert len(log.runs) == 34
-    rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
-    mine = log.take(log.select(rule))
-    assert mine.columns["loss"].size == 5
-    np.testing.assert_allclose(
-        mine.columns["num_tokens"],
-        mine.columns["token_multiplier"] * mine.columns["num_params"],
-    )

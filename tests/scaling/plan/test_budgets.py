@@ -1,6 +1,7 @@
 """Optima in closed form against searches, and against what papers print."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from scaling.laws import published
 from scaling.laws.published import TwoPowers
-from scaling.plan import budgets, pricing
+from scaling.plan import Repeating, budgets, pricing
 
 LECTURE = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"])
 FLOPS = 5e6 / 4 * 3600 * 312e12 * 0.4
@@ -26,15 +27,6 @@ C4 = budgets.two_powers(
 """Of Muennighoff et al. 2023, digits of their README."""
 
 
-def along(powers: TwoPowers, flops: float, served: float = 0.0):
-    def loss(log_params: np.ndarray) -> np.ndarray:
-        sizes = np.exp(log_params)
-        tokens = budgets.tokens_left(flops, sizes, served)
-        return budgets.loss(powers, sizes, tokens)
-
-    return loss
-
-
 @pytest.mark.parametrize("name", [*published.CONSTANTS, "kaplan"])
 def test_the_closed_form_is_what_a_search_finds(name: str) -> None:
     law = published.LAWS["kaplan"] if name == "kaplan" else published.CHINCHILLA
@@ -46,7 +38,7 @@ def test_the_closed_form_is_what_a_search_finds(name: str) -> None:
             published.optimum(law, coefficients, flops), rel=1e-12
         )
         assert budgets.operations(*found[:2]) == pytest.approx(flops, rel=1e-14)
-        searched = budgets.search(along(powers, flops), flops)
+        searched = budgets.search(powers, flops)
         assert found.num_params == pytest.approx(searched, rel=1e-6)
 
 
@@ -56,7 +48,8 @@ def test_the_lecture_and_the_paper() -> None:
     assert found.num_params == pytest.approx(4.7476e10, rel=1e-4)
     assert found.num_tokens == pytest.approx(1.9715e12, rel=1e-4)
     assert found.loss == pytest.approx(1.89696, abs=1e-5)
-    # Rounding the exponents moves tokens per parameter from 59 to 93.
+    # Hoffmann et al.: 5.76e23 FLOPs; rounding the exponents of the source's digits
+    # moves tokens per parameter from 59 to 93.
     for name, ratio in (("hoffmann-tex", 59), ("hoffmann", 93)):
         powers = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS[name])
         optimum = budgets.allocate(powers, 5.76e23)
@@ -87,7 +80,7 @@ def test_serving_at_equal_loss_and_for_a_budget(served: float) -> None:
     # With that as the budget the same model is the best.
     same = budgets.allocate(LECTURE, whole, inference_tokens=served)
     assert same == pytest.approx(found, rel=1e-9)
-    searched = budgets.search(along(LECTURE, whole, served), whole, served)
+    searched = budgets.search(LECTURE, whole, served)
     assert same.num_params == pytest.approx(searched, rel=1e-6)
 
 
@@ -123,11 +116,10 @@ def test_repeated_data_as_published() -> None:
         (6.34e9, 242e9, 2.2256440889984477),
         (8.67e9, 178e9, 2.2269634075087867),
     ):
-        halves = budgets.MUENNIGHOFF
-        worth = budgets.effective(C4, halves, num_params, num_tokens, 25e9)
-        assert budgets.loss(C4, *worth) == pytest.approx(loss, rel=1e-12)
+        found = budgets.loss(C4, num_params, num_tokens, Repeating(25e9))
+        assert found == pytest.approx(loss, rel=1e-12)
     flops = 6 * 8.67e9 * 178e9
-    found = budgets.allocate_repeating(C4, budgets.MUENNIGHOFF, flops, 25e9)
+    found = budgets.allocate(C4, flops, repeating=Repeating(25e9))
     assert found.num_tokens == pytest.approx(227e9, rel=0.005)
     assert found.num_params == pytest.approx(6.8e9, rel=0.005)
     assert found.num_tokens / 25e9 == pytest.approx(9.1, abs=0.05)
@@ -144,20 +136,22 @@ def test_repetition_is_the_law_that_is_fitted(powers: TwoPowers) -> None:
     named = [powers.A, powers.B, powers.floor, powers.alpha, powers.beta, *halves]
     with jax.enable_x64(True):
         expected = np.asarray(law.predict(np.array(named), data))
-    worth = budgets.effective(powers, halves, *list(data.values())[:2], 2e10)
-    np.testing.assert_allclose(budgets.loss(powers, *worth), expected, rtol=1e-12)
+    num_params, num_tokens = data["num_params"], data["num_tokens"]
+    found = budgets.loss(powers, num_params, num_tokens, Repeating(2e10, halves))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_enough_data_leaves_the_closed_form() -> None:
-    halves, free = budgets.MUENNIGHOFF, budgets.allocate(C4, 1e22)
-    enough = free.num_tokens * (1 + 1e-9)
-    assert budgets.allocate_repeating(C4, halves, 1e22, enough) == free
+    free = budgets.allocate(C4, 1e22)
+    enough = Repeating(free.num_tokens * (1 + 1e-9))
+    assert budgets.allocate(C4, 1e22, repeating=enough) == free
     # A little less, and the search takes over without a jump.
-    near = budgets.allocate_repeating(C4, halves, 1e22, free.num_tokens * 0.999)
+    fewer = Repeating(free.num_tokens * 0.999)
+    near = budgets.allocate(C4, 1e22, repeating=fewer)
     assert near.num_params == pytest.approx(free.num_params, rel=1e-2)
     assert near.loss == pytest.approx(free.loss, rel=1e-5)
-    served = {"inference_tokens": 1e12}
-    few = budgets.allocate_repeating(C4, halves, 1e22, 1e10, **served)
+    served: Any = {"inference_tokens": 1e12}
+    few = budgets.allocate(C4, 1e22, repeating=Repeating(1e10), **served)
     spent = budgets.operations(few.num_params, few.num_tokens, 1e12)
     assert spent == pytest.approx(1e22, rel=1e-9)
     assert few.loss > budgets.allocate(C4, 1e22, **served).loss

@@ -64,12 +64,6 @@ def test_the_nearest_is_nearest_and_well_divided(size: float) -> None:
         assert 8 / 3 <= model.mlp_size / model.hidden_size <= 7 / 2
 
 
-@pytest.mark.parametrize(("size", "side"), [(9e5, "small"), (1e14, "large")])
-def test_sizes_beyond_the_grid_are_refused(size: float, side: str) -> None:
-    with pytest.raises(ValueError, match=f"too {side} for any design"):
-        designs.nearest(FAMILY, size)
-
-
 def test_the_largest_vocabulary_that_a_size_allows(monkeypatch) -> None:
     monkeypatch.setattr(designs, "RANGES", designs.RANGES[:2])
     family = Family(sequence=77)

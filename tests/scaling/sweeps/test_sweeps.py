@@ -17,50 +17,22 @@ import numpy as np
 import pytest
 
 from experiments.framework import config_json
-from jaxkv.models.config import ModelConfig
-from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.logs import best_rates
 from scaling.sweeps import branching, executors, grid, planning, sweep
 from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import Cell, Lane, SweepConfig
 from scaling.training import objectives, train
+from tests.support import sweeping
+from tests.support.impatience import Stopping
+from tests.support.sweeping import model
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
-def model(width: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=257,
-        hidden_size=width,
-        num_layers=1,
-        num_q_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_size=16,
-        max_positions=16,
-    )
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(20):
-        (folder / f"{i}.txt").write_text(f"def f{i}(x):\n    return x * {i}\n" * 9)
-    return SweepConfig(
-        models=(model(8), model(16)),
-        corpus=corpora.CorpusConfig(pattern=f"{folder}/*.txt", held_out=0.2),
-        num_tokens=(32 * 20, 32 * 40),
-        learning_rates=(1e-2, 2e-2),
-        base_width=8,
-        max_extensions=1,
-        batch_size=2,
-        seq_len=16,
-        warmup_steps=4,
-        min_steps=1,
-        num_eval_windows=8,
-        mode="loop",
-    )
+    return sweeping.config(tmp_path_factory.mktemp("sweep"))
 
 
 @pytest.fixture(scope="module")
@@ -68,31 +40,14 @@ def whole(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
     return sweep.sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def losses(folder: Path) -> dict[str, Any]:
-    lines = (folder / "runs.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = lines(folder / "runs.jsonl")
     assert len({row["run_id"] for row in rows}) == len(rows)
     return {row["run_id"]: (row["loss"], row["status"]) for row in rows}
-
-
-class Stopping(Quiet):
-    """Progress that asks to stop after some reports."""
-
-    def __init__(self, after: int):
-        self.after, self.num = after, 0
-
-    @property
-    def stopped(self) -> bool:
-        return self.num >= self.after
-
-    def bar(self, label: str, total: float | None, unit: str):
-        def update(done: float) -> None:
-            self.num += 1
-
-        return update
-
-    def show(self, content: str) -> None:
-        pass
 
 
 def test_every_run_is_made_and_described(whole: sweep.Outcome, config) -> None:
@@ -104,20 +59,14 @@ def test_every_run_is_made_and_described(whole: sweep.Outcome, config) -> None:
         assert 0 < row["loss"] < np.log(257) * 1.1
         assert row["decayed"]
         assert row["loss_se"] > 0
-    lines = (whole.log / "curves.jsonl").read_text().splitlines()
-    points = [json.loads(line) for line in lines]
+    points = lines(whole.log / "curves.jsonl")
     assert {p["run_id"] for p in points} == {r["run_id"] for r in whole.records}
     # Rates that were best at the edge were extended, in the cells where they were.
     rates = {row["learning_rate"] for row in whole.records if row["hidden_size"] == 8}
     assert len(rates) > 2
-    assert (
-        planning.next_groups(
-            config,
-            {row["run_id"]: row for row in whole.records},
-            SweepFolder(whole.log).header()["corpus_digest"],
-        )
-        == []
-    )
+    known = {row["run_id"]: row for row in whole.records}
+    digest = SweepFolder(whole.log).header()["corpus_digest"]
+    assert planning.next_groups(config, known, digest) == []
 
 
 def test_a_branch_is_the_run_alone(whole: sweep.Outcome, config, tmp_path) -> None:
@@ -145,7 +94,7 @@ def test_cosines_of_two_lengths_share_the_warm_up(
     run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
     corpus = executors.open_corpus(cosine.corpus)
     (run_id,) = found
-    trained = train.train_in_memory(run, corpus)
+    trained = train.train(run, tmp_path / "trained")
     score = objectives.score_stream(
         trained.params,
         corpus.held_out,
@@ -198,14 +147,11 @@ def test_runs_under_way_are_taken_up(config, tmp_path, monkeypatch, mode) -> Non
     assert sum(taken) == lanes * grid.steps_taken(small, (low, high))
     assert losses(out) == losses(unbroken.log)
     for name in ("runs.jsonl", "curves.jsonl"):
-        rows = [
-            [
-                json.loads(line) | {"seconds": 0}
-                for line in path.read_text().split("\n")[:-1]
-            ]
-            for path in (out / name, unbroken.log / name)
-        ]
-        assert rows[0] == rows[1]
+        taken_up, whole = (
+            [row | {"seconds": 0} for row in lines(log / name)]
+            for log in (out, unbroken.log)
+        )
+        assert taken_up == whole
 
 
 def test_a_pause_that_is_broken_says_what_to_do(config, tmp_path) -> None:

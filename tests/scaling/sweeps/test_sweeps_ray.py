@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxkv.models.config import ModelConfig
-from scaling.corpora import corpora
 from scaling.sweeps import sweep
 from scaling.sweeps.grid import SweepConfig
+from tests.support import sweeping
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 pytestmark = [
@@ -21,37 +20,7 @@ pytestmark = [
 
 
 def config(folder: Path) -> SweepConfig:
-    (folder / "text").mkdir()
-    for i in range(20):
-        text = f"def f{i}(x):\n    return x * {i}\n" * 9
-        (folder / "text" / f"{i}.txt").write_text(text)
-    shapes = [
-        ModelConfig(
-            vocab_size=257,
-            hidden_size=width,
-            num_layers=1,
-            num_q_heads=1,
-            num_kv_heads=1,
-            head_dim=8,
-            mlp_size=16,
-            max_positions=16,
-        )
-        for width in (8, 16)
-    ]
-    return SweepConfig(
-        models=tuple(shapes),
-        corpus=corpora.CorpusConfig(pattern=f"{folder}/text/*.txt", held_out=0.2),
-        num_tokens=(32 * 10, 32 * 20),
-        learning_rates=(1e-2, 2e-2),
-        base_width=8,
-        max_extensions=0,
-        batch_size=2,
-        seq_len=16,
-        warmup_steps=4,
-        min_steps=1,
-        num_eval_windows=8,
-        mode="loop",
-    )
+    return sweeping.config(folder, num_tokens=(32 * 10, 32 * 20), max_extensions=0)
 
 
 @pytest.fixture

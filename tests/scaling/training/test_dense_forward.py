@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import transformer
-from jaxkv.models.config import ModelConfig
-from jaxkv.models.transformer import RopeScaling
+from jaxkv.models import Experts, transformer
+from jaxkv.models.config import ModelConfig, RopeScaling
 from scaling.training import dense_forward
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -63,7 +62,7 @@ def test_rows_give_what_columns_give(name: str) -> None:
 
 
 def test_experts_are_refused() -> None:
-    experts = transformer.Experts(num_experts=2, top_k=1, size=8)
+    experts = Experts(num_experts=2, top_k=1, size=8)
     config = dataclasses.replace(LLAMA, experts=experts)
     with pytest.raises(ValueError, match="must be None"):
         dense_forward.logits({}, jnp.zeros((1, 1), jnp.int32), config=config)

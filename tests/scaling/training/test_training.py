@@ -20,34 +20,22 @@ import numpy as np
 import pytest
 
 from jaxkv.models import transformer
-from jaxkv.models.config import ModelConfig
-from jaxkv.progress import Quiet
 from scaling.corpora import corpora
 from scaling.training import objectives, optimizers, step, train
 from scaling.training.recipes import OptimizerConfig, Schedule, TrainConfig
-from tests.support import mutation
+from tests.support import mutation, texts
 from tests.support.folders import ROOT
+from tests.support.impatience import Stopping
 from tests.support.mutation import Bug
+from tests.support.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-MODEL = ModelConfig(
-    vocab_size=257,
-    hidden_size=16,
-    num_layers=1,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_size=24,
-    max_positions=64,
-)
+MODEL = SMALL
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    (tmp_path / "text").mkdir()
-    for i in range(20):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"def f{i}(x):\n    return x\n" * 9)
-    pattern = f"{tmp_path}/text/*.txt"
+    pattern = texts.write_functions(tmp_path / "text")
     return TrainConfig(
         model=MODEL,
         corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
@@ -60,26 +48,6 @@ def config(tmp_path: Path) -> TrainConfig:
         report_every=3,
         checkpoint_every=4,
     )
-
-
-class Stopping(Quiet):
-    """Progress that asks to stop after some reports, or raises what it is given."""
-
-    def __init__(self, after: int, error: BaseException | None = None):
-        self.after, self.error = after, error
-        self.stopped = False
-        self.done: list[float] = []
-
-    def bar(self, label: str, total: float | None, unit: str):
-        self.total = total
-        return self.done.append
-
-    def show(self, content: str) -> None:
-        self.after -= 1
-        if self.after == 0:
-            if self.error is not None:
-                raise self.error
-            self.stopped = True
 
 
 def equal(a, b) -> bool:
@@ -95,7 +63,7 @@ def without_time(curve: list[dict]) -> list[dict]:
 def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     optimizer = OptimizerConfig(kind=kind)
     config = dataclasses.replace(config, optimizer=optimizer, num_steps=60)
-    progress = Stopping(10**9)
+    progress = Stopping(10**9, "show")
     result = train.train(config, tmp_path / "out", progress=progress)
     assert result.status == "done"
     losses = [line["loss"] for line in result.curve]
@@ -118,20 +86,6 @@ NUM_TOKENS = 50_000
 """Of the streams that are made up here, so that one program reads all of them."""
 
 
-@pytest.mark.thorough
-def test_a_constant_text_is_soon_certain(config: TrainConfig) -> None:
-    config = dataclasses.replace(config, num_steps=40)
-    stream = jnp.full((NUM_TOKENS,), 97, jnp.uint16)
-    seed, schedule = jnp.int32(0), Schedule.of(config)
-    state = step.init(MODEL, config.optimizer, seed)
-    call = step.compiled(MODEL, config.optimizer, 4, 16)
-    state, loss = call(state, stream, schedule, seed, jnp.int32(40))
-    assert int(state.step) == 40
-    windows = jnp.full((1, 9), 97, jnp.int32)
-    after = objectives.token_losses(state.params, windows, model=MODEL).mean()
-    assert float(after) < 0.5 < float(loss) < math.log(257)
-
-
 def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
@@ -151,11 +105,11 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
 ) -> None:
     unbroken = train.train(config, tmp_path / "unbroken")
     out = tmp_path / "broken"
-    first = train.train(config, out, progress=Stopping(2))
+    first = train.train(config, out, progress=Stopping(2, "show"))
     assert first.status == "stopped"
     assert int(first.curve[-1]["step"]) == 4
     # Interrupted within a report, not asked: the state is the report's, and is saved.
-    second = train.train(config, out, progress=Stopping(2, KeyboardInterrupt()))
+    second = train.train(config, out, progress=Stopping(2, "show", KeyboardInterrupt()))
     assert second.status == "stopped"
     assert second.checkpoint == out / "checkpoints" / "8"
     third = train.train(config, out)
@@ -173,7 +127,7 @@ def test_what_a_killed_run_left_half_is_put_right(
     out = tmp_path / "out"
     # A crash in the third report: the last checkpoint is that of step 4.
     with pytest.raises(RuntimeError):
-        train.train(config, out, progress=Stopping(3, RuntimeError()))
+        train.train(config, out, progress=Stopping(3, "show", RuntimeError()))
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["4"]
     with (out / "curve.jsonl").open("a") as file:
         file.write('{"step": 7, "los')
@@ -206,7 +160,7 @@ def test_without_room_a_line_says_so_and_nothing_is_broken(
     ):
         train.train(config, out)
     assert not [path for path in out.rglob("*") if path.is_file()]
-    train.train(config, out, progress=Stopping(1))  # three steps
+    train.train(config, out, progress=Stopping(1, "show"))  # three steps
     with (
         files_no_larger_than(2000),
         pytest.raises(ValueError, match=r"checkpoints/4: cannot be written: File too"),
@@ -245,7 +199,7 @@ def test_a_run_in_memory_is_the_one_on_disk(
     assert [line["step"] for line in in_memory.curve] == [3, 6, 9, 12]
     known = {line["step"]: line["loss"] for line in on_disk.curve}
     assert in_memory.curve[0]["loss"] == known[3]
-    progress = Stopping(2)
+    progress = Stopping(2, "show")
     half = train.train_in_memory(config, corpus, progress=progress)
     assert half.status == "stopped"
     assert progress.done == [3 * 64, 6 * 64]
@@ -357,8 +311,8 @@ def test_the_folder_of_another_run_is_refused(
     optimizer = OptimizerConfig(momentum=0.5)
     with pytest.raises(ValueError, match=r"differs in \['optimizer.momentum'\]$"):
         train.train(dataclasses.replace(config, optimizer=optimizer), out)
-    (tmp_path / "text" / "more.txt").write_text("more")
-    (tmp_path / "text" / "most.txt").write_text("most")
+    (tmp_path / "text" / "more.py").write_text("more")
+    (tmp_path / "text" / "most.py").write_text("most")
     with pytest.raises(ValueError, match=r"differs in \['corpus_sha256'\]$"):
         train.train(config, out)
     with pytest.raises(ValueError, match="no such checkpoint"):
@@ -368,7 +322,7 @@ def test_the_folder_of_another_run_is_refused(
     with pytest.raises(ValueError, match="cannot be continued"):
         train.train(wider, tmp_path / "new", start=at)
     assert not (tmp_path / "new").exists()
-    short = dataclasses.replace(config.corpus, pattern=f"{tmp_path}/text/m*.txt")
+    short = dataclasses.replace(config.corpus, pattern=f"{tmp_path}/text/m*.py")
     short = dataclasses.replace(config, corpus=dataclasses.replace(short, held_out=0.9))
     with pytest.raises(ValueError, match=r"too few|shorter than one window"):
         train.train(short, tmp_path / "new")

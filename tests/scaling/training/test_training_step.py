@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.training import architectures, objectives
 from scaling.training import step as training_step
@@ -24,18 +23,10 @@ from scaling.training.step import TrainState, init
 from tests.support import mutation
 from tests.support.folders import ROOT
 from tests.support.mutation import Bug
+from tests.support.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
-TRANSFORMER = ModelConfig(
-    vocab_size=257,
-    hidden_size=16,
-    num_layers=1,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_size=24,
-    max_positions=16,
-)
+TRANSFORMER = dataclasses.replace(SMALL, max_positions=16)
 LSTM = RecurrentConfig(vocab_size=257, hidden_size=16, num_layers=1, max_positions=16)
 MODELS: dict[str, architectures.Architecture] = {
     "transformer": TRANSFORMER,
@@ -104,7 +95,7 @@ def test_gradients_equal_finite_differences(name: str) -> None:
             assert slope == pytest.approx(ours, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", ["transformer", "gru"])
+@pytest.mark.parametrize("name", MODELS)
 def test_no_loss_depends_on_a_later_token(name: str) -> None:
     model = MODELS[name]
     params = architectures.init_params(model, jax.random.key(0))

@@ -10,7 +10,7 @@ from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from experiments.bench.kernels.peers.sdpa import Sdpa
-from experiments.bench.kernels.peers.torch_peer import Peer, Turn, stopwatch
+from experiments.bench.kernels.peers.torch_peer import Peer, stopwatch
 
 MAX_TABLE_BYTES = 2**32
 """Of the tables that turn pages back to places, one entry a sequence and page."""
@@ -19,30 +19,19 @@ MAX_TABLE_BYTES = 2**32
 class Flex(Sdpa):
     """On contiguous keys and values."""
 
-    def __init__(self, num_threads):
-        super().__init__(num_threads)
-        self._attend = torch.compile(flex_attention, dynamic=False)
-
     def ways(self, shape, turns):
         """Yields the one way; its plan is the mask of blocks."""
-        torch.compiler.reset()  # else shape after shape counts as a recompilation
-        length, plan_s, mask = max(shape.lengths), None, None
+        attend = _compiled()
+        plan_s, mask = None, None
         if not (shape.is_equal and shape.rows == 1):
-            plan = functools.partial(_mask, shape, length)
+            plan = functools.partial(_mask, shape, max(shape.lengths))
             plan_s, mask = stopwatch(plan, self.device)
-
-        def call(turn):
-            return self._attend(turn.q, *turn.rest, block_mask=mask, enable_gqa=True)
-
-        yield "", call, plan_s
+        calls = [functools.partial(attend, q, k, v, mask) for q, _, k, v in turns]
+        yield "", calls, plan_s
 
 
 class FlexPaged(Peer):
     """Over pages: a mask of blocks as long as pages, each page's place looked up."""
-
-    def __init__(self, num_threads):
-        super().__init__(num_threads)
-        self._attend = torch.compile(flex_attention, dynamic=False)
 
     def draw(self, shape):
         """Draws a turn: a pool of pages, and whose they are.
@@ -65,34 +54,33 @@ class FlexPaged(Peer):
             pages.physical_to_logical[i, ids] = place
 
         def keys(i):
-            ids = torch.tensor(tables[i], device=self.device)
-            split = (shape.kv_heads, num_pages, shape.page_size, shape.head_dim)
-            return [x.view(split)[0, ids].flatten(0, 1) for x in (k, v)]
+            split = (num_pages, shape.page_size, shape.head_dim)
+            return [x[0, 0].view(split)[tables[i]].flatten(0, 1) for x in (k, v)]
 
-        return Turn(shape.queries(), keys, k, v, pages)
+        return shape.queries(), keys, k, v, pages
 
     def ways(self, shape, turns):
         """Yields the one way; its plan is the mask, made and converted."""
-        torch.compiler.reset()
+        attend = _compiled()
         lengths = torch.tensor(shape.lengths, device=self.device)
         length = -(-max(shape.lengths) // shape.page_size) * shape.page_size
 
         def plan(pages):
-            blocks = {"BLOCK_SIZE": (128, shape.page_size)}
-            mask = _mask(shape, length, **blocks)
+            mask = _mask(shape, length, BLOCK_SIZE=(128, shape.page_size))
             return pages.convert_logical_block_mask(mask, kv_len=lengths)
 
-        masks = []
-        for turn in turns:
-            plan_s, mask = stopwatch(lambda turn=turn: plan(turn.rest[2]), self.device)
-            masks.append(mask)
+        calls, plan_s = [], None
+        for q, _, k, v, pages in turns:
+            plan_s, mask = stopwatch(functools.partial(plan, pages), self.device)
+            calls.append(functools.partial(attend, q, k, v, mask))
+        yield "", calls, plan_s
 
-        def call(turn):
-            mask = masks[turns.index(turn)]
-            k, v, _ = turn.rest
-            return self._attend(turn.q, k, v, block_mask=mask, enable_gqa=True)
 
-        yield "", call, plan_s
+def _compiled():
+    """Attention of queries, keys and values under a mask of blocks."""
+    torch.compiler.reset()  # else shape after shape counts as a recompilation
+    flex = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v, mask: flex(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def _mask(shape, length, **blocks):

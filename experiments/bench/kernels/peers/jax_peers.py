@@ -3,6 +3,7 @@
 Bringing keys and values into the layout that each asks for is not timed.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -72,10 +73,7 @@ def head_major(problem: Problem) -> Run:
     seen = _seen(problem, length)
     # Where all of them see all there is, nobody would ask.
     mask = [] if seen.all() else [jnp.asarray(seen)]
-
-    def attend(q, k, v, *mask):
-        return _sum(spec, "bhsd", q, k, v, *mask)
-
+    attend = functools.partial(_sum, spec, "bhsd")
     return calls.make_run(problem, attend, _without_pages(problem, length, 1, mask))
 
 
@@ -197,17 +195,9 @@ def _without_pages(
 
 def _seen(problem: Problem, length: int) -> np.ndarray:
     """Which places each row sees: `[batch, rows, length]`."""
-    spec, place = problem.spec, np.arange(length)
-    shape = (spec.batch, spec.rows, length)
-    if problem.ancestors is None:
-        position = np.asarray(problem.positions)
-        return (place[None, :] <= position[:, None]).reshape(shape)
-    seen = np.zeros(shape, bool)
-    masks = np.asarray(problem.ancestors).reshape(spec.batch, spec.rows, -1)
-    for row, mask, context in zip(seen, masks, spec.contexts(), strict=True):
-        row[:, :context] = True
-        row[:, context : context + spec.rows] = mask
-    return seen
+    spec = problem.spec
+    every = range(spec.batch)
+    return np.stack([problem.seen(i, np.arange(spec.rows), length) for i in every])
 
 
 def _within(problem: Problem) -> jax.Array:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.attention.bias
 from torch.nn.attention import SDPBackend
 
-from experiments.bench.kernels.peers.torch_peer import Peer, Turn
+from experiments.bench.kernels.peers.torch_peer import Peer
 
 
 class Sdpa(Peer):
@@ -21,16 +21,16 @@ class Sdpa(Peer):
 
     def draw(self, shape):
         """Draws a turn."""
-        length = max(shape.lengths)
-        size = (shape.batch, shape.kv_heads, length, shape.head_dim)
+        size = (shape.batch, shape.kv_heads, max(shape.lengths), shape.head_dim)
         k, v = shape.random(*size), shape.random(*size)
-        return Turn(shape.queries(), lambda i: (k[i, 0], v[i, 0]), k, v)
+        return shape.queries(), lambda i: (k[i, 0], v[i, 0]), k, v
 
     def ways(self, shape, turns):
         """Yields a way for each backend."""
         length, options = max(shape.lengths), {}
         if not shape.is_equal or shape.is_tree:
-            options["attn_mask"] = shape.seen(length)[:, None]
+            seen = [shape.seen(i, length) for i in range(shape.batch)]
+            options["attn_mask"] = torch.stack(seen)[:, None]
         elif shape.rows > 1 and shape.contexts[0] == 0:
             options["is_causal"] = True
         elif shape.rows > 1:
@@ -38,26 +38,22 @@ class Sdpa(Peer):
             lower_right = torch.nn.attention.bias.causal_lower_right
             options["attn_mask"] = lower_right(shape.rows, length)
         for name, backend in self.backends().items():
-            yield name.lower(), functools.partial(self._call, backend, options), None
-
-    def _call(self, backend, options, turn):
-        attend = torch.nn.functional.scaled_dot_product_attention
-        with torch.nn.attention.sdpa_kernel(backend):
-            return attend(turn.q, *turn.rest, enable_gqa=True, **options)
+            attend = functools.partial(_attend, backend, options)
+            calls = [functools.partial(attend, q, k, v) for q, _, k, v in turns]
+            yield name.lower(), calls, None
 
 
 class CuDnn(Sdpa):
-    """With cuDNN's backend and no other.
+    """With cuDNN's backend and no other."""
 
-    Raises:
-      ValueError: there is no GPU.
-    """
-
-    def __init__(self, num_threads):
-        super().__init__(num_threads)
-        if self.device == "cpu":
-            raise ValueError("it needs a GPU")
+    needs_gpu = True
 
     def backends(self):
         """The one backend."""
         return {"": [SDPBackend.CUDNN_ATTENTION]}
+
+
+def _attend(backend, options, q, k, v):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch.nn.attention.sdpa_kernel(backend):
+        return attend(q, k, v, enable_gqa=True, **options)

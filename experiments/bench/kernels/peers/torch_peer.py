@@ -24,8 +24,8 @@ class Shape:
     Args:
       asked: `contexts`, tokens before the rows of each sequence, of which all have the
         first `shared` in common; `rows` of each; `heads`, those of queries, of keys,
-        and their size; `page_size`; `dtype`; `is_tree`, whether rows are the nodes of
-        random trees, else each sees those before it.
+        and their size; `page_size`; `dtype`; `ancestors`, which rows each row sees,
+        itself among them, [batch, rows, rows], or null where it sees those before it.
       device: where arrays are drawn.
     """
 
@@ -33,25 +33,14 @@ class Shape:
         self.contexts, self.rows = asked["contexts"], asked["rows"]
         self.q_heads, self.kv_heads, self.head_dim = asked["heads"]
         self.page_size, self.shared = asked["page_size"], asked["shared"]
-        self.is_tree = asked["is_tree"]
         self.device, self.dtype = device, getattr(torch, asked["dtype"])
         self.batch = len(self.contexts)
         self.lengths = [context + self.rows for context in self.contexts]
         self.is_equal = len(set(self.contexts)) == 1
-        self.kin = self._draw_kin()
-
-    def _draw_kin(self):
-        """Which rows each row sees, itself among them: `[batch, rows, rows]`."""
-        shape = (self.batch, self.rows, self.rows)
-        if not self.is_tree:
-            return torch.ones(shape, dtype=torch.bool, device=self.device).tril()
-        kin = torch.zeros(shape, dtype=torch.bool)
-        for tree in kin:
-            for row in range(self.rows):
-                if row:
-                    tree[row] = tree[int(torch.randint(0, row, ()))]
-                tree[row, row] = True
-        return kin.to(self.device)
+        self.is_tree = asked["ancestors"] is not None
+        ones = torch.ones(self.batch, self.rows, self.rows, dtype=torch.bool)
+        kin = torch.tensor(asked["ancestors"]) if self.is_tree else ones.tril()
+        self.kin = kin.to(device)
 
     def random(self, *shape):
         """Normal numbers."""
@@ -61,13 +50,11 @@ class Shape:
         """Queries: `[batch, q_heads, rows, head_dim]`."""
         return self.random(self.batch, self.q_heads, self.rows, self.head_dim)
 
-    def seen(self, length):
-        """Which places each row sees: `[batch, rows, length]`."""
-        shape = (self.batch, self.rows, length)
-        seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        for i, context in enumerate(self.contexts):
-            seen[i, :, :context] = True
-            seen[i, :, context : context + self.rows] = self.kin[i]
+    def seen(self, i, length):
+        """Which of the first places each row of sequence i sees: `[rows, length]`."""
+        context, place = self.contexts[i], torch.arange(length, device=self.device)
+        seen = (place < context).repeat(self.rows, 1)
+        seen[:, context : context + self.rows] = self.kin[i]
         return seen
 
     def tables(self, *, may_share):
@@ -77,16 +64,10 @@ class Shape:
           may_share: whether the shared prefix lies in pages of all sequences.
         """
         num_shared = self.shared // self.page_size if may_share else 0
-        counts = [-(-length // self.page_size) for length in self.lengths]
-        num_pages = num_shared + sum(count - num_shared for count in counts)
-        free = torch.randperm(num_pages).tolist()
-        prefix, rest = free[:num_shared], free[num_shared:]
-        tables = []
-        for count in counts:
-            own = count - num_shared
-            tables.append([*prefix, *rest[:own]])
-            rest = rest[own:]
-        return tables, num_pages
+        own = [-(-length // self.page_size) - num_shared for length in self.lengths]
+        prefix, *rest = torch.randperm(num_shared + sum(own)).split([num_shared, *own])
+        tables = [[*prefix.tolist(), *pages.tolist()] for pages in rest]
+        return tables, num_shared + sum(own)
 
     def error(self, q, keys, out):
         """Holds the first and the longest sequence, their last rows, to float64.
@@ -100,58 +81,54 @@ class Shape:
         rows = slice(max(0, self.rows - NUM_CHECKED_ROWS), None)
         off = norm = 0.0
         for i in (0, self.lengths.index(max(self.lengths))):
-            k, v = (x[: self.lengths[i]].double() for x in keys(i))
+            length = self.lengths[i]
+            k, v = (x[:length].double() for x in keys(i))
             scores = q[i, :group, rows].double() @ k.T / self.head_dim**0.5
-            kin = self.kin[i, rows]
-            before = kin.new_ones(len(kin), self.contexts[i])
-            seen = torch.cat([before, kin], dim=1)
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            wanted = weights @ v
+            hidden = ~self.seen(i, length)[rows]
+            wanted = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
             off += float(((out[i, :group, rows].double() - wanted) ** 2).sum())
             norm += float((wanted**2).sum())
         return (off / norm) ** 0.5
 
 
-class Turn:
-    """Arrays of one call; calls take turns so that no cache still has them.
+class Peer(abc.ABC):
+    """What peers have in common.
 
-    Args:
-      q: queries, `[batch, q_heads, rows, head_dim]`.
-      keys: as `Shape.error` takes them.
-      rest: what a peer's own calls need besides.
+    Raises:
+      ValueError: it needs a GPU, and there is none.
     """
 
-    def __init__(self, q, keys, *rest):
-        self.q, self.keys, self.rest = q, keys, rest
-
-
-class Peer(abc.ABC):
-    """What peers have in common."""
+    version = torch.__version__
+    needs_gpu = False
 
     def __init__(self, num_threads):
         torch.set_num_threads(int(num_threads))
         torch.set_grad_enabled(False)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.version = torch.__version__
+        if self.needs_gpu and self.device == "cpu":
+            raise ValueError("it needs a GPU")
 
     @abc.abstractmethod
     def draw(self, shape):
-        """Draws the arrays of a turn."""
+        """Draws the arrays of a turn, so many that no cache has them in the next.
+
+        Gives queries, `[batch, q_heads, rows, head_dim]`; `keys` as `Shape.error` takes
+        it; and what its calls need besides.
+        """
 
     @abc.abstractmethod
     def ways(self, shape, turns):
-        """Yields the ways in which it attends, ready for these turns.
+        """Yields the ways in which it attends.
 
-        Each is how, in a word or two; a call that attends in a turn, its output as the
+        Each is how, in a word or two; a call for each turn, ready, its output as the
         queries lie; and the seconds that preparing a step took, or None.
         """
 
     def answer(self, asked):
         """Checks every way and times those that are right."""
         torch.manual_seed(0)
-        shape = Shape(asked, self.device)
         try:
-            return self._best(shape, asked)
+            return self._best(Shape(asked, self.device), asked)
         except Exception as error:  # of a library's, of a compiler's: it goes on
             said = " ".join(str(error).split())[:200]
             refusal = isinstance(error, ValueError)
@@ -163,85 +140,67 @@ class Peer(abc.ABC):
     def _best(self, shape, asked):
         turns = [self.draw(shape) for _ in range(asked["num_turns"])]
         found, refusals = [], []
-        for how, call, plan_s in self.ways(shape, turns):
+        q, keys, *_ = turns[0]
+        for how, calls, plan_s in self.ways(shape, turns):
             try:
-                answer = _check_and_time(shape, turns, call, asked, self.device)
-                found.append({**answer, "plan_s": plan_s, "how": how})
+                error = shape.error(q, keys, calls[0]())
+                if not error <= asked["max_error"]:
+                    raise RuntimeError(f"its answer is wrong: error={error:.2g}")
+                timing = measure(calls, asked["num_calls"], self.device)
             except RuntimeError as error:  # shapes that it does not take, no memory
                 said = " ".join(str(error).split())[:120]
                 refusals.append(f"{how}: {said}" if how else said)
+                continue
+            found.append(dict(error=error, timing=timing, plan_s=plan_s, how=how))
         if not found:
             raise ValueError("; ".join(refusals))
         return min(found, key=lambda answer: answer["timing"]["seconds"])
 
 
-def _check_and_time(shape, turns, call, asked, device):
-    error = shape.error(turns[0].q, turns[0].keys, call(turns[0]))
-    if not error <= asked["max_error"]:
-        raise RuntimeError(f"its answer is wrong: error={error:.2g}")
-    return {
-        "error": error,
-        "timing": measure(call, turns, asked["num_calls"], device),
-    }
-
-
 def stopwatch(work, device):
     """Does the work once more than it is timed; gives seconds by the wall, and it."""
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    done = work()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    for _ in range(2):
+        start = time.perf_counter()
+        done = work()
+        if device == "cuda":
+            torch.cuda.synchronize()
     return time.perf_counter() - start, done
 
 
-def measure(call, turns, num_calls, device):
+def measure(calls, num_calls, device):
     """Times calls in turns, as `pallas_kernels.bench.timing` does ours."""
-
-    def take(index):
-        return call(turns[index % len(turns)])
-
-    take(0)
+    calls[0]()
+    turns = [calls[index % len(calls)] for index in range(1, 1 + num_calls)]
     if device == "cuda":
-        return _profile(take, num_calls)
+        return _profile(turns)
     seconds = []
-    for index in range(1, 1 + num_calls):
+    for call in turns:
         start = time.perf_counter()
-        take(index)
+        call()
         seconds.append(time.perf_counter() - start)
         if sum(seconds) > 1:
             break
     seconds.sort()
     last, middle = len(seconds) - 1, statistics.median(seconds)
     low, high = seconds[round(0.1 * last)], seconds[round(0.9 * last)]
-    return _timing(middle, "wall", spread=(high - low) / middle)
+    return {"seconds": middle, "spread": (high - low) / middle, "clock": "wall"}
 
 
-def _profile(call, num_calls):
+def _profile(turns):
     """Sums the times of the kernels, as ours are; means, without a spread."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        for index in range(1, 1 + num_calls):
-            call(index)
+        for call in turns:
+            call()
         torch.cuda.synchronize()
     events = [x for x in profile.key_averages() if x.self_device_time_total > 0]
     if not events:
         raise RuntimeError("the profiler saw no kernel")
-    times = [x.self_device_time_total / 1e6 / num_calls for x in events]
-    count = round(sum(x.count for x in events) / num_calls)
-    # Of a kernel that a call launches more than once this is one launch.
-    longest = max(x.self_device_time_total / 1e6 / x.count for x in events)
-    return _timing(sum(times), "cupti", num_kernels=count, longest_s=longest)
-
-
-def _timing(seconds, clock, spread=None, num_kernels=None, longest_s=None):
-    return dict(
-        seconds=seconds,
-        spread=spread,
-        num_kernels=num_kernels,
-        longest_s=longest_s,
-        clock=clock,
-    )
+    return {
+        "seconds": sum(x.self_device_time_total for x in events) / 1e6 / len(turns),
+        "num_kernels": round(sum(x.count for x in events) / len(turns)),
+        # Of a kernel that a call launches more than once this is one launch.
+        "longest_s": max(x.self_device_time_total / 1e6 / x.count for x in events),
+        "clock": "cupti",
+    }

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry, run_folder, table
-from experiments.plotting import style
+from experiments.framework.study import of_module
 from experiments.serving.preemption import measured, moving, serving
-from experiments.serving.preemption.measured import STUDY, Config, Result
+from experiments.serving.preemption.measured import Config, Result
 from experiments.serving.preemption.serving import Server, Servings, Way
 from jaxkv.models import checkpoints
-from jaxkv.progress import QUIET, Quiet
+from jaxkv.progress import QUIET
 from tests.support import smoke
 from tests.support.folders import RECORDS
-from tests.support.impatience import Impatient
+from tests.support.impatience import Impatient, Stopping
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
+(STUDY,) = of_module(measured)
 SMOKE = measured.CONFIGS["smoke"]
 
 
@@ -248,26 +249,16 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     assert not said.get("no answer depends on who gives way, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
     assert len(STUDY.tell(result)) >= 1
-    style.render(
-        lambda axes: measured.plot(axes, result),
-        panels=STUDY.panels,
-        size_inches=STUDY.panel_size_inches,
-    )
+    assert smoke.draw(STUDY, result)
 
 
 @pytest.mark.thorough
 def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
-    progress = Quiet()
-    progress.stopped = True
     config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
-    result = measured.run(config, progress)
+    result = measured.run(config, Stopping(0))
     assert measured.claims(result) == []
     assert STUDY.tell(result) == []
-    style.render(
-        lambda axes: measured.plot(axes, result),
-        panels=STUDY.panels,
-        size_inches=STUDY.panel_size_inches,
-    )
+    assert smoke.draw(STUDY, result)
 
 
 def test_a_way_must_fit_its_engine(model: str) -> None:

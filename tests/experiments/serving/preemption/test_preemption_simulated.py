@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
-from experiments.plotting import style
+from experiments.framework.study import of_module
 from experiments.serving.preemption import simulated
-from experiments.serving.preemption.simulated import STUDY, Config, Result, Simulated
+from experiments.serving.preemption.simulated import Config, Result, Simulated
+from tests.support import smoke
+
+(STUDY,) = of_module(simulated)
 
 
 def made_up() -> Result:
@@ -42,7 +45,7 @@ def test_claims_take_means_over_draws_and_compare_within_one() -> None:
 
 def test_the_figure_and_tables_are_of_the_simulation() -> None:
     result = made_up()
-    files = style.render(lambda axes: simulated.plot(axes, result), panels=STUDY.panels)
+    files = smoke.draw(STUDY, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     sheets = [x for x in STUDY.tell(result) if isinstance(x, Sheet)]
     rules, moves = len(simulated.RULES), len(simulated.PREEMPTIONS)

@@ -78,11 +78,6 @@ def test_rates_at_equal_latency_are_compared() -> None:
     assert simulated.claims(nothing) == []
 
 
-def test_a_config_must_ask_for_something() -> None:
-    with pytest.raises(ValueError, match="num_simulated=0 must be at least 1"):
-        simulated.Config(num_simulated=0)
-
-
 @pytest.mark.slow
 def test_a_simulated_run_counts_what_lengths_say(tmp_path: Path) -> None:
     args = ["run", "sharing", "paper", "--num-simulated", "48", "--json"]

@@ -9,18 +9,17 @@ import pytest
 from experiments.harness import length_distributions
 from experiments.harness.length_distributions import Lengths
 from experiments.harness.prompts import Request
-from experiments.plotting import style
 from experiments.serving.sharing import requests, served
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
 from experiments.serving.sharing.requests import Host
 from experiments.serving.sharing.server import Server
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
-from jaxkv.progress import QUIET, Quiet
-from jaxkv.sampling.sampler import Sampling
+from jaxkv.progress import QUIET
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from tests.support import smoke as support_smoke
-from tests.support.impatience import Impatient
+from tests.support.impatience import Impatient, Stopping
 from tests.support.smoke import ours, run
 
 SIZE = served.CONFIGS["smoke"].page_size
@@ -264,19 +263,14 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     assert len(study.tell(result)) >= 1
     nothing = dataclasses.replace(result, picture=Picture.of([]))
     for part in (result, nothing):
-        style.render(
-            lambda ax, part=part: study.plot(ax, part),
-            size_inches=study.panel_size_inches,
-        )
+        assert support_smoke.draw(study, part)
 
 
 @pytest.mark.thorough
 def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
-    progress = Quiet()
-    progress.stopped = True
     requests = [request_of(50, ask)] * 3
-    assert server.serve(requests, progress=progress) is None
+    assert server.serve(requests, progress=Stopping(0)) is None
     again = server.serve(requests[:1])
     assert again is not None
     assert again.num_cached.tolist() == [0]

@@ -1,0 +1,187 @@
+"""An engine run call by call, so that what it holds can be looked at on the way.
+
+`jaxkv.Engine` runs ahead of the host and never looks into its state. Here nothing is
+under way between two calls, and a step may be any function that takes one.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxkv.clock import from_seconds
+from jaxkv.engine import EngineConfig, EngineState, drain, init, submit
+from jaxkv.engine import step as engine_step
+from jaxkv.engine.state import FINISHED, Sequences
+from jaxkv.memory import Eviction, Pages
+from jaxkv.models import ForwardResult
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.serving import outputs
+
+type Step = Callable[..., tuple[EngineState, Any]]
+"""A step as `engine.step.step`, in place of whose info it may say anything."""
+
+
+class Call(NamedTuple):
+    """A call of some steps.
+
+    Attributes:
+      seen: what each step said, as NumPy arrays with a leading axis of steps.
+      state: the engine after the last one; the next call takes its arrays.
+      ended: the sequences that have just left, as NumPy arrays.
+    """
+
+    seen: Any
+    state: EngineState
+    ended: Sequences
+
+
+class Stepper:
+    """An engine whose state is in reach: `state` may be replaced between two runs."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        forward: Any,
+        make_pages: Callable[[], Pages],
+        *,
+        params: Any = None,
+        eos_ids: tuple[int, ...] = (),
+        step: Step = engine_step.step,
+    ) -> None:
+        """Makes an idle engine; one program serves whatever it is given.
+
+        Args:
+          config: its bounds.
+          forward: the model.
+          make_pages: makes its K and V arrays.
+          params: of the model.
+          eos_ids: tokens that end an answer.
+          step: what a step does.
+        """
+        self.config, self._make_pages = config, make_pages
+        self._params, self._eos_ids = params, eos_ids
+        self._static = {"config": config, "forward": forward, "step": step}
+        self.clear()
+
+    def clear(self) -> None:
+        """Empties it, the prefix cache included."""
+        self.state = init(self.config, self._make_pages())
+
+    def calls(
+        self,
+        prompts: Sequence[Sequence[int]],
+        asks: Sequence[Sampling],
+        *,
+        arrivals_s: Sequence[float] | None = None,
+        policy: interface.Policy | None = None,
+        eviction: Eviction | None = None,
+    ) -> Iterator[Call]:
+        """Hands requests over as there is room, and runs until all are answered.
+
+        A run that is left half-way must be followed by `clear`.
+
+        Args:
+          prompts: token ids of each request, whose id is its place.
+          asks: how each one's answers are drawn.
+          arrivals_s: when each may be admitted, in order; a call takes a second. None
+            means that all are there from the start.
+          policy: of the scheduler; None means first come, first served.
+          eviction: as in `engine.step.step`.
+
+        Raises:
+          ValueError: a request does not fit the engine.
+        """
+        policy = fcfs.fcfs() if policy is None else policy
+        rules = {"policy": policy, "eviction": eviction}
+        arrivals_s = [0.0] * len(prompts) if arrivals_s is None else arrivals_s
+        first = unfinished = 0
+        for second in itertools.count():
+            batch = range(first, first + self._num_that_fit(asks[first:]))
+            if batch:
+                requests = outputs.make_requests(
+                    [prompts[i] for i in batch],
+                    [asks[i] for i in batch],
+                    config=self.config,
+                    request_ids=batch,
+                    arrivals_s=[arrivals_s[i] for i in batch],
+                    eos_ids=self._eos_ids,
+                    width=self.config.submit_width,
+                )
+                self.state, taken = _submit(self.state, requests, config=self.config)
+                taken = np.asarray(taken)
+                first += int((taken & (requests.params.sample == 0)).sum())
+                unfinished += int(taken.sum())
+            if not unfinished:
+                if first < len(prompts):
+                    raise ValueError(f"request {first} does not fit {self.config}")
+                return
+            clock = from_seconds(float(second))
+            self.state, seen = _run(
+                self._params, self.state, clock, rules, **self._static
+            )
+            self.state, drained = _drain(self.state)
+            seen, drained = jax.tree.map(np.asarray, (seen, drained))
+            has_ended = drained.status == FINISHED
+            ended = jax.tree.map(lambda x, rows=has_ended: x[rows], drained)
+            unfinished -= int(has_ended.sum())
+            yield Call(seen, self.state, ended)
+
+    def _num_that_fit(self, asks: Sequence[Sampling]) -> int:
+        """How many requests of a list one call of `submit` takes."""
+        width = self.config.submit_width
+        sizes = [ask.num_sequences for ask in asks[:width]]
+        return int(np.searchsorted(np.cumsum(sizes), width, "right"))
+
+
+def histories(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
+    """Tokens of the sequence in each slot, -1 beyond.
+
+    Those of a beam, which stand where they were chosen, are put in order.
+    """
+    s, slots = jax.tree.map(np.asarray, (state.sequences, state.slots.sequence))
+    search = jax.tree.map(np.asarray, state.search)
+    tokens = np.full((len(slots), s.tokens.shape[1]), -1, np.int32)
+    for slot, row in enumerate(slots):
+        num = 0 if row < 0 else int(s.num_tokens[row])
+        tokens[slot, :num] = s.tokens[row, :num]
+        if row < 0 or search is None or not search.width[s.group[row]]:
+            continue
+        mates = [x for x in slots if x >= 0 and s.group[x] == s.group[row]]
+        beams = {s.params.sample[x]: x for x in mates}
+        holder = row
+        for place in reversed(range(num)):
+            tokens[slot, place] = s.tokens[holder, place]
+            holder = beams[search.parents[holder, place]]
+    return tokens
+
+
+def _steps(
+    params: Any,
+    state: EngineState,
+    clock: Int[Array, " 2"],
+    rules: dict[str, Any],
+    *,
+    config: EngineConfig,
+    forward: Callable[..., ForwardResult],
+    step: Step,
+) -> tuple[EngineState, Any]:
+    """As `engine.step.run_steps`, with any step."""
+
+    def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
+        return step(params, state, config=config, forward=forward, **rules)
+
+    state = state._replace(clock=clock)
+    return lax.scan(body, state, None, length=config.steps_per_call)
+
+
+_run = jax.jit(
+    _steps, static_argnames=("config", "forward", "step"), donate_argnames="state"
+)
+_submit = jax.jit(submit, static_argnames="config", donate_argnames="state")
+_drain = jax.jit(drain, donate_argnames="state")

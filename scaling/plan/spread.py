@@ -1,0 +1,103 @@
+"""How sure the optimum of a budget is: the same question to every resample of a fit."""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from scaling.fits import intervals
+from scaling.fits.fit import predict
+from scaling.laws import Optimum
+from scaling.plan.case import Case, believe
+
+_MAX_RESAMPLES = 200
+"""Of those that need a search each."""
+_NEVER = 2000.0
+"""As the logarithm of a budget: more than any."""
+
+
+class Spread(NamedTuple):
+    """Where the optimum lies by the resamples of a fit.
+
+    Attributes:
+      params: interval of its parameters.
+      tokens: interval of its tokens.
+      flops: interval of the budget that reaches the loss that is asked for, with
+        infinity where resamples have none that does; None where no loss is.
+      num_resamples: how many were asked.
+      num_without: how many of them have no optimum, and count for nothing.
+    """
+
+    params: tuple[float, float]
+    tokens: tuple[float, float]
+    flops: tuple[float, float] | None
+    num_resamples: int
+    num_without: int
+
+
+def of_loss(
+    case: Case, optimum: Optimum, kind: Literal["confidence", "prediction"]
+) -> tuple[float, float] | None:
+    """Interval of the loss at the optimum; none for published constants."""
+    fit = case.belief.fit
+    if fit is None:
+        return None
+    num_params, num_tokens = optimum.num_params, optimum.num_tokens
+    if "num_unique_tokens" not in fit.inputs:
+        num_params, num_tokens = case.worth(num_params, num_tokens)
+    data = {"num_params": num_params, "num_tokens": num_tokens}
+    data["num_unique_tokens"] = case.unique_tokens or num_tokens
+    found = predict(fit, data, kind, level=case.level)
+    ends = float(found.low[0]), float(found.high[0])
+    return ends if all(map(math.isfinite, ends)) else None
+
+
+def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
+    """Allocates the budget by every resample; None where there are fewer than two."""
+    fit, law = case.belief.fit, case.belief.law
+    if fit is None or fit.samples is None:
+        return None
+    samples = fit.sampled()
+    if case.served or case.unique_tokens is not None:
+        samples = samples[:_MAX_RESAMPLES]
+    optima, needed = [], []
+    for sample in samples:
+        named = dict(zip(law.coefficients, map(float, sample), strict=True))
+        try:
+            belief = believe(case.belief.name, law, named)
+            believed = case._replace(belief=belief)
+            found = believed.allocate()
+            if case.target_loss is not None:
+                needed.append([_log_needed(believed)])
+            optima.append([math.log(found.num_params), math.log(found.num_tokens)])
+        except (ValueError, OverflowError):  # a resample without an optimum
+            continue
+    if len(optima) < 2:
+        return None
+
+    def interval(estimate: list[float], found: list[list[float]]) -> Any:
+        how: Any = {"loss": fit.loss, "num_points": fit.num_points, "k": fit.num_free}
+        return intervals.from_samples(
+            np.log(estimate), np.array(found), case.level, **how
+        )
+
+    low, high = np.exp(interval([optimum.num_params, optimum.num_tokens], optima))
+    flops = None
+    if needed:
+        least, most = (float(end[0]) for end in interval([case.flops], needed))
+        flops = math.exp(least), math.inf if most > _NEVER / 2 else math.exp(most)
+    return Spread(
+        params=(float(low[0]), float(high[0])),
+        tokens=(float(low[1]), float(high[1])),
+        flops=flops,
+        num_resamples=len(samples),
+        num_without=len(samples) - len(optima),
+    )
+
+
+def _log_needed(case: Case) -> float:
+    """Logarithm of the budget that a resample asks for; `_NEVER` if none is enough."""
+    try:
+        return math.log(case.needed())
+    except ValueError:
+        return _NEVER
