@@ -8,7 +8,7 @@ from jaxtyping import Float
 from scaling.fits.result import FitResult
 from scaling.laws import evaluation, published
 
-_GRID, _NUM_LOSSES = 2001, 50
+_GRID = 2001
 _BEYOND = 10.0
 """Resampled curves are followed this factor of compute beyond the runs."""
 
@@ -29,7 +29,9 @@ class Comparison(NamedTuple):
     high: Float[np.ndarray, " losses"]
 
 
-def compare(first: FitResult, second: FitResult, *, level: float = 0.9) -> Comparison:
+def compare(
+    first: FitResult, second: FitResult, *, num_losses: int = 50, level: float = 0.9
+) -> Comparison:
     """Computes the ratio of compute to equal loss, as a function of loss.
 
     A law of parameters and tokens stands for its compute optimum (C = 6 N D), one of a
@@ -39,6 +41,7 @@ def compare(first: FitResult, second: FitResult, *, level: float = 0.9) -> Compa
     Args:
       first: a fit.
       second: another.
+      num_losses: in the result, at least 2.
       level: probability of the intervals, in (0, 1).
 
     Raises:
@@ -57,13 +60,13 @@ def compare(first: FitResult, second: FitResult, *, level: float = 0.9) -> Compa
             "no loss was reached by both: one fit covers "
             + " and the other ".join(f"{x.min():.4g} to {x.max():.4g}" for x in curves)
         )
-    loss = np.geomspace(high, low, _NUM_LOSSES)
+    loss = np.geomspace(high, low, num_losses)
     needed = [_needed(result, span, loss) for result, span in fits]
     ratio = np.exp(needed[1][0] - needed[0][0])
     sampled = [curves[1:] for curves in needed]
     count = min(map(len, sampled))
     if not count:
-        nothing = np.full(_NUM_LOSSES, np.nan)
+        nothing = np.full(num_losses, np.nan)
         return Comparison(loss, ratio, nothing, nothing)
     several = sampled[1][:count] - sampled[0][:count]
     # A resampled curve that never reaches the loss needs more than any number.

@@ -144,6 +144,7 @@ def rollout(
     data: Mapping[str, Any],
     held_out: Any = None,
     *,
+    weights: Any = None,
     cluster: Any = None,
     **options: Any,
 ) -> FitResult:
@@ -154,8 +155,9 @@ def rollout(
       data: columns, as `fit` takes them.
       held_out: which rows are not fitted; by default those with more than a tenth of
         the largest compute.
+      weights: as `fit` takes them.
       cluster: as `fit` takes it.
-      options: its other options, but for weights.
+      options: its other options.
 
     Returns:
       The fit of the others, with `held_out` filled in.
@@ -170,12 +172,10 @@ def rollout(
     held_out = np.asarray(held_out, bool)
     if not held_out.any():
         raise ValueError("no run is held out: there is nothing to score")
-    result = fit(
-        law,
-        {name: column[~held_out] for name, column in columns.items()},
-        cluster=None if cluster is None else np.asarray(cluster)[~held_out],
-        **options,
-    )
+    for name, column in {"weights": weights, "cluster": cluster}.items():
+        options[name] = None if column is None else np.asarray(column)[~held_out]
+    rest = {name: column[~held_out] for name, column in columns.items()}
+    result = fit(law, rest, **options)
     larger = {name: column[held_out] for name, column in columns.items()}
     return scored(result, larger)
 

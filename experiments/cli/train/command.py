@@ -120,7 +120,12 @@ def train(name: str, options: TrainOptions) -> Answer:
         per_step = architectures.training_flops(
             config.model, batch=config.batch_size, sequence=config.seq_len
         )
-        nothing = {"tokens": 0, "step": 0, "loss": None, "duration_s": 0.0}
+        nothing: dict[str, Any] = {
+            "tokens": 0,
+            "step": 0,
+            "loss": None,
+            "duration_s": 0.0,
+        }
         last = result.curve[-1] if result.curve else nothing
         document = {
             "out": out,
