@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
-# Where doubt begins: of sound surfaces (`experiments/fit_coverage.py`), of 32 and 240
+# Where doubt begins: of sound surfaces (the experiment `fit_coverage`), of 32 and 240
 # runs with normal or heavy-tailed noise, fewer than one in a hundred is beyond these.
 _LARGE = 0.05
 """Residual, of logarithms, beyond which one run in ten is far off."""

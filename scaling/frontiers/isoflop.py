@@ -2,7 +2,7 @@
 
 Runs of one budget form a group. Its minimum is that of a parabola in log N, of Akima's
 curve in log-log, or of the surface fitted to all groups together by variable
-projection. The parabola is biased on surfaces that are not symmetric (`parabolas`), and
+projection. The parabola is biased on surfaces that are not symmetric (`parabola`), and
 its window matters; Akima's curve follows the noise of single runs; the surface uses all
 of the runs and the assumption that the Chinchilla form holds.
 
@@ -106,8 +106,8 @@ def surface(groups: Groups, *, robust: bool = False) -> variable_projection.Surf
 
     Args:
       groups: the groups.
-      robust: whether by Huber's loss of relative residuals (`projecting.fit_robustly`),
-        not by least squares of the loss.
+      robust: whether by Huber's loss of relative residuals, not by least squares of the
+        loss.
     """
     points, ones = _points(groups), np.ones((1, groups.rows.size))
     found = variable_projection.fit(*points, ones)
