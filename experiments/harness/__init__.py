@@ -4,23 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.harness.length_distributions import Law, Lengths
     from experiments.harness.prompts import Request
     from experiments.harness.sentences import Language, Scribe
 
 # Names load on first use: the command line asks for names of models, and no arrays.
 _HOMES = {
     "Language": "sentences",
-    "Law": "length_distributions",
-    "Lengths": "length_distributions",
     "Request": "prompts",
     "Scribe": "sentences",
 }
 
 __all__ = [
     "Language",
-    "Law",
-    "Lengths",
     "Request",
     "Scribe",
     "bundled",

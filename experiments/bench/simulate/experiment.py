@@ -26,7 +26,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Bounds, Members, driver, state
 from jaxkv.simulation import Part as Runner
-from jaxkv.workloads import Workload, arrivals
+from jaxkv.workloads import Workload, arrivals, lengths
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 EVERYONE = {
@@ -133,11 +133,10 @@ def members(config: Config) -> list[Members]:
 def load(rate: float, num: int, seed: int) -> Workload:
     """Poisson arrivals, lengths like ShareGPT's."""
     rng = np.random.default_rng(seed)
-    sharegpt = length_distributions.SHAREGPT
-    lengths = length_distributions.draw(sharegpt, num, MAX_LENGTH, rng)
+    drawn = length_distributions.draw(lengths.SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
     arrival_s = np.cumsum(rng.exponential(1 / rate, num))
-    return arrivals.make(arrival_s, lengths.prompt[mixed], lengths.answer[mixed])
+    return arrivals.make(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
 
 
 def _runner(group: list[Members], config: Config) -> Runner:

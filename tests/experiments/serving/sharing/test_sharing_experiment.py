@@ -6,23 +6,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.framework import registry
 from experiments.harness import length_distributions
-from experiments.harness.length_distributions import Lengths
 from experiments.harness.prompts import Request
 from experiments.serving.sharing import requests, served
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
-from experiments.serving.sharing.requests import Host
 from experiments.serving.sharing.server import Server
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
+from jaxkv.workloads import lengths as load_lengths
+from jaxkv.workloads.lengths import Lengths
 from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
 from tests.support.smoke import ours, run
 
 SIZE = served.CONFIGS["smoke"].page_size
+ASK = Sampling(temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def result() -> served.Result:
 def server(model: str) -> Server:
     """The engine that the run had; its programs are compiled by now."""
     smoke = served.CONFIGS["smoke"]
-    return Server(checkpoints.load_model(model), served.bounds(smoke))
+    return Server(checkpoints.load_model(model), served.bounds(smoke), ASK)
 
 
 def request_of(num: int, sampling: Sampling) -> Request:
@@ -81,19 +83,15 @@ def test_the_saving_worked_by_hand(
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    "law", [length_distributions.ALPACA, length_distributions.SHAREGPT]
-)
+@pytest.mark.parametrize("law", [load_lengths.ALPACA, load_lengths.SHAREGPT])
 @pytest.mark.parametrize("num", [1, 16, 300])
-def test_lengths_have_the_printed_means(
-    law: length_distributions.Law, num: int
-) -> None:
+def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> None:
     lengths = length_distributions.draw(law, num, 1024, np.random.default_rng(3))
-    assert lengths.prompt.mean() == pytest.approx(law.prompt_mean, rel=0.05)
-    assert lengths.answer.mean() == pytest.approx(law.answer_mean, rel=0.05)
-    assert (lengths.prompt + lengths.answer).max() <= 1024
+    assert lengths.prompt.mean() == pytest.approx(law.prompt.mean, rel=0.05)
+    assert lengths.output.mean() == pytest.approx(law.output.mean, rel=0.05)
+    assert (lengths.prompt + lengths.output).max() <= 1024
     assert lengths.prompt.min() >= 1
-    assert lengths.answer.min() >= 2
+    assert lengths.output.min() >= 2
     with pytest.raises(ValueError, match="do not fit max_length=100"):
         length_distributions.draw(law, num, 100, np.random.default_rng(3))
 
@@ -258,7 +256,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
         assert [*said.values()] == pytest.approx([100 * apart])
     else:
         assert not said
-    study = served.STUDY
+    (study, _) = registry.load("sharing").studies
     assert study.metrics(result)["prefixes"] == []
     assert len(study.tell(result)) >= 1
     nothing = dataclasses.replace(result, picture=Picture.of([]))
@@ -270,7 +268,9 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
 def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     requests = [request_of(50, ask)] * 3
-    assert server.serve(requests, progress=Stopping(0)) is None
+    server.progress = Stopping(0)
+    assert server.serve(requests) is None
+    server.progress = QUIET
     again = server.serve(requests[:1])
     assert again is not None
     assert again.num_cached.tolist() == [0]
@@ -281,9 +281,7 @@ def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
 def test_settings_serve_the_same_requests(server: Server) -> None:
     """Whatever their number of answers, so that savings can be compared."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
-    ask = Sampling(temperature=0.7)
-    host = Host(server, ask, 1, QUIET)
-    savings = requests.serve_groups(host, kinds, (2, 3), beams=False)
+    savings = requests.serve_groups(server, kinds, (2, 3), beams=False)
     assert savings.mean_prompt.tolist() == [14.5] * 2
     assert savings.mean_answer.tolist() == [9.0] * 2
     assert savings.saved("short", 3) > savings.saved("short", 2) > 0
