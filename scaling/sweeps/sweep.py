@@ -1,7 +1,7 @@
 """Many training runs from one config, into a folder that survives anything.
 
-`sweep` asks `sweep_planning` what is missing, has `executing` carry it out, and keeps
-each run with `run_records`. Calling it again with the same folder goes on where it
+`sweep` asks `planning` what is missing, has `executors` carry it out, and keeps
+each run with `folder`. Calling it again with the same folder goes on where it
 stood; runs that are there are not made again.
 """
 
@@ -74,7 +74,7 @@ def sweep(
 
     Args:
       config: the sweep.
-      out: its folder, as `run_records` describes it.
+      out: its folder, as `folder` describes it.
       commit: of the program, for the records.
       environment: what else the folder's header should say.
       progress: who is told how far it is, and may stop it.
