@@ -262,10 +262,7 @@ def _step(
         num_swapped=done.num_moved,
     )
     clock, micros = _advance(state, w, work, runs, cost)
-    asked = None
-    if (r := reservation) is not None:
-        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
-    split, saved = batch.split(line, group, prompt + output, capacity.page_size, asked)
+    split, saved = _split(line, group, prompt, output, capacity, reservation)
     known = line.known + emits.astype(jnp.int32)
     ended = emits & (known == prompt + output)
     info = StepInfo(
@@ -313,6 +310,21 @@ def _plan_step(
         state, plan, queued, capacity, max_samples, whose
     )
     return state, plan, wish, done
+
+
+def _split(
+    line: Line,
+    group: batch.Groups | None,
+    prompt: Int32[Array, " line"],
+    output: Int32[Array, " line"],
+    capacity: Capacity,
+    reservation: Reservation | None,
+) -> tuple[batch.Split, Int32[Array, ""]]:
+    """What places in use are good for, and the pages that sharing saves."""
+    asked = None
+    if (r := reservation) is not None:
+        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
+    return batch.split(line, group, prompt + output, capacity.page_size, asked)
 
 
 class _Granted(NamedTuple):
