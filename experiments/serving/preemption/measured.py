@@ -33,6 +33,14 @@ ShareGPT's mean lengths: 1,024 requests at 1.9 a second, 983 pages, of which 0, 
 class Config(prompts.RaggedConfig):
     """The requests, and the memory that they are served in."""
 
+    prompt_tokens: tuple[int, int] = (16, 128)
+    """Shortest and longest prompt."""
+    output_tokens: tuple[int, int] = (48, 320)
+    """Shortest and longest answer."""
+    sigma: float = 0.6
+    """Raggedness: standard deviation of the logarithm of both lengths."""
+    max_slots: int = 16
+    """Sequences that run at once."""
     pool_share: float = 0.4
     """Pages in the pool, as a share of those that the longest requests, as many as
     there are slots, need at their end."""
@@ -73,9 +81,7 @@ PANEL_SIZE_INCHES = (3.6, 2.5)
 SWITCH = ("simulated_requests", False)
 
 CONFIGS = {
-    "real": Config(
-        prompt_tokens=(16, 128), output_tokens=(48, 320), sigma=0.6, max_slots=16
-    ),
+    "real": Config(),
     "smoke": Config(
         num_requests=16,
         prompt_tokens=(4, 16),
