@@ -67,9 +67,7 @@ def ranks(marked: Bool[Array, " n"]) -> Int32[Array, " n"]:
 def places(marked: Bool[Array, " n"], num: int) -> Int32[Array, " num"]:
     """Finds the marked entries: the k-th of them at k, NONE behind the last.
 
-    Args:
-      marked: which entries.
-      num: places of the result, static; entries beyond are dropped.
+    Entries beyond `num`, static, are dropped.
     """
     index = jnp.arange(marked.shape[0], dtype=jnp.int32)
     return put(jnp.full((num,), NONE, jnp.int32), ranks(marked), index)
@@ -78,9 +76,7 @@ def places(marked: Bool[Array, " n"], num: int) -> Int32[Array, " num"]:
 def packed(ids: Int32[Array, " n"], num: int | None = None) -> Int32[Array, " num"]:
     """Closes ids up, in order; NONE, wherever it stood, behind them.
 
-    Args:
-      ids: at least 0, or NONE.
-      num: places of the result, static; None means as many as there are.
+    `num`, static, are the places of the result; None means as many as there are.
     """
     nobody = jnp.full((ids.shape[0] if num is None else num,), NONE, jnp.int32)
     return put(nobody, ranks(ids >= 0), ids)

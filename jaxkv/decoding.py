@@ -23,18 +23,12 @@ class Cache(NamedTuple):
 
 
 def init_cache(pages: kv_pages.Pages, *, max_slots: int, max_length: int) -> Cache:
-    """Makes an empty cache.
+    """Makes an empty cache of so many sequences, in the K and V arrays of a model.
 
-    Args:
-      pages: K and V arrays of the model.
-      max_slots: sequences, at least 1.
-      max_length: longest sequence, in tokens, at least 1.
-
-    Returns:
-      The cache; donate it to the programs that use it.
+    Donate it to the programs that use it.
 
     Raises:
-      ValueError: a size is below 1.
+      ValueError: the number of slots, or of the longest sequence's tokens, is below 1.
     """
     max_length = validation.integer("max_length", max_length, low=1)
     return Cache(
@@ -97,20 +91,9 @@ def decode_step(
     forward: interface.Forward,
     active: Bool[Array, " slots"] | None = None,
 ) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
-    """Feeds one token of every slot.
+    """Feeds the next token of every slot, or of the active ones.
 
-    Args:
-      params: parameters of the model.
-      cache: the cache.
-      tokens: the next token of each slot.
-      forward: the model.
-      active: slots to feed; None means all.
-
-    Returns:
-      As `prefill` does.
-
-    Raises:
-      ValueError: as `prefill` does.
+    Other arguments, results and errors are those of `prefill`.
     """
     _check_length(cache, forward)
     params, cache, tokens, active = arrays.on_device((params, cache, tokens, active))

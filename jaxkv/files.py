@@ -164,6 +164,26 @@ def write_aside(path: Path, content: str | bytes | Callable[[BinaryIO], Any]) ->
         raise
 
 
+def check_replaceable(folder: Path, header: str, what: str, overwrite: bool) -> None:
+    """Refuses to write a folder over something else.
+
+    Args:
+      folder: where it will be.
+      header: the file that every such folder has.
+      what: what a message calls it.
+      overwrite: whether one that is there may be replaced.
+
+    Raises:
+      ValueError: it is there and may not be, or what is there is none.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder}: is there already; say overwrite to replace it")
+    if not (folder / header).is_file():
+        raise ValueError(f"{folder}: holds no {what}, so it is not overwritten")
+
+
 @contextlib.contextmanager
 def aside(folder: Path, *errors: type[Exception]) -> Generator[Path]:
     """Gives a new folder to fill, which then takes the place of `folder`.

@@ -3,13 +3,17 @@
 A value is checked by its type as well as its range: True is no count, "5" is no number,
 and 1.5 pages are none. What passes comes back as Python's own number, so that NumPy's
 and JAX's scalars can stand wherever theirs do. Both are loaded where they are asked
-for: configs are checked by programs that compute nothing with them.
+for: configs are checked by programs that compute nothing with them. Checks of a config
+are given it, and the names of fields, with dots where they are fields of fields.
 """
 
+import dataclasses
 import math
+import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 INT32 = 2**31
 """What int32 counts stay below."""
@@ -107,13 +111,34 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
     raise ValueError(f"{name}={shown(value)} must be {', '.join(first)} or {last}")
 
 
-def at_least(owner: object, *names: str, low: int | float = 1) -> None:
-    """Checks fields of a config: numbers, or tuples of them, of `low` or more.
+def by_type(owner: Any, **bounds: int | tuple[int, int]) -> dict[str, Any]:
+    """Checks every field of a config by its type.
+
+    Whole numbers are at least 1, others above 0 and finite; a Literal is one of its
+    values; None stands where the type says so.
 
     Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: the smallest allowed.
+      owner: a dataclass.
+      **bounds: the smallest number allowed, of fields of which that is another; or the
+        smallest whole one, and what all are below.
+
+    Returns:
+      The values, by name.
+
+    Raises:
+      ValueError: names the first field that has another value.
+    """
+    return {
+        field.name: _of_type(
+            *(f"self.{field.name}", getattr(owner, field.name)),
+            *(field.type, bounds.get(field.name)),
+        )
+        for field in dataclasses.fields(owner)
+    }
+
+
+def at_least(owner: object, *names: str, low: int | float = 1) -> None:
+    """Checks fields of a config: numbers, or tuples of them, of `low` or more.
 
     Raises:
       ValueError: names the first field that has less, or NaN.
@@ -126,11 +151,7 @@ def above(
 ) -> None:
     """Checks fields of a config: numbers, or tuples of them, greater than `low`.
 
-    Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: what they exceed.
-      finite: whether infinity is refused too.
+    Infinity is refused too where they are to be finite.
 
     Raises:
       ValueError: names the first field that has `low`, less or NaN.
@@ -144,12 +165,7 @@ def within(
 ) -> None:
     """Checks fields of a config: numbers, or tuples of them, of an interval.
 
-    Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: where the interval begins.
-      high: where it ends.
-      ends: a bracket at each end: "[" and "]" if it is part, "(" and ")" if not.
+    `ends` has a bracket at each end: "[" and "]" if it is part, "(" and ")" if not.
 
     Raises:
       ValueError: names the first field that leaves it, or has NaN.
@@ -171,12 +187,8 @@ def ascending(
 ) -> None:
     """Checks fields of a config: tuples of numbers, each greater than the one before.
 
-    Args:
-      owner: what has the fields.
-      names: the fields, with dots where they are fields of fields.
-      low: the smallest number allowed.
-      least: the fewest numbers.
-      strictly: whether two may not be equal.
+    There are `least` or more of them, all `low` or more; two may be equal unless they
+    ascend strictly.
 
     Raises:
       ValueError: names the first field that has fewer, or others.
@@ -192,13 +204,7 @@ def ascending(
 
 
 def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> None:
-    """Checks fields of a config: tuples of names, each of those that are known.
-
-    Args:
-      owner: what has the fields.
-      names: the fields.
-      known: the names allowed.
-      least: the fewest names.
+    """Checks fields of a config: tuples of known names, `least` or more of them.
 
     Raises:
       ValueError: names the first field that has others, or fewer.
@@ -276,6 +282,34 @@ def seconds(name: str, value: object) -> float:
         high=INT32 - 1.0,
         hint="in [0, 2**31 - 1] seconds",
     )
+
+
+def _of_type(
+    name: str, value: object, kind: Any, bounds: int | tuple[int, int] | None
+) -> Any:
+    """Checks a value of a field by the field's type."""
+    kind, ending = getattr(kind, "__value__", kind), ""
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        (kind, _), ending = get_args(kind), " or None"
+    if get_origin(kind) is Literal:
+        return choice(name, value, get_args(kind))
+    if kind is bool:
+        return boolean(name, value)
+    if kind is int:
+        low, below = bounds if isinstance(bounds, tuple) else (bounds, INT32)
+        low = 1 if low is None else low
+        hint = f"at least {low},{ending}" if ending else ""
+        return integer(name, value, low=low, below=below, hint=hint)
+    if kind is float:
+        least, hint = math.ulp(0.0), "above 0 and finite"
+        if isinstance(bounds, int):
+            least, hint = bounds, f"at least {bounds}"
+        return number(name, value, low=least, high=sys.float_info.max, hint=hint)
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={shown(value)} must be a {kind.__name__}{ending}")
+    return value
 
 
 def _entries(

@@ -44,10 +44,7 @@ class Softmax(NamedTuple):
 def start(shape: tuple[int, ...], head_dim: int, dtype: DTypeLike) -> Softmax:
     """Makes the state of queries of one type that have seen nothing.
 
-    Args:
-      shape: of the queries, without head_dim.
-      head_dim: size of a value.
-      dtype: of the queries; the state is in float32 at least.
+    `shape` is theirs without head_dim; the state is in float32 at least.
     """
     wide = np.promote_types(dtype, np.float32)
     # Not -inf: the difference of two of them would be NaN.
@@ -110,12 +107,9 @@ def scaled(
 def finish(
     state: Softmax, sinks: Float[Array, "..."] | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "*queries head_dim"], Float[Array, "*queries"]]:
-    """Turns the state into the output and the natural log-sum-exp.
+    """Turns the state after the last block into the output and the natural log-sum-exp.
 
-    Args:
-      state: after the last block.
-      sinks: laid out to be broadcast over the queries.
-      dtype: of the output.
+    Sinks are laid out to be broadcast over the queries.
 
     Returns:
       Both, 0 and -inf where no key was seen, sink or not.

@@ -5,10 +5,11 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ import pytest
 from experiments.framework import config_json, registry, study
 from experiments.framework.claims import Claim, judge
 from jaxkv.progress import QUIET, Progress
-from tests.support import commands
+from tests.support import commands, folders
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -218,6 +219,28 @@ def jaxkv(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return commands.command(capsys)
+
+
+@pytest.fixture
+def popen() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts Python on words, in a process that does not outlive the test."""
+    begun = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folders.ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        begun.append(process)
+        return process
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

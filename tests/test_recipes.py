@@ -6,7 +6,7 @@ import itertools
 import re
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +112,9 @@ def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     modules = {**llama.modules, ".out": (".attention.output",)}
     toy = llama._replace(architecture="ToyLM", modules=modules)
     monkeypatch.setitem(families.FAMILIES, "toy", toy)
-    names = (*config._CHOICES["family"], "toy")
-    monkeypatch.setitem(config._CHOICES, "family", names)
+    names = (*get_args(config.FamilyName.__value__), "toy")
+    family = config.ModelConfig.__dataclass_fields__["family"]
+    monkeypatch.setattr(family, "type", Literal[names])  # ty: ignore[invalid-type-form]
     found = configs.from_hf(raw)
     assert dataclasses.replace(found, family="llama") == shape
     with pytest.raises(ValueError, match="attn_logit_cap"):

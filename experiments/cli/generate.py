@@ -78,23 +78,17 @@ def generate(model: str, options: Options) -> Answer:
     """
     asks = _asks(options)
     num_drawn, num_kept = asks[0].num_sequences, options.n
+    is_search = options.beam_width is not None
     # Answers stream as they grow, unless it is known only later which are kept.
-    is_ranked = options.beam_width is not None or num_drawn > num_kept
-    found: list[list[dict[str, Any]]] = [
-        [
-            {"text": "", "tokens": [], "reason": "cancelled"}
-            | {"sample": sample, "score": None, "prompt": i}
-            for sample in range(num_drawn)
-        ]
-        for i in range(len(asks))
-    ]
-    status, complete, keeps = 0, set(), None
+    is_ranked = is_search or num_drawn > num_kept
+    found = [[_begun(i, x) for x in range(num_drawn)] for i in range(len(asks))]
+    status, under_way, keeps = 0, {*range(len(asks))}, None
     engine, prompts = _engine(model, options)
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
     write, start_s = writing.Writer(headings, whole=is_ranked), time.perf_counter()
-    if options.beam_width is not None:
+    if is_search:
         print("[searching: no text before the end]", file=sys.stderr)
 
     def write_all(request: int) -> None:
@@ -105,10 +99,10 @@ def generate(model: str, options: Options) -> Answer:
         try:
             for event in engine.stream():
                 if not keeps:  # all is compiled; from here on there is something
-                    keeps = interrupts.handling(interrupts.stop, _pass)
+                    keeps = interrupts.handling(interrupts.stop, lambda number: None)
                     stack.enter_context(keeps)
                 i, sample = event.request_id, event.sample
-                if options.beam_width is None:  # beams are no answers yet
+                if not is_search:  # beams are no answers yet
                     mine = found[i][sample]
                     mine["text"] += event.text
                     mine["tokens"] += event.tokens
@@ -121,15 +115,14 @@ def generate(model: str, options: Options) -> Answer:
                         {name: getattr(each, name) for name in _TOLD} | {"prompt": i}
                         for each in event.completion.answers
                     ]
-                    complete.add(i)
+                    under_way.discard(i)
                     if is_ranked:
                         write_all(i)
         except KeyboardInterrupt as error:
             status = getattr(error, "status", interrupts.STATUS)
             if is_ranked:  # of those under way none is known to be the best
-                for i in range(len(asks)):
-                    if i not in complete:
-                        write_all(i)
+                for i in sorted(under_way):
+                    write_all(i)
     write.finish()
     completions = [each for answers in found for each in answers[:num_kept]]
     print(_summary(completions, time.perf_counter() - start_s), file=sys.stderr)
@@ -138,6 +131,12 @@ def generate(model: str, options: Options) -> Answer:
 
 _TOLD = ("text", "tokens", "reason", "sample", "score")
 """Fields of an answer that the document has, beside the number of its prompt."""
+
+
+def _begun(prompt: int, sample: int) -> dict[str, Any]:
+    """What the document has of an answer before it has grown."""
+    answer = {"text": "", "tokens": [], "reason": "cancelled"}
+    return answer | {"sample": sample, "score": None, "prompt": prompt}
 
 
 def _asks(options: Options) -> list[Any]:
@@ -156,23 +155,9 @@ def _asks(options: Options) -> list[Any]:
         if value not in (nothing, getattr(Options, name)):
             why = "beam search draws nothing" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
-    asks = [
-        Sampling(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed + i,
-            max_tokens=options.max_tokens,
-            stop=options.stop,
-            n=options.n,
-            best_of=options.best_of,
-            beam_width=options.beam_width,
-            length_penalty=options.length_penalty,
-            early_stopping=_EARLY_STOPPING[options.early_stopping],
-        )
-        for i in range(len(options.prompt))
-    ]
+    how: dict[str, Any] = {name: getattr(options, name) for name in _OF_SAMPLING}
+    how["early_stopping"] = _EARLY_STOPPING[options.early_stopping]
+    asks = [Sampling(**how, seed=options.seed + i) for i in range(len(options.prompt))]
     num_sequences = asks[0].num_sequences
     if num_sequences > MAX_ANSWERS:
         kind = "beams for" if is_search else "answers to"
@@ -182,14 +167,15 @@ def _asks(options: Options) -> list[Any]:
     return asks
 
 
+_OF_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop"),
+    *("n", "best_of", "beam_width", "length_penalty"),
+)
+"""Options that `Sampling` has by the same name."""
 _EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
 _ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
 """Options of draws, and the values by which they are off."""
 _ONLY_SEARCHES = (("length_penalty", 1), ("early_stopping", "false"))
-
-
-def _pass(number: int) -> None:
-    """Hears Ctrl-C, which the handler has seen to."""
 
 
 def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:

@@ -13,20 +13,16 @@ import contextlib
 import dataclasses
 import io
 import math
-import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.cli import compilation_cache, run
 from experiments.cli.console import interrupts, outputs
 from experiments.cli.run import Answer
 from experiments.framework import config_json, refused, registry
-
-if TYPE_CHECKING:
-    from experiments.framework import Experiment
 
 
 def main(args: list[str] | None = None) -> int:
@@ -80,6 +76,7 @@ def _prepare_streams(as_json: bool) -> None:
 
 def _dispatch(args: list[str]) -> Answer | None:
     """Finds the command that the first word names, and calls it with the others."""
+    compilation_cache.keep_programs()
     try:
         name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
         return _COMMANDS[name].call(args[1:])
@@ -106,36 +103,32 @@ def _run(args: list[str]) -> Answer:
 
 
 def _generate(args: list[str]) -> Answer:
-    import tyro
-
     from experiments.cli import generate
     from experiments.harness import bundled
 
-    prog, known = "jaxkv generate MODEL", ", ".join(bundled.names())
-    if not _is_word(args) and not {"-h", "--help"} & {*args}:
-        raise ValueError(f"which model? A folder, or one of: {known}")
-    flags = args[1:] if _is_word(args) else args
-    repeatable: Any = tyro.conf.UseAppendAction[generate.Options]
-    description = f"MODEL is a folder, or the name of a bundled model: {known}."
-    options: Any = _parse(repeatable, flags, prog, description)
-    compilation_cache.keep_programs()
-    return generate.generate(args[0], options)
+    known = ", ".join(bundled.names())
+    model, options = _subject(
+        args,
+        generate.Options,
+        "jaxkv generate MODEL",
+        f"which model? A folder, or one of: {known}",
+        f"MODEL is a folder, or the name of a bundled model: {known}.",
+    )
+    return generate.generate(model, options)
 
 
 def _cost(args: list[str]) -> Answer:
-    from experiments.cli.cost import command as cost_command
+    from experiments.cli.cost import command
 
-    prog = "jaxkv cost MODEL"
-    if not _is_word(args) and not {"-h", "--help"} & {*args}:
-        raise ValueError(
-            f"which model? A config.json, a folder, or {cost_command.names()}"
-        )
-    flags = args[1:] if _is_word(args) else args
-    description = (
-        f"MODEL is a config.json, a folder with one, or {cost_command.names()}."
+    known = command.names()
+    model, options = _subject(
+        args,
+        command.Options,
+        "jaxkv cost MODEL",
+        f"which model? A config.json, a folder, or {known}",
+        f"MODEL is a config.json, a folder with one, or {known}.",
     )
-    options = _parse(cost_command.Options, flags, prog, description)
-    return cost_command.cost(args[0], options)
+    return command.cost(model, options)
 
 
 def _fit(args: list[str]) -> Answer:
@@ -144,18 +137,16 @@ def _fit(args: list[str]) -> Answer:
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
     base = fit_command.Config(log=log)
     if (file := _value_of(flags, "--config")) is not None:
-        base = config_json.config_loads(
-            fit_command.Config, config_json.read_text(file), file
-        )
+        text = config_json.read_text(file)
+        base = config_json.config_loads(fit_command.Config, text, file)
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
     where = "LOG/fit for a sweep, or a new one under runs/"
-    config, out, max_seconds = _parse_config(
+    config, out, max_seconds = _changed(
         base, flags, "jaxkv fit LOG", description, where
     )
     if not config.log:
         raise ValueError("which log? A CSV, JSON, or the folder of a sweep")
-    compilation_cache.keep_programs()
     is_sweep = out is None and Path(config.log).is_dir()
     out = Path(config.log) / "fit" if is_sweep else out
     experiment = fit_command.experiment(config.log)
@@ -163,66 +154,61 @@ def _fit(args: list[str]) -> Answer:
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         from experiments.framework import run_folder
 
-        run_folder.write(
-            Path(config.log) / "fit.json", config_json.read_text(out / "fit.json")
-        )
+        text = config_json.read_text(out / "fit.json")
+        run_folder.write(Path(config.log) / "fit.json", text)
     return answer
 
 
 def _train(args: list[str]) -> Answer:
-    return _configured("train", args)
+    from experiments.cli.train import command
+
+    return _configured(command.train, command.TrainOptions, command.TRAININGS, args)
 
 
 def _sweep(args: list[str]) -> Answer:
-    return _configured("sweep", args)
-
-
-def _configured(name: str, args: list[str]) -> Answer:
-    """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
-    compilation_cache.keep_programs()
     from experiments.cli.train import command
 
-    shipped, options_type, call = {
-        "train": (command.TRAININGS, command.TrainOptions, command.train),
-        "sweep": (command.SWEEPS, command.SweepOptions, command.sweep),
-    }[name]
-    known, prog = ", ".join(shipped), f"jaxkv {name} CONFIG"
-    if not _is_word(args) and not {"-h", "--help"} & {*args}:
-        raise ValueError(f"which config? A JSON file, or one of: {known}")
-    flags = args[1:] if _is_word(args) else args
-    description = f"CONFIG is a JSON file, or one of: {known}."
-    options: Any = _parse(options_type, flags, prog, description)
-    return call(args[0], options)
+    return _configured(command.sweep, command.SweepOptions, command.SWEEPS, args)
+
+
+def _configured(
+    call: Any, options: Any, shipped: Iterable[str], args: list[str]
+) -> Answer:
+    """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
+    known = f"JSON file, or one of: {', '.join(shipped)}"
+    asks, description = f"which config? A {known}", f"CONFIG is a {known}."
+    prog = f"jaxkv {call.__name__} CONFIG"
+    return call(*_subject(args, options, prog, asks, description))
 
 
 def _plan(args: list[str]) -> Answer:
-    import tyro
+    from experiments.cli import parsing
+    from experiments.cli.plan import command
 
-    from experiments.cli.plan import command as plan_command
-
-    repeatable: Any = tyro.conf.UseAppendAction[plan_command.Options]
     description = "A budget becomes a device, N, D, a loss and an architecture."
-    return plan_command.plan(_parse(repeatable, args, "jaxkv plan", description))
+    return command.plan(parsing.parse(command.Options, args, "jaxkv plan", description))
 
 
 def _list(args: list[str]) -> Answer:
-    from experiments.framework import report
+    from experiments.cli import parsing
+    from experiments.framework import Sheet
 
-    _parse(_NoOptions, args, "jaxkv list", "The experiments and their configs.")
+    description = "The experiments and their configs."
+    parsing.parse(parsing.Nothing, args, "jaxkv list", description)
     known = registry.entries()
     rows = [(x.name, " ".join(x.configs), x.question) for x in known]
-    sheet = report.Sheet("", ("experiment", "configs", "question"), rows)
+    sheet = Sheet("", ("experiment", "configs", "question"), rows)
     line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
     names = ("name", "question", "configs")
-    rows = [{name: getattr(x, name) for name in names} for x in known]
-    return Answer({"experiments": rows}, [sheet], [line])
+    told = [{name: getattr(x, name) for name in names} for x in known]
+    return Answer({"experiments": told}, [sheet], [line])
 
 
 def _claims(args: list[str]) -> Answer:
-    from experiments.cli import results_page
+    from experiments.cli import parsing, results_page
 
     description = "Claims of run folders: what was published, ours, and the verdict."
-    options = _parse(results_page.Options, args, "jaxkv claims", description)
+    options = parsing.parse(results_page.Options, args, "jaxkv claims", description)
     return results_page.claims(options.folder, options.write)
 
 
@@ -255,6 +241,23 @@ _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
        jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
 
 
+def _experiment(name: str, args: list[str], prog: str) -> Answer:
+    """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
+    experiment = registry.load(name)
+    configs, is_named = experiment.configs, _is_word(args)
+    name, flags = (args[0], args[1:]) if is_named else (next(iter(configs)), args)
+    if name not in configs:
+        line = config_json.unknown("config", name, configs)
+        raise ValueError(f"{prog}: {line}")
+    base = configs[name]
+    if (file := _value_of(flags, "--config")) is not None:
+        if is_named:
+            raise ValueError(f"{prog}: both {name} and --config {file}; which?")
+        base = experiment.config_loads(config_json.read_text(file), file)
+    description = f"{experiment.question} Configs: {', '.join(configs)}."
+    return run.run(experiment, *_changed(base, flags, f"{prog} [CONFIG]", description))
+
+
 class _Asked(NamedTuple):
     """What an experiment is run with: its config, and where and how long."""
 
@@ -263,36 +266,7 @@ class _Asked(NamedTuple):
     max_seconds: float = math.inf
 
 
-def _experiment(name: str, args: list[str], prog: str) -> Answer:
-    """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
-    compilation_cache.keep_programs()
-    experiment = registry.load(name)
-    config_name = args[0] if _is_word(args) else None
-    if config_name is not None and config_name not in experiment.configs:
-        line = config_json.unknown("config", config_name, experiment.configs)
-        raise ValueError(f"{prog}: {line}")
-    return run.run(experiment, *_read_config(experiment, config_name, args, prog))
-
-
-def _read_config(
-    experiment: "Experiment",
-    config_name: str | None,
-    args: list[str],
-    prog: str,
-) -> _Asked:
-    """Reads what an experiment is run with from its arguments."""
-    base = experiment.configs[config_name or next(iter(experiment.configs))]
-    flags = args if config_name is None else args[1:]
-    file = _value_of(flags, "--config")
-    if file is not None:
-        if config_name is not None:
-            raise ValueError(f"{prog}: both {config_name} and --config {file}; which?")
-        base = experiment.config_loads(config_json.read_text(file), file)
-    description = f"{experiment.question} Configs: {', '.join(experiment.configs)}."
-    return _parse_config(base, flags, f"{prog} [CONFIG]", description)
-
-
-def _parse_config(
+def _changed(
     base: Any,
     args: list[str],
     prog: str,
@@ -300,44 +274,35 @@ def _parse_config(
     out: str = "a new one under runs/",
 ) -> _Asked:
     """Reads changes to a config, and the rest; `--config` has been seen to."""
-    config_type: Any = type(base)
     if (plain := _plain(base, args)) is not None:
         return plain
 
-    # Only here: a machine that is lent for a benchmark may not have it.
-    import tyro
-
+    # Only here: a machine that is lent for a benchmark may not have tyro.
     from experiments.cli import parsing
 
-    bare = tyro.conf.arg(name="")  # the config's fields are flags without a prefix
-    no_none: Any = tyro.conf.DisallowNone  # a config's field may be changed to it
-    rest = [
-        ("out", Path | None, "Folder for the results.", out, None),
-        ("config", Path | None, _CONFIG_HELP, "the config named", None),
-        ("max_seconds", float, parsing.MAX_SECONDS, "no end", math.inf),
-    ]
-    options = dataclasses.make_dataclass(
-        "Options",
-        [
-            ("settings", Annotated[config_type, bare], base),
-            *(
-                (name, Annotated[kind, no_none, parsing.without(said, help)], default)
-                for name, kind, help, said, default in rest
-            ),
-        ],
-        frozen=True,
-        kw_only=True,
-    )
-    parsed: Any = _parse(options, args, prog, description, ())
+    parsed = parsing.parse(parsing.changes(base, out), args, prog, description, ())
     return _Asked(parsed.settings, parsed.out, parsed.max_seconds)
 
 
-_CONFIG_HELP = "A config.json to start from, in place of a named config."
+def _subject[T](
+    args: list[str], options: type[T], prog: str, asks: str, description: str
+) -> tuple[str, T]:
+    """Reads `COMMAND SUBJECT [OPTIONS]`.
 
+    Args:
+      args: the words after the command.
+      options: what may follow the subject.
+      prog: the command, and what its subject is called.
+      asks: what to say where there is no subject.
+      description: for `--help`.
+    """
+    from experiments.cli import parsing
 
-@dataclasses.dataclass(frozen=True)
-class _NoOptions:
-    """A command that takes nothing but --help and --json."""
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError(asks)
+    flags = args[1:] if _is_word(args) else args
+    parsed = parsing.parse(options, flags, prog, description)
+    return args[0], parsed
 
 
 def _lift_metrics(answer: Answer) -> Answer:
@@ -362,54 +327,6 @@ def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> st
     if args[0] not in choices:
         raise ValueError(config_json.unknown(kind, args[0], choices))
     return args[0]
-
-
-def _parse[T](
-    options: type[T],
-    args: list[str],
-    prog: str,
-    description: str,
-    markers: tuple[Any, ...] | None = None,
-) -> T:
-    """Parses flags into a dataclass; tyro's framed errors become one line."""
-    import tyro
-
-    if markers is None:  # what is not given is None, and nobody gives it
-        markers = (tyro.conf.DisallowNone,)
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                options,
-                args=args,
-                prog=prog,
-                description=description,
-                # A field of several types keeps the one that its default has.
-                config=(tyro.conf.AvoidSubcommands, *markers),
-            )
-    except SystemExit as done:
-        if done.code:
-            line = _one_line(errors.getvalue())
-            raise ValueError(f"{prog}: {line}") from None
-        raise
-
-
-def _one_line(framed: str) -> str:
-    """Takes what is wrong, and the nearest flags, out of a framed error of tyro's."""
-    # A title, then sections between rules; the frame is drawn only on a UTF-8 terminal.
-    lines = [line.strip("│ ") for line in framed.splitlines()]
-    sections: list[list[str]] = [[]]
-    for line in lines[1:]:
-        if line.strip("─-╰╯"):
-            sections[-1].append(line)
-        elif sections[-1]:
-            sections.append([])
-    said = re.sub(r"^Error parsing (settings(\.|: )?)?", "", " ".join(sections[0]))
-    said = re.sub("'None', |, 'None'", "", said)  # which no flag takes
-    near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]
-    if near and "Perhaps you meant" in framed:
-        said += f"; did you mean {' or '.join(dict.fromkeys(near))}?"
-    return said or " ".join(framed.split())
 
 
 def _value_of(args: list[str], flag: str) -> str | None:

@@ -92,30 +92,13 @@ def read(run: Path, root: Path) -> Record:
     )
 
 
-def sheets(records: list[Record]) -> list[report.Part]:
-    """A table of each record's claims, for a person at a terminal."""
-    return [
-        report.Sheet(
-            f"{x.experiment} {x.config}",
-            ("verdict", "claim", "numbers"),
-            [(c.verdict, c.claim, report.claim_numbers(c)) for c in x.claims],
-        )
-        for x in records
-        if x.claims
-    ]
-
-
 def page(records: list[Record]) -> str:
     """Writes the page in Markdown."""
-    verdicts = [claim.verdict for record in records for claim in record.claims]
-    counts = ", ".join(
-        f"{verdicts.count(name)} {word}"
-        for name, word in (
-            ("holds", "hold"),
-            ("differs", "differ"),
-            ("fails", "fail"),
-        )
-    )
+    verdicts: list[str] = [
+        claim.verdict for record in records for claim in record.claims
+    ]
+    words = {"holds": "hold", "differs": "differ", "fails": "fail"}
+    counts = ", ".join(f"{verdicts.count(x)} {word}" for x, word in words.items())
     said = [
         "# Claims, and what we found",
         f"{len(verdicts)} claims: {counts}. *Holds*: ours lies within the tolerance."
@@ -126,23 +109,15 @@ def page(records: list[Record]) -> str:
     for record in records:
         if not record.claims:
             continue
-        env = record.env
+        env, rows = record.env, ["| | claim | numbers | |", "|---|---|---|---|"]
         said.append(
             f"## {record.question}\n\n`jaxkv run {record.experiment} {record.config}`,"
             f" {env['started_at'][:10]}, {env['duration_s']:.0f} s, {env['cpu']}"
             f" ({env['num_cpus']} cores). Folder: `records/{record.folder}`."
         )
-        rows = ["| | claim | numbers | |", "|---|---|---|---|"]
-        for claim in record.claims:
-            cells = (
-                f"**{claim.verdict}**",
-                claim.claim,
-                report.claim_numbers(claim),
-                claim.note,
-            )
-            rows.append(
-                f"| {' | '.join(x.replace('|', chr(92) + '|') for x in cells)} |"
-            )
+        for x in record.claims:
+            cells = (f"**{x.verdict}**", x.claim, report.claim_numbers(x), x.note)
+            rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |")
         said.append("\n".join(rows))
     return "\n\n".join(said) + "\n"
 
@@ -161,15 +136,15 @@ def claims(folder: Path | None, write: Path | None) -> Answer:
 
         run_folder.write(write, page(records))
         lines.append(f"page: {write}")
-    document = {
-        "records": [
-            {
-                "experiment": x.experiment,
-                "config": x.config,
-                "folder": x.folder,
-                "claims": x.claims,
-            }
-            for x in records
-        ]
-    }
-    return Answer(document, sheets(records), lines)
+    told = ("experiment", "config", "folder", "claims")
+    document = [{name: getattr(x, name) for name in told} for x in records]
+    sheets: list[report.Part] = [
+        report.Sheet(
+            f"{x.experiment} {x.config}",
+            ("verdict", "claim", "numbers"),
+            [(c.verdict, c.claim, report.claim_numbers(c)) for c in x.claims],
+        )
+        for x in records
+        if x.claims
+    ]
+    return Answer({"records": document}, sheets, lines)

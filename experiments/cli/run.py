@@ -19,7 +19,7 @@ class Answer(NamedTuple):
 
     Attributes:
       document: the JSON document.
-      parts: tables, texts and claims of `reporting` for a person.
+      parts: tables, texts and claims of `report` for a person.
       lines: what else a person should read, below them.
       status: the exit status.
     """
@@ -55,7 +55,7 @@ def run(
       there.
 
     Raises:
-      interrupting.Stopped: a second Ctrl-C; a new folder holds the config only. Or the
+      interrupts.Stopped: a second Ctrl-C; a new folder holds the config only. Or the
         experiment had nothing to show when it was stopped; nothing is left in it.
       ValueError: the folder or something the config names cannot be used; nothing is
         left in it. Or another process is writing there.

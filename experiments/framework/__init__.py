@@ -12,25 +12,13 @@ if TYPE_CHECKING:
 
 # Names load on first use: `jaxkv --help` reads the registry, and no arrays.
 _HOMES = {
-    "Claim": "claims",
-    "Excerpts": "report",
-    "Experiment": "study",
-    "Floats": "table",
-    "Ints": "table",
-    "Ours": "claims",
-    "Part": "report",
-    "Record": "table",
-    "Run": "run_folder",
-    "Sheet": "report",
-    "Study": "study",
-    "Table": "table",
-    "Texts": "table",
-    "Verdicts": "report",
-    "beside": "claims",
-    "column": "table",
-    "judge": "claims",
-    "ours": "claims",
+    "claims": "Claim Ours beside judge ours",
+    "report": "Excerpts Part Sheet Verdicts",
+    "run_folder": "Run",
+    "study": "Experiment Study",
+    "table": "Floats Ints Record Table Texts column",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Claim",
@@ -64,6 +52,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

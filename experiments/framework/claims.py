@@ -80,19 +80,8 @@ def judge(
 ) -> Claim:
     """Holds a published number against ours; the verdict follows from the numbers.
 
-    Args:
-      claim: the statement, in a sentence.
-      source: where it was made.
-      published: its number, finite, in `unit`.
-      ours: our number, in `unit`; one that is not finite never holds.
-      unit: the unit of both.
-      tolerance: how far ours may lie on the wrong side, in `unit`, not negative.
-      relation: "equal", or a bound that ours should keep: "at_least", "at_most".
-      differs: why the conditions cannot be compared; empty if they can.
-      note: anything else a reader must know.
-
-    Returns:
-      The claim with its verdict.
+    What is not finite of ours never holds. Arguments are those of `Claim`, and
+    `differs`: why the conditions cannot be compared, empty if they can.
 
     Raises:
       ValueError: `published` is not finite, or `tolerance` is negative.

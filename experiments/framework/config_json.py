@@ -35,18 +35,11 @@ def read_text(path: str | Path) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Reduces a value to what JSON knows.
+    """Reduces a value to what JSON knows: dicts, lists, strings, numbers, booleans.
 
     Dataclasses and NamedTuples become objects, arrays become lists, numbers of any
     library become Python's. A number that is not finite becomes `None`: JSON has no
     word for it.
-
-    Args:
-      value: numbers, strings, arrays, and any nesting of mappings, sequences,
-        dataclasses and NamedTuples of them.
-
-    Returns:
-      The same content as dicts, lists, strings, numbers, booleans and `None`.
 
     Raises:
       TypeError: the value holds something else.
@@ -91,15 +84,8 @@ def config_dumps(config: Any) -> str:
 def config_loads[T](config_type: type[T], text: str, where: str) -> T:
     """Builds a config from a `config.json`, checked as one built by hand is.
 
-    Args:
-      config_type: the config's dataclass; nested dataclasses, tuples, literals and
-        unions of them are understood. A field that the text leaves out keeps its
-        default.
-      text: the JSON document.
-      where: what to call the document in an error, such as its path.
-
-    Returns:
-      The config.
+    Nested dataclasses, tuples, literals and unions of them are understood. A field that
+    the text leaves out keeps its default. `where` is what an error calls the text.
 
     Raises:
       ValueError: not JSON, an unknown or missing field, a value of the wrong type,
@@ -109,24 +95,16 @@ def config_loads[T](config_type: type[T], text: str, where: str) -> T:
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> str:
-    """Says that a name is not known, and which ones come nearest.
-
-    Args:
-      kind: what the name should have been, such as "experiment".
-      name: the name given.
-      choices: the names there are.
+    """Says that a name of a kind, such as "experiment", is not known.
 
     Returns:
       One line with up to three near names, or with every choice if none is near.
     """
     names = list(choices)
     near = difflib.get_close_matches(name, names, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"one of: {_list(names)}"
+    every = ", ".join(names) or "(there are none)"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"one of: {every}"
     return f"unknown {kind} {name!r}; {hint}"
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names) if names else "(there are none)"
 
 
 def restore(hint: Any, value: Any, where: str) -> Any:

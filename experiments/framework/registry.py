@@ -48,10 +48,7 @@ def _module(room: str, name: str) -> str:
 
 
 def find(name: str) -> Entry:
-    """Returns the entry of an experiment.
-
-    Args:
-      name: its name; hyphens may stand for underscores.
+    """The entry of an experiment; hyphens in its name may stand for underscores.
 
     Raises:
       ValueError: there is no such experiment; the line gives the nearest names.
@@ -64,14 +61,7 @@ def find(name: str) -> Entry:
 
 
 def load(name: str) -> "Experiment":
-    """Imports an experiment.
-
-    Args:
-      name: its name, as `find` takes it.
-
-    Raises:
-      ValueError: there is no such experiment; the line gives the nearest names.
-    """
+    """Imports an experiment; its name is as `find` takes it."""
     from experiments.framework import study
 
     entry = find(name)

@@ -81,13 +81,9 @@ def row_sheet(
     columns: Mapping[str, str],
     note: str = "",
 ) -> Sheet:
-    """Lays out rows that are dicts.
+    """Lays out rows, dicts of numbers and strings.
 
-    Args:
-      title: what they show.
-      rows: numbers and strings by name.
-      columns: by heading the name of what stands below, which tells its unit.
-      note: a sentence below.
+    `columns` has by heading the name of what stands below, which tells its unit.
     """
     cells = [
         [
@@ -119,14 +115,7 @@ def report(
     env: dict[str, Any],
     parts: Sequence[Part],
 ) -> str:
-    """Writes a run's report in Markdown.
-
-    Args:
-      question: what the experiment asks.
-      config: its config, a dataclass.
-      env: the content of `env.json`.
-      parts: what the run has to say.
-    """
+    """Writes a run's report in Markdown; `env` is the content of `env.json`."""
     machine = ", ".join([env["cpu"], f"{env['num_cpus']} cores", *env["devices"]])
     versions = ", ".join(f"{name} {x}" for name, x in env["versions"].items())
     said = [

@@ -74,11 +74,7 @@ class Run(NamedTuple):
 
 @contextlib.contextmanager
 def claimed(out: Path | None, name: str) -> Generator[Path]:
-    """Has the folder of a run to itself, and makes it where it is missing.
-
-    Args:
-      out: where it should be, as `new_folder` takes it.
-      name: the experiment's name.
+    """Has the folder of a run to itself; arguments are those of `new_folder`.
 
     Yields:
       The folder. If there is nothing in it in the end, it is gone.
@@ -96,15 +92,10 @@ def claimed(out: Path | None, name: str) -> Generator[Path]:
 
 
 def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) -> Path:
-    """Writes what a command without a run found into a folder.
-
-    Args:
-      folder: where; `None` picks a new one, `runs/NAME-DATE-TIME`.
-      name: of the command.
-      contents: text or bytes of each file, by its name.
+    """Writes what a command without a run found, by file, into a folder.
 
     Returns:
-      The folder.
+      The folder; where none was named it is a new one, `runs/NAME-DATE-TIME`.
 
     Raises:
       ValueError: another process writes there, or it cannot be written.
@@ -131,7 +122,11 @@ def new_folder(out: Path | None, name: str) -> Path:
         return _stamped(name)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: is a file, not a folder")
-    if out.exists() and not _is_run(out) and _entries(out) - {locking.NAME}:
+    if (
+        out.exists()
+        and not _is_run(out)
+        and {x.name for x in out.iterdir()} - {locking.NAME}
+    ):
         raise ValueError(f"{out}: holds something else than a run; name a new folder")
     return out
 
@@ -212,9 +207,6 @@ def finish(
       duration_s: how long that took.
       interrupted: whether it was stopped before its end.
 
-    Returns:
-      The run as it stands in the folder.
-
     Raises:
       TypeError: the result holds something that neither file can.
     """
@@ -248,10 +240,6 @@ def discard_earlier(folder: Path) -> None:
 
 def read(folder: Path, experiment: Experiment) -> Run:
     """Reads a run folder; nothing in it is believed unchecked or unpickled.
-
-    Args:
-      folder: a folder that `finish` completed.
-      experiment: what it is a run of.
 
     Raises:
       ValueError: a file is missing, or is not what it should be.
@@ -309,10 +297,6 @@ def _drop_empty(folder: Path) -> None:
         folder.rmdir()
         if folder.parent == DEFAULT:
             DEFAULT.rmdir()
-
-
-def _entries(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()}
 
 
 def _is_run(folder: Path) -> bool:

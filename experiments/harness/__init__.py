@@ -4,23 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.harness.length_distributions import Law, Lengths
     from experiments.harness.prompts import Request
     from experiments.harness.sentences import Language, Scribe
 
 # Names load on first use: the command line asks for names of models, and no arrays.
 _HOMES = {
-    "Language": "sentences",
-    "Law": "length_distributions",
-    "Lengths": "length_distributions",
-    "Request": "prompts",
-    "Scribe": "sentences",
+    "prompts": "Request",
+    "sentences": "Language Scribe",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Language",
-    "Law",
-    "Lengths",
     "Request",
     "Scribe",
     "bundled",
@@ -28,7 +23,6 @@ __all__ = [
     "length_distributions",
     "model_shapes",
     "prompts",
-    "servings",
     "showing",
     "stepping",
     "streaming",
@@ -37,6 +31,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -19,9 +19,6 @@ def folder_of(model: str) -> Path:
       model: the path of a Hugging Face folder, or the name of a bundled model. Where
         both exist, the path wins.
 
-    Returns:
-      Its folder.
-
     Raises:
       ValueError: there is neither; the line gives the nearest names.
     """

@@ -1,7 +1,6 @@
 """Cost models fitted to what `jaxkv bench decode` measured on a machine."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -29,9 +28,19 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     ]
     if not rows:
         raise ValueError(f"{folder}: no rows of {implementation}")
-    budget = ran.config.token_budget
-    prefill, off_prefill = _nonnegative(*_prefill(rows, budget))
-    decode, off_decode = _nonnegative(*_decode(rows))
+    batch, prompt, output, prefill_rate, step_s = (
+        np.array([row[name] for row in rows], float) for name in _COLUMNS
+    )
+    tokens = batch * prompt
+    steps = np.ceil(tokens / ran.config.token_budget)
+    prefill, off_prefill = _nonnegative(
+        np.stack([steps, tokens], 1), tokens / prefill_rate
+    )
+    # A step, its mean tokens attended to, and its batch.
+    context = batch * (prompt + output / 2)
+    decode, off_decode = _nonnegative(
+        np.stack([np.ones_like(batch), context, batch], 1), step_s
+    )
     batches = ", ".join(str(row["batch"]) for row in rows)
     asked = rows[0]
     return cost_models.CostModel(
@@ -45,23 +54,13 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     )
 
 
-def _prefill(
-    rows: list[dict[str, Any]], budget: int
-) -> tuple[Float[np.ndarray, "rows 2"], Float[np.ndarray, " rows"]]:
-    """Steps and tokens of each row's prefill, and its seconds."""
-    tokens = np.array([row["batch"] * row["prompt_tokens"] for row in rows], float)
-    rates = np.array([row["prefill_tokens_per_s"] for row in rows])
-    return np.stack([np.ceil(tokens / budget), tokens], 1), tokens / rates
-
-
-def _decode(
-    rows: list[dict[str, Any]],
-) -> tuple[Float[np.ndarray, "rows 3"], Float[np.ndarray, " rows"]]:
-    """A step, its mean tokens attended to and its batch; and the step's seconds."""
-    batch = np.array([row["batch"] for row in rows], float)
-    each = [row["prompt_tokens"] + row["output_tokens"] / 2 for row in rows]
-    features = np.stack([np.ones_like(batch), batch * np.array(each), batch], 1)
-    return features, np.array([row["step_s"] for row in rows])
+_COLUMNS = (
+    "batch",
+    "prompt_tokens",
+    "output_tokens",
+    "prefill_tokens_per_s",
+    "step_s",
+)
 
 
 def _nonnegative(

@@ -11,7 +11,7 @@ its leaves, with a word on where it holds and how far it is off its data.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,9 +147,8 @@ def find(name: str) -> CostModel:
         model, device = published.describe(rest[0]), devices.find(rest[1])
         return roofline(model, device, num_devices=int(num), name=name)
     if kind == "measured" and rest:
-        from experiments.harness import (
-            cost_fits,  # reads run folders, which others need not
-        )
+        # Reads run folders, which others need not.
+        from experiments.harness import cost_fits
 
         return cost_fits.measured(Path(name.removeprefix("measured:")))
     raise ValueError(
@@ -163,10 +162,7 @@ def linear(
     decode: tuple[float, ...],
     decode_large: tuple[float, ...] | None = None,
     *,
-    large: float = 95.0,
     scale: float = 1e-3,
-    copy_s: float = 0.0,
-    swap_s: float = 0.0,
 ) -> Linear:
     """Makes a `Linear` cost of coefficients, times `scale`: those of fits are in ms."""
 
@@ -177,9 +173,9 @@ def linear(
         prefill=scaled(prefill),
         decode=scaled(decode),
         decode_large=scaled(decode_large or decode),
-        large=jnp.float32(large),
-        copy_s=jnp.float32(copy_s),
-        swap_s=jnp.float32(swap_s),
+        large=jnp.float32(95.0),
+        copy_s=jnp.float32(0.0),
+        swap_s=jnp.float32(0.0),
     )
 
 
@@ -192,10 +188,7 @@ def figure_12(*, scale: float = 1.31) -> CostModel[Linear]:
     DistServe's fit of its decoding on 80 GB, times the ratio of the bandwidths,
     2.04 / 1.555 = 1.31; of prefill the slope only, since a mixed step pays the constant
     once. By Little's law the paper's own figure 13 asks for 30.42 / (2 * 338) = 45.0 ms
-    a step at 2 requests/s; this gives 47.6.
-
-    Args:
-      scale: the ratio.
+    a step at 2 requests/s; this gives 47.6. `scale` is the ratio.
     """
     small, large = (23.475, 5.93e-4, 0.0607), (20.206, 4.91e-4, 0.120)
     cost = linear((small[0], 0.1405, 0.0), small, large, scale=scale * 1e-3)
@@ -245,12 +238,9 @@ arXiv:2401.09670, appendix A.
 
 
 def distserve(name: str) -> CostModel[Linear]:
-    """One of DistServe's published fits.
+    """One of DistServe's published fits, a key of `DISTSERVE`.
 
     Their simulator adds 1 ms for each pipeline stage, which is not in here.
-
-    Args:
-      name: a key of `DISTSERVE`.
     """
     return CostModel(
         name=name,
@@ -267,25 +257,17 @@ def roofline(
     device: devices.Device,
     *,
     num_devices: int = 1,
-    compute_share: float = 1.0,
-    bandwidth_share: float = 1.0,
-    overhead_s: float = 0.0,
-    copy_s: float = 0.0,
-    swap_s: float = 0.0,
     name: str = "roofline",
+    **how: Any,
 ) -> CostModel[Roofline]:
     """What a data sheet promises: weights, keys and values, products, an overhead.
 
     Args:
       model: its shape.
       device: what it runs on.
-      num_devices: as for `steps.step_cost`, like the next three.
-      compute_share: of the device's rate that is reached.
-      bandwidth_share: of its bandwidth.
-      overhead_s: of every step.
-      copy_s: seconds of a page copied in the pool.
-      swap_s: seconds of a page moved out of it, or back.
+      num_devices: as for `steps.step_cost`.
       name: what to call it.
+      how: what is reached of the device, as for `steps.step_cost`.
 
     Raises:
       ValueError: the model's layers have windows, so sums over the batch do not tell
@@ -296,16 +278,10 @@ def roofline(
             f"{model.name}: layers with windows attend to less than the counts of a "
             "step tell"
         )
-    step = steps.step_cost(
-        *(model, device),
-        num_devices=num_devices,
-        compute_share=compute_share,
-        bandwidth_share=bandwidth_share,
-        overhead_s=overhead_s,
-    )
+    step = steps.step_cost(model, device, num_devices=num_devices, **how)
     return CostModel(
         name=name,
-        cost=Roofline(step, jnp.float32(copy_s), jnp.float32(swap_s)),
+        cost=Roofline(step, jnp.float32(0.0), jnp.float32(0.0)),
         source=device.source,
         validity="a lower bound where all shares are 1: devices never wait, kernels "
         "reach the data sheet",

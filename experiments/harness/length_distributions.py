@@ -1,72 +1,46 @@
 """Lengths of prompts and answers after published means, and the pages they share."""
 
-from typing import NamedTuple
-
 import numpy as np
-from jaxtyping import Int
 
-from jaxkv.workloads import lengths as workloads_lengths
-from jaxkv.workloads.lengths import Gamma, Pair, stretch
+from jaxkv.workloads.lengths import Gamma, Lengths, Pair, stretch
 
 NUM_DRAWN = 8192
 """Pairs that stand for a law."""
 NUM_ROUNDS, NUM_SWAPS = 100, 10_000
 
 
-class Law(NamedTuple):
-    """Gamma laws of prompts and answers, apart from each other.
-
-    Attributes:
-      prompt_mean: tokens.
-      answer_mean: tokens.
-      prompt_shape: 1 / its squared coefficient of variation.
-      answer_shape: likewise.
-    """
-
-    prompt_mean: float
-    answer_mean: float
-    prompt_shape: float
-    answer_shape: float
-
-
-def _of(pair: Pair) -> Law:
-    prompt, output = pair.prompt, pair.output
-    assert isinstance(prompt, Gamma)
-    assert isinstance(output, Gamma)
-    return Law(prompt.mean, output.mean, prompt.shape, output.shape)
-
-
-ALPACA, SHAREGPT = _of(workloads_lengths.ALPACA), _of(workloads_lengths.SHAREGPT)
-
-
-class Lengths(NamedTuple):
-    """Tokens of some requests."""
-
-    prompt: Int[np.ndarray, " requests"]
-    answer: Int[np.ndarray, " requests"]
-
-
-def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengths:
-    """Draws lengths that have the law's means however few they are.
+def draw(
+    pair: Pair,
+    num: int,
+    max_length: int,
+    rng: np.random.Generator,
+    *,
+    scale: float = 1.0,
+) -> Lengths:
+    """Draws lengths that have the means of Gamma laws however few they are.
 
     Pairs longer than `max_length` are left out, and the others scaled to the means.
-    Prompts and answers are then cut into `num` parts of equal probability, each part
+    Prompts and outputs are then cut into `num` parts of equal probability, each part
     represented by its mean, and paired at random but for those that would not fit.
 
     Args:
-      law: the means must fit `max_length` twice over.
+      pair: the laws; their means must fit `max_length` twice over.
       num: how many, from 1 to some hundred.
-      max_length: prompt and answer together, in tokens.
+      max_length: prompt and output together, in tokens; bounds of `pair` are not kept.
       rng: where the draws come from.
+      scale: by which the means are multiplied.
 
     Returns:
-      The lengths; prompts have at least 1 token, answers at least 2.
+      The lengths; prompts have at least 1 token, outputs at least 2.
 
     Raises:
       ValueError: the law is too long for `max_length`.
     """
-    shapes = np.array([law.prompt_shape, law.answer_shape])
-    means = np.array([law.prompt_mean, law.answer_mean])
+    prompt_law, output_law = pair.prompt, pair.output
+    assert isinstance(prompt_law, Gamma)
+    assert isinstance(output_law, Gamma)
+    shapes = np.array([prompt_law.shape, output_law.shape])
+    means = np.array([prompt_law.mean * scale, output_law.mean * scale])
     too_long = f"{means.tolist()} tokens on average do not fit {max_length=}"
     if means.sum() > max_length / 2:
         raise ValueError(too_long)
@@ -75,21 +49,21 @@ def draw(law: Law, num: int, max_length: int, rng: np.random.Generator) -> Lengt
     def fits(tokens: np.ndarray) -> np.ndarray:
         return tokens.sum(1) <= max_length - 3
 
-    scale = stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
-    if scale is None:
+    stretched = stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
+    if stretched is None:
         raise ValueError(too_long)
-    mask = fits(unit * scale)
-    kept = unit[mask][: mask.sum() // num * num] * scale
+    mask = fits(unit * stretched)
+    kept = unit[mask][: mask.sum() // num * num] * stretched
     parts = np.sort(kept, axis=0).reshape(num, -1, 2)
     sizes = parts.mean(1).round().astype(int)
-    prompt, answer = np.maximum(sizes[:, 0], 1), np.maximum(sizes[:, 1], 2)
-    answer = rng.permutation(answer)
+    prompt = np.maximum(sizes[:, 0], 1)
+    output = rng.permutation(np.maximum(sizes[:, 1], 2))
     for _ in range(NUM_SWAPS):
-        misfits = np.flatnonzero(prompt + answer > max_length)
+        misfits = np.flatnonzero(prompt + output > max_length)
         if not misfits.size:
-            return Lengths(prompt, answer)
-        pair = [misfits[0], rng.integers(num)]
-        answer[pair] = answer[pair[::-1]]
+            return Lengths(prompt, output)
+        two = [misfits[0], rng.integers(num)]
+        output[two] = output[two[::-1]]
     raise ValueError(too_long)
 
 
@@ -111,8 +85,8 @@ def saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4; figure 15a measures it.
     """
     full = pages = 0
-    for prompt, answer in zip(*lengths, strict=True):
-        places = prompt + np.arange(1, answer)
+    for prompt, output in zip(*lengths, strict=True):
+        places = prompt + np.arange(1, output)
         full += (prompt // page_size) * len(places)
         pages += int((-(-places // page_size)).sum())
     return (num_answers - 1) / num_answers * full / pages

@@ -61,10 +61,6 @@ def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loade
 def load_with_text(model: str, *, max_length: int) -> checkpoints.Loaded:
     """Loads a model that has a tokenizer, and positions for so many tokens.
 
-    Args:
-      model: a folder, or the name of a bundled model.
-      max_length: tokens of the longest sequence.
-
     Raises:
       ValueError: there is no such model, its folder cannot be read, or it lacks these.
     """
@@ -85,13 +81,9 @@ def engine(
     has_text: bool = True,
     **options: Any,
 ) -> Engine:
-    """Makes an engine that keeps its trace.
+    """Makes an engine that keeps its trace; options are those of `Engine`.
 
-    Args:
-      model: what it serves.
-      bounds: its bounds.
-      has_text: whether it turns tokens into text, which takes time.
-      options: further ones, as `Engine` takes them.
+    Without `has_text` it turns no tokens into text, which takes time.
     """
     return Engine(
         model.params,

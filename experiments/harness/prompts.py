@@ -24,11 +24,7 @@ def ragged(
 ) -> list[int]:
     """Draws lengths from a log-normal law around the geometric middle of its bounds.
 
-    Args:
-      rng: where the draws come from.
-      bounds: the shortest and the longest; draws beyond are set to them.
-      sigma: standard deviation of the logarithm, at least 0.
-      num: how many.
+    Draws beyond are set to the bounds; `sigma` is the logarithm's standard deviation.
     """
     low, high = bounds
     drawn = rng.lognormal(0.5 * np.log(low * high), sigma, num)
@@ -123,9 +119,6 @@ def held_out(
       sizes: tokens of each prompt; a file that is shorter gives what it has.
       samplings: how each answer is drawn.
       rng: picks the files, and the line at which each prompt begins.
-
-    Returns:
-      The requests.
     """
     documents = corpora.load(corpora.STANDARD_LIBRARY).held_out
     requests = []

@@ -19,7 +19,7 @@ def stream(
     engine: Engine,
     requests: list[Request],
     progress: Progress,
-    update: Callable[[float], None],
+    update: Callable[[float], None] = lambda done: None,
 ) -> dict[int, Completion]:
     """Runs an engine to its end, or until it is stopped.
 

@@ -60,13 +60,8 @@ def apply_plan(
 ) -> tuple[EngineState, Applied]:
     """Preempts, admits, reserves, and copies what is about to be written.
 
-    Args:
-      state: the engine.
-      plan: what the policy decided.
-      counts: what it decided on.
-      found: what the requests at the head of the queue would start on.
-      config: the engine's bounds.
-      eviction: as in `engine.step`.
+    `counts` are what the policy decided on, `found` what the requests at the head of
+    the queue would start on.
 
     Returns:
       The new state, in which all pages that the step writes are there, and what

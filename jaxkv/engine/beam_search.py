@@ -66,12 +66,8 @@ def advance(
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Takes a step of every search whose beams have their logits.
 
-    Args:
-      state: the engine, all rows of this step written.
-      logits: next-token logits of every slot.
-      emits: slots that have new ones.
-      choose: makes (tokens, log-probabilities) of logits, see `beam_search.choices`.
-      config: the engine's bounds.
+    All rows of this step are written; `emits` marks slots that have new logits, and
+    `choose` makes (tokens, log-probabilities) of logits, see `beam_search.choices`.
 
     Returns:
       The new state, and why each slot's sequence has ended, or NOT_ENDED.

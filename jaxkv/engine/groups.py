@@ -176,10 +176,8 @@ def note_common(
 ) -> EngineState:
     """Notes how many tokens the sequences of each preempted group have in common.
 
-    Args:
-      state: the engine, its slots as they were.
-      preempt: places in line that are preempted, whole groups.
-      group: first place in line of each one's request.
+    The slots are as they were; `preempt` marks places in line, whole groups, and
+    `group` is the first place of each one's request.
     """
     s = state.sequences
     place = jnp.arange(group.shape[0], dtype=jnp.int32)

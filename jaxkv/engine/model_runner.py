@@ -55,15 +55,10 @@ def feed(
     config: EngineConfig,
     forward: interface.Forward,
 ) -> Fed:
-    """Feeds the next `num_rows` tokens of every slot.
+    """Feeds the next `num_rows` tokens of every slot, at most `token_budget` in all.
 
-    Args:
-      params: parameters of the model.
-      state: the engine; pages for all rows are reserved, `length` is not yet advanced.
-      num_rows: tokens of each slot, at most `token_budget` in all.
-      forks: slot whose logits each slot gets, too, or NOBODY.
-      config: static.
-      forward: static.
+    Pages for all rows are reserved, `length` is not yet advanced. `forks` is the slot
+    whose logits each slot gets, too, or NOBODY.
 
     Returns:
       The logits of every slot's last row, or of the row it is forked at, and the pages.

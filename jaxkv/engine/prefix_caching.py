@@ -49,12 +49,8 @@ def find(
 ) -> Found:
     """Looks for the tokens that waiting requests have to feed first.
 
-    Args:
-      state: the engine.
-      sequence: row of each request's sequence that feeds first.
-      num_tokens: tokens that it has to feed.
-      waits: which rows are requests at all.
-      config: the engine's bounds.
+    `sequence` is the row of each request's sequence that feeds first, `num_tokens` what
+    it has to feed, and `waits` says which rows are requests at all.
     """
     (num,) = sequence.shape
     cache, s = state.prefixes, state.sequences
@@ -152,10 +148,7 @@ def keep(
 ) -> EngineState:
     """Enters the pages filled in this step: the first of every slot, then the second.
 
-    Args:
-      state: the engine, its table advanced.
-      before: length of each slot before.
-      config: the engine's bounds.
+    The table is advanced; `before` is the length of each slot before.
     """
     if state.prefixes is None:
         return state

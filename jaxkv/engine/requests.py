@@ -268,12 +268,9 @@ def requeue(
     ahead: Int32[Array, " n"],
     leaves: Bool[Array, " head"],
 ) -> Queue:
-    """Puts requests ahead of a queue, and takes others from its head.
+    """Puts requests that wait again, in order, ahead of a queue.
 
-    Args:
-      queue: the queue.
-      ahead: requests that wait again, in order, NOBODY anywhere between.
-      leaves: which of those at the head go.
+    NOBODY may stand between them. Those at the head that leave are taken out.
     """
     head = queue.sequence[: leaves.shape[0]]
     front = jnp.concatenate([ahead, jnp.where(leaves, NOBODY, head)])

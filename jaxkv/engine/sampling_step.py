@@ -75,12 +75,8 @@ def emit(
 ) -> tuple[EngineState, Emitted]:
     """Draws a token for every slot that has logits and no known token to feed.
 
-    Args:
-      state: the engine, the rows of this step counted as written.
-      fed: slots that fed something, or were forked.
-      result: their logits, of any other slot anything.
-      logits_fn: changes logits before a token is drawn, static.
-      config: the engine's bounds.
+    The rows of this step are counted as written. `fed` marks slots that fed something,
+    or were forked; `result` has their logits, of any other slot anything.
 
     Returns:
       The new state, and what was drawn.

@@ -44,11 +44,8 @@ def assign(
 ) -> Assignment:
     """Gives the k-th sequence of those admitted the k-th free slot.
 
-    Args:
-      state: the engine, who is preempted in this step out of its slot.
-      admit: requests at the head of the queue that get slots.
-      head: those requests, by the rows of their first sequences.
-      occupied: slots that are not free.
+    Who is preempted in this step is out of its slot. Requests at the head of the queue
+    are named by the rows of their first sequences.
     """
     every = jnp.arange(occupied.shape[0], dtype=jnp.int32)
     line = _closed_up(state.slots.line, occupied)

@@ -26,7 +26,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.files import aside, blaming, make_sure_of_room, read_json, silencing_orbax
+from jaxkv.files import (
+    aside,
+    blaming,
+    check_replaceable,
+    make_sure_of_room,
+    read_json,
+    silencing_orbax,
+)
 from jaxkv.memory import Pages
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
@@ -63,11 +70,7 @@ def save_state(
         is no room for it.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        if not overwrite:
-            raise ValueError(f"{folder}: is there already; say overwrite to replace it")
-        if not (folder / HEADER).is_file():
-            raise ValueError(f"{folder}: holds no snapshot, so it is not overwritten")
+    check_replaceable(folder, HEADER, "snapshot", overwrite)
     shapes = _described(_like(config, state.pages))
     if different := _differences(_described(state), shapes, "in the state", "needed"):
         raise ValueError(f"the state is not one of the configuration: {different}")

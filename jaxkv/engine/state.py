@@ -31,18 +31,6 @@ REASONS = (None, "stop", "length", "cancelled", "nan")
 NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
 
 
-_CHOICES = {
-    "kv_dtype": ("model", "int8", "fp8"),
-    "numerics": ("fast", "reproducible"),
-}
-_LOWEST = {
-    "max_length": 2,
-    **dict.fromkeys(("max_logit_rows", "max_logprobs", "max_beams"), 0),
-    "max_swap_pages": 0,
-}
-"""Of the counts that are not at least 1."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The static bounds of an engine. Each one fixes a shape, none a policy."""
@@ -97,10 +85,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Refuses bounds of another type, and those without room for one sequence.
 
+        NumPy's numbers become Python's: a configuration is written to files and hashed.
+
         Raises:
           ValueError: a field is not usable; the message shows it.
         """
-        self._set_plain()
+        off = ("max_logit_rows", "max_logprobs", "max_beams", "max_swap_pages")
+        bounds = {"max_length": 2, "seed": (0, 2**64), **dict.fromkeys(off, 0)}
+        plain = validation.by_type(self, **bounds)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
         if self.token_budget < self.max_slots:
             raise ValueError(
                 f"{self.token_budget=} must be at least {self.max_slots=}, "
@@ -118,24 +112,6 @@ class EngineConfig:
             raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
         if self.emit_width != 1:
             raise ValueError(f"{self.emit_width=} must be 1 without speculation")
-
-    def _set_plain(self) -> None:
-        """Checks every field by itself; NumPy's numbers become Python's.
-
-        A configuration is written to files and hashed, so its types matter.
-        """
-        for field in dataclasses.fields(self):
-            name, value = f"self.{field.name}", getattr(self, field.name)
-            if field.name in _CHOICES:
-                value = validation.choice(name, value, _CHOICES[field.name])
-            elif isinstance(field.default, bool):
-                value = validation.boolean(name, value)
-            elif field.name == "seed":
-                value = validation.integer(name, value, below=2**64)
-            else:
-                low = _LOWEST.get(field.name, 1)
-                value = validation.integer(name, value, low=low)
-            object.__setattr__(self, field.name, value)
 
     @property
     def max_pages_per_slot(self) -> int:
@@ -330,12 +306,7 @@ def init(config: EngineConfig, pages: kv_pages.Pages) -> EngineState:
 
 
 def no_sequences(num: int, config: EngineConfig) -> Sequences:
-    """Makes empty rows of sequences.
-
-    Args:
-      num: how many, static.
-      config: the bounds.
-    """
+    """Makes so many empty rows of sequences; static."""
 
     # A fresh buffer each: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:

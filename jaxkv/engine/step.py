@@ -112,8 +112,10 @@ def step(
     state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, plan, applied, emitted, state, config)
     if config.debug:
-        found = _audit(state, config)._replace(i3=_unsafe_writes(planned, num_rows))
-        info = info._replace(violations=found)
+        unsafe = invariants.shared_writes(
+            planned.pool, planned.table, num_rows, page_size=config.page_size
+        )
+        info = info._replace(violations=_audit(state, config)._replace(i3=unsafe))
     return state, info
 
 
@@ -183,12 +185,6 @@ def plan_step(
 ) -> tuple[EngineState, scheduling_interface.Plan, apply_plan.Applied]:
     """Decides one step, and does all of it that comes before the model.
 
-    Args:
-      state: the engine.
-      config: its bounds, static.
-      policy: who runs.
-      eviction: as in `step`.
-
     Returns:
       The new state, whose tables hold the pages that the step writes; the plan; and
       what came of it.
@@ -211,18 +207,10 @@ def run_steps(
     logits_fn: LogitsFn | None = None,
     num_steps: int | None = None,
 ) -> tuple[EngineState, StepInfo]:
-    """Runs several steps as one program.
+    """Runs several steps as one program; arguments are those of `step`.
 
-    Args:
-      params: parameters of the model.
-      state: the engine; donate it.
-      clock: seconds and microseconds; requests that arrive later are not admitted.
-      config: static.
-      forward: static.
-      policy: as in `step`.
-      eviction: as in `step`.
-      logits_fn: static.
-      num_steps: how many, static; None means `config.steps_per_call`.
+    Requests that arrive after `clock`, in seconds and microseconds, are not admitted.
+    There are `num_steps`, static; None means `config.steps_per_call`. Donate the state.
 
     Returns:
       The new state, and the stacked infos of all steps.
@@ -245,15 +233,6 @@ def run_steps(
         state._replace(clock=clock),
         None,
         length=config.steps_per_call if num_steps is None else num_steps,
-    )
-
-
-def _unsafe_writes(
-    planned: EngineState, num_rows: Int32[Array, " slots"]
-) -> Int32[Array, ""]:
-    """Counts the pages that a step may not write as it planned to."""
-    return invariants.shared_writes(
-        planned.pool, planned.table, num_rows, page_size=planned.pages.page_size
     )
 
 

@@ -102,12 +102,7 @@ def num_wanted(
 def move_out(
     state: EngineState, leaves: Bool[Array, " slots"], config: EngineConfig
 ) -> tuple[EngineState, Bool[Array, " slots"]]:
-    """Copies the pages of groups to the buffer; the caller then drops their slots.
-
-    Args:
-      state: the engine.
-      leaves: slots to be swapped out, whole groups.
-      config: the engine's bounds.
+    """Copies the pages of slots, whole groups, to the buffer; the caller drops these.
 
     Returns:
       The new state, and who is swapped out: nobody if there is no room for all.
@@ -152,14 +147,11 @@ def move_in(
     row: Int32[Array, " slots"],
     slot: Int32[Array, " slots"],
 ) -> EngineState:
-    """Gives requests that come back their pages; as many must be free.
+    """Gives requests that come back their pages; as many must be free, and their slots.
 
-    Args:
-      state: the engine, the slots of these requests empty.
-      back: who comes back.
-      head: requests at the head of the queue, by the rows of their first sequences.
-      row: sequences that are admitted, NOBODY behind them.
-      slot: slot of each of those.
+    Requests at the head of the queue are named by the rows of their first sequences,
+    `head`; `row` are the sequences that are admitted, NOBODY behind them, and `slot`
+    that of each.
     """
     if state.staging is None:
         return state

@@ -33,10 +33,8 @@ def at_most(
 ) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"]]:
     """Pages that sequences of one request can hold: shared by all, and of each alone.
 
-    Args:
-      prompt: tokens of the prompt, whose full pages are shared.
-      limit: tokens at which a sequence ends; the last one is never fed.
-      page_size: token places in a page.
+    The full pages of the prompt are shared; of the tokens at which a sequence ends, its
+    limit, the last one is never fed.
     """
     shared = prompt // page_size
     return shared, pages_for(limit - 1, page_size=page_size) - shared
@@ -51,12 +49,9 @@ def to_begin(
 ) -> Int32[Array, " requests"]:
     """Pages that all tokens known of a request take, if none of them is in the pool.
 
-    Args:
-      known: token places that each sequence needs.
-      common: tokens with which all of them begin; the full pages of these count once. 0
-        for a sequence that is alone.
-      waits: which entries are sequences of the request.
-      page_size: token places in a page.
+    `known` are the token places that each sequence needs, and `waits` says which
+    entries are sequences of the request. The full pages of the `common` tokens, with
+    which all of them begin, count once; there are none for a sequence that is alone.
     """
     full = common // page_size
     each = pages_for(known, page_size=page_size) - full[:, None]

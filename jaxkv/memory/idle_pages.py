@@ -102,12 +102,9 @@ def add(
 def remove(
     idle: IdlePages, depth: Int32[Array, " pages"], page_ids: Int32[Array, "..."]
 ) -> IdlePages:
-    """Takes out those of the pages that are idle.
+    """Takes out those of the pages, named any number of times, that are idle.
 
-    Args:
-      idle: the order.
-      depth: of each page of the pool.
-      page_ids: any pages, any number of times; `NO_PAGE` is ignored.
+    `depth` is that of each page of the pool; `NO_PAGE` is ignored.
     """
     ids = page_ids.reshape(-1)
     ids = jnp.where(is_idle(idle, ids), ids, NO_PAGE)

@@ -76,23 +76,15 @@ def violations(
 ) -> Violations:
     """Counts what breaks the invariants of pool and tables, each by its number.
 
-    I1: a page's count is the number of its places in live rows, plus its pins. I2: the
-    free pages are those with count zero. I4: a row is valid for exactly
-    ceil((length + ahead) / page_size) places, distinct pages there and `NO_PAGE`
-    beyond, and neither number is negative. I5: a slot that is not live holds nothing.
+    I1: a page's count is the number of its places in live rows, plus its pins, uses
+    outside the table. I2: the free pages are those with count zero. I4: a row is valid
+    for exactly ceil((length + ahead) / page_size) places, distinct pages there and
+    `NO_PAGE` beyond, and neither number is negative. I5: a slot that is not live holds
+    nothing.
 
-    Looks at every page and sorts every row: for tests and debug mode.
-
-    Args:
-      pool: the pool.
-      table: the slots.
-      live: slots that hold a sequence.
-      page_size: token places in a page, static.
-      pins: uses of each page outside the table; None means none.
-
-    Returns:
-      The counts. Those of I3, which is asked before a write, of I7, which is asked of a
-      prefix cache, and of the swap space are 0 here.
+    Looks at every page and sorts every row: for tests and debug mode. I3, which is
+    asked before a write, I7, which is asked of a prefix cache, and what is asked of the
+    swap space are 0 here.
     """
     (total,) = pool.ref.shape
     _, pages_per_slot = table.page_ids.shape
@@ -128,13 +120,8 @@ def shared_writes(
     """Counts the pages that may not be written as planned (I3): 0 on a sound step.
 
     A page that a step writes has a count of one, and is mapped by the slot that writes.
-    Asked after pages were reserved and before any of them is written.
-
-    Args:
-      pool: the pool.
-      table: the slots.
-      num_rows: token places that each slot will write from its length on, at least 0.
-      page_size: token places in a page, static.
+    Asked after pages were reserved and before any of the `num_rows` of each slot are
+    written, from its length on.
 
     Returns:
       Columns of slots to be written where the page has another count, or is missing.

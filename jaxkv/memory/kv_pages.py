@@ -96,17 +96,11 @@ def make_pages(
     dtype: DTypeLike,
     kv_dtype: Literal["model", "int8", "fp8"] = "model",
 ) -> Pages:
-    """Makes the K and V arrays, filled with zeros.
+    """Makes the K and V arrays, filled with zeros; all sizes are at least 1.
 
-    Args:
-      num_layers: layers that write K and V, at least 1.
-      num_pages: pages in the pool, at least 1.
-      num_kv_heads: key and value heads of a layer, at least 1.
-      page_size: token places in a page, at least 1.
-      head_dim: elements of one key or value, at least 1.
-      dtype: floating type of the model.
-      kv_dtype: "model" keeps K and V in that type, the others in 8 bits with a scale
-        for each token and head, see `pallas_kernels.quantizing`.
+    `dtype` is that of the model. With a `kv_dtype` of "model" K and V are kept in it,
+    with the others in 8 bits with a scale for each token and head, see
+    `pallas_kernels.quantizing`.
 
     Returns:
       The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
@@ -114,7 +108,7 @@ def make_pages(
 
     Raises:
       ValueError: a size is below 1, the type is not a floating one, or there is no
-        memory for them.
+      memory for them.
     """
     sizes = dict(
         num_layers=num_layers,
@@ -154,10 +148,6 @@ def locate(
 ) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
     """Finds the page and the offset inside it where each row's K and V belong.
 
-    Args:
-      rows: the packed rows.
-      page_size: token places in a page, static.
-
     Returns:
       Page ids, `NO_PAGE` on padding rows and where the table maps nothing; and offsets
       in [0, page_size), without meaning where the page is `NO_PAGE`.
@@ -186,18 +176,10 @@ def write(
 ) -> Pages:
     """Writes one layer's K and V of every row to the row's page, in place.
 
-    Padding rows and rows whose place is unmapped are dropped. No two rows may have the
-    same slot and position, and a page written to must have a count of one (I3).
-
-    Args:
-      pages: the pages, donated or carried.
-      layer: layer to write, in [0, layers).
-      k: keys, cast to the type of the pages, or rounded to their 8 bits.
-      v: values, likewise.
-      rows: where each row belongs; only position, slot and page_ids are read.
-
-    Returns:
-      The new pages.
+    Keys and values are cast to the type of the pages, donated or carried, or rounded to
+    their 8 bits. Padding rows and rows whose place is unmapped are dropped. No two rows
+    may have the same slot and position, and a page written to must have a count of one
+    (I3).
 
     Raises:
       ValueError: `rows.slot` is None and there are not as many rows as slots.
@@ -271,14 +253,7 @@ def copy(
 
 
 def flat(pages: Pages) -> Pages:
-    """Views every leaf as `[layers * pages, ...]`, without a copy.
-
-    Args:
-      pages: the pages.
-
-    Returns:
-      The same leaves, to be indexed with what `flat_ids` returns.
-    """
+    """Views every leaf as `[layers * pages, ...]`, for `flat_ids`, without a copy."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
 
 
@@ -291,11 +266,7 @@ def flat_ids(
 ) -> Int32[Array, "..."]:
     """Turns page ids into indices of one layer's pages in the `flat` view.
 
-    Args:
-      page_ids: page ids, `NO_PAGE` where unmapped.
-      layer: layer to reach, in [0, num_layers).
-      num_layers: layers of the leaf that will be indexed, static.
-      num_pages: pages in the pool, static.
+    The layer is in [0, num_layers), those of the leaf that will be indexed.
 
     Returns:
       Indices in [0, num_layers * num_pages); unmapped places are num_layers *
@@ -311,14 +282,9 @@ def gather(
     Float[Array, "n tokens kv_heads head_dim"],
     Float[Array, "n tokens kv_heads head_dim"],
 ]:
-    """Copies one layer's K and V out of the pages, in token order.
+    """Copies one layer's K and V out of the pages, in token order, for rows of a table.
 
     For checks and for research code: attention reads the pages where they are.
-
-    Args:
-      pages: the pages.
-      layer: layer to read, in [0, layers).
-      page_ids: rows of a page table.
 
     Returns:
       K and V with tokens = columns * page_size, as `write` was given them, up to their

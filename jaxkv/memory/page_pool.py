@@ -35,16 +35,11 @@ class Pool(NamedTuple):
 def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Pool:
     """Makes a pool whose pages are all free.
 
-    Args:
-      num_pages: pages in the pool, at least 1, static.
-      order: every page id once, in the order in which they will be handed out; None
-        hands out the lowest ids first.
-
-    Returns:
-      The pool. An `order` that is not a permutation shows up in `unsound`.
+    They will be handed out in the order given, every page id once; None hands out the
+    lowest ids first. An `order` that is not a permutation shows up in `unsound`.
 
     Raises:
-      ValueError: `num_pages` is below 1, or `order` has another length.
+      ValueError: `num_pages`, static, is below 1, or `order` has another length.
     """
     num_pages = validation.integer("num_pages", num_pages, low=1)
     if order is None:
@@ -61,15 +56,10 @@ def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Po
 def allocate(
     pool: Pool, want: Int32[Array, " n"], *, max_pages: int
 ) -> tuple[Pool, Int32[Array, "n {max_pages}"], Bool[Array, ""]]:
-    """Takes free pages for every row, all or nothing.
+    """Takes free pages for every row, all or nothing: `want[row]`, in [0, max_pages].
 
     Row 0 is served first, and the page released last goes first, so equal inputs give
     equal page ids.
-
-    Args:
-      pool: the pool to take from.
-      want: pages wanted by each row, in [0, max_pages].
-      max_pages: width of the result, static.
 
     Returns:
       The new pool, each page taken with a count of one; the page ids, `NO_PAGE` past
@@ -92,12 +82,9 @@ def allocate_at(
 ) -> tuple[Pool, Int32[Array, "n places"], Bool[Array, ""]]:
     """Takes free pages as `allocate` does, and puts each where it is to stand.
 
-    Args:
-      pool: the pool to take from.
-      want: pages wanted by each row, at least 0.
-      rank: which of its row's pages each place gets, in [0, want[row]), every one of
-        them once; what is out of this range gets `NO_PAGE`.
-      may: whether anything may be taken at all.
+    `rank` says which of its row's pages each place gets, in [0, want[row]), every one
+    of them once; what is out of this range gets `NO_PAGE`. `may` says whether anything
+    may be taken at all.
     """
     total = jnp.sum(want, dtype=jnp.int32)
     enough = may & jnp.all(want >= 0) & (total <= pool.num_free)
@@ -112,15 +99,10 @@ def allocate_at(
 
 
 def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
-    """Adds one use to every page in `ids`.
+    """Adds one use to every page in `ids`, `NO_PAGE` ignored.
 
-    Args:
-      pool: the pool that holds the pages.
-      ids: page ids in use, in [0, pages); `NO_PAGE` is ignored, and an id that stands
-        m times gains m uses. Sharing a free page is misuse, which `unsound` shows.
-
-    Returns:
-      The new pool.
+    An id that stands m times gains m uses. Sharing a free page is misuse, which
+    `unsound` shows.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
@@ -131,16 +113,9 @@ def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
     """Takes one use from every page in `ids`; pages without uses become free.
 
     They go on the stack in the order in which they stand in `ids`, row by row, an id
-    that stands several times at its last place. Counts are never clamped: a page
-    released more often than it was used keeps a negative count, which `unsound` shows.
-
-    Args:
-      pool: the pool that holds the pages.
-      ids: page ids in use, in [0, pages); `NO_PAGE` is ignored, and an id that stands
-        m times loses m uses.
-
-    Returns:
-      The new pool.
+    that stands several times at its last place: it loses as many uses. `NO_PAGE` is
+    ignored. Counts are never clamped: a page released more often than it was used keeps
+    a negative count, which `unsound` shows.
     """
     return release_counted(pool, ids)[0]
 
@@ -177,13 +152,10 @@ def unsound(pool: Pool) -> Int32[Array, ""]:
     The free entries of the stack are distinct and are exactly the pages with count
     zero, and no count is negative. Looks at every page: for tests and debug mode.
 
-    Args:
-      pool: the pool to check.
-
     Returns:
       Pages whose count is negative, plus pages that are free by count but not once on
-      the stack or the reverse, plus free entries of the stack that are no page id,
-      plus 1 if `num_free` is out of range.
+      the stack or the reverse, plus free entries of the stack that are no page id, plus
+      1 if `num_free` is out of range.
     """
     (num_pages,) = pool.ref.shape
     free = jnp.arange(num_pages, dtype=jnp.int32) < pool.num_free

@@ -20,20 +20,11 @@ def fork(
 ) -> tuple[Pool, Table]:
     """Makes slots copies of other slots, by sharing every page that is written.
 
-    All sources are read before any slot changes. The last page may be partial: it is
-    shared as well, and parted by `reserve` before one of its owners writes to it.
-    Places reserved ahead stay with the source.
-
-    Args:
-      pool: the pool that holds the pages.
-      table: the slots.
-      source: slot that each slot becomes a copy of, or -1 to leave it. A slot that
-        becomes a copy must be empty; if it is not, its pages stay counted as used,
-        which `invariants.violations` shows.
-      page_size: token places in a page, static.
-
-    Returns:
-      The new pool and table.
+    `source` is the slot that each one becomes a copy of, or -1 to leave it; all are
+    read before any slot changes. A slot that becomes a copy must be empty; if it is
+    not, its pages stay counted as used, which `invariants.violations` shows. The last
+    page may be partial: it is shared as well, and parted by `reserve` before one of its
+    owners writes to it. Places reserved ahead stay with the source.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
@@ -52,18 +43,11 @@ def reorder(
 ) -> tuple[Pool, Table]:
     """Makes slots continue other slots instead of themselves: the beams of a group.
 
-    All sources are read before any slot changes. A page's count changes by its uses
-    after less its uses before: a page that a slot keeps in place is not touched, and
-    one that no slot continues is released once. Last pages are shared, as by `fork`.
-
-    Args:
-      pool: the pool that holds the pages.
-      table: the slots.
-      source: slot that each slot continues, in [0, slots), or -1 to leave it. Several
-        may continue the same slot; what continues an empty slot becomes empty.
-
-    Returns:
-      The new pool and table.
+    `source` is the slot that each one continues, or -1 to leave it; all are read before
+    any slot changes, several may continue the same one, and what continues an empty
+    slot becomes empty. A page's count changes by its uses after less its uses before: a
+    page that a slot keeps in place is not touched, and one that no slot continues is
+    released once. Last pages are shared, as by `fork`.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
@@ -79,17 +63,11 @@ def holders(
 ) -> Int32[Array, "slots pages_per_slot"]:
     """Finds for each page of a slot the lowest slot of its group that maps it, too.
 
-    Slots of one group share pages only in the same column, as `fork` and `reorder`
-    leave them. Costs nothing like a search: as many passes over the table as the
-    largest group has slots beside one, so none where every sequence is alone.
-
-    Args:
-      table: the slots.
-      group: a number of each slot's group, the same for all of it; below 0 for a slot
-        that has none.
-
-    Returns:
-      The slots; without meaning where no page is mapped.
+    `group` is a number of each slot's group, below 0 for a slot that has none. What is
+    found means nothing where no page is mapped. Slots of one group share pages only in
+    the same column, as `fork` and `reorder` leave them. Costs nothing like a search: as
+    many passes over the table as the largest group has slots beside one, so none where
+    every sequence is alone.
     """
     slot = jnp.arange(group.shape[0], dtype=jnp.int32)
     before = (group[:, None] == group[None, :]) & (slot[:, None] < slot[None, :])
@@ -118,17 +96,10 @@ def owned_pages(
 ) -> Int32[Array, " slots"]:
     """Counts the pages that each slot accounts for: a group's shared ones once.
 
-    They count in the lowest slot that maps them. Groups share pinned pages only, so the
-    sum over a group is what dropping all of it would free.
-
-    Args:
-      table: the slots.
-      holder: for each page the lowest slot of its group that maps it, see `holders`.
-      pins: uses of each page outside the table, or whether there are any. Such pages
-        count for nobody, since dropping the group would not free them.
-
-    Returns:
-      The counts.
+    They count in the lowest slot that maps them, the `holder` of each, see `holders`.
+    Pages with pins, uses outside the table, count for nobody, since dropping the group
+    would not free them. Groups share pinned pages only, so the sum over a group is what
+    dropping all of it would free.
     """
     slot = jnp.arange(holder.shape[0], dtype=jnp.int32)[:, None]
     owned = (table.page_ids != NO_PAGE) & (holder == slot)

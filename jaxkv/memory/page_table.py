@@ -36,14 +36,7 @@ class Copies(NamedTuple):
 
 
 def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
-    """Makes a table of empty slots.
-
-    Args:
-      max_slots: sequences that run at once, at least 1, static.
-      max_pages_per_slot: pages that one sequence may hold, at least 1, static.
-
-    Returns:
-      The table.
+    """Makes a table of empty slots; both sizes are static.
 
     Raises:
       ValueError: a size is below 1.
@@ -67,20 +60,12 @@ def needs_copy(
 ) -> Bool[Array, " slots"]:
     """Says which slots cannot write to their last page before it is copied.
 
-    Of the slots that write to a page at the same time, each copies it that leaves it
-    another owner: all of them if someone else holds the page too, else all but the
-    last, which writes in place. So a slot that turns out not to write never raises
-    the sum over those that do.
-
-    Args:
-      pool: the pool.
-      table: the slots.
-      num_rows: token places that each slot will write from its length on; those with
-        none, or with a number below 0, need nothing.
-      page_size: token places in a page, static.
-
-    Returns:
-      The slots that need one page more than those that `reserve` appends.
+    They need one page more than those that `reserve` appends. Of the slots that write
+    to a page at the same time, each copies it that leaves it another owner: all of them
+    if someone else holds the page too, else all but the last, which writes in place. So
+    a slot that turns out not to write never raises the sum over those that do.
+    `num_rows` are the token places that each slot will write from its length on; those
+    with none, or with a number below 0, need nothing.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
@@ -179,16 +164,7 @@ def reserve(
 
 
 def drop(pool: Pool, table: Table, mask: Bool[Array, " slots"]) -> tuple[Pool, Table]:
-    """Empties the masked slots and releases all their pages.
-
-    Args:
-      pool: the pool that holds the pages.
-      table: the slots.
-      mask: slots to empty. An empty slot may be among them.
-
-    Returns:
-      The new pool and table.
-    """
+    """Empties the masked slots, empty ones too, and releases all their pages."""
     rows = jnp.where(mask[:, None], table.page_ids, NO_PAGE)
     return page_pool.release(pool, rows), emptied(table, mask)
 
@@ -203,15 +179,10 @@ def emptied(table: Table, mask: Bool[Array, " slots"]) -> Table:
 
 
 def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
-    """Counts reserved places as written.
+    """Counts reserved places as written, as many as each slot has accepted.
 
-    Args:
-      table: the slots.
-      accepted: tokens by which each slot grows, in [0, ahead]. More than that makes
-        `ahead` negative, which `invariants.violations` shows.
-
-    Returns:
-      The new table.
+    They are in [0, ahead]. More than that makes `ahead` negative, which
+    `invariants.violations` shows.
     """
     return table._replace(length=table.length + accepted, ahead=table.ahead - accepted)
 
@@ -219,19 +190,11 @@ def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
 def truncate(
     pool: Pool, table: Table, places: Int32[Array, " slots"], *, page_size: int
 ) -> tuple[Pool, Table]:
-    """Gives back reserved places, and the pages that hold nothing else.
+    """Releases reserved places, and the pages that hold nothing else.
 
-    K and V in the places given back are left as they are, to be overwritten.
-
-    Args:
-      pool: the pool that holds the pages.
-      table: the slots to shorten.
-      places: token places that each slot shall keep. A slot that has fewer is left
-        alone, and `length` is never cut.
-      page_size: token places in a page, static.
-
-    Returns:
-      The new pool and table.
+    Each slot keeps so many token places; one that has fewer is left alone, and `length`
+    is never cut. K and V in the places released are left as they are, to be
+    overwritten.
     """
     keep = jnp.clip(places - table.length, 0, table.ahead)
     shorter = table._replace(ahead=keep)

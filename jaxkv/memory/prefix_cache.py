@@ -64,14 +64,7 @@ class Prefixes(NamedTuple):
 
 
 def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
-    """Makes an empty cache.
-
-    Args:
-      num_pages: pages in the pool, at least 1, static.
-      page_size: token places in a page, at least 1, static.
-
-    Returns:
-      The cache, of 4 (page_size + 26 to 43) bytes for each page.
+    """Makes an empty cache, of 4 (page_size + 26 to 43) bytes for each page.
 
     Raises:
       ValueError: a size is below 1.
@@ -106,14 +99,9 @@ def lookup(
 ) -> Int32[Array, " n"]:
     """Finds the cached page that holds exactly these tokens after that page.
 
-    Args:
-      cache: the cached pages.
-      parent: cached page of the tokens before, `NO_PAGE` at the start of a sequence.
-      tokens: tokens of the page.
-      salt: a page is found under the salt that it was entered with only.
-
-    Returns:
-      The page ids, `NO_PAGE` where there is none.
+    The parent is the cached page of the tokens before, `NO_PAGE` at the start of a
+    sequence. A page is found under the salt that it was entered with only; `NO_PAGE`
+    where there is none.
     """
     return _find(cache, _hash(cache, parent, tokens, salt), parent, tokens, salt)
 
@@ -129,14 +117,8 @@ def match(
 
     At least one token is always left to compute, since the next one is drawn from its
     logits. Columns are looked up in turn for all sequences at once, until nobody finds
-    more; if nobody wants a match, nothing runs.
-
-    Args:
-      cache: the cached pages.
-      tokens: tokens of each sequence from its first; beyond `num_tokens`, anything.
-      num_tokens: tokens known of each, in [0, max_length].
-      salt: of each sequence.
-      wanted: sequences that may use the cache; others match nothing.
+    more; if nobody wants a match, nothing runs, and who does not matches nothing. Of
+    each sequence `num_tokens` are known, in [0, max_length]; beyond stands anything.
 
     Returns:
       The page ids, in token order and `NO_PAGE` beyond, as wide as a row of a table of
@@ -243,12 +225,8 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
     the same; the buckets hold nothing but cached pages, each once; and the pool counts
     the pin. Idle are those with no use beside it, in their order, see
     `idle_pages.unsound`; the parent of a page in use is in use. Looks up every page:
-    for tests and debug mode. That all uses are counted is for `auditing.violations` to
-    say, with `pinned` as its pins.
-
-    Args:
-      cache: the cached pages.
-      pool: the pool that holds the pages.
+    for tests and debug mode. That all uses are counted is for `invariants.violations`
+    to say, with `pinned` as its pins.
 
     Returns:
       Cached pages of which one of these is not so, plus entries in excess, plus faults

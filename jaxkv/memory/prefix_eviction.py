@@ -85,16 +85,10 @@ def rest(
 ) -> Prefixes:
     """Notes that sequences have let go of their pages, all of one call at one tick.
 
-    Args:
-      cache: the cached pages.
-      rows: all pages of each such sequence, in token order, cached or not; `NO_PAGE` is
-        ignored.
-      left: uses of each that are left, its pin among them, see
-        `page_pool.release_counted`.
-      rule: who goes first; None means `LRU()`.
-
-    Returns:
-      The new cache: those of the pages that nobody uses any more are idle.
+    `rows` are all pages of each such sequence, in token order, cached or not, `NO_PAGE`
+    ignored; `left` are the uses that each has left, its pin among them, see
+    `page_pool.release_counted`. Those that nobody uses any more are idle, ranked by the
+    rule; None means `LRU()`.
 
     Raises:
       ValueError: the rule ranks by something else than int32.
@@ -125,15 +119,10 @@ def rest(
 
 
 def use(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
-    """Notes that sequences have taken up pages, which the caller shares.
+    """Notes that sequences have taken up cached pages, which the caller shares.
 
-    Args:
-      cache: the cached pages.
-      page_ids: cached pages, each as often as sequences took it up, and with each all
-        before it, now or before; `NO_PAGE` is ignored.
-
-    Returns:
-      The new cache: none of them is idle.
+    Each stands as often as sequences took it up, and with each all before it, now or
+    before; `NO_PAGE` is ignored. None of them is idle any more.
     """
 
     def note(_: Array, carry: tuple[Array, IdlePages]) -> tuple[Array, IdlePages]:
@@ -150,19 +139,13 @@ def use(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
 def evict(
     cache: Prefixes, pool: Pool, num: Int32[Array, ""]
 ) -> tuple[Prefixes, Pool, Int32[Array, ""]]:
-    """Evicts idle pages, those of the lowest rank first.
+    """Evicts `num` idle pages, or all there are, those of the lowest rank first.
 
     At equal ranks the deepest go first, then the lowest id. They become free in this
     order. The cost is that of the pages evicted; nothing is looked at if `num` is 0.
 
-    Args:
-      cache: the cached pages.
-      pool: the pool that holds the pages.
-      num: pages wanted, at least 0.
-
     Returns:
-      The new cache and pool, and how many pages have become free: `num`, or all that
-      were idle.
+      The new cache and pool, and how many pages have become free.
     """
     num = jnp.minimum(num, cache.idle.num)
     every = jnp.arange(CHUNK, dtype=jnp.int32)
@@ -193,14 +176,10 @@ def evict(
 
 
 def rank_anew(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
-    """Ranks all pages anew, for another rule. Looks at every page.
+    """Ranks all pages anew, by the priority of another rule. Looks at every page.
 
-    Args:
-      cache: the cached pages.
-      priority: of each page; those of pages that are not cached mean nothing.
-
-    Returns:
-      The new cache. A page ranks at least as high as all that stand after it.
+    Priorities of pages that are not cached mean nothing. A page ranks at least as high
+    as all that stand after it.
     """
     base = priority[jnp.argmax(cache.pinned)]
     lowest = jnp.iinfo(jnp.int32).min

@@ -101,18 +101,11 @@ def move_out(
 ) -> tuple[Staging, Bool[Array, " slots"]]:
     """Copies the pages of whole groups to the buffer; the caller drops their slots.
 
-    A page that several slots of a group share moves once. Places that are reserved and
-    not written are not kept. Costs nothing like a copy where nobody leaves.
-
-    Args:
-      staging: the buffer.
-      pages: K and V of the pool.
-      table: the slots.
-      holder: for each page the slot of its group that accounts for it, see
-        `page_sharing.holders`.
-      row: sequence of each slot that leaves, NOBODY for those that stay.
-      group: row of the first sequence of each slot's request.
-      page_size: token places in a page, static.
+    A page that several slots of a group share, of which `holder` is the one that
+    accounts for it, see `page_sharing.holders`, moves once. `row` is the sequence of
+    each slot that leaves, NOBODY for those that stay, and `group` the row of the first
+    sequence of its request. Places that are reserved and not written are not kept.
+    Costs nothing like a copy where nobody leaves.
 
     Returns:
       The new buffer, and which slots are in it: all that leave, or nobody if there is
@@ -155,14 +148,9 @@ def move_in(
 ) -> tuple[Pages, Pool, Table, Staging]:
     """Gives requests that come back their pages; as many must be free.
 
-    Args:
-      staging: the buffer.
-      pages: K and V of the pool.
-      pool: the pool.
-      table: the slots, empty where somebody comes back.
-      group: request of each sequence.
-      back: requests that come back, in the row of each one's first sequence.
-      slot: slot of each of their sequences, NOBODY for all others.
+    `group` is the request of each sequence, `back` marks requests in the row of each
+    one's first sequence, and `slot` is that of each of their sequences, empty before,
+    NOBODY for all others.
 
     Returns:
       What of the arguments has changed: places reserved before are not reserved again.
@@ -198,10 +186,8 @@ def forget(
 ) -> Staging:
     """Gives up the pages of requests: they are in the pool again, or lost.
 
-    Args:
-      staging: the buffer.
-      group: request of each sequence.
-      gone: those requests, in the row of each one's first sequence.
+    `group` is the request of each sequence; `gone` marks those requests, in the row of
+    each one's first sequence.
     """
     freed = arrays.take(gone, staging.owner, fill=False)
     members = arrays.take(gone, group, fill=False)
@@ -224,13 +210,8 @@ def unsound(
 
     A place belongs to a request exactly if a waiting sequence of it names the place. A
     sequence names ceil(length / page_size) places, and none unless its request is
-    swapped out. No request is in the buffer and with the host.
-
-    Args:
-      staging: the buffer.
-      group: request of each sequence.
-      waits: sequences that wait for a slot.
-      page_size: token places in a page, static.
+    swapped out. No request is in the buffer and with the host. `group` is the request
+    of each sequence, and `waits` those that wait for a slot.
     """
     s = staging
     out, host = (arrays.take(x, group, fill=False) for x in (is_out(s), s.on_host))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
-from jaxkv.files import aside, blaming, read_json, read_text
+from jaxkv.files import aside, blaming, check_replaceable, read_json, read_text
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import configs, weights
 from jaxkv.models.interface import Params
@@ -38,10 +38,7 @@ class Loaded(NamedTuple):
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
-    """Reads the shape of a model.
-
-    Args:
-      path: a folder with a `config.json`, or that file.
+    """Reads the shape of a model, from a folder with a `config.json`, or that file.
 
     Raises:
       ValueError: if the file is missing, broken, or of a model that is not supported.
@@ -116,11 +113,7 @@ def save_model(
     folder = Path(folder).absolute()
     if max_shard_bytes < 1:
         raise ValueError(f"{max_shard_bytes=} must be at least 1")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        if not overwrite:
-            raise ValueError(f"{folder}: is there already; say overwrite to replace it")
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder}: holds no model, so it is not overwritten")
+    check_replaceable(folder, "config.json", "model", overwrite)
     stored = None if dtype is None else weights.checked_dtype(dtype)
     arrays = weights.checked_params(config, params)
     stored = stored or arrays[0].dtype

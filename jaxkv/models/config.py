@@ -1,10 +1,8 @@
 """The shape of a model: plain values, frozen and hashable, checked when made."""
 
 import dataclasses
-import math
-import sys
 import warnings
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxkv import validation
 
@@ -20,20 +18,6 @@ type FamilyName = Literal[
     "opt",
 ]
 """Families of models whose folders are read and written."""
-
-
-_CHOICES = {
-    "norm": ("rms", "layer"),
-    "positions": ("rope", "learned"),
-    "activation": ("silu", "gelu", "gelu_tanh", "relu"),
-    "family": get_args(FamilyName.__value__),
-}
-
-
-def _check_positive(name: str, value: object) -> None:
-    largest = sys.float_info.max
-    hint = "above 0 and finite"
-    validation.number(name, value, low=math.ulp(0.0), high=largest, hint=hint)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,12 +38,7 @@ class RopeScaling:
 
     def __post_init__(self):
         """Refuses what stretches nothing."""
-        validation.choice("self.kind", self.kind, ("llama3", "linear"))
-        for name in ("factor", "low_frequency_factor", "high_frequency_factor"):
-            _check_positive(f"self.{name}", getattr(self, name))
-        validation.integer(
-            "self.original_max_positions", self.original_max_positions, low=1
-        )
+        validation.by_type(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,22 +68,11 @@ class Experts:
 
     def __post_init__(self):
         """Refuses counts that cannot be."""
-        for name in ("num_experts", "top_k", "size"):
-            validation.integer(f"self.{name}", getattr(self, name), low=1)
-        for name in ("shared_size", "num_dense_layers"):
-            validation.integer(f"self.{name}", getattr(self, name))
-        for name in ("shared_gate", "renormalise"):
-            validation.boolean(f"self.{name}", getattr(self, name))
+        validation.by_type(self, shared_size=0, num_dense_layers=0, balance_weight=0)
         if self.top_k > self.num_experts:
             raise ValueError(f"{self.top_k=} must be at most {self.num_experts=}")
         if self.shared_gate and not self.shared_size:
             raise ValueError(f"{self.shared_gate=} needs shared experts")
-        validation.number(
-            *("self.balance_weight", self.balance_weight),
-            low=0.0,
-            high=sys.float_info.max,
-            hint="at least 0",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +115,7 @@ class ModelConfig:
 
     def __post_init__(self):
         """Refuses shapes that cannot be."""
-        self._check_each()
+        validation.by_type(self, position_offset=0)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
@@ -185,34 +153,6 @@ class ModelConfig:
             "model is meant for; it may answer badly there",
             stacklevel=3,
         )
-
-    def _check_each(self) -> None:
-        """Checks every field by itself."""
-        for name in (
-            *("vocab_size", "hidden_size", "num_layers", "num_q_heads"),
-            *("num_kv_heads", "head_dim", "mlp_size", "max_positions"),
-        ):
-            validation.integer(f"self.{name}", getattr(self, name), low=1)
-        validation.integer("self.position_offset", self.position_offset)
-        if self.window is not None:
-            hint = "at least 1, or None"
-            validation.integer("self.window", self.window, low=1, hint=hint)
-        for name in ("norm_eps", "rope_theta"):
-            _check_positive(f"self.{name}", getattr(self, name))
-        for name in (
-            *("gated", "qkv_bias", "out_bias", "mlp_bias"),
-            *("qk_norm", "tie_embeddings"),
-        ):
-            validation.boolean(f"self.{name}", getattr(self, name))
-        for name, known in _CHOICES.items():
-            validation.choice(f"self.{name}", getattr(self, name), known)
-        for name, kind in (("rope_scaling", RopeScaling), ("experts", Experts)):
-            value = getattr(self, name)
-            if not isinstance(value, kind | None):
-                raise ValueError(
-                    f"self.{name}={validation.shown(value)} must be a {kind.__name__} "
-                    "or None"
-                )
 
     @property
     def group_size(self) -> int:

@@ -6,6 +6,7 @@ user waits for. Here arrays of equal shape are drawn by one loop over their keys
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,16 +65,20 @@ def _num_drawn(size: int, keys: Key[Array, " arrays"]) -> int:
     return max(_LEAST, 1 << (size - 1).bit_length()) if by_place else size
 
 
-class Recorder:
-    """In place of `nnx.Rngs` to learn what a model draws: notes shapes, draws zeros."""
+class _Stream:
+    """In place of `nnx.Rngs`: its one stream is that of the parameters."""
+
+    @property
+    def params(self) -> Any:
+        """The stream of the parameters."""
+        return self
+
+
+class Recorder(_Stream):
+    """Learns what a model draws: notes shapes, draws zeros."""
 
     def __init__(self) -> None:
         self.shapes: list[Shape] = []
-
-    @property
-    def params(self) -> "Recorder":
-        """The stream of the parameters."""
-        return self
 
     def normal(self, shape: Shape, dtype: DTypeLike) -> Float[Array, "..."]:
         """Zeros of that shape."""
@@ -81,8 +86,8 @@ class Recorder:
         return jnp.zeros(shape, dtype)
 
 
-class Normals:
-    """In place of `nnx.Rngs`, and with its bits: all normal arrays drawn beforehand."""
+class Normals(_Stream):
+    """Has the bits of `nnx.Rngs`, all normal arrays drawn beforehand."""
 
     def __init__(
         self,
@@ -95,11 +100,6 @@ class Normals:
         count = jnp.arange(len(shapes), dtype=jnp.uint32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, count)
         self._arrays = iter(normals(keys, shapes, dtype, index))
-
-    @property
-    def params(self) -> "Normals":
-        """The stream of the parameters."""
-        return self
 
     def normal(self, shape: Shape, dtype: DTypeLike) -> Float[Array, "..."]:
         """The next array, which must be asked for as it was drawn."""

@@ -118,13 +118,7 @@ def make_plan(
 ) -> dispatch.StepPlan | None:
     """Prepares attention over the rows, for all layers; None where there is no need.
 
-    Args:
-      pages: K and V arrays.
-      rows: the packed rows.
-      num_q_heads: query heads of a layer.
-      dtype: type of the queries.
-      window: as for `attend`.
-      numerics: likewise.
+    `dtype` is that of the queries; window and numerics are those of `attend`.
     """
     head_dim, num_rows = pages.k.shape[-1], rows.position.shape[0]
     return api.make_plan(

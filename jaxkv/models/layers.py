@@ -205,12 +205,7 @@ def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
 
 
 def activate(config: ModelConfig, hidden) -> Array:
-    """What lies between the projections of an MLP.
-
-    Args:
-      config: the model.
-      hidden: what the gate gives and what the up projection does, or that alone.
-    """
+    """What lies between the projections of an MLP: of gate and up, or of up alone."""
     active = _ACTIVATIONS[config.activation](hidden[0])
     return active * hidden[1] if config.gated else active
 

@@ -76,13 +76,7 @@ class Beams(NamedTuple):
 def make_beams(max_beams: int) -> Beams:
     """Makes the search of a prompt that has just been read.
 
-    All beams hold the same prompt, so only the first one counts.
-
-    Args:
-      max_beams: widest search, at least 1, static.
-
-    Returns:
-      The search.
+    All beams hold the same prompt, so only the first one counts. `max_beams` is static.
 
     Raises:
       ValueError: `max_beams` is below 1.
@@ -110,12 +104,8 @@ def choices(
     """Finds all tokens of each row that a step could take: max_beams + max_stops.
 
     No more than `max_beams` tokens continue a beam or finish an answer, and no more
-    than `max_stops` of the tokens before them are passed over.
-
-    Args:
-      logits: next-token logits, rows of any groups.
-      max_beams: widest search, static.
-      max_stops: most stop tokens of a request, static.
+    than `max_stops` of the tokens before them are passed over; both are static. Rows
+    may be of any groups.
 
     Returns:
       Token ids, best first, and their log-probabilities, as `sampler.top_logprobs`.

@@ -207,15 +207,10 @@ class Params(NamedTuple):
 def params_of(
     requests: Sequence[Sampling], keys: Sequence[Any], samples: Sequence[int]
 ) -> Params:
-    """Lines up the parameters of several sequences.
+    """Lines up the parameters of several sequences, as NumPy arrays, one row each.
 
-    Args:
-      requests: the parameters of each sequence's request.
-      keys: what `request_key` gave for each.
-      samples: which of its request's answers each sequence is.
-
-    Returns:
-      The parameters as NumPy arrays, one row per sequence.
+    A sequence has the parameters of its request, and the key that `request_key` gave
+    for it; `samples` says which of its request's answers it is.
     """
     fields = {
         "temperature": ("temperature", np.float32),

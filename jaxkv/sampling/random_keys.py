@@ -56,17 +56,13 @@ def draw_key(
     position: Int32[Array, "*rows"],
     purpose: int,
 ) -> UInt32[Array, "*rows 2"]:
-    """Folds a request's key into the key of one draw.
+    """Folds a request's key into that of one draw: its sample, position and purpose.
 
-    Args:
-      key: the request's key.
-      sample: which of the request's answers.
-      position: where the drawn token will stand in the sequence.
-      purpose: `SAMPLE`, `DRAFT`, `ACCEPT` or `RESIDUAL`.
+    The position is where the drawn token will stand in the sequence; the purpose is
+    `SAMPLE`, `DRAFT`, `ACCEPT` or `RESIDUAL`.
 
     Returns:
-      The draws' key data, what `jax.random.fold_in` gives for sample, position and
-      purpose in turn.
+      Key data, what `jax.random.fold_in` gives for the three in turn.
     """
 
     def fold(key: Array, data: Array) -> tuple[Array, None]:

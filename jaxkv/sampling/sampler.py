@@ -271,11 +271,7 @@ def _draw_settled(
 def token_logprobs(
     logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"]
 ) -> Float[Array, " rows"]:
-    """Log-probabilities of given tokens.
-
-    Args:
-      logits: next-token logits.
-      tokens: a token for each row, in [0, vocab).
+    """Log-probabilities of given tokens, in [0, vocab).
 
     Returns:
       Natural logarithms, NaN where a row holds NaN or nothing but -inf.
@@ -290,13 +286,8 @@ def top_logprobs(
 ) -> tuple[Int32[Array, "rows {max_logprobs}"], Float[Array, "rows {max_logprobs}"]]:
     """The most likely tokens of each row and their log-probabilities, best first.
 
-    Args:
-      logits: next-token logits.
-      max_logprobs: how many, in [1, vocab], static.
-
-    Returns:
-      Token ids, lower ones first among equals; natural logarithms, NaN as in
-      `token_logprobs`.
+    There are `max_logprobs`, in [1, vocab], static; of equals the lower id is first,
+    and values are as `token_logprobs` has them.
 
     Raises:
       ValueError: `max_logprobs` is out of range.

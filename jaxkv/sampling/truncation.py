@@ -58,12 +58,8 @@ def settle(
 ) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
     """Tries to settle top-k and top-p by the best tokens alone.
 
-    Args:
-      logits: all of them, read only where a row needs its whole mass.
-      top: the best of them.
-      values: the best `num` of them, descending.
-      params: `top_k` and `top_p` are read.
-      wanted: rows whose answer matters.
+    `values` are the best logits, descending, and `top` the best of all; the rest is
+    read only where a row needs its whole mass. Only wanted rows matter.
 
     Returns:
       How many tokens are kept, and whether that is settled; if not, more are kept than

@@ -65,10 +65,7 @@ def reading(
 ) -> Reading:
     """Makes a `Reading`; by default the one of chunks, mixed.
 
-    Args:
-      whole: whether prompts are read whole.
-      first: whether nobody decodes meanwhile.
-      max_running: sequences that run at once; None leaves it to the slots.
+    So many sequences run at once; None leaves it to the slots.
 
     Raises:
       ValueError: `max_running` is below 1.

@@ -145,11 +145,8 @@ def share_budget(
 ) -> tuple[Int32[Array, " line"], Int32[Array, " head"]]:
     """Shares the token budget: one row for each decoding sequence, then the prompts.
 
-    Args:
-      counts: the counts.
-      runs: places in line that run in this step.
-      admit: waiting requests that could join them.
-      chunk_size: rows that one prompt may feed.
+    `runs` marks places in line that run in this step, `admit` requests that could join
+    them; one prompt feeds `chunk_size` rows at most.
 
     Returns:
       Rows of the places in line, and of the waiting requests.

@@ -34,15 +34,9 @@ class Moves(NamedTuple):
 
 
 def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> Staging:
-    """Notes what the host took, and puts what it brings into the buffer.
+    """Notes in the buffer what the host took, and puts what it brings there.
 
-    Args:
-      staging: the buffer.
-      group: request of each sequence.
-      moves: what moves.
-
-    Returns:
-      The new buffer.
+    `group` is the request of each sequence.
     """
     s = swap_buffer.forget(staging, group, moves.lost)
     left = arrays.take(moves.leaves, s.owner, fill=False)

@@ -149,7 +149,9 @@ def check(
             f"{ask.beam_width=} must be None in an engine with a logits_fn, which "
             "beams would not pass through"
         )
-    if ask.beam_width is not None and not _has_scores(ask, limit):
+    # Else a score would overflow.
+    largest = limit ** abs(ask.length_penalty)
+    if ask.beam_width is not None and largest > float(np.finfo(np.float32).max):
         raise ValueError(
             f"{ask.length_penalty=} takes the scores of up to {limit} tokens out of "
             "float32"
@@ -187,11 +189,6 @@ def check(
             f"prompt_logprobs need max_logit_rows above {config.max_slots=}"
         )
     return tokens
-
-
-def _has_scores(ask: Sampling, limit: int) -> bool:
-    """Whether no length that an answer can have makes its score overflow."""
-    return limit ** abs(ask.length_penalty) <= float(np.finfo(np.float32).max)
 
 
 def make_requests(

@@ -101,13 +101,8 @@ def apply_plan(
 ) -> tuple[Simulation, Wish, Done]:
     """Preempts some and admits others, as the engine's `apply_plan` does.
 
-    Args:
-      state: the machine, after `retire`.
-      plan: what the policy decided.
-      queued: what it saw of the queue.
-      capacity: bounds.
-      max_samples: static.
-      whose: the sequence at each place before `retire`.
+    The machine is as `retire` leaves it, which says `whose` each place was before;
+    `queued` is what the policy saw of the queue.
     """
     line, group = state.line, batch.groups(state.line, max_samples)
     out, pages, pages_out = _swap_out(state, plan, group, capacity)
@@ -214,7 +209,6 @@ def _note(
         finish_s=if_(state.ended, state.clock[0] + 1),
         finish_us=if_(state.ended, state.clock[1]),
         num_preempted=if_(gone, ones),
-        num_swapped=if_(out, ones),
         num_recomputed=again,
     )
     index = jnp.where(state.began | leaves, whose, NOBODY)

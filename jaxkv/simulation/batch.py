@@ -75,11 +75,8 @@ def empty(
 ) -> Line:
     """Makes a line of empty slots.
 
-    Args:
-      num_slots: how many.
-      has_groups: whether requests may have several sequences.
-      holds: whether the policy holds finished sequences.
-      has_blocks: whether places are contiguous.
+    Requests may have several sequences, the policy may hold finished ones, and places
+    may be contiguous.
     """
 
     # A fresh buffer each: the state is donated, and no buffer can be donated twice.
@@ -193,12 +190,9 @@ def split(
 ) -> tuple[Split, Int32[Array, ""]]:
     """Says what the places of all pages in use are good for.
 
-    Args:
-      line: the batch.
-      group: its groups.
-      limit: tokens at which each sequence ends; the last is never written.
-      page_size: token places in a page.
-      asked: places reserved for each, if its block may have more than these.
+    `limit` are the tokens at which each sequence ends, of which the last is never
+    written; `asked` the places reserved for each, if its block may have more than
+    these.
 
     Returns:
       The places, and the pages that sharing saves.

@@ -99,12 +99,9 @@ def free_leaves(
     start: Int32[Array, " blocks"],
     num: Int32[Array, " blocks"],
 ) -> Bool[Array, "regions leaves"]:
-    """The leaves that no block covers.
+    """The leaves of an idle pool that no block covers.
 
-    Args:
-      idle: those of an idle pool.
-      start: first leaf of each block, NOBODY if it is none.
-      num: its leaves.
+    `start` is the first leaf of each block, NOBODY if it is none, and `num` its leaves.
     """
     edges = jnp.zeros((idle.size + 1,), jnp.int32)
     edges = arrays.put(edges, start, 1, "add")
@@ -117,10 +114,6 @@ def place(
     free: Bool[Array, "regions leaves"], order: Int32[Array, ""]
 ) -> Int32[Array, ""]:
     """Finds a block: in the smallest free one that fits, at the lowest address.
-
-    Args:
-      free: the free leaves.
-      order: of the block.
 
     Returns:
       Its first leaf, NOBODY if there is none.
@@ -143,10 +136,7 @@ def place_in_order(
 ) -> Int32[Array, " head"]:
     """Finds blocks for those who wait, in order, until one does not fit.
 
-    Args:
-      free: the free leaves.
-      order: of the block of each.
-      waits: who wants one; nobody behind one who does not.
+    Nobody waits behind one who does not.
 
     Returns:
       First leaves, NOBODY for those who get none.

@@ -27,10 +27,9 @@ over threads, and a hand-over takes longer than such work: see `experiments/LOG.
 
 
 def stack(members: Sequence[tuple[Any, ...]]) -> Members:
-    """Stacks members; workloads of fewer requests are filled up with none.
+    """Stacks members, or tuples of what they hold.
 
-    Args:
-      members: each as `Members`, or as a tuple of what that holds.
+    Workloads of fewer requests are filled up with none.
 
     Raises:
       ValueError: there are none, or policies or costs are not of one kind.

@@ -150,7 +150,6 @@ class Part:
             "decoded": work.num_decodes,
             "read": work.num_prompt_rows,
             "drawn": work.num_drawn,
-            "copied_pages": work.num_copied,
             "swapped_pages": work.num_swapped,
             "preempted": info.num_preempted,
         }
@@ -175,7 +174,7 @@ class Part:
             self._sums["busy_s"] > 0, 1.0 - sum(shares.values()), np.nan
         )
         return Served(
-            **found._asdict(),
+            **vars(found),
             end_s=np.minimum(self.clock_s, self._until_s),
             means=Means(**means | shares, external=external),
             totals=Totals(**self._sums),

@@ -4,9 +4,11 @@ Arrays have the leading axes of the state, of members mapped together for one; r
 are the last. `metrics` says what they come to.
 """
 
+import dataclasses
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -15,7 +17,9 @@ from jaxkv.simulation.state import Events, Simulation
 from jaxkv.workloads import Workload
 
 
-class Outcome(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
     """What became of every request."""
 
     arrival_s: Float[np.ndarray, "*members requests"]
@@ -26,8 +30,6 @@ class Outcome(NamedTuple):
     """When its last sequence ended, NaN where one did not."""
     preempted: Int[np.ndarray, "*members requests"]
     """Times that its sequences were preempted."""
-    swapped: Int[np.ndarray, "*members requests"]
-    """How many of these kept their pages."""
     recomputed: Int[np.ndarray, "*members requests"]
     """Tokens computed again."""
     rejected: Bool[np.ndarray, "*members requests"]
@@ -68,7 +70,6 @@ def read(
         first_s=np.where(np.isfinite(first_s), first_s, np.nan),
         finish_s=finish_s,
         preempted=noted.num_preempted.sum(axis=-1),
-        swapped=noted.num_swapped.sum(axis=-1),
         recomputed=noted.num_recomputed.sum(axis=-1),
         rejected=~served & (w.samples > 0),
     )

@@ -1,13 +1,15 @@
 """What simulations come to, as NumPy arrays with a leading axis of members."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jaxkv.engine import NOBODY
 from jaxkv.simulation import step
+from jaxkv.simulation.outcomes import Outcome
 from jaxkv.workloads import metrics
 
 
@@ -43,7 +45,6 @@ class Totals(NamedTuple):
     read: Int[np.ndarray, " members"]
     """Other tokens fed: prompts, and what was lost."""
     drawn: Int[np.ndarray, " members"]
-    copied_pages: Int[np.ndarray, " members"]
     swapped_pages: Int[np.ndarray, " members"]
     """Pages moved out and in."""
     preempted: Int[np.ndarray, " members"]
@@ -61,23 +62,11 @@ class Trace(NamedTuple):
         return jax.tree.map(lambda x: x[index], self)
 
 
-class Served(NamedTuple):
-    """What became of the requests of every member."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served(Outcome):
+    """What became of the requests of every member, and of its machine."""
 
-    arrival_s: Float[np.ndarray, "members requests"]
-    """When each came; in a closed loop when its client asked, NaN if it never did."""
-    first_s: Float[np.ndarray, "members requests"]
-    """When the first token of any of its sequences was drawn, NaN where none was."""
-    finish_s: Float[np.ndarray, "members requests"]
-    """When its last sequence ended, NaN where one did not."""
-    preempted: Int[np.ndarray, "members requests"]
-    """Times that its sequences were preempted."""
-    swapped: Int[np.ndarray, "members requests"]
-    """How many of these kept their pages."""
-    recomputed: Int[np.ndarray, "members requests"]
-    """Tokens computed again."""
-    rejected: Bool[np.ndarray, "members requests"]
-    """Requests that can never fit."""
     end_s: Float[np.ndarray, " members"]
     """The clock in the end, `until_s` at most."""
     means: Means
@@ -107,17 +96,17 @@ class Served(NamedTuple):
 
 
 def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:
-    """Takes members out of several parts, side by side.
+    """Takes members out of several parts, by their place behind each other.
 
-    Args:
-      parts: of the same kind; their traces may be of different lengths.
-      keep: the members wanted, by their place behind each other.
+    The parts are of the same kind; their traces may be of different lengths.
     """
     if parts[0].trace is not None:
         traces = [part.trace for part in parts if part.trace is not None]
         num = max(trace.start_s.shape[1] for trace in traces)
         traces = [_lengthened(trace, num) for trace in traces]
-        parts = [x._replace(trace=y) for x, y in zip(parts, traces, strict=True)]
+        parts = [
+            dataclasses.replace(x, trace=y) for x, y in zip(parts, traces, strict=True)
+        ]
     return jax.tree.map(lambda *x: np.concatenate(x)[keep], *parts)
 
 

@@ -90,8 +90,6 @@ class Events(NamedTuple):
     finish_us: Int32[Array, "*n"]
     num_preempted: Int32[Array, "*n"]
     """Times that it was preempted."""
-    num_swapped: Int32[Array, "*n"]
-    """How many of these kept its pages."""
     num_recomputed: Int32[Array, "*n"]
     """Tokens whose K and V were lost and computed again."""
 

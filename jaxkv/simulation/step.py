@@ -262,10 +262,7 @@ def _step(
         num_swapped=done.num_moved,
     )
     clock, micros = _advance(state, w, work, runs, cost)
-    asked = None
-    if (r := reservation) is not None:
-        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
-    split, saved = batch.split(line, group, prompt + output, capacity.page_size, asked)
+    split, saved = _split(line, group, prompt, output, capacity, reservation)
     known = line.known + emits.astype(jnp.int32)
     ended = emits & (known == prompt + output)
     info = StepInfo(
@@ -313,6 +310,21 @@ def _plan_step(
         state, plan, queued, capacity, max_samples, whose
     )
     return state, plan, wish, done
+
+
+def _split(
+    line: Line,
+    group: batch.Groups | None,
+    prompt: Int32[Array, " line"],
+    output: Int32[Array, " line"],
+    capacity: Capacity,
+    reservation: Reservation | None,
+) -> tuple[batch.Split, Int32[Array, ""]]:
+    """What places in use are good for, and the pages that sharing saves."""
+    asked = None
+    if (r := reservation) is not None:
+        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
+    return batch.split(line, group, prompt + output, capacity.page_size, asked)
 
 
 class _Granted(NamedTuple):
@@ -379,18 +391,9 @@ def run_steps(
     head: int | None = None,
     reservation: Reservation | None = None,
 ) -> tuple[Simulation, StepInfo]:
-    """Runs several steps as one program.
+    """Runs several steps as one program; arguments are those of `step`.
 
-    Args:
-      state: as for `step`, like all that is not named here.
-      workload: the requests.
-      capacity: bounds.
-      policy: who runs.
-      cost: how long it takes.
-      num_steps: how many, static. Steps after everything is done do nothing.
-      max_samples: as for `init`.
-      head: as for `step`.
-      reservation: as for `init`.
+    There are `num_steps`, static. Steps after everything is done do nothing.
 
     Returns:
       The new state, and the stacked infos of all steps. Everything is done and noted
@@ -426,19 +429,9 @@ def run(
 
     It also ends where nothing moves any more, since the policy admits nobody. Then
     `num_done` is below `num_served`, and `outcomes.read` says whom it concerns, as it
-    does for requests that could never be served.
-
-    Args:
-      workload: the requests, in order of arrival.
-      capacity: bounds.
-      policy: who runs; the same that the engine takes.
-      cost: how long a step takes.
-      max_slots: sequences that can run at once, static.
-      max_samples: sequences that a request may have, static.
-      head: as for `step`.
-      reservation: as for `init`.
-      max_steps: ends it soon after so many steps, for policies that never come to an
-        end, static.
+    does for requests that could never be served. Arguments are those of `init` and
+    `step`; `max_steps` ends it soon after so many, static, for policies that never come
+    to an end.
 
     Returns:
       The state in the end.

@@ -87,7 +87,50 @@ class ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-class ByteTokenizer:
+class _Chats:
+    """What the tokenizers have in common: conversations to prompts.
+
+    One without a chat template among its settings refuses all of them.
+    """
+
+    settings: dict[str, Any]
+    encode: Callable[..., list[int]]
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """Renders a conversation as the text the model was trained on.
+
+        Args:
+          messages: in order, each with at least "role" and "content".
+          add_generation_prompt: whether to open the assistant's next turn.
+
+        Raises:
+          ValueError: if there is no template, if a message lacks role or content, or if
+            the template refuses the messages or is itself broken.
+        """
+        return chat_templates.render(
+            self.settings.get("chat_template"),
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **self.special_tokens,
+        )
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Returns the token ids of `apply_chat_template`'s text."""
+        text = self.apply_chat_template(messages, add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens that have a role, such as `bos_token`."""
+        texts = {name: token_text(self.settings.get(name)) for name in SPECIAL_TOKENS}
+        return {name: text for name, text in texts.items() if text is not None}
+
+
+class ByteTokenizer(_Chats):
     """Tokens 0 to 255 are the bytes of UTF-8 text; 256, if there, ends a document.
 
     Args:
@@ -105,6 +148,7 @@ class ByteTokenizer:
         if eos_ids is None:
             eos_ids = (NUM_BYTES,) if vocab_size > NUM_BYTES else ()
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.settings = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the UTF-8 bytes of `text`; there are no special tokens to add."""
@@ -120,24 +164,12 @@ class ByteTokenizer:
         """Returns a decoder that takes one token at a time."""
         return ByteStream()
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
-        """Raises ValueError: a byte tokenizer knows no chat format."""
-        return chat_templates.render(None, messages)
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Raises ValueError: a byte tokenizer knows no chat format."""
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt))
-
     def files(self) -> dict[str, str]:
         """Returns the files that describe it: none, the vocabulary's size does."""
         return {}
 
 
-class Tokenizer:
+class Tokenizer(_Chats):
     """A `tokenizer.json`, with the settings that Hugging Face keeps beside it.
 
     Args:
@@ -157,7 +189,7 @@ class Tokenizer:
         core.no_padding()
         self.core = core
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
-        self.settings: dict[str, Any] = dict(settings or {})
+        self.settings = dict(settings or {})
 
     @classmethod
     def from_json(cls, text: str, **kwargs: Any) -> "Tokenizer":
@@ -197,39 +229,6 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """Returns a decoder that takes one token at a time."""
         return TextStream(self.decode)
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
-        """Renders a conversation as the text the model was trained on.
-
-        Args:
-          messages: in order, each with at least "role" and "content".
-          add_generation_prompt: whether to open the assistant's next turn.
-
-        Raises:
-          ValueError: if there is no template, if a message lacks role or content, or if
-            the template refuses the messages or is itself broken.
-        """
-        return chat_templates.render(
-            self.settings.get("chat_template"),
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            **self.special_tokens,
-        )
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Returns the token ids of `apply_chat_template`'s text."""
-        text = self.apply_chat_template(messages, add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """The texts of the special tokens that have a role, such as `bos_token`."""
-        texts = {name: token_text(self.settings.get(name)) for name in SPECIAL_TOKENS}
-        return {name: text for name, text in texts.items() if text is not None}
 
     def special_ids(self, name: str) -> list[int]:
         """Returns the id of the token with a role, such as `eos_token`, or nothing."""

@@ -88,16 +88,7 @@ def poisson(
 ) -> Float[np.ndarray, " num"]:
     """Draws times at which independent users ask: gaps are exponential.
 
-    Args:
-      rng: where the draws come from.
-      rate: requests per second on average, above 0.
-      num: requests, at least 1.
-
-    Returns:
-      Seconds from 0 of each arrival, in order.
-
-    Raises:
-      ValueError: `rate` or `num` is out of its range.
+    Arguments, result and errors are those of `bursty`.
     """
     return bursty(rng, rate=rate, num=num, cv=1.0)
 

@@ -152,10 +152,8 @@ class Pair:
 
     def __post_init__(self) -> None:
         """Refuses bounds that leave nothing."""
-        if not 1 <= self.max_prompt <= LONGEST:
-            raise ValueError(f"{self.max_prompt=} must be in [1, {LONGEST}]")
-        if not 2 <= self.max_length <= 2 * LONGEST:
-            raise ValueError(f"{self.max_length=} must be in [2, {2 * LONGEST}]")
+        validation.within(self, "max_prompt", low=1, high=LONGEST)
+        validation.within(self, "max_length", low=2, high=2 * LONGEST)
 
     def draw(self, rng: np.random.Generator, num: int) -> Lengths:
         """Draws the lengths of some requests.

@@ -45,12 +45,9 @@ class Load(NamedTuple):
 def enough(
     rate: int | float, seconds: int | float, *, deviations: int | float = 6.0
 ) -> int:
-    """Requests that last, but for a chance of so many standard deviations.
+    """Requests that last so many seconds at a rate, but for a small chance.
 
-    Args:
-      rate: requests a second.
-      seconds: in which they come.
-      deviations: of their number, which is Poisson's.
+    It is that of so many deviations of their number, which is Poisson's.
     """
     mean = rate * seconds
     return math.ceil(mean + deviations * math.sqrt(mean) + 1)

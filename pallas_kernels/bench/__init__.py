@@ -1,9 +1,9 @@
 """What kernels are measured on, with which clock, and compiled for without a device."""
 
-from pallas_kernels.bench.grouped_specs import GroupedProblem as GroupedProblem
-from pallas_kernels.bench.grouped_specs import GroupedSpec as GroupedSpec
 from pallas_kernels.bench.problems import CopyProblem as CopyProblem
+from pallas_kernels.bench.problems import GroupedProblem as GroupedProblem
 from pallas_kernels.bench.problems import Problem as Problem
+from pallas_kernels.bench.specs import GroupedSpec as GroupedSpec
 from pallas_kernels.bench.specs import Heads as Heads
 from pallas_kernels.bench.specs import Spec as Spec
 from pallas_kernels.bench.timing import Ceilings as Ceilings
@@ -18,8 +18,8 @@ __all__ = [
     "Problem",
     "Spec",
     "Timing",
-    "grouped_specs",
     "problems",
+    "sets",
     "specs",
     "timing",
 ]

@@ -1,4 +1,4 @@
-"""Arrays of a shape to measure, and what attention over them must come to.
+"""Arrays of a shape to measure, and what must come of them.
 
 Keys, values and queries are normal, pages stand in the pool in random order, and every
 place that nobody may look at holds NaN. Several tables over one pool let calls follow
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench.specs import Spec
+from pallas_kernels.bench.specs import GroupedSpec, Spec
 
 NUM_SPARE = 3
 """Pages that belong to nobody."""
@@ -21,6 +21,8 @@ NUM_CHECKED = 4
 """Pairs of a sequence and a KV head that are looked at."""
 MAX_CHECKED_ROWS = 16
 """Rows of each that are."""
+NUM_CHECKED_PRODUCTS = 64
+"""Rows and columns of grouped products that are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class Problem:
         off = norm = 0.0
         for row, head, wanted in self.samples:
             group = wanted.shape[1]
-            mine = wide(out[row])[:, head * group : (head + 1) * group]
+            mine = _wide(out[row])[:, head * group : (head + 1) * group]
             off += float(np.sum((mine - wanted) ** 2))
             norm += float(np.sum(wanted**2))
         return float(np.sqrt(off / norm))
@@ -106,6 +108,47 @@ class CopyProblem:
     """`[batch]`; none of them is a target."""
     target: jax.Array
     """`[batch]`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedProblem:
+    """Arguments of a grouped product; `group_sizes` leads with one more axis."""
+
+    spec: GroupedSpec
+    x: jax.Array
+    """`[rows, width]`."""
+    w: jax.Array
+    """`[groups, width, columns]`."""
+    group_sizes: jax.Array
+    """`[turns, groups]`: tokens draw their experts anew in every turn."""
+
+    @functools.cached_property
+    def samples(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Some rows and columns, and their products in the first turn, in float64."""
+        rng, spec = np.random.default_rng(1), self.spec
+        ends = np.cumsum(np.asarray(self.group_sizes[0]))
+        # At the edges of groups, and anywhere.
+        edges = np.concatenate([ends - 1, ends, rng.integers(0, spec.num_rows, 99)])
+        rows = np.unique(rng.permutation(edges)[:NUM_CHECKED_PRODUCTS])
+        rows = rows[(rows >= 0) & (rows < spec.num_rows)]
+        columns = rng.integers(0, spec.columns, NUM_CHECKED_PRODUCTS)
+        group = np.searchsorted(ends, rows, side="right")
+        weights = (_wide(self.w[i][:, columns]) for i in group)
+        wanted = [_wide(self.x[row]) @ w for row, w in zip(rows, weights, strict=True)]
+        return rows, columns, np.stack(wanted)
+
+    def error(self, out: jax.Array) -> float:
+        """Compares a result with the product in float64, at some rows and columns.
+
+        Args:
+          out: the products of its first turn, `[rows, columns]`.
+
+        Returns:
+          The norm of the difference by that of the right result; NaN if any is NaN.
+        """
+        rows, columns, wanted = self.samples
+        off = _wide(out[rows][:, columns]) - wanted
+        return float(np.linalg.norm(off) / np.linalg.norm(wanted))
 
 
 def make(spec: Spec, *, num_turns: int = 1, seed: int = 0) -> Problem:
@@ -163,6 +206,29 @@ def make_copy(spec: Spec, *, seed: int = 0) -> CopyProblem:
     )
 
 
+def make_grouped(
+    spec: GroupedSpec, *, num_turns: int = 1, seed: int = 0
+) -> GroupedProblem:
+    """Draws the arrays of a spec: rows are normal, products too.
+
+    Args:
+      spec: the shape.
+      num_turns: draws of experts.
+      seed: of rows and weights.
+    """
+    keys, dtype = jax.random.split(jax.random.key(seed)), jnp.dtype(spec.dtype)
+    shape = (spec.experts.groups, spec.width, spec.columns)
+    scale = jnp.asarray(spec.width**-0.5, dtype)
+    weights = jax.jit(lambda key: jax.random.normal(key, shape, dtype) * scale)
+    sizes = np.stack([spec.group_sizes(turn) for turn in range(num_turns)])
+    return GroupedProblem(
+        spec=spec,
+        x=jax.random.normal(keys[0], (spec.num_rows, spec.width), dtype),
+        w=weights(keys[1]),
+        group_sizes=jnp.asarray(sizes, jnp.int32),
+    )
+
+
 def _lay_out(
     spec: Spec, lengths: np.ndarray, num_turns: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -209,12 +275,12 @@ def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.
     length = int(problem.lengths()[sequence])
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
     k, v = (
-        wide(pages[ids, head]).reshape(-1, spec.heads.head_dim)[:length]
+        _wide(pages[ids, head]).reshape(-1, spec.heads.head_dim)[:length]
         for pages in (problem.k_pages, problem.v_pages)
     )
     group = spec.heads.q_heads // spec.heads.kv_heads
     index = sequence * spec.rows + rows
-    q = wide(problem.q[index])[:, head * group : (head + 1) * group]
+    q = _wide(problem.q[index])[:, head * group : (head + 1) * group]
     scores = np.einsum("rgd,td->rgt", q, k) / np.sqrt(spec.heads.head_dim)
     seen = problem.seen(sequence, rows, length)
     scores = np.where(seen[:, None, :], scores, -np.inf)
@@ -222,6 +288,5 @@ def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.
     return np.einsum("rgt,td->rgd", weights, v) / weights.sum(-1)[..., None]
 
 
-def wide(x: Any) -> np.ndarray:
-    """Numbers of any type, in float64."""
+def _wide(x: Any) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)

@@ -1,18 +1,13 @@
-"""Named shapes of attention and of page copies, shared by tests and benchmarks.
+"""Shapes of attention, of page copies and of grouped products, with names and counts.
 
-Heads are those of models that people serve; batches, contexts, trees and prefixes are
-those that others publish their kernels' times for.
+Heads and experts are those of models that people serve.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-MAX_BYTES = 60_000_000_000
-"""Larger ones are not in the grid: an H200 has 150 GB, peers need a second layout."""
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by type."""
 
@@ -37,6 +32,31 @@ MULTI_QUERY = Heads(16, 1, 128)
 SMOLLM2_135M = Heads(9, 3, 64)
 GEMMA_2_2B = Heads(8, 4, 256)
 TINY = Heads(4, 2, 16)
+
+
+class Experts(NamedTuple):
+    """Experts of a layer; a token goes to `top` of them."""
+
+    groups: int
+    top: int
+    width: int
+    hidden: int
+
+    def __str__(self) -> str:
+        """Writes the counts, as 2of8."""
+        return f"{self.top}of{self.groups}"
+
+
+# Jiang et al. 2024, arXiv:2401.04088, table 1.
+MIXTRAL_8X7B = Experts(8, 2, 4096, 14336)
+# DeepSeek-AI 2024, arXiv:2405.04434, appendix B, without the two that all tokens share.
+DEEPSEEK_V2_LITE = Experts(64, 6, 2048, 1408)
+# DeepSeek-AI 2024, arXiv:2412.19437, section 4.2, without the one that all share.
+DEEPSEEK_V3 = Experts(256, 8, 7168, 2048)
+# Of a processor's size, and of the tests'.
+SMALL_EXPERTS = Experts(8, 2, 512, 1792)
+SMALL_MANY_EXPERTS = Experts(64, 8, 512, 256)
+TINY_EXPERTS = Experts(4, 2, 24, 40)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,93 +154,67 @@ def _thousands(number: int) -> str:
     return f"{number // 1024}k" if number >= 1024 and not number % 1024 else f"{number}"
 
 
-def every[S](make: Callable[..., S], **values: Any) -> list[S]:
-    """Makes a shape for every combination of those values that are lists."""
-    lists = [x if isinstance(x, list) else [x] for x in values.values()]
-    rows = itertools.product(*lists)
-    return [make(**dict(zip(values, row, strict=True))) for row in rows]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedSpec:
+    """One shape; every token draws its experts at random."""
 
+    tokens: int
+    experts: Experts
+    direction: Literal["up", "down"] = "up"
+    """From the width of the model to that of an expert, or back."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
-def _all(kind: str, **values: Any) -> list[Spec]:
-    values.setdefault("batch", 1)
-    return every(Spec, kind=kind, **values)
+    kind = "grouped"
 
+    def __post_init__(self) -> None:
+        """Refuses shapes without sense."""
+        if self.tokens < 1:
+            raise ValueError(f"{self.tokens=} must be above 0")
+        if not 1 <= self.experts.top <= self.experts.groups:
+            raise ValueError(f"{self.experts.top=} must be in [1, experts.groups]")
 
-K = 1024
-TREE_ROWS = [8, 26, 64]
-PAGE_SIZES = [16, 64, 256]
-_TINY: dict[str, Any] = {"heads": TINY, "page_size": 8, "dtype": "float32"}
-_SMALL: dict[str, Any] = {"dtype": "float32"}
+    @property
+    def name(self) -> str:
+        """Says all of it in a word, as grouped-t64-2of8-4096x14336."""
+        dtype = "" if self.dtype == "bfloat16" else f"-{self.dtype}"
+        size = f"{self.width}x{self.columns}"
+        return f"{self.kind}-t{self.tokens}-{self.experts}-{size}{dtype}"
 
-SETS = {
-    # What the tests run.
-    "tiny": (
-        *_all("decode", batch=3, context=40, lengths="uniform", **_TINY),
-        *_all("tree", batch=2, context=21, rows=5, **_TINY),
-        Spec(kind="chunk", batch=2, context=17, rows=9, **_TINY),
-        *_all("copy", batch=4, **_TINY),
-    ),
-    # What a processor does in a minute.
-    "small": (
-        *_all("decode", batch=1, context=K, heads=SMOLLM2_135M, **_SMALL),
-        *_all("decode", batch=8, context=K, **_SMALL),
-        *_all("decode", batch=8, context=K, page_size=64, lengths="uniform", **_SMALL),
-        *_all("tree", batch=2, context=K, rows=26, **_SMALL),
-        *_all("prefix", batch=8, context=K, shared=K - 128, **_SMALL),
-        *_all("chunk", context=K, rows=128, **_SMALL),
-        *_all("prefill", rows=512, **_SMALL),
-        *_all("copy", batch=512, **_SMALL),
-    ),
-    "quick": (
-        *_all("decode", batch=1, context=K),
-        *_all("decode", batch=32, context=4 * K),
-        *_all("decode", batch=64, context=8 * K),
-        *_all("tree", batch=8, context=8 * K, rows=26),
-        *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
-        *_all("chunk", context=8 * K, rows=512),
-        *_all("prefill", rows=2 * K),
-        *_all("copy", batch=64 * 32),
-    ),
-    "real": (
-        *_all("decode", batch=[1, 8, 256], context=K),
-        *_all("decode", batch=[1, 8, 64], context=8 * K),
-        *_all("decode", batch=32, context=4 * K, page_size=PAGE_SIZES),
-        *_all("decode", batch=1, context=32 * K),
-        *_all(
-            "decode",
-            batch=32,
-            context=4 * K,
-            heads=[LLAMA_2_7B, LLAMA_3_70B, MULTI_QUERY, SMOLLM2_135M, GEMMA_2_2B],
-        ),
-        *_all("decode", batch=64, context=8 * K, lengths=["uniform", "one_long"]),
-        *_all("tree", batch=8, context=8 * K, rows=TREE_ROWS),
-        *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
-        *_all("prefix", batch=256, context=32 * K + 256, shared=32 * K),
-        *_all("chunk", context=[8 * K, 32 * K], rows=512),
-        *_all("prefill", rows=[512, 2 * K, 8 * K]),
-        *_all("copy", batch=64 * 32),
-    ),
-    "grid": tuple(
-        spec
-        for spec in (
-            *_all(
-                "decode",
-                heads=[LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, MULTI_QUERY],
-                page_size=PAGE_SIZES,
-                batch=[1, 8, 32, 64, 256],
-                context=[K, 8 * K, 32 * K, 128 * K],
-            ),
-            *_all("tree", batch=[1, 8, 32], context=8 * K, rows=TREE_ROWS),
-            *(
-                Spec(kind="prefix", batch=batch, context=shared + 256, shared=shared)
-                for batch, shared in itertools.product(
-                    (16, 64, 256), (K, 8 * K, 32 * K)
-                )
-            ),
-            *_all("chunk", context=[8 * K, 32 * K], rows=512, page_size=PAGE_SIZES),
-            *_all("prefill", rows=[512, 2 * K, 8 * K, 16 * K], page_size=PAGE_SIZES),
-        )
-        if spec.bytes <= MAX_BYTES
-    ),
-}
-"""Shapes by the name of the occasion."""
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return getattr(self.experts, "width" if self.direction == "up" else "hidden")
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a row's product."""
+        return getattr(self.experts, "hidden" if self.direction == "up" else "width")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows: a token is one at each of its experts."""
+        return self.tokens * self.experts.top
+
+    def group_sizes(self, turn: int = 0) -> np.ndarray:
+        """Rows of each group in a turn: `[groups]`, reproducibly random."""
+        rng, (groups, top, *_) = np.random.default_rng(turn), self.experts
+        draws = rng.random((self.tokens, groups))
+        chosen = np.argpartition(draws, top - 1, axis=1)[:, :top]
+        return np.bincount(chosen.ravel(), minlength=groups)
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes to be moved: rows, weights of groups with rows, and products.
+
+        Mixtral, one token up: 2 * 4096 * 14336 weights, 2 rows of 4096 and 14336
+        numbers, all of 2 bytes: 234.96 MB.
+        """
+        used = int(np.count_nonzero(self.group_sizes()))
+        weights = used * self.width * self.columns
+        rows = self.num_rows * (self.width + self.columns)
+        return (weights + rows) * ITEMSIZES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Operations, of rows with the weights of their own group alone."""
+        return 2 * self.num_rows * self.width * self.columns

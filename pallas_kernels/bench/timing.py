@@ -4,6 +4,8 @@ On a GPU the time is that of the kernels alone, as CUPTI records them; on a CPU 
 that of calls that are waited for. Both are medians.
 """
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -98,9 +100,7 @@ def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:
       The times; a GPU without CUPTI gets the clock "queue".
     """
     jax.block_until_ready(call(0))
-    start_s = time.perf_counter()
-    jax.block_until_ready(call(1))
-    once_s = time.perf_counter() - start_s
+    once_s = _stopwatch(lambda: call(1))
     num_calls = max(2, min(num_calls, int(1 / once_s)))
     if devices.current().platform != "gpu":
         return _wall(call, num_calls)
@@ -166,22 +166,23 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return a @ b
 
 
+def _stopwatch(work: Callable[[], Any]) -> float:
+    """Seconds until the arrays that work returns are there."""
+    start_s = time.perf_counter()
+    jax.block_until_ready(work())
+    return time.perf_counter() - start_s
+
+
 def _wall(call: Callable[[int], Any], num_calls: int) -> Timing:
-    seconds = []
-    for index in range(num_calls):
-        start_s = time.perf_counter()
-        jax.block_until_ready(call(index))
-        seconds.append(time.perf_counter() - start_s)
-    return _timing(seconds, "wall")
+    turns = (functools.partial(call, index) for index in range(num_calls))
+    return _timing([*map(_stopwatch, turns)], "wall")
 
 
 def _queue(call: Callable[[int], Any], num_calls: int) -> Timing:
-    seconds = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        jax.block_until_ready([call(index) for index in range(num_calls)])
-        seconds.append((time.perf_counter() - start_s) / num_calls)
-    return _timing(seconds, "queue")
+    def together() -> list[Any]:
+        return [call(index) for index in range(num_calls)]
+
+    return _timing([_stopwatch(together) / num_calls for _ in range(3)], "queue")
 
 
 def _cupti(call: Callable[[int], Any], num_calls: int) -> Timing | None:
@@ -209,12 +210,10 @@ class _Turns:
     """
 
     def __init__(self, call: Callable[[int], Any]) -> None:
-        self._call = call
-        self._index = -1
+        self._calls = map(call, itertools.count())
 
     def __call__(self) -> Any:
-        self._index += 1
-        return self._call(self._index)
+        return next(self._calls)
 
     def lower(self) -> Any:
         """Makes it a `jax.stages.Wrapped`, which is all that the profiler asks."""

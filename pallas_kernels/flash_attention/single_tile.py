@@ -26,13 +26,8 @@ def attend(
 ]:
     """Output, in the type of q, and log-sum-exp of every query.
 
-    Args:
-      q: queries.
-      k: keys.
-      v: values.
-      seen: which keys a query attends to; with none, its output is zero and its
-        log-sum-exp -inf.
-      scale: factor on the scores.
+    `seen` says which keys a query attends to; with none, its output is zero and its
+    log-sum-exp -inf. `scale` is the factor on the scores.
     """
     return _forward(q, k, v, seen, scale)[0]
 

@@ -94,7 +94,7 @@ def choose(
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: GroupedImplementation | None = None,
 ) -> GroupedImplementation:
-    """Names the implementation that serves a call.
+    """Names the implementation that serves a call, as `grouped_matmul` takes it.
 
     Raises:
       ValueError: one is asked for that is unknown, or that cannot serve the call.

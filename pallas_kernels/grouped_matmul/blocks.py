@@ -95,16 +95,8 @@ def max_blocks(
     """Most blocks that rows can be cut into, the rest counted as one more group.
 
     A run of n rows that starts at most align - 1 rows into its first block needs
-    ceil((n + align - 1) / block_rows) blocks, and runs without rows none.
-
-    Args:
-      num_rows: rows, those of the rest with them.
-      num_groups: groups.
-      block_rows: length of a block.
-      align: divisor of the row that a block starts at.
-
-    Returns:
-      The bound. 100 rows of 4 groups in blocks of 8: (100 + 5 * 7) // 8 = 16.
+    ceil((n + align - 1) / block_rows) blocks, and runs without rows none. 100 rows of 4
+    groups in blocks of 8: (100 + 5 * 7) // 8 = 16.
     """
     num_runs = min(num_groups + 1, num_rows)
     return (num_rows + num_runs * (block_rows + align - 2)) // block_rows
@@ -117,17 +109,11 @@ def cut(
     block_rows: int,
     align: int = 1,
 ) -> Blocks:
-    """Cuts rows into blocks.
+    """Cuts rows into as many blocks as `max_blocks` says.
 
-    Args:
-      group_sizes: rows of each group, 0 or more, together at most `num_rows`.
-      num_rows: all rows.
-      block_rows: length of a block, a multiple of `align`.
-      align: divisor of the row that a block starts at. A run starts up to align - 1
-        rows into its first block.
-
-    Returns:
-      The blocks, as many as `max_blocks` says.
+    Groups have 0 rows or more, together at most `num_rows`. A block starts at a
+    multiple of `align`, which divides its length: a run starts up to align - 1 rows
+    into its first block.
     """
     num_groups = group_sizes.shape[0]
     most = max_blocks(

@@ -75,21 +75,11 @@ def multiply(
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> Float[Array, "rows columns"]:
-    """Multiplies each row by the weights of its group.
+    """Multiplies each row by the weights of its group, as `reference.multiply` does.
 
-    Args:
-      x: rows sorted by group, in bfloat16 or float16.
-      w: weights of the same type, `[groups, width, columns]`; if transposed, `[groups,
-        columns, width]`.
-      group_sizes: rows of each group, 0 or more, together at most `rows`.
-      transposed: how the weights lie.
-      dtype: of the result, of 16 or 32 bits; sums have 32.
-      tiling: of the tiles.
-      num_programs: programs, one for each multiprocessor.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
-
-    Returns:
-      The products; 0 in rows past the last group, whatever `x` holds there.
+    Rows and weights are in bfloat16 or float16, the result has 16 or 32 bits. There is
+    a program for each multiprocessor; `interpret` says how to emulate the kernel on a
+    CPU, False compiles it.
 
     Raises:
       ValueError: a tiling that does not divide the weights.

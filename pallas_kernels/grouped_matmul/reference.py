@@ -90,14 +90,8 @@ def multiply_rows(
 ) -> Float[Array, "groups width columns"]:
     """Sums x[row] y[row]^T over the rows of each group: the gradient of the weights.
 
-    Args:
-      x: rows sorted by group.
-      y: likewise.
-      group_sizes: rows of each group, 0 or more, together at most `rows`.
-      dtype: of the result; sums have at least 32 bits.
-
-    Returns:
-      The sums; 0 for groups without rows. Rows past the last group are in none.
+    Rows are sorted by group; sums have at least 32 bits, and are 0 for groups without
+    rows. Rows past the last group are in none.
     """
     num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     wide = _wide(dtype)

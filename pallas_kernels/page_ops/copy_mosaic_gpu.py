@@ -33,19 +33,9 @@ def copy_pages(
 ) -> Shaped[Array, "pages ..."]:
     """Makes some pages equal to others, in place where the pages are donated.
 
-    Programs run in any order: no page may be both a source and a target.
-
-    Args:
-      pages: pages of one layer, or of all layers with ids offset by the layer.
-      source: page that each entry reads.
-      target: page that it overwrites, no page twice. An entry with either id out of
-        range does nothing.
-      origin: pages of the same shape and type to read from; None reads from `pages`.
-      part_bytes: most that one program moves, at least `LINE_BYTES`.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
-
-    Returns:
-      The pages with every target replaced; all others bit for bit as before.
+    As `copy.copy_pages`, but programs run in any order: no page may be both a source
+    and a target. One moves `part_bytes` at most, at least `LINE_BYTES`; `interpret`
+    says how to emulate the kernel on a CPU, False compiles it.
 
     Raises:
       ValueError: pages or parts of a size that cannot be moved.

@@ -180,19 +180,8 @@ def make_plan(
 ) -> dispatch.StepPlan | None:
     """Prepares what a kernel needs once a step, whatever the layer.
 
-    Args:
-      q: the queries, or only their shape and type.
-      k_pages: the keys, likewise.
-      page_ids: as for `paged_attention`, like all that follow; of these only the shape
-        matters.
-      positions: position of each row.
-      slots: slot of each row.
-      context: places that every row of the slot sees.
-      ancestors: who sees whom beyond.
-      window: latest keys seen.
-      numerics: as will be asked for.
-      implementation: likewise.
-      tiling: sizes of the kernels, which the plan keeps.
+    Arguments are those of `paged_attention`; of `q` and `k_pages` only shape and type
+    matter, of `page_ids` the shape. The plan keeps `tiling`, the sizes of the kernels.
 
     Returns:
       The plan; None where the reference will serve the call, which needs none.
@@ -233,13 +222,7 @@ def choose(
     def refusal() -> str | None:
         if numerics != "fast":
             return f"{numerics=} needs sums that do not depend on the other rows"
-        return decode_plan.why_not(
-            q_dtype=str(q.dtype),
-            page_dtype=str(k_pages.dtype),
-            group=q.shape[1] // k_pages.shape[1],
-            head_dim=q.shape[2],
-            page_size=k_pages.shape[2],
-        )
+        return decode_plan.why_not(q, k_pages)
 
     return devices.choose(implementation, refusal)
 

@@ -13,14 +13,7 @@ def check_arrays(
     k_scales: Array | None,
     v_scales: Array | None,
 ) -> None:
-    """Refuses arrays that do not fit each other.
-
-    Args:
-      q: as `api.paged_attention` takes it, and so on.
-      k_pages: likewise.
-      v_pages: likewise.
-      k_scales: likewise.
-      v_scales: likewise.
+    """Refuses arrays that do not fit each other, as `api.paged_attention` takes them.
 
     Raises:
       ValueError: shapes or types do not fit.
@@ -57,14 +50,10 @@ def check_arrays(
 
 
 def check_heads(q: Array, **values: Array | None) -> None:
-    """Refuses what is not one number for each query head.
-
-    Args:
-      q: as `api.paged_attention` takes it.
-      **values: arrays by name, None where not given.
+    """Refuses what is not one number for each query head, or None.
 
     Raises:
-      ValueError: a shape is another.
+      ValueError: a shape is another; the line has its name.
     """
     for name, given in values.items():
         if given is not None and given.shape != (q.shape[1],):

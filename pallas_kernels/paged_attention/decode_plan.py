@@ -7,6 +7,7 @@ shapes are static, so that new lengths compile nothing.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, UInt32
@@ -20,25 +21,20 @@ FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
 
 
 def why_not(
-    *, q_dtype: str, page_dtype: str, group: int, head_dim: int, page_size: int
+    q: Array | jax.ShapeDtypeStruct, k_pages: Array | jax.ShapeDtypeStruct
 ) -> str | None:
-    """Says why the decode kernel does not take a call.
+    """Says in a clause why the kernels do not take a call, or None.
 
     Args:
-      q_dtype: name of the type of the queries.
-      page_dtype: name of the type of keys and values.
-      group: query heads that share a KV head.
-      head_dim: size of a head.
-      page_size: tokens of a page.
-
-    Returns:
-      The argument and its range in a clause; None if it takes the call.
+      q: queries, `[rows, q_heads, head_dim]`, or only their shape and type.
+      k_pages: keys, `[pages, kv_heads, page_size, head_dim]`, likewise.
     """
-    if q_dtype not in ("bfloat16", "float16") or page_dtype != q_dtype:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype:
         return (
-            f"q and pages must both be bfloat16 or both float16, not {q_dtype} and"
-            f" {page_dtype}"
+            f"q and pages must both be bfloat16 or both float16, not {q.dtype} and"
+            f" {k_pages.dtype}"
         )
+    group, (_, _, page_size, head_dim) = q.shape[1] // k_pages.shape[1], k_pages.shape
     if not 1 <= group <= 64:
         return f"{group=} query heads for each KV head must be in [1, 64]"
     if head_dim not in (64, 128, 256):
@@ -163,11 +159,7 @@ def make_plan(
 def ancestor_words(ancestors: Bool[Array, "rows columns"]) -> UInt32[Array, "rows _"]:
     """Packs flags into words of 32 bits, column j into bit j % 32 of word j // 32.
 
-    Args:
-      ancestors: the flags.
-
-    Returns:
-      ceil(columns / 32) words a row.
+    There are ceil(columns / 32) words a row.
     """
     rows, columns = ancestors.shape
     num_words = -(-columns // 32)

@@ -76,21 +76,10 @@ def make_plan(
 ) -> StepPlan:
     """Divides the rows among the kernels, and plans for each.
 
-    One row a slot, trees, and no more rows than are few go to decode alone. The rows of
-    a single slot go to prefill alone: so many are a chunk, but for its last piece.
-
-    Args:
-      positions: position of each row; -1 for a padding row.
-      slots: slot of each row, the rows of a slot side by side; None where row i is
-        slot i.
-      num_slots: slots, static.
-      kv_heads: KV heads, static.
-      group: query heads that share a KV head, static.
-      head_dim: size of a head, static.
-      context: see `decode_plan.make_plan`.
-      ancestors: see there.
-      window: see there.
-      tiling: sizes of the kernels; None takes `default_tilings`.
+    Arguments are those of `decode_plan.make_plan`; a tiling of None takes
+    `default_tilings` of `head_dim`. One row a slot, trees, and no more rows than are
+    few go to decode alone. The rows of a single slot go to prefill alone: so many are a
+    chunk, but for its last piece.
     """
     few, tiling = PACKED_ROWS // group, tiling or default_tilings(head_dim)
     is_all_few = slots is None or context is not None or positions.shape[0] <= few
@@ -137,20 +126,11 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from all rows, with the kernels that the plan names.
 
-    Args:
-      q: queries.
-      k_pages: keys.
-      v_pages: values.
-      page_ids: page of every place / page_size.
-      plan: `make_plan` of these rows, with the same window.
-      window: latest keys seen; None means all.
-      **features: scale, softcap, alibi and sinks, see `decode.attend`.
+    Arguments and errors are those of `decode.attend`; `plan` is `make_plan` of these
+    rows, with the same window, and `features` are scale, softcap, alibi and sinks.
 
     Returns:
       Output in the type of q, and natural log-sum-exp; 0 and -inf without a key.
-
-    Raises:
-      ValueError: types or sizes that the kernels do not take.
     """
     # Pallas loads only where it runs.
     from pallas_kernels.paged_attention.hopper import decode as hopper_decode

@@ -17,16 +17,10 @@ def add_sinks(
     lse: Float32[Array, "rows q_heads"],
     sinks: Float[Array, " q_heads"],
 ) -> tuple[Float32[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
-    """Adds one score a head that takes weight and brings no value.
+    """Adds one score a head, its sink, that takes weight and brings no value.
 
-    Args:
-      out: attention over the keys.
-      lse: its natural log-sum-exp, -inf where there was no key.
-      sinks: the score of each query head.
-
-    Returns:
-      Output and log-sum-exp over the keys and the sink; 0 and -inf where there was no
-      key, sink or not.
+    Output and log-sum-exp, a natural one, are those over the keys, then over keys and
+    sink; 0 and -inf where there was no key, sink or not.
     """
     total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, :])
     total = jnp.where(jnp.isneginf(lse), -jnp.inf, total)

@@ -41,10 +41,6 @@ def type_of_products(q_type: DTypeLike, memory: Memory) -> np.dtype:
 
     8-bit numbers fit exactly into every type. But weights times the scales of values
     are often too small for float16.
-
-    Args:
-      q_type: type of the queries.
-      memory: the keys and values.
     """
     q_type, page_type = np.dtype(q_type), np.dtype(memory.k.dtype)
     narrow = page_type.itemsize == 1 and q_type != np.float16

@@ -62,18 +62,10 @@ def num_padded(num_rows: int) -> int:
 
 
 def max_tiles(*, num_rows: int, num_slots: int, few: int) -> int:
-    """Bounds the tiles that slots of more than `few` rows can fill.
+    """Bounds the tiles that slots of more than `few` rows can fill; at least 1.
 
     A slot whose rows span n places fills at most (n + 7 + 127) // 128 tiles, the 7 for
-    its start.
-
-    Args:
-      num_rows: rows, at least 1.
-      num_slots: slots, at least 1.
-      few: rows of a slot that is left out, at least 0.
-
-    Returns:
-      The bound, at least 1. 512 rows, 4 slots, few 32: (512 + 4 * 134) // 128 = 8.
+    its start. 512 rows, 4 slots, few 32: (512 + 4 * 134) // 128 = 8.
     """
     used = min(num_slots, num_rows // (few + 1))
     slack = ROW_ALIGNMENT - 1 + TILE_ROWS - 1
@@ -110,15 +102,9 @@ def make_plan(
     tiling: Tiling,
     window: int | None = None,
 ) -> Plan:
-    """Cuts the chunks of slots with many rows into tiles.
+    """Cuts the chunks of slots with many rows into tiles; as `decode_plan.make_plan`.
 
-    Args:
-      positions: position of each row; -1 for a padding row.
-      slots: slot of each row, the rows of a slot side by side.
-      num_slots: slots, static.
-      few: slots of so many rows or fewer are left out, static.
-      tiling: sizes; the same for plan and kernel.
-      window: a row sees places above its position - window; None means all.
+    Slots of `few` rows or fewer are left out.
 
     Returns:
       The plan, of `max_tiles` tiles.

@@ -31,17 +31,10 @@ class Packing(NamedTuple):
 
 
 def num_block_rows(*, tokens: int, group: int) -> int:
-    """Counts the packed rows of a block, padding included.
+    """Counts the packed rows of a block, padding included; both are at least 1.
 
-    Memory holds multiples of what a transfer can move. Beyond one matrix product
-    they are whole ones, a warpgroup each.
-
-    Args:
-      tokens: tokens in a block, at least 1.
-      group: query heads that share a KV head, at least 1.
-
-    Returns:
-      A multiple of 8 up to 64, else a multiple of 64.
+    Memory holds multiples of what a transfer can move. Beyond one matrix product they
+    are whole ones, a warpgroup each: a multiple of 8 up to 64, else of 64.
     """
     unit = ROW_ALIGNMENT if tokens * group <= WGMMA_ROWS else WGMMA_ROWS
     return -(-tokens * group // unit) * unit
@@ -50,29 +43,15 @@ def num_block_rows(*, tokens: int, group: int) -> int:
 def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
     """Bounds the blocks that rows of so many slots can fill, whatever their split.
 
-    A slot with n rows fills ceil(n / tokens) <= 1 + (n - 1) / tokens blocks.
-
-    Args:
-      num_rows: rows, at least 1.
-      num_slots: slots, at least 1.
-      tokens: rows of one slot in a block, at least 1.
-
-    Returns:
-      The bound, at least 1. 10 rows of 3 slots in blocks of 4: 3 + 7 // 4 = 4.
+    A slot with n rows fills ceil(n / tokens) <= 1 + (n - 1) / tokens blocks. All counts
+    are at least 1. 10 rows of 3 slots in blocks of 4: 3 + 7 // 4 = 4.
     """
     used = min(num_rows, num_slots)
     return used + (num_rows - used) // tokens
 
 
 def one_row_a_slot(live: Bool[Array, " rows"]) -> Packing:
-    """Packs row i, which is slot i, into block i.
-
-    Args:
-      live: whether the row sees any key.
-
-    Returns:
-      The packing, of blocks of one token.
-    """
+    """Packs row i, which is slot i, into block i, of one token; if it sees any key."""
     num_rows = live.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     kept = jnp.where(live, row, num_rows)
@@ -127,13 +106,7 @@ def pack_queries(
 ) -> Float[Array, "blocks {kv_heads} block_rows head_dim"]:
     """Lays the queries out in blocks, one of each for every KV head.
 
-    Args:
-      q: queries; query head h reads KV head `h // (q_heads // kv_heads)`.
-      packing: where the rows lie.
-      kv_heads: KV heads, a divisor of the query heads, static.
-
-    Returns:
-      The blocks; zeros where there is no row.
+    Query head h reads KV head `h // (q_heads // kv_heads)`. Zeros where no row is.
     """
     (num_blocks, tokens), (_, q_heads, head_dim) = packing.row.shape, q.shape
     group = q_heads // kv_heads
@@ -149,14 +122,7 @@ def pack_values(
 ) -> Shaped[Array, "blocks wgmma_rows"]:
     """Spreads one number a row over the packed rows, padded to whole matrix products.
 
-    Args:
-      values: the numbers.
-      packing: where the rows lie.
-      group: query heads that share a KV head, static.
-      fill: what padding gets.
-
-    Returns:
-      The number of each packed row.
+    Each of the `group` query heads of a KV head gets it; padding gets `fill`.
     """
     tokens, filler = packing.row.shape[1], jnp.asarray(fill, values.dtype)
     found = values.at[packing.row].get(mode="fill", fill_value=fill)
@@ -172,17 +138,7 @@ def unpack(
     group: int,
     fill: float,
 ) -> Shaped[Array, "rows q_heads *rest"]:
-    """Brings packed results back to rows.
-
-    Args:
-      blocks: the results.
-      packing: where the rows lie.
-      group: query heads that share a KV head, static.
-      fill: what rows get that are left out.
-
-    Returns:
-      The results of each row and query head.
-    """
+    """Brings packed results back to rows and query heads; rows left out get `fill`."""
     num_blocks, kv_heads, _, *rest = blocks.shape
     tokens = packing.row.shape[1]
     blocks = blocks[:, :, : tokens * group]

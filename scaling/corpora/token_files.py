@@ -40,15 +40,10 @@ class TokenFileConfig:
         for path in filter(None, (self.train, self.held_out)):
             if Path(path).suffix not in (".bin", ".npy"):
                 raise ValueError(f"{path}: a file of tokens ends in .bin or .npy")
-        if self.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"{self.dtype=} must be 'uint16' or 'uint32'")
+        validation.choice("self.dtype", self.dtype, ("uint16", "uint32"))
         validation.at_least(self, "vocab_size", low=2)
         validation.within(self, "held_out_share", low=0, high=1, ends="()")
-        if self.bytes_per_token < 0 or self.num_unique_tokens < 0:
-            raise ValueError(
-                f"{self.bytes_per_token=} and {self.num_unique_tokens=} must be at "
-                "least 0"
-            )
+        validation.at_least(self, "bytes_per_token", "num_unique_tokens", low=0)
 
 
 def open(config: TokenFileConfig) -> streams.Corpus:

@@ -24,11 +24,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "jaxkv").expanduser()
 
 
 def open(config: CorpusConfig, *, cache: Path | None = None) -> streams.Corpus:
-    """Makes the streams of a text.
-
-    Args:
-      config: which text, and how it becomes tokens.
-      cache: where byte pairs are kept.
+    """Makes the streams of a text; `cache` is where byte pairs are kept.
 
     Raises:
       ValueError: see `texts.load` and `streams.make`.

@@ -5,13 +5,14 @@ activation function its input, attention its queries, keys and values and either
 weights or, in tiles, the log-sum-exp of each row. Their sum for a GPT layer with
 dropout is the well-known `s b h (34 + 5 a s / h)`; a Llama layer has another.
 
-What `jax.vjp` keeps of our own models is in `costs_residuals`.
+What `jax.vjp` keeps of our own models is in `residuals`.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1 and 4.2 (the list, and
 what tensor and sequence parallelism divide); Dao et al. 2022, arXiv:2205.14135 (no
 weights kept, one log-sum-exp a row).
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -30,7 +31,7 @@ class Stored(NamedTuple):
     Attributes:
       part: what it belongs to: norms, attention, scores, mlp, experts.
       name: what it is.
-      formula: its bytes per token, in the letters of `descriptions`.
+      formula: its bytes per token, in the letters of `shapes.description`.
       bytes: the same as a number.
       place: the layers that have it: every, dense or mixture.
       divided: by what tensor parallelism divides it.
@@ -109,10 +110,7 @@ def _parts(divided: Divided, model: Description, layout: Layout) -> int:
 
 def _norms(model: Description, e: int, dropout: bool) -> Iterable[Stored]:
     h = model.hidden_size
-
-    def tensor(name: str, formula: str, size: int) -> Stored:
-        return Stored("norms", name, formula, size, "every", "sequence")
-
+    tensor = functools.partial(Stored, "norms", place="every", divided="sequence")
     count = model.norms_per_layer
     yield tensor("inputs of the norms", f"{count * e} h", count * e * h)
     yield tensor("outputs of the norms", f"{2 * e} h", 2 * e * h)
@@ -148,10 +146,7 @@ def _scores(
     model: Description, e: int, sequence: int, flash: bool, dropout: bool
 ) -> Iterable[Stored]:
     n = model.attention.num_q_heads
-
-    def tensor(name: str, formula: str, size: int) -> Stored:
-        return Stored("scores", name, formula, size, "every", "heads")
-
+    tensor = functools.partial(Stored, "scores", place="every", divided="heads")
     if flash:
         yield tensor("log-sum-exp", "4 n", 4 * n)
         return

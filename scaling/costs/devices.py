@@ -5,7 +5,7 @@ numbers are zero). Bandwidths are bytes per second; that of the link counts one
 direction, half of what sheets print for NVLink. Sizes are in bytes, a GB being 1e9.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 type Precision = Literal["float32", "bfloat16", "float8"]
@@ -50,12 +50,7 @@ class Device(NamedTuple):
         Raises:
           ValueError: the device has no units for it.
         """
-        rates = {
-            "bfloat16": self.bfloat16,
-            "float8": self.float8,
-            "float32": self.float32,
-        }
-        if not (rate := rates[precision]):
+        if not (rate := getattr(self, precision)):
             raise ValueError(f"{self.name} has no units for {precision}")
         return rate
 
@@ -69,84 +64,66 @@ class Device(NamedTuple):
         return self.rate(precision) / self.bandwidth
 
 
+_SIZES = """
+v100         32   900    125    0      15.7  150
+t4           16   320    65     0      8.1   16
+a10          24   600    125    0      31.2  32
+a100-40gb    40   1555   312    0      19.5  300
+a100-80gb    80   2039   312    0      19.5  300
+l4           24   300    121    242    30.3  32
+l40s         48   864    362    733    91.6  32
+h100         80   3350   989.4  1978.9 66.9  450
+h100-pcie    80   2000   756    1513   51.2  300
+h800         80   3350   989.4  1978.9 66.9  200
+h200         141  4800   989.4  1978.9 66.9  450
+b200         180  7700   2250   4500   75    900
+mi300x       192  5300   1307.4 2614.9 163.4 64
+tpu-v5e      16   819    197    0      0     50
+tpu-v5p      95   2765   459    0      0     100
+"""
+"""GB, GB/s, TFLOP/s of 16 bits, 8 bits and float32, GB/s of the link one way."""
+
+_SOURCES = {
+    "v100": "NVIDIA V100 SXM2 data sheet, 2020; half precision only",
+    "t4": "NVIDIA T4 product brief, 2019; half precision only; PCIe 3 x16",
+    "a10": "NVIDIA A10 data sheet, 2021; PCIe 4 x16",
+    "a100-40gb": "NVIDIA A100 SXM 40 GB data sheet, 2020",
+    "a100-80gb": "NVIDIA A100 SXM 80 GB data sheet, 2022",
+    "l4": "NVIDIA L4 data sheet, 2023, without sparsity; PCIe 4 x16",
+    "l40s": "NVIDIA L40S data sheet, 2023, without sparsity; PCIe 4 x16",
+    "h100": "NVIDIA H100 SXM data sheet, 2023, without sparsity",
+    "h100-pcie": "NVIDIA H100 PCIe data sheet, 2023, without sparsity; NVLink bridge",
+    "h800": "as H100 with NVLink of 400 GB/s in both directions together",
+    "h200": "NVIDIA H200 SXM data sheet, 2024, without sparsity",
+    "b200": "NVIDIA HGX B200 data sheet, 2025, without sparsity",
+    "mi300x": "AMD MI300X data sheet, 2023, without sparsity; one of 7 links",
+    "tpu-v5e": "Google Cloud TPU v5e documentation; one of 4 links",
+    "tpu-v5p": "Google Cloud TPU v5p documentation; one of 6 links",
+}
+
 _BEKMAN = "Bekman, Machine Learning Engineering, table of achievable products (2025)"
 
-_ALL = (
-    Device(
-        *("v100", 32e9, 900e9, 125e12, 0.0, 15.7e12, 150e9),
-        source="NVIDIA V100 SXM2 data sheet, 2020; half precision only",
-        measured_bandwidth=750e9,
-        measured_source="Jia et al. 2018, arXiv:1804.06826, table 3.1",
-    ),
-    Device(
-        *("t4", 16e9, 320e9, 65e12, 0.0, 8.1e12, 16e9),
-        source="NVIDIA T4 product brief, 2019; half precision only; PCIe 3 x16",
-        measured_bandwidth=220e9,
-        measured_source="Jia et al. 2019, arXiv:1903.07486, table 3.1",
-    ),
-    Device(
-        *("a10", 24e9, 600e9, 125e12, 0.0, 31.2e12, 32e9),
-        source="NVIDIA A10 data sheet, 2021; PCIe 4 x16",
-    ),
-    Device(
-        *("a100-40gb", 40e9, 1555e9, 312e12, 0.0, 19.5e12, 300e9),
-        source="NVIDIA A100 SXM 40 GB data sheet, 2020",
-        measured_products=267.9e12,
-        measured_source=_BEKMAN,
-    ),
-    Device(
-        *("a100-80gb", 80e9, 2039e9, 312e12, 0.0, 19.5e12, 300e9),
-        source="NVIDIA A100 SXM 80 GB data sheet, 2022",
-        measured_products=267.9e12,
-        measured_source=_BEKMAN,
-    ),
-    Device(
-        *("l4", 24e9, 300e9, 121e12, 242e12, 30.3e12, 32e9),
-        source="NVIDIA L4 data sheet, 2023, without sparsity; PCIe 4 x16",
-    ),
-    Device(
-        *("l40s", 48e9, 864e9, 362e12, 733e12, 91.6e12, 32e9),
-        source="NVIDIA L40S data sheet, 2023, without sparsity; PCIe 4 x16",
-    ),
-    Device(
-        *("h100", 80e9, 3350e9, 989.4e12, 1978.9e12, 66.9e12, 450e9),
-        source="NVIDIA H100 SXM data sheet, 2023, without sparsity",
-        measured_products=794.5e12,
-        measured_source=_BEKMAN,
-    ),
-    Device(
-        *("h100-pcie", 80e9, 2000e9, 756e12, 1513e12, 51.2e12, 300e9),
-        source="NVIDIA H100 PCIe data sheet, 2023, without sparsity; NVLink bridge",
-    ),
-    Device(
-        *("h800", 80e9, 3350e9, 989.4e12, 1978.9e12, 66.9e12, 200e9),
-        source="as H100 with NVLink of 400 GB/s in both directions together",
-    ),
-    Device(
-        *("h200", 141e9, 4800e9, 989.4e12, 1978.9e12, 66.9e12, 450e9),
-        source="NVIDIA H200 SXM data sheet, 2024, without sparsity",
-    ),
-    Device(
-        *("b200", 180e9, 7700e9, 2250e12, 4500e12, 75e12, 900e9),
-        source="NVIDIA HGX B200 data sheet, 2025, without sparsity",
-        measured_products=1745e12,
-        measured_source=_BEKMAN,
-    ),
-    Device(
-        *("mi300x", 192e9, 5300e9, 1307.4e12, 2614.9e12, 163.4e12, 64e9),
-        source="AMD MI300X data sheet, 2023, without sparsity; one of 7 links",
-    ),
-    Device(
-        *("tpu-v5e", 16e9, 819e9, 197e12, 0.0, 0.0, 50e9),
-        source="Google Cloud TPU v5e documentation; one of 4 links",
-    ),
-    Device(
-        *("tpu-v5p", 95e9, 2765e9, 459e12, 0.0, 0.0, 100e9),
-        source="Google Cloud TPU v5p documentation; one of 6 links",
-    ),
-)
+_MEASURED = {
+    "v100": (0.0, 750e9, "Jia et al. 2018, arXiv:1804.06826, table 3.1"),
+    "t4": (0.0, 220e9, "Jia et al. 2019, arXiv:1903.07486, table 3.1"),
+    "a100-40gb": (267.9e12, 0.0, _BEKMAN),
+    "a100-80gb": (267.9e12, 0.0, _BEKMAN),
+    "h100": (794.5e12, 0.0, _BEKMAN),
+    "b200": (1745e12, 0.0, _BEKMAN),
+}
+"""16-bit products and bytes of memory a second that somebody reached, and who."""
 
-DEVICES: Mapping[str, Device] = {device.name: device for device in _ALL}
+
+def _devices() -> Iterator[Device]:
+    powers = ("e9", "e9", "e12", "e12", "e12", "e9")
+    for line in _SIZES.split("\n")[1:-1]:
+        name, *sizes = line.split()
+        read = (float(x + power) for x, power in zip(sizes, powers, strict=True))
+        measured = _MEASURED.get(name, (0.0, 0.0, ""))
+        yield Device(name, *read, _SOURCES[name], *measured)
+
+
+DEVICES: Mapping[str, Device] = {device.name: device for device in _devices()}
 """All that are known, by name."""
 
 _OTHER_NAMES = {

@@ -10,7 +10,6 @@ of s x s pairs the triangle of s^2 / 2, diagonal neglected, as Porian et al. 202
 commonest difference between two numbers.
 """
 
-from collections import Counter
 from typing import Literal, NamedTuple
 
 from scaling.costs import parameters
@@ -29,8 +28,8 @@ class Term(NamedTuple):
     Attributes:
       part: the part of the model.
       name: the product.
-      formula: per token, of one layer that has it, in the letters of `descriptions`;
-        t stands for the keys that a query meets.
+      formula: per token, of one layer that has it, in the letters of
+        `shapes.description`; t stands for the keys that a query meets.
       flops: of the whole call, forward.
       growth: how it grows with the length of the sequence: "s" or "s^2".
     """
@@ -103,15 +102,14 @@ def forward(
         flops = 2 * weight.size * number * times
         found.append(Term(weight.part, weight.name, formula, flops, "s"))
     scores, values, formulas = _widths(model, absorbed=past > 0)
-    pairs = sum(
-        layers * twice_pairs(sequence, past, window, attention)
-        for window, layers in Counter(model.windows).items()
+    pairs = batch * model.over_layers(
+        lambda window: twice_pairs(sequence, past, window, attention)
     )
-    for name, width, formula in zip(
-        ("scores", "values"), (scores, values), formulas, strict=True
+    for name, width, formula in (
+        ("scores", scores, formulas[0]),
+        ("values", values, formulas[1]),
     ):
-        flops = batch * pairs * width
-        found.append(Term("attention", name, formula, flops, "s^2"))
+        found.append(Term("attention", name, formula, pairs * width, "s^2"))
     return tuple(found)
 
 
@@ -132,20 +130,11 @@ def decode(
     check(batch=batch, context=context, steps=steps)
     terms = forward(model, batch=batch, sequence=steps, past=context)
     scores, values, _ = _widths(model, absorbed=True)
-    keys = (
-        2
-        * batch
-        * sum(
-            layers * _keys_met(context, steps, window)
-            for window, layers in Counter(model.windows).items()
-        )
-    )
-    met = {"scores": keys * scores, "values": keys * values}
+    met = model.over_layers(lambda window: _keys_met(context, steps, window))
+    widths = {"scores": scores, "values": values}
     return tuple(
-        term._replace(flops=met.get(term.name, term.flops))
-        if term.growth == "s^2"
-        else term
-        for term in terms
+        x._replace(flops=2 * batch * met * widths[x.name]) if x.growth == "s^2" else x
+        for x in terms
     )
 
 

@@ -1,7 +1,7 @@
 """Memory of training on the fullest device, term by term.
 
 Weights, gradients and optimizer state: Rajbhandari et al. 2019 (ZeRO),
-arXiv:1910.02054, sections 3.1 and 5. Activations: `costs_activations`, with
+arXiv:1910.02054, sections 3.1 and 5. Activations: `activations`, with
 checkpoints after Chen et al. 2016, arXiv:1604.06174, and Korthikanti et al. 2022,
 arXiv:2205.05198, section 5. Stages in flight: Narayanan et al. 2021, arXiv:2104.04473,
 section 2.2.
@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
+from jaxkv import validation
 from scaling.costs import activations as costs_activations
 from scaling.costs import parallelism, parameters
 from scaling.costs.activations import per_token
@@ -33,9 +34,7 @@ class Bytes:
 
     def __post_init__(self):
         """Refuses negative sizes."""
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name}={getattr(self, field.name)} < 0")
+        validation.at_least(self, "weight", "gradient", "master", "moments", low=0)
 
 
 MIXED = Bytes()
@@ -133,20 +132,12 @@ def training(
     micro_batches = layout.pipeline if micro_batches is None else micro_batches
     check_sizes(micro_batches=micro_batches)
     how = {"flash": flash, "dropout": dropout, "number_bytes": bytes_per_param.weight}
-    found = [
-        _stage(
-            model, stage, batch, sequence, layout, bytes_per_param, checkpointing, how
-        )
+    sizes = batch, sequence, micro_batches
+    stages = [
+        _stage(model, stage, sizes, layout, bytes_per_param, checkpointing, how)
         for stage in range(layout.pipeline)
     ]
-    in_flight = (
-        min(layout.pipeline - stage, micro_batches) for stage in range(layout.pipeline)
-    )
-    full = [
-        memory._replace(activations=memory.activations * times)
-        for memory, times in zip(found, in_flight, strict=True)
-    ]
-    return max(full, key=lambda memory: memory.total)
+    return max(stages, key=lambda memory: memory.total)
 
 
 def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
@@ -188,7 +179,8 @@ def most_held(model: Description, layout: Layout) -> Held:
     return max((held(model, layout, stage=stage) for stage in stages), key=sum)
 
 
-def _stage(model, stage, batch, sequence, layout, each, checkpointing, how) -> Memory:
+def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
+    batch, sequence, micro_batches = sizes
     params, last = held(model, layout, stage=stage), layout.pipeline - 1
     copies = layout.copies, layout.copies // layout.expert
 
@@ -220,7 +212,7 @@ def _stage(model, stage, batch, sequence, layout, each, checkpointing, how) -> M
         gradients=state(each.gradient, 2),
         master=state(each.master, 1),
         moments=state(each.moments, 1),
-        activations=activations,
+        activations=activations * min(layout.pipeline - stage, micro_batches),
         recomputed=again if checkpointing == "boundary" else 0.0,
         ends=ends,
         logits=logits,

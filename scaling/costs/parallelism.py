@@ -160,12 +160,10 @@ def check(model: Description, layout: Layout, *, sequence: int | None = None) ->
     for name, degree, what, size in divided:
         if size % degree:
             raise ValueError(f"{name}={degree} must divide the {size} {what}")
-    for name, degree in (
-        ("tensor", layout.tensor),
-        ("ulysses", layout.ulysses * layout.tensor),
-    ):
-        if isinstance(model.attention, LatentAttention):
-            continue
+    if isinstance(model.attention, LatentAttention):
+        return
+    by_heads = {"tensor": layout.tensor, "ulysses": layout.ulysses * layout.tensor}
+    for name, degree in by_heads.items():
         if kv_heads % degree and degree % kv_heads:
             raise ValueError(
                 f"{name}={degree} must divide the {kv_heads} KV heads, or be a "

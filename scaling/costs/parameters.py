@@ -26,7 +26,7 @@ class Weight(NamedTuple):
       part: what it belongs to: embedding, positions, attention, mlp, experts, norms,
         head.
       name: what it is.
-      formula: its size in the letters of `descriptions`.
+      formula: its size in the letters of `shapes.description`.
       size: its size.
       place: where in the model it is.
       stored: how many of it there are in such a place: e routed experts; 0 for a head
@@ -145,21 +145,17 @@ def _ends(model: Description) -> Iterable[Weight]:
 
 
 def _attention(model: Description) -> Iterable[Weight]:
-    def weight(name: str, formula: str, size: int, split: Split = "none") -> Weight:
-        return Weight("attention", name, formula, size, "every", applied=1, split=split)
-
-    def plain(name: str, formula: str, size: int, split: Split = "none") -> Weight:
-        return weight(name, formula, size, split)._replace(applied=0)
-
+    plain = functools.partial(Weight, "attention", place="every")
+    weight = functools.partial(plain, applied=1)
     a, h, n = model.attention, model.hidden_size, model.attention.num_q_heads
     if isinstance(a, HeadAttention):
         m, d = a.num_kv_heads, a.head_dim
-        yield weight("query", "h n d", h * n * d, "heads")
-        yield weight("key and value", "2 h m d", 2 * h * m * d, "kv_heads")
-        yield weight("output", "n d h", n * d * h, "heads")
+        yield weight("query", "h n d", h * n * d, split="heads")
+        yield weight("key and value", "2 h m d", 2 * h * m * d, split="kv_heads")
+        yield weight("output", "n d h", n * d * h, split="heads")
         if a.qkv_bias:
-            yield plain("query bias", "n d", n * d, "heads")
-            yield plain("key and value bias", "2 m d", 2 * m * d, "kv_heads")
+            yield plain("query bias", "n d", n * d, split="heads")
+            yield plain("key and value bias", "2 m d", 2 * m * d, split="kv_heads")
         if a.out_bias:
             yield plain("output bias", "h", h)
         if a.qk_norm:
@@ -167,53 +163,46 @@ def _attention(model: Description) -> Iterable[Weight]:
         return
     made = n * a.key_dim
     if (q := a.q_rank) is None:
-        yield weight("query", "h n (dn + dr)", h * made, "heads")
+        yield weight("query", "h n (dn + dr)", h * made, split="heads")
     else:
         yield weight("query, down", "h q", h * q)
         yield plain("query norm", "q", q)
-        yield weight("query, up", "q n (dn + dr)", q * made, "heads")
+        yield weight("query, up", "q n (dn + dr)", q * made, split="heads")
     c = a.kv_rank
     yield weight("latent, down", "h (c + dr)", h * (c + a.rope_dim))
     yield plain("latent norm", "c", c)
     up = c * n * (a.nope_dim + a.value_dim)
-    yield weight("key and value, up", "c n (dn + dv)", up, "heads")
-    yield weight("output", "n dv h", n * a.value_dim * h, "heads")
+    yield weight("key and value, up", "c n (dn + dv)", up, split="heads")
+    yield weight("output", "n dv h", n * a.value_dim * h, split="heads")
 
 
 def _mlp(model: Description) -> Iterable[Weight]:
     h, i, up = model.hidden_size, model.mlp_size, 1 + model.gated
-
-    def weight(
-        name: str, formula: str, size: int, applied: int, split: Split
-    ) -> Weight:
-        return Weight("mlp", name, formula, size, "dense", 1, 1, applied, split)
-
+    weight = functools.partial(Weight, "mlp", place="dense")
     times = "2 " if model.gated else ""
     name = "gate and up" if model.gated else "up"
-    yield weight(name, f"{times}h i", up * h * i, 1, "mlp")
-    yield weight("down", "i h", i * h, 1, "mlp")
+    yield weight(name, f"{times}h i", up * h * i, applied=1, split="mlp")
+    yield weight("down", "i h", i * h, applied=1, split="mlp")
     if model.mlp_bias:
-        yield weight("up bias", f"{times}i", up * i, 0, "mlp")
-        yield weight("down bias", "h", h, 0, "none")
+        yield weight("up bias", f"{times}i", up * i, split="mlp")
+        yield weight("down bias", "h", h)
 
 
 def _experts(model: Description) -> Iterable[Weight]:
     x, h = model.experts, model.hidden_size
     assert x is not None  # a Description with mixture layers has them
     e, k, matrices = x.num_experts, x.top_k, 2 + model.gated
-
-    def weight(name: str, formula: str, size: int, *more) -> Weight:
-        return Weight("experts", name, formula, size, "mixture", *more)
-
-    routed = f"{matrices} h j"
-    yield weight("routed", routed, matrices * h * x.size, e, k, k, "experts")
-    yield weight("router", "e h", e * h, 1, 1, 1)
+    plain = functools.partial(Weight, "experts", place="mixture")
+    weight = functools.partial(plain, applied=1)
+    routed = {"stored": e, "active": k, "applied": k, "split": "experts"}
+    yield plain("routed", f"{matrices} h j", matrices * h * x.size, **routed)
+    yield weight("router", "e h", e * h)
     if x.gate_bias:
-        yield weight("routing correction", "e", e)
+        yield plain("routing correction", "e", e)
     if size := x.shared_size:
-        yield weight("shared", f"{matrices} h js", matrices * h * size, 1, 1, 1, "mlp")
+        yield weight("shared", f"{matrices} h js", matrices * h * size, split="mlp")
     if x.shared_gate:
-        yield weight("shared gate", "h", h, 1, 1, 1)
+        yield weight("shared gate", "h", h)
 
 
 def _norms(model: Description, name: str, count: int, place: Place) -> Iterable[Weight]:

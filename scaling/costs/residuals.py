@@ -1,6 +1,6 @@
 """What `jax.vjp` keeps of our own models, tensor by tensor.
 
-The kernels' list of `costs_activations` is what could be kept; this is what is. JAX
+The kernels' list of `activations` is what could be kept; this is what is. JAX
 keeps what each operation's derivative rule asks for: of a norm its input widened to
 float32, the normed numbers and the inverse deviation; of an activation function its
 partial products; cosines and sines once per use. Under `jit` XLA may compute some of it

@@ -7,7 +7,6 @@ decides the time, products or memory, with them: the roofline of Williams et al.
 sections 2 and 3. Activations are left out: they stay near the products.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -78,10 +77,7 @@ def kv_bytes_of(
 
     (A pool that does not give pages behind windows back holds more.)
     """
-    kept = sum(
-        layers * min(tokens, window or tokens)
-        for window, layers in Counter(model.windows).items()
-    )
+    kept = model.over_layers(lambda window: min(tokens, window or tokens))
     return kept * model.attention.cached_numbers * kv_bytes
 
 
@@ -156,14 +152,8 @@ def prefill(
       weight_bytes: of one weight.
       kv_bytes: of one number of K or V.
     """
-    terms = forward(
-        model,
-        batch=batch,
-        sequence=prompt,
-        past=past,
-        attention=attention,
-        logits="last",
-    )
+    sizes = {"batch": batch, "sequence": prompt, "past": past}
+    terms = forward(model, **sizes, attention=attention, logits="last")
     # Written once and read once; how often tiles of K and V are read again is a
     # matter of the kernel.
     written = batch * prompt * kv_bytes_per_token(model, kv_bytes=kv_bytes)

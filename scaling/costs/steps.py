@@ -1,6 +1,6 @@
 """The time of one serving step from its counts alone, as arrays: a cost model.
 
-`costs_serving` answers for one size; a simulator asks a million times, under `jit` and
+`serving` answers for one size; a simulator asks a million times, under `jit` and
 `vmap`, for steps that read parts of prompts and decode at once. So the model's numbers
 are drawn together into a few coefficients, a pytree of scalars, and a step is a handful
 of sums over its slots.
@@ -94,10 +94,8 @@ def step_cost(
       ValueError: a share or count out of range.
     """
     check(num_devices=num_devices)
-    for name, share in (
-        ("compute_share", compute_share),
-        ("bandwidth_share", bandwidth_share),
-    ):
+    shares = {"compute_share": compute_share, "bandwidth_share": bandwidth_share}
+    for name, share in shares.items():
         if not 0 < share <= 1:
             raise ValueError(f"{name}={share} must be in (0, 1]")
     if overhead_s < 0:

@@ -22,8 +22,8 @@ class Traffic(NamedTuple):
       scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, ulysses, ring,
         expert or data.
       name: what is exchanged, and how.
-      formula: bytes sent per device, in the letters of `descriptions` with u bytes a
-        number and the degree p.
+      formula: bytes sent per device, in the letters of `shapes.description`
+        with u bytes a number and the degree p.
       forward: those of all layers that the device has, forward.
       backward: the same, backward.
     """
@@ -43,7 +43,6 @@ def training(
     sequence: int,
     number_bytes: int = 2,
     dispatch_bytes: int | None = None,
-    gradient_bytes: int = 2,
 ) -> tuple[Traffic, ...]:
     """Lists what a device sends in a training step, of its pipeline stage's layers.
 
@@ -58,7 +57,6 @@ def training(
       number_bytes: of an activation or weight on the wire.
       dispatch_bytes: of a number on its way to an expert; the same by default, 1 if
         it is sent in 8 bits.
-      gradient_bytes: of a gradient on the wire.
 
     Raises:
       ValueError: a size out of range, or a degree that does not divide.
@@ -75,7 +73,7 @@ def training(
         *_ulysses(model, layout, tokens, layers, number_bytes),
         *_ring(model, layout, tokens, layers, number_bytes),
         *_expert(model, layout, tokens, number_bytes, dispatch),
-        *_data(model, layout, number_bytes, gradient_bytes),
+        *_data(model, layout, number_bytes),
     )
 
 
@@ -192,10 +190,8 @@ def _ring(
     block = tokens * layout.ulysses * heads * (a.key_dim + a.value_dim) * u * layers
     formula = "2 m d · b s/p · (p-1) · u · L; back with p more"
     forward = block * (p - 1)
-    yield Traffic(
-        *("ring", "keys and values, hop by hop", formula),
-        *(float(forward), float(forward + block * p)),
-    )
+    name, back = "keys and values, hop by hop", forward + block * p
+    yield Traffic("ring", name, formula, float(forward), float(back))
 
 
 def _expert(
@@ -223,10 +219,10 @@ def _expert(
     yield Traffic("expert", name, formula, sent, back)
 
 
-def _data(
-    model: Description, layout: Layout, u: int, gradient: int
-) -> Iterable[Traffic]:
+def _data(model: Description, layout: Layout, u: int) -> Iterable[Traffic]:
     """Gradients of all copies added up, weights gathered where they are divided.
+
+    Gradients are of 16 bits on the wire.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
     """
@@ -239,7 +235,7 @@ def _data(
         if p == 1 or not size:
             continue
         share = _ring_share(p)
-        reduce, gather = share * size * gradient, share * size * u
+        reduce, gather = share * size * 2, share * size * u
         if layout.zero == 3:
             name = f"{what}: gathered twice, gradients reduced and scattered"
             formula = "3 (p-1)/p · N u"

@@ -13,7 +13,7 @@ from scaling.laws import evaluation
 
 # Where doubt begins. Simulated surfaces set these: of sound ones, with 32 or 240 runs
 # and normal or heavy-tailed noise, fewer than one in twenty is doubted; of ill-posed
-# ones, nearly all whose intervals miss the truth (`experiments/fit_coverage.py`).
+# ones, nearly all whose intervals miss the truth (experiment `fit_coverage`).
 _FREE = 1e-8
 """Share of the largest scaled curvature below which a direction is free."""
 _ILL = 1e6

@@ -155,8 +155,8 @@ def rollout(
       data: columns, as `fit` takes them.
       held_out: which rows are not fitted; by default those with more than a tenth of
         the largest compute.
-      weights: see `fit`.
-      cluster: see there.
+      weights: as `fit` takes them.
+      cluster: as `fit` takes it.
       options: its other options.
 
     Returns:
@@ -172,17 +172,10 @@ def rollout(
     held_out = np.asarray(held_out, bool)
     if not held_out.any():
         raise ValueError("no run is held out: there is nothing to score")
-
-    def rest(x: Any) -> Any:
-        return None if x is None else np.asarray(x)[~held_out]
-
-    result = fit(
-        law,
-        {name: column[~held_out] for name, column in columns.items()},
-        weights=rest(weights),
-        cluster=rest(cluster),
-        **options,
-    )
+    for name, column in {"weights": weights, "cluster": cluster}.items():
+        options[name] = None if column is None else np.asarray(column)[~held_out]
+    rest = {name: column[~held_out] for name, column in columns.items()}
+    result = fit(law, rest, **options)
     larger = {name: column[held_out] for name, column in columns.items()}
     return scored(result, larger)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
-# Where doubt begins: of sound surfaces (`experiments/fit_coverage.py`), of 32 and 240
+# Where doubt begins: of sound surfaces (the experiment `fit_coverage`), of 32 and 240
 # runs with normal or heavy-tailed noise, fewer than one in a hundred is beyond these.
 _LARGE = 0.05
 """Residual, of logarithms, beyond which one run in ten is far off."""
@@ -116,20 +116,19 @@ def _left(y: np.ndarray, columns: np.ndarray) -> float:
     return float(rest @ rest)
 
 
-def coverage_in_doubt(covered: float, num_points: int, level: float = 0.9) -> bool:
-    """Tells whether intervals hold too few of the runs to be believed.
+def coverage_in_doubt(covered: float, num_points: int) -> bool:
+    """Tells whether 90 % intervals hold too few of the runs to be believed.
 
     Args:
       covered: the share of runs inside.
       num_points: of them.
-      level: what it should be.
 
     Returns:
       Whether it is below 80 % and three standard errors short; errors of runs beyond
       the fitted ones have much in common, so that less says nothing.
     """
-    error = math.sqrt(level * (1 - level) / num_points)
-    return covered < min(level - 0.1, level - 3 * error)
+    error = math.sqrt(0.9 * (1 - 0.9) / num_points)
+    return covered < min(0.9 - 0.1, 0.9 - 3 * error)
 
 
 def percentages(sizes: Sequence[float]) -> str:

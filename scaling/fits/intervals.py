@@ -3,7 +3,7 @@
 Resampling draws whole runs (Efron's percentile interval of pairs), because runs differ
 in more than noise. On simulated Chinchilla surfaces with normal or Student's noise,
 400 each, its 90 % intervals hold the truth in 94-97 % for 32 runs and in 90-94 % for
-240 (`experiments/fit_coverage.py`). A Huber optimum of few runs jumps between them,
+240 (experiment `fit_coverage`). A Huber optimum of few runs jumps between them,
 which makes its resamples wider than the truth, so nothing is widened there: with
 Student's t in place of the normal, 96-98 %. Least squares do not jump; their resamples
 are too narrow by what the coefficients fitted take (87 %), and are widened (90-94 %).

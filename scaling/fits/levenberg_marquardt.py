@@ -94,7 +94,6 @@ def solve(
     *,
     box: tuple[np.ndarray, np.ndarray] | None = None,
     tolerance: float = 1e-10,
-    max_steps: int = 300,
     report: Report = lambda done: None,
 ) -> Solution:
     """Fits many weightings of the same runs, each from its own start.
@@ -106,7 +105,6 @@ def solve(
       starts: coordinates.
       box: least and largest coordinates of each problem; by default those of `problem`.
       tolerance: see `multistart.Settings`; a stage of a small delta scales it.
-      max_steps: evaluations per problem and delta.
       report: called with the number of problems done.
 
     Returns:
@@ -124,9 +122,7 @@ def solve(
         fixed = isinstance(weights, np.ndarray)
         given = weights[done:now] if fixed else weights(len(some))
         walls = problem.box if box is None else [x[done:now] for x in box]
-        parts.append(
-            _solve_piece(problem, given, some, walls, size, tolerance, max_steps)
-        )
+        parts.append(_solve_piece(problem, given, some, walls, size, tolerance))
         report(done := now)
     return Solution(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
@@ -138,7 +134,6 @@ def _solve_piece(
     box: Sequence[np.ndarray],
     size: int,
     tolerance: float,
-    max_steps: int,
 ) -> Solution:
     """Solves at most `size` problems in a call of that many."""
     seen, count = problem.seen, len(starts)
@@ -160,9 +155,8 @@ def _solve_piece(
         walls = tuple(jnp.asarray(x) for x in box)
         for delta in problem.deltas():
             scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
-            settings = multistart.Settings(
-                jnp.float64(delta), jnp.float64(tolerance * scale), jnp.int32(max_steps)
-            )
+            least = jnp.float64(tolerance * scale)
+            settings = multistart.Settings(jnp.float64(delta), least)
             end = call(*arrays, jnp.asarray(x), walls, settings, jnp.int32(count))
             x = np.asarray(end.coordinates)
             steps += np.asarray(end.num_steps)[:count]

@@ -104,7 +104,7 @@ def solve(
     starts: Float[Array, "problems k"],
     box: tuple[Float[Array, "*problems k"], Float[Array, "*problems k"]],
     settings: Settings,
-    num_problems: Int32[Array, ""] | None = None,
+    num_problems: Int32[Array, ""],
     *,
     space: Space = "log",
     num_lanes: int = 64,
@@ -120,7 +120,7 @@ def solve(
       box: least and largest coordinates, of all problems or of each; steps end at its
         walls.
       settings: see there.
-      num_problems: how many to solve; all by default.
+      num_problems: how many to solve, the first ones.
       space: see `residuals`.
       num_lanes: problems worked on at once.
 
@@ -129,8 +129,6 @@ def solve(
       infinite objective. So is that of problems not asked for.
     """
     width, k = starts.shape
-    if num_problems is None:
-        num_problems = jnp.int32(width)
     axis = None if box[0].ndim == 1 else 0
     dtype = starts.dtype
     lanes = jnp.arange(min(num_lanes, width), dtype=jnp.int32)

@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from scaling.frontiers.frontier import EDGE, FEW, FINE, Find, Minima
 from scaling.frontiers.groups import MIN_SIZES, merge_sizes
 
-NUM_BUDGETS = 1500
-"""Budgets of the published envelope, evenly spaced in their logarithm."""
+NUM_BUDGETS = 500
+"""Evenly spaced in their logarithm; the published envelope has 1500, and more do not
+change its exponent in the third digit."""
 
 
 class Curves(NamedTuple):
@@ -105,9 +106,7 @@ def envelope(curves: Curves) -> Find:
     budgets = np.arange(loss.shape[1])
 
     def find(weights: np.ndarray) -> Minima:
-        shape = (len(weights), loss.shape[1])
-        num_params, num_tokens, lowest = (np.full(shape, np.nan) for _ in range(3))
-        reason = np.full(shape, FEW)
+        minima = Minima.nowhere(len(weights), loss.shape[1], FEW)
         for i, weight in enumerate(weights):
             usable = ranked_there & (weight[order] > 0)
             first = np.argmax(usable, 0)
@@ -115,11 +114,13 @@ def envelope(curves: Curves) -> Find:
             smaller = (usable & (ranked_size < its_size)).any(0)
             larger = (usable & (ranked_size > its_size)).any(0)
             good = smaller & larger
-            reason[i] = np.where(good, FINE, np.where(usable.any(0), EDGE, FEW))
-            num_params[i, good] = curves.num_params[best[good]]
-            num_tokens[i, good] = np.exp(curves.log_tokens[best[good], budgets[good]])
-            lowest[i, good] = np.exp(curves.log_loss[best[good], budgets[good]])
-        return Minima(num_params, num_tokens, lowest, reason)
+            none = np.where(usable.any(0), EDGE, FEW)
+            minima.reason[i] = np.where(good, FINE, none)
+            at = best[good], budgets[good]
+            minima.num_params[i, good] = curves.num_params[best[good]]
+            minima.num_tokens[i, good] = np.exp(curves.log_tokens[at])
+            minima.loss[i, good] = np.exp(curves.log_loss[at])
+        return minima
 
     return find
 

@@ -26,8 +26,6 @@ CORRECTED = "parabola, corrected"
 ROBUST_RESAMPLES = 4 * CHUNK
 """Of the robust projection at most, since each takes several fits; the first ones of
 every method's."""
-NUM_BUDGETS = 500
-"""Of the envelope; more do not change its exponent in the third digit."""
 MAX_GROUPED = 2048
 """Runs in isoFLOP groups; of more, so many drawn at random, from every group alike."""
 _NO_GROUPS = Groups((), np.empty(0, int), 0)
@@ -106,9 +104,7 @@ def find(
         return found
     columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
     try:
-        read = envelope.read_off(
-            curves.labels(), *columns, num_budgets=NUM_BUDGETS, smoothing=smoothing
-        )
+        read = envelope.read_off(curves.labels(), *columns, smoothing=smoothing)
     except ValueError as error:
         notes.append(f"no envelope: {error}")
         return found

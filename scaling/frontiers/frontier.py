@@ -52,6 +52,13 @@ class Minima(NamedTuple):
     loss: Float[np.ndarray, "resamples budgets"]
     reason: Int[np.ndarray, "resamples budgets"]
 
+    @classmethod
+    def nowhere(cls, num_resamples: int, num_budgets: int, reason: int) -> "Minima":
+        """Minima none of which has been found, all for one reason."""
+        shape = (num_resamples, num_budgets)
+        numbers = (np.full(shape, np.nan) for _ in range(3))
+        return cls(*numbers, reason=np.full(shape, reason))
+
 
 class PowerLaw(NamedTuple):
     """`y = coefficient C^exponent`.

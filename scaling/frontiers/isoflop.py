@@ -2,7 +2,7 @@
 
 Runs of one budget form a group. Its minimum is that of a parabola in log N, of Akima's
 curve in log-log, or of the surface fitted to all groups together by variable
-projection. The parabola is biased on surfaces that are not symmetric (`parabolas`), and
+projection. The parabola is biased on surfaces that are not symmetric (`parabola`), and
 its window matters; Akima's curve follows the noise of single runs; the surface uses all
 of the runs and the assumption that the Chinchilla form holds.
 
@@ -106,8 +106,8 @@ def surface(groups: Groups, *, robust: bool = False) -> variable_projection.Surf
 
     Args:
       groups: the groups.
-      robust: whether by Huber's loss of relative residuals (`projecting.fit_robustly`),
-        not by least squares of the loss.
+      robust: whether by Huber's loss of relative residuals, not by least squares of the
+        loss.
     """
     points, ones = _points(groups), np.ones((1, groups.rows.size))
     found = variable_projection.fit(*points, ones)
@@ -194,7 +194,7 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
             fits = variable_projection.fit_robustly(*points, weights, whole)
         else:
             fits = variable_projection.fit(*points, weights, start)
-        minima = _nowhere(len(weights), groups, OUTSIDE)
+        minima = Minima.nowhere(len(weights), len(groups.groups), OUTSIDE)
         both = np.isfinite(fits.log_a) & np.isfinite(fits.log_b)
         log_a, log_b = (np.where(both, x, 0.0) for x in (fits.log_a, fits.log_b))
         # At constant N D, `alpha A N^-alpha = beta B D^-beta` at the minimum.
@@ -235,7 +235,7 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
     """A finder that looks at every group by itself."""
 
     def find(weights: np.ndarray) -> Minima:
-        minima = _nowhere(len(weights), groups, FEW)
+        minima = Minima.nowhere(len(weights), len(groups.groups), FEW)
         for i, group in enumerate(groups.groups):
             loss, weight = by_size(group, weights[:, group.places])
             rank = np.cumsum(weight > 0, 1)
@@ -271,13 +271,6 @@ def _depth(group: Group) -> float:
     loss = by_size(group, np.ones((1, group.loss.size)))[0]
     least, spread = float(loss.min()), float(np.ptp(loss))
     return least - max(0.005 * least, min(0.5 * spread, 0.1 * least))
-
-
-def _nowhere(num_resamples: int, groups: Groups, reason: int) -> Minima:
-    """Minima none of which has been found, all for one reason."""
-    shape = (num_resamples, len(groups.groups))
-    numbers = (np.full(shape, np.nan) for _ in range(3))
-    return Minima(*numbers, reason=np.full(shape, reason))
 
 
 def _put(

@@ -1,6 +1,6 @@
 """Logs of training runs as they lie on disk: CSV with a header, JSON, a sweep.
 
-Cells are left as they are written; `logs` says what they mean, and checks them.
+Cells are left as they are written; `columns` says what they mean, and checks them.
 """
 
 import csv

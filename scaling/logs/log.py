@@ -1,6 +1,6 @@
 """Logs of training runs as columns in SI units, every row accounted for.
 
-A log is a CSV, JSON, or the folder of a sweep (`log_tables`). Of N, D and C two are
+A log is a CSV, JSON, or the folder of a sweep (`files`). Of N, D and C two are
 enough: the third follows from `C = 6 N D` and the log says so; a law of one input needs
 that one alone. Nothing is dropped in silence: a row that cannot be used is an error
 with its number, unless its run is marked as not completed, another row is better or
@@ -94,7 +94,7 @@ class Log(NamedTuple):
         """Tells which rows a rule selects.
 
         Args:
-          rule: as `selecting` reads it, over the file's columns as they are written,
+          rule: as `rules` reads it, over the file's columns as they are written,
             `row`, and `num_params`, `num_tokens`, `flops` and `loss` in SI units.
 
         Raises:
@@ -134,7 +134,7 @@ def read(
       columns: which columns mean what.
       needs: columns that a law reads, such as "num_unique_tokens"; where there are any,
         those of N, D, C and the loss that are not among them may be missing.
-      ignore: a rule (see `selecting`); the rows that it selects are left out, counted,
+      ignore: a rule (see `rules`); the rows that it selects are left out, counted,
         and not checked.
       last_of: columns; of rows that agree in them the one with most tokens (or FLOPs,
         or steps) is read, the others are left out, counted, and not checked.
@@ -143,7 +143,7 @@ def read(
 
     Returns:
       The log; a run that says it is not completed is left out and counted, and so are
-      the runs of a sweep of ours whose learning rate was not the best (`competing`).
+      the runs of a sweep of ours whose learning rate was not the best (`best_rates`).
 
     Raises:
       ValueError: a column is missing; a cell is not a number, or not above 0; a run

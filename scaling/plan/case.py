@@ -70,12 +70,6 @@ class Bill(NamedTuple):
     device_s: float | None
     usd: float | None
 
-    @property
-    def device_hours(self) -> float:
-        """The time in hours; there must be a device."""
-        assert self.device_s is not None
-        return self.device_s / HOUR_S
-
 
 class Case(NamedTuple):
     """What a plan is made for.

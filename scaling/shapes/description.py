@@ -11,6 +11,8 @@ used by a token, j the width of an expert.
 """
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 from jaxkv import validation
@@ -178,3 +180,8 @@ class Description:
     def num_dense_layers(self) -> int:
         """Layers whose FFN is a plain one."""
         return self.num_layers - self.num_mixture_layers
+
+    def over_layers(self, of_window: Callable[[int | None], int]) -> int:
+        """Adds up over the layers what depends on a layer's window."""
+        kinds = Counter(self.windows).items()
+        return sum(layers * of_window(window) for window, layers in kinds)

@@ -96,15 +96,10 @@ def local(
     advance: Callable[[int, Any], bool],
     paused: Path,
 ) -> Iterator[Made]:
-    """Carries out groups in this process.
+    """Carries out groups in this process, by the mode `loop` or `vmap`.
 
-    Args:
-      config: the sweep.
-      groups: what to run.
-      corpus: its stream on the device.
-      mode: `loop` or `vmap`.
-      advance: is told how many steps of which model were taken; false to stop.
-      paused: folder for what is under way when somebody stops, to go on from there.
+    `advance` is told how many steps of which model were taken; false stops. `paused` is
+    a folder for what is under way then, to go on from there.
 
     Yields:
       The runs, until they end or somebody stops them.
@@ -223,12 +218,8 @@ def on_ray(
 ) -> Iterator[Made]:
     """Carries out groups on a Ray cluster, a lane of a group on one worker at a time.
 
-    Every worker opens the text for itself, so all of them must see it.
-
-    Args:
-      config: the sweep.
-      groups: what to run.
-      advance: is told how many steps of which model were taken; false to stop.
+    Every worker opens the text for itself, so all of them must see it. `advance` is
+    told how many steps of which model were taken; false stops.
 
     Yields:
       The runs in the order in which they end; a task whose worker died is tried again

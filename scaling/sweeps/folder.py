@@ -59,9 +59,6 @@ RECORD = {
 def shape(folder: Path) -> dict[str, int | bool]:
     """Reads off a sweep's header what all of its models have in common.
 
-    Args:
-      folder: the sweep's.
-
     Returns:
       `vocab_size`, `tie_embeddings` and `sequence`, the tokens of a window; without
       those in which models differ, and empty where there is no header of a sweep.

@@ -81,9 +81,7 @@ class SweepConfig:
         if not (self.budgets or self.num_tokens):
             raise ValueError("budgets or num_tokens must not be empty")
         validation.above(self, "budgets", "num_tokens", "learning_rates", finite=True)
-        rates = self.learning_rates
-        if not rates or [*rates] != sorted({*rates}):
-            raise ValueError(f"{self.learning_rates=} must rise")
+        validation.ascending(self, "learning_rates")
         if not self.seeds or len({*self.seeds}) < len(self.seeds):
             raise ValueError(f"{self.seeds=} must be different ones")
         validation.at_least(
@@ -96,10 +94,8 @@ class SweepConfig:
         low, high = self.tokens_per_param
         if not 0 <= low < high:
             raise ValueError(f"{self.tokens_per_param=} must rise from 0 or more")
-        if not self.cpus_per_run > 0 or self.gpus_per_run < 0:
-            raise ValueError(
-                f"{self.cpus_per_run=} must be above 0, {self.gpus_per_run=} at least 0"
-            )
+        validation.above(self, "cpus_per_run")
+        validation.at_least(self, "gpus_per_run", low=0)
         for model in self.models:
             if self.seq_len > model.max_positions:
                 raise ValueError(

@@ -14,11 +14,9 @@ from scaling.fits import intervals
 def next_rate(trials: Sequence[tuple[float, float]]) -> float:
     """The next rate to try: beyond the best if that is an edge, else beside it.
 
-    An edge is left by the grid's own factor. Between two rates goes the trial on
-    the side of the better neighbour, halfway in the logarithm.
-
-    Args:
-      trials: rates and their losses, three or more; one that is not finite diverged.
+    Trials are rates and their losses, three or more; one that is not finite diverged.
+    An edge is left by the grid's own factor. Between two rates goes the trial on the
+    side of the better neighbour, halfway in the logarithm.
     """
     rates, losses = zip(*sorted(trials), strict=True)
     losses = [loss if np.isfinite(loss) else np.inf for loss in losses]
@@ -106,11 +104,7 @@ def fit_powers(
 ) -> Powers:
     """Lays powers through optima by least squares in logarithms.
 
-    Args:
-      width: of each optimum.
-      num_tokens: of each.
-      rate: of each.
-      level: probability of the intervals, which are Student's, in (0, 1).
+    `level` is the probability of the intervals, which are Student's, in (0, 1).
     """
     design, found = _least_squares(width, num_tokens, rate)
     freedom = len(rate) - 3

@@ -35,11 +35,9 @@ def save(folder: Path, half: Half) -> None:
 
 
 def load(folder: Path, like: TrainState) -> Half | None:
-    """Reads where runs stand; None if nothing is there.
+    """Reads where runs stand, as `save` wrote it; None if nothing is there.
 
-    Args:
-      folder: as `save` wrote it.
-      like: a state of the same runs.
+    `like` is a state of the same runs.
 
     Raises:
       ValueError: it cannot be read; without it, the runs begin anew.

@@ -1,5 +1,6 @@
 """What a sweep runs next, given what is known: so it goes on wherever it stood."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -32,9 +33,7 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
     for model, num_steps in grid.cells(config):
         by_model.setdefault(model, []).append(num_steps)
 
-    def record(cell: Cell, lane: Lane) -> Mapping[str, Any] | None:
-        run = grid.train_config(config, cell, lane)
-        return known.get(grid.run_id(config, run, corpus_digest))
+    record = functools.partial(_record, config, known, corpus_digest)
 
     def missing(groups: list[Group]) -> list[Group]:
         return [
@@ -101,12 +100,20 @@ def unfinished(
     """
     parts = [group._replace(lanes=(x,)) for group in groups for x in group.lanes]
 
-    def is_known(part: Group, steps: int) -> bool:
-        cell = Cell(part.model, steps)
-        run = grid.train_config(config, cell, part.lanes[0])
-        return grid.run_id(config, run, corpus_digest) in known
+    record = functools.partial(_record, config, known, corpus_digest)
+    return [
+        part
+        for part in parts
+        if not all(record(Cell(part.model, n), part.lanes[0]) for n in part.horizons)
+    ]
 
-    return [x for x in parts if not all(is_known(x, n) for n in x.horizons)]
+
+def _record(
+    config: SweepConfig, known: Known, corpus_digest: str, cell: Cell, lane: Lane
+) -> Mapping[str, Any] | None:
+    """What is known of a run."""
+    run = grid.train_config(config, cell, lane)
+    return known.get(grid.run_id(config, run, corpus_digest))
 
 
 def _beyond(config, cell, rates, loss_at, record) -> float | None:

@@ -1,7 +1,7 @@
 """Many training runs from one config, into a folder that survives anything.
 
-`sweep` asks `sweep_planning` what is missing, has `executing` carry it out, and keeps
-each run with `run_records`. Calling it again with the same folder goes on where it
+`sweep` asks `planning` what is missing, has `executors` carry it out, and keeps
+each run with `folder`. Calling it again with the same folder goes on where it
 stood; runs that are there are not made again.
 """
 
@@ -74,7 +74,7 @@ def sweep(
 
     Args:
       config: the sweep.
-      out: its folder, as `run_records` describes it.
+      out: its folder, as `folder` describes it.
       commit: of the program, for the records.
       environment: what else the folder's header should say.
       progress: who is told how far it is, and may stop it.
@@ -107,7 +107,10 @@ def sweep(
             if len(folder.known) == failed_round:
                 raise RuntimeError("a round of runs left no record")
             failed_round = len(folder.known)
-            choice = _choice(config, groups, corpus, header)
+            if "mode" in header:  # when the folder began: other sums round otherwise
+                choice = Choice(header["mode"], header["reason"])
+            else:
+                choice = executors.choose(config, groups, corpus)
             folder.write_header(header | choice._asdict())
             header |= choice._asdict()
             if choice.mode == "loop" or config.executor == "ray":
@@ -153,15 +156,6 @@ def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[st
         "floor": corpus.floor,
         "executor": config.executor,
     }
-
-
-def _choice(
-    config: SweepConfig, groups: list[Group], corpus: Corpus, header: dict[str, Any]
-) -> Choice:
-    """Keeps to what was chosen when the folder began: other sums round otherwise."""
-    if "mode" in header:
-        return Choice(header["mode"], header["reason"])
-    return executors.choose(config, groups, corpus)
 
 
 def _made(

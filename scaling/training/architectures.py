@@ -50,14 +50,8 @@ def transformer(
 ) -> ModelConfig:
     """Gives the shape of a transformer whose heads each have their own K and V.
 
-    Args:
-      width: a multiple of `num_heads`, which share it.
-      num_heads: of each layer.
-      num_layers: of the model.
-      mlp_size: width of the MLP.
-      vocab_size: of the corpus.
-      seq_len: longest sequence.
-      **others: further fields of the config.
+    Its width, a multiple of `num_heads`, is shared by them; `others` are further fields
+    of the config.
     """
     return ModelConfig(
         vocab_size=vocab_size,
@@ -116,15 +110,11 @@ def training_flops(
     *,
     batch: int = 1,
     sequence: int,
-    attention: flops.Attention = "causal",
 ) -> int:
     """Counts the operations of one training step, forward and backward.
 
-    Args:
-      config: the model.
-      batch: sequences, at least 1.
-      sequence: predictions of each, at least 1.
-      attention: how a transformer's pairs of query and key are counted.
+    There are `batch` sequences of `sequence` predictions, each at least 1; of a
+    transformer's pairs of query and key the causal ones are counted.
 
     Raises:
       ValueError: a size out of range.
@@ -134,7 +124,7 @@ def training_flops(
         return 3 * recurrent_costs.forward_flops(config, tokens=batch * sequence)
     shape = from_model.describe(config)
     return flops.training(
-        shape, batch=batch, sequence=sequence, attention=attention
+        shape, batch=batch, sequence=sequence, attention="causal"
     ).model
 
 

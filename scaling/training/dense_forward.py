@@ -21,10 +21,7 @@ def logits(
 ) -> Float[Array, "batch seq vocab"]:
     """Runs a model without experts over sequences, each from its beginning.
 
-    Args:
-      params: as `transformer.init_params` returns them.
-      tokens: of the sequences.
-      config: the model.
+    Parameters are as `transformer.init_params` returns them.
 
     Returns:
       Next-token logits, at least float32.
@@ -50,13 +47,13 @@ def logits(
     x = x.reshape(batch * seq, -1)
     for index in range(c.num_layers):
         layer = params["layers"][index]
-        normed = _norm(x, layer["attention_norm"], c)
+        normed = norm(x, layer["attention_norm"], c.norm_eps)
         y = _attend(_linear(normed, layer["qkv"]), layer, turn, (batch, seq), c)
         x = x + _linear(y.astype(x.dtype), layer["out"])
-        hidden = _linear(_norm(x, layer["mlp_norm"], c), layer["up"])
+        hidden = _linear(norm(x, layer["mlp_norm"], c.norm_eps), layer["up"])
         parts = jnp.split(hidden, 1 + c.gated, axis=-1)
         x = x + _linear(layers.activate(c, parts), layer["down"])
-    x = _norm(x, params["final_norm"], c)
+    x = norm(x, params["final_norm"], c.norm_eps)
     table = params["embed" if c.tie_embeddings else "head"]["weight"]
     wide = np.promote_types(x.dtype, np.float32)
     found = jnp.matmul(x, table.T, preferred_element_type=wide)
@@ -75,7 +72,8 @@ def _attend(
     qkv = qkv.reshape(*shape, c.num_kv_heads, c.group_size + 2, c.head_dim)
     q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1:, :]
     if c.qk_norm:
-        q, k = _norm(q, layer["q_norm"], c), _norm(k, layer["k_norm"], c)
+        q = norm(q, layer["q_norm"], c.norm_eps)
+        k = norm(k, layer["k_norm"], c.norm_eps)
     if turn is not None:
         q, k = _rotate(q, *turn), _rotate(k, *turn)
     heads = [x.reshape(*shape, -1, c.head_dim) for x in (q, k, v)]
@@ -102,13 +100,13 @@ def _linear(x: Float[Array, "rows inputs"], params: Params) -> Array:
     return y if bias is None else y + bias.reshape(1, -1)
 
 
-def _norm(x: Float[Array, "*lead size"], params: Params, config: ModelConfig) -> Array:
+def norm(x: Float[Array, "*lead size"], params: Params, eps: float) -> Array:
     """RMS norm, or layer norm where there is a bias, over the last axis."""
     y = x.astype(np.promote_types(x.dtype, np.float32))
     bias = params.get("bias")
     if bias is not None:
         y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + config.norm_eps)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
     along = functools.partial(jnp.reshape, shape=(1,) * (x.ndim - 1) + (-1,))
     y = y.astype(x.dtype) * along(params["scale"])
     return y if bias is None else y + along(bias)

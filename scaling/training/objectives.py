@@ -128,17 +128,10 @@ def score(
     seq_len: int,
     batch_size: int = 16,
 ) -> Score:
-    """Scores whole documents in consecutive windows.
+    """Scores whole documents together, in consecutive windows of `seq_len` tokens.
 
-    Args:
-      params: of the model, in any floating type.
-      documents: at least one.
-      model: its shape, with the byte vocabulary of `corpora`.
-      seq_len: tokens per window.
-      batch_size: windows per forward pass.
-
-    Returns:
-      The score over all documents together.
+    Parameters may be of any floating type; the model has the byte vocabulary of
+    `corpora`. A forward pass has `batch_size` windows.
 
     Raises:
       ValueError: there is no document.
@@ -164,11 +157,9 @@ def stream_windows(
 ) -> Int[np.ndarray, "windows {seq_len}+1"]:
     """Cuts the windows of a stream that are scored: the same ones for every model.
 
-    Args:
-      held_out: the stream.
-      seq_len: predictions per window; a window has one token more.
-      num_windows: how many, evenly spaced, none of whose predictions are another's;
-        where the stream has no more than so many, all of them.
+    A window has one token more than its `seq_len` predictions. There are `num_windows`,
+    evenly spaced, none of whose predictions are another's; where the stream has no more
+    than so many, all of them.
 
     Raises:
       ValueError: the stream is shorter than one window, or a size is below 1.

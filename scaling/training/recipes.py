@@ -109,17 +109,10 @@ class TrainConfig:
 
     def __post_init__(self):
         """Refuses sizes that cannot be."""
-        for name in (
-            *("batch_size", "seq_len", "num_steps", "report_every"),
-            "checkpoint_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("warmup_steps", "cooldown_steps"):
-            if not 0 <= getattr(self, name) <= self.num_steps:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be in [0, {self.num_steps=}]"
-                )
+        counts = ("batch_size", "seq_len", "num_steps", "report_every")
+        validation.at_least(self, *counts, "checkpoint_every")
+        part = ("warmup_steps", "cooldown_steps")
+        validation.within(self, *part, low=0, high=self.num_steps)
         self.how.check(self.batch_size)
         validation.within(self, "final_share", low=0, high=1)
         validation.above(self, "learning_rate")
@@ -149,9 +142,7 @@ class TrainConfig:
 def steps_taken(lengths: Sequence[int], cooldowns: Sequence[int]) -> int:
     """Counts the steps of runs of rising length: of a trunk and its branches.
 
-    Args:
-      lengths: steps of each run.
-      cooldowns: the last of them, which it shares with no longer one.
+    The cooldowns are the last steps of each, which it shares with no longer one.
     """
     return lengths[-1] - cooldowns[-1] + sum(cooldowns)
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import validation
 from jaxkv.models import Params
+from scaling.training import dense_forward
 
 NUM_GATES = {"lstm": 4, "gru": 3}
 """Input, forget, cell, output; reset, update, candidate: PyTorch's order."""
@@ -108,10 +109,7 @@ def logits(
 ) -> Float[Array, "batch seq vocab"]:
     """Reads whole sequences from a state of zeros.
 
-    Args:
-      params: as `init_params` returns them, in any floating type.
-      tokens: ids.
-      config: the shape.
+    Parameters are as `init_params` returns them, in any floating type.
 
     Returns:
       Next-token logits, in float32 at least.
@@ -119,22 +117,19 @@ def logits(
     # Tokens first, so that the loop reads and writes whole rows.
     x = params["embed"]["weight"][tokens.T]
     for layer in params["layers"]:
-        inputs = _norm(x, layer["norm"], config) if config.norm == "layer" else x
+        inputs = (
+            dense_forward.norm(x, layer["norm"], config.norm_eps)
+            if config.norm == "layer"
+            else x
+        )
         y = _layer(inputs, layer, kind=config.kind)
         x = x + y if config.residual else y
     if config.norm == "layer":
-        x = _norm(x, params["final_norm"], config)
+        x = dense_forward.norm(x, params["final_norm"], config.norm_eps)
     table = params["embed" if config.tie_embeddings else "head"]["weight"]
     wide = np.promote_types(x.dtype, np.float32)
     out = jnp.einsum("sbh,vh->sbv", x, table, preferred_element_type=wide)
     return out.swapaxes(0, 1)
-
-
-def _norm(x: Float[Array, "seq batch hidden"], norm: Params, config: RecurrentConfig):
-    y = x.astype(np.promote_types(x.dtype, np.float32))
-    y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + config.norm_eps)
-    return y.astype(x.dtype) * norm["scale"][None, None] + norm["bias"][None, None]
 
 
 def _layer(

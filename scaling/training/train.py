@@ -236,11 +236,7 @@ class _Run:
 
 
 def restore(checkpoint: Path, like: TrainState) -> TrainState:
-    """Reads a checkpoint.
-
-    Args:
-      checkpoint: its folder.
-      like: a state of the same model and optimizer.
+    """Reads a checkpoint, for a state of the same model and optimizer.
 
     Raises:
       ValueError: it is missing, broken, or of another model or optimizer.
@@ -258,11 +254,9 @@ def restore(checkpoint: Path, like: TrainState) -> TrainState:
 
 
 def save(checkpoint: Path, state: TrainState) -> None:
-    """Writes a checkpoint, whole or not at all.
+    """Writes a checkpoint that `restore` will read, whole or not at all.
 
-    Args:
-      checkpoint: a folder that is not there, in one that is.
-      state: what `restore` will read.
+    The folder is not there; the one it is in is.
 
     Raises:
       ValueError: there is no room, or it must not be written.

@@ -129,6 +129,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"batch": 1}, "batch=1"),
     ],
     "demo": [
+        ({"page_size": 0}, "page_size=0 must be at least 1"),
+        ({"max_slots": 0}, "max_slots=0 must be at least 1"),
+        ({"num_requests": -1}, "num_requests=-1 must be at least 1"),
+        ({"sigma": float("nan")}, "sigma=nan must be at least 0"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"sigma": -1.0}, "sigma=-1.0 must be at least 0"),
         ({"max_length": 64}, "more than self.max_length=64"),
         ({"output_tokens": (3, 2)}, "output_tokens=(3, 2)"),
     ],

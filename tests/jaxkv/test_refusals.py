@@ -19,12 +19,13 @@ import pytest
 
 import jaxkv
 from jaxkv import decoding, validation
-from jaxkv.engine.state import EngineConfig
-from jaxkv.memory import kv_pages, page_pool, page_table
+from jaxkv.engine.state import EngineConfig, init
+from jaxkv.memory import kv_pages, page_pool, page_table, prefix_cache
 from jaxkv.models import paged
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampling, beam_search
 from jaxkv.serving import device_memory, outputs
+from jaxkv.simulation import contiguous
 from jaxkv.workloads import arrivals, lengths
 from tests.support import engines
 from tests.support.folders import TOKENIZED
@@ -221,14 +222,14 @@ NO_NUMBERS = [None, True, "1", math.nan, math.inf, [1.0], np.ones(2), 10**400, B
 NO_COUNTS = [True, 1.0, "1", [], -1, 2**70]
 NO_FLAGS = [None, 1, 0, "no"]
 SAMPLING_TYPES: dict[str, list[Any]] = {
-    "temperature": NO_NUMBERS,
+    "temperature": [*NO_NUMBERS, -0.1, 1e39],
     "top_k": [None, *NO_COUNTS],
-    "top_p": NO_NUMBERS,
-    "min_p": NO_NUMBERS,
-    "repetition_penalty": NO_NUMBERS,
+    "top_p": [*NO_NUMBERS, 0.0, 1.01],
+    "min_p": [*NO_NUMBERS, -0.1, 1.5],
+    "repetition_penalty": [*NO_NUMBERS, 0.0],
     "presence_penalty": NO_NUMBERS,
-    "frequency_penalty": NO_NUMBERS,
-    "seed": NO_COUNTS,
+    "frequency_penalty": [*NO_NUMBERS, -math.inf],
+    "seed": [*NO_COUNTS, 2**64],
     "n": [None, 0, *NO_COUNTS],
     "best_of": [0, *NO_COUNTS],
     "beam_width": [0, *NO_COUNTS],
@@ -295,7 +296,106 @@ def asked(**fields: Any) -> Any:
     return outputs.make_requests(prompts, asks, config=BOUNDS, **given)
 
 
+def bounds(**fields: Any) -> Any:
+    return dataclasses.replace(engines.TIGHT, **fields)
+
+
+def started(**fields: Any) -> Any:
+    """A state of other bounds than those of its pages."""
+    return init(bounds(**fields), paged.make_pages(engines.MODEL, engines.TIGHT))
+
+
+def model(**fields: Any) -> Any:
+    return dataclasses.replace(engines.MODEL, **fields)
+
+
+def mixture(**fields: Any) -> Any:
+    sizes: dict[str, Any] = dict(num_experts=5, top_k=2, size=12, shared_gate=True)
+    return model(experts=api.Experts(**sizes | {"shared_size": 8} | fields))
+
+
+def grown(max_new_pages: int) -> Any:
+    pool, table = page_pool.make_pool(4), page_table.make_table(1, 2)
+    places = jnp.zeros(1, jnp.int32)
+    return page_table.reserve(
+        pool, table, places, page_size=4, max_new_pages=max_new_pages
+    )
+
+
+def located() -> Any:
+    """Rows of slots that are not named, fewer than slots."""
+    row = jnp.zeros(2, jnp.int32)
+    rows = kv_pages.Rows(row, row, None, jnp.zeros((3, 1), jnp.int32), row)
+    return kv_pages.locate(rows, page_size=4)
+
+
+def cached(**sizes: int) -> Any:
+    return api.init_cache(made(), **{"max_slots": 1, "max_length": 1} | sizes)
+
+
+def reserved(num_leaves: int, region: int) -> Any:
+    return contiguous.reservation(
+        "max", num_leaves=num_leaves, leaves_per_region=region
+    )
+
+
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    **{
+        f"no {name}": (
+            lambda name=name: made(**{name: 0}),
+            f"{name}=0 must be at least",
+        )
+        for name in ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
+    },
+    "rows": (located, "num_rows=2 must be num_slots=3"),
+    "no pool": (lambda: page_pool.make_pool(0), "num_pages=0 must be at least 1"),
+    "order": (lambda: page_pool.make_pool(3, jnp.arange(2)), "must be (3,)"),
+    "no row": (lambda: page_table.make_table(1, 0), "max_pages_per_slot=0 must be"),
+    "no growth": (lambda: grown(0), "max_new_pages=0 must"),
+    "prefixes": (lambda: prefix_cache.make_prefixes(0, 1), "num_pages=0 must be at l"),
+    "prefix": (lambda: prefix_cache.make_prefixes(1, 0), "page_size=0 must be at lea"),
+    "no length": (lambda: cached(max_length=0), "max_length=0 must be at least 1"),
+    "no slot": (lambda: cached(max_slots=0), "max_slots=0 must be at least 1"),
+    "beams": (lambda: beam_search.make_beams(0), "max_beams=0 must be at least 1"),
+    "leaves": (lambda: reserved(0, 2), "num_leaves=0 must be at least 1"),
+    "region": (lambda: reserved(4, 3), "must be a power of two"),
+    "no chunk": (lambda: api.fcfs(chunk_size=0), "chunk_size=0 must"),
+    "watermark": (lambda: api.fcfs(watermark=-1), "watermark=-1"),
+    "oldest": (lambda: api.fcfs(victim="oldest"), "victim='oldest' must be 'latest', "),
+    "drop": (lambda: api.fcfs(preemption="drop"), "preemption='drop' must be 'recompu"),
+    "no page": (lambda: bounds(num_pages=0), "num_pages=0 must be at least 1"),
+    "slots": (lambda: bounds(max_slots=0), "max_slots=0 must be at least 1"),
+    "short": (lambda: bounds(max_length=1), "self.max_length=1 must be at least 2"),
+    "budget": (
+        lambda: bounds(token_budget=3),
+        "self.token_budget=3 must be at least self.max_slots=8",
+    ),
+    "logits": (lambda: bounds(max_logit_rows=3), "self.max_logit_rows=3 must be 0 or"),
+    "logprobs": (lambda: bounds(max_logprobs=-1), "max_logprobs=-1 must be at least 0"),
+    "emit": (lambda: bounds(emit_width=2), "self.emit_width=2 must be 1"),
+    "seed": (lambda: bounds(seed=-1), "self.seed=-1 must be in"),
+    "other pages": (lambda: started(num_pages=5), "must be config.num_pages=5"),
+    "other size": (lambda: started(page_size=5), "must be config.page_size=5"),
+    "no layer": (lambda: model(num_layers=0), "num_layers=0 must be at least 1"),
+    "heads": (lambda: model(num_kv_heads=3), "num_q_heads=4 must be a multiple of"),
+    "odd": (lambda: model(head_dim=3), "head_dim=3 must be even"),
+    "window": (lambda: model(window=0), "window=0 must be at least 1"),
+    "no experts": (lambda: mixture(num_experts=0), "num_experts=0 must be at least 1"),
+    "top": (lambda: mixture(top_k=6), "top_k=6 must be at most"),
+    "gate": (lambda: mixture(shared_size=0), "needs shared experts"),
+    "dense": (lambda: mixture(num_dense_layers=-1), "num_dense_layers=-1 must be at l"),
+    "all dense": (
+        lambda: mixture(num_dense_layers=2),
+        "num_dense_layers=2 must be",
+    ),
+    "balance": (
+        lambda: mixture(balance_weight=math.nan),
+        "balance_weight=nan must be at least 0",
+    ),
+    "biases": (
+        lambda: dataclasses.replace(mixture(), mlp_bias=True),
+        "experts have no biases",
+    ),
     "pages": (lambda: made(num_pages=1.5), "num_pages=1.5 must be a whole number"),
     "layers": (lambda: made(num_layers=True), "num_layers=True must be a whole"),
     "dtype": (lambda: made(dtype="foo"), "dtype='foo' must be a floating type"),

@@ -4,18 +4,16 @@ import errno
 import fcntl
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.cli import main
 from experiments.framework import registry
 from experiments.framework.study import Experiment
 from scaling import locking
-from tests.support.folders import ROOT
+from tests.support.commands import Command
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -32,22 +30,16 @@ Hold = Callable[[Path], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def hold() -> Iterator[Hold]:
-    """Has another process take a folder, and end with the test at the latest."""
-    begun = []
+def hold(popen: Callable[..., subprocess.Popen[str]]) -> Hold:
+    """Has another process take a folder."""
 
-    def popen(folder: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOLD, str(folder)]
-        process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
-        begun.append(process)
+    def begin(folder: Path) -> subprocess.Popen[str]:
+        process = popen("-c", HOLD, str(folder))
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         return process
 
-    yield popen
-    for process in begun:
-        process.kill()
-        process.communicate()
+    return begin
 
 
 def names(folder: Path) -> list[str]:
@@ -128,23 +120,17 @@ def test_a_second_writer_is_refused_and_nothing_changes(
     hold: Hold,
     experiment: Experiment,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    jaxkv: Command,
 ) -> None:
-    load = registry.load
     mine = ("made_up", "bench_made_up")
     known = [registry.Entry(name, "Is it?", ("smoke",), "") for name in mine]
     monkeypatch.setattr(registry, "entries", lambda: known)
-    monkeypatch.setattr(
-        registry, "load", lambda name: experiment if "made_up" in name else load(name)
-    )
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "load", lambda name: experiment)
     rows = [f"{n},{d},{2 + n**-0.3 + d**-0.3}" for n in (1, 2, 3) for d in (1, 2, 3)]
     Path("log.csv").write_text("\n".join(["N,D,loss", *rows]) + "\n")
     out = tmp_path / "out"
     process = hold(out)
-    status = main.main(command.replace("OUT", str(out)).split())
-    said = capsys.readouterr()
-    assert (status, said.out) == (2, "")
     line = f"{out}: process {process.pid} is writing here; one at a time"
-    assert said.err == f"jaxkv: {line}\n"
+    words = command.replace("OUT", str(out)).split()
+    assert jaxkv(*words) == (2, "", f"jaxkv: {line}\n")
     assert names(out) == [locking.NAME]

@@ -1,9 +1,10 @@
 """Attention over scattered pages, and the loops in float64 that it must equal."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention import api
@@ -83,6 +84,18 @@ def oracle(
             out[row, head] = rounded(weights) @ values.astype(float) / weights.sum()
             lse[row, head] = scores.max() + np.log(weights.sum())
     return rounded(out), lse
+
+
+def plain(case: Case, dtype: str, **features: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The same as one writes it: weights and outputs are rounded to a type.
+
+    The measure of exactness: an implementation may not be much less exact.
+    """
+
+    def narrow(x: np.ndarray) -> np.ndarray:
+        return np.asarray(jnp.asarray(x, dtype).astype(jnp.float32), np.float64)
+
+    return oracle(case, narrow=narrow, **features)
 
 
 def make_case(

@@ -50,23 +50,6 @@ MODEL = ModelConfig(
     tie_embeddings=False,
 )
 
-SERVED = EngineConfig(
-    num_pages=24,
-    page_size=4,
-    max_slots=3,
-    max_length=64,
-    max_sequences=8,
-    queue_capacity=4,
-    token_budget=16,
-    max_logit_rows=8,
-    max_logprobs=2,
-    max_stop_tokens=3,
-    submit_width=4,
-    steps_per_call=4,
-    debug=True,
-)
-"""Bounds of a small engine behind the facade, shared so that its programs are."""
-
 # Sixteen pages hold one sequence of full length: the smallest pool there may be.
 TIGHT = EngineConfig(
     num_pages=16,
@@ -86,6 +69,17 @@ TIGHT = EngineConfig(
 ROOMY = dataclasses.replace(TIGHT, num_pages=56)
 """Three sequences of full length, and a rest."""
 CACHED = dataclasses.replace(TIGHT, prefix_cache=True)
+SERVED = dataclasses.replace(
+    TIGHT,
+    num_pages=24,
+    max_slots=3,
+    max_sequences=8,
+    queue_capacity=4,
+    token_budget=16,
+    max_logit_rows=8,
+    submit_width=4,
+)
+"""Bounds of a small engine behind the facade, shared so that its programs are."""
 FCFS = fcfs.fcfs()
 
 FAST_COMPILE = {
@@ -222,6 +216,14 @@ def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
         arrivals_s=[ask.arrival_s for ask in asks],
         width=config.submit_width,
     )
+
+
+def submitted(asks: Sequence[Ask], config: EngineConfig) -> EngineState:
+    """An engine in which the requests wait."""
+    requests = requests_of(asks, config)
+    state, taken = submit(start(config), requests, config=config)
+    assert np.asarray(taken)[: len(names_of(asks))].all()
+    return state
 
 
 def assert_sound(info: StepInfo) -> None:

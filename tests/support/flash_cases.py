@@ -44,8 +44,9 @@ def in_float64(f: Any, *arrays: Any) -> Any:
 
 
 def total(attend: Any, *arrays: Any) -> Any:
-    """A number that depends on every output, and on every log-sum-exp."""
+    """A number that depends on every output, and on every finite log-sum-exp."""
     out, lse = attend(*arrays)
+    lse = jnp.where(jnp.isfinite(lse), lse, jnp.zeros_like(lse))
     weights = jnp.sin(jnp.arange(out.size, dtype=jnp.int32).astype(lse.dtype))
     out = jnp.sum(out.astype(lse.dtype).reshape(-1) * weights)
     return out + jnp.sum(lse * jnp.cos(lse))

@@ -22,26 +22,22 @@ from tests.support.folders import GOLDEN
 EXPECTED = np.load(GOLDEN / "beams.npz")
 
 
-NUM_BEAMS, LIMIT = 6, 16
+LIMIT = 16
 
 
-ROOMY = EngineConfig(
+ROOMY = dataclasses.replace(
+    engines.TIGHT,
     num_pages=64,
-    page_size=4,
     max_slots=12,
-    max_length=64,
     max_sequences=48,
     queue_capacity=40,
     token_budget=16,
-    max_stop_tokens=2,
+    max_logit_rows=0,
+    max_logprobs=0,
     max_beams=6,
     prefix_cache=True,
     submit_width=12,
-    steps_per_call=4,
-    debug=True,
 )
-
-
 RULES = (False, True, "never")
 TIGHT = dataclasses.replace(ROOMY, num_pages=31)
 

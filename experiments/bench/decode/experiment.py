@@ -26,7 +26,6 @@ from experiments.framework import (
     Ints,
     Part,
     Sheet,
-    Study,
     Table,
     Texts,
     column,
@@ -92,6 +91,7 @@ class Config:
             )
 
 
+PANELS = (1, 2)
 CONFIGS = {
     "real": Config(),
     "smoke": Config(
@@ -306,8 +306,3 @@ def _rows(
         for row, rate in zip(rows, rates, strict=True):
             row[ratio] = rate / best if best else None
     return rows
-
-
-STUDIES = (
-    Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary, panels=(1, 2)),
-)

@@ -2,24 +2,28 @@
 
 Everyone fits the same resamples of the same runs, each from the optimum of all runs,
 piece by piece in turns, so that a disturbance hits everyone. A resample's excess is how
-far its objective, computed anew, is above the lowest that anybody found for it.
+far its objective, computed anew, is above the lowest that anybody found for it. The
+usual ways are loops over resamples that call SciPy's BFGS, as published replications
+do; they differ in where the gradient comes from.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import statistics
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import Float, Int
+from scipy import optimize
 
-from experiments.bench.fit import peers
-from experiments.bench.fit.peers import Runs
 from experiments.bench.turns import draw_bars, split, timed
-from experiments.framework import Part, Sheet, Study, units
+from experiments.framework import Part, Sheet, units
 from experiments.training.fit_coverage import surfaces
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -30,6 +34,8 @@ from scaling.laws import evaluation, published
 OURS, FIRST = "jaxkv", "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
 _REPEATS = 3
+DELTA = 1e-3
+"""Where Huber's loss turns from squares to sizes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,74 @@ CONFIGS = {
 }
 
 
+class Runs(NamedTuple):
+    """Logarithms of parameters, tokens and losses."""
+
+    params: Float[np.ndarray, " n"]
+    tokens: Float[np.ndarray, " n"]
+    loss: Float[np.ndarray, " n"]
+
+    def drawn(self, rows: Int[np.ndarray, " drawn"]) -> "Runs":
+        """Gathers the rows of a resample."""
+        return Runs(*(column[rows] for column in self))
+
+
+def objective(x: Any, runs: Runs, library: Any = np) -> Any:
+    """Sums Huber's loss of the logarithms, from `ln A, ln B, ln E, alpha, beta`.
+
+    Args:
+      x: the coefficients.
+      runs: to fit.
+      library: NumPy, or one that stands in for it.
+
+    Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 3.
+    """
+    a, b, e, alpha, beta = (x[i] for i in range(5))
+    terms = (a - alpha * runs.params, b - beta * runs.tokens, e + 0 * runs.params)
+    top = library.maximum(library.maximum(terms[0], terms[1]), terms[2])
+    total = sum(library.exp(term - top) for term in terms)
+    size = library.abs(top + library.log(total) - runs.loss)
+    losses = library.where(
+        size <= DELTA, 0.5 * size * size, DELTA * (size - 0.5 * DELTA)
+    )
+    return library.sum(losses)
+
+
+def value_and_gradient(x: np.ndarray, runs: Runs) -> tuple[float, np.ndarray]:
+    """Computes the objective and its gradient by hand: shares times clipped errors."""
+    a, b, e, alpha, beta = x
+    terms = np.stack(
+        [a - alpha * runs.params, b - beta * runs.tokens, np.full(len(runs.loss), e)]
+    )
+    top = terms.max(0)
+    sizes = np.exp(terms - top)
+    total = sizes.sum(0)
+    error = top + np.log(total) - runs.loss
+    clipped = np.clip(error, -DELTA, DELTA)
+    pull = sizes / total * clipped
+    slopes = [-(pull[0] @ runs.params), -(pull[1] @ runs.tokens)]
+    gradient = np.array([*pull.sum(1), *slopes])
+    return float(np.sum(clipped * (error - 0.5 * clipped))), gradient
+
+
+def _rivals() -> Iterator[tuple[str, Callable[[np.ndarray, Runs], np.ndarray]]]:
+    """Lists the ways that can be gone on this machine, by name."""
+    yield "NumPy gradient + SciPy BFGS", _fitting(value_and_gradient, jac=True)
+    if importlib.util.find_spec("autograd") is not None:
+        autograd: Any = importlib.import_module("autograd")
+        library: Any = importlib.import_module("autograd.numpy")
+        gradient = autograd.grad(lambda x, runs: objective(x, runs, library))
+        yield "autograd + SciPy BFGS", _fitting(objective, jac=gradient)
+    # SciPy's default.
+    yield "finite differences + SciPy BFGS", _fitting(objective, jac=None)
+
+
+def _fitting(call: Any, jac: Any) -> Callable[[np.ndarray, Runs], np.ndarray]:
+    return lambda start, runs: (
+        optimize.minimize(call, start, args=(runs,), method="BFGS", jac=jac).x
+    )
+
+
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, piece by piece; ended early, it has whole pieces."""
     data, law = surfaces.runs(config.num_points), published.CHINCHILLA
@@ -83,7 +157,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     def loop(fit: Callable) -> Callable[[np.ndarray], np.ndarray]:
         return lambda rows: np.array([fit(start, runs.drawn(row)) for row in rows])
 
-    rivals = [*peers.everyone()][: None if config.slow else 1]
+    rivals = [*_rivals()][: None if config.slow else 1]
     everyone = {OURS: ours} | {name: loop(fit) for name, fit in rivals}
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
@@ -111,8 +185,7 @@ def _rows(
     num = len(ends[OURS])
     samples = [runs.drawn(row) for row in drawn[:num]]
     objectives = {
-        name: np.array([*map(peers.objective, xs, samples)])
-        for name, xs in ends.items()
+        name: np.array([*map(objective, xs, samples)]) for name, xs in ends.items()
     }
     lowest = np.min([*objectives.values()], axis=0)
     done = {name: (name, seconds[name], num) for name in ends}
@@ -185,6 +258,3 @@ def _compiling_anew() -> Generator[None]:
 def _logged(coefficients: np.ndarray) -> np.ndarray:
     """Turns `A, B, E` into their logarithms."""
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)
-
-
-STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)

@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import processes, report, runs
+from experiments.bench.kernels import runs
 from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
+from experiments.bench.kernels.report import plot as plot
+from experiments.bench.kernels.report import summary as summary
 from experiments.bench.peer_process import PeerProcess, start
-from experiments.framework import Study
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
@@ -29,9 +30,8 @@ from pallas_kernels.bench import (
     Ceilings,
     GroupedSpec,
     Spec,
-    grouped_specs,
     problems,
-    specs,
+    sets,
     timing,
 )
 
@@ -48,7 +48,7 @@ class Config:
     """Which shapes are measured, and how long."""
 
     shapes: Literal["auto", "tiny", "small", "quick", "real", "grid"] = "auto"
-    """Sets of `specs` and `grouped_specs`; auto takes real on a GPU, else small."""
+    """Sets of `sets`; auto takes real on a GPU, else small."""
     quick: bool = False
     """Fewer shapes and calls, and less than half of the seconds."""
     only: str = ""
@@ -67,6 +67,7 @@ class Config:
         validation.above(self, "max_s")
 
 
+PANELS = (1, 2)
 CONFIGS = {
     "real": Config(),
     "quick": Config(quick=True),
@@ -95,17 +96,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        peers, absent = start(stack, PeerProcess, python, processes.PEERS)
-        others = [processes.implementation(x, budget, num_calls) for x in peers]
+        peers, absent = start(stack, PeerProcess, python, runs.ELSEWHERE)
+        others = [runs.elsewhere(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
         ceilings = _measure_ceilings(config, target.platform)
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
-            # Attention is all that the peers elsewhere do.
-            attends = spec.kind not in ("copy", "grouped")
-            rows += measurement.rows(spec, [*runs.of(spec), *(others * attends)])
-            if attends:
+            if spec.kind in ("copy", "grouped"):  # no work of peers elsewhere
+                rows += measurement.rows(spec, runs.of(spec))
+            else:
+                rows += measurement.rows(spec, [*runs.of(spec), *others])
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
     head: dict[str, Any] = {
@@ -136,12 +137,10 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     name = config.shapes
     if name == "auto":
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
-    known = (*specs.SETS[name], *grouped_specs.SETS[name])
-    chosen = [spec for spec in known if config.only in spec.name]
+    chosen = [spec for spec in sets.SETS[name] if config.only in spec.name]
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
-    first = (*specs.SETS["quick"], *grouped_specs.SETS["quick"])
-    return sorted(chosen, key=lambda spec: spec not in first)
+    return sorted(chosen, key=lambda spec: spec not in sets.SETS["quick"])
 
 
 def _measure_ceilings(config: Config, platform: str) -> Ceilings:
@@ -194,7 +193,7 @@ class _Measurement:
     def _make(self, spec: Spec | GroupedSpec) -> Any:
         turns = timing.num_turns(spec.bytes, self.kind)
         if isinstance(spec, GroupedSpec):
-            return grouped_specs.make(spec, num_turns=turns)
+            return problems.make_grouped(spec, num_turns=turns)
         if spec.kind == "copy":
             return problems.make_copy(spec)
         return problems.make(spec, num_turns=turns)
@@ -242,16 +241,3 @@ def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
         **dict.fromkeys(UNKNOWN),
         **dict.fromkeys(("clock", "how", "note"), ""),
     }
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list,
-        run=run,
-        plot=report.plot,
-        metrics=metrics,
-        summary=report.sheets,
-        panels=(1, 2),
-    ),
-)

@@ -80,7 +80,7 @@ def timed(rows: list[dict[str, Any]]) -> Timed:
     return Timed.of(row for row in rows if row["seconds"] is not None)
 
 
-def sheets(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[Part]:
     """Lays out the ceilings, then the times of everyone side by side.
 
     Args:

@@ -1,11 +1,12 @@
 """Everyone who is timed on a shape. Ours go through the doors, under every name there.
 
-Peers of jax are in `jax_peers`, those of other frameworks in `processes`.
+Peers of jax are in `peers.jax_peers`; those of other frameworks run elsewhere.
 """
 
 import functools
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,18 +14,32 @@ import jax.numpy as jnp
 from jax import lax
 
 from experiments.bench.kernels import calls
-from experiments.bench.kernels.calls import Implementation, Run
+from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
 from experiments.bench.kernels.peers import jax_peers
+from experiments.bench.peer_process import PeerProcess
 from pallas_kernels.bench import (
     CopyProblem,
     GroupedProblem,
     GroupedSpec,
     Problem,
     Spec,
+    Timing,
 )
 from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.page_ops import copy
 from pallas_kernels.paged_attention import api, decode_plan, merging, row_packing
+
+FOLDER = Path(__file__).with_name("peers")
+ELSEWHERE = {
+    "torch SDPA": (FOLDER / "sdpa.py", "Sdpa"),
+    "torch cuDNN": (FOLDER / "sdpa.py", "CuDnn"),
+    "FlexAttention": (FOLDER / "flex.py", "Flex"),
+    "FlexAttention paged": (FOLDER / "flex.py", "FlexPaged"),
+    "FlashInfer": (FOLDER / "flashinfer_peer.py", "FlashInfer"),
+}
+"""Peers of other frameworks, in processes of their own: file and class by name."""
+SHARE = 0.1
+"""Of the time, for each: some compile for seconds a shape."""
 
 
 def of(spec: Spec | GroupedSpec) -> list[Implementation]:
@@ -59,6 +74,31 @@ def of_products() -> list[Implementation]:
         "Pallas ragged_dot": jax_peers.ragged_dot,
     }
     return _everyone(grouped_api.GroupedImplementation, _multiply, peers)
+
+
+def elsewhere(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementation:
+    """A peer that is ready, as something to time.
+
+    Args:
+      peer: of `ELSEWHERE`.
+      budget: of time; who has not answered when it is over is ended.
+      num_calls: calls that it times.
+    """
+
+    def prepare(problem: Problem) -> Run:
+        said = peer.ask(_question(problem, num_calls), budget.left_s())
+        if "refused" in said:
+            raise ValueError(said["refused"])
+        timing = dict.fromkeys(Timing._fields) | said["timing"]
+        return Run(
+            call=lambda index: None,
+            error=lambda: said["error"],
+            measure=lambda: Timing(**timing),
+            plan_s=said["plan_s"],
+            how=said["how"],
+        )
+
+    return Implementation(peer.name, True, prepare, SHARE)
 
 
 def _everyone(
@@ -158,3 +198,21 @@ def _multiply(name: Any, problem: GroupedProblem) -> Run:
     grouped_api.choose(problem.x, problem.w, implementation=name)
     function = functools.partial(grouped_api.grouped_matmul, implementation=name)
     return jax_peers.multiply(function, problem)
+
+
+def _question(problem: Problem, num_calls: int) -> dict[str, Any]:
+    """Describes a problem to a peer, which draws its own numbers."""
+    spec, kin = problem.spec, problem.ancestors
+    trees = (spec.batch, spec.rows, spec.rows)
+    return {
+        "contexts": spec.contexts().tolist(),
+        "rows": spec.rows,
+        "shared": spec.shared,
+        "heads": list(spec.heads),
+        "page_size": spec.page_size,
+        "dtype": spec.dtype,
+        "ancestors": None if kin is None else kin.reshape(trees).tolist(),
+        "num_turns": problem.num_turns,
+        "num_calls": num_calls,
+        "max_error": MAX_ERROR[spec.dtype],
+    }

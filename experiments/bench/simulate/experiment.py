@@ -19,14 +19,14 @@ import numpy as np
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import Request
 from experiments.bench.turns import draw_bars
-from experiments.framework import Part, Sheet, Study, units
+from experiments.framework import Part, Sheet, units
 from experiments.harness import cost_models, length_distributions
 from jaxkv import clock, validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Bounds, Members, driver, state
+from jaxkv.simulation import Bounds, Cost, Members, driver, state
 from jaxkv.simulation import Part as Runner
-from jaxkv.workloads import Workload, arrivals
+from jaxkv.workloads import Workload, arrivals, lengths
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 EVERYONE = {
@@ -91,12 +91,12 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     at_once, parts = [_runner(everyone, config)], _parts(everyone, config)
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
-    served = [_plain(everyone[i], config) for i in spread]
+    serve = _plain([everyone[i] for i in spread], config)
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
         rates = [_mapped_rate(runners) for runners in (alone, parts, at_once)]
         progress.show("plain Python")
-        rates += [_rate(_serve, served, accounts) for accounts in (True, False)]
+        rates += [_rate(serve, accounts) for accounts in (True, False)]
         named = dict(zip(EVERYONE, rates, strict=True))
         rows.append(
             {"round": index}
@@ -133,11 +133,10 @@ def members(config: Config) -> list[Members]:
 def load(rate: float, num: int, seed: int) -> Workload:
     """Poisson arrivals, lengths like ShareGPT's."""
     rng = np.random.default_rng(seed)
-    sharegpt = length_distributions.SHAREGPT
-    lengths = length_distributions.draw(sharegpt, num, MAX_LENGTH, rng)
+    drawn = length_distributions.draw(lengths.SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
     arrival_s = np.cumsum(rng.exponential(1 / rate, num))
-    return arrivals.make(arrival_s, lengths.prompt[mixed], lengths.answer[mixed])
+    return arrivals.make(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
 
 
 def _runner(group: list[Members], config: Config) -> Runner:
@@ -177,15 +176,9 @@ def _advance(runners: list[Runner]) -> float:
     return sum(float(runner.num_steps().sum()) for runner in runners)
 
 
-def _serve(served: list[Callable[[bool], int]], accounts: bool) -> int:
-    """Serves in plain Python, one run after the other; gives the steps of all."""
-    return sum(serve(accounts) for serve in served)
-
-
-def _plain(member: Members, config: Config) -> Callable[[bool], int]:
-    """Makes a run of plain Python ready; it gives its steps."""
-    assert isinstance(member.cost, cost_models.Linear)
-    asked, costs = requests(member.workload), price(member.cost)
+def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
+    """Makes runs of plain Python ready, one after the other; they give their steps."""
+    asked = [(requests(x.workload), price(x.cost)) for x in everyone]
     bounds = plain_scheduler.Bounds(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
@@ -195,9 +188,14 @@ def _plain(member: Members, config: Config) -> Callable[[bool], int]:
     )
 
     def serve(accounts: bool) -> int:
-        note = [].append if accounts else None
-        served = plain_scheduler.serve(asked, bounds, costs, note, config.num_steps)
-        return served.num_steps
+        num = 0
+        for workload, cost in asked:
+            note = [].append if accounts else None
+            served = plain_scheduler.serve(
+                workload, bounds, cost, note, config.num_steps
+            )
+            num += served.num_steps
+        return num
 
     return serve
 
@@ -210,8 +208,9 @@ def requests(workload: Workload) -> list[Request]:
     return [Request(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
 
 
-def price(cost: cost_models.Linear) -> plain_scheduler.Price:
+def price(cost: Cost) -> plain_scheduler.Price:
     """The same cost for plain Python."""
+    assert isinstance(cost, cost_models.Linear)
     prefill, small, large = (
         [float(x) for x in values]
         for values in (cost.prefill, cost.decode, cost.decode_large)
@@ -266,6 +265,3 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     draw_bars(ax, names, values, [*map(units.rate, values)])
     ax.set_xlabel("steps per second")
     ax.margins(x=0.15)
-
-
-STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)

@@ -20,7 +20,7 @@ from experiments.bench import peer_process
 from experiments.bench.train import peers
 from experiments.bench.train.peers import Ours, Rival
 from experiments.bench.turns import in_turns, middle, split
-from experiments.framework import Floats, Ints, Part, Study, Table, Texts, column, units
+from experiments.framework import Floats, Ints, Part, Table, Texts, column, units
 from experiments.framework.table import shown
 from experiments.plotting import style
 from jaxkv import validation
@@ -210,6 +210,3 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     if result[0]["absent"]:
         note += f" Not timed: {result[0]['absent']}."
     return [Rates.of(result).sheet("training", *TOLD, note=note)]
-
-
-STUDIES = (Study(CONFIGS, list, run, plot, metrics=metrics, summary=summary),)

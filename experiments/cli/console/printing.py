@@ -6,7 +6,8 @@ where the output is not a terminal or `NO_COLOR` is set (no-color.org).
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich import console as rich_console
 from rich import padding, table, text
@@ -27,12 +28,11 @@ _COUNTED = {"holds": "hold", "fails": "fail", "differs": "differ in conditions"}
 
 def make_console(*, stderr: bool = False) -> rich_console.Console:
     """Opens standard output or error; nothing but text goes where no colour should."""
-    if os.environ.get("NO_COLOR"):
-        # Bold and dim are escape sequences, too.
-        return rich_console.Console(
-            stderr=stderr, highlight=False, emoji=False, color_system=None
-        )
-    return rich_console.Console(stderr=stderr, highlight=False, emoji=False)
+    # Bold and dim are escape sequences, too.
+    colors: Any = None if os.environ.get("NO_COLOR") else "auto"
+    return rich_console.Console(
+        stderr=stderr, highlight=False, emoji=False, color_system=colors
+    )
 
 
 def print_parts(parts: Sequence[Part]) -> None:
@@ -40,33 +40,34 @@ def print_parts(parts: Sequence[Part]) -> None:
     console = make_console()
     width = min(console.width, MAX_WIDTH)
     for part in parts:
+        if isinstance(part, Sheet):
+            title, below = part.title, list(_sheet(part, width))
+        elif isinstance(part, Excerpts):
+            title, below = part.title, [_excerpts(part)]
+        else:
+            title, below = _counts(part), [_verdicts(part)]
         with console.capture() as said:
-            if isinstance(part, Sheet):
-                _print_sheet(console, part, width)
-            elif isinstance(part, Excerpts):
-                _print_excerpts(console, part, width)
-            else:
-                _print_verdicts(console, part, width)
+            if title:
+                console.print(text.Text(title, "bold"))
+            for each in below:
+                console.print(padding.Padding(each, (0, 0, 0, GAP)), width=width)
         print("", *(line.rstrip() for line in said.get().splitlines()), sep="\n")
 
 
-def _print_sheet(console: rich_console.Console, sheet: Sheet, width: int) -> None:
-    """Prints a table, on its side or in pieces where it is too wide."""
-    if sheet.title:
-        console.print(text.Text(sheet.title, "bold"))
+def _sheet(sheet: Sheet, width: int) -> Iterator[rich_console.RenderableType]:
+    """A table, on its side or in pieces where it is too wide, and its note."""
     if not sheet.rows:
-        console.print("  (nothing)")
+        yield "(nothing)"
     else:
         shapes = (sheet, _broken_heads(sheet), _turned(sheet))
         fitting = [shape for shape in shapes if _min_width(shape) <= width]
-        for shape in fitting[:1] or _pieces(sheet):
-            _print_grid(console, shape, width)
+        yield from map(_grid, fitting[:1] or _pieces(sheet))
     if sheet.note:
-        console.print()
-        _print_indented(console, text.Text(sheet.note), width)
+        yield ""
+        yield text.Text(sheet.note)
 
 
-def _print_grid(console: rich_console.Console, sheet: Sheet, width: int) -> None:
+def _grid(sheet: Sheet) -> table.Table:
     grid = table.Table(
         box=None,
         show_header=any(sheet.columns),
@@ -84,37 +85,33 @@ def _print_grid(console: rich_console.Console, sheet: Sheet, width: int) -> None
         )
     for row in sheet.rows:
         grid.add_row(*map(text.Text, row))
-    _print_indented(console, grid, width)
+    return grid
 
 
-def _print_excerpts(
-    console: rich_console.Console, excerpts: Excerpts, width: int
-) -> None:
-    console.print(text.Text(excerpts.title, "bold"))
+def _excerpts(excerpts: Excerpts) -> table.Table:
     grid = _plain_grid()
     for number, (given, wrote) in enumerate(excerpts.pairs[:NUM_EXCERPTS]):
         if number:
             grid.add_row("", "")
         grid.add_row(text.Text("given", "dim"), text.Text(given, "dim"))
         grid.add_row(text.Text("wrote", "dim"), text.Text(wrote))
-    _print_indented(console, grid, width)
+    return grid
 
 
-def _print_verdicts(
-    console: rich_console.Console, verdicts: Verdicts, width: int
-) -> None:
-    counts = [
-        f"{sum(x.verdict == verdict for x in verdicts.claims)} {words}"
-        for verdict, words in _COUNTED.items()
-    ]
-    console.print(text.Text(f"claims: {', '.join(counts)}", "bold"))
+def _counts(verdicts: Verdicts) -> str:
+    found = [str(claim.verdict) for claim in verdicts.claims]
+    counts = (f"{found.count(x)} {words}" for x, words in _COUNTED.items())
+    return f"claims: {', '.join(counts)}"
+
+
+def _verdicts(verdicts: Verdicts) -> table.Table:
     grid = _plain_grid()
     for x in verdicts.claims:
         grid.add_row(text.Text(x.verdict, COLORS[x.verdict]), text.Text(x.claim))
         for line in (report.claim_numbers(x), x.note):
             if line:
                 grid.add_row("", text.Text(line, "dim"))
-    _print_indented(console, grid, width)
+    return grid
 
 
 def _plain_grid() -> table.Table:
@@ -123,12 +120,6 @@ def _plain_grid() -> table.Table:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     return grid
-
-
-def _print_indented(
-    console: rich_console.Console, content: rich_console.RenderableType, width: int
-) -> None:
-    console.print(padding.Padding(content, (0, 0, 0, GAP)), width=width)
 
 
 def _broken_heads(sheet: Sheet) -> Sheet:

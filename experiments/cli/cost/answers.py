@@ -70,9 +70,8 @@ def _quadratic(case: Case) -> str:
     terms, model = case.of(flops.forward), case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
     whole = flops.total(terms)
-    seen = sum(
-        flops.twice_pairs(case.sequence, 0, window, case.attention)
-        for window in model.windows
+    seen = model.over_layers(
+        lambda window: flops.twice_pairs(case.sequence, 0, window, case.attention)
     )
     each = square / seen  # of a pair, summed over layers without windows
     half = 1 if case.attention == "causal" else 2

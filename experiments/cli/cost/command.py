@@ -78,9 +78,9 @@ def cost(name: str, options: Options) -> Answer:
     """
     case = look_up(name, options)
     answers = cost_answers.answers(case)
-    document = describe(case) | {
-        "answers": [{"question": x, "answer": y} for x, y in answers]
-    }
+    document = describe(case)
+    sheets = tables.sheets(case, document)
+    document["answers"] = [{"question": x, "answer": y} for x, y in answers]
     lines = []
     if options.zero and case.layout.copies == 1:
         lines.append(
@@ -98,7 +98,7 @@ def cost(name: str, options: Options) -> Answer:
         )
         lines.append(f"kept in {document['out']}")
     said = [Sheet(question, ("",), [(answer,)]) for question, answer in answers]
-    return Answer(document, [*tables.sheets(case), *said], lines)
+    return Answer(document, [*sheets, *said], lines)
 
 
 def look_up(name: str, options: Options) -> Case:
@@ -171,7 +171,7 @@ def describe(case: Case) -> dict[str, Any]:
     }
     return {
         "model": model.name,
-        "symbols": tables.symbols(case),
+        "symbols": {letter: value for letter, value, _ in tables.symbols(case)},
         "num_params": params._asdict(),
         "params_by_weight": {
             f"{x.part}: {x.name}": x.size * x.stored * places[x.place]

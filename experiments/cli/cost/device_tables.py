@@ -1,34 +1,32 @@
 """The tables of `jaxkv cost` that depend on a device: serving, traffic, one device."""
 
+from typing import Any
+
 from experiments.cli.cost.case import Case
 from experiments.framework import Sheet, units
 from scaling.costs import flops, memory, serving, traffic
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: Case) -> list[Sheet]:
+def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
     """Lays out what serving takes, what is sent, and one device's part."""
-    return [_serving(case), *_traffic(case), _device(case)]
+    return [_serving(case, told), *_traffic(case), _device(case, told["per_device"])]
 
 
-def _serving(case: Case) -> Sheet:
+def _serving(case: Case, told: dict[str, Any]) -> Sheet:
     rows = []
-    for name, formula in (
-        ("prefill", serving.prefill),
-        ("decode, a step", serving.decode),
-    ):
-        work = case.of(formula)
-        line = case.of(serving.roofline, work=work)
-        counted = units.flops(work.flops), units.rate(work.intensity)
-        read = map(units.size, (work.weight_bytes, work.kv_bytes))
-        times = map(units.seconds, (line.compute_s, line.memory_s))
-        rows.append((name, counted[0], *read, counted[1], *times, line.bound))
+    for name, step in (("prefill", "prefill"), ("decode, a step", "decode")):
+        work = told[step]
+        counted = units.flops(work["flops"]), units.rate(work["intensity"])
+        read = map(units.size, (work["weight_bytes"], work["kv_bytes"]))
+        times = map(units.seconds, (work["compute_s"], work["memory_s"]))
+        rows.append((name, counted[0], *read, counted[1], *times, work["bound"]))
     heads = ("step", "operations", "weights", "K and V", "op/byte")
     dtype, d = case.dtype, case.device
-    per_token = case.of(serving.kv_bytes_per_token)
     kept = case.of(serving.kv_bytes_of, tokens=case.sequence)
     note = (
-        f"K and V: {per_token:,.0f} bytes a token, {units.size(kept)} for s tokens. "
+        f"K and V: {told['kv_bytes_per_token']:,.0f} bytes a token, "
+        f"{units.size(kept)} for s tokens. "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
         f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): products take the time from "
         f"{case.ridge:.0f} op/byte on; beside the weights "
@@ -70,8 +68,8 @@ def per_device(case: Case) -> dict[str, float]:
     }
 
 
-def _device(case: Case) -> Sheet:
-    found, d = per_device(case), case.device
+def _device(case: Case, found: dict[str, float]) -> Sheet:
+    d = case.device
     rows = [
         ("parameters of the fullest", f"{found['num_params']:,.0f}"),
         ("operations of a training step", units.flops(found["flops"])),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 from experiments.cli.cost import device_tables
 from experiments.cli.cost.case import Case
@@ -10,91 +11,74 @@ from scaling.costs import activations, flops, memory, parameters
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: Case) -> list[Sheet]:
-    """Lays out everything that is counted."""
+def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
+    """Lays out everything that is counted, beside what the document has of it."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
-    found += [_memory(case), _activations(case), _one_layer(case)]
-    return [*found, *device_tables.sheets(case)]
+    found += [_memory(case), _activations(case)]
+    found.append(_one_layer(case, told["one_layer"]))
+    return [*found, *device_tables.sheets(case, told)]
 
 
-def symbols(case: Case) -> dict[str, int]:
-    """The letters of the formulas and what they are here."""
-    model, a = case.model, case.model.attention
-    found = {
-        "b": case.batch,
-        "s": case.sequence,
-        "h": model.hidden_size,
-        "L": model.num_layers,
-        "n": a.num_q_heads,
-    }
+def symbols(case: Case) -> list[tuple[str, int, str]]:
+    """The letters of the formulas, what they are here, and what they mean."""
+    model, a, x = case.model, case.model.attention, case.model.experts
+    found = [
+        ("b", case.batch, "sequences"),
+        ("s", case.sequence, "tokens of each"),
+        ("h", model.hidden_size, "hidden size"),
+        ("L", model.num_layers, "layers"),
+        ("n", a.num_q_heads, "query heads"),
+    ]
     if isinstance(a, HeadAttention):
-        found |= {"m": a.num_kv_heads, "d": a.head_dim}
+        found.append(("m", a.num_kv_heads, "KV heads"))
+        found.append(("d", a.head_dim, "head size"))
     else:
-        found |= {"q": a.q_rank} if a.q_rank else {}
-        found |= {"c": a.kv_rank, "dn": a.nope_dim, "dr": a.rope_dim}
-        found |= {"dv": a.value_dim}
-    found |= {"i": model.mlp_size} if model.num_dense_layers else {}
-    if x := model.experts:
-        found |= {"e": x.num_experts, "k": x.top_k, "j": x.size}
-        found |= {"js": x.shared_size} if x.shared_size else {}
-    found |= {"v": model.vocab_size}
-    return found | ({"r": model.position_rows} if model.position_rows else {})
-
-
-_MEANINGS = {
-    "b": "sequences",
-    "s": "tokens of each",
-    "h": "hidden size",
-    "L": "layers",
-    "n": "query heads",
-    "m": "KV heads",
-    "d": "head size",
-    "q": "width of the query latent",
-    "c": "width of the KV latent",
-    "dn": "head size without positions",
-    "dr": "rotary head size",
-    "dv": "value head size",
-    "i": "FFN width",
-    "e": "routed experts",
-    "k": "experts of a token",
-    "j": "FFN width of an expert",
-    "js": "FFN width of all shared experts",
-    "v": "vocabulary",
-    "r": "rows of the position table",
-}
+        found += [
+            ("q", a.q_rank or 0, "width of the query latent"),
+            ("c", a.kv_rank, "width of the KV latent"),
+            ("dn", a.nope_dim, "head size without positions"),
+            ("dr", a.rope_dim, "rotary head size"),
+            ("dv", a.value_dim, "value head size"),
+        ]
+    if model.num_dense_layers:
+        found.append(("i", model.mlp_size, "FFN width"))
+    if x is not None:
+        found += [
+            ("e", x.num_experts, "routed experts"),
+            ("k", x.top_k, "experts of a token"),
+            ("j", x.size, "FFN width of an expert"),
+            ("js", x.shared_size, "FFN width of all shared experts"),
+        ]
+    found.append(("v", model.vocab_size, "vocabulary"))
+    found.append(("r", model.position_rows, "rows of the position table"))
+    return [row for row in found if row[1]]
 
 
 def _shape(case: Case) -> Sheet:
-    rows = [(x, f"{value:,}", _MEANINGS[x]) for x, value in symbols(case).items()]
-    notes = []
-    windows = Counter(x for x in case.model.windows if x)
-    for window, layers in windows.items():
-        notes.append(
-            f"{layers} of {case.model.num_layers} layers see {window:,} tokens."
-        )
-    if case.model.num_mixture_layers not in (0, case.model.num_layers):
-        notes.append(f"{case.model.num_mixture_layers} layers are mixtures.")
-    return Sheet(case.model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
+    model = case.model
+    rows = [(x, f"{value:,}", meaning) for x, value, meaning in symbols(case)]
+    notes = [
+        f"{layers} of {model.num_layers} layers see {window:,} tokens."
+        for window, layers in Counter(filter(None, model.windows)).items()
+    ]
+    if model.num_mixture_layers not in (0, model.num_layers):
+        notes.append(f"{model.num_mixture_layers} layers are mixtures.")
+    return Sheet(model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
 
 
 def _weights(case: Case) -> Sheet:
     rows, places = [], parameters.copies(case.model)
-    listed = [x for x in parameters.weights(case.model) if x.place != "ahead"]
-    for weight in listed:
-        count = places[weight.place] * weight.stored
-        name = (
-            weight.name
-            if weight.part in weight.name
-            else f"{weight.part}: {weight.name}"
-        )
-        total = f"{weight.size * count:,}" if weight.stored else "tied"
-        rows.append((name, weight.formula, f"{weight.size:,}", f"{count:,}", total))
+    for x in parameters.weights(case.model):
+        if x.place == "ahead":
+            continue
+        count = places[x.place] * x.stored
+        total = f"{x.size * count:,}" if x.stored else "tied"
+        name = x.name if x.part in x.name else f"{x.part}: {x.name}"
+        rows.append((name, x.formula, f"{x.size:,}", f"{count:,}", total))
     if ahead := parameters.parameters(case.model).ahead:
         number = case.model.num_ahead_layers
-        each = f"{ahead // number:,}"
-        rows.append(
-            ("layer that predicts ahead", "", each, f"{number:,}", f"{ahead:,}")
-        )
+        sizes = f"{ahead // number:,}", f"{number:,}", f"{ahead:,}"
+        rows.append(("layer that predicts ahead", "", *sizes))
     heads = ("weight", "size", "each", "times", "parameters")
     return Sheet("parameters", heads, rows)
 
@@ -110,16 +94,11 @@ def _conventions(case: Case) -> Sheet:
         rows += [
             ("matmul, all experts", p.matmul_total, "the same with every expert"),
             ("active", p.active, "what a token uses"),
-            (
-                "active, non-embedding",
-                p.active_non_embedding,
-                "without the tables",
-            ),
+            ("active, non-embedding", p.active_non_embedding, "without the tables"),
         ]
     if p.ahead:
-        rows.append(
-            ("ahead", p.ahead, "layers that predict further ahead, not in total")
-        )
+        what = "layers that predict further ahead, not in total"
+        rows.append(("ahead", p.ahead, what))
     table = [(name, f"{value:,}", what) for name, value, what in rows]
     return Sheet("what N can mean", ("convention", "parameters", "counts"), table)
 
@@ -128,30 +107,27 @@ def _flops(case: Case) -> list[Sheet]:
     terms, tokens = case.of(flops.forward), case.batch * case.sequence
     step, params = case.of(flops.training), parameters.parameters(case.model)
     whole = flops.total(terms)
-    rows = [
-        (
-            f"{x.part}: {x.name}" if x.part != x.name else x.name,
-            x.formula,
-            units.flops(x.flops / tokens),
-            units.share(x.flops / whole),
-            x.growth,
-        )
-        for x in terms
-    ]
+    rows = []
+    for x in terms:
+        name = x.name if x.part == x.name else f"{x.part}: {x.name}"
+        each, share = units.flops(x.flops / tokens), units.share(x.flops / whole)
+        rows.append((name, x.formula, each, share, x.growth))
     t = "t = s" if case.attention == "full" else "t = s/2 on average"
     note = f"Attention is counted {case.attention}: {t}, in a window at most that."
     heads = ("product", "per token", "a token", "share", "grows with")
+    compared = {"total": params.total, "matmul": params.matmul}
+    if case.model.experts is not None:
+        compared["active"] = params.active_non_embedding
     sums = [
         ("forward", "X", step.forward),
         ("backward", "2 X", step.backward),
         ("training", "3 X", step.model),
         ("recomputed", f"checkpointing: {case.checkpointing}", step.recomputed),
-        ("for comparison", "6 N, total", 6 * params.total * tokens),
-        ("for comparison", "6 N, matmul", 6 * params.matmul * tokens),
+        *(
+            ("for comparison", f"6 N, {name}", 6 * number * tokens)
+            for name, number in compared.items()
+        ),
     ]
-    if case.model.experts is not None:
-        active = params.active_non_embedding
-        sums.append(("for comparison", "6 N, active", 6 * active * tokens))
     table = [
         (name, formula, units.flops(value / tokens), units.flops(value))
         for name, formula, value in sums
@@ -166,8 +142,7 @@ def _flops(case: Case) -> list[Sheet]:
 
 def _memory(case: Case) -> Sheet:
     found, each = case.of(memory.training), case.bytes_per_param
-    where = "activations of the layers"
-    formulas = {
+    said = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
         "master": f"{each.master} N",
@@ -178,17 +153,13 @@ def _memory(case: Case) -> Sheet:
         "logits": "4 b s v",
         "logits_gradient": "4 b s v",
     }
+    names = {"activations": "activations of the layers"}
     rows = [
-        (
-            where if name == "activations" else name.replace("_", " "),
-            formulas[name],
-            value,
-        )
+        (names.get(name, name.replace("_", " ")), said[name], units.size(value))
         for name, value in found._asdict().items()
         if value
     ]
-    rows.append(("total", "", found.total))
-    table = [(name, what, units.size(value)) for name, what, value in rows]
+    rows.append(("total", "", units.size(found.total)))
     fits = "fits" if found.total <= case.device.memory_bytes else "does not fit"
     devices = case.layout.num_devices
     where = "the device" if devices == 1 else f"the fullest of {devices:,} devices"
@@ -196,7 +167,7 @@ def _memory(case: Case) -> Sheet:
         f"On {where}; it {fits} in the {units.size(case.device.memory_bytes)} of "
         f"{case.device.name}. Workspace and fragmentation are not counted."
     )
-    return Sheet("training memory", ("term", "formula", "bytes"), table, note)
+    return Sheet("training memory", ("term", "formula", "bytes"), rows, note)
 
 
 def one_layer(case: Case) -> dict[str, int | float]:
@@ -215,12 +186,7 @@ def one_layer(case: Case) -> dict[str, int | float]:
     )
     places = parameters.copies(last) | {"first": 0, "last": 0}
     size = sum(x.size * x.stored * places[x.place] for x in parameters.weights(last))
-    terms = flops.forward(
-        last,
-        batch=case.batch,
-        sequence=case.sequence,
-        attention=case.attention,
-    )
+    terms = case.of(flops.forward, model=last)
     tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
     sums = activations.per_token(case.stored, last)
     kept = sums[last.mixture_layers[0]] * tokens
@@ -235,17 +201,18 @@ def one_layer(case: Case) -> dict[str, int | float]:
     }
 
 
-def _one_layer(case: Case) -> Sheet:
-    found = one_layer(case)
+def _one_layer(case: Case, found: dict[str, Any]) -> Sheet:
+    size = {
+        "weights": found["weight_bytes"],
+        "its input, kept at the boundary": found["boundary_bytes"],
+        "its activations while it is computed again": found["activation_bytes"],
+        "weights, input and activations": found["peak_bytes"],
+    }
     rows = [
         ("parameters", f"{found['num_params']:,.0f}"),
         ("operations forward", units.flops(found["forward_flops"])),
-        ("weights", units.size(found["weight_bytes"])),
-        ("its input, kept at the boundary", units.size(found["boundary_bytes"])),
-        ("its activations while it is computed again",
-         units.size(found["activation_bytes"])),
-        ("weights, input and activations", units.size(found["peak_bytes"])),
-    ]  # fmt: skip
+        *((name, units.size(value)) for name, value in size.items()),
+    ]
     title = f"one layer, {case.batch} x {case.sequence:,} tokens"
     return Sheet(title, ("", "value"), rows)
 

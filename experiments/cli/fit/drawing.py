@@ -41,28 +41,15 @@ def _draw_losses(ax: Any, result: Result) -> None:
     has_sizes = bool(np.isfinite(result.num_params).all())
     shade = shades(np.log(result.num_params) if has_sizes else np.zeros(x.size))
     held = ~result.is_fitted
-    ax.scatter(x[~held], result.loss[~held], s=7, c=shade[~held], linewidths=0)
-    if held.any():
-        ax.scatter(
-            *(x[held], result.loss[held]),
-            s=9,
-            facecolors="none",
-            edgecolors=shade[held],
-            linewidths=0.7,
-            label="held out",
-        )
-    if len(result.sizes):
-        known = np.log(np.concatenate([result.num_params, result.sizes]))
-        for color, x, y, size in zip(
-            shades(known)[len(result.num_params) :],
-            *(result.curves.x, result.curves.y, result.sizes),
-            strict=True,
-        ):
-            ax.plot(x, y, color=color, linewidth=0.8)
-            there = np.flatnonzero(np.isfinite(y))
-            if there.size:
-                at, side = _free_end(x[there], y[there], result.frontier)
-                ax.annotate(f" {_size(size)} ", at, fontsize=5, color=color, ha=side)
+    _scatter(ax, x, result.loss, shade, held, held_out="held out" if held.any() else "")
+    known = np.log(np.concatenate([result.num_params, result.sizes]))
+    lines = zip(result.sizes, result.curves.x, result.curves.y, strict=True)
+    for i, (size, flops, loss) in enumerate(lines, len(result.num_params)):
+        color, there = shades(known)[i], np.isfinite(loss)
+        ax.plot(flops, loss, color=color, linewidth=0.8)
+        if there.any():
+            at, side = _free_end(flops[there], loss[there], result.frontier)
+            ax.annotate(f" {_size(size)} ", at, fontsize=5, color=color, ha=side)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         label = label if x is result.flops else "law"
@@ -82,20 +69,29 @@ def _draw_residuals(ax: Any, result: Result) -> None:
     for i, law in enumerate(result.laws):
         color = colors()[(i + 1) % 8]
         off = 100 * np.log(result.loss / result.predicted[i])
-        dots = {"s": 7, "color": color, "linewidths": 0}
-        ax.scatter(x[~held], off[~held], label=law, **dots)
-        ax.scatter(
-            *(x[held], off[held]),
-            s=9,
-            facecolors="none",
-            edgecolors=[color],
-            linewidths=0.7,
-        )
+        _scatter(ax, x, off, np.tile(color, (x.size, 1)), held, fitted=law)
     ax.axhline(0, color=_GREY, linewidth=0.6)
     ax.set(xscale="log", xlabel=name, ylabel="ln(seen / fitted) [%]")
     ax.set_title("residuals" + (" (hollow: held out)" if held.any() else ""))
     if len(result.laws) > 1:
         ax.legend(loc="best")
+
+
+def _scatter(
+    ax: Any,
+    x: np.ndarray,
+    y: np.ndarray,
+    color: np.ndarray,
+    held: np.ndarray,
+    *,
+    fitted: str = "",
+    held_out: str = "",
+) -> None:
+    """Runs as dots, those held out hollow."""
+    at = {"c": color[~held], "s": 7, "linewidths": 0, "label": fitted or None}
+    ax.scatter(x[~held], y[~held], **at)
+    rings = {"facecolors": "none", "edgecolors": color[held], "linewidths": 0.7}
+    ax.scatter(x[held], y[held], s=9, label=held_out or None, **rings)
 
 
 def _draw_groups(ax: Any, result: Result) -> None:
@@ -142,29 +138,17 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     height = np.log10(contour.objective)
     if not height.size:
         ax.set_title(f"{law}: where resamples ended")
-    ax.scatter(
-        *(contour.x_samples, contour.y_samples),
-        s=1,
-        color=colors()[2],
-        alpha=0.3,
-        linewidths=0,
-        rasterized=True,
-    )
+    faint = {"s": 1, "color": colors()[2], "alpha": 0.3, "linewidths": 0}
+    ax.scatter(contour.x_samples, contour.y_samples, rasterized=True, **faint)
     if height.max(initial=0.0) > log_levels[0]:
-        lines = ax.contour(
-            *(contour.x, contour.y, height),
-            levels=log_levels,
-            colors="0.35",
-            linewidths=0.6,
-        )
+        look = {"levels": log_levels, "colors": "0.35", "linewidths": 0.6}
+        lines = ax.contour(contour.x, contour.y, height, **look)
         names = {float(at): f"{x:g}" for at, x in zip(log_levels, LEVELS, strict=True)}
         ax.clabel(lines, fmt=lambda at: names.get(float(at), ""), fontsize=5)
-    ax.plot(
-        *(contour.x[len(contour.x) // 2], contour.y[len(contour.y) // 2]), "k+", ms=5
-    )
+    x, y = contour.x, contour.y
+    ax.plot(x[len(x) // 2], y[len(y) // 2], "k+", ms=5)
     ax.set(xlabel=contour.x_name, ylabel=contour.y_name)
-    ax.set_xlim(contour.x[0], contour.x[-1])
-    ax.set_ylim(contour.y[0], contour.y[-1])
+    ax.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
     ax.locator_params(nbins=5)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from experiments.cli.fit.outcomes import Contour, Curve
 from experiments.cli.fit.parts import Part
@@ -12,7 +13,7 @@ from scaling.fits.fit import predict
 from scaling.frontiers import parabola
 from scaling.frontiers.find import PARABOLA, Found
 from scaling.frontiers.groups import by_size
-from scaling.laws import published
+from scaling.laws import Optimum, published
 from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
 
 MAX_SIZES = 6
@@ -95,14 +96,23 @@ def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> Curve:
         return nothing
     flops = mine["flops"]
     x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
-    by_6nd = x * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(mine)
-    loss = published.optimum(law, fit.coefficients, by_6nd).loss
-    return Curve(x, np.asarray(loss, float))
+    return Curve(x, np.asarray(optimum(fit, mine, x).loss, float))
+
+
+def optimum(
+    fit: FitResult, columns: Columns, flops: Float[np.ndarray, " budgets"]
+) -> Optimum:
+    """The law's optimum at budgets that are counted as those of some runs.
+
+    C is not 6 N D of all parameters: attention and the head count, norms do not.
+    """
+    by_6nd = flops * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(columns)
+    return published.optimum(fit.find_law(), fit.coefficients, by_6nd)
 
 
 def _per_param_and_token(columns: Columns) -> float:
     """C / (N D) of the runs: 6, unless their FLOPs were counted some other way."""
-    n, d, c = (columns[name] for name in ("num_params", "num_tokens", "flops"))
+    n, d, c = (columns[name] for name in SIZES)
     return float(np.median(c / (n * d)))
 
 

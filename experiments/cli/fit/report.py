@@ -90,25 +90,24 @@ _OPTIMA = {"a": "a: N* ~ C^a", "b": "b: D* ~ C^b"}
 
 
 def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
-    rows = []
-    for fit in fits:
-        held = fit["held_out"] or {}
-        rows.append(
-            (
-                _name(fit),
-                units.cell(fit["num_points"]),
-                units.cell(fit["objective"]),
-                goodness.percentages([*fit["residual_sizes"].values()]),
-                fit["status"],
-                units.cell(fit["distinct_minima"]),
-                units.cell(fit["condition_number"]),
-                units.cell(held.get("num_points")),
-                _percent(held.get("mean_error")),
-                _percent(held.get("worst_error")),
-                _percent(held.get("last_error"), "+"),
-                units.share(held.get("covered")),
-            )
+    pairs = [(fit, fit["held_out"] or {}) for fit in fits]
+    rows = [
+        (
+            _name(fit),
+            units.cell(fit["num_points"]),
+            units.cell(fit["objective"]),
+            goodness.percentages([*fit["residual_sizes"].values()]),
+            fit["status"],
+            units.cell(fit["distinct_minima"]),
+            units.cell(fit["condition_number"]),
+            units.cell(held.get("num_points")),
+            _percent(held.get("mean_error")),
+            _percent(held.get("worst_error")),
+            _percent(held.get("last_error"), "+"),
+            units.share(held.get("covered")),
         )
+        for fit, held in pairs
+    ]
     heads = (
         *("law", "runs", "objective", "off by: half, 90 %, all", "status", "minima"),
         "condition",
@@ -123,18 +122,17 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
 
 
 def _frontiers(document: dict[str, Any]) -> Sheet:
-    rows = []
-    for each in document["frontiers"]:
-        rows.append(
-            (
-                ", ".join(filter(None, (each["method"], each.get("group")))),
-                f"{each['num_minima']} of {each['num_budgets']}",
-                units.cell(each["a"]),
-                _interval(each["a_interval"]),
-                units.cell(each["b"]),
-                units.cell(each["loss_exponent"]),
-            )
+    rows = [
+        (
+            ", ".join(filter(None, (each["method"], each.get("group")))),
+            f"{each['num_minima']} of {each['num_budgets']}",
+            units.cell(each["a"]),
+            _interval(each["a_interval"]),
+            units.cell(each["b"]),
+            units.cell(each["loss_exponent"]),
         )
+        for each in document["frontiers"]
+    ]
     heads = ("method", "minima", "a", "interval of a", "b", "of L*")
     note = "N* ~ C^a, D* ~ C^b, by least squares through the minima. "
     return Sheet("optima", heads, rows, note + document["shift"])

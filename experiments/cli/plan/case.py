@@ -153,8 +153,10 @@ def _of_group(document: Any, group: str | None) -> Any:
             raise ValueError(f"--group {group}: it is no fit of groups (fit --by)")
         return document
     fits = [document, *document.get("others", [])]
-    by_group = {str(fit.get("group")): fit for fit in reversed(fits)}
-    known = [*dict.fromkeys(str(fit.get("group")) for fit in fits)]
+    by_group: dict[str, Any] = {}
+    for fit in fits:
+        by_group.setdefault(str(fit.get("group")), fit)
+    known = [*by_group]
     if group is None and len(known) > 1:
         raise ValueError(
             f"it has a law for each {document['by']}; --group {known[0]}, or one of: "

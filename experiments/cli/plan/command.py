@@ -1,7 +1,7 @@
 """Which model for a budget? `jaxkv plan`: device, operations, N, D, loss, architecture.
 
-`case` looks up what is asked, `find` finds the optimum and its designs; `document`
-gives the numbers, `report` says them step by step, `drawing` draws them.
+`case` looks up what is asked, `find` finds the optimum and its designs, a document;
+`report` says it step by step, `drawing` draws it.
 """
 
 import dataclasses
@@ -107,23 +107,25 @@ def plan(options: Options) -> Answer:
       ValueError: there is no such law or device, no budget or two, or a budget for
         which there is no design.
     """
-    from experiments.cli.plan import document, find, report
+    from experiments.cli.plan import find, report
     from experiments.cli.plan.case import look_up
     from experiments.framework import run_folder
 
-    found = find.find(look_up(options))
-    told = document.describe(options, found)
+    case = look_up(options)
+    told = find.find(options, case)
     lines = []
     if options.plot or options.out is not None:
         contents: dict[str, str | bytes] = {
             "plan.json": config_json.dumps(told),
-            "architecture.json": config_json.dumps(document.config(found.design)),
+            "architecture.json": config_json.dumps(
+                find.config(case, told["architecture"])
+            ),
         }
         if options.plot:
             from experiments.cli.plan import drawing
 
-            contents |= drawing.render(options, found)
+            contents |= drawing.render(options, case, told)
         folder = run_folder.keep(options.out, "plan", contents)
         told["out"] = folder
         lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
-    return Answer(told, report.sheets(options, found), lines)
+    return Answer(told, report.sheets(options, case, told), lines)

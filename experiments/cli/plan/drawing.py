@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 
 from experiments.cli.plan.command import Options
-from experiments.cli.plan.find import Found
 from experiments.plotting import style
 from scaling.laws import TwoPowers, published
-from scaling.plan import budgets
+from scaling.plan import Case, budgets
 
 _GREY = "0.6"
 _SPAN = 30.0
@@ -17,25 +16,25 @@ _CONTOURS = (0.9, 1.0, 1.15, 1.4, 1.8)
 """Of the loss above its floor, in those of the optimum."""
 
 
-def render(options: Options, found: Found) -> dict[str, bytes]:
+def render(options: Options, case: Case, told: dict[str, Any]) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
     law = options.law.rpartition("/")[2]
 
     def draw(axes: Any) -> None:
-        _draw_budgets(axes[0], found, law)
-        _draw_plane(axes[1], found)
-        _draw_ratios(axes[2], found, law)
+        _draw_budgets(axes[0], case, told, law)
+        _draw_plane(axes[1], case, told)
+        _draw_ratios(axes[2], case, told, law)
 
     return style.render(draw, panels=(1, 3))
 
 
-def _draw_budgets(ax: Any, found: Found, law: str) -> None:
+def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
     """Loss against parameters for a few budgets, and the optimum of each."""
-    best, case = found.optimum, found.case
-    highest = best.loss
+    num_params, loss = told["num_params"], told["loss"]
+    highest = loss
     for color, times in ((2, 0.01), (3, 0.1), (5, 1.0), (1, 10.0)):
         flops = case.flops * times
-        sizes = best.num_params * np.geomspace(1 / _SPAN, _SPAN, 301)
+        sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 301)
         tokens = budgets.tokens_left(flops, sizes, case.served)
         sizes, tokens = sizes[tokens > 0], tokens[tokens > 0]
         if not sizes.size:
@@ -53,40 +52,41 @@ def _draw_budgets(ax: Any, found: Found, law: str) -> None:
             fontsize=5,
             **look,
         )
-    _mark(ax, best.num_params, best.loss)
+    _mark(ax, num_params, loss)
     floor = case.belief.powers.floor
-    low = max(floor, best.loss - 0.8 * (highest - best.loss))
-    ax.set_ylim(low, highest + 1.2 * (highest - best.loss))
-    if floor > low - 0.1 * (best.loss - low):
+    low = max(floor, loss - 0.8 * (highest - loss))
+    ax.set_ylim(low, highest + 1.2 * (highest - loss))
+    if floor > low - 0.1 * (loss - low):
         ax.axhline(floor, color=_GREY, linewidth=0.6, linestyle=":")
     ax.set(xscale="log", xlabel=f"parameters, {case.family.count}")
     ax.set(ylabel="loss [nats per token]", title=f"along a budget ({law})")
 
 
-def _draw_plane(ax: Any, found: Found) -> None:
+def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     """Lines of equal loss, the budget, and the optima of all budgets."""
-    best, case, colors = found.optimum, found.case, style.colors()
-    powers = case.belief.powers
-    sizes = best.num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
-    tokens = best.num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
+    num_params, num_tokens = told["num_params"], told["num_tokens"]
+    powers, colors = case.belief.powers, style.colors()
+    sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
+    tokens = num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
     losses = case.loss(sizes[None, :], tokens[:, None])
-    levels = [powers.floor + x * (best.loss - powers.floor) for x in _CONTOURS]
+    levels = [powers.floor + x * (told["loss"] - powers.floor) for x in _CONTOURS]
     lines = ax.contour(sizes, tokens, losses, levels, colors=_GREY, linewidths=0.7)
     ax.clabel(lines, fmt="%.3f", fontsize=5)
     left = budgets.tokens_left(case.flops, sizes, case.served)
     ax.plot(sizes[left > 0], left[left > 0], color=colors[5], label="the budget")
-    flops = found.free.num_params * found.free.num_tokens * 6
+    free = told["compute_optimum"]
+    flops = free["num_params"] * free["num_tokens"] * 6
     path = [
         budgets.allocate(powers, flops * times)[:2]
         for times in np.geomspace(_SPAN**-2, _SPAN**2, 61)
     ]
     look = {"color": "0.3", "linewidth": 0.8, "label": "cheapest to train"}
     ax.plot(*zip(*path, strict=True), "--", **look)
-    if found.spread is not None:
+    if told["num_params_interval"] is not None:
         bar = {"color": colors[6], "linewidth": 2, "alpha": 0.6}
-        ax.plot(found.spread.params, [best.num_tokens] * 2, **bar)
-        ax.plot([best.num_params] * 2, found.spread.tokens, **bar)
-    _mark(ax, best.num_params, best.num_tokens)
+        ax.plot(told["num_params_interval"], [num_tokens] * 2, **bar)
+        ax.plot([num_params] * 2, told["num_tokens_interval"], **bar)
+    _mark(ax, num_params, num_tokens)
     if (unique := case.unique_tokens) is not None:
         ax.axhline(unique, color=colors[1], linewidth=0.8)
         where = {"ha": "right", "va": "bottom", "color": colors[1]}
@@ -97,11 +97,11 @@ def _draw_plane(ax: Any, found: Found) -> None:
     ax.legend(loc="lower left", frameon=True, framealpha=0.9, edgecolor="none")
 
 
-def _draw_ratios(ax: Any, found: Found, law: str) -> None:
+def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
     """Tokens per parameter against the budget, by law; each name on the right."""
     from matplotlib import ticker
 
-    case, colors = found.case, style.colors()
+    colors = style.colors()
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
     def line(powers: TwoPowers, name: str, served: float = 0.0, **look: Any) -> None:
@@ -120,7 +120,7 @@ def _draw_ratios(ax: Any, found: Found, law: str) -> None:
     line(case.belief.powers, law, color=colors[5])
     if case.served:
         line(case.belief.powers, "with serving", case.served, color=colors[6])
-    _mark(ax, case.flops, found.tokens_per_param)
+    _mark(ax, case.flops, told["tokens_per_param"])
     ax.set(xscale="log", yscale="log", xlabel="budget [FLOP]")
     ax.set(ylabel="tokens per parameter", title="tokens per parameter")
     ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))

@@ -1,131 +1,97 @@
-"""What `jaxkv plan` finds: the optimum, how sure it is, and designs that come near."""
+"""What `jaxkv plan` finds: optimum, intervals and designs, a document in SI units."""
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
-from scaling.costs.memory import Memory, training
+from experiments.cli.plan.command import Options
+from scaling.costs import parameters, serving
+from scaling.costs.memory import training
 from scaling.laws import Optimum
-from scaling.plan import Bill, Case, Design, budgets, designs, spread
+from scaling.plan import Case, Design, budgets, designs, spread
 from scaling.plan.spread import Spread
+from scaling.shapes import HeadAttention
 
 
-class Found(NamedTuple):
-    """What is found for a case.
-
-    Attributes:
-      case: which.
-      free: the optimum if nothing is served and no data repeats.
-      optimum: the optimum.
-      searched: its parameters, by a search along the budget's curve.
-      equal: as good as `free`, and cheapest to train and serve.
-      confidence: interval of the law's loss at the optimum, if there is one.
-      prediction: the same of a run.
-      spread: of the optimum's parameters and tokens, for a fit with resamples.
-      design: the nearest to the optimum's parameters.
-      design_tokens: that the budget trains it on with every operation counted; 0 where
-        serving takes all.
-      exact: of all designs the best, its tokens and loss, every operation counted.
-      memory: of training the design on one device.
-    """
-
-    case: Case
-    free: Optimum
-    optimum: Optimum
-    searched: float
-    equal: Optimum
-    confidence: tuple[float, float] | None
-    prediction: tuple[float, float] | None
-    spread: Spread | None
-    design: Design
-    design_tokens: float
-    exact: tuple[Design, float, float]
-    memory: Memory
-
-    @property
-    def tokens_per_param(self) -> float:
-        """Of the optimum."""
-        return self.optimum.num_tokens / self.optimum.num_params
-
-    @property
-    def training(self) -> Bill:
-        """What training the optimum takes, 6 N D."""
-        return self.case.bill(6 * self.optimum.num_params * self.optimum.num_tokens)
-
-    @property
-    def exact_training(self) -> Bill:
-        """What training the design takes, every operation counted."""
-        return self.case.bill(self.design.flops_per_token * self.optimum.num_tokens)
-
-    @property
-    def division(self) -> tuple[int | None, float | None]:
-        """How many devices train the optimum for how many seconds, if that is given."""
-        return self.case.division(self.training.device_s)
-
-    @property
-    def off(self) -> float:
-        """By which share the design has more parameters than the optimum."""
-        return self.design.num_params / self.optimum.num_params - 1
-
-    @property
-    def design_loss(self) -> float | None:
-        """The design's, where the budget trains it at all."""
-        if not self.design_tokens:
-            return None
-        return float(self.case.loss(float(self.design.num_params), self.design_tokens))
-
-    @property
-    def min_devices(self) -> int | None:
-        """Devices whose memory together holds a training step of one sequence."""
-        offer = self.case.offer
-        if offer is None or offer.memory_bytes is None:
-            return None
-        return math.ceil(self.memory.total / offer.memory_bytes)
-
-    @property
-    def saved(self) -> float:
-        """The share of `free`'s operations, with serving, that `equal` saves."""
-        equal, free = map(self.operations, (self.equal, self.free))
-        return 1 - equal / free
-
-    def operations(self, model: Optimum) -> float:
-        """What training and serving a model takes together."""
-        return budgets.operations(model.num_params, model.num_tokens, self.case.served)
-
-
-def find(case: Case) -> Found:
+def find(options: Options, case: Case) -> dict[str, Any]:
     """Finds the optimum, its interval, and designs.
+
+    Returns:
+      The document; what is told to a person is told from it.
 
     Raises:
       ValueError: the budget is too small or too large for any design.
     """
-    powers, flops, family = case.belief.powers, case.flops, case.family
-    free, optimum = budgets.allocate(powers, flops), case.allocate()
+    belief, powers, unique = case.belief, case.belief.powers, case.unique_tokens
+    free, best = budgets.allocate(powers, case.flops), case.allocate()
+    design, (other, tokens, loss) = _designs(case, best)
+    sure = spread.of_optimum(case, best)
+    train = case.bill(6 * best.num_params * best.num_tokens)
+    whole, (number, duration_s) = case.bill(case.flops), case.division(train.device_s)
+    told = {
+        "device": case.offer and case.offer.name,
+        "devices": [
+            offer._asdict()
+            | {"flops_per_usd": offer.usd_per_hour and offer.flops_per_usd(case.mfu)}
+            for offer in case.offers
+        ],
+        "mfu": case.mfu,
+        "target_loss": case.target_loss,
+        "flops": case.flops,
+        "flops_interval": sure and sure.flops,
+        "train_flops": train.flops,
+        "serve_flops": 2 * best.num_params * options.inference_tokens,
+        "law": belief.name,
+        "fixed": {} if belief.fit is None else belief.fit.fixed,
+        "formula": belief.law.formula,
+        "coefficients": dict(belief.coefficients),
+        "count": case.family.count,
+        **best._asdict(),
+        "interval": spread.of_loss(case, best, "confidence"),
+        "prediction_interval": spread.of_loss(case, best, "prediction"),
+        "num_params_interval": sure and sure.params,
+        "num_tokens_interval": sure and sure.tokens,
+        "level": case.level,
+        "tokens_per_param": best.num_tokens / best.num_params,
+        "num_params_searched": budgets.search(
+            powers, case.flops, case.served, case.repeating
+        ),
+        "compute_optimum": _optimum(free),
+        "inference_tokens": options.inference_tokens,
+        "equal_loss": _equal_loss(case, free) if case.served else None,
+        "num_unique_tokens": unique,
+        "epochs": unique and max(1.0, best.num_tokens / unique),
+        "architecture": _architecture(case, best, design),
+        "exact_optimum": _shape(other) | {"num_tokens": tokens, "loss": loss},
+        "cost_usd": whole.usd,
+        "train_cost_usd": train.usd,
+        "device_s": train.device_s,
+        "serve_device_s": None,
+        "num_devices": number,
+        "duration_s": duration_s,
+    }
+    if whole.device_s is not None and train.device_s is not None:
+        left = max(whole.device_s - train.device_s, 0.0)
+        told["serve_device_s"] = left if options.inference_tokens else 0.0
+    told["memory_bytes"] = told["architecture"]["memory_bytes"]["total"]
+    told["warnings"] = [*_warnings(case, told, sure)]
+    return told
+
+
+def _designs(
+    case: Case, optimum: Optimum
+) -> tuple[Design, tuple[Design, float, float]]:
+    """The nearest design; and the best, its tokens and loss, all operations counted."""
+    family = case.family
     try:
         design = designs.nearest(family, optimum.num_params)
     except ValueError as error:
         raise _refusal(case, error, _other_vocabulary(case, optimum)) from None
+    how: Any = {"inference_tokens": case.served}
     try:
-        exact = designs.best(family, case.loss, flops, inference_tokens=case.served)
+        return design, designs.best(family, case.loss, case.flops, **how)
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
-    left = flops / design.flops_per_token - case.served / 3
-    return Found(
-        case=case,
-        free=free,
-        optimum=optimum,
-        searched=budgets.search(powers, flops, case.served, case.repeating),
-        equal=budgets.cheapest(powers, free.loss, inference_tokens=case.served),
-        confidence=spread.of_loss(case, optimum, "confidence"),
-        prediction=spread.of_loss(case, optimum, "prediction"),
-        spread=spread.of_optimum(case, optimum),
-        design=design,
-        design_tokens=max(left, 0.0),
-        exact=exact,
-        memory=training(
-            design.model, sequence=family.sequence, checkpointing="boundary"
-        ),
-    )
 
 
 def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
@@ -151,29 +117,107 @@ def _other_vocabulary(case: Case, optimum: Optimum) -> str:
     return f"; with --vocab-size in [1, {most:,}] there are smaller ones"
 
 
-def warnings(found: Found) -> Iterator[str]:
+def _architecture(case: Case, best: Optimum, design: Design) -> dict[str, Any]:
+    """The nearest design: shape, exact counts, and what it takes to train."""
+    model, offer, sequence = design.model, case.offer, case.family.sequence
+    memory = training(model, sequence=sequence, checkpointing="boundary")
+    train = case.bill(design.flops_per_token * best.num_tokens)
+    # What the budget trains it on; 0 where serving takes all.
+    tokens = max(case.flops / design.flops_per_token - case.served / 3, 0.0)
+    needed = None
+    if offer is not None and offer.memory_bytes is not None:
+        needed = math.ceil(memory.total / offer.memory_bytes)
+    return _shape(design) | {
+        "off": design.num_params / best.num_params - 1,
+        "train_flops": train.flops,
+        "device_s": train.device_s,
+        "cost_usd": train.usd,
+        "num_tokens": tokens,
+        "loss": float(case.loss(float(design.num_params), tokens)) if tokens else None,
+        "memory_bytes": memory._asdict() | {"total": memory.total},
+        "serving_bytes": 2 * parameters.parameters(model).total,
+        "kv_bytes_per_token": serving.kv_bytes_per_token(model),
+        "min_devices": needed,
+    }
+
+
+def _shape(design: Design) -> dict[str, Any]:
+    model, heads = design.model, design.model.attention
+    assert isinstance(heads, HeadAttention)
+    return {
+        "hidden_size": model.hidden_size,
+        "num_layers": model.num_layers,
+        "num_q_heads": heads.num_q_heads,
+        "num_kv_heads": heads.num_kv_heads,
+        "head_dim": heads.head_dim,
+        "mlp_size": model.mlp_size,
+        "vocab_size": model.vocab_size,
+        "tie_embeddings": model.tie_embeddings,
+        "num_params": parameters.parameters(model)._asdict(),
+        "train_flops_per_token": design.flops_per_token,
+    }
+
+
+def config(case: Case, shape: dict[str, Any]) -> dict[str, Any]:
+    """Gives a design as a Hugging Face `config.json`, which `jaxkv cost` reads."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape["hidden_size"],
+        "num_hidden_layers": shape["num_layers"],
+        "num_attention_heads": shape["num_q_heads"],
+        "num_key_value_heads": shape["num_kv_heads"],
+        "head_dim": shape["head_dim"],
+        "intermediate_size": shape["mlp_size"],
+        "vocab_size": shape["vocab_size"],
+        "max_position_embeddings": case.family.sequence,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": shape["tie_embeddings"],
+    }
+
+
+def _optimum(optimum: Optimum) -> dict[str, float]:
+    ratio = optimum.num_tokens / optimum.num_params
+    return optimum._asdict() | {"tokens_per_param": ratio}
+
+
+def _equal_loss(case: Case, free: Optimum) -> dict[str, float]:
+    """The cheapest to train and serve among models as good as the compute optimum."""
+    powers, served = case.belief.powers, case.served
+    equal = budgets.cheapest(powers, free.loss, inference_tokens=served)
+    flops, usual = (
+        budgets.operations(x.num_params, x.num_tokens, served) for x in (equal, free)
+    )
+    return _optimum(equal) | {
+        "flops": flops,
+        "flops_of_compute_optimum": usual,
+        "saved": 1 - flops / usual,
+    }
+
+
+def _warnings(case: Case, told: dict[str, Any], sure: Spread | None) -> Iterator[str]:
     """Doubts about a plan, in words."""
-    case, belief, fit = found.case, found.case.belief, found.case.belief.fit
+    belief, fit, shape = case.belief, case.belief.fit, told["architecture"]
     if fit is not None:
         yield from belief.doubts
         yield from (f"{belief.law.name}: {line}" for line in fit.warnings)
         most = fit.ranges.get("flops", (math.nan, math.nan))[1]
-        if found.training.flops > 10 * most:
+        if told["train_flops"] > 10 * most:
             yield (
-                f"training takes {found.training.flops / most:,.3g} times the "
+                f"training takes {told['train_flops'] / most:,.3g} times the "
                 "operations of the largest run that was fitted"
             )
-    spread = found.spread
-    if spread is not None and spread.num_without:
+    if sure is not None and sure.num_without:
         yield (
-            f"{spread.num_without} of {spread.num_resamples} resamples "
+            f"{sure.num_without} of {sure.num_resamples} resamples "
             "have no optimum: the intervals of N and D are of the others"
         )
     if case.target_loss is not None and fit is not None:
-        if spread is None:
+        if sure is None:
             why = "the fit has no resamples (fit --bootstrap)"
             yield f"the budget has no interval: {why}"
-        elif spread.flops is not None and math.isinf(spread.flops[1]):
+        elif sure.flops is not None and math.isinf(sure.flops[1]):
             yield (
                 f"by some resamples no budget reaches a loss of {case.target_loss:g}: "
                 "it may be below the floor"
@@ -183,19 +227,19 @@ def warnings(found: Found) -> Iterator[str]:
             f"the fit counted {belief.count} parameters, --count is {case.family.count}"
         )
     if case.unique_tokens is not None:
-        half, best = case._replace(flops=case.flops / 2).allocate(), found.optimum
-        if half.loss - best.loss < 1e-3 * (half.loss - belief.powers.floor):
+        half = case._replace(flops=case.flops / 2).allocate()
+        if half.loss - told["loss"] < 1e-3 * (half.loss - belief.powers.floor):
             yield (
                 "the data is used up: half of the budget would reach a loss of "
-                f"{half.loss:.4f}, all of it {best.loss:.4f}"
+                f"{half.loss:.4f}, all of it {told['loss']:.4f}"
             )
-    if abs(found.off) > 0.01:
-        yield f"the nearest design is {100 * found.off:+.1f} % off in parameters"
+    if abs(shape["off"]) > 0.01:
+        yield f"the nearest design is {100 * shape['off']:+.1f} % off in parameters"
     number, _ = case.division(case.bill(case.flops).device_s)
-    needed = found.min_devices
+    needed = shape["min_devices"]
     if number is not None and needed is not None and number < needed:
         yield (
             f"{number} devices cannot hold a training step: it needs {needed} at least"
         )
-    if found.design_tokens == 0:
+    if shape["num_tokens"] == 0:
         yield "with every operation counted, serving takes the whole budget"

@@ -2,102 +2,99 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
-from experiments.cli.plan import find
 from experiments.cli.plan.command import Options
-from experiments.cli.plan.document import shape
-from experiments.cli.plan.find import Found
 from experiments.framework import Sheet, units
-from scaling.costs import serving
-from scaling.plan import Belief, Design, budgets
-from scaling.plan.pricing import DAY_S
+from scaling.plan import Belief, Case, budgets
+from scaling.plan.pricing import DAY_S, HOUR_S
+
+type Told = dict[str, Any]
+"""The document of a plan, or a part of it."""
 
 
-def sheets(options: Options, found: Found) -> list[Sheet]:
+def sheets(options: Options, case: Case, told: Told) -> list[Sheet]:
     """Lays out the plan, and then the steps to it."""
     steps = [
         step._replace(title=f"{number}. {step.title}")
-        for number, step in enumerate(_steps(options, found), 1)
+        for number, step in enumerate(_steps(options, case, told), 1)
     ]
-    doubts = [(f"{i}.", line) for i, line in enumerate(find.warnings(found), 1)]
+    doubts = [(f"{i}.", line) for i, line in enumerate(told["warnings"], 1)]
     return [
-        Sheet("plan", ("", ""), list(_plan(found))),
+        Sheet("plan", ("", ""), list(_plan(told))),
         *steps,
         *([Sheet("warnings", ("", ""), doubts)] if doubts else []),
     ]
 
 
-def _plan(found: Found) -> Iterator[tuple[str, str]]:
-    case, best, train = found.case, found.optimum, found.training
-    number, duration_s = found.division
-    level = f"{case.level:.0%} interval"
-    if case.offer is not None:
-        yield "device", case.offer.name
-    yield "operations", f"{case.flops:.4g} FLOPs"
-    if found.spread is not None and found.spread.flops is not None:
-        low, high = found.spread.flops
+def _plan(told: Told) -> Iterator[tuple[str, str]]:
+    level = f"{told['level']:.0%} interval"
+    if told["device"] is not None:
+        yield "device", told["device"]
+    yield "operations", f"{told['flops']:.4g} FLOPs"
+    if told["flops_interval"] is not None:
+        low, high = told["flops_interval"]
         most = "no end" if math.isinf(high) else f"{high:.4g}"
         yield level, f"{low:.4g} to {most} FLOPs"
-    yield "parameters N", f"{_big(best.num_params)} ({case.family.count})"
-    yield "tokens D", _big(best.num_tokens)
-    yield "tokens per parameter", f"{found.tokens_per_param:.3g}"
-    yield "loss", f"{best.loss:.4f} nats per token"
-    if found.confidence is not None:
-        yield level, _range(found.confidence, ".4f")
-    yield "architecture", _short(found.design)
-    yield "its parameters", f"{found.design.num_params:,}"
-    if (usd := case.bill(case.flops).usd) is not None:
-        yield "cost", f"{usd:,.0f} USD"
-    if train.device_s is not None:
-        yield "device-hours of training", f"{train.device_hours:,.0f}"
-    if number is not None:
-        yield "devices", f"{number:,}"
-    if duration_s is not None:
-        yield "duration", f"{duration_s / DAY_S:,.3g} days"
+    yield "parameters N", f"{_big(told['num_params'])} ({told['count']})"
+    yield "tokens D", _big(told["num_tokens"])
+    yield "tokens per parameter", f"{told['tokens_per_param']:.3g}"
+    yield "loss", f"{told['loss']:.4f} nats per token"
+    if told["interval"] is not None:
+        yield level, _range(told["interval"], ".4f")
+    yield "architecture", _short(told["architecture"])
+    yield "its parameters", f"{_counted(told, 'architecture'):,}"
+    if told["cost_usd"] is not None:
+        yield "cost", f"{told['cost_usd']:,.0f} USD"
+    if told["device_s"] is not None:
+        yield "device-hours of training", f"{told['device_s'] / HOUR_S:,.0f}"
+    if told["num_devices"] is not None:
+        yield "devices", f"{told['num_devices']:,}"
+    if told["duration_s"] is not None:
+        yield "duration", f"{told['duration_s'] / DAY_S:,.3g} days"
 
 
-def _steps(options: Options, found: Found) -> Iterator[Sheet]:
-    case = found.case
+def _steps(options: Options, case: Case, told: Told) -> Iterator[Sheet]:
     if case.offers:
-        yield _devices(found)
-    yield _words("How many operations?", _operations(options, found))
-    yield _words("Which N and D?", _division(found))
+        yield _devices(case, told)
+    yield _words("How many operations?", _operations(options, case))
+    yield _words("Which N and D?", _division(case, told))
     if case.served:
-        yield _serving(options, found)
+        yield _serving(options, case, told)
     if case.unique_tokens is not None:
-        yield _words("And if data is limited?", _repeating(found, case.unique_tokens))
-    yield _loss(found)
-    yield _architecture(found)
-    yield _words("And if every operation counts?", _exact(found))
+        said = _repeating(case, told, case.unique_tokens)
+        yield _words("And if data is limited?", said)
+    yield _loss(case, told)
+    yield _architecture(case, told)
+    yield _words("And if every operation counts?", _exact(case, told))
     if case.offer is not None:
-        yield _words("How long?", _time(found, case.offer.name))
+        yield _words("How long?", _time(told))
 
 
-def _devices(found: Found) -> Sheet:
-    mfu, offer, offers = found.case.mfu, found.case.offer, found.case.offers
-    assert offer is not None
-    rows = []
-    for x in offers:
-        priced = x.usd_per_hour is not None
+def _devices(case: Case, told: Told) -> Sheet:
+    mfu, rows = case.mfu, []
+    for x, offer in zip(told["devices"], case.offers, strict=True):
+        rate, price, per_usd = x["flops_per_s"], x["usd_per_hour"], x["flops_per_usd"]
+        is_best = offer is case.offer and len(case.offers) > 1
         rows.append(
             (
-                x.name,
-                f"{x.usd_per_hour:g}" if priced else "-",
-                f"{x.flops_per_s / 1e12:g}",
-                f"{x.flops_per_s * mfu / 1e12:.4g}",
-                f"{x.flops_per_usd(mfu):.4g}" if priced else "-",
-                "best" if x is offer and len(offers) > 1 else "",
+                x["name"],
+                "-" if price is None else f"{price:g}",
+                f"{rate / 1e12:g}",
+                f"{rate * mfu / 1e12:.4g}",
+                "-" if per_usd is None else f"{per_usd:.4g}",
+                "best" if is_best else "",
             )
         )
     heads = ("device", "USD an hour", "TFLOP/s", f"at {mfu:.0%}", "FLOPs per USD", "")
     note = "Operations per dollar: TFLOP/s x MFU x 3600 s / price."
     if len(rows) > 1:
-        note += f" The MFU is the same for all, so {offer.name} wins at any."
+        note += f" The MFU is the same for all, so {told['device']} wins at any."
     return Sheet("Which device?", heads, rows, note)
 
 
-def _operations(options: Options, found: Found) -> str:
-    flops, offer = found.case.flops, found.case.offer
+def _operations(options: Options, case: Case) -> str:
+    flops, offer = case.flops, case.offer
     if options.flops is not None:
         return f"The budget is given: C = {flops:.4g} FLOPs."
     if options.target_loss is not None:
@@ -121,8 +118,8 @@ def _operations(options: Options, found: Found) -> str:
     )
 
 
-def _division(found: Found) -> str:
-    case, free = found.case, found.free
+def _division(case: Case, told: Told) -> str:
+    free, searched = told["compute_optimum"], told["num_params_searched"]
     belief, p = case.belief, case.belief.powers
     a = p.beta / (p.alpha + p.beta)
     ratio = (p.alpha * p.A / (p.beta * p.B)) ** (1 / (p.alpha + p.beta))
@@ -132,30 +129,34 @@ def _division(found: Found) -> str:
         "(6 N), and dL/dN = 0 where alpha A / N^alpha = beta B / D^beta. In closed "
         "form N* = G (C/6)^a with a = beta / (alpha + beta) = "
         f"{p.beta:.4g} / {p.alpha + p.beta:.4g} = {a:.4g} and G = (alpha A / (beta "
-        f"B))^(1 / (alpha + beta)) = {ratio:.4g}: N* = {free.num_params:.4g}, D* = "
-        f"{free.num_tokens:.4g}, {free.num_tokens / free.num_params:.3g} tokens per "
+        f"B))^(1 / (alpha + beta)) = {ratio:.4g}: N* = {free['num_params']:.4g}, D* = "
+        f"{free['num_tokens']:.4g}, {free['tokens_per_param']:.3g} tokens per "
         "parameter."
     )
     if not case.served and case.unique_tokens is None:
         said += (
             " A search along 6 N D = C, which knows none of this, finds N = "
-            f"{found.searched:.6g} (closed form {free.num_params:.6g})."
+            f"{searched:.6g} (closed form {free['num_params']:.6g})."
         )
     return said
 
 
-def _serving(options: Options, found: Found) -> Sheet:
-    served, serve = found.case.served, options.serve_mfu
+def _serving(options: Options, case: Case, told: Told) -> Sheet:
+    served, serve = case.served, options.serve_mfu
     rows = []
     models = {
-        "training only": found.free,
-        "same loss": found.equal,
-        "the plan": found.optimum,
+        "training only": told["compute_optimum"],
+        "same loss": told["equal_loss"],
+        "the plan": told,
     }
     for name, x in models.items():
-        training = budgets.operations(x.num_params, x.num_tokens)
-        amounts = (training, 2 * x.num_params * served, found.operations(x))
-        sizes = f"{x.num_params:.4g}", f"{x.num_tokens:.4g}", f"{x.loss:.4f}"
+        num_params, num_tokens = x["num_params"], x["num_tokens"]
+        amounts = (
+            budgets.operations(num_params, num_tokens),
+            2 * num_params * served,
+            budgets.operations(num_params, num_tokens, served),
+        )
+        sizes = f"{num_params:.4g}", f"{num_tokens:.4g}", f"{x['loss']:.4f}"
         rows.append((name, *sizes, *(f"{amount:.4g}" for amount in amounts)))
     weighed = ""
     if serve is not None:
@@ -164,8 +165,9 @@ def _serving(options: Options, found: Found) -> Sheet:
     note = (
         f"Serving {options.inference_tokens:.4g} tokens takes 2 N each{weighed}. At "
         "the same loss a smaller model that trains longer saves "
-        f"{100 * found.saved:.3g} % of both. The plan is the last row: training and "
-        "serving together take the budget (Sardana et al. 2024, arXiv:2401.00448)."
+        f"{100 * told['equal_loss']['saved']:.3g} % of both. The plan is the last row: "
+        "training and serving together take the budget (Sardana et al. 2024, "
+        "arXiv:2401.00448)."
     )
     if options.unique_tokens is not None:
         note += " Repetition, below, is part of it."
@@ -173,11 +175,10 @@ def _serving(options: Options, found: Found) -> Sheet:
     return Sheet("And what serving costs?", heads, rows, note)
 
 
-def _repeating(found: Found, unique: float) -> str:
-    case, best = found.case, found.optimum
-    if best.num_tokens <= unique:
+def _repeating(case: Case, told: Told, unique: float) -> str:
+    if told["num_tokens"] <= unique:
         return f"The {unique:.4g} unique tokens are enough: nothing repeats."
-    sizes, tokens = case.worth(best.num_params, best.num_tokens)
+    sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
     halves, new = case.belief.half_lives, case._replace(unique_tokens=None).allocate()
     return (
         f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} that "
@@ -185,16 +186,16 @@ def _repeating(found: Found, unique: float) -> str:
         "exp(-R_D / R_D*))) with R_D = D/U - 1 and R_D* = "
         f"{halves.tokens:.3g}, and so are parameters beyond what suits U (R_N* = "
         f"{halves.params:.3g}). A search along the budget's curve finds N = "
-        f"{best.num_params:.4g} and D = {best.num_tokens:.4g}: "
-        f"{best.num_tokens / unique:.3g} epochs, worth {tokens:.4g} new tokens and "
-        f"{sizes:.4g} parameters. The loss is {best.loss:.4f}, with new data it were "
-        f"{new.loss:.4f} (Muennighoff et al. 2023, arXiv:2305.16264)."
+        f"{told['num_params']:.4g} and D = {told['num_tokens']:.4g}: "
+        f"{told['epochs']:.3g} epochs, worth {tokens:.4g} new tokens and "
+        f"{sizes:.4g} parameters. The loss is {told['loss']:.4f}, with new data it "
+        f"were {new.loss:.4f} (Muennighoff et al. 2023, arXiv:2305.16264)."
     )
 
 
-def _loss(found: Found) -> Sheet:
-    case, p, best = found.case, found.case.belief.powers, found.optimum
-    sizes, tokens = case.worth(best.num_params, best.num_tokens)
+def _loss(case: Case, told: Told) -> Sheet:
+    p, confidence = case.belief.powers, told["interval"]
+    sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
     terms = (
         ("floor", "E", p.floor),
         ("too few parameters", "A / N^alpha", p.A * sizes**-p.alpha),
@@ -205,20 +206,19 @@ def _loss(found: Found) -> Sheet:
         note = f"The loss is E + (A / N^alpha + B / D^beta)^{p.outer:.4g}"
     else:
         note = "The loss is their sum"
-    note += f", {best.loss:.4f} nats per token. "
+    note += f", {told['loss']:.4f} nats per token. "
     if case.belief.fit is None:
         note += "Published constants come without an interval."
-    elif found.confidence is None or found.prediction is None:
+    elif confidence is None or told["prediction_interval"] is None:
         note += "The fit has no interval for it."
     else:
         note += (
-            f"{case.level:.0%} interval of the law {_range(found.confidence, '.4f')}, "
-            f"of a run {_range(found.prediction, '.4f')}."
+            f"{case.level:.0%} interval of the law {_range(confidence, '.4f')}, "
+            f"of a run {_range(told['prediction_interval'], '.4f')}."
         )
-    if (spread := found.spread) is not None:
-        note += (
-            f" N* {_range(spread.params, '.3g')}, D* {_range(spread.tokens, '.3g')}."
-        )
+    if told["num_params_interval"] is not None:
+        note += f" N* {_range(told['num_params_interval'], '.3g')}, "
+        note += f"D* {_range(told['num_tokens_interval'], '.3g')}."
     return Sheet("Which loss?", ("term", "formula", "value"), rows, note)
 
 
@@ -240,13 +240,9 @@ def _numbers(belief: Belief) -> str:
     )
 
 
-def _architecture(found: Found) -> Sheet:
+def _architecture(case: Case, told: Told) -> Sheet:
     """Shows the design nearest to N with its counts and memory."""
-    case, has, counts = (
-        found.case,
-        shape(found.design),
-        shape(found.design)["num_params"],
-    )
+    has, counts = told["architecture"], told["architecture"]["num_params"]
     width, mlp = has["hidden_size"], has["mlp_size"]
     rows = [
         ("width h", f"{width:,}"),
@@ -258,29 +254,26 @@ def _architecture(found: Found) -> Sheet:
         ("parameters, total", f"{counts['total']:,}"),
         ("non-embedding", f"{counts['non_embedding']:,}"),
         ("matmul", f"{counts['matmul']:,}"),
-        ("training memory", units.size(found.memory.total)),
-        (
-            "K and V of a token",
-            units.size(serving.kv_bytes_per_token(found.design.model)),
-        ),
+        ("training memory", units.size(told["memory_bytes"])),
+        ("K and V of a token", units.size(has["kv_bytes_per_token"])),
     ]
-    needed, held = found.min_devices, ""
-    if needed is not None and case.offer is not None:
+    held = ""
+    if has["min_devices"] is not None and case.offer is not None:
         size = units.size(case.offer.memory_bytes)
-        held = f": at least {needed} {case.offer.name} of {size}"
+        held = f": at least {has['min_devices']} {case.offer.name} of {size}"
     note = (
         "Of all designs of Llama's kind on the grid, the nearest in "
-        f"{case.family.count} parameters: {100 * found.off:+.3g} % from N."
-        f"{_as_fitted(found)} Memory is that of one sequence of "
+        f"{case.family.count} parameters: {100 * has['off']:+.3g} % from N."
+        f"{_as_fitted(case)} Memory is that of one sequence of "
         f"{case.family.sequence:,} tokens, checkpoints at layer boundaries, 16 bytes "
         f"a parameter{held}."
     )
     return Sheet("Which architecture?", ("", ""), rows, note)
 
 
-def _as_fitted(found: Found) -> str:
+def _as_fitted(case: Case) -> str:
     """Says what the architecture has from the runs that were fitted."""
-    family, fitted = found.case.family, found.case.belief.shape
+    family, fitted = case.family, case.belief.shape
     words = {"vocab_size": "vocabulary", "sequence": "length of sequences"}
     if family.tie_embeddings:
         words["tie_embeddings"] = "tied embeddings"
@@ -288,38 +281,40 @@ def _as_fitted(found: Found) -> str:
     return f" As in the runs that were fitted: {', '.join(same)}." if same else ""
 
 
-def _exact(found: Found) -> str:
+def _exact(case: Case, told: Told) -> str:
     """Says what 6 N D leaves out, and which design is best without it."""
-    design, best, family = found.design, found.optimum, found.case.family
-    ratio = design.flops_per_token / (6 * design.num_params)
-    other, tokens, loss = found.exact
+    has, other, tokens = told["architecture"], told["exact_optimum"], told["num_tokens"]
+    each = has["train_flops_per_token"]
     said = (
-        f"Counting every product, attention over {family.sequence:,} tokens "
-        f"({family.attention}) too, this design takes "
-        f"{design.flops_per_token:.4g} FLOPs a token to train, {ratio:.3f} times 6 N. "
+        f"Counting every product, attention over {case.family.sequence:,} tokens "
+        f"({case.family.attention}) too, this design takes "
+        f"{each:.4g} FLOPs a token to train, "
+        f"{each / (6 * _counted(told, 'architecture')):.3f} times 6 N. "
     )
-    if found.design_loss is not None:
+    if has["loss"] is not None:
         said += (
-            f"So the budget trains it on {found.design_tokens:.4g} tokens, not "
-            f"{best.num_tokens:.4g}: loss {found.design_loss:.4f}. "
+            f"So the budget trains it on {has['num_tokens']:.4g} tokens, not "
+            f"{tokens:.4g}: loss {has['loss']:.4f}. "
         )
-    train = found.exact_training
-    if train.device_s is not None:
-        said += f"All {best.num_tokens:.4g} take {train.device_hours:,.0f} device-hours"
-        said += ". " if train.usd is None else f", {train.usd:,.0f} USD. "
+    if has["device_s"] is not None:
+        usd = has["cost_usd"]
+        said += f"All {tokens:.4g} take {has['device_s'] / HOUR_S:,.0f} device-hours"
+        said += ". " if usd is None else f", {usd:,.0f} USD. "
     return said + (
         f"The best of all designs when each pays for its own operations: "
-        f"{_short(other)}, {other.num_params:,} parameters on {tokens:.4g} tokens, "
-        f"loss {loss:.4f}."
+        f"{_short(other)}, {_counted(told, 'exact_optimum'):,} parameters on "
+        f"{other['num_tokens']:.4g} tokens, loss {other['loss']:.4f}."
     )
 
 
-def _time(found: Found, device: str) -> str:
+def _time(told: Told) -> str:
     """Says how long training takes, on how many devices."""
-    train, (number, duration_s) = found.training, found.division
+    device_s, number, duration_s = (
+        told[name] for name in ("device_s", "num_devices", "duration_s")
+    )
     said = (
-        f"Training takes {train.device_s:.4g} seconds of one {device}: "
-        f"{train.device_hours:,.0f} device-hours"
+        f"Training takes {device_s:.4g} seconds of one {told['device']}: "
+        f"{device_s / HOUR_S:,.0f} device-hours"
     )
     if number is None or duration_s is None:
         return f"{said}. --days or --devices gives the other of the two."
@@ -329,12 +324,17 @@ def _time(found: Found, device: str) -> str:
     )
 
 
-def _short(design: Design) -> str:
+def _counted(told: Told, design: str) -> int:
+    """Parameters of a design, those that N counts."""
+    return told[design]["num_params"][told["count"].replace("-", "_")]
+
+
+def _short(shape: Told) -> str:
     """Names a design in a line."""
-    has = shape(design)
     return (
-        f"{has['num_layers']} layers x {has['hidden_size']:,}, {has['num_q_heads']} "
-        f"heads ({has['num_kv_heads']} KV), FFN {has['mlp_size']:,}"
+        f"{shape['num_layers']} layers x {shape['hidden_size']:,}, "
+        f"{shape['num_q_heads']} heads ({shape['num_kv_heads']} KV), "
+        f"FFN {shape['mlp_size']:,}"
     )
 
 

@@ -117,23 +117,30 @@ def train(name: str, options: TrainOptions) -> Answer:
     with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
         result = training_train.train(config, out, progress=bars)
         bars.show("scoring")
-        tokens = config.batch_size * config.seq_len * config.num_steps
         per_step = architectures.training_flops(
             config.model, batch=config.batch_size, sequence=config.seq_len
         )
+        nothing: dict[str, Any] = {
+            "tokens": 0,
+            "step": 0,
+            "loss": None,
+            "duration_s": 0.0,
+        }
+        last = result.curve[-1] if result.curve else nothing
         document = {
             "out": out,
             "status": result.status,
             "num_params": architectures.parameters(config.model).total,
-            "num_tokens": result.curve[-1]["tokens"] if result.curve else 0,
-            "flops": per_step * (result.curve[-1]["step"] if result.curve else 0),
-            "train_loss": result.curve[-1]["loss"] if result.curve else None,
+            "num_tokens": last["tokens"],
+            "flops": per_step * last["step"],
+            "train_loss": last["loss"],
             "checkpoint": result.checkpoint,
-            "duration_s": result.curve[-1]["duration_s"] if result.curve else 0.0,
+            "duration_s": last["duration_s"],
         }
         lines = []
         if result.status == "done":
-            assert tokens == document["num_tokens"]
+            steps = config.num_steps
+            assert last["tokens"] == config.batch_size * config.seq_len * steps
             document |= _score(config, corpus, result.params)
             with contextlib.closing(locking.WriterLock(out)):
                 document["model"] = _save(config, out / MODEL, result.params)

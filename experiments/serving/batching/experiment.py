@@ -93,8 +93,6 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         limits, where = (), jax.devices()[0].device_kind
     static, other = sweeps.simulate(config, progress, sweeps=model is None)
     if model:
-        none: list[sweeps.Run] = []
-        static["limits"] = other["limits"] = other["paged"] = none
         uneven = serving.uneven(config, model, progress)
         static["deviations"], other["deviations"] = uneven
         other["clients"] = [*serving.side_by_side(config, model, progress)]
@@ -182,10 +180,7 @@ def summary(result: Result) -> list[Part]:
     found = metrics(result)
     names = [f"T{i + 1}" for i in range(lectures.PLACES)]
     both = (found["requests_static"], found["requests_continuous"])
-    turns = [
-        (str(i + 1), *row)
-        for i, row in enumerate(itertools.zip_longest(*both, fillvalue=""))
-    ]
+    turns = enumerate(itertools.zip_longest(*both, fillvalue=""), 1)
     heads = ("iteration", "request by request", "iteration by iteration")
     tables = {
         "exponential outputs up to a limit": found["limits"],
@@ -196,18 +191,14 @@ def summary(result: Result) -> list[Part]:
             Sheet(f"{x} batching", names, [y.split() for y in found[f"sequences_{x}"]])
             for x in ("static", "continuous")
         ),
-        Sheet("R1 to R5, three at a time", heads, turns),
+        Sheet("R1 to R5, three at a time", heads, [(str(i), *row) for i, row in turns]),
         *report.metric_sheets({title: x for title, x in tables.items() if x}),
         result.clients.sheet("requests side by side"),
     ]
 
 
-LOOKS = {
-    "static": ("static", 6),
-    "continuous": ("continuous", 5),
-    "paged": ("continuous, paged", 3),
-}
-"""Labels of systems, and places of their colours."""
+LOOKS = (("static", 6), ("continuous", 5), ("continuous, paged", 3))
+"""Labels of `SYSTEMS`, and places of their colours."""
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -235,36 +226,30 @@ def plot(axes: Any, result: Result) -> None:
         else:
             ax.set_axis_off()
     _draw_speeds(axes[2, 1], result.deviations)
-    axes[2, 1].set(
-        xlabel="standard deviation of outputs / mean",
-        title=f"equal means, {result.num_slots} slots",
-    )
+    spread = "standard deviation of outputs / mean"
+    axes[2, 1].set(xlabel=spread, title=f"equal means, {result.num_slots} slots")
     _draw_clients(axes[3, 1], result.clients)
 
 
 def _draw_speeds(ax: Any, found: Speeds) -> None:
-    palette = style.colors()
-    rows = zip(LOOKS.values(), found.means, found.tokens_per_s, strict=False)
+    rows = zip(LOOKS, found.means, found.tokens_per_s, strict=False)
     for (label, color), mean, seeds in rows:
-        look = {"color": palette[color]}
-        ax.plot(found.value, mean, marker="o", label=label, **look)
+        style.curve(ax, found.value, mean, color, label)
         if seeds.shape[1] > 1:
-            band = seeds.min(axis=1), seeds.max(axis=1)
-            ax.fill_between(found.value, *band, alpha=0.2, linewidth=0, **look)
+            low, high = seeds.min(axis=1), seeds.max(axis=1)
+            style.band(ax, found.value, low, high, style.colors()[color], 0.2)
     ax.set(ylabel="tokens drawn / s", ylim=(0, None))
     ax.legend()
 
 
 def _draw_gains(ax: Any, found: Speeds) -> None:
     """Speeds over that of static batching, beside what was published of the ends."""
-    palette, (*_, longest) = style.colors(), _PUBLISHED[0]
-    ends = {"label": f"published, up to {longest:,.0f}", "linestyle": "", "alpha": 0.6}
-    for name, mean in zip(SYSTEMS[1:], found.means[1:], strict=True):
-        label, color = LOOKS[name]
-        look = {"color": palette[color]}
-        ax.plot(found.value, mean / found.means[0], marker="o", label=label, **look)
-        theirs = [BOOK.published(name)]
-        ax.plot([longest], theirs, marker="_", markersize=9, **look, **ends)
+    longest = _PUBLISHED[0][-1]
+    ends = {"label": f"published, up to {longest:,.0f}", "alpha": 0.6, "markersize": 9}
+    for i, (label, color) in enumerate(LOOKS[1:], 1):
+        style.curve(ax, found.value, found.means[i] / found.means[0], color, label)
+        theirs = [BOOK.published(SYSTEMS[i])]
+        style.curve(ax, [longest], theirs, color, mark="_", **ends)
     ax.axhline(1, color="0.6", linewidth=0.8)
     ax.set(ylabel="times static batching", ylim=(0, None))
     ax.legend()
@@ -272,13 +257,8 @@ def _draw_gains(ax: Any, found: Speeds) -> None:
 
 def _draw_clients(ax: Any, found: Latencies) -> None:
     token_ms = 1e3 * found.s_per_token
-    ax.plot(token_ms, found.tokens_per_s, marker="o", color=style.colors()[5])
+    style.curve(ax, token_ms, found.tokens_per_s, 5)
     for clients, *at in zip(found.clients, token_ms, found.tokens_per_s, strict=True):
-        place = {"textcoords": "offset points", "xytext": (4, -5), "fontsize": 6}
-        ax.annotate(str(clients), at, **place)
-    ax.set(
-        title="requests side by side",
-        xlabel="latency of a token, ms",
-        ylabel="tokens drawn / s",
-        yscale="log",
-    )
+        style.note(ax, str(clients), at, (4, -5))
+    title, latency = "requests side by side", "latency of a token, ms"
+    style.titled(ax, title, latency, "tokens drawn / s", yscale="log")

@@ -134,31 +134,30 @@ def draw_turns(ax: Any, found: Times, title: str, *, is_static: bool) -> None:
     num_steps = int(found.last.max())
     _frame(ax, num_steps, [f"R{i + 1}" for i in range(len(found))], "", title)
     ax.set_xlabel("iteration (hatched: waits; grey: has ended, slot kept)")
-    waits = {"facecolor": "white", "edgecolor": "0.88", "hatch": "/////"}
-    for row, (first, last) in enumerate(zip(found.first, found.last, strict=True)):
+    for row, step in np.ndindex(len(found), num_steps + 1):
+        first, last = found.first[row], found.last[row]
         batch_end = found.last[found.first == first].max()
-        for step in range(1, num_steps + 1):
-            box = boxes.Box(step - 1, row, 1, 1)
-            if first <= step <= last:
-                kind = END if step == last else PROMPT if step == first else TOKEN
-                _cell(ax, step - 1, row, kind, "END" if kind == END else "")
-            elif is_static and last < step <= batch_end:
-                boxes.rectangle(ax, box, facecolor="0.6", edgecolor="white")
-            elif int(_TURNS[row][0]) < step < first:
-                boxes.rectangle(ax, box, **waits)
+        box = boxes.Box(step - 1, row, 1, 1)
+        if first <= step <= last:
+            kind = END if step == last else PROMPT if step == first else TOKEN
+            _cell(ax, step - 1, row, kind, "END" if kind == END else "")
+        elif is_static and last < step <= batch_end:
+            boxes.rectangle(ax, box, facecolor="0.6", edgecolor="white")
+        elif int(_TURNS[row][0]) < step < first:
+            look = {"facecolor": "white", "edgecolor": "0.88", "hatch": "/////"}
+            boxes.rectangle(ax, box, **look)
 
 
 def _cell(ax: Any, x: int, y: int, kind: int, text: str, note: str = "") -> None:
     """Draws a cell whose upper left corner is (x, y)."""
     palette = style.colors()
     fills = {PROMPT: palette[4], TOKEN: boxes.pale(palette[5]), END: palette[6]}
-    look = {"facecolor": fills[kind], "edgecolor": "white"}
-    boxes.rectangle(ax, boxes.Box(x, y, 1, 1), **look)
-    look = {"color": "white" if kind == END else boxes.INK}
-    center = {"ha": "center", "va": "center_baseline", "fontsize": 6}
-    ax.text(x + 0.5, y + 0.5, text, **center, **look)
-    corner = {"ha": "right", "va": "bottom", "fontsize": 4}
-    ax.text(x + 0.95, y + 0.97, note, **corner, **look)
+    box, color = boxes.Box(x, y, 1, 1), "white" if kind == END else boxes.INK
+    boxes.rectangle(ax, box, facecolor=fills[kind], edgecolor="white")
+    look: dict[str, Any] = {"color": color, "va": "center_baseline", "ha": "center"}
+    ax.text(x + 0.5, y + 0.5, text, fontsize=6, **look)
+    look |= {"va": "bottom", "ha": "right"}
+    ax.text(x + 0.95, y + 0.97, note, fontsize=4, **look)
 
 
 def _frame(ax: Any, columns: int, names: list[str], letter: str, title: str) -> None:

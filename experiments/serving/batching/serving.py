@@ -39,7 +39,7 @@ def uneven(
         progress.show(f"{name}: compiling")
         _serve(engine, model, loads[0], 0)
     drawn = [np.asarray(load.output) for load in loads]
-    runs = [[Run(x, np.nan, np.nan) for x in drawn] for _ in engines]
+    runs = [[Run(x) for x in drawn] for _ in engines]
     for i in progress.track(range(len(loads)), "uneven outputs", "loads"):
         # In turns, so that both meet the same neighbours on the machine.
         found = np.array(

@@ -116,8 +116,8 @@ class Run(NamedTuple):
 
     output: Int[np.ndarray, " requests"]
     """Tokens drawn of each request."""
-    tokens_per_s: float
-    steps: float
+    tokens_per_s: float = np.nan
+    steps: float = np.nan
     s_per_token: float = np.nan
     times: lectures.Times = lectures.Times.of([])
 
@@ -133,9 +133,6 @@ class Priced(NamedTuple):
         return jnp.where(self.counts_steps, 1.0, self.cost(work))
 
 
-type _Member = tuple[Workload, Capacity, bool]
-"""A load in the bounds of a system, and whether its steps take a second each."""
-
 type Runs = dict[str, list[Run]]
 """Of what was simulated under one policy, by name: the pictures' loads, or sweeps."""
 
@@ -146,39 +143,45 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
     Args:
       config: the loads.
       progress: hears of it.
-      sweeps: whether these are simulated, too.
+      sweeps: whether these are simulated, too; else they have no runs.
 
     Returns:
       Static batching's "pictures", "limits" and "deviations"; continuous batching's,
       and behind them "paged", its limits with pages, and "clients".
     """
-    # As many pages as slots, each of a whole sequence.
-    pictures = (
-        (lectures.sequences(), lectures.NUM_SLOTS),
-        (lectures.requests(), lectures.LIMIT),
-    )
-    groups = {
-        "pictures": [(load, _bounds(num, 16, 16), True) for load, num in pictures]
+
+    def reserved(longest: int) -> Capacity:
+        # The longest sequence is reserved for everybody: a page that holds one.
+        return _bounds(num_reserved(config, longest), longest, longest)
+
+    def paged(longest: int) -> Capacity:
+        return _bounds(config.num_places // PAGE_SIZE, PAGE_SIZE, longest)
+
+    groups: dict[str, list[_Member]] = {
+        # As many pages as slots, each of a whole sequence.
+        "pictures": [
+            (lectures.sequences(), _bounds(lectures.NUM_SLOTS, 16, 16), True),
+            (lectures.requests(), _bounds(lectures.LIMIT, 16, 16), True),
+        ]
     }
-    if sweeps:
-        for name, loads in (
-            ("limits", limited(config)),
-            ("deviations", spread(config)),
-        ):
-            # The longest sequence is reserved for everybody: a page that holds one.
-            groups[name] = [
-                (load, _bounds(num_reserved(config, longest), longest, longest), False)
-                for load, longest in loads
-            ]
-    static = _simulate(config, groups, static_batching.static(), progress)
-    if sweeps:
-        pages = config.num_places // PAGE_SIZE
-        for name, loads in (("paged", limited(config)), ("clients", _looped(config))):
-            groups[name] = [
-                (load, _bounds(pages, PAGE_SIZE, longest), False)
-                for load, longest in loads
-            ]
-    return static, _simulate(config, groups, fcfs.fcfs(), progress)
+    for name, loads, bounds in (
+        ("limits", limited, reserved),
+        ("deviations", spread, reserved),
+        ("paged", limited, paged),
+        ("clients", _looped, paged),
+    ):
+        asked = loads(config) if sweeps else ()
+        groups[name] = [(load, bounds(longest), False) for load, longest in asked]
+    names = ("pictures", "limits", "deviations")
+    static = {name: groups[name] for name in names}
+    return (
+        _simulate(config, static, static_batching.static(), progress),
+        _simulate(config, groups, fcfs.fcfs(), progress),
+    )
+
+
+type _Member = tuple[Workload, Capacity, bool]
+"""A load in the bounds of a system, and whether its steps take a second each."""
 
 
 def _bounds(num_pages: int, page_size: int, max_length: int) -> Capacity:

@@ -5,16 +5,20 @@ each in one step with those who decode, it delays nobody for long, and its own f
 token little: the experiments of Sarathi-Serve, on data sheets in place of its GPUs.
 """
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Part, Record, Sheet, column
-from experiments.serving.chunked_prefill import drawing, published, runs, settings
-from experiments.serving.chunked_prefill.runs import Loads, Timeline
+from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
+from experiments.plotting import style
+from experiments.serving.chunked_prefill import runs, settings
+from experiments.serving.chunked_prefill.runs import PATIENTS, Loads, Timeline
 from experiments.serving.chunked_prefill.settings import Config
 from jaxkv.progress import QUIET, Progress
 
+PANELS, PANEL_SIZE_INCHES = (2, 2), (3.8, 2.6)
 CONFIGS = {
     "smoke": Config(
         models=("Yi-34B",),
@@ -25,6 +29,46 @@ CONFIGS = {
     ),
     "paper": Config(),
 }
+
+
+LONG_PROMPT = 8192
+"""Tokens of the prompt that is read in chunks of several sizes."""
+CHUNKS = (256, 257, 512, 2048)
+WAYS = ("mixed only", "chunks only", "both")
+"""Of table 4."""
+
+
+class Ratio(NamedTuple):
+    """A published ratio of loads sustained.
+
+    Attributes:
+      model: which one.
+      data: on which; empty for the better.
+      objective: strict or relaxed.
+      system: whose load.
+      rival: over whose.
+      published: the ratio.
+      where: in the paper.
+    """
+
+    model: str
+    data: str
+    objective: str
+    system: str
+    rival: str
+    published: float
+    where: str
+
+
+_SMALL, _LARGE = "Sarathi (512)", "Sarathi (2,048)"
+RATIOS = (
+    Ratio("Yi-34B", "openchat", "strict", _SMALL, "vLLM", 3.7, "figure 10"),
+    Ratio("Yi-34B", "openchat", "strict", _SMALL, "Orca", 4.0, "figure 10"),
+    Ratio("Yi-34B", "openchat", "relaxed", _LARGE, "vLLM", 1.65, "section 5.2"),
+    Ratio("Mistral-7B", "openchat", "strict", _SMALL, "vLLM", 3.5, "section 5.2"),
+    Ratio("Mistral-7B", "", "strict", _SMALL, "vLLM", 2.6, "abstract"),
+)
+BOOK = beside(__file__)
 
 
 class Result(Record):
@@ -57,9 +101,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         runs.serve(*case, config)
         for case in progress.track(cases, "systems and rates", "systems")
     ]
-    chunk = sorted({*config.budgets, *published.CHUNKS})
+    chunk = sorted({*config.budgets, *CHUNKS})
     whole_s, *chunks_s = (
-        settings.prompt_s(model, published.LONG_PROMPT, size) for size in (None, *chunk)
+        settings.prompt_s(model, LONG_PROMPT, size) for size in (None, *chunk)
     )
     return Result(
         timeline=timeline,
@@ -109,5 +153,165 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-plot, claims = drawing.plot, published.claims
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.8, 2.6)
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Finds everything; parts that were not simulated are left out."""
+    for data in BOOK.published("ttft"):
+        rows = result.ways.where(data=data)
+        if len(rows):
+            yield from _ways(rows, data)
+    found = runs.capacities(result.loads)
+    for x in RATIOS:
+        yield from _more(x, found)
+    cost = dict(zip(result.chunk.tolist(), result.chunk_cost.tolist(), strict=True))
+    for id, size in {"chunks_512": 512, "chunks_2048": 2048}.items():
+        yield ours(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT)
+    yield ours("tiles", 100 * (cost[257] / cost[256] - 1))
+
+
+def _ways(rows: Loads, data: str) -> Iterator[Ours]:
+    """Table 4; its order does not hang on the GPUs' speed."""
+    mixed, chunks, both = (rows.where(system=way) for way in WAYS)
+    load = f"Both at one rate, {both.rate[0]:.2f} requests/s, and one budget."
+    first, tail = (
+        [getattr(way, name)[0] for way in (mixed, chunks, both)]
+        for name in ("ttft_s", "tbt_p99_s")
+    )
+    order = {
+        "mixed_first": first[0] / min(first[1:]),
+        "both_sooner": first[2] / first[1],
+        "both_shortest": tail[2] / min(tail[:2]),
+    }
+    for id, ratio in order.items():
+        yield ours(id, ratio, data=data, load=load)
+    for way, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
+        yield ours("ttft", ttft_s, data=data, way=way)
+        yield ours("tbt", tbt_s, data=data, way=way)
+
+
+def _more(x: Ratio, found: list[dict[str, Any]]) -> Iterator[Ours]:
+    """How many times the load of a rival a system sustains, on the better data."""
+    rates: dict[str, dict[str, float]] = {}
+    for row in found:
+        if row["model"] == x.model and x.data in ("", row["data"]):
+            here = rates.setdefault(
+                row["data"], {x.system: math.nan, x.rival: math.nan}
+            )
+            here[row["system"]] = row[f"{x.objective}_per_s"]
+    ratios = {
+        data: here[x.system] / here[x.rival] if here[x.rival] > 0 else math.nan
+        for data, here in rates.items()
+    }
+    if ratios:
+        data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
+        words: dict[str, Any] = x._asdict() | {"data": data}
+        words |= {"rate": rates[data][x.system], "other": rates[data][x.rival]}
+        yield ours("more" if x.data else "more_on_better", ratios[data], **words)
+
+
+GREY = "0.55"
+SMALL: dict[str, Any] = {"color": GREY, "fontsize": 6}
+COLORS = dict(zip((x.name for x in settings.SYSTEMS), (1, 6, 5, 3), strict=True))
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws four panels."""
+    _draw_timeline(axes[0, 0], result.timeline)
+    _draw_budgets(axes[0, 1], result.budgets)
+    if len(result.loads):
+        _draw_loads(axes[1, 0], result.loads)
+    _draw_capacities(axes[1, 1], runs.capacities(result.loads))
+
+
+def _draw_timeline(ax: Any, timeline: Timeline) -> None:
+    """A tick for each token; every way has a line for each sequence."""
+    colors, last = style.colors(), timeline.time_s.max()
+    look: dict[str, Any] = {"markersize": 3, "markeredgewidth": 0.5}
+    names = timeline.distinct("way")
+    for i, name in enumerate(names):
+        longest = 0.0
+        for sequence in range(timeline.sequence.max() + 1):
+            at = timeline.where(way=name, sequence=sequence).time_s
+            is_late = sequence >= PATIENTS
+            y = np.full(len(at), i + 0.13 * sequence - 0.26)
+            ax.plot(at, y, "|", color=colors[1 + 4 * is_late], **look)
+            if not is_late:
+                longest = max(longest, np.diff(at).max())
+        ax.text(last * 1.02, i, f"{1000 * longest:,.0f} ms", va="center", fontsize=6)
+    ax.text(last * 1.02, -0.55, "longest stall", **SMALL)
+    ax.set_yticks(range(len(names)), names)
+    ax.set(
+        title="two long prompts come while three are answered",
+        xlabel="time, s (a tick is a token; blue: those who came late)",
+        xlim=(0, 1.22 * last),
+        ylim=(len(names) - 0.5, -0.75),
+    )
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+
+
+def _draw_limits(ax: Any, model: str, x: float) -> None:
+    for name, limit_s in settings.MODELS[model].limits_s.items():
+        ax.axhline(limit_s, color=GREY, linewidth=0.8, linestyle=":")
+        ax.text(x, limit_s * 1.06, name, **SMALL)
+
+
+def _draw_budgets(ax: Any, budgets: Loads) -> None:
+    for label, values, color in (
+        ("first token, median", budgets.ttft_s, 5),
+        ("between tokens, P99", budgets.tbt_p99_s, 6),
+        ("between tokens, median", budgets.tbt_p50_s, 3),
+    ):
+        style.curve(ax, budgets.budget, values, color, label)
+    style.powers_of_two(ax)
+    _draw_limits(ax, budgets.model[0], budgets.budget[0])
+    title = "chunks, mixed: what the token budget decides"
+    style.titled(ax, title, "tokens a step", "time, s", yscale="log")
+    ax.legend(loc="best")
+
+
+def _draw_loads(ax: Any, loads: Loads) -> None:
+    """The first model and data: the tail between tokens against the rate."""
+    model, data = loads.model[0], loads.data[0]
+    for system, color in COLORS.items():
+        mine = loads.where(model=model, data=data, system=system)
+        style.curve(ax, mine.rate, mine.tbt_p99_s, color, system)
+    _draw_limits(ax, model, 0.02)
+    title, tail = f"{model}, {data}: tail between tokens", "P99 time between tokens, s"
+    style.titled(ax, title, "requests/s", tail, yscale="log")
+    ax.set_xlim(left=0)
+    ax.legend(loc="lower right")
+
+
+def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
+    """Bars for each case, over vLLM's; absolute rates at their ends."""
+    cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
+    groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
+    colors, width = style.colors(), 0.2
+    theirs = {
+        (x.model, x.data, x.objective, x.system): x.published
+        for x in RATIOS
+        if x.rival == "vLLM"
+    }
+    for i, (model, data, kind) in enumerate(groups):
+        here = [x for x in rows if (x["model"], x["data"]) == (model, data)]
+        rates = {x["system"]: x[f"{kind}_per_s"] for x in here}
+        base = max(rates.get("vLLM", 0.0), 1e-9)
+        for k, (system, color) in enumerate(COLORS.items()):
+            rate = rates.get(system, 0.0)
+            if not 0 < rate / base < 100:
+                continue
+            place = i + (k - 1.5) * width
+            bar = ax.bar(place, rate / base, width * 0.9, color=colors[color])
+            look = {"color": colors[color], "fontsize": 4.5, "rotation": 90}
+            ax.bar_label(bar, [f" {rate:.2g}"], **look)
+            if ratio := theirs.get((model, data, kind, system)):
+                ax.plot([place], [ratio], "D", color=GREY, markersize=3)
+    labels = [f"{m.split('-')[0]}\n{d}\n{k}" for m, d, k in groups]
+    ax.set_xticks(range(len(groups)), labels, fontsize=5)
+    ax.margins(y=0.2)
+    ax.axhline(1, color=GREY, linewidth=0.6)
+    ax.set(
+        title="load sustained within the objective (grey: published)",
+        ylabel="requests/s, over vLLM's",
+    )

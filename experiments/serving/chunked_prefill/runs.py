@@ -109,7 +109,7 @@ def serve(
         came = served.arrival_s[i] < seconds
         first_s = np.nan_to_num(served.first_s[i], nan=seconds) - served.arrival_s[i]
         ttft_s = float(np.median(first_s[came])) if came.any() else math.nan
-        gaps_s = _gaps_s(served, i, seconds)
+        gaps_s = metrics.gaps_between_tokens(*_drawn(served, i, seconds)).seconds
         tails = [math.nan] * 3
         if gaps_s.size:
             tails = [*np.percentile(gaps_s, (50, 99)), gaps_s.max()]
@@ -126,10 +126,6 @@ def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...
     keep = (trace.start_s < until_s) & (trace.info.micros > 0)
     end_s = trace.start_s[keep] + trace.info.micros[keep] / clock.SECOND
     return np.asarray(trace.info.drew)[keep], end_s
-
-
-def _gaps_s(served: Served, member: int, until_s: float) -> np.ndarray:
-    return metrics.gaps_between_tokens(*_drawn(served, member, until_s)).seconds
 
 
 PATIENTS = 3

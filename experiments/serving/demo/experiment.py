@@ -12,9 +12,10 @@ places that hold one: used places / (used pages * page size).
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from experiments.framework import (
@@ -32,15 +33,15 @@ from experiments.harness import (
     Request,
     model_shapes,
     prompts,
-    servings,
     showing,
     streaming,
 )
-from experiments.harness.servings import Served
 from experiments.plotting import style, timelines
+from jaxkv.engine import StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, static_batching
+from jaxkv.serving import Completion
 
 NUM_REPORTED, NUM_CHARS = 6, 240
 """Answers in the report, and characters of each."""
@@ -80,6 +81,44 @@ CONFIGS = {
         steps_per_call=8,
     ),
 }
+
+
+class Served(NamedTuple):
+    """What happened. Steps that fed nothing are left out.
+
+    Attributes:
+      request_id: of the request in each slot, -1 for none: [steps, slots].
+      held: slots kept for a finished request: [steps, slots].
+      num_rows: tokens fed: [steps, slots].
+      used_pages: pages reserved: [steps].
+      used_places: token places that hold K and V: [steps].
+      page_size: token places in a page.
+      latency_s: from each request's arrival until the host held its last token; not a
+        number where it was not served to its end: [requests].
+      num_tokens: tokens of each answer: [requests].
+      text: the answers: [requests].
+      reason: why each ended; empty where it did not: [requests].
+      duration_s: from the first arrival until the host held the last token.
+      compile_s: what compiling took before that, with a request to warm up.
+    """
+
+    request_id: np.ndarray
+    held: np.ndarray
+    num_rows: np.ndarray
+    used_pages: np.ndarray
+    used_places: np.ndarray
+    page_size: int
+    latency_s: np.ndarray
+    num_tokens: np.ndarray
+    text: np.ndarray
+    reason: np.ndarray
+    duration_s: float
+    compile_s: float
+
+    @property
+    def is_done(self) -> np.ndarray:
+        """Which requests were served to their end: [requests]."""
+        return self.reason != ""
 
 
 class Result(Record):
@@ -123,29 +162,25 @@ def plot(axes: Any, result: Result) -> None:
             ax, served.request_id, served.held, served.num_rows, num_steps=num_steps
         )
         color, pale = look
-        steps, rate = len(served.num_rows), servings.numbers(served)["tokens_per_s"]
+        steps, rate = len(served.num_rows), numbers(served)["tokens_per_s"]
         title = f"{name}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
         ax.set_title(title, color=color)
         ax.tick_params(labelbottom=False)
         edges, kind = np.arange(steps + 1), name.split()[0]
         reserved = served.used_pages * served.page_size
         memory.stairs(reserved, edges, fill=True, color=pale)
-        for places, label, dash in (
-            (reserved, f"{kind}: reserved", ":"),
-            (served.used_places, f"{kind}: holding a token", "-"),
+        for places, label, dash, order in (
+            (reserved, f"{kind}: reserved", ":", 2),
+            (served.used_places, f"{kind}: holding a token", "-", 3),
         ):
-            line = {"baseline": None, "linewidth": 0.9, "zorder": 2 + (dash == "-")}
+            look = {"color": color, "linestyle": dash, "linewidth": 0.9}
             memory.stairs(
-                places, edges, label=label, color=color, linestyle=dash, **line
+                places, edges, label=label, baseline=None, zorder=order, **look
             )
     note = "dark: reading the prompt   hatched: finished, slot kept"
     bars[0].set_title(note, loc="right", color="0.4", fontsize=6)
-    memory.set(
-        title="KV memory",
-        xlabel="step",
-        ylabel="token places",
-        xlim=(0, num_steps),
-        ylim=(0, None),
+    style.titled(
+        memory, "KV memory", "step", "token places", xlim=(0, num_steps), ylim=(0, None)
     )
     for axis in (memory.xaxis, memory.yaxis):
         axis.set_major_formatter("{x:,.0f}")
@@ -155,7 +190,7 @@ def plot(axes: Any, result: Result) -> None:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Compares the two, and shows some answers."""
-    static, continuous = map(servings.numbers, result.both.values())
+    static, continuous = map(numbers, result.both.values())
     rates = static["tokens_per_s"], continuous["tokens_per_s"]
     both = result.static.is_done & result.continuous.is_done
     same = both & (result.static.text == result.continuous.text)
@@ -193,7 +228,7 @@ def summary(result: Result) -> list[Part]:
 def claims(result: Result) -> Iterator[Ours]:
     """Holds published numbers against ours, where both policies came to an end."""
     if (result.static.is_done & result.continuous.is_done).all():
-        static, continuous = map(servings.numbers, result.both.values())
+        static, continuous = map(numbers, result.both.values())
         yield ours("speed_up", continuous["tokens_per_s"] / static["tokens_per_s"])
         yield ours("reserved", static["kv_utilisation"])
         yield ours("paged", continuous["kv_utilisation"])
@@ -230,11 +265,74 @@ def _serve(
         compile_s = engine.now()
         engine.trace.clear()
         done = streaming.stream(engine, requests, progress, update)
-    return servings.gather(
-        engine.trace,
-        done,
-        num_requests=num,
-        num_slots=config.max_slots,
+    return gather(engine.trace, done, config, compile_s)
+
+
+def gather(
+    trace: list[StepInfo],
+    answers: Mapping[int, Completion],
+    config: Config,
+    compile_s: float,
+) -> Served:
+    """Lines up the steps of a trace, and the answers, by request, that are complete.
+
+    Args:
+      trace: step infos of an engine's calls, in order; may be empty.
+      answers: ids are in [0, num_requests).
+      config: what was served.
+      compile_s: seconds spent before the clock started.
+    """
+    none = np.zeros((0, config.max_slots), np.int32)
+    fields = {"request_id": none, "held": none == 1, "num_rows": none}
+    fields |= {"used_pages": none[:, 0], "used_places": none[:, 0]}
+    if trace:
+        infos = jax.tree.map(lambda *parts: np.concatenate(parts), *trace)
+        fed = infos.num_rows.any(1)
+        fields = {name: getattr(infos, name)[fed] for name in fields}
+    num = config.num_requests
+    latency_s, num_tokens = np.full(num, np.nan), np.zeros(num, np.int32)
+    text, reason = [""] * num, [""] * num
+    for i, answer in answers.items():
+        latency_s[i] = answer.finish_s - answer.arrival_s
+        num_tokens[i], reason[i] = len(answer.tokens), answer.reason
+        text[i] = answer.text or ""
+    start_s = min((answer.arrival_s for answer in answers.values()), default=0.0)
+    end_s = max((answer.finish_s for answer in answers.values()), default=0.0)
+    return Served(
+        **fields,
         page_size=config.page_size,
+        latency_s=latency_s,
+        num_tokens=num_tokens,
+        text=np.array(text),
+        reason=np.array(reason),
+        duration_s=end_s - start_s,
         compile_s=compile_s,
     )
+
+
+def numbers(served: Served) -> dict[str, Any]:
+    """Sums a serving up; `None` stands for a number of nothing.
+
+    Returns:
+      tokens_per_s: tokens of complete answers over `duration_s`.
+      steps: that fed tokens.
+      mean_latency_s, p95_latency_s: of complete answers.
+      kv_utilisation: mean over steps of the share of reserved token places that hold
+        one, finished sequences that keep their places included.
+      slot_utilisation: mean over steps of the share of slots whose sequence is fed.
+      duration_s, compile_s: as they are.
+    """
+    latency_s = served.latency_s[served.is_done]
+    some, steps = latency_s.size > 0, len(served.num_rows)
+    reserved = served.used_pages * served.page_size
+    share = served.used_places / np.maximum(reserved, 1)
+    return {
+        "tokens_per_s": served.num_tokens.sum() / served.duration_s if some else None,
+        "steps": steps,
+        "mean_latency_s": latency_s.mean() if some else None,
+        "p95_latency_s": np.percentile(latency_s, 95) if some else None,
+        "kv_utilisation": share.mean() if steps else None,
+        "slot_utilisation": (served.num_rows > 0).mean() if steps else None,
+        "duration_s": served.duration_s,
+        "compile_s": served.compile_s,
+    }

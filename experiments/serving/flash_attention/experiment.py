@@ -31,6 +31,7 @@ from experiments.framework import (
     beside,
     column,
     ours,
+    table,
 )
 from experiments.plotting import style
 from jaxkv import validation
@@ -203,22 +204,26 @@ def _one_query(context: int, config: Config) -> list[float]:
         x = x.reshape(num_pages, config.page_size, *x.shape[1:])
         return np.ascontiguousarray(x.transpose(0, 2, 1, 3))
 
-    table = np.random.default_rng(config.seed).permutation(num_pages)
-    order = np.argsort(table)
+    ids = np.random.default_rng(config.seed).permutation(num_pages)
+    order = np.argsort(ids)
     pages = [paged(x)[order] for x in (k, v)]
 
     @jax.jit
     def by_pages(q: Any, k_pages: Any, v_pages: Any, ids: Any, last: Any) -> Any:
         return api.paged_attention(q, k_pages, v_pages, ids, last).out
 
-    ids = table.astype(np.int32)[None]
     last = np.array([context - 1], np.int32)
     plain, tiled = (
         functools.partial(jax.jit(attend), q, k, v)
         for attend in (plain_attention, tiled_attention)
     )
     return _times(
-        [plain, tiled, functools.partial(by_pages, q[0], *pages, ids, last)], config
+        [
+            plain,
+            tiled,
+            functools.partial(by_pages, q[0], *pages, ids.astype(np.int32)[None], last),
+        ],
+        config,
     )
 
 
@@ -252,13 +257,7 @@ def metrics(result: Result) -> dict[str, Any]:
         "pieces of work, keys whole": np.full(len(result.context), heads),
         "pieces of work, keys split": np.minimum(devices.NUM_CORES, pieces),
     }
-    return {
-        title: [
-            dict(zip(columns, row, strict=True))
-            for row in zip(*(x.tolist() for x in columns.values()), strict=True)
-        ]
-        for title, columns in (("all queries", queries), ("one query", one))
-    }
+    return {"all queries": table.by_row(queries), "one query": table.by_row(one)}
 
 
 @beside(__file__).judges
@@ -284,24 +283,23 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws time and memory against length, and the single query."""
-    colors = style.colors()
     seconds, memory, one = axes
     for name, color, way, one_s in (
-        ("plain", colors[6], result.plain, result.one_plain_s),
-        ("in tiles", colors[5], result.flash, result.one_flash_s),
-        ("paged", colors[3], None, result.one_paged_s),
+        ("plain", 6, result.plain, result.one_plain_s),
+        ("in tiles", 5, result.flash, result.one_flash_s),
+        ("paged", 3, None, result.one_paged_s),
     ):
-        look = {"color": color, "marker": "o", "label": name}
         if way is not None:
-            seconds.plot(result.length, way.gradient_s * 1e3, **look)
-            memory.plot(result.length, way.temporary_bytes / 1e6, **look)
-        one.plot(result.context, one_s * 1e3, **look)
+            mega = way.temporary_bytes / 1e6
+            style.curve(seconds, result.length, way.gradient_s * 1e3, color, name)
+            style.curve(memory, result.length, mega, color, name)
+        style.curve(one, result.context, one_s * 1e3, color, name)
     for ax, title, x, y in (
         (seconds, "all queries: time with the gradient", "tokens", "ms"),
         (memory, "and its memory", "tokens", "MB"),
         (one, "one query, as in decoding", "tokens seen", "ms"),
     ):
         style.powers_of_two(ax)
-        ax.set(title=title, xlabel=x, ylabel=y, yscale="log")
+        style.titled(ax, title, x, y, yscale="log")
         ax.yaxis.set_major_formatter("{x:,g}")
         ax.legend()

@@ -197,26 +197,21 @@ def claims(result: Result) -> Iterator[Ours]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws a token above, a text below; times on the left, operations on the right."""
-    palette, timed = style.colors(), result.timed
-    colors, models = (
-        (palette[6], palette[5]),
-        ((result.counted, "-"), (result.other, "--")),
-    )
+    timed, models = result.timed, ((result.counted, "-"), (result.other, "--"))
     for row, what, label, seconds in (
         (0, "a token", "tokens before it", (timed.without_s, timed.with_s)),
         (1, "a text", "tokens of the text", timed.totals_s()),
     ):
         left, right = axes[row]
-        for values, color, way in zip(seconds, colors, WAYS, strict=True):
-            left.plot(timed.length, values, marker="o", color=color, label=way)
+        for values, color, way in zip(seconds, (6, 5), WAYS, strict=True):
+            style.curve(left, timed.length, values, color, way)
         for counted, dash in models:
             flops = (counted.token_flops, counted.total_flops)[row]
-            for values, color in zip(flops, colors, strict=True):
-                right.plot(counted.length, values, linestyle=dash, color=color)
-        left.set(title=f"{what}, measured", ylabel="s")
-        right.set(title=f"{what}, counted", ylabel="FLOP")
-        for ax in (left, right):
-            ax.set(xscale="log", yscale="log", xlabel=label)
+            for values, color in zip(flops, (6, 5), strict=True):
+                style.curve(right, counted.length, values, color, mark=dash)
+        for ax, how, unit in ((left, "measured", "s"), (right, "counted", "FLOP")):
+            title = f"{what}, {how}"
+            style.titled(ax, title, label, unit, xscale="log", yscale="log")
     for counted, dash in models:
         axes[0, 1].plot([], [], color="0.4", linestyle=dash, label=counted.name)
     for ax in axes[0]:

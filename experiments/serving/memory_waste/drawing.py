@@ -23,7 +23,7 @@ USES = {
 none; the rest."""
 
 
-def draw(axes: Any, result: Any) -> None:
+def plot(axes: Any, result: Any) -> None:
     """Draws memory by part, the waste, the growth of memory, and throughput."""
     weights, places = result.weight_bytes / 1e9, result.kv_bytes / 1e9
     _draw_parts(axes[0][0], weights, places, result.memory_bytes / 1e9)
@@ -82,14 +82,13 @@ def _draw_uses(ax: Any, result: Any) -> None:
 
 
 def _draw_memory(ax: Any, result: Any, weights: float, full: float) -> None:
-    at = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-    look = {"xytext": (0, 2), "ha": "right", "color": "0.4", "fontsize": 6}
+    look = {"xycoords": ("axes fraction", "data"), "ha": "right", "color": "0.4"}
     for label, height, line in (
         ("parameters", weights, "-"),
         ("all that there is for keys and values", full, ":"),
     ):
         ax.axhline(height, color="0.6", linewidth=0.8, linestyle=line)
-        ax.annotate(label, (0.98, height), **at, **look)
+        style.note(ax, label, (0.98, height), (0, 2), **look)
     _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 0.1), fontsize=6)
     ax.set(ylim=(weights - 1, full + 2), ylabel="memory (GB)")
@@ -105,7 +104,6 @@ def _draw_lines(ax: Any, result: Any, values: np.ndarray, *, says_end: bool) -> 
         ax.plot(requests, line, color=color, label=str(name))
         ax.plot(*end, "o", color=color)
         if says_end:
-            look = {"va": "top", "fontsize": 6, "color": color}
-            at = {"xytext": (3, -4), "textcoords": "offset points"}
-            ax.annotate(f"{name}: {end[1]:.0f}", end, **at, **look)
+            text = f"{name}: {end[1]:.0f}"
+            style.note(ax, text, end, (3, -4), va="top", color=color)
     ax.set(xlim=(0, 1.2 * requests[-1]), xlabel="requests at once")

@@ -21,7 +21,6 @@ from experiments.framework import (
     Part,
     Record,
     Sheet,
-    Study,
     Table,
     Texts,
     column,
@@ -31,8 +30,13 @@ from experiments.framework import (
 )
 from experiments.serving.latency_vs_rate import Load, Setting, runs, settings
 from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
-from experiments.serving.memory_waste import drawing
-from experiments.serving.memory_waste.drawing import BATCHES, BOOK, SYSTEMS, USES
+from experiments.serving.memory_waste.drawing import (
+    BATCHES,
+    BOOK,
+    SYSTEMS,
+    USES,
+)
+from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation import Cost, Work, driver
@@ -65,6 +69,8 @@ class Config:
         if not self.step_scales or min(self.step_scales) <= 0:
             raise ValueError(f"{self.step_scales=} must be above 0, at least one")
 
+
+PANELS = (2, 2)
 
 CONFIGS = {
     "paper": Config(),
@@ -194,14 +200,12 @@ def _growth(
     requests = np.arange(1, int(most.max()) + 1)
     fits = requests <= most[:, None]
     memory = server.weight_bytes + requests * held[:, None] * token_bytes
+    tokens = requests.astype(np.float32) * context.astype(np.float32)[:, None]
     decodes = jnp.asarray(np.broadcast_to(requests, fits.shape), jnp.int32)
-    tokens = (
-        jnp.asarray(requests, jnp.float32) * jnp.asarray(context, jnp.float32)[:, None]
-    )
     work = Work(*(jnp.zeros_like(decodes),) * len(Work._fields))._replace(
         num_decodes=decodes,
         num_drawn=decodes,
-        decode_context=tokens.astype(jnp.int32),
+        decode_context=jnp.asarray(tokens, jnp.int32),
     )
     seconds = np.asarray(jax.jit(jax.vmap(jax.vmap(cost)))(work))
     return Growth(
@@ -318,17 +322,3 @@ def _printed(system: str) -> str:
     """The published shares of a system."""
     shares = BOOK.published("uses")[system]
     return " / ".join(f"{shares[x]:g}" if x in shares else "-" for x in USES.values())
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=drawing.draw,
-        claims=claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(2, 2),
-    ),
-)

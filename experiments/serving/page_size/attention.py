@@ -254,46 +254,33 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("price", float(high), which="where it costs most", **words)
 
 
-DASHES = ("-", "--", ":", "-.")
+DASHES, COLORS = ("-", "--", ":", "-."), (5, 6, 3, 1)
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the ratio against the page size, and times as the paper does."""
     ratios, times = axes
-    column = _paper_column(result)
-    found, colors = result.latency, style.colors()
+    column, found = _paper_column(result), result.latency
     batches, contexts = found.distinct("batch"), found.distinct("context")
-    cycle = itertools.cycle((colors[5], colors[6], colors[3], colors[1]))
-    looks = dict(zip(batches, cycle, strict=False))
+    looks = dict(zip(batches, itertools.cycle(COLORS), strict=False))
     for row in found.rows():
         batch, context = row["batch"], row["context"]
-        ratios.plot(
-            result.page_size,
-            row["ratio"],
-            color=looks[batch],
-            linestyle=DASHES[contexts.index(context) % len(DASHES)],
-            marker="o",
-            label=f"{batch} x {context}",
-        )
-    for batch in batches:
-        mine, look = found.where(batch=batch), {"color": looks[batch], "marker": "o"}
+        mark = "o" + DASHES[contexts.index(context) % len(DASHES)]
+        label = f"{batch} x {context}"
+        style.curve(ratios, result.page_size, row["ratio"], looks[batch], label, mark)
+    for batch, color in looks.items():
+        mine = found.where(batch=batch)
         paged, contiguous = mine.paged_s[:, column], mine.contiguous_s[:, column]
-        times.plot(mine.context, 1e3 * paged, label=f"{batch} sequences", **look)
-        times.plot(mine.context, 1e3 * contiguous, linestyle=":", **look)
+        style.curve(times, mine.context, 1e3 * paged, color, f"{batch} sequences")
+        style.curve(times, mine.context, 1e3 * contiguous, color, mark="o:")
     ratios.axhline(1, color="0.6", linewidth=0.8)
     style.powers_of_two(ratios)
-    ratios.set(
-        title="time over that of contiguous attention",
-        xlabel="token places in a page",
-        ylabel="paged / contiguous",
-        ylim=(0, 1.45 * ratios.get_ylim()[1]),
-    )
-    times.set(
-        title=f"pages of {result.page_size[column]} (dotted: contiguous)",
-        xlabel="tokens of each sequence",
-        ylabel="ms",
-        ylim=(0, times.get_ylim()[1]),
-    )
+    title = "time over that of contiguous attention"
+    style.titled(ratios, title, "token places in a page", "paged / contiguous")
+    ratios.set_ylim(0, 1.45 * ratios.get_ylim()[1])
+    title = f"pages of {result.page_size[column]} (dotted: contiguous)"
+    style.titled(times, title, "tokens of each sequence", "ms")
+    times.set_ylim(0, times.get_ylim()[1])
     if batches:
         title = "sequences x tokens"
         ratios.legend(title=title, fontsize=6, ncols=len(batches), loc="upper center")

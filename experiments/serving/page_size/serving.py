@@ -94,18 +94,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         progress.show(f"{data}, pages of every size")
         load = runs.load(law, FULL[data], seconds, seed)
         asked = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
+        places, cost = server.num_places, settings.cost(server)
+        members = [
+            Members(
+                load.at(rate), runs.capacity(places // size, size), fcfs.fcfs(), cost
+            )
+            for rate, size in asked
+        ]
         served = driver.simulate(
-            driver.stack(
-                [
-                    Members(
-                        load.at(rate),
-                        runs.capacity(server.num_places // size, size),
-                        fcfs.fcfs(),
-                        settings.cost(server),
-                    )
-                    for rate, size in asked
-                ]
-            ),
+            driver.stack(members),
             max_slots=SLOTS[data],
             head=runs.HEAD,
             since_s=seconds / 4,  # until then memory fills
@@ -113,22 +110,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             progress=progress,
         )
         for i, (rate, size) in enumerate(asked):
-            w = load.at(rate)
+            w, means = load.at(rate), served.means
             num = w.prompt.shape[0]
             finish_s = served.finish_s[i][:num]
             finish_s = np.where(np.isnan(finish_s), served.end_s[i], finish_s)
             took_s = finish_s - served.arrival_s[i][:num]
-            means = served.means
-            rows.append(
-                (
-                    *(data, rate, size),
-                    np.mean(took_s / np.asarray(w.output)),
-                    means.batch[i],
-                    means.tokens[i],
-                    means.reserved[i] + means.internal[i],
-                    served.preempted[i].sum() / num,
-                )
-            )
+            latency_s = np.mean(took_s / np.asarray(w.output))
+            unused = means.reserved[i] + means.internal[i]
+            again = served.preempted[i].sum() / num
+            found = (latency_s, means.batch[i], means.tokens[i], unused, again)
+            rows.append((data, rate, size, *found))
     return Result(Serving.of(rows))
 
 
@@ -165,33 +156,25 @@ def _memory(rows: Serving, data: str) -> Iterator[Ours]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws latency, and what is left of a full memory, against the page size."""
-    published = BOOK.published("tokens")
     latency, memory = axes
-    colors = style.colors()
-    for data, color in (("ShareGPT", colors[5]), ("Alpaca", colors[6])):
+    for data, color in (("ShareGPT", 5), ("Alpaca", 6)):
         rows = result.serving.where(data=data, rate=LOADED[data])
         if len(rows):
-            text = f"{data}, {LOADED[data]:g} requests/s"
-            x, y = rows.page_size, rows.normalised_s
-            latency.plot(x, y, "o-", color=color, label=text)
-            latency.plot(BEST[data], [0.9 * y.min()] * 2, color=color, linewidth=3)
+            y, label = rows.normalised_s, f"{data}, {LOADED[data]:g} requests/s"
+            style.curve(latency, rows.page_size, y, color, label)
+            bar = [0.9 * y.min()] * 2
+            style.curve(latency, BEST[data], bar, color, mark="-", linewidth=3)
         rows = result.serving.where(data=data, rate=FULL[data])
-        theirs = published[data]
-        memory.plot(
-            [*map(int, theirs)], [*theirs.values()], "D:", color="0.7", linewidth=0.8
-        )
-        memory.plot(rows.page_size, 100 * rows.tokens, "o-", color=color, label=data)
-    latency.set(
-        title="end to end (bars: best as published)",
-        ylabel="normalised latency, s/token",
-        yscale="log",
-    )
-    memory.set(
-        title="a full memory (grey: an earlier simulation)",
-        ylabel="% of the memory that holds tokens",
-        ylim=(0, 100),
-    )
+        theirs = BOOK.published("tokens")[data]
+        sizes, look = [*map(int, theirs)], {"color": "0.7", "linewidth": 0.8}
+        memory.plot(sizes, [*theirs.values()], "D:", **look)
+        style.curve(memory, rows.page_size, 100 * rows.tokens, color, data)
+    size = "token places in a page"
+    title, y = "end to end (bars: best as published)", "normalised latency, s/token"
+    style.titled(latency, title, size, y, yscale="log")
+    title = "a full memory (grey: an earlier simulation)"
+    y = "% of the memory that holds tokens"
+    style.titled(memory, title, size, y, ylim=(0, 100))
     for ax in axes:
         style.powers_of_two(ax)
-        ax.set_xlabel("token places in a page")
         ax.legend()

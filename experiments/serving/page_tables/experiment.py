@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import Ours, Record, Study, beside, column, ours
+from experiments.framework import Ours, Record, beside, column, ours
 from experiments.framework.table import parts
 from experiments.harness import Language
 from experiments.serving.page_tables import drawing
@@ -65,6 +65,8 @@ class Config:
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"{self.seed=} must be in [0, 2**64)")
 
+
+PANEL_SIZE_INCHES = drawing.SIZE_INCHES
 
 CONFIGS = {"smoke": Config()}
 
@@ -227,16 +229,3 @@ def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
 def _uses(frames: Frames, frame: int) -> dict[int, int]:
     """Pages in use, and their reference counts."""
     return {page: int(n) for page, n in enumerate(frames.ref[frame]) if n}
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        panel_size_inches=drawing.SIZE_INCHES,
-    ),
-)

@@ -33,6 +33,14 @@ ShareGPT's mean lengths: 1,024 requests at 1.9 a second, 983 pages, of which 0, 
 class Config(prompts.RaggedConfig):
     """The requests, and the memory that they are served in."""
 
+    prompt_tokens: tuple[int, int] = (16, 128)
+    """Shortest and longest prompt."""
+    output_tokens: tuple[int, int] = (48, 320)
+    """Shortest and longest answer."""
+    sigma: float = 0.6
+    """Raggedness: standard deviation of the logarithm of both lengths."""
+    max_slots: int = 16
+    """Sequences that run at once."""
     pool_share: float = 0.4
     """Pages in the pool, as a share of those that the longest requests, as many as
     there are slots, need at their end."""
@@ -73,9 +81,7 @@ PANEL_SIZE_INCHES = (3.6, 2.5)
 SWITCH = ("simulated_requests", False)
 
 CONFIGS = {
-    "real": Config(
-        prompt_tokens=(16, 128), output_tokens=(48, 320), sigma=0.6, max_slots=16
-    ),
+    "real": Config(),
     "smoke": Config(
         num_requests=16,
         prompt_tokens=(4, 16),
@@ -141,7 +147,8 @@ def _asked(config: Config, requests: list[Request]) -> Iterator[tuple[str, str, 
     Yields:
       A field of the result, what a person sees meanwhile, and what is served.
     """
-    pages = sorted(_pages(config, request) for request in requests)
+    lengths = [len(x.tokens) + (x.sampling.max_tokens or 0) for x in requests]
+    pages = sorted(-(-length // config.page_size) for length in lengths)
     need = sum(pages[-config.max_slots :])
 
     def pages_of(share: float) -> int:
@@ -203,11 +210,6 @@ def workload(
     return requests, max(found, key=lambda request: len(request.tokens))
 
 
-def _pages(config: Config, request: Request) -> int:
-    tokens = len(request.tokens) + (request.sampling.max_tokens or 0)
-    return -(-tokens // config.page_size)
-
-
 @beside(__file__).judges
 def claims(result: Result) -> Iterator[Ours]:
     """Judges everything that was served; parts that were not are left out."""
@@ -256,10 +258,8 @@ def _published(result: Result) -> Iterator[Ours]:
 def _moves(moves: Moves) -> Iterator[Ours]:
     if len(moves) < 2:
         return
-    rows = moves.rows()
     again, swap = (
-        np.array([row[x] for row in rows])
-        for x in ("recompute_s", "swap_through_host_s")
+        np.median(x, axis=1) for x in (moves.recompute_s, moves.swap_through_host_s)
     )
     sizes = moves.page_size
     words = {"low": sizes.min(), "high": sizes.max()}
@@ -314,11 +314,6 @@ def plot(axes: Any, result: Result) -> None:
     _draw_moves(axes[1, 1], result.moves)
 
 
-def _note(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
-    """Writes beside a point, so many printer's points away."""
-    ax.annotate(text, at, offset, textcoords="offset points", fontsize=6, **look)
-
-
 def _draw_ways(ax: Any, ways: Servings) -> None:
     """Tokens computed once and again, a bar each way, with steps and seconds."""
     color = style.colors()[6]
@@ -333,34 +328,32 @@ def _draw_ways(ax: Any, ways: Servings) -> None:
         if again:
             text = f"{100 * row['recomputed_share']:.0f} % again"
             ax.text(1.01 * fed, i, text, fontsize=6, va="center", color=color)
-    ax.set(
-        title="the same requests in too small a pool",
-        xlabel="tokens computed, thousands",
-    )
+    title = "the same requests in too small a pool"
+    ax.set(title=title, xlabel="tokens computed, thousands")
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
     ax.margins(x=0.12)
 
 
+AGAIN = "computed again, % of all tokens"
+
+
 def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
     """Recomputed share against pages kept free; at none, every rule of victims."""
     colors = style.colors()
-    ax.set(
-        title="pages kept free at admission, recomputing",
-        xlabel="kept free, % of the pool",
-        ylabel="computed again, % of all tokens",
-    )
+    title = "pages kept free at admission, recomputing"
+    style.titled(ax, title, "kept free, % of the pool", AGAIN)
     theirs = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
     ax.plot(*zip(*theirs, strict=True), "D:", color="0.55", linewidth=0.8)
-    _note(ax, "simulation, ShareGPT", theirs[-1], (5, 3), color="0.55")
+    style.note(ax, "simulation, ShareGPT", theirs[-1], (5, 3), color="0.55")
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share
-        ax.plot(x, y, "o-", color=colors[5])
+        style.curve(ax, x, y, 5)
         for i, steps in enumerate(watermarks.steps.tolist()):
             label = f"{steps:,} steps" if i in (0, len(x) - 1) else f"{steps:,}"
-            _note(ax, label, (x[i], y[i]), (5, 1), color=colors[5])
+            style.note(ax, label, (x[i], y[i]), (5, 1), color=colors[5])
         ax.set_ylim(0, max(1.12 * y.max(), 15))
         ax.set_xlim(-4, 1.18 * max(x.max(), 1))
     again = victims.where(preemption="recompute")
@@ -370,60 +363,50 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
         best = again.victim[y.argmin()].replace("_", " ")
         line = {"arrowstyle": "-", "linewidth": 0.5, "color": color}
         text, at = f"other victims, best: {best}", (0, y.min())
-        _note(ax, text, at, (45, -2), color=color, arrowprops=line)
+        style.note(ax, text, at, (45, -2), color=color, arrowprops=line)
 
 
 def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
     """Recomputed share against swap space, and with the host's memory beside it."""
-    colors = style.colors()
-    for found, look, color in (
-        (spaces, "o-", 5),
-        (hosts.at(hosts.host_pages > 0), "s", 3),
+    colors, hosts = style.colors(), hosts.at(hosts.host_pages > 0)
+    for found, look, color in ((spaces, "o-", 5), (hosts, "s", 3)):
+        x, y = 100 * found.swap_share, 100 * found.recomputed_share
+        style.curve(ax, x, y, color, mark=look)
+    for i, at in enumerate(
+        zip(100 * spaces.swap_share, 100 * spaces.recomputed_share, strict=True)
     ):
-        x = 100 * found.swap_pages / found.pool_pages
-        ax.plot(x, 100 * found.recomputed_share, look, color=colors[color])
-    for i, row in enumerate(spaces.rows()):
-        label = f"{row['num_fallbacks']} of {row['num_preempted']}"
+        label = f"{spaces.num_fallbacks[i]} of {spaces.num_preempted[i]}"
         label += " found no room" if i == 0 else ""
-        at = 100 * row["swap_pages"] / row["pool_pages"], 100 * row["recomputed_share"]
-        _note(ax, label, at, (5, 4), color=colors[5])
-    if len(found):
-        pages = "\nor ".join(f"{num:,}" for num in found.host_pages.tolist())
-        at, look = (x[0], 100 * found.recomputed_share.mean()), {"ha": "right"}
-        text = f"with the host:\n+ {pages} pages"
-        _note(ax, text, at, (-5, 0), va="center", color=colors[3], **look)
+        style.note(ax, label, at, (5, 4), color=colors[5])
+    if len(hosts):
+        pages = "\nor ".join(f"{num:,}" for num in hosts.host_pages.tolist())
+        at = 100 * hosts.swap_share[0], 100 * hosts.recomputed_share.mean()
+        look = {"ha": "right", "va": "center", "color": colors[3]}
+        style.note(ax, f"with the host:\n+ {pages} pages", at, (-5, 0), **look)
     top = 100 * spaces.recomputed_share.max(initial=0.0)
-    ax.set(
-        title="swapping with too little room",
-        xlabel="pages of the buffer, % of the pool",
-        ylabel="computed again, % of all tokens",
-        xlim=(-20, 116),
-        ylim=(0, max(1.12 * top, 1)),
-        xticks=range(0, 101, 25),
-    )
+    title = "swapping with too little room"
+    style.titled(ax, title, "pages of the buffer, % of the pool", AGAIN)
+    ax.set(xlim=(-20, 116), ylim=(0, max(1.12 * top, 1)), xticks=range(0, 101, 25))
 
 
 def _draw_moves(ax: Any, moves: Moves) -> None:
     """Time to bring one request back, against the page size."""
-    colors, rows = style.colors(), moves.rows()
-    ax.set(title="bringing one request back", xlabel="page size, tokens")
-    ax.set_ylabel("time, ms")
-    if not rows:
+    style.titled(ax, "bringing one request back", "page size, tokens", "time, ms")
+    if not len(moves):
         return
-    sizes = moves.page_size.tolist()
-    for label, name, color in (
-        ("recompute", "recompute_s", colors[6]),
-        ("swap, through\nhost memory", "swap_through_host_s", colors[3]),
-        ("swap, buffer\nbeside the pool", "swap_s", colors[5]),
+    sizes, host = moves.page_size.tolist(), moves.swap_through_host_s
+    for label, values, color in (
+        ("recompute", moves.recompute_s, 6),
+        ("swap, through\nhost memory", host, 3),
+        ("swap, buffer\nbeside the pool", moves.swap_s, 5),
     ):
-        times_ms = [1000 * row[name] for row in rows]
-        ax.plot(sizes, times_ms, "o-", color=color)
-        _note(ax, label, (sizes[-1], times_ms[-1]), (5, 0), va="center", color=color)
+        times_ms = 1000 * np.median(values, axis=1)
+        style.curve(ax, sizes, times_ms, color)
+        at, look = (sizes[-1], times_ms[-1]), {"color": style.colors()[color]}
+        style.note(ax, label, at, (5, 0), va="center", **look)
     if sizes[0] == 1:
-        slow, text = rows[0], "pages of 1: XLA\ncopies the whole pool"
-        _note(
-            ax, text, (1, 1000 * slow["swap_through_host_s"]), (24, -34), color="0.55"
-        )
+        text = "pages of 1: XLA\ncopies the whole pool"
+        style.note(ax, text, (1, 1000 * np.median(host[0])), (24, -34), color="0.55")
     ax.set_title(f"bringing back {moves.num_tokens[0]:,} tokens")
     style.powers_of_two(ax)
     ax.set(yscale="log", xlim=(0.8 * sizes[0], 6 * sizes[-1]), xticks=sizes)

@@ -20,7 +20,7 @@ from experiments.framework import Ints, Table, column
 from experiments.framework.table import shown
 from experiments.harness import Request
 from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, EngineState, requests, step
+from jaxkv.engine import EngineConfig, requests, step
 from jaxkv.engine.state import NOBODY, Queue, init
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
 from jaxkv.models import checkpoints, paged
@@ -72,15 +72,9 @@ def measure(
     numerics: Literal["fast", "reproducible"],
     progress: Progress,
 ) -> Moves:
-    """Times all of it, one page size after the other.
+    """Times all of it, a page size after the other; if stopped, some are left out.
 
-    Args:
-      model: the model.
-      request: whose tokens are brought back.
-      page_sizes: token places in a page.
-      repeats: measurements of each; one more is taken and not counted.
-      numerics: of the engine, see `EngineConfig`.
-      progress: shows a bar; if stopped, page sizes are left out.
+    One measurement more than the `repeats` of each is taken, and not counted.
     """
     rows = []
     num_tokens = len(request.tokens)
@@ -243,18 +237,15 @@ def _time_host(
     times_s = []
     for _ in range(repeats + 1):
         for waiting, num_away in (((0, 1), num_pages), ((1,), 0)):
-            state = state._replace(queue=_queue(state, waiting))
+            sequence = np.full(state.queue.sequence.shape, NOBODY, np.int32)
+            sequence[: len(waiting)] = waiting
+            num = jnp.asarray(len(waiting), jnp.int32)
+            state = state._replace(queue=Queue(jnp.asarray(sequence), num))
             took_s, state = _timed(space.exchange, state)
             if space.num_used != num_away:
                 raise RuntimeError(f"{space.num_used=} pages with the host")
             times_s.append(took_s)
     return times_s[2::2], times_s[3::2]
-
-
-def _queue(state: EngineState, rows: tuple[int, ...]) -> Queue:
-    sequence = np.full(state.queue.sequence.shape, NOBODY, np.int32)
-    sequence[: len(rows)] = rows
-    return Queue(jnp.asarray(sequence), jnp.asarray(len(rows), jnp.int32))
 
 
 def _staging(pages: kv_pages.Pages, config: EngineConfig) -> swap_buffer.Staging:

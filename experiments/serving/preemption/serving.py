@@ -100,6 +100,11 @@ class Servings(Table):
         """Pages kept free, as a share of the pool."""
         return self.watermark / self.pool_pages
 
+    @property
+    def swap_share(self) -> Floats:
+        """Pages of the buffer, as a share of the pool."""
+        return self.swap_pages / self.pool_pages
+
 
 class Narrowed(NamedTuple):
     """A policy that knows of less memory than there is.
@@ -175,11 +180,11 @@ class Server:
         if config not in self._compiled:
             self.progress.show("compiling")
             warm = self.requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
-            self._stream(self._engine(way, config), [warm])
+            streaming.stream(self._engine(way, config), [warm], self.progress)
             self._compiled.add(config)
         engine = self._engine(way, config)
         started = engine.now()
-        done = self._stream(engine, self.requests)
+        done = streaming.stream(engine, self.requests, self.progress)
         if len(done) < len(self.requests):
             return None
         answers = [done[i] for i in range(len(done))]
@@ -193,9 +198,6 @@ class Server:
             np.array([answer.finish_s - started for answer in answers]),
             [answer.tokens for answer in answers],
         )
-
-    def _stream(self, engine: Engine, requests: list[Request]) -> dict[int, Any]:
-        return streaming.stream(engine, requests, self.progress, lambda done: None)
 
     def _engine(self, way: Way, config: EngineConfig) -> Engine:
         # Every rule in the program: one for all ways in the same memory, which none of

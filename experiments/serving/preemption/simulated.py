@@ -276,8 +276,7 @@ def summary(result: Result) -> list[Part]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws victims and watermarks above, and page sizes below."""
-    found, alone, palette = result.simulated, result.bring_back, style.colors()
-    colors = [palette[i] for i in (6, 5, 3, 1)]
+    found, alone, colors = result.simulated, result.bring_back, (6, 5, 3, 1)
     for ax, id, name, scale in (
         (axes[0, 0], "kept_free", "recomputed_share", 100),
         (axes[0, 1], "latency", "normalised_s", 1000),
@@ -290,31 +289,25 @@ def plot(axes: Any, result: Result) -> None:
         for rule, color in zip(RULES, colors, strict=True):
             rows = _first(found.where(study="victims", victim=rule))
             values, text = scale * getattr(rows, name), rule.replace("_", " ")
-            ax.plot(rows.watermark, values, "o-", color=color, label=text)
+            style.curve(ax, rows.watermark, values, color, text)
         latest = found.where(study="victims", victim="latest")
         for seed in latest.distinct("seed"):
             rows = latest.where(seed=seed)
             values = scale * getattr(rows, name)
-            ax.plot(rows.watermark, values, color=colors[0], linewidth=0.4)
+            style.curve(ax, rows.watermark, values, colors[0], mark="-", linewidth=0.4)
         ax.set_xlabel("pages kept free at admission, of 983 (thin: other draws)")
         ax.set_ylim(bottom=0)
-    axes[0, 0].set(
-        title=f"who is preempted, ShareGPT, {RATE} requests/s",
-        ylabel="computed again, % of all tokens",
-    )
+    title = f"who is preempted, ShareGPT, {RATE} requests/s"
+    axes[0, 0].set(title=title, ylabel="computed again, % of all tokens")
     axes[0, 0].legend(fontsize=6)
     latency = "normalised latency, ms/token"
     axes[0, 1].set(title="what users feel of it", ylabel=latency)
-    for name, values, color in (
-        ("recompute", alone.recompute_s, colors[0]),
-        ("swap out and in", alone.swap_s, colors[1]),
-    ):
-        axes[1, 0].plot(PAGE_SIZES, 1000 * values, "o-", color=color, label=name)
+    style.curve(axes[1, 0], PAGE_SIZES, 1000 * alone.recompute_s, 6, "recompute")
+    style.curve(axes[1, 0], PAGE_SIZES, 1000 * alone.swap_s, 5, "swap out and in")
     axes[1, 0].set(title=f"{NUM_TOKENS} tokens brought back", ylabel="ms")
     for name, color in zip(PREEMPTIONS, colors, strict=False):
         rows = found.where(study="pages", preemption=name)
-        values = 1000 * rows.normalised_s
-        axes[1, 1].plot(rows.page_size, values, "o-", color=color, label=name)
+        style.curve(axes[1, 1], rows.page_size, 1000 * rows.normalised_s, color, name)
     axes[1, 1].set(title=f"end to end, {PAGES_RATE} requests/s", ylabel=latency)
     for ax in axes[1]:
         style.powers_of_two(ax)

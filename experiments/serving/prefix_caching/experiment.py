@@ -25,7 +25,6 @@ from experiments.framework import (
     Part,
     Record,
     Sheet,
-    Study,
     Table,
     Texts,
     beside,
@@ -84,6 +83,8 @@ class Config:
         validation.within(self, "shares", low=0, high=1, ends="()")
         validation.among(self, "evictions", known=EVICTIONS, least=1)
 
+
+PANEL_SIZE_INCHES = (7.2, 2.5)
 
 CONFIGS = {
     "real": Config(),
@@ -311,17 +312,3 @@ def plot(ax: Any, result: Result) -> None:
     ax.remove()
     for i, load in enumerate(loads):
         drawing.draw(figure.add_subplot(grid[0, i]), load, result.rated, names=i == 0)
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        summary=summary,
-        panel_size_inches=(7.2, 2.5),
-    ),
-)

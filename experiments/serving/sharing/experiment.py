@@ -9,4 +9,4 @@ summed over steps.
 
 from experiments.serving.sharing import served, simulated
 
-STUDIES = (served.STUDY, simulated.STUDY)
+STUDIES = (served, simulated)

@@ -11,7 +11,6 @@ from experiments.framework import Table, Texts, column
 from experiments.framework.table import shown
 from experiments.harness import stepping
 from experiments.plotting import Box, boxes
-from experiments.serving.sharing.requests import Host
 from experiments.serving.sharing.server import Server
 from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE
@@ -50,26 +49,26 @@ class Picture(Table):
         return np.array([np.unique(ids[ids != NO_PAGE]).size for ids in self.page_ids])
 
 
-def take(host: Host) -> Picture:
+def take(server: Server) -> Picture:
     """Serves the prompt three ways, each until its sequences have grown.
 
     Args:
-      host: its engine has at least four slots, and beam search of that width.
+      server: it has at least four slots, and beam search of that width.
     """
-    server, num = host.server, NUM_SEQUENCES
+    num = NUM_SEQUENCES
     same: dict[str, Any] = {"ignore_eos": True, "prefix_cache": False}
     same["max_tokens"] = NUM_TOKENS + 2 * server.config.steps_per_call
-    drawn = dataclasses.replace(host.ask, seed=host.seed, **same)
+    drawn = dataclasses.replace(server.ask, seed=server.config.seed, **same)
     scenes = {
         "four requests with the same prompt, nothing shared": [
-            dataclasses.replace(drawn, seed=host.seed + i) for i in range(num)
+            dataclasses.replace(drawn, seed=server.config.seed + i) for i in range(num)
         ],
         "one request, four answers": [dataclasses.replace(drawn, n=num)],
         "one request, four beams": [Sampling(n=num, beam_width=num, **same)],
     }
     tokens = server.tokenizer.encode(PROMPT)
     rows = []
-    for title, asks in host.progress.track(scenes.items(), "picture", "scenes"):
+    for title, asks in server.progress.track(scenes.items(), "picture", "scenes"):
         for call in server.calls([tokens] * len(asks), asks):
             if call.state.table.length.sum() >= num * (len(tokens) + NUM_TOKENS):
                 rows.append((title, *_look(call.state, server)))

@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from experiments.framework import Floats, Ints, Table, Texts, column, units
 from experiments.framework.table import shown
-from experiments.harness import Lengths, Request, length_distributions, prompts
+from experiments.harness import length_distributions
 from experiments.serving.sharing.server import Served, Server
-from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
+from jaxkv.workloads.lengths import Lengths
 
 PUBLISHED = {
     "answers": {
@@ -33,34 +33,6 @@ PUBLISHED = {
 }
 """Shares of pages saved by so many: figures 15a and 15b for Alpaca; for ShareGPT the
 ends of the ranges that the text gives."""
-
-
-class Host(NamedTuple):
-    """Who serves, and how answers are drawn."""
-
-    server: Server
-    """Idle, with a prefix cache, and a pool that never runs short."""
-    ask: Sampling
-    """What of it matters to an experiment is replaced."""
-    seed: int
-    """Of the texts, and of the draws."""
-    progress: Progress
-    """Sees bars, and may stop; what is complete then stands."""
-
-    def requests(self, sizes: list[int], samplings: list[Sampling]) -> list[Request]:
-        """Requests of held-out text, the same whenever asked for."""
-        rng = np.random.default_rng(self.seed)
-        return prompts.held_out(self.server.tokenizer, sizes, samplings, rng)
-
-    def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
-        """How answers of so many tokens are drawn, whatever ends a text."""
-        fields = {"ignore_eos": True} | fields
-        return [
-            dataclasses.replace(
-                self.ask, seed=self.seed + i, max_tokens=limit, **fields
-            )
-            for i, limit in enumerate(answers.tolist())
-        ]
 
 
 class Savings(Table):
@@ -178,7 +150,7 @@ class Prefixes(Table):
 
 
 def serve_groups(
-    host: Host, kinds: dict[str, Lengths], sizes: Iterable[int], *, beams: bool
+    server: Server, kinds: dict[str, Lengths], sizes: Iterable[int], *, beams: bool
 ) -> Savings:
     """Serves every kind of requests with every number of sequences.
 
@@ -186,22 +158,22 @@ def serve_groups(
     cache and go on after the model's own end token, so that lengths are as drawn.
 
     Args:
-      host: who serves.
+      server: who serves.
       kinds: lengths of the requests by name.
       sizes: sequences of a request.
       beams: whether to search instead of drawing.
     """
     settings = [(name, size) for name in kinds for size in sizes]
-    page_size = host.server.config.page_size
+    page_size = server.config.page_size
     rows = []
     label = "beam search" if beams else "parallel sampling"
-    for name, size in host.progress.track(settings, label, "settings"):
+    for name, size in server.progress.track(settings, label, "settings"):
         fields = {"beam_width": size, "temperature": 1.0, "top_p": 1.0} if beams else {}
         fields |= {"n": size, "prefix_cache": False}
         drawn = kinds[name]
-        samplings = host.samplings(drawn.answer, **fields)
-        requests = host.requests(drawn.prompt.tolist(), samplings)
-        served = host.server.serve(requests, progress=host.progress)
+        samplings = server.samplings(drawn.output, **fields)
+        requests = server.requests(drawn.prompt.tolist(), samplings)
+        served = server.serve(requests)
         if served is None:
             break
         # As served: a file may have been shorter than the prompt drawn.
@@ -223,24 +195,24 @@ def serve_groups(
 
 
 def read_in_chunks(
-    host: Host, lengths: Lengths, num_answers: int, chunk_sizes: Iterable[int]
+    server: Server, lengths: Lengths, num_answers: int, chunk_sizes: Iterable[int]
 ) -> Readings:
     """Counts the prompt tokens that several answers of a request make an engine feed.
 
     Args:
-      host: who serves.
+      server: who serves.
       lengths: of the requests; answers are of two tokens.
       num_answers: of each request.
       chunk_sizes: tokens that one prompt may feed in a step.
     """
-    ask = host.samplings(np.array([2]), n=num_answers, prefix_cache=False)
+    ask = server.samplings(np.array([2]), n=num_answers, prefix_cache=False)
     sizes = lengths.prompt.tolist()
-    requests = host.requests(sizes, ask * len(sizes))
+    requests = server.requests(sizes, ask * len(sizes))
     num_tokens = sum(len(request.tokens) for request in requests)
     rows = []
-    for size in host.progress.track(chunk_sizes, "prompts in chunks", "chunk sizes"):
+    for size in server.progress.track(chunk_sizes, "prompts in chunks", "chunk sizes"):
         policy = fcfs.fcfs(chunk_size=size)
-        served = host.server.serve(requests, policy=policy, progress=host.progress)
+        served = server.serve(requests, policy=policy)
         if served is None:
             break
         rows.append((size, num_answers, num_tokens, served.prompt_rows.sum()))
@@ -248,7 +220,7 @@ def read_in_chunks(
 
 
 def serve_prefixes(
-    host: Host, prefixes: Iterable[int], own: Lengths, *, repeats: int
+    server: Server, prefixes: Iterable[int], own: Lengths, *, repeats: int
 ) -> Prefixes:
     """Serves requests with a common beginning, again and again, with and without cache.
 
@@ -257,16 +229,16 @@ def serve_prefixes(
     which goes first alternates.
 
     Args:
-      host: who serves.
+      server: who serves.
       prefixes: tokens with which all requests begin.
       own: tokens that each request has beyond them, and its answer's.
       repeats: servings of each kind, at least 1.
     """
     rows = []
-    for num in host.progress.track(prefixes, "common beginnings", "lengths"):
+    for num in server.progress.track(prefixes, "common beginnings", "lengths"):
         # One leaves the beginning in the cache, and the others go on there.
-        samplings = [Sampling.greedy(max_tokens=1), *host.samplings(own.answer, n=1)]
-        first, *rest = host.requests([num, *own.prompt.tolist()], samplings)
+        samplings = [Sampling.greedy(max_tokens=1), *server.samplings(own.output, n=1)]
+        first, *rest = server.requests([num, *own.prompt.tolist()], samplings)
         runs: dict[bool, list[Served]] = {False: [], True: []}
         for turn in range(2 * repeats):
             uses = turn % 4 in (1, 2)
@@ -277,9 +249,9 @@ def serve_prefixes(
                 )
                 for x in rest
             ]
-            host.server.clear()
-            host.server.serve([first], progress=host.progress)
-            served = host.server.serve(asked, progress=host.progress)
+            server.clear()
+            server.serve([first])
+            served = server.serve(asked)
             if served is None:
                 return Prefixes.of(rows)
             runs[uses].append(served)

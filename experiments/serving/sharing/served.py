@@ -9,25 +9,19 @@ being a token; the model's own end token is ignored.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from experiments.framework import Ours, Record, Study, beside, column, ours, table
-from experiments.harness import (
-    Law,
-    Lengths,
-    length_distributions,
-    model_shapes,
-    prompts,
-)
+from experiments.framework import Ours, Record, beside, column, ours, table
+from experiments.harness import length_distributions, model_shapes, prompts
 from experiments.plotting import boxes, style
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import GREY, INK, NUM_SEQUENCES, Picture
 from experiments.serving.sharing.requests import (
     PUBLISHED,
-    Host,
     Prefixes,
     Readings,
     Savings,
@@ -37,8 +31,12 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
+from jaxkv.workloads import lengths
+from jaxkv.workloads.lengths import Lengths
 
 BOOK = beside(__file__)
+PANEL_SIZE_INCHES = (7.2, 6.5)
+SWITCH = ("num_simulated", False)
 DATA = {"short": "Alpaca", "long": "ShareGPT"}
 
 
@@ -146,39 +144,36 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all of it with one program; ended early, it has what is done."""
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
-    server = Server(model, bounds(config))
+    ask = Sampling(temperature=config.temperature, top_p=config.top_p)
+    server = Server(model, bounds(config), ask, progress)
     rng = np.random.default_rng(config.seed)
+    draw = functools.partial(
+        length_distributions.draw,
+        max_length=config.max_length,
+        rng=rng,
+        scale=config.length_scale,
+    )
     kinds = {
-        "short": _draw(length_distributions.ALPACA, config.num_short, config, rng),
-        "long": _draw(length_distributions.SHAREGPT, config.num_long, config, rng),
+        "short": draw(lengths.ALPACA, config.num_short),
+        "long": draw(lengths.SHAREGPT, config.num_long),
     }
     own = [
         np.array(prompts.ragged(rng, config.own_tokens, 0.5, config.num_prefixed))
         for _ in Lengths._fields
     ]
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
-    ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    host = Host(server, ask, config.seed, progress)
     progress.show("compiling")
     return Result(
-        picture=picture.take(host),
-        samples=requests.serve_groups(host, kinds, config.answers, beams=False),
-        beams=requests.serve_groups(host, kinds, config.widths, beams=True),
+        picture=picture.take(server),
+        samples=requests.serve_groups(server, kinds, config.answers, beams=False),
+        beams=requests.serve_groups(server, kinds, config.widths, beams=True),
         readings=requests.read_in_chunks(
-            host, Lengths(*few), max(config.answers), config.chunk_sizes
+            server, Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
-            host, config.prefixes, Lengths(*own), repeats=config.repeats
+            server, config.prefixes, Lengths(*own), repeats=config.repeats
         ),
     )
-
-
-def _draw(law: Law, num: int, config: Config, rng: np.random.Generator) -> Lengths:
-    scaled = law._replace(
-        prompt_mean=law.prompt_mean * config.length_scale,
-        answer_mean=law.answer_mean * config.length_scale,
-    )
-    return length_distributions.draw(scaled, num, config.max_length, rng)
 
 
 def bounds(config: Config) -> EngineConfig:
@@ -207,6 +202,9 @@ def metrics(result: Result) -> dict[str, Any]:
         del row["expected_share"]
     # Every run of the experiment has the lists of both studies.
     return found | {"simulated": [], "translations": []}
+
+
+summary = table.sheets
 
 
 def lengths_claims(savings: Any, **words: Any) -> Iterator[Ours]:
@@ -301,9 +299,9 @@ def _draw_bound(ax: Any, most: int) -> None:
     num = np.linspace(2, most)
     ax.plot(num, 100 - 100 / num, color="0.8", linewidth=0.8, zorder=0)
     ax.set_ylim(0, 100)
-    look = {"color": "0.65", "fontsize": 6, "ha": "right", "va": "bottom"}
-    at = {"xytext": (0, 2), "textcoords": "offset points"}
-    ax.annotate("at most (n - 1) / n", (most, 100 - 100 / most), **at, **look)
+    look = {"color": "0.65", "ha": "right", "va": "bottom"}
+    end = most, 100 - 100 / most
+    style.note(ax, "at most (n - 1) / n", end, (0, 2), **look)
 
 
 def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
@@ -334,16 +332,3 @@ def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
         yticks=[],
         ylim=(max(1, 5 * len(prefixes)) - 2.3, -1.4),
     )
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    metrics=metrics,
-    summary=table.sheets,
-    panel_size_inches=(7.2, 6.5),
-    switch=("num_simulated", False),
-)

@@ -5,6 +5,7 @@ that others read, too, are copied. So no page counts as shared that is about to 
 parted.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -14,12 +15,13 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from experiments.harness import Request
+from experiments.harness import Request, prompts
 from experiments.harness.stepping import Stepper
 from jaxkv.engine import EngineConfig, EngineState, StepInfo, step
 from jaxkv.memory import Table
 from jaxkv.models import checkpoints, paged
 from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
 from jaxkv.scheduling import interface
 
 
@@ -60,10 +62,21 @@ class Served(NamedTuple):
 
 
 class Server(Stepper):
-    """An engine whose page tables are seen; one program serves whatever it is given."""
+    """An engine whose page tables are seen, and what it is asked.
 
-    def __init__(self, model: checkpoints.Loaded, config: EngineConfig) -> None:
-        """Makes an idle engine."""
+    Attributes:
+      ask: how answers are drawn; what of it matters to a study is replaced.
+      progress: is asked whether to stop.
+    """
+
+    def __init__(
+        self,
+        model: checkpoints.Loaded,
+        config: EngineConfig,
+        ask: Sampling,
+        progress: Progress = QUIET,
+    ) -> None:
+        """Makes an idle engine; one program serves whatever it is given."""
         super().__init__(
             config,
             paged.PagedForward(model.config, config.numerics),
@@ -73,20 +86,29 @@ class Server(Stepper):
             step=_step,
         )
         self.tokenizer: Any = model.tokenizer
+        self.ask, self.progress = ask, progress
+
+    def requests(self, sizes: list[int], samplings: list[Sampling]) -> list[Request]:
+        """Requests of held-out text, the same whenever asked for."""
+        rng = np.random.default_rng(self.config.seed)
+        return prompts.held_out(self.tokenizer, sizes, samplings, rng)
+
+    def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
+        """How answers of so many tokens are drawn, whatever ends a text."""
+        ask = dataclasses.replace(self.ask, ignore_eos=True, **fields)
+        return [
+            dataclasses.replace(ask, seed=self.config.seed + i, max_tokens=limit)
+            for i, limit in enumerate(answers.tolist())
+        ]
 
     def serve(
-        self,
-        requests: Sequence[Request],
-        *,
-        policy: interface.Policy | None = None,
-        progress: Progress = QUIET,
+        self, requests: Sequence[Request], policy: interface.Policy | None = None
     ) -> Served | None:
         """Answers requests.
 
         Args:
           requests: what to serve, all there at once, those first in the queue first.
           policy: of the scheduler; None means first come, first served.
-          progress: is asked whether to stop.
 
         Returns:
           What happened; None if it was stopped, the engine then empty.
@@ -94,13 +116,13 @@ class Server(Stepper):
         Raises:
           RuntimeError: the engine counts other pages than its tables hold.
         """
-        prompts, asks = [x.tokens for x in requests], [x.sampling for x in requests]
-        sizes = np.array([*map(len, prompts)])
+        texts, asks = [x.tokens for x in requests], [x.sampling for x in requests]
+        sizes = np.array([*map(len, texts)])
         prompt_rows, num_cached = np.zeros_like(sizes), np.zeros_like(sizes)
         tokens: dict[tuple[int, int], list[int]] = {}
         seen: list[tuple[StepInfo, Table]] = []
         started = time.perf_counter()
-        for call in self.calls(prompts, asks, policy=policy):
+        for call in self.calls(texts, asks, policy=policy):
             ended = call.ended
             np.add.at(num_cached, ended.request_id, ended.num_cached)
             for row, name in enumerate(ended.request_id.tolist()):
@@ -108,7 +130,7 @@ class Server(Stepper):
                 sample = int(ended.params.sample[row])
                 tokens[name, sample] = ended.tokens[row, answer].tolist()
             seen.append(call.seen)
-            if progress.stopped:
+            if self.progress.stopped:
                 self.clear()
                 return None
         duration_s = time.perf_counter() - started

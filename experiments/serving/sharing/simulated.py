@@ -12,6 +12,7 @@ again each time.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from experiments.framework import (
     Ints,
     Ours,
     Record,
-    Study,
     Table,
     Texts,
     column,
@@ -32,7 +32,7 @@ from experiments.framework import (
     table,
 )
 from experiments.framework.table import shown
-from experiments.harness import Lengths, length_distributions
+from experiments.harness import length_distributions
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.picture import GREY
@@ -43,17 +43,19 @@ from experiments.serving.sharing.served import (
     figure_claim,
     lengths_claims,
 )
-from jaxkv import validation
+from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity, Cost, Members, Work, contiguous, driver
-from jaxkv.workloads import arrivals, lengths, metrics
+from jaxkv.workloads import arrivals, lengths
 
+PANEL_SIZE_INCHES = (7.2, 6.5)
+SWITCH = ("num_simulated", True)
 SERVER = settings.SERVERS["13B"]
 MAX_ROWS = 2560
 """Tokens fed in a step at most: a longest prompt, and all that decode."""
 
-LAWS = {"short": length_distributions.ALPACA, "long": length_distributions.SHAREGPT}
+LAWS = {"short": lengths.ALPACA, "long": lengths.SHAREGPT}
 TIMES = {"short": 4, "long": 1}
 """Short requests are soon served: so many times as many for the same numbers."""
 SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
@@ -216,23 +218,23 @@ def count(config: Config, progress: Progress) -> Counted:
         )
         if progress.stopped:
             break
-        batch, preempted = served.means.batch, served.totals.preempted
-        saved = metrics.saving(served.means.saved_pages, served.means.used_pages)
+        means, preempted = served.means, served.totals.preempted
+        saved = workloads.metrics.saving(means.saved_pages, means.used_pages)
         for i, n in enumerate(ANSWERS):
             expected = length_distributions.saving(tokens, n, settings.PAGE_SIZE)
             asked = name, n, SEQUENCES_PER_S[name] / n, size
-            rows.append((*asked, batch[i], saved[i], expected, preempted[i]))
+            rows.append((*asked, means.batch[i], saved[i], expected, preempted[i]))
     return Counted.of(rows)
 
 
-def _answers(name: str, tokens: Lengths, num: int, seed: int) -> Members:
+def _answers(name: str, tokens: lengths.Lengths, num: int, seed: int) -> Members:
     # The same requests in an order of chance, whatever their number of answers.
     rng = np.random.default_rng(seed)
     order, rate = rng.permutation(len(tokens.prompt)), SEQUENCES_PER_S[name] / num
     load = arrivals.make(
         arrivals.poisson(rng, rate=rate, num=len(order)),
         tokens.prompt[order],
-        tokens.answer[order],
+        tokens.output[order],
         samples=num,
     )
     pool = _capacity(SERVER.num_places)
@@ -256,19 +258,15 @@ def translate(config: Config, progress: Progress) -> Translated:
         )
         if progress.stopped:
             return Translated.of([])
-        took_s = metrics.normalised_latency_s(
+        took_s = workloads.metrics.normalised_latency_s(
             served.arrival_s, served.finish_s, np.asarray(members.workload.output)
         )
         latency_s[:, k] = took_s.reshape(shape)
         batch[:, k] = served.means.batch.reshape(shape)
-    at_most = [
-        [metrics.capacity(RATES, curve, at_most_s=AT_MOST_S) for curve in both]
-        for both in latency_s
-    ]
-    rates = np.broadcast_to(RATES, shape)
-    return Translated(
-        np.array(config.prefixes), rates, latency_s, batch, np.array(at_most)
-    )
+    capacity = functools.partial(workloads.metrics.capacity, at_most_s=AT_MOST_S)
+    at_most = [[capacity(RATES, curve) for curve in both] for both in latency_s]
+    prefixes, rates = np.array(config.prefixes), np.broadcast_to(RATES, shape)
+    return Translated(prefixes, rates, latency_s, batch, np.array(at_most))
 
 
 def _translations(
@@ -290,6 +288,16 @@ def _translations(
         Behind(settings.cost(SERVER), jnp.asarray(shared, jnp.int32)),
         reservation=None if system == "paged" else reservation,
     )
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists every setting, a row each."""
+    # Every run of the experiment has the lists of both studies.
+    served = ("samples", "beams", "readings", "prefixes", "pictures")
+    return {**{name: [] for name in served}, **table.metrics(result)}
+
+
+summary = table.sheets
 
 
 @BOOK.judges
@@ -346,37 +354,17 @@ def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
 
 def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
     """Latency against rate, as figure 16 has it."""
-    colors = [style.colors()[k] for k in (1, 5)]
     # The slower system's curve rises on the left, the other one's on the right.
-    sides = ({"xytext": (5, -9), "ha": "left"}, {"xytext": (-5, 4), "ha": "right"})
-    for k, name in enumerate(SYSTEMS):
-        at_most = translated.at_most[i, k]
-        look: dict[str, Any] = {"color": colors[k]}
-        ax.plot(translated.rate[i], translated.latency_s[i, k], **look)
-        ax.plot(at_most, AT_MOST_S, "o", **look)
-        place, look = (at_most, AT_MOST_S), look | sides[k]
-        text = f"{name}: {at_most:.1f}/s"
-        ax.annotate(text, place, textcoords="offset points", **look)
+    looks = ((1, (5, -9), "left"), (5, (-5, 4), "right"))
+    for k, (color, offset, side) in enumerate(looks):
+        end = translated.at_most[i, k], AT_MOST_S
+        style.curve(ax, translated.rate[i], translated.latency_s[i, k], color, mark="-")
+        style.curve(ax, *end, color, mark="o")
+        look: dict[str, Any] = {"color": style.colors()[color], "fontsize": 7}
+        style.note(ax, f"{SYSTEMS[k]}: {end[0]:.1f}/s", end, offset, ha=side, **look)
     ax.axhline(AT_MOST_S, color="0.8", linewidth=0.8, zorder=0)
     row = translated.rows()[i]
     title = f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times"
     if np.isfinite(row["published_ratio"]):
         title += f", the paper's {row['published_ratio']}"
-    ax.set(title=title, ylim=(0, 1), xlabel="requests/s", ylabel="latency, s a token")
-
-
-STUDY = Study(
-    configs=CONFIGS,
-    result=Result,
-    run=run,
-    plot=plot,
-    claims=claims,
-    # Every run of the experiment has the lists of both studies.
-    metrics=lambda result: {
-        **{x: [] for x in ("samples", "beams", "readings", "prefixes", "pictures")},
-        **table.metrics(result),
-    },
-    summary=table.sheets,
-    panel_size_inches=(7.2, 6.5),
-    switch=("num_simulated", True),
-)
+    style.titled(ax, title, "requests/s", "latency, s a token", ylim=(0, 1))

@@ -9,6 +9,7 @@ The mixture holds more weights, which this count of compute does not see: memory
 serving the bytes of every expert that some token of the batch meets.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -210,11 +211,8 @@ def fit_both(found: Runs, num_resamples: int) -> dict[str, np.ndarray]:
             slopes[i] = (-one.coefficients["b"], -high, -low)
             fits.append(one)
         dense, mixture = fits
-        try:
+        with contextlib.suppress(ValueError):  # no loss that both reached
             both = fit.compare(mixture, dense)
-        except ValueError:  # no loss that both reached
-            pass
-        else:
             ratio = np.stack(both[1:])[:, len(both.loss) // 2]
     return {
         "curve_flops": grid,
@@ -328,8 +326,7 @@ def plot(axes: Any, result: Result) -> None:
     from matplotlib import ticker
 
     left, right = axes
-    palette = style.colors()
-    for i, (kind, color) in enumerate(zip(PAIR, (palette[5], palette[6]), strict=True)):
+    for i, (kind, color) in enumerate(zip(PAIR, style.colors()[5:7], strict=True)):
         mine = result.runs.where(kind=kind)
         fitted, others = (mine.where(is_fitted=x) for x in (True, False))
         left.plot(fitted.flops, fitted.loss, "o", color=color)
@@ -339,32 +336,25 @@ def plot(axes: Any, result: Result) -> None:
             left.plot(result.curve_flops, at, color=color, label=kind)
             left.fill_between(result.curve_flops, low, high, color=color, alpha=0.15)
     left.plot([], [], "x", color="0.5", alpha=0.6, label="other learning rates")
-    left.set(
-        title="all runs, laws with 90 % intervals",
+    style.titled(
+        left,
+        "all runs, laws with 90 % intervals",
+        "training compute, experts in use [FLOP]",
+        "held-out loss [nats per byte]",
         xscale="log",
         yscale="log",
-        xlabel="training compute, experts in use [FLOP]",
-        ylabel="held-out loss [nats per byte]",
     )
     style.wide_log(left.xaxis)
     style.plain_log(left.yaxis)
     left.legend()
     for name, loads, dash in zip(BALANCING, result.loads, ("-", "--"), strict=True):
         for layer, load in enumerate(loads, 1):
-            right.plot(
-                np.arange(1, len(load) + 1),
-                np.sort(load)[::-1],
-                linestyle=dash,
-                color=palette[1 + (layer - 1) % 6],
-                marker="o",
-                label=f"layer {layer}, {name} balancing",
-            )
+            place, label = range(1, len(load) + 1), f"layer {layer}, {name} balancing"
+            color = 1 + (layer - 1) % 6
+            style.curve(right, place, np.sort(load)[::-1], color, label, f"o{dash}")
     right.axhline(1.0, color="0.7", linewidth=0.8, zorder=0)
     right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    right.set(
-        title="load of the experts, held-out text",
-        xlabel="expert, busiest first",
-        ylabel="load over the mean",
-    )
+    title = "load of the experts, held-out text"
+    style.titled(right, title, "expert, busiest first", "load over the mean")
     if result.loads.size:
         right.legend()

@@ -16,12 +16,12 @@ import numpy as np
 from experiments.framework import Ours, Part, Sheet, Study, beside, ours, units
 from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
+from experiments.training.fit_coverage.surfaces import SOUND
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
 from scaling.laws import published
 
 QUANTITIES = ("a", "E", "loss at 10 C")
-SOUND = "sound"
 _ENOUGH = 200
 """Surfaces from which on a share is judged."""
 
@@ -95,11 +95,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome:
-    truth = surfaces.COEFFICIENTS
-    if kind == SOUND:
-        data = surfaces.runs(size, seed=seed, noise=noise)
-    else:
-        data, truth = surfaces.ill_posed(kind, size, seed=seed, noise=noise)
+    data, truth = surfaces.simulate(kind, size, seed=seed, noise=noise)
     result = fit.fit(
         published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
     )
@@ -129,18 +125,18 @@ def _shares(outcomes: list[Outcome]) -> dict[str, float]:
     return {name: float(value) for name, value in row.items()}
 
 
-def _sound(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in result if row["kind"] == SOUND]
-
-
-def _ill_posed(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in result if row["kind"] != SOUND]
+def _kinds(
+    result: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of sound surfaces, and of ill-posed ones."""
+    sound = [row for row in result if row["kind"] == SOUND]
+    return sound, [row for row in result if row["kind"] != SOUND]
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     """Draws the coverage of sound surfaces, and the fate of ill-posed ones."""
     colors = style.colors()
-    sound, ill = _sound(result), _ill_posed(result)
+    sound, ill = _kinds(result)
     left, right = axes
     left.axhspan(0.86, 0.98, color="0.92")
     left.axhline(0.9, color="0.6", linewidth=0.6)
@@ -174,15 +170,16 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
 @beside(__file__).judges
 def claims(result: list[dict[str, Any]]) -> Iterator[Ours]:
     """Holds coverage against what the intervals promise."""
-    for row in _sound(result):
+    sound, ill = _kinds(result)
+    for row in sound:
         few = row["surfaces"] < _ENOUGH
         for name in QUANTITIES:
             covers = row[f"covers {name}"]
             yield ours("covers", covers, differs=few, name=name, **row)
-    for row in _sound(result):
+    for row in sound:
         few = row["surfaces"] < _ENOUGH
         yield ours("sound", row["doubted"], differs=few, **row)
-    if ill := _ill_posed(result):
+    if ill:
         weights = [row["surfaces"] for row in ill]
         share = float(np.average([row["neither"] for row in ill], weights=weights))
         few = sum(weights) < _ENOUGH
@@ -191,6 +188,7 @@ def claims(result: list[dict[str, Any]]) -> Iterator[Ours]:
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
     """Tells coverage and widths, then doubts."""
+    sound, ill = _kinds(result)
     heads = ["runs", "noise", *(f"{x}: covers, width" for x in QUANTITIES), "doubted"]
     lines = [
         [
@@ -202,10 +200,10 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
             ),
             units.share(row["doubted"]),
         ]
-        for row in _sound(result)
+        for row in sound
     ]
     parts: list[Part] = [Sheet("sound surfaces, 90 % intervals", heads, lines)]
-    if ill := _ill_posed(result):
+    if ill:
         keys = ("covers all", "doubted", "neither")
         rows = [[row["kind"], *(units.share(row[x]) for x in keys)] for row in ill]
         title = (

@@ -10,6 +10,7 @@ COEFFICIENTS = {"A": 420.0, "B": 1500.0, "E": 1.8, "alpha": 0.34, "beta": 0.36}
 NOISE = 0.005
 """Of the logarithm of the loss; a factor on the standard distribution."""
 
+SOUND = "sound"
 ILL_POSED = {
     "collinear: D = 20 N": "two terms in one variable",
     "nearly collinear": "D within 5 % of 20 N",
@@ -38,19 +39,16 @@ def runs(num: int = 240, *, seed: int = 0, noise: Noise = "student") -> dict[str
     Returns:
       Columns `num_params`, `num_tokens` and `loss`.
     """
-    rng = np.random.default_rng(seed)
-    params, tokens = _design(num, rng)
-    loss = surface(params, tokens)
-    return _columns(params, tokens, loss * np.exp(_draw(rng, num, noise)))
+    return simulate(SOUND, num, seed=seed, noise=noise)[0]
 
 
-def ill_posed(
+def simulate(
     kind: str, num: int, *, seed: int, noise: Noise = "student"
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Simulates runs that say too little, or say it wrongly.
+    """Simulates runs that are sound, or say too little, or say it wrongly.
 
     Args:
-      kind: from `ILL_POSED`.
+      kind: `SOUND`, or from `ILL_POSED`.
       num: of runs, where the kind does not say.
       seed: of sizes and noise.
       noise: see `runs`.
@@ -85,7 +83,7 @@ def ill_posed(
     elif kind == "one wild outlier":
         error[rng.integers(num)] += 1.5
     loss = surface(params, tokens, truth) * np.exp(error)
-    return _columns(params, tokens, loss), truth
+    return {"num_params": params, "num_tokens": tokens, "loss": loss}, truth
 
 
 def surface(
@@ -106,7 +104,3 @@ def _draw(rng: np.random.Generator, num: int, noise: Noise) -> np.ndarray:
     if noise == "normal":
         return NOISE * rng.normal(size=num)
     return NOISE * rng.standard_t(3, num)
-
-
-def _columns(params: Any, tokens: Any, loss: Any) -> dict[str, Any]:
-    return {"num_params": params, "num_tokens": tokens, "loss": loss}

@@ -31,11 +31,10 @@ def _draw_curves(ax: Any, result: Result) -> None:
     """Every run's training loss by compute, and the lower envelope."""
     curves = result.curves
     shade = shades(np.log(curves.num_params))
-    for run in np.unique(curves.run):
-        mine = np.flatnonzero(curves.run == run)
-        mine = mine[np.argsort(curves.flops[mine])]
-        x, y = curves.flops[mine], curves.loss[mine]
-        ax.plot(x, y, color=shade[mine[0]], linewidth=0.4, alpha=0.8)
+    for run, first in zip(*np.unique(curves.run, return_index=True), strict=True):
+        mine = curves.where(run=run)
+        mine = mine.at(np.argsort(mine.flops))
+        ax.plot(mine.flops, mine.loss, color=shade[first], linewidth=0.4, alpha=0.8)
     if result.held_out_flops.size:
         x, y = result.held_out_flops, result.held_out_loss
         ax.plot(x, y, color=colors()[6], linewidth=0.6, label="held out")
@@ -129,12 +128,11 @@ def _draw_losses(ax: Any, result: Result) -> None:
 def _draw_rates(ax: Any, result: Result) -> None:
     """The best learning rate of every cell, by the tokens of its runs."""
     rates, predicted = result.rates, result.predicted
-    for color, width in zip(
-        shades(np.log(np.unique(rates.width))), np.unique(rates.width), strict=True
-    ):
-        mine = np.flatnonzero(rates.width == width)
-        mine = mine[np.argsort(rates.num_tokens[mine])]
-        x, y = rates.num_tokens[mine], rates.learning_rate[mine]
+    widths = np.unique(rates.width)
+    for color, width in zip(shades(np.log(widths)), widths, strict=True):
+        mine = rates.where(width=width)
+        mine = mine.at(np.argsort(mine.num_tokens))
+        x, y = mine.num_tokens, mine.learning_rate
         ax.plot(x, y, ".-", color=color, linewidth=0.6)
         ax.annotate(f" {width:.0f}", (x[-1], y[-1]), fontsize=5, color=color)
     x, y = predicted["num_tokens"], predicted["learning_rate"]

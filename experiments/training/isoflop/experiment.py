@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit import command, fitting
+from experiments.cli.fit import command, fitting, grids
 from experiments.cli.fit import report as fit_report
 from experiments.framework import Study, config_json, run_folder
 from experiments.harness import sweep_tables
@@ -28,7 +28,6 @@ from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.fits import result as fits_result
 from scaling.frontiers import find
-from scaling.laws import published
 from scaling.logs.log import Log, read
 from scaling.sweeps import SweepConfig, family, learning_rates
 
@@ -138,6 +137,11 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     decayed = frontiers(log, 0, QUIET)
     curves = cosine.curves.columns
     rates = learning_rates.optimal_rates(rows)
+    # From the smallest run to the one that is predicted.
+    least = log.columns["flops"].min() / 2
+    budgets = np.geomspace(least, 1.5 * predicted["flops"], 60)
+    law = fits_result.from_json(fit.document)
+    surface = grids.optimum(law, log.columns, budgets)
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
         header=(folder / "sweep.json").read_text("utf-8"),
@@ -160,7 +164,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         envelope=optima(
             [x for x in by_cosine if x.method == find.ENVELOPE], is_one=True
         ),
-        surface=_surface(fit.document, log, predicted["flops"]),
+        surface=Line(budgets, *(np.asarray(x, float) for x in surface)),
         rates=Rates(*np.array(rates, float).reshape(-1, 3).T),
     )
 
@@ -223,17 +227,6 @@ def cosine_ratios(
         math.log(row["loss"] / best[row["num_params"], row["num_steps"]])
         for row in under_cosine
     ]
-
-
-def _surface(document: str, log: Log, flops: float) -> Line:
-    """The optimum of the law, from the smallest run to the one that is predicted."""
-    fit = fits_result.from_json(document)
-    n, d, c = (log.columns[x] for x in ("num_params", "num_tokens", "flops"))
-    x = np.geomspace(c.min() / 2, 1.5 * flops, 60)
-    # C is not 6 N D of all parameters: attention and the head count, norms do not.
-    by_6nd = 6 * x / float(np.median(c / (n * d)))
-    best = published.optimum(fit.find_law(), fit.coefficients, by_6nd)
-    return Line(x, *(np.asarray(each, float) for each in best))
 
 
 def _predict(

@@ -94,22 +94,19 @@ def summary(result: Result) -> list[Part]:
 
 def _approaches(result: Result) -> Sheet:
     fit, cosine = json.loads(result.fit.document), json.loads(result.cosine)
-    rows = []
-    for each, schedule in (
-        *((x, "cosine") for x in cosine["frontiers"]),
-        *((x, "constant, then falling") for x in fit["frontiers"]),
-    ):
-        number = "1" if each["method"] == "envelope" else "2"
-        rows.append(
-            (
-                number,
-                each["method"],
-                schedule,
-                f"{each['num_minima']} of {each['num_budgets']}",
-                _with_interval(each["a"], each["a_interval"]),
-                _with_interval(each["b"], each["b_interval"]),
-            )
+    every = [(each, "cosine") for each in cosine["frontiers"]]
+    every += [(each, "constant, then falling") for each in fit["frontiers"]]
+    rows = [
+        (
+            "1" if each["method"] == "envelope" else "2",
+            each["method"],
+            schedule,
+            f"{each['num_minima']} of {each['num_budgets']}",
+            _with_interval(each["a"], each["a_interval"]),
+            _with_interval(each["b"], each["b_interval"]),
         )
+        for each, schedule in every
+    ]
     a, b = (
         _with_interval(fit["exponents"][x], fit["exponent_intervals"].get(x))
         for x in ("a", "b")
@@ -152,21 +149,16 @@ def _budgets(result: Result) -> Sheet:
 
 def _prediction(result: Result) -> Sheet:
     predicted, found = result.predicted, metrics(result)
+    size = f"{predicted['num_params']:,} parameters"
+    value, low, high = (predicted[x] for x in ("predicted", "low", "high"))
     rows = [
         ("said at", predicted["made_at"]),
-        (
-            "model",
-            f"width {predicted['width']}, {predicted['num_params']:,} parameters",
-        ),
+        ("model", f"width {predicted['width']}, {size}"),
         ("tokens", f"{predicted['num_tokens']:,}"),
         ("compute", f"{predicted['flops']:.3g} FLOP"),
         ("over the largest fitted", f"{found['held_out_factor']:.3g}"),
         ("learning rate", f"{predicted['learning_rate']:.4g}"),
-        (
-            "foreseen, three laws averaged",
-            f"{predicted['predicted']:.4f} ({predicted['low']:.4f} to "
-            f"{predicted['high']:.4f})",
-        ),
+        ("foreseen, three laws averaged", f"{value:.4f} ({low:.4f} to {high:.4f})"),
         ("by a log-linear law", f"{predicted['log_linear']:.4f}"),
         *((f"by {name}", f"{x:.4f}") for name, x in predicted["by_law"].items()),
         *(
@@ -176,14 +168,12 @@ def _prediction(result: Result) -> Sheet:
         ("best of the fitted", f"{predicted['best_fitted_loss']:.4f}"),
     ]
     if result.truth:
+        linear = found["log_linear_error_share"]
         rows += [
             *((f"at rate {rate:.4g}", _loss(x)) for rate, x in found["tried"]),
             ("truth", f"{found['truth']:.4f}"),
             ("error, share of the gain", f"{100 * found['error_share']:+.1f} %"),
-            (
-                "log-linear law's",
-                f"{100 * found['log_linear_error_share']:+.1f} %",
-            ),
+            ("log-linear law's", f"{100 * linear:+.1f} %"),
             ("inside the interval", "yes" if found["is_inside"] else "no"),
         ]
     return Sheet("the run that was foreseen", ("", ""), rows, predicted["conventions"])

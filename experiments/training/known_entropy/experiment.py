@@ -194,15 +194,8 @@ def plot(axes: Any, result: Result) -> None:
     for i, width in enumerate(runs.distinct("width")):
         mine, color = runs.where(width=width), colors[i % len(colors)]
         left.plot(mine.num_tokens, mine.loss, "o-", ms=2.5, color=color)
-        left.annotate(
-            f"N {mine.num_params[0]:,}",
-            (mine.num_tokens[-1], mine.loss[-1]),
-            xytext=(3, 0),
-            textcoords="offset points",
-            fontsize=5,
-            va="center",
-            color=color,
-        )
+        text, end = f"N {mine.num_params[0]:,}", (mine.num_tokens[-1], mine.loss[-1])
+        style.note(left, text, end, (3, 0), fontsize=5, va="center", color=color)
     left.set(
         xscale="log",
         xlim=(start / 1.2, 3 * max(runs.num_tokens, default=4)),
@@ -229,10 +222,9 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("paired", float(np.nanmin(runs.excess / runs.excess_se)))
     yield ours("source", 1 + result.source_excess / counts.entropy)
     yield ours("slope", counts.slope)
-    last, slack = (
-        float(x[-1] * counts.num_tokens[-1]) for x in (counts.excess, counts.excess_se)
-    )
-    yield ours("size", last, published=counts.num_free / 2, tolerance=4 * slack)
+    tokens = float(counts.num_tokens[-1])
+    last, slack = tokens * counts.excess[-1], 4 * tokens * counts.excess_se[-1]
+    yield ours("size", last, published=counts.num_free / 2, tolerance=slack)
     for which, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
         honest = float(law.covers(floor) or not law.identified)
         said = "identified" if law.identified else "not identified"

@@ -161,19 +161,12 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[Part]:
     """Puts the directions in tables: ratios, differences, rates that were best."""
+    read = ("ratio", "interval", "loss", "first_ratio", "last_ratio", "last_loss")
+    names = ("side", "compute", "published", *read, "direction")
     return [
         readings(result).sheet(
             f"compute to equal loss, over that of the {REFERENCE}",
-            "side",
-            "compute",
-            "published",
-            "ratio",
-            "interval",
-            "loss",
-            "first_ratio",
-            "last_ratio",
-            "last_loss",
-            "direction",
+            *names,
             note="Read off curves through the best runs by compute, at the lowest loss "
             "with an interval: by drawing whole trunks anew, each a size with a seed. "
             "If no loss has one, at the lowest that both sides reached. Trunks are "
@@ -226,9 +219,8 @@ def plot(axes: Any, result: Result) -> None:
     _draw_ratios(axes[1, 0], result)
     _draw_differences(axes[1, 1], result)
     lines, names = axes[0, 1].get_lines(), result.sides.tolist()
-    axes[0, 0].figure.legend(
-        lines[: len(names)], names, ncols=4, loc="outside upper center"
-    )
+    place = {"ncols": 4, "loc": "outside upper center"}
+    axes[0, 0].figure.legend(lines[: len(names)], names, **place)
 
 
 def _look(side: int) -> dict[str, Any]:
@@ -242,6 +234,9 @@ def _look(side: int) -> dict[str, Any]:
     }
 
 
+LOSS = "held-out loss [nats per byte]"
+
+
 def _draw_curves(ax: Any, result: Result) -> None:
     """Every finished run, small; those of a side's frontier large, with its curve."""
     for i in range(len(result.sides)):
@@ -252,12 +247,11 @@ def _draw_curves(ax: Any, result: Result) -> None:
         size = 3.5 if i < 2 else 2
         ax.plot(best.flops, best.loss, "o", color=look["color"], markersize=size)
         ax.plot(result.curves.flops[i], result.curves.loss[i], **look)
-    ax.set(
-        title="best runs by compute, and a curve",
-        xscale="log",
-        xlabel="training compute, exact [FLOP]",
-        ylabel="held-out loss [nats per byte]",
+    title, compute = (
+        "best runs by compute, and a curve",
+        "training compute, exact [FLOP]",
     )
+    style.titled(ax, title, compute, LOSS, xscale="log")
     style.wide_log(ax.xaxis)
 
 
@@ -265,12 +259,8 @@ def _draw_places(ax: Any, result: Result) -> None:
     for i in range(len(result.sides)):
         ax.plot(result.places.place, result.places.loss[i], **_look(i))
     ax.axvline(100, color="0.8", linewidth=0.6, zorder=0)
-    ax.set(
-        title="loss by place, largest models",
-        xscale="log",
-        xlabel="bytes seen before and with the place",
-        ylabel="held-out loss [nats per byte]",
-    )
+    seen = "bytes seen before and with the place"
+    style.titled(ax, "loss by place, largest models", seen, LOSS, xscale="log")
     ax.set_xticks([1, 10, 100], ["1", "10", "100"])
 
 
@@ -281,20 +271,17 @@ def _draw_ratios(ax: Any, result: Result) -> None:
         if np.isfinite(ratio).any():
             look = _look(i)
             ax.plot(loss, ratio, **look)
-            ax.fill_between(
-                loss, low, high, color=look["color"], alpha=0.12, linewidth=0
-            )
+            style.band(ax, loss, low, high, look["color"], 0.12)
             seen += [np.nanmin(ratio), np.nanmax(ratio)]
     if len(seen) == 2:
         ax.text(0.5, 0.6, "none identified", transform=ax.transAxes, ha="center")
     ax.axhline(1, color="0.6", linewidth=0.6, zorder=0)
-    ax.set(
-        title="compute to equal loss, 90 %",
-        xlabel="loss reached by both [nats per byte]",
-        ylabel="compute / transformer's",
-        yscale="log",
-        ylim=(max(5e-3, min(seen) / 2), min(300.0, 2 * max(seen))),
+    title, reached = (
+        "compute to equal loss, 90 %",
+        "loss reached by both [nats per byte]",
     )
+    style.titled(ax, title, reached, "compute / transformer's", yscale="log")
+    ax.set_ylim(max(5e-3, min(seen) / 2), min(300.0, 2 * max(seen)))
     style.plain_log(ax.yaxis)
     ax.invert_xaxis()
 
@@ -311,12 +298,9 @@ def _draw_differences(ax: Any, result: Result) -> None:
             ends = mine.by_seed.min(1), mine.by_seed.max(1)
             ax.vlines(sizes, *ends, color=look["color"], linewidth=0.6)
     ax.axhline(0, color="0.6", linewidth=0.6, zorder=0)
-    ax.set(
-        title="equal parameters and tokens; dashes: seeds",
-        xscale="log",
-        xlabel="parameters outside embeddings",
-        ylabel="loss less transformer's [nats]",
-    )
+    title = "equal parameters and tokens; dashes: seeds"
+    less, size = "loss less transformer's [nats]", "parameters outside embeddings"
+    style.titled(ax, title, size, less, xscale="log")
     shown = result.differences.distinct("size")
     ax.set_xticks(shown, [f"{size:,}" for size in shown])
     ax.minorticks_off()

@@ -240,44 +240,44 @@ type Done = Mapping[tuple[int, int], Trained]
 """What was trained, by side and size."""
 
 
-def collect(
-    names: Sequence[str], trained: Done, *, seq_len: int, num_resamples: int
-) -> Result:
+def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
     """Reads a result off what was trained, which may be a part of what was planned."""
     rows = [{"side": i} | row for (i, _), x in trained.items() for row in x.rows]
     trials = [(*pair, *trial) for pair, x in trained.items() for trial in x.trials]
     runs = Runs.of(rows)
-    by_side = [runs.where(side=i) for i in range(len(names))]
-    fits, ratios = {}, []
-    for compute in COMPUTE.values():
-        points = [(getattr(mine, compute), mine.loss) for mine in by_side]
-        fits[compute] = [best_runs.fit(*each) for each in points]
-        again = [
-            best_runs.resampled(
-                *each, np.stack([mine.size, mine.seed], 1), count=num_resamples, seed=i
-            )
-            for i, (mine, each) in enumerate(zip(by_side, points, strict=True))
-        ]
-        ratios.append(
-            _stacked(
-                best_runs.compare(
-                    fits[compute][0],
-                    each,
-                    (again[0], drawn),
-                    names=("the transformer", "this side"),
-                )
-                for each, drawn in zip(fits[compute], again, strict=True)
-            )
+    fits = {name: _fitted(runs, len(names), name, config) for name in COMPUTE.values()}
+    versus = ("the transformer", "this side")
+    ratios = [
+        _stacked(
+            best_runs.compare(each[0][0], fit, (each[0][1], drawn), names=versus)
+            for fit, drawn in each
         )
+        for each in fits.values()
+    ]
+    exact = fits[COMPUTE["exact"]]
     return Result(
         sides=np.array(names),
         runs=runs,
         trials=Trials.of(trials),
         differences=_differences(trained),
-        places=_places(trained, len(names), seq_len),
-        curves=_stacked(best_runs.curve(x) for x in fits[COMPUTE["exact"]]),
+        places=_places(trained, len(names), config.seq_len),
+        curves=_stacked(best_runs.curve(fit) for fit, _ in exact),
         ratios=_stacked(ratios),
     )
+
+
+def _fitted(
+    runs: Runs, num_sides: int, compute: str, config: Config
+) -> list[tuple[Any, list[Any]]]:
+    """Each side's curve through its best runs, and those through trunks drawn anew."""
+    found = []
+    for i in range(num_sides):
+        mine = runs.where(side=i)
+        points = getattr(mine, compute), mine.loss
+        trunks = np.stack([mine.size, mine.seed], 1)
+        drawn = best_runs.resampled(*points, trunks, count=config.num_resamples, seed=i)
+        found.append((best_runs.fit(*points), drawn))
+    return found
 
 
 def _stacked(each: Any) -> Any:
@@ -342,6 +342,4 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         return pair, train(sides[i], size, config, all_workers)
 
     found = dict(all_workers.map(trained, plan))
-    return collect(
-        names, found, seq_len=config.seq_len, num_resamples=config.num_resamples
-    )
+    return collect(names, found, config)

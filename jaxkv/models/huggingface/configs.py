@@ -145,17 +145,13 @@ def _refuse_unsupported(name: str, given: Mapping[str, Any], is_rotary: bool) ->
 
 def _checked(key: str, field: str, value: Any) -> Any:
     """Returns a value that has the type its field needs."""
-    if field in ("tie_embeddings", "qkv_bias", "mlp_bias"):
-        return values.flag(key, value)
-    if field == "activation":
-        for ours, theirs in ACTIVATIONS.items():
-            if value in theirs:
-                return ours
-        names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-        raise ValueError(f"{key}={shown(value)} is not supported, only {names}")
-    if field == "norm_eps":
-        return values.number(key, value)
-    return values.size(key, value)
+    if field != "activation":
+        return values.of_field(key, field, value)
+    for ours, theirs in ACTIVATIONS.items():
+        if value in theirs:
+            return ours
+    names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
+    raise ValueError(f"{key}={shown(value)} is not supported, only {names}")
 
 
 def _derive(ours: dict[str, Any]) -> None:

@@ -87,10 +87,8 @@ def refuse_unknown(
 ) -> None:
     """Refuses keys that may change what the model computes.
 
-    Args:
-      family: whose file it is.
-      given: the file, without nulls.
-      read: keys that are read, beside those of the family's tables.
+    `given` is the file, without nulls; `read` are keys that are read, beside those of
+    the family's tables.
 
     Raises:
       ValueError: names the first few such keys.
@@ -98,7 +96,9 @@ def refuse_unknown(
     known = _EVERYWHERE | read | {*family.keys, *family.expert_keys, *family.only}
     known.update(family.harmless)
     unknown = [
-        key for key, value in given.items() if key not in known and not _is_empty(value)
+        key
+        for key, value in given.items()
+        if key not in known and value not in ("", [], {})
     ]
     for key in unknown:
         if key in _REASONS:
@@ -112,7 +112,3 @@ def refuse_unknown(
             f"{few}{more} may change what {family.architecture} computes, and is not "
             "read here; remove what does not"
         )
-
-
-def _is_empty(value: Any) -> bool:
-    return value in ("", [], {})

@@ -39,14 +39,11 @@ def write(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 def _checked(key: str, field: str, value: Any, num_layers: int) -> Any:
     """Returns a value that has the type its field needs."""
-    if field == "renormalise":
-        return values.flag(key, value)
-    if field == "balance_weight":
-        is_zero = type(value) in (int, float) and value == 0
-        return 0.0 if is_zero else values.number(key, value)
+    if field == "balance_weight" and type(value) in (int, float) and value == 0:
+        return 0.0
     if field == "num_dense_layers":
         return _num_dense_layers(key, value, num_layers)
-    return values.size(key, value)
+    return values.of_field(key, field, value)
 
 
 def _num_dense_layers(key: str, value: Any, num_layers: int) -> int:

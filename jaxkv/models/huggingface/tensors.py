@@ -133,18 +133,11 @@ def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
 
 
 def canonical(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
-    """Maps the names that a full model has to the names found.
+    """Maps the names that a full model has to the names of the tensors found.
 
     A folder saved from the bare transformer leaves the first part of every name out,
     and one of a model whose head is tied may call the embeddings by the head's name.
     Buffers that are no weights are dropped.
-
-    Args:
-      config: the model.
-      names: names of the tensors found.
-
-    Returns:
-      Full name -> name found.
     """
     family, names = FAMILIES[config.family], list(names)
     embed, head = embed_and_head(config)

@@ -7,6 +7,18 @@ MAX_SIZE = 2**31 - 1
 _MAX_NUMBER = float.fromhex("0x1.fffffep127")  # the largest float32
 
 
+_FLAGS = ("tie_embeddings", "qkv_bias", "mlp_bias", "renormalise")
+_NUMBERS = ("norm_eps", "balance_weight")
+"""Fields of ours that are; all others are sizes."""
+
+
+def of_field(key: str, field: str, value: Any) -> Any:
+    """Returns a value that has the type its field needs; errors as those below."""
+    if field in _FLAGS:
+        return flag(key, value)
+    return number(key, value) if field in _NUMBERS else size(key, value)
+
+
 def size(key: str, value: Any) -> int:
     """Returns a whole number that is at least 1.
 

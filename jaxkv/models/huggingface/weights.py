@@ -38,14 +38,12 @@ STORED_TYPES = ("F32", "BF16", "F16", "F64")
 def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
     """Reads all parameters, after every tensor's name, type and shape were checked.
 
-    Args:
-      folder: with `model.safetensors`, or with an index and the files it names.
-      config: the model whose tensors should be there.
-      dtype: type of the result, as `checked_dtype` returns it.
+    The folder has `model.safetensors`, or an index and the files it names; `dtype` is
+    as `checked_dtype` returns it.
 
     Raises:
       ValueError: names the file or folder and the tensor: missing, unexpected, of
-        another shape, not floating, not finite, or with values too large for `dtype`.
+      another shape, not floating, not finite, or with values too large for `dtype`.
     """
     tensors = _open_tensors(folder)
     _refuse_counts(folder, config, len(tensors))
@@ -196,14 +194,9 @@ def save_params(
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> dict[str, str]:
-    """Writes the safetensors.
+    """Writes the safetensors of parameters, as `checked_params` returns them.
 
-    Args:
-      folder: where to, empty.
-      config: the model's shape.
-      arrays: its parameters, as `checked_params` returns them.
-      dtype: type to store.
-      max_shard_bytes: bytes of tensors in one file, at least 1.
+    The folder is empty; a file holds `max_shard_bytes` of tensors at most, at least 1.
 
     Returns:
       The index's name and text, if there is more than one file.

@@ -5,20 +5,16 @@ stretches (`planning`), each program does its own (`decode_warpgroups_mosaic_gpu
 the parts of items that a cut went through are merged (`merging`).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.devices import WGMMA_ROWS
-from pallas_kernels.paged_attention import decode_plan, merging, row_packing
+from pallas_kernels.paged_attention import merging, row_packing
 from pallas_kernels.paged_attention.decode_plan import Plan
-from pallas_kernels.paged_attention.hopper import decode_body, merge
+from pallas_kernels.paged_attention.hopper import decode_body, merge, warpgroups
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
 from pallas_kernels.paged_attention.stream_k import Tiling
 
@@ -40,53 +36,20 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
-    A score is scale * q.k, then softcap * tanh(score / softcap), then plus
-    alibi[head] * (place - position).
-
-    Args:
-      q: queries in bfloat16 or float16; query head h reads KV head
-        `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of all layers with ids offset by the layer.
-      v_pages: values, likewise; both of the type of q.
-      page_ids: page of every place / page_size. Entries whose places no row sees are
-        not followed.
-      plan: `decode_plan.make_plan` of these rows, with the same tiling.
-      scale: factor on the products.
-      softcap: bound of the scores, above 0; None means none.
-      alibi: slope of each query head.
-      sinks: one more score a head, that takes weight and brings no value.
-      tiling: sizes.
-      dtype: of the output: float32 if states of the same rows are to be merged.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
+    Arguments are those of `api.paged_attention`, all in bfloat16 or float16; `plan` is
+    `decode_plan.make_plan` of these rows, with the same `tiling`. `dtype` is that of
+    the output: float32 if states of the same rows are to be merged. `interpret` says
+    how to emulate the kernel on a CPU; False compiles it.
 
     Returns:
       Output, and natural log-sum-exp in float32; 0 and -inf for rows that see nothing.
 
     Raises:
       ValueError: types or sizes that the kernel does not take.
-
-    Sources: softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi, Press et al. 2022,
-    arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2.
     """
-    _, kv_heads, page_size, head_dim = k_pages.shape
-    group = q.shape[1] // kv_heads
-    reason = decode_plan.why_not(
-        q_dtype=str(q.dtype),
-        page_dtype=str(k_pages.dtype),
-        group=group,
-        head_dim=head_dim,
-        page_size=page_size,
-    )
-    if reason is not None:
-        raise ValueError(reason)
-    if max(tiling.tile, page_size) % min(tiling.tile, page_size):
-        raise ValueError(f"{tiling.tile=} and {page_size=} must divide one another")
-    scoring = Scoring(
-        scale=scale,
-        softcap=softcap,
-        alibi=alibi is not None,
-    )
-    slopes = None
+    warpgroups.check(q, k_pages, tiling)
+    kv_heads = k_pages.shape[1]
+    group, slopes = q.shape[1] // kv_heads, None
     if alibi is not None:
         # Row t * group + g of KV head h asks for query head h * group + g.
         slopes = (alibi.astype(jnp.float32) * LOG2E).reshape(kv_heads, group)
@@ -96,7 +59,7 @@ def attend(
     blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
     states = _launch(
         *(blocks, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
-        scoring=scoring,
+        scoring=Scoring(scale, softcap, alibi is not None),
         tiling=tiling,
         interpret=interpret,
     )
@@ -154,37 +117,24 @@ def _launch(
         inputs = decode_body.Inputs(*references[: len(operands)])
         outputs = decode_body.Outputs(*references[len(operands) : -1])
         shared = references[-1]
-        warpgroup = lax.axis_index("warpgroup")
-
-        # Registers of a thread that multiplies, and of one that copies: all warpgroups
-        # together have 512.
-        many, few = (248, 40) if num_warpgroups == 1 else (240, 24)
-
-        @pl.when(warpgroup < num_warpgroups)
-        def _():
-            plgpu.set_max_registers(many, action="increase")
-            decode_body.consume(
+        warpgroups.divide(
+            num_warpgroups,
+            (248, 40) if num_warpgroups == 1 else (240, 24),
+            lambda: decode_body.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,
                 tiling=tiling,
                 emulated=bool(interpret),
-            )
+            ),
+            lambda: decode_body.produce(inputs, shared, tiling=tiling),
+        )
 
-        @pl.when(warpgroup == num_warpgroups)
-        def _():
-            plgpu.set_max_registers(few, action="decrease")
-            decode_body.produce(inputs, shared, tiling=tiling)
-
-    # The layout in which the tensor cores read.
-    tiled: Any = [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
+    tiled = warpgroups.tiled()
     boxes = max(1, tile // k_pages.shape[2])
     lanes, wide = (num_warpgroups, WGMMA_ROWS), jnp.float32
     q_ring, ring = (tiling.q_stages, *lanes), (stages, tile, head_dim)
     copies = num_warpgroups * (2 if slopes is None else 3)
-
-    def barriers(count: int, arrivals: int):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
+    barriers = warpgroups.barriers
     shared = decode_body.Shared(
         q=plgpu.SMEM((*q_ring, head_dim), q.dtype, transforms=tiled),
         rows=plgpu.SMEM(

@@ -78,10 +78,7 @@ def copy_tile(
 def drain(num: Any, stages: int, *free: Ref) -> None:
     """Waits until all stages are free: what arrives must have been waited for.
 
-    Args:
-      num: how often stages were filled.
-      stages: of the rings, static.
-      free: barriers of rings.
+    They were filled `num` times; `free` are the barriers of the rings.
     """
 
     @pl.loop(jnp.maximum(0, num - stages), num)

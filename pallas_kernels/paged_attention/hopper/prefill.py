@@ -5,18 +5,14 @@ attend from one after the other (`prefill_warpgroups_mosaic_gpu`), in place of t
 of an output that others may have written the rest of.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.devices import WGMMA_ROWS
-from pallas_kernels.paged_attention import decode_plan, prefill_plan
-from pallas_kernels.paged_attention.hopper import prefill_body
+from pallas_kernels.paged_attention import prefill_plan
+from pallas_kernels.paged_attention.hopper import prefill_body, warpgroups
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
 from pallas_kernels.paged_attention.prefill_plan import TILE_ROWS, Plan
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -41,52 +37,23 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
-    A score is scale * q.k, then softcap * tanh(score / softcap), then plus
-    alibi[head] * (place - position). A row sees the places up to its position. Of a
-    slot's places, those between the first and the last that its rows see must hold
-    numbers: under a window, positions of its rows follow on one another.
-
-    Args:
-      q: queries in bfloat16 or float16; query head h reads KV head
-        `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of all layers with ids offset by the layer.
-      v_pages: values, likewise; both of the type of q.
-      page_ids: page of every place / page_size. Entries whose places no row sees are
-        not followed.
-      plan: `prefill_plan.make_plan` of these rows, with the same tiling and window.
-      scale: factor on the products.
-      window: latest keys seen; None means all.
-      softcap: bound of the scores, above 0; None means none.
-      alibi: slope of each query head.
-      sinks: one more score a head, that takes weight and brings no value.
-      others: output, in the type of q, and log-sum-exp of the rows that are left out;
-        None means 0 and -inf.
-      tiling: sizes, of 128 rows.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
+    Arguments are those of `decode.attend`, but for `plan`, which is
+    `prefill_plan.make_plan` with the same `tiling`, of 128 rows, and `window`; and
+    `others`: output, in the type of q, and log-sum-exp of the rows that are left out,
+    None for 0 and -inf. Of a slot's places, those between the first and the last that
+    its rows see must hold numbers: under a window, positions of its rows follow on one
+    another.
 
     Returns:
       Output in the type of q, and natural log-sum-exp.
 
     Raises:
       ValueError: types or sizes that the kernel does not take.
-
-    Sources: softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi, Press et al. 2022,
-    arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2.
     """
-    (num_rows, q_heads, head_dim), (_, kv_heads, page_size, _) = q.shape, k_pages.shape
-    reason = decode_plan.why_not(
-        q_dtype=str(q.dtype),
-        page_dtype=str(k_pages.dtype),
-        group=q_heads // kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-    )
-    if reason is not None:
-        raise ValueError(reason)
+    warpgroups.check(q, k_pages, tiling)
+    num_rows, q_heads, _ = q.shape
     if tiling.block_rows != TILE_ROWS:
         raise ValueError(f"{tiling.block_rows=} must be {TILE_ROWS}")
-    if max(tiling.tile, page_size) % min(tiling.tile, page_size):
-        raise ValueError(f"{tiling.tile=} and {page_size=} must divide one another")
     if others is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
         others = jnp.zeros_like(q), blank
@@ -150,35 +117,21 @@ def _launch(
         *reads, written, lse, shared = references
         inputs = prefill_body.Inputs(**dict(zip(names, reads, strict=True)))
         outputs = prefill_body.Outputs(lse=lse, out=written)
-        warpgroup = lax.axis_index("warpgroup")
-
-        # Registers of a thread that multiplies, and of one that copies: all three
-        # warpgroups together have 512.
-        many, few = 232, 40
-
-        @pl.when(warpgroup < 2)
-        def _():
-            plgpu.set_max_registers(many, action="increase")
-            prefill_body.consume(
+        warpgroups.divide(
+            *(2, (232, 40)),
+            lambda: prefill_body.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,
                 window=window,
                 tiling=tiling,
                 emulated=bool(interpret),
-            )
+            ),
+            lambda: prefill_body.produce(inputs, shared, tiling=tiling),
+        )
 
-        @pl.when(warpgroup == 2)
-        def _():
-            plgpu.set_max_registers(few, action="decrease")
-            prefill_body.produce(inputs, shared, tiling=tiling)
-
-    # The layout in which the tensor cores read.
-    tiled: Any = [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
+    tiled, barriers = warpgroups.tiled(), warpgroups.barriers
     dtype, ring = given.q.dtype, (stages, tile, head_dim)
     boxes, halves = max(1, tile // page_size), (2, WGMMA_ROWS)
-
-    def barriers(count: int, arrivals: int):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     shared = prefill_body.Shared(
         q=plgpu.SMEM((q_stages, *halves, head_dim), dtype, transforms=tiled),

@@ -80,10 +80,8 @@ def start(head_dim: int) -> State:
 def reweigh(scores: Any, state: State, factor: float) -> tuple[Any, State]:
     """Weights of a tile under the new maximum, and the old state scaled to it.
 
-    Args:
-      scores: `[64, tile]`, `MASKED` where not seen.
-      state: of the tiles before.
-      factor: what the scores are still to be multiplied with, above 0.
+    Scores, `[64, tile]`, are `MASKED` where not seen, and are still to be multiplied
+    with `factor`, above 0.
     """
     top = jnp.maximum(state.top, scores.max(axis=1) * factor)
     decay = jnp.exp2(state.top - top)
@@ -121,11 +119,8 @@ def load(numbers: Ref, shape: tuple[int, int]) -> Any:
 def clear(values: Ref, begin: Any, low: Any, high: Any) -> None:
     """Clears values that no row sees: weights of 0 do not make NaN vanish.
 
-    Args:
-      values: of a tile, in shared memory: `[tile, head_dim]`.
-      begin: first place of the tile.
-      low: first place whose value is kept.
-      high: place after the last.
+    Of a tile in shared memory, `[tile, head_dim]`, whose first place is `begin`, those
+    from place `low` up to `high` are kept.
     """
     tile, head_dim = values.shape
     # In squares, so that few registers hold values and places at a time.
@@ -153,14 +148,10 @@ def add_product(
     emulated: bool,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Adds weights times values to the output: `[64, head_dim]`.
+    """Adds weights times values, in shared memory, to the output: `[64, head_dim]`.
 
-    Args:
-      out: the output so far.
-      weights: in the type of the values.
-      values: in shared memory.
-      emulated: whether the emulator runs this.
-      meanwhile: done while the tensor cores multiply.
+    `emulated` says whether the emulator runs this; `meanwhile` is done while the tensor
+    cores multiply.
     """
     if emulated:
         # The emulator has no product with a left side in registers. A plain read needs

@@ -22,10 +22,8 @@ def chain(
 ) -> markov.Chain:
     """Builds the language as a Markov chain of as many tokens as the mixture has parts.
 
-    Args:
-      base: what atoms are drawn from.
-      mixture: share of each range, from one token on.
-      seed: of the hash.
+    Atoms are drawn from `base`, by a hash with this seed; `mixture` is the share of
+    each range, from one token on.
     """
     size, order = len(base), len(mixture)
     context = np.arange(size**order, dtype=np.uint64)

@@ -13,6 +13,7 @@ distributions; that of `hidden_markov` is sampled and has a standard error.
 
 import dataclasses
 import functools
+import math
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -57,14 +58,10 @@ class LanguageConfig:
         """Refuses languages that cannot be, or whose entropy cannot be computed."""
         if self.kind not in ("zipf", "markov", "kgram", "hidden_markov"):
             raise ValueError(f"{self.kind=} is no kind of language")
-        if not 2 <= self.vocab_size <= 2**16:
-            raise ValueError(f"{self.vocab_size=} must be in [2, 65536]")
+        validation.within(self, "vocab_size", low=2, high=2**16)
         validation.at_least(self, "order", "num_states", "num_tokens", "num_held_out")
-        for name in ("exponent", "sharpness", "seed", "num_unique_tokens"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be finite and at least 0"
-                )
+        amounts = ("exponent", "sharpness", "seed", "num_unique_tokens")
+        validation.within(self, *amounts, low=0, high=math.inf, ends="[)")
         if min(self.mixture, default=0) <= 0 or abs(sum(self.mixture) - 1) > 1e-9:
             raise ValueError(f"{self.mixture=} must be positive shares that sum to 1")
         if self.num_contexts > MAX_CONTEXTS:
@@ -127,14 +124,10 @@ def optima(config: LanguageConfig) -> Optima:
 def code_lengths(
     config: LanguageConfig, stream: Integer[np.ndarray, " tokens"]
 ) -> Float[np.ndarray, " rest"]:
-    """Nats that who knows the language needs for each token of a text.
+    """Nats that who knows the language needs for each token of a text in it.
 
     The mean differs from the floor by chance; a model's loss on the same tokens shares
     that chance, so the difference to this is known better than that to the floor.
-
-    Args:
-      config: the language.
-      stream: a text in it.
 
     Returns:
       Of the tokens past the first context: `stream[-len(result):]`.

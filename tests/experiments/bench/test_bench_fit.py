@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.bench.fit import experiment, peers
+from experiments.bench.fit import experiment
 from experiments.training.fit_coverage import surfaces
 from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
@@ -36,10 +36,10 @@ def test_a_piece_is_whole_or_not_there() -> None:
 def test_the_gradient_by_hand() -> None:
     data = surfaces.runs(32)
     columns = (data[x] for x in ("num_params", "num_tokens", "loss"))
-    runs = peers.Runs(*map(np.log, columns))
+    runs = experiment.Runs(*map(np.log, columns))
     x = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])
-    value, gradient = peers.value_and_gradient(x, runs)
-    assert value == pytest.approx(peers.objective(x, runs))
+    value, gradient = experiment.value_and_gradient(x, runs)
+    assert value == pytest.approx(experiment.objective(x, runs))
     for i, step in enumerate(1e-7 * np.eye(5)):
-        ends = [peers.objective(x + sign * step, runs) for sign in (1, -1)]
+        ends = [experiment.objective(x + sign * step, runs) for sign in (1, -1)]
         assert gradient[i] == pytest.approx((ends[0] - ends[1]) / 2e-7, rel=1e-4)

@@ -15,13 +15,14 @@ from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench import peer_process
 from experiments.bench.kernels import calls as kernels_calls
-from experiments.bench.kernels import experiment, processes, report, runs
+from experiments.bench.kernels import experiment, report, runs
 from experiments.bench.kernels.calls import Implementation, Run
 from experiments.bench.kernels.experiment import Config
+from experiments.framework import registry
 from experiments.framework.report import Sheet
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
-from pallas_kernels.bench import deviceless, grouped_specs, problems, specs
+from pallas_kernels.bench import deviceless, problems, sets, specs
 from pallas_kernels.bench import timing as bench_timing
 from pallas_kernels.bench.specs import Spec
 from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
@@ -53,6 +54,12 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+def tiny(kind: str) -> Spec:
+    spec = next(spec for spec in sets.SETS["tiny"] if spec.kind == kind)
+    assert isinstance(spec, Spec)
+    return spec
+
+
 def right(problem: problems.Problem) -> Run:
     return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
 
@@ -68,9 +75,8 @@ def test_the_command_gives_its_document(
     assert found["ceilings"].keys() == set(Ceilings._fields)
     rows, absent = found["rows"], found["absent"]
     assert all(row.keys() >= KEYS for row in rows)
-    *attention, copy = [spec.name for spec in specs.SETS["tiny"]]
-    (products,) = [spec.name for spec in grouped_specs.SETS["tiny"]]
-    known = [*attention, copy, products]
+    known = [spec.name for spec in sets.SETS["tiny"]]
+    *attention, copy, products = known
     assert list(dict.fromkeys(row["spec"] for row in rows)) == known
     for row in rows:
         assert row["seconds"] > 0
@@ -104,7 +110,7 @@ def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
     assert theirs["note"] == "RuntimeError: out of memory"
     assert ours["seconds"] is ours["ratio"] is theirs["seconds"] is None
     assert not experiment.metrics(result)["rows"]
-    (_, sheet) = report.sheets(result)
+    (_, sheet) = report.summary(result)
     assert isinstance(sheet, Sheet)
     assert [row[0] for row in sheet.rows] == ["ours", "theirs"]
     nan = lambda problem: right(problem)._replace(error=lambda: float("nan"))  # noqa: E731
@@ -120,7 +126,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
         def track(self, items: Any, label: str, unit: str) -> Any:
             yield next(iter(items))
 
-    (study,) = experiment.STUDIES
+    (study,) = registry.load("bench_kernels").studies
     few(ours=right, theirs=right)
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
@@ -133,7 +139,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
 @pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
 def test_every_turn_of_everyone_is_right(kind: str) -> None:
     """Peers lay keys out on their own, and read another table at every call."""
-    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == kind)
+    spec = tiny(kind)
     problem = problems.make(spec, num_turns=2)
     outs = {}
     for implementation in runs.of_attention():
@@ -185,7 +191,7 @@ def test_peers_answer_from_a_process_of_their_own(
     head, *rows = experiment.run(config)
     assert head["peers"] == {"torch SDPA": "7"}
     said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
-    assert len(said) == len(specs.SETS["tiny"]) - 1  # not of copies
+    assert len(said) == len(sets.SETS["tiny"]) - 2  # not of copies, nor of products
     for name, row in said.items():
         if name.startswith("tree"):
             assert (row["seconds"], row["note"]) == (None, "no trees")
@@ -211,7 +217,7 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     head, *rows = experiment.run(config)
     assert head["peers"] == {}
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes.keys() == processes.PEERS.keys()
+    assert notes.keys() == runs.ELSEWHERE.keys()
     # Of a library, never of a file of ours.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
@@ -288,7 +294,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
         assert (row["plan_s"], row["plan_per_layer_s"]) == (32.0, 1.0)
         assert row["t0_s"] == 0.5
     assert ours["ratio"] == 0.5
-    spec = specs.SETS["tiny"][0]
+    spec = sets.SETS["tiny"][0]
     floor_s = ceilings.floor_s(spec.bytes, spec.flops)
     assert ours["excess_s"] == 2.0 - floor_s
     assert ours["target_s"] == pytest.approx(floor_s / 0.9 + 0.5)
@@ -298,7 +304,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
 def test_the_merge_alone_is_given_what_the_kernel_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = next(spec for spec in specs.SETS["tiny"] if spec.kind == "chunk")
+    spec = tiny("chunk")
     problem = problems.make(spec)
     tiling = stream_k.default_tiling(head_dim=64, num_programs=3)
     make_plan = functools.partial(
@@ -355,8 +361,7 @@ def test_when_the_time_is_over_nothing_more_begins(
 
 def test_what_tells_most_comes_first() -> None:
     chosen = experiment._choose(Config(), "gpu")
-    both = specs.SETS, grouped_specs.SETS
-    quick, real = ([*both[0][name], *both[1][name]] for name in ("quick", "real"))
+    quick, real = (sets.SETS[name] for name in ("quick", "real"))
     assert {*chosen[: len(quick)]} == {*quick}
     assert sorted(map(str, chosen)) == sorted(map(str, real))
 
@@ -367,7 +372,7 @@ def test_a_peer_that_does_not_answer_is_ended(
     says = """print('{"version": "1"}', flush=True)"""
     (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
     monkeypatch.setattr(peer_process, "MAIN", tmp_path / "silent.py")
-    monkeypatch.setattr(processes, "PEERS", {"one": ("", "")})
+    monkeypatch.setattr(runs, "ELSEWHERE", {"one": ("", "")})
     few(ours=right)
     config = Config(
         shapes="tiny",
@@ -384,9 +389,9 @@ def test_a_peer_that_does_not_answer_is_ended(
 @pytest.mark.slow
 @without_a_compiler
 def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
-    experts = grouped_specs.Experts(8, 2, 256, 512)
-    spec = grouped_specs.GroupedSpec(tokens=40, experts=experts)
-    problem = grouped_specs.make(spec)
+    experts = specs.Experts(8, 2, 256, 512)
+    spec = specs.GroupedSpec(tokens=40, experts=experts)
+    problem = problems.make_grouped(spec)
     for implementation in runs.of_products():
         implementation.prepare(problem)
     kernels = [len(report.kernels) for report in compiled(prepared)]

@@ -12,6 +12,7 @@ from jaxkv.scheduling import fcfs
 from jaxkv.simulation.state import Capacity, Events, Simulation
 from jaxkv.simulation.step import init, run_steps
 from jaxkv.workloads.arrivals import Workload
+from tests.support import smoke
 from tests.support.engines import FAST_COMPILE
 
 NUM = 40
@@ -85,6 +86,5 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
 
 @pytest.mark.slow
 def test_the_race_has_a_rate_for_everyone() -> None:
-    config = experiment.CONFIGS["smoke"]
-    found = experiment.metrics(experiment.run(config))
+    found = smoke.run("bench_simulate").metrics
     assert all(found[name] > 0 for name in experiment.KEYS)

@@ -9,6 +9,7 @@ import pytest
 
 from experiments.bench import peer_process
 from experiments.bench.train import experiment, peers
+from experiments.framework import registry
 from tests.support import smoke
 from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
@@ -72,7 +73,7 @@ def test_stopped_early_it_has_whole_widths() -> None:
     rows = experiment.run(config, Impatient("training"))
     assert [row["width"] for row in rows] == [8]
     assert rows[0]["ratio"] is None
-    (study,) = experiment.STUDIES
+    (study,) = registry.load("bench_train").studies
     for kept in (rows, []):
         assert smoke.draw(study, kept)
         assert bool(experiment.summary(kept)) == bool(kept)

@@ -4,10 +4,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import jax.numpy as jnp
 import pytest
@@ -18,7 +18,6 @@ from experiments.training.bundled_model import experiment
 from scaling.training import train
 from scaling.training.step import init
 from tests.support import engines
-from tests.support.folders import ROOT
 
 TIMEOUT_S = 120
 
@@ -26,27 +25,20 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts `jaxkv` in a process of its own, which does not outlive the test."""
-    begun = []
+def start(popen: Start) -> Start:
+    """Starts `jaxkv`, after some lines of code."""
 
-    def popen(*args: str, code: str = "") -> subprocess.Popen[str]:
+    def begin(*args: str, code: str = "") -> subprocess.Popen[str]:
         lines = ["import sys", "from experiments.cli import main as cli", code]
-        command = [sys.executable, "-c", "\n".join([*lines, "sys.exit(cli.main())"])]
-        process = subprocess.Popen(
-            [*command, *args],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        begun.append(process)
-        return process
+        return popen("-c", "\n".join([*lines, "sys.exit(cli.main())"]), *args)
 
-    yield popen
-    for process in begun:
-        process.kill()
-        process.communicate()
+    return begin
+
+
+def heard(stream: IO[str] | None) -> str:
+    """The next line that a process prints there."""
+    assert stream is not None
+    return stream.readline()
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +73,7 @@ def test_before_there_is_anything_to_keep_it_ends_at_once(
     start: Start, number: signal.Signals
 ) -> None:
     process = start("run", "demo", code=STUBBORN)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
+    assert heard(process.stdout) == "here\n"
     assert press(process, number) == ("", "jaxkv: interrupted\n")
 
 
@@ -129,9 +120,8 @@ def test_a_demo_that_serves_keeps_what_it_has(
     out = tmp_path / "run"
     sizes = ("--num-requests", "400", "--max-length", "512")
     process = start("demo", "smoke", "--model", model, "--out", str(out), *sizes)
-    assert process.stderr is not None
     whole = "static batching: 400 of 400 requests"
-    while not (line := process.stderr.readline()).startswith(whole):
+    while not (line := heard(process.stderr)).startswith(whole):
         assert line.startswith("static batching: ")  # on a busy machine, now and then
     assert press(process)[1] == STOPPING
     kept = run_folder.read(out, registry.load("demo"))
@@ -145,11 +135,9 @@ def test_a_second_one_does_not_wait_for_a_compiler(
 ) -> None:
     out = tmp_path / "run"
     process = start("run", "demo", "--out", str(out), code=DEAF)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
+    assert heard(process.stdout) == "here\n"
     process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    assert process.stderr.readline() == STOPPING
+    assert heard(process.stderr) == STOPPING
     line = f"jaxkv: interrupted at once; only the config is in {out}\n"
     assert press(process) == ("", line)
     assert json.loads((out / "env.json").read_text())["status"] == "interrupted"
@@ -198,8 +186,7 @@ def test_an_answer_ends_with_what_it_has(
 ) -> None:
     words = ("--prompt", "import ", "--max-tokens", "1000")
     process = start("generate", model, *words, "--json", code=SLOW)
-    assert process.stderr is not None
-    while "under way" not in (line := process.stderr.readline()):
+    while "under way" not in (line := heard(process.stderr)):
         assert line
     out, err = press(process, number)
     (completion,) = json.loads(out)["completions"]
@@ -226,8 +213,7 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
 ) -> None:
     out = tmp_path / "run"
     process = start("run", "lecture_numbers", "--out", str(out), code=PATIENT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
+    assert heard(process.stdout) == "here\n"
     said, err = press(process, signal.SIGTERM)
     assert err == "stopping after this piece; SIGTERM again stops at once\n"
     assert said.splitlines()[-2:] == [

@@ -18,37 +18,38 @@ def work(**counts: float) -> Work:
     return zero._replace(**{k: jnp.int32(v) for k, v in counts.items()})
 
 
-def price(name: str, step: Work) -> float:
-    return float(cost_models.find(name).cost(step))
+DISTSERVE, FIGURE_12 = "distserve:opt-13b:1", "opt-13b-a100-40gb"
+# Prompts of 300 and 400 tokens; sequences that decode at 500; both at once.
+READ = work(num_prompt_rows=700, prompt_context=700)._replace(
+    prompt_squares=jnp.float32(300**2 + 400**2)
+)
+FEW = work(num_decodes=94, decode_context=94 * 500)
+MANY = work(num_decodes=95, decode_context=95 * 500)
+MIXED = work(
+    num_decodes=30, decode_context=13_740, num_prompt_rows=161, prompt_context=161
+)
 
 
-def test_published_fits_price_steps_as_printed() -> None:
-    name = "distserve:opt-13b:1"
-    read = work(num_prompt_rows=700, prompt_context=700)._replace(
-        prompt_squares=jnp.float32(300**2 + 400**2)
-    )
-    expected = 22.05 + 0.1405 * 700 + 8.08e-6 * 250_000
-    np.testing.assert_allclose(price(name, read), expected * 1e-3, rtol=1e-6)
-    few = work(num_decodes=94, decode_context=94 * 500)
-    expected = 23.48 + 5.93e-4 * 47_000 + 0.0607 * 94
-    np.testing.assert_allclose(price(name, few), expected * 1e-3, rtol=1e-6)
-    many = work(num_decodes=95, decode_context=47_500)
-    expected = 20.21 + 4.91e-4 * 47_500 + 0.120 * 95
-    np.testing.assert_allclose(price(name, many), expected * 1e-3, rtol=1e-6)
-    assert price(name, work()) == 0
-
-
-def test_a_mixed_step_of_figure_12_pays_the_constant_once() -> None:
-    step = work(
-        num_decodes=30,
-        decode_context=13_740,
-        num_prompt_rows=161,
-        prompt_context=161,
-    )
-    expected = 1.31 * (23.475 + 5.93e-4 * 13_901 + 0.0607 * 30 + 0.1405 * 161)
-    np.testing.assert_allclose(
-        price("opt-13b-a100-40gb", step), expected * 1e-3, rtol=1e-6
-    )
+@pytest.mark.parametrize(
+    ("name", "step", "milliseconds"),
+    [
+        (DISTSERVE, READ, 22.05 + 0.1405 * 700 + 8.08e-6 * 250_000),
+        (DISTSERVE, FEW, 23.48 + 5.93e-4 * 47_000 + 0.0607 * 94),
+        (DISTSERVE, MANY, 20.21 + 4.91e-4 * 47_500 + 0.120 * 95),
+        (DISTSERVE, work(), 0),
+        # A step of both pays the constant once.
+        (
+            FIGURE_12,
+            MIXED,
+            1.31 * (23.475 + 5.93e-4 * 13_901 + 0.0607 * 30 + 0.1405 * 161),
+        ),
+    ],
+)
+def test_published_fits_price_steps_as_printed(
+    name: str, step: Work, milliseconds: float
+) -> None:
+    price_s = float(cost_models.find(name).cost(step))
+    np.testing.assert_allclose(price_s, milliseconds * 1e-3, rtol=1e-6)
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "mixtral-8x7b"])
@@ -61,8 +62,6 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
         num_devices=2,
         compute_share=0.5,
         overhead_s=0.002,
-        copy_s=0.25,
-        swap_s=0.5,
     )
     step = work(
         num_decodes=2,
@@ -76,7 +75,8 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
     apart = steps.work(found.cost.step, new, past, jnp.int32(3))
     np.testing.assert_allclose(found.cost(step), apart.time_s, rtol=1e-6)
     moves = step._replace(num_copied=jnp.int32(1), num_swapped=jnp.int32(2))
-    np.testing.assert_allclose(found.cost(moves), apart.time_s + 1.25, rtol=1e-6)
+    cost = found.cost._replace(copy_s=jnp.float32(0.25), swap_s=jnp.float32(0.5))
+    np.testing.assert_allclose(cost(moves), apart.time_s + 1.25, rtol=1e-6)
 
 
 def test_a_measured_run_gives_back_its_own_times() -> None:

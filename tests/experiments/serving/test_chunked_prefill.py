@@ -108,9 +108,7 @@ def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
 
 
 @pytest.mark.thorough
-def test_the_tail_is_a_step_that_fills_the_budget(
-    result: Result,
-) -> None:
+def test_the_tail_is_a_step_that_fills_the_budget(result: Result) -> None:
     # Alone, without those few who decode beside it.
     yi, budgets = settings.MODELS["Yi-34B"], (256, 2048)
     full_s = [settings.prompt_s(yi, budget) for budget in budgets]

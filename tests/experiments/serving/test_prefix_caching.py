@@ -6,17 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.cli import main
 from experiments.serving.prefix_caching import experiment, serving, workloads
 from experiments.serving.prefix_caching.serving import Server
 from tests.support import smoke, traces
+from tests.support.commands import Command, assert_refused
 from tests.support.impatience import Impatient
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    """The run folder of a small run, with a small recording."""
-    return smoke.run("prefix_caching").folder
 
 
 @pytest.fixture(scope="module")
@@ -179,23 +173,17 @@ def test_made_up_prompts_are_prefixes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--trace", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        (["--shares", "0.5", "1.0"], "shares"),
-        (["--window", "0"], "window=0 must be at least 1"),
-        (["--num-users", "0", "--num-tasks", "0"], "leave no prompts"),
+        ("--trace nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("--shares 0.5 1.0", "shares"),
+        ("--window 0", "window=0 must be at least 1"),
+        ("--num-users 0 --num-tasks 0", "leave no prompts"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
-    arguments: list[str],
-    line: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str, line: str, jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(workloads.DATA, raising=False)
-    args = ["run", "prefix_caching", "smoke", "--out", str(tmp_path / "run")]
-    assert main.main([*args, *arguments]) == 2
-    assert line in capsys.readouterr().err
+    assert_refused(jaxkv, f"run prefix_caching smoke --out run {arguments}", line)
 
 
 def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:

@@ -66,9 +66,7 @@ def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
     assert verdict(False, -0.05) == "holds"
 
 
-def test_counting_pays_half_a_nat_for_each_parameter(
-    result: experiment.Result,
-) -> None:
+def test_counting_pays_half_a_nat_for_each_parameter(result: experiment.Result) -> None:
     counts = result.counts
     assert counts.num_free == 15
     assert counts.slope == pytest.approx(-1, abs=0.03)

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("fast_compile")
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)]
+    "name",
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "mistral"))],
 )
 def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
     run = serve(name, ROOMY)

@@ -38,21 +38,19 @@ def compilations() -> Generator[list[str]]:
         monitoring.unregister_event_duration_listener(listen)
 
 
-BOUNDS = jaxkv.EngineConfig(
+BOUNDS = dataclasses.replace(
+    engines.TIGHT,
     num_pages=17,
-    page_size=4,
     max_slots=3,
-    max_length=MODEL.max_positions,
     max_sequences=9,
     queue_capacity=5,
     token_budget=10,
     max_logit_rows=5,
-    max_logprobs=2,
-    max_stop_tokens=2,
     submit_width=4,
     steps_per_call=8,
     prefix_cache=True,
     max_swap_pages=24,
+    debug=False,
 )
 
 

@@ -17,7 +17,6 @@ from jaxkv.engine.state import (
     RUNNING,
     WAITING,
     EngineState,
-    init,
 )
 from jaxkv.engine.step import run_steps
 from jaxkv.models import paged
@@ -32,14 +31,6 @@ from tests.support.engines import FCFS, MODEL, ROOMY, TIGHT, Ask, Run, greedy, r
 def served(chunk_size: int | None = None, watermark: int = 0) -> Run:
     policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
     return engines.serve(singles(), TIGHT, policy)
-
-
-def submitted(*asks: Ask) -> EngineState:
-    """An engine in which the requests wait."""
-    requests = engines.requests_of(asks, TIGHT)
-    state, taken = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
-    assert np.asarray(taken)[: len(asks)].all()
-    return state
 
 
 POLICIES = [(None, 0), (1, 0), (5, 3)]
@@ -165,7 +156,7 @@ def test_nobody_is_admitted_before_arrival() -> None:
         greedy(2, [4, 5, 6], 2, arrival_s=1.500001),
         greedy(3, [4], 2, arrival_s=3000.25),
     ]
-    state = submitted(*asks)
+    state = engines.submitted(asks, TIGHT)
     seen, stamps = [], (0.0, 1.499999, 1.5, 1.500001, 2999.75, 3001.0)
     for seconds in stamps:
         state, info = run_on(state, seconds)
@@ -227,16 +218,6 @@ def test_static_batching() -> None:
     assert num_batches == 8
 
 
-@pytest.mark.thorough
-def test_static_batching_waits_for_the_next_batch_to_arrive() -> None:
-    config = ROOMY
-    asks = [greedy(1, [5], 3), greedy(2, [6], 9), greedy(3, [7], 3, arrival_s=0.1)]
-    run = engines.serve(asks, config, static_batching.static(), step_s=0.2)
-    first = np.flatnonzero((run.info.request_id == 3).any(axis=1))[0]
-    assert first == 9  # the second one ends in step 8, and held the batch open
-    assert not (run.info.num_rows[:9] > 0)[:, 2:].any()
-
-
 def statuses(state: EngineState) -> dict[int, tuple[int, int]]:
     s = state.sequences
     rows = np.flatnonzero(np.asarray(s.status) != EMPTY)
@@ -248,7 +229,7 @@ def statuses(state: EngineState) -> dict[int, tuple[int, int]]:
 def test_cancel_wherever_the_request_is() -> None:
     asks = [greedy(1, [3] * 30, 30), greedy(2, [4] * 20, 30), greedy(3, [5], 1)]
     asks += [greedy(4, [6] * 50, 3), greedy(5, [7] * 9, 4), greedy(6, [8] * 9, 4)]
-    state, _ = run_on(submitted(*asks), calls=2)
+    state, _ = run_on(engines.submitted(asks, TIGHT), calls=2)
     running, waiting = (RUNNING, 0), (WAITING, 0)
     assert statuses(state)[1] == statuses(state)[2] == running
     assert statuses(state)[5] == statuses(state)[6] == waiting
@@ -285,7 +266,7 @@ def test_cancel_wherever_the_request_is() -> None:
 
 def test_cancel_a_preempted_request() -> None:
     asks = [greedy(1, [3] * 20, 40), greedy(2, [4] * 20, 40)]
-    state = submitted(*asks)
+    state = engines.submitted(asks, TIGHT)
     for _ in range(30):
         state, info = run_on(state)
         if info.num_preempted.any():
@@ -413,7 +394,7 @@ class Hoarder(NamedTuple):
 @pytest.mark.slow
 def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
     asks = [greedy(1, [3] * 5, 4), greedy(2, [3] * 5, 4)]
-    state = submitted(*asks)
+    state = engines.submitted(asks, TIGHT)
     state, info = engines.run_steps(
         *(engines.params(), state, from_seconds(0.0)),
         config=TIGHT,
@@ -447,7 +428,7 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     alone = []
     for seed in range(8):
         asks = engines.random_asks(np.random.default_rng(seed), 8, scores=True)
-        alone.append(submitted(*asks))
+        alone.append(engines.submitted(asks, TIGHT))
     together = jax.tree.map(lambda *x: jnp.stack(x), *alone)
     run_together = jax.jit(
         jax.vmap(functools.partial(run_steps, **fixed), in_axes=(None, 0, None)),
@@ -465,28 +446,3 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
             one = jax.tree.map(lambda x: x[index], (together, infos))  # noqa: B023
             jax.tree.map(assert_close, (alone[index], info), one)
     assert num_preempted > 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(num_pages=0), "num_pages=0 must be at least 1"),
-        (dict(max_slots=0), "max_slots=0 must be at least 1"),
-        (dict(max_length=1), "self.max_length=1 must be at least 2"),
-        (dict(token_budget=3), "self.token_budget=3 must be at least self.max_slots=8"),
-        (dict(max_logit_rows=3), "self.max_logit_rows=3 must be 0 or at least"),
-        (dict(max_logprobs=-1), "max_logprobs=-1 must be at least 0"),
-        (dict(emit_width=2), "self.emit_width=2 must be 1"),
-        (dict(seed=-1), "self.seed=-1 must be in"),
-    ],
-)
-def test_bounds_out_of_range_are_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TIGHT, **fields)
-
-
-@pytest.mark.parametrize("field", ["num_pages", "page_size"])
-def test_pages_of_another_size_are_refused(field: str) -> None:
-    other = dataclasses.replace(TIGHT, **{field: 5})
-    with pytest.raises(ValueError, match=f"must be config.{field}=5"):
-        init(other, paged.make_pages(MODEL, TIGHT))

@@ -80,21 +80,6 @@ def test_whoever_gave_way_reads_what_all_have_in_common_once() -> None:
 
 
 @pytest.mark.thorough
-def test_equal_answers_stay_shared_through_a_preemption() -> None:
-    prompt = list(range(10))
-    greedy = Sampling.greedy(n=3, max_tokens=14, ignore_eos=True)
-    asks = [Ask(0, prompt, greedy), Ask(1, prompt, greedy)]
-    config = dataclasses.replace(TIGHT, num_pages=21)
-    run = engines.serve(asks, config)
-    engines.assert_equal_plain(run, asks, config)
-    gone = run.info.num_preempted.sum() // 3
-    assert gone >= 1
-    # All that three equal answers know is read by one of them.
-    others = [run.outcomes[1, sample].num_recomputed for sample in (1, 2)]
-    assert others == [0, 0]
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("gone", [(0,), (1,), (0, 1), (1, 2), (0, 2)])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_who_leaves_while_one_reads_for_all_leaves_them_reading(

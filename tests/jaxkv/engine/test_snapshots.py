@@ -21,29 +21,23 @@ import jaxkv
 from jaxkv import clock
 from jaxkv.engine import snapshots, step
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.memory.kv_pages import Pages
 from jaxkv.models import paged
-from jaxkv.models.config import ModelConfig
 from jaxkv.scheduling import fcfs, interface, static_batching
 from tests.support import engines
+from tests.support.engine_programs import pages_of
 from tests.support.engines import MODEL, Ask
 from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 # Too few pages for all, so that somebody always waits and some give way.
-CONFIG = EngineConfig(
-    num_pages=16,
-    page_size=4,
+CONFIG = dataclasses.replace(
+    engines.TIGHT,
     max_slots=4,
-    max_length=64,
     max_sequences=24,
-    queue_capacity=12,
-    token_budget=12,
-    max_stop_tokens=3,
     submit_width=24,
-    steps_per_call=4,
-    debug=True,
+    max_logit_rows=0,
+    max_logprobs=0,
 )
 REPRODUCIBLE = dataclasses.replace(CONFIG, numerics="reproducible")
 FCFS = fcfs.fcfs()
@@ -66,13 +60,6 @@ class Rest(NamedTuple):
     @property
     def tokens(self) -> dict[Any, list[int]]:
         return {name: outcome.tokens for name, outcome in self.outcomes.items()}
-
-
-def pages_of(
-    config: EngineConfig, model: ModelConfig = MODEL, dtype: str = "float32"
-) -> Pages:
-    """The shapes of the pages, as someone has them who has no state yet."""
-    return jax.eval_shape(lambda: paged.make_pages(model, config, dtype=dtype))
 
 
 def go_on(
@@ -106,17 +93,9 @@ def asks() -> tuple[Ask, ...]:
     return tuple(engines.random_asks(rng, 10, max_prompt=20, max_answer=24, max_n=3))
 
 
-def waiting(config: EngineConfig) -> EngineState:
-    """An engine that was given its requests and has not begun."""
-    requests = engines.requests_of(asks(), config)
-    state, taken = engines.submit(engines.start(config), requests, config=config)
-    assert np.asarray(taken)[: len(engines.names_of(asks()))].all()
-    return state
-
-
 def busy(config: EngineConfig) -> EngineState:
     """An engine in the middle of it: some run, some wait, someone has given way."""
-    rest = go_on(waiting(config), config, num_calls=3)
+    rest = go_on(engines.submitted(asks(), config), config, num_calls=3)
     assert (np.asarray(rest.state.slots.sequence) >= 0).sum() > 1
     assert int(rest.state.queue.length) > 0
     assert sum(int(info.num_preempted.sum()) for info in rest.infos) > 0
@@ -138,7 +117,7 @@ def main(folder: str, numerics: Any) -> None:
     """What the other process does with what it finds in a folder."""
     config = dataclasses.replace(CONFIG, numerics=numerics)
     there = Path(folder)
-    state = jaxkv.load_state(there / "busy", config, pages_of(config))
+    state = jaxkv.load_state(there / "busy", config, pages_of(MODEL, config))
     rest = go_on(state, config)
     jaxkv.save_state(there / "end", rest.state, config)
     (there / "tokens.json").write_text(json.dumps(named(rest)))
@@ -168,7 +147,7 @@ t.main(*sys.argv[1:])
     )
     assert json.loads((tmp_path / "tokens.json").read_text()) == named(rest)
     assert rest.tokens
-    end = jaxkv.load_state(tmp_path / "end", config, pages_of(config))
+    end = jaxkv.load_state(tmp_path / "end", config, pages_of(MODEL, config))
     engines.assert_empty(end)
     assert raw(end) == raw(rest.state)
 
@@ -177,7 +156,7 @@ t.main(*sys.argv[1:])
 def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     start = busy(REPRODUCIBLE)
     folder = jaxkv.save_state(tmp_path / "state", start, REPRODUCIBLE)
-    state = jaxkv.load_state(folder, REPRODUCIBLE, pages_of(REPRODUCIBLE))
+    state = jaxkv.load_state(folder, REPRODUCIBLE, pages_of(MODEL, REPRODUCIBLE))
     rules = [
         FCFS,
         fcfs.fcfs(chunk_size=3),
@@ -202,18 +181,18 @@ def test_a_rewound_state_replays_itself(tmp_path: Path) -> None:
     folder = jaxkv.save_state(tmp_path / "state", state, CONFIG)
     first = go_on(state, CONFIG, num_calls=3)
     for _ in range(2):
-        again = jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))
+        again = jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))
         replay = go_on(again, CONFIG, num_calls=3)
         assert raw(replay.state) == raw(first.state)
         assert raw(replay.infos) == raw(first.infos)
 
 
 def test_a_loaded_state_needs_no_program_of_its_own(tmp_path: Path) -> None:
-    state = waiting(CONFIG)
+    state = engines.submitted(asks(), CONFIG)
     folder = jaxkv.save_state(tmp_path / "state", state, CONFIG)
     go_on(go_on(state, CONFIG, num_calls=1).state, CONFIG, num_calls=1)
     num_programs = run_steps._cache_size()
-    loaded = jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))
+    loaded = jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))
     go_on(loaded, CONFIG, num_calls=1)
     assert run_steps._cache_size() == num_programs
 
@@ -233,7 +212,7 @@ def test_every_bit_of_every_type_comes_back(dtype: str, tmp_path: Path) -> None:
     v = jnp.asarray(-np.zeros(shape, kind))
     state = state._replace(pages=state.pages._replace(k=k, v=v))
     folder = jaxkv.save_state(tmp_path / "state", state, CONFIG)
-    loaded = jaxkv.load_state(folder, CONFIG, pages_of(CONFIG, dtype=dtype))
+    loaded = jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG, dtype=dtype))
     assert raw(loaded) == raw(state)
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
     assert loaded.sequences.top_ids.size == 0
@@ -248,7 +227,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(folder: Path, config: EngineConfig = CONFIG, pages: Any = None) -> str:
     """What is said of a snapshot that is not taken, in one line."""
-    pages = pages_of(config) if pages is None else pages
+    pages = pages_of(MODEL, config) if pages is None else pages
     with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
         jaxkv.load_state(folder, config, pages)
     message = str(caught.value)
@@ -271,14 +250,14 @@ def test_another_configuration_is_refused_by_name(saved: Path) -> None:
 
 def test_another_model_is_refused_by_its_pages(saved: Path) -> None:
     other = dataclasses.replace(MODEL, num_layers=3)
-    assert refusal(saved, pages=pages_of(CONFIG, other)) == (
+    assert refusal(saved, pages=pages_of(other, CONFIG)) == (
         f"{saved}: holds other arrays: "
         "pages.k is float32[2, 16, 2, 4, 8] in the snapshot, "
         "float32[3, 16, 2, 4, 8] asked; "
         "pages.v is float32[2, 16, 2, 4, 8] in the snapshot, "
         "float32[3, 16, 2, 4, 8] asked"
     )
-    assert "bfloat16" in refusal(saved, pages=pages_of(CONFIG, dtype="bfloat16"))
+    assert "bfloat16" in refusal(saved, pages=pages_of(MODEL, CONFIG, dtype="bfloat16"))
 
 
 def copied(saved: Path, tmp_path: Path) -> Path:
@@ -328,7 +307,7 @@ def test_every_damaged_file_is_found(saved: Path, tmp_path: Path) -> None:
         path.unlink()
         assert f"{path}: is missing" in refusal(folder)
         path.write_bytes(whole)
-    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(
+    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(
         engines.start(CONFIG)
     )
 
@@ -371,19 +350,19 @@ def test_a_full_disk_is_told_in_one_line(
     assert capfd.readouterr() == ("", "")
     assert not caplog.records
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(state)
+    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(state)
 
 
 def test_what_is_there_is_replaced_only_when_told(tmp_path: Path) -> None:
-    state, later = engines.start(CONFIG), waiting(CONFIG)
+    state, later = engines.start(CONFIG), engines.submitted(asks(), CONFIG)
     folder = tmp_path / "state"
     folder.mkdir()  # An empty folder is nobody's.
     jaxkv.save_state(folder, state, CONFIG)
     with pytest.raises(ValueError, match="is there already; say overwrite"):
         jaxkv.save_state(folder, later, CONFIG)
-    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(state)
+    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(state)
     jaxkv.save_state(folder, later, CONFIG, overwrite=True)
-    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(later)
+    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(later)
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
@@ -403,6 +382,7 @@ def test_an_interrupted_call_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, folder = engines.start(CONFIG), tmp_path / "state"
+    later = engines.submitted(asks(), CONFIG)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -416,16 +396,16 @@ def test_an_interrupted_call_leaves_what_was_there(
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "_digests", fail)
         with pytest.raises(KeyboardInterrupt):
-            jaxkv.save_state(folder, waiting(CONFIG), CONFIG, overwrite=True)
+            jaxkv.save_state(folder, later, CONFIG, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(CONFIG))) == raw(state)
+    assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(state)
 
 
 def test_pages_with_the_host_are_not_left_out(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, max_swap_pages=4)
     state = engines.start(config)
     saved = jaxkv.save_state(tmp_path / "state", state, config)
-    assert raw(jaxkv.load_state(saved, config, pages_of(config))) == raw(state)
+    assert raw(jaxkv.load_state(saved, config, pages_of(MODEL, config))) == raw(state)
     assert state.staging is not None
     away = state.staging.on_host.at[1].set(True)
     state = state._replace(staging=state.staging._replace(on_host=away))

@@ -13,7 +13,6 @@ import pytest
 from jaxkv import clock
 from jaxkv.engine import step
 from jaxkv.engine.state import WAITING, EngineConfig, EngineState
-from jaxkv.memory import kv_pages
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
@@ -114,25 +113,6 @@ def steps(
         yield jax.tree.map(jnp.copy, state), info
 
 
-def contents(state: EngineState) -> dict[int, np.ndarray]:
-    """K and V of every running sequence."""
-    found = {}
-    for slot in np.flatnonzero(np.asarray(state.slots.sequence) >= 0):
-        ids = state.table.page_ids[slot][None]
-        length = int(state.table.length[slot])
-        pages = [kv_pages.gather(state.pages, layer, ids) for layer in range(2)]
-        both = np.stack([np.stack([np.asarray(x)[0] for x in each]) for each in pages])
-        found[int(state.slots.sequence[slot])] = both[:, :, :length]
-    return found
-
-
-def submitted(asks: Any, config: EngineConfig) -> EngineState:
-    requests = engines.requests_of(asks, config)
-    state, taken = engines.submit(engines.start(config), requests, config=config)
-    assert np.asarray(taken)[: len(asks)].all()
-    return state
-
-
 def crowd(num: int = 5, **fields: Any) -> list[Ask]:
     """Requests that are admitted at once and soon want more pages than there are."""
     rng = np.random.default_rng(4)
@@ -142,39 +122,12 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
     ]
 
 
-@pytest.mark.thorough
-def test_pages_come_back_bit_for_bit_and_elsewhere() -> None:
-    state = start = submitted(crowd(), SWAP)
-    policy = fcfs(preemption="swap")
-    before, lost, moved = contents(state), {}, 0
-    ids, seen = {}, 0
-    for state, _ in steps(start, SWAP, policy, 60):
-        now = contents(state)
-        for row in before.keys() - now.keys():
-            if state.sequences.status[row] == WAITING:
-                lost[row] = before[row], ids[row]
-        for row in now.keys() & lost.keys():
-            old, old_ids = lost.pop(row)
-            np.testing.assert_array_equal(now[row], old)
-            slot = int(np.flatnonzero(np.asarray(state.slots.sequence) == row)[0])
-            moved += state.table.page_ids[slot].tolist() != old_ids
-            seen += 1
-        before = now
-        ids = {
-            int(row): state.table.page_ids[slot].tolist()
-            for slot, row in enumerate(state.slots.sequence)
-        }
-    assert seen > 2
-    assert moved > 0
-    engines.assert_empty(state)
-
-
 @pytest.mark.parametrize("hold_new", [True, False])
 def test_nobody_new_comes_in_until_all_who_gave_way_are_done(hold_new: bool) -> None:
     # The last one is so small that there is nearly always room for it.
     asks = [*crowd(7), greedy(9, [1], 2, ignore_eos=True)]
     asks = [each._replace(request_id=i) for i, each in enumerate(asks)]
-    state = start = submitted(asks, SWAP)
+    state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap", hold_new=hold_new)
     owed, overtaken, seen = set(), 0, set()
     for state, info in steps(start, SWAP, policy, 120):
@@ -210,7 +163,7 @@ def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
         each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
         for each in crowd(4)
     ]
-    state = start = submitted(asks, SWAP)
+    state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap")
     space = host_swap.HostSpace(24)
     state = next(

@@ -1,4 +1,4 @@
-"""Copy-on-write: slots that share pages and write to them keep their own tokens."""
+"""Copy-on-write: slots that share pages keep their own tokens, in any random walk."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -24,9 +24,13 @@ from jaxkv.memory.page_table import Table
 from jaxkv.memory.swap_buffer import Staging
 from jaxkv.serving import host_swap
 from tests.support.oracle import Oracle
-from tests.support.trees import assert_same, ints
+from tests.support.trees import assert_maps, assert_same, ints
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
 
 SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
+MAX_NEW = 5
+"""Pages that a slot gets at once."""
 GROUPS = (0, 0, 0, 3, 3, 5)
 """Slots 0 to 2 are sequences of one request, 3 and 4 of another, 5 runs alone."""
 
@@ -159,7 +163,7 @@ def write(
     page_size = state.pages.page_size
     pool, table = page_table.drop(state.pool, state.table, drop)
     pool, table, copies, enough = page_table.reserve(
-        *(pool, table, places, num_rows), page_size=page_size, max_new_pages=WIDTH
+        *(pool, table, places, num_rows), page_size=page_size, max_new_pages=MAX_NEW
     )
     num_rows = jnp.where(enough, num_rows, 0)
     shared = invariants.shared_writes(pool, table, num_rows, page_size=page_size)
@@ -275,6 +279,7 @@ class Walk:
         self.pinned: list[int] = []
         self.num_written = self.num_copies = self.refused = self.num_swaps = 0
         self.kept: dict[int, tuple[np.ndarray, Any]] = {}
+        self.calls: dict[str, list[tuple]] = {verb: [] for verb in run}
 
     def step(self) -> None:
         verbs = ["write"] * 8 + ["fork"] * 3
@@ -285,7 +290,9 @@ class Walk:
         self.check(verb)
 
     def do(self, verb: str, *arguments: Any) -> Any:
-        self.state, answer = self.run[verb](self.state, *arguments)
+        call = self.state, *arguments
+        self.calls[verb] = [*self.calls[verb][-3:], call]
+        self.state, answer = self.run[verb](*call)
         return answer
 
     def write(self) -> None:
@@ -298,6 +305,7 @@ class Walk:
         num_rows = np.minimum(num_rows, WIDTH * self.size - length)
         ahead = rng.integers(0, 3, SLOTS) * (rng.random(SLOTS) < 0.2)
         places = np.minimum(length + num_rows + ahead, WIDTH * self.size)
+        places[rng.random(SLOTS) < 0.01] = WIDTH * self.size + 1  # no row holds that
         places = np.where(num_rows > 0, places, 0)
         tokens = np.zeros((SLOTS, MOST), np.int32)
         tokens[:] = self.num_written + np.arange(tokens.size).reshape(tokens.shape)
@@ -308,7 +316,7 @@ class Walk:
         )
         assert not shared, "i3"
         oracle.drop(drop.tolist())
-        found = oracle.reserve(places.tolist(), WIDTH, num_rows.tolist())
+        found = oracle.reserve(places.tolist(), MAX_NEW, num_rows.tolist())
         assert bool(enough) == (found is not None), "served"
         if found is None:
             self.refused += 1
@@ -349,8 +357,9 @@ class Walk:
         self.oracle.drop(mask.tolist())
 
     def truncate(self) -> None:
-        self.do("truncate", ints(*self.oracle.length))
-        self.oracle.truncate(self.oracle.length)
+        places = self.rng.integers(0, WIDTH * self.size + 1, SLOTS)
+        self.do("truncate", ints(*places))
+        self.oracle.truncate(places.tolist())
 
     def pin(self) -> None:
         """A cache that holds pages with tokens, even some that are not full."""
@@ -447,10 +456,13 @@ class Walk:
         assert np.array_equal(self.state.staging.owner, owner), (verb, "buffer")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "page_size", "steps"),
-    [(0, 4, 1500), (1, 1, 300), (2, 16, 300)],
+    [
+        (0, 4, 2000),
+        pytest.param(1, 1, 300, marks=pytest.mark.thorough),
+        pytest.param(2, 16, 300, marks=pytest.mark.thorough),
+    ],
 )
 def test_every_slot_keeps_its_own_tokens(seed, page_size: int, steps: int) -> None:
     walk = Walk(seed, page_size, sound_programs(page_size))
@@ -460,6 +472,16 @@ def test_every_slot_keeps_its_own_tokens(seed, page_size: int, steps: int) -> No
     assert page_size == 1 or walk.num_copies > steps // 40
     assert page_size == 16 or walk.refused > steps // 50
     assert walk.num_swaps > steps // 100
+
+
+@pytest.mark.thorough
+def test_vmap_equals_single_runs() -> None:
+    run = sound_programs(4)
+    walk = Walk(7, 4, run)
+    for _ in range(200):
+        walk.step()
+    for verb in run.keys() - {"host", "look"}:
+        assert_maps(run[verb], walk.calls[verb], run[verb])
 
 
 @pytest.mark.slow

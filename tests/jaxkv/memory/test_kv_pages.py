@@ -1,7 +1,5 @@
 """Pages: writing against a twin in numpy, and sentinels."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +8,12 @@ import pytest
 from jaxkv.memory import kv_pages
 from jaxkv.memory.kv_pages import Pages, Rows
 from jaxkv.memory.page_pool import NO_PAGE
-from tests.support.trees import assert_maps, ints
+from tests.support.trees import ints
 
 LAYERS, NUM_PAGES, KV_HEADS, HEAD_DIM, SLOTS = 3, 20, 2, 4, 5
 
 
-write, gather = jax.jit(kv_pages.write), jax.jit(kv_pages.gather)
+write = jax.jit(kv_pages.write)
 
 
 def make_pages(page_size: int, dtype: str = "float32") -> Pages:
@@ -122,24 +120,6 @@ def test_values_are_cast_to_the_type_of_the_pages() -> None:
     assert (after.k[0, 2, :, 0] == 1).all()
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_gather_returns_what_was_written_in_token_order(page_size: int) -> None:
-    rng = np.random.default_rng(page_size)
-    page_ids = jnp.asarray(rng.permutation(NUM_PAGES)[:6].reshape(2, 3), jnp.int32)
-    page_ids = page_ids.at[1, 2].set(NO_PAGE)
-    tokens = 3 * page_size
-    new = rng.normal(size=(2, 2, tokens, KV_HEADS, HEAD_DIM)).astype(np.float32)
-    pages = make_pages(page_size)
-    for slot in range(2):
-        order = rng.permutation(tokens)
-        rows = make_rows(ints(*order), jnp.full(tokens, slot, jnp.int32), page_ids)
-        k, v = jnp.asarray(new[:, slot][:, order])
-        pages = write(pages, 2, k, v, rows)
-    new[:, 1, 2 * page_size :] = 0
-    found = gather(pages, jnp.int32(2), page_ids)
-    np.testing.assert_array_equal(found, new)
-
-
 def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
     pages = make_pages(4)
     page_ids = ints(0, 19, NO_PAGE, NUM_PAGES, 5)
@@ -153,29 +133,6 @@ def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
         np.testing.assert_array_equal(
             view.v[ids[mapped]], pages.v[layer, page_ids[mapped]]
         )
-
-
-def test_vmap_equals_single_runs() -> None:
-    runs = []
-    for seed in range(4):
-        rows, new = draw(seed, 4, one_each=False)
-        pages = jax.tree.map(lambda leaf, n=seed: leaf + n, make_pages(4))
-        runs.append((pages, jnp.int32(seed % LAYERS), new["k"], new["v"], rows))
-    assert_maps(kv_pages.write, runs, write)
-
-
-@pytest.mark.parametrize(
-    "name", ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"]
-)
-def test_sizes_below_one_are_refused(name: str) -> None:
-    sizes: dict[str, Any] = dict.fromkeys(
-        ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 1
-    )
-    with pytest.raises(ValueError, match="dtype='int32' must be a floating type"):
-        kv_pages.make_pages(**sizes, dtype="int32")
-    sizes[name] = 0
-    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        kv_pages.make_pages(**sizes, dtype="float32")
 
 
 def test_rows_without_slots_must_be_as_many_as_slots() -> None:

@@ -280,18 +280,6 @@ def test_evicting_none_and_forgetting_all() -> None:
     assert run.lookup(after, (NO_PAGE, 10, 0), (NO_PAGE, 10, 7)) == [NO_PAGE, 4]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: prefix_cache.make_prefixes(0, 1), "num_pages=0 must be at least 1"),
-        (lambda: prefix_cache.make_prefixes(1, 0), "page_size=0 must be at least 1"),
-    ],
-)
-def test_misuse_of_sizes_is_an_error(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_a_hash_tells_places_and_pages_apart() -> None:
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 50_000, (20_000, 4)), jnp.int32)

@@ -11,10 +11,8 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.memory import kv_pages
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import Experts, ModelConfig
-from jaxkv.models.paged import PagedForward
 from scaling.training import dense_forward
 from tests.support import engines
 from tests.support.folders import GOLDEN
@@ -84,41 +82,6 @@ TINY = ModelConfig(
 )
 
 
-def test_equal_configs_are_the_same_static_argument() -> None:
-    same = PagedForward(ModelConfig(**vars(TINY)), "fast")
-    assert same == PagedForward(TINY)
-    assert hash(same) == hash(PagedForward(TINY))
-    assert same != PagedForward(TINY, "reproducible")
-    zero: Any = np.zeros(1, np.int32)
-    rows = kv_pages.Rows(zero, zero, None, zero[None], zero)
-    before = feed_fast_to_compile._cache_size()
-    for forward in (PagedForward(TINY), same):
-        pages = kv_pages.make_pages(
-            num_layers=1,
-            num_pages=1,
-            num_kv_heads=1,
-            page_size=4,
-            head_dim=4,
-            dtype="float32",
-        )
-        feed_fast_to_compile(engines.params(TINY), pages, rows, forward=forward)
-    assert feed_fast_to_compile._cache_size() == before + 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(num_layers=0), "num_layers=0 must be at least 1"),
-        (dict(num_kv_heads=3), "num_q_heads=2 must be a multiple of"),
-        (dict(head_dim=3), "head_dim=3 must be even"),
-        (dict(window=0), "window=0 must be at least 1"),
-    ],
-)
-def test_impossible_shapes_are_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(**vars(TINY) | fields)
-
-
 EXPERTS = Experts(num_experts=3, top_k=2, size=8, shared_size=8)
 
 
@@ -167,19 +130,6 @@ def test_half_precision_weights_give_float32_logits() -> None:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     expected = engines.full_logits(wide, tokens, config=TINY)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
-
-
-def test_keys_outside_the_window_change_nothing() -> None:
-    config = dataclasses.replace(TINY, window=3)
-    params = engines.params(config)
-    tokens = np.arange(10, dtype=np.int32)[None]
-    changed = tokens.copy()
-    changed[0, 4] = 0
-    a = engines.full_logits(params, tokens, config=config)
-    b = engines.full_logits(params, changed, config=config)
-    # One layer, so place 4 reaches places 4, 5 and 6.
-    differs = np.asarray(jnp.any(a != b, axis=2))[0]
-    assert np.flatnonzero(differs).tolist() == [4, 5, 6]
 
 
 # Longer than the model's positions

@@ -1,4 +1,4 @@
-"""Beams: by hand, against brute force, a textbook in Python, and transformers."""
+"""Beams: by hand, against brute force, and a textbook in Python."""
 
 import functools
 import itertools
@@ -10,14 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import decoding
-from jaxkv.memory import invariants, page_sharing
-from jaxkv.models import checkpoints, paged
-from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import beam_search
 from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, Beams, Params
-from tests.support import engines
-from tests.support.searches import EXPECTED, GOLDEN, LIMIT, NUM_BEAMS
 
 RULES = (ESTIMATE, FULL, NEVER)
 
@@ -297,77 +291,3 @@ def test_a_history_may_begin_with_the_prompt() -> None:
         tokens = tokens.at[:, place].set(token)
     rows = finalize(group, tokens, parents, jnp.asarray(3, jnp.int32))
     assert rows.tolist() == [[*prompt, 3, -1, -1], [*prompt, 2, 3, -1]]
-
-
-def test_no_beams_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_beams=0 must be at least 1"):
-        beam_search.make_beams(0)
-
-
-@functools.partial(
-    jax.jit, static_argnames="config", compiler_options=engines.FAST_COMPILE
-)
-def search_with_pages(weights, prompt, params: Params, config: ModelConfig):
-    """Searches on the paged cache. Pages of one token are never written while shared.
-
-    Every slot reads the prompt; the first reordering leaves one copy of it.
-    """
-    num = prompt.shape[0]
-    engine = engines.EngineConfig(
-        num_pages=NUM_BEAMS * (num + LIMIT), page_size=1, max_length=num + LIMIT
-    )
-    cache = decoding.init_cache(
-        paged.make_pages(config, engine),
-        max_slots=NUM_BEAMS,
-        max_length=num + LIMIT,
-    )
-    logits = jnp.zeros((NUM_BEAMS, config.vocab_size), jnp.float32)
-    fed = jnp.concatenate([prompt, jnp.full(LIMIT, -1, jnp.int32)])
-
-    def step(carry, prompt_token):
-        group, cache, logits = carry
-        tokens, logprobs = beam_search.choices(logits, max_beams=NUM_BEAMS, max_stops=2)
-        group, parents, tokens = beam_search.step(
-            group, params, tokens, logprobs, prompt_token < 0
-        )
-        pool, table = page_sharing.reorder(cache.pool, cache.table, parents)
-        logits, cache, enough = decoding.decode_step(
-            weights,
-            cache._replace(pool=pool, table=table),
-            jnp.where(prompt_token < 0, tokens, prompt_token),
-            forward=paged.PagedForward(config),
-        )
-        return (group, cache, logits), (tokens, parents, enough)
-
-    carry = (beam_search.make_beams(NUM_BEAMS), cache, logits)
-    (group, cache, _), (tokens, parents, enough) = jax.lax.scan(step, carry, fed)
-    start = jnp.zeros((), jnp.int32)
-    rows = finalize(group, tokens[num:].T, parents[num:].T, start)
-    live = cache.table.length > 0
-    broken = invariants.violations(cache.pool, cache.table, live, page_size=1)
-    return group, rows, jnp.all(enough), broken
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "mistral"))],
-)
-def test_answers_and_scores_of_transformers(name: str) -> None:
-    config, weights, _, _ = checkpoints.load_model(GOLDEN / name)
-    prompt, stops, tokens, scores = (
-        EXPECTED[f"{name}_{part}"] for part in ("prompt", "stops", "tokens", "scores")
-    )
-    assert len(EXPECTED["settings"]) == len(scores) == 27
-    for i, (width, penalty, rule) in enumerate(EXPECTED["settings"].tolist()):
-        params = params_of(int(width), penalty, int(rule), tuple(stops), LIMIT)
-        group, rows, enough, broken = search_with_pages(
-            weights, jnp.asarray(prompt), params, config
-        )
-        assert enough
-        assert not any(broken)
-        assert group.done
-        np.testing.assert_array_equal(rows, tokens[i])
-        np.testing.assert_allclose(
-            group.finished.score, scores[i], rtol=0, atol=1e-4, err_msg=str(params)
-        )

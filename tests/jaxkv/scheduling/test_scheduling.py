@@ -181,15 +181,6 @@ def test_parameters_are_swept_by_vmap() -> None:
             np.testing.assert_array_equal(a, b[index])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [(dict(chunk_size=0), "chunk_size=0 must"), (dict(watermark=-1), "watermark=-1")],
-)
-def test_parameters_out_of_range_are_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fcfs(**fields)
-
-
 def test_static_reserves_the_longest_sequence_for_each_slot() -> None:
     # 17 places are 5 pages each: three of them fit into 16.
     c = counts(waiting=[5, 2, 3, 1], free_pages=16, max_length=17)

@@ -133,10 +133,3 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     assert max(batches[0]) == 3
     steps = [np.count_nonzero(batch) for batch in batches]
     assert steps[0] > 1.1 * steps[1] > 1.2 * steps[2]
-
-
-def test_what_cannot_be_reserved_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_leaves=0 must be at least 1"):
-        contiguous.reservation("max", num_leaves=0, leaves_per_region=2)
-    with pytest.raises(ValueError, match="must be a power of two"):
-        contiguous.reservation("max", num_leaves=4, leaves_per_region=3)

@@ -15,6 +15,7 @@ from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import Members, Served, driver, outcomes, step
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import arrivals, metrics
+from tests.support import simulations
 
 BOUNDS = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
@@ -22,22 +23,15 @@ TOTAL = (40, 30, 25)
 """Requests of each member; the last one's can come only when others have gone."""
 
 
-def workload(seed: int, num: int, clients: int) -> arrivals.Workload:
-    rng = np.random.default_rng(seed)
-    arrival = np.cumsum(rng.exponential(0.05, num))
-    prompt = rng.integers(1, 30, num)
-    prompt[num // 2] = 70  # can never fit
-    return arrivals.Workload(
-        arrival=jnp.asarray(clock.from_seconds(arrival)),
-        prompt=jnp.asarray(prompt, jnp.int32),
-        output=jnp.asarray(rng.integers(1, 30, num), jnp.int32),
-        samples=jnp.ones(num, jnp.int32),
-        clients=jnp.int32(clients),
-    )
+def load(seed: int, num: int, clients: int) -> arrivals.Workload:
+    """Requests of which the middle one can never fit."""
+    made = simulations.workload(seed, num, rate=20.0, longest=29)
+    prompt = made.prompt.at[num // 2].set(70)
+    return made._replace(prompt=prompt, clients=jnp.int32(clients))
 
 
 LOADS = [
-    workload(i, num, clients)
+    load(i, num, clients)
     for i, (num, clients) in enumerate(
         zip(TOTAL, (interface.NO_LIMIT, interface.NO_LIMIT, 2), strict=True)
     )
@@ -182,7 +176,7 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
     )
     with pytest.warns(UserWarning, match=line):
         found = outcomes.read(state, members.workload)
-    for name, values in found._asdict().items():
+    for name, values in vars(found).items():
         np.testing.assert_array_equal(values, getattr(expected, name), name)
     one: Any = jax.tree.map(lambda x: x[2], (state, members.workload))
     np.testing.assert_array_equal(

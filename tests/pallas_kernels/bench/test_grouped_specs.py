@@ -8,24 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import grouped_specs
-from pallas_kernels.bench.grouped_specs import Experts, GroupedSpec
+from pallas_kernels.bench import problems, sets, specs
+from pallas_kernels.bench.specs import Experts, GroupedSpec
 from pallas_kernels.grouped_matmul import api
 
-TINY = grouped_specs.SETS["tiny"][0]
+TINY = next(spec for spec in sets.SETS["tiny"] if spec.kind == "grouped")
 
 
 def test_names_say_all_of_it() -> None:
-    for shapes in grouped_specs.SETS.values():
-        assert len({spec.name for spec in shapes}) == len(set(shapes)) == len(shapes)
-    known = [spec.name for spec in grouped_specs.SETS["real"]]
+    known = [spec.name for spec in sets.SETS["real"]]
     assert "grouped-t32-2of8-4096x14336" in known
     assert "grouped-t64-6of64-1408x2048" in known
     assert TINY.name == "grouped-t9-2of4-24x40-float32"
 
 
 def test_counts_worked_by_hand() -> None:
-    one = GroupedSpec(tokens=1, experts=grouped_specs.MIXTRAL_8X7B)
+    one = GroupedSpec(tokens=1, experts=specs.MIXTRAL_8X7B)
     assert one.bytes == 2 * (2 * 4096 * 14336 + 2 * (4096 + 14336))
     assert one.flops == 2 * 2 * 4096 * 14336
     down = dataclasses.replace(one, direction="down")
@@ -47,7 +45,7 @@ def test_tokens_go_to_different_experts() -> None:
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_the_reference_solves_the_problem(direction: Any) -> None:
     spec = dataclasses.replace(TINY, direction=direction)
-    problem = grouped_specs.make(spec, num_turns=2)
+    problem = problems.make_grouped(spec, num_turns=2)
     for turn in range(2):
         out = api.grouped_matmul(problem.x, problem.w, problem.group_sizes[turn])
         # Its samples are of the first turn.
@@ -60,6 +58,6 @@ def test_the_reference_solves_the_problem(direction: Any) -> None:
 def test_shapes_without_sense_are_refused() -> None:
     make: Any = inspect.unwrap(GroupedSpec)
     with pytest.raises(ValueError, match=r"self\.tokens=0"):
-        make(tokens=0, experts=grouped_specs.TINY)
+        make(tokens=0, experts=specs.TINY_EXPERTS)
     with pytest.raises(ValueError, match=r"self\.experts\.top=5"):
         make(tokens=1, experts=Experts(4, 5, 8, 8))

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import devices
 from pallas_kernels.devices import Target
-from pallas_kernels.grouped_matmul import api, reference
+from pallas_kernels.grouped_matmul import api
 from pallas_kernels.grouped_matmul import blocks as grouped_matmul_blocks
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from tests.support.grouped_cases import (
@@ -126,16 +126,6 @@ def test_a_cpu_takes_memory_for_one_group() -> None:
     one_group = case.w[0].nbytes
     assert temp_bytes(grouped_matmul) < 1.5 * one_group
     assert temp_bytes(jax.lax.ragged_dot) > 8 * one_group
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_groups", "size"),
-    [(2, 8, 1), (16, 8, 2), (20, 8, 4), (512, 64, 8), (4096, 8, 64), (3, 1, 3)],
-)
-def test_blocks_are_about_as_long_as_groups(
-    num_rows: int, num_groups: int, size: int
-) -> None:
-    assert reference.block_size(num_rows, num_groups) == size
 
 
 @pytest.mark.parametrize(("align", "block_rows"), [(1, 16), (8, 8), (8, 64)])

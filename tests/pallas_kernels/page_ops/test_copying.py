@@ -14,7 +14,7 @@ from jaxkv.memory import kv_pages
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.page_ops.copy import copy_pages
-from tests.support.trees import assert_maps, ints
+from tests.support.trees import ints
 
 NUM_PAGES = 12
 
@@ -96,15 +96,6 @@ def test_many_copies_go_by_in_turns() -> None:
         for layer, new in enumerate(copy(pages, source, target).v):
             wanted = copy_twin(np.asarray(pages.v[layer]), source, target)
             np.testing.assert_array_equal(new, wanted)
-
-
-def test_vmap_equals_single_runs() -> None:
-    copies = [((0, 7), (1, 0)), ((-1, -1), (-1, 2)), ((2, -1), (3, -1))]
-    calls = []
-    for n, (source, target) in enumerate(copies):
-        pages = jax.tree.map(lambda leaf, n=n: leaf + n, make_pages())
-        calls.append((pages, ints(*source), ints(*target)))
-    assert_maps(kv_pages.copy, calls, kv_pages.copy)
 
 
 def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:

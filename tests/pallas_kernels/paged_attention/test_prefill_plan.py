@@ -64,14 +64,6 @@ def test_worked_by_hand() -> None:
     assert (plan.num_kv[3:] == 0).all()
 
 
-def test_a_window_leaves_out_the_tiles_before() -> None:
-    plan = make(*lay_out([(0, 1000, 64)], 128), window=200)
-    # Positions 1000 to 1063: places 801 to 1063, of which all see 864 to 1000.
-    assert [int(getattr(plan, name)[0]) for name in FIELDS[2:]] == [
-        *(801, 1064, 12, 14, 1, 5)
-    ]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_every_row_is_in_one_tile(seed: int) -> None:
     rng = np.random.default_rng(seed)

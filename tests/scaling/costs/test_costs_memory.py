@@ -13,6 +13,7 @@ from scaling.costs import activations, parallelism, residuals
 from scaling.costs.memory import MIXED_WIDE, SINGLE, held, training
 from scaling.costs.parallelism import Layout
 from scaling.shapes import published
+from tests.support.refusals import refused
 from tests.support.shapes import BIASED, GROUPED
 
 LLAMA = published.describe("llama-2-7b")
@@ -36,28 +37,28 @@ def test_zero_divides_the_model_state(zero: int, gigabytes: float) -> None:
     assert found / 1e9 == pytest.approx(gigabytes, abs=5e-4)
 
 
-def per_layer(checkpointing: Any, **layout: Any) -> float:
-    found = training(
-        GPT,
-        sequence=2048,
-        layout=Layout(**layout),
-        checkpointing=checkpointing,
-        flash=False,
-        dropout=True,
-    )
-    return found.activations / 96
+DIVIDED = Layout(tensor=8, sequence=True)
 
 
-def test_a_gpt_layer_with_dropout() -> None:
-    s, b, h, a = 2048, 1, 12288, 96
-    assert per_layer("none") == s * b * h * 34 + 5 * a * s * s * b == 2_868_903_936
-    assert per_layer("none", tensor=8) == 578_813_952
-    assert per_layer("none", tensor=8, sequence=True) == 358_612_992
-    assert per_layer("selective", tensor=8, sequence=True) == 106_954_752
-    assert per_layer("full", tensor=8, sequence=True) == 50_331_648
-    selective = per_layer("selective", tensor=8, sequence=True)
-    saved = 1 - selective / per_layer("none", tensor=8, sequence=True)
-    assert saved == pytest.approx(0.702, abs=5e-4)
+# Korthikanti et al. 2022, section 5: s b h (34 + 5 a s / h), and 70.2 % less when the
+# weights of attention are computed again.
+@pytest.mark.parametrize(
+    ("checkpointing", "layout", "num_bytes"),
+    [
+        ("none", Layout(), 34 * 2048 * 12288 + 5 * 96 * 2048 * 2048),
+        ("none", Layout(), 2_868_903_936),
+        ("none", Layout(tensor=8), 578_813_952),
+        ("none", DIVIDED, 358_612_992),
+        ("selective", DIVIDED, 106_954_752),
+        ("full", DIVIDED, 50_331_648),
+    ],
+)
+def test_a_gpt_layer_with_dropout(
+    checkpointing: Any, layout: Layout, num_bytes: int
+) -> None:
+    how: dict[str, Any] = {"checkpointing": checkpointing, "layout": layout}
+    found = training(GPT, sequence=2048, flash=False, dropout=True, **how)
+    assert found.activations / 96 == num_bytes
 
 
 def test_a_llama_layer_in_tiles() -> None:
@@ -152,9 +153,7 @@ def test_what_vjp_keeps_of_our_models(change: dict[str, Any], dtype: str) -> Non
     assert more - less == residuals.total(listed, 2 * SEQ)
 
 
-def test_what_vjp_keeps_of_checkpointed_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_vjp_keeps_of_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = layers.Layer.__call__
 
     def again(self: Any, index: int, x: Any, *more: Any) -> Any:
@@ -187,9 +186,8 @@ def test_what_vjp_keeps_of_checkpointed_layers(
     ],
 )
 def test_layouts_that_cannot_be(text: str, line: str) -> None:
-    with pytest.raises(ValueError, match=r"must|needs|twice|unknown") as refused:
+    with refused(line):
         parallelism.check(LLAMA, parallelism.parse(text), sequence=4096)
-    assert line in str(refused.value)
 
 
 def test_layouts_are_read() -> None:

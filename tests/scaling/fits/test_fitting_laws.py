@@ -35,13 +35,13 @@ def test_points_on_a_law(name: str) -> None:
 @pytest.mark.parametrize("kind", surfaces.ILL_POSED)
 def test_ill_posed_runs_are_doubted(kind: str) -> None:
     # Shares over many surfaces are counted by `fit_coverage`.
-    data, _ = surfaces.ill_posed(kind, 32, seed=3)
+    data, _ = surfaces.simulate(kind, 32, seed=3)
     assert fits_fit.fit(published.CHINCHILLA, data, bootstrap=100).warnings
 
 
 def test_doubts_are_in_words() -> None:
     kind = "collinear: D = 20 N"
-    data, _ = surfaces.ill_posed(kind, 32, seed=0)
+    data, _ = surfaces.simulate(kind, 32, seed=0)
     found = fits_fit.fit(published.CHINCHILLA, data)
     assert found.warnings[0] == (
         "num_tokens follows from num_params in these runs, so their terms cannot be "
@@ -53,10 +53,10 @@ def test_doubts_are_in_words() -> None:
     # And what is free has no narrow interval.
     low, high = found.intervals["A"]
     assert high > 1000 * low
-    data, _ = surfaces.ill_posed("one wild outlier", 32, seed=0)
+    data, _ = surfaces.simulate("one wild outlier", 32, seed=0)
     (warning,) = fits_fit.fit(published.CHINCHILLA, data).warnings
     assert warning == "1 of 32 point is far off the law: outliers, or another law"
-    data, _ = surfaces.ill_posed("floor near zero", 32, seed=0)
+    data, _ = surfaces.simulate("floor near zero", 32, seed=0)
     found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=100)
     assert any(warning.startswith("E") for warning in found.warnings)
 

@@ -1,6 +1,7 @@
 """What is drawn for an interval, and how wide it is then: exact, then with bugs."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,39 +54,36 @@ def test_an_interval_is_what_its_level_says() -> None:
     assert intervals.student(0.95, 2) == pytest.approx(4.3027, abs=1e-3)
 
 
+RESAMPLES = (
+    levenberg_marquardt,
+    "draw_weights",
+    test_a_resample_draws_whole_runs_as_many_as_there_are,
+)
+LEVELS = intervals, "from_samples", test_an_interval_is_what_its_level_says
+WIDTHS = intervals, "widening", test_an_interval_is_what_its_level_says
+
+
 @pytest.mark.parametrize(
-    ("removed", "added"),
+    ("place", "removed", "added"),
     [
-        ("int(seen.cluster.max()) + 1", "len(seen.cluster)"),
-        ("counts[:, seen.cluster] * seen.weights", "counts[:, seen.cluster] * 1.0"),
-        ("multinomial(num_runs,", "multinomial(num_runs - 1,"),
+        (RESAMPLES, "int(seen.cluster.max()) + 1", "len(seen.cluster)"),
+        (RESAMPLES, "seen.cluster] * seen.weights", "seen.cluster] * 1.0"),
+        (RESAMPLES, "multinomial(num_runs,", "multinomial(num_runs - 1,"),
         (
+            RESAMPLES,
             "np.full(num_runs, 1 / num_runs)",
             "np.bincount(seen.cluster) / len(seen.cluster)",
         ),
+        (LEVELS, "(1 - level) / 2, (1 + level) / 2", "1 - level, level"),
+        (LEVELS, "axis=0", "axis=-1"),
+        (LEVELS, 'loss == "mse"', 'loss == "lms"'),
+        (WIDTHS, "num_points - k", "num_points"),
+        (WIDTHS, "student(level, freedom)", "normal"),
     ],
 )
-def test_a_seeded_bug_of_resamples_is_noticed(
-    removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+def test_a_seeded_bug_of_resamples_or_intervals_is_noticed(
+    place: Any, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = test_a_resample_draws_whole_runs_as_many_as_there_are
-    mutation.assert_noticed(
-        monkeypatch, Bug(levenberg_marquardt, "draw_weights", removed, added, check)
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "removed", "added"),
-    [
-        ("from_samples", "(1 - level) / 2, (1 + level) / 2", "1 - level, level"),
-        ("from_samples", "axis=0", "axis=-1"),
-        ("from_samples", 'loss == "mse"', 'loss == "lms"'),
-        ("widening", "num_points - k", "num_points"),
-        ("widening", "student(level, freedom)", "normal"),
-    ],
-)
-def test_a_seeded_bug_of_intervals_is_noticed(
-    name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = test_an_interval_is_what_its_level_says
-    mutation.assert_noticed(monkeypatch, Bug(intervals, name, removed, added, check))
+    owner, name, check = place
+    bug = Bug(owner, name, removed, added, check)
+    mutation.assert_noticed(monkeypatch, bug)

@@ -1,6 +1,6 @@
 """Approaches 1 and 2: exact where they must be, honest where they cannot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -59,6 +59,13 @@ def exponents(found: Frontier) -> tuple[float, float]:
     assert found.num_params is not None
     assert found.num_tokens is not None
     return found.num_params.exponent, found.num_tokens.exponent
+
+
+def interval(found: Frontier) -> tuple[float, float]:
+    """Of the exponent of N."""
+    assert found.num_params is not None
+    assert found.num_params.interval is not None
+    return found.num_params.interval
 
 
 def test_a_symmetric_surface_has_exponent_one_half() -> None:
@@ -136,19 +143,29 @@ def test_what_has_no_minimum_is_refused() -> None:
         isoflop.by_parabola(bent, 4)
 
 
-def noisy_groups(shares: list[float]) -> Groups:
-    """Runs at four budgets, of sizes that are `shares` of a tenth of the root of C."""
-    flops = np.repeat(BUDGETS[:4], len(shares))
-    num_params = 0.1 * flops**0.5 * np.tile(shares, 4)
+def noisy_groups(flops: np.ndarray, shares: Sequence[float], *spoilt: int) -> Groups:
+    """Runs at budgets, of sizes that are `shares` of a tenth of the root of C.
+
+    Those at the places `spoilt` have losses 40 % too high.
+    """
+    flops = np.repeat(flops, len(shares))
+    num_params = 0.1 * flops**0.5 * np.tile(shares, flops.size // len(shares))
     num_tokens = flops / 6 / num_params
     loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
     loss *= np.exp(0.005 * np.random.default_rng(0).normal(size=loss.size))
+    loss[list(spoilt)] *= 1.4
     return find_groups(num_params, num_tokens, flops, loss)
 
 
+def spoilt_groups(*spoilt: int) -> Groups:
+    """28 runs at four budgets."""
+    shares = 10 ** np.linspace(-0.5, 0.5, 7)
+    return noisy_groups(np.geomspace(6e18, 3e21, 4), shares.tolist(), *spoilt)
+
+
 def test_sizes_that_are_nearly_equal_are_one() -> None:
-    near = noisy_groups([0.3, 0.6, 1, 1 + 3e-7, 2, 4])
-    same = noisy_groups([0.3, 0.6, 1, 1, 2, 4])
+    near = noisy_groups(BUDGETS[:4], [0.3, 0.6, 1, 1 + 3e-7, 2, 4])
+    same = noisy_groups(BUDGETS[:4], [0.3, 0.6, 1, 1, 2, 4])
     assert (near.num_merged, same.num_merged) == (4, 0)
     for find in (isoflop.by_akima, isoflop.by_parabola):
         found, wanted = (frontier(x, find(x), 100) for x in (near, same))
@@ -182,17 +199,6 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
     whole = frontier(groups, isoflop.by_parabola(groups))
     assert whole.warnings == ()
     np.testing.assert_allclose(whole.minima.loss[0], [2.45, 2.205], rtol=0.01)
-
-
-def spoilt_groups(*places: int, noise: float = 0.005) -> Groups:
-    """28 runs at four budgets; those at `places` have losses 40 % too high."""
-    flops = np.repeat(np.geomspace(6e18, 3e21, 4), 7)
-    num_params = 0.1 * flops**0.5 * 10 ** np.tile(np.linspace(-0.5, 0.5, 7), 4)
-    num_tokens = flops / 6 / num_params
-    loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
-    loss *= np.exp(noise * np.random.default_rng(0).normal(size=loss.size))
-    loss[list(places)] *= 1.4
-    return find_groups(num_params, num_tokens, flops, loss)
 
 
 def test_methods_that_contradict_each_other_say_so() -> None:
@@ -282,11 +288,9 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     found.append(frontier(groups, projection, 300))
     widths = []
     for each in found:
-        assert each.num_params is not None
-        assert each.num_params.interval is not None
-        low, high = each.num_params.interval
+        low, high = interval(each)
         assert low < a < high
-        inside = low < each.num_params.exponent < high
+        inside = low < exponents(each)[0] < high
         assert inside == (not any("its own interval" in x for x in each.warnings))
         widths.append(high - low)
     assert widths[3] < widths[2] < widths[0]
@@ -317,10 +321,8 @@ def test_intervals_of_many_sets_cover_as_often_as_they_say() -> None:
             ("parabola", isoflop.by_parabola(groups)),
             ("projection", isoflop.by_projection(groups, surface)),
         ):
-            found = frontier(groups, find, 200).num_params
-            assert found is not None
-            assert found.interval is not None
-            covered[name] += found.interval[0] < 0.28 / 0.62 < found.interval[1]
+            low, high = interval(frontier(groups, find, 200))
+            covered[name] += low < 0.28 / 0.62 < high
     # 90 % of 80, and three standard deviations of that.
     for name, count in covered.items():
         assert 64 <= count <= 80, (name, count)
@@ -364,10 +366,9 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     find = envelope.envelope(curves)
     strata = np.zeros(25, int)
     found = frontiers_frontier.frontier("e", find, curves.flops, strata, resamples=100)
-    assert found.num_params is not None
-    assert found.num_params.interval is not None
     np.testing.assert_allclose(exponents(found), 0.5, atol=0.01)
-    assert found.num_params.interval[0] < 0.5 < found.num_params.interval[1]
+    low, high = interval(found)
+    assert low < 0.5 < high
     assert "edge of the sizes" in found.warnings[0]
     good = found.minima.reason[0] == FINE
     sizes = found.minima.num_params[0, good]

@@ -12,6 +12,7 @@ import pytest
 from scaling.logs import doubts, files, rules
 from scaling.logs.log import Columns, read
 from tests.support import traces
+from tests.support.refusals import refused
 
 RUNS = [
     {
@@ -138,7 +139,7 @@ def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
         (b'[{"N": 1},]', "not JSON: "),
         (b"[" * 100_000, "nested too deeply"),
         (
-            gzip.compress(b"N,D,loss\n" * 99, mtime=0)[:-9],
+            gzip.compress(b"N,D" * 99, mtime=0)[:-9],
             "cannot be read: Compressed file en",
         ),
         (gzip.compress(b"PK\x03\x04", mtime=0), "cannot be read: it is a zip archive"),
@@ -148,10 +149,8 @@ def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
 )
 def test_files_of_other_kinds_are_named(tmp_path: Path, data: bytes, line: str) -> None:
     (tmp_path / "log").write_bytes(data)
-    with pytest.raises(ValueError, match=r".") as error:
+    with refused(line):
         read(tmp_path / "log")
-    assert line in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_only_files_of_a_size_are_read(
@@ -231,73 +230,45 @@ def test_losses_in_bits_are_scaled(tmp_path: Path) -> None:
         Columns(loss_unit=0.0)
 
 
+UNNAMED: dict[str, tuple[str, ...]] = {
+    "N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n": (),
+    "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n": (
+        "experiment is not used, and parts the runs (a, b): --by experiment ",
+        """--where 'experiment == "a"' one of them""",
+    ),
+    "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n": (
+        "marks 1 run, which is fitted",
+        "--ignore '`is outlier` == \"True\"' leaves",
+    ),
+    "N,D,loss,unique_tokens\n1e6,4e9,3,1e9\n2e6,1e9,2,1e9\n": (
+        "tokens up to 4 times: --law data-constrained --columns num_unique_",
+    ),
+    "N,D,loss,lr\n1e6,1e9,3,0.1\n1e6,1e9,3,0.2\n": (
+        "lr is not used, and differs in runs of one N and D: --best-of N,D reads",
+    ),
+    "N,D,loss,run\n1e6,1e9,3,a\n1e6,2e9,2,a\n": (
+        "runs have several rows, and each is fitted: --last-of run reads the",
+    ),
+    "N,D,L\n1e6,1e9,19\n": ("L is up to 19: nats per token? Of a perplexity",),
+    "N,D,loss\n70.5,1e9,3\n": ("N (N) is 70.5 to 70.5: parameters? --n-unit 1",),
+    "N,D,loss\n1e7,3,3\n": ("D (D) is 3 to 3: tokens? --d-unit 1e+09 if",),
+    "N,C,loss\n1e7,300,3\n": ("C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if",),
+    "N,D,C,loss\n1e7,1e9,6e20,3\n": ("C is 1e+04 times 6 N D: is one of them",),
+}
+"""Logs without flags, and what is said of them."""
+
+
 @pytest.mark.parametrize(
-    ("text", "flags", "lines"),
+    ("text", "lines", "flags"),
     [
-        ("N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n", {}, []),
-        (
-            "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n",
-            {},
-            [
-                "experiment is not used, and parts the runs (a, b): --by experiment ",
-                """--where 'experiment == "a"' one of them""",
-            ],
-        ),
-        (
-            "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n",
-            {},
-            [
-                "marks 1 run, which is fitted",
-                "--ignore '`is outlier` == \"True\"' leaves",
-            ],
-        ),
-        (
-            "N,D,loss,unique_tokens\n1e6,4e9,3,1e9\n2e6,1e9,2,1e9\n",
-            {},
-            ["tokens up to 4 times: --law data-constrained --columns num_unique_"],
-        ),
-        (
-            "N,D,loss,lr\n1e6,1e9,3,0.1\n1e6,1e9,3,0.2\n",
-            {},
-            ["lr is not used, and differs in runs of one N and D: --best-of N,D reads"],
-        ),
-        (
-            "N,D,loss,run\n1e6,1e9,3,a\n1e6,2e9,2,a\n",
-            {},
-            ["runs have several rows, and each is fitted: --last-of run reads the"],
-        ),
-        (
-            "N,D,bpb\n1e6,1e9,1\n",
-            {"loss": "bpb"},
-            ["looks like bits", "--loss-unit 0.69"],
-        ),
-        ("N,D,L\n1e6,1e9,19\n", {}, ["L is up to 19: nats per token? Of a perplexity"]),
-        (
-            "N,D,loss\n70.5,1e9,3\n",
-            {},
-            ["N (N) is 70.5 to 70.5: parameters? --n-unit 1"],
-        ),
-        ("N,D,loss\n1e7,3,3\n", {}, ["D (D) is 3 to 3: tokens? --d-unit 1e+09 if"]),
-        (
-            "s_m,D,loss\n7e4,1e9,3\n",
-            {"n": "s_m"},
-            ["parameters? --n-unit 1e+06 if a 1"],
-        ),
-        ("s_m,D,loss\n70,1e9,3\n", {"n": "s_m", "n_unit": 1e6}, []),
-        (
-            "N,C,loss\n1e7,300,3\n",
-            {},
-            ["C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if"],
-        ),
-        (
-            "N,D,C,loss\n1e7,1e9,6e20,3\n",
-            {},
-            ["C is 1e+04 times 6 N D: is one of them"],
-        ),
+        *((text, lines, {}) for text, lines in UNNAMED.items()),
+        ("N,D,bpb\n1e6,1e9,1\n", ("like bits", "--loss-unit 0.69"), {"loss": "bpb"}),
+        ("s_m,D,loss\n7e4,1e9,3\n", ("--n-unit 1e+06 if a 1",), {"n": "s_m"}),
+        ("s_m,D,loss\n70,1e9,3\n", (), {"n": "s_m", "n_unit": 1e6}),
     ],
 )
 def test_what_nobody_asked_for_is_pointed_at(
-    tmp_path: Path, text: str, flags: dict[str, Any], lines: list[str]
+    tmp_path: Path, text: str, lines: tuple[str, ...], flags: dict[str, Any]
 ) -> None:
     columns = Columns(**flags)
     log = read(write(tmp_path, text), columns)
@@ -348,10 +319,8 @@ def test_published_runs_and_our_sweeps_are_not_doubted(tmp_path: Path) -> None:
 def test_bad_logs_are_named_in_a_line(
     tmp_path: Path, text: str, flags: dict[str, Any], line: str
 ) -> None:
-    with pytest.raises(ValueError, match=r".") as error:
+    with refused(line):
         read(write(tmp_path, text), Columns(**flags))
-    assert line in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_sweep_with_a_run_twice_is_refused(tmp_path: Path) -> None:
@@ -401,9 +370,8 @@ def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
     ],
 )
 def test_bad_rules_are_named(rule: str, line: str) -> None:
-    with pytest.raises(ValueError, match=r".") as error:
+    with refused(line):
         rules.parse(rule, ["a"])
-    assert line in str(error.value)
 
 
 def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:

@@ -51,6 +51,19 @@ def test_parameters_are_counted_exactly(name: str) -> None:
     assert found.non_embedding == found.total - tables
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_token_is_seen_before_its_time(name: str) -> None:
+    config = CONFIGS[name]
+    params = architectures.init_params(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 19, jnp.int32)
+    forward = jax.jit(architectures.forward, static_argnames="config")
+    before = forward(params, tokens, config=config).logits
+    changed = tokens.at[:, 7].set((tokens[:, 7] + 1) % 19)
+    after = forward(params, changed, config=config).logits
+    assert bool((before[:, :7] == after[:, :7]).all())
+    assert bool((before[:, 7:] != after[:, 7:]).any(-1).all())
+
+
 def torch_params(kind: str) -> Any:
     """The weights of golden/make_recurrent.py, in its order."""
     vocab, hidden, gates, made = 7, 5, NUM_GATES[kind], 0

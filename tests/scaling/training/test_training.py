@@ -82,6 +82,11 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["56", "60"]
 
 
+def assert_same_run(found: train.Result, expected: train.Result) -> None:
+    assert equal(found.params, expected.params)
+    assert without_time(found.curve) == without_time(expected.curve)
+
+
 NUM_TOKENS = 50_000
 """Of the streams that are made up here, so that one program reads all of them."""
 
@@ -114,8 +119,7 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
     assert second.checkpoint == out / "checkpoints" / "8"
     third = train.train(config, out)
     assert third.status == "done"
-    assert equal(third.params, unbroken.params)
-    assert without_time(third.curve) == without_time(unbroken.curve)
+    assert_same_run(third, unbroken)
     # A finished run is not trained again.
     assert without_time(train.train(config, out).curve) == without_time(third.curve)
 
@@ -133,8 +137,7 @@ def test_what_a_killed_run_left_half_is_put_right(
         file.write('{"step": 7, "los')
     (out / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()
     result = train.train(config, out)
-    assert equal(result.params, unbroken.params)
-    assert without_time(result.curve) == without_time(unbroken.curve)
+    assert_same_run(result, unbroken)
     assert len((out / "curve.jsonl").read_text().splitlines()) == len(result.curve)
 
 
@@ -170,8 +173,7 @@ def test_without_room_a_line_says_so_and_nothing_is_broken(
     assert "Traceback" not in capfd.readouterr().err
     unbroken = train.train(config, tmp_path / "unbroken")
     result = train.train(config, out)
-    assert equal(result.params, unbroken.params)
-    assert without_time(result.curve) == without_time(unbroken.curve)
+    assert_same_run(result, unbroken)
 
 
 @pytest.mark.thorough
@@ -322,10 +324,6 @@ def test_the_folder_of_another_run_is_refused(
     with pytest.raises(ValueError, match="cannot be continued"):
         train.train(wider, tmp_path / "new", start=at)
     assert not (tmp_path / "new").exists()
-    short = dataclasses.replace(config.corpus, pattern=f"{tmp_path}/text/m*.py")
-    short = dataclasses.replace(config, corpus=dataclasses.replace(short, held_out=0.9))
-    with pytest.raises(ValueError, match=r"too few|shorter than one window"):
-        train.train(short, tmp_path / "new")
 
 
 @pytest.mark.slow
@@ -361,8 +359,7 @@ def test_a_killed_process_loses_at_most_the_interval(
         ]
         assert max(kept, default=0) >= reported - config.checkpoint_every
     result = train.train(config, out)
-    assert equal(result.params, unbroken.params)
-    assert without_time(result.curve) == without_time(unbroken.curve)
+    assert_same_run(result, unbroken)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_gradients_equal_finite_differences(name: str) -> None:
             assert slope == pytest.approx(ours, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["transformer", "gru"])
 def test_no_loss_depends_on_a_later_token(name: str) -> None:
     model = MODELS[name]
     params = architectures.init_params(model, jax.random.key(0))

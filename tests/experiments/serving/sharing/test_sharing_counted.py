@@ -1,13 +1,9 @@
 """Sharing at the paper's lengths: who holds what, and what is said of it."""
 
-import json
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.cli import main
 from experiments.harness import cost_models
 from experiments.serving.sharing import simulated
 from experiments.serving.sharing.simulated import (
@@ -18,6 +14,7 @@ from experiments.serving.sharing.simulated import (
 )
 from jaxkv.simulation import Members
 from jaxkv.simulation.step import Work
+from tests.support.commands import Command, document
 
 
 def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
@@ -79,10 +76,9 @@ def test_rates_at_equal_latency_are_compared() -> None:
 
 
 @pytest.mark.slow
-def test_a_simulated_run_counts_what_lengths_say(tmp_path: Path) -> None:
-    args = ["run", "sharing", "paper", "--num-simulated", "48", "--json"]
-    assert main.main([*args, "--out", str(tmp_path / "run")]) == 0
-    claims = json.loads((tmp_path / "run" / "claims.json").read_text())
+def test_a_simulated_run_counts_what_lengths_say(jaxkv: Command) -> None:
+    args = ("run", "sharing", "paper", "--num-simulated", "48", "--out", "run")
+    claims = document(jaxkv, *args)["claims"]
     forms = [x for x in claims if "full prompt pages" in x["claim"]]
     assert [x["ours"] < 1.0 for x in forms] == [True, True]
     one, five = (x["ours"] for x in claims if "translations" in x["claim"])

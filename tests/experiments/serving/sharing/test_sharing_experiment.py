@@ -6,23 +6,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.framework import registry
 from experiments.harness import length_distributions
-from experiments.harness.length_distributions import Lengths
 from experiments.harness.prompts import Request
 from experiments.serving.sharing import requests, served
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
-from experiments.serving.sharing.requests import Host
 from experiments.serving.sharing.server import Server
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
+from jaxkv.workloads import lengths as load_lengths
+from jaxkv.workloads.lengths import Lengths
 from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
 from tests.support.smoke import ours, run
 
 SIZE = served.CONFIGS["smoke"].page_size
+ASK = Sampling(temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +41,18 @@ def result() -> served.Result:
 def server(model: str) -> Server:
     """The engine that the run had; its programs are compiled by now."""
     smoke = served.CONFIGS["smoke"]
-    return Server(checkpoints.load_model(model), served.bounds(smoke))
+    return Server(checkpoints.load_model(model), served.bounds(smoke), ASK)
 
 
 def request_of(num: int, sampling: Sampling) -> Request:
     tokens = np.random.default_rng(num).integers(32, 127, num).tolist()
     return Request(bytes(tokens).decode(), tokens, sampling)
+
+
+def served_by(server: Server, asked: list[Request], **how: Any) -> Any:
+    done = server.serve(asked, **how)
+    assert done is not None
+    return done
 
 
 def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
@@ -81,19 +89,15 @@ def test_the_saving_worked_by_hand(
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    "law", [length_distributions.ALPACA, length_distributions.SHAREGPT]
-)
+@pytest.mark.parametrize("law", [load_lengths.ALPACA, load_lengths.SHAREGPT])
 @pytest.mark.parametrize("num", [1, 16, 300])
-def test_lengths_have_the_printed_means(
-    law: length_distributions.Law, num: int
-) -> None:
+def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> None:
     lengths = length_distributions.draw(law, num, 1024, np.random.default_rng(3))
-    assert lengths.prompt.mean() == pytest.approx(law.prompt_mean, rel=0.05)
-    assert lengths.answer.mean() == pytest.approx(law.answer_mean, rel=0.05)
-    assert (lengths.prompt + lengths.answer).max() <= 1024
+    assert lengths.prompt.mean() == pytest.approx(law.prompt.mean, rel=0.05)
+    assert lengths.output.mean() == pytest.approx(law.output.mean, rel=0.05)
+    assert (lengths.prompt + lengths.output).max() <= 1024
     assert lengths.prompt.min() >= 1
-    assert lengths.answer.min() >= 2
+    assert lengths.output.min() >= 2
     with pytest.raises(ValueError, match="do not fit max_length=100"):
         length_distributions.draw(law, num, 100, np.random.default_rng(3))
 
@@ -104,8 +108,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     server: Server, prompt: int, answer: int, n: int
 ) -> None:
     ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
-    done = server.serve([request_of(prompt, ask)])
-    assert done is not None
+    done = served_by(server, [request_of(prompt, ask)])
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert done.logical_pages.tolist() == logical
     assert done.distinct_pages.tolist() == distinct
@@ -120,8 +123,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
 @pytest.mark.thorough
 def test_requests_apart_share_nothing(server: Server) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
-    done = server.serve([request_of(40, ask)] * 5)
-    assert done is not None
+    done = served_by(server, [request_of(40, ask)] * 5)
     np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
     assert done.prompt_rows.tolist() == [40] * 5
     assert done.num_cached.tolist() == [0] * 5
@@ -137,8 +139,8 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
     policy = fcfs.fcfs(chunk_size=chunk_size)
-    done = server.serve([request_of(n, ask) for n in (37, 3, 64)], policy=policy)
-    assert done is not None
+    asked = [request_of(n, ask) for n in (37, 3, 64)]
+    done = served_by(server, asked, policy=policy)
     assert done.prompt_rows.tolist() == [37, 3, 64]
     assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
@@ -258,7 +260,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
         assert [*said.values()] == pytest.approx([100 * apart])
     else:
         assert not said
-    study = served.STUDY
+    (study, _) = registry.load("sharing").studies
     assert study.metrics(result)["prefixes"] == []
     assert len(study.tell(result)) >= 1
     nothing = dataclasses.replace(result, picture=Picture.of([]))
@@ -270,9 +272,10 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
 def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     requests = [request_of(50, ask)] * 3
-    assert server.serve(requests, progress=Stopping(0)) is None
-    again = server.serve(requests[:1])
-    assert again is not None
+    server.progress = Stopping(0)
+    assert server.serve(requests) is None
+    server.progress = QUIET
+    again = served_by(server, requests[:1])
     assert again.num_cached.tolist() == [0]
     server.clear()
 
@@ -281,9 +284,7 @@ def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
 def test_settings_serve_the_same_requests(server: Server) -> None:
     """Whatever their number of answers, so that savings can be compared."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
-    ask = Sampling(temperature=0.7)
-    host = Host(server, ask, 1, QUIET)
-    savings = requests.serve_groups(host, kinds, (2, 3), beams=False)
+    savings = requests.serve_groups(server, kinds, (2, 3), beams=False)
     assert savings.mean_prompt.tolist() == [14.5] * 2
     assert savings.mean_answer.tolist() == [9.0] * 2
     assert savings.saved("short", 3) > savings.saved("short", 2) > 0
@@ -296,13 +297,3 @@ def test_the_model_must_be_long_enough(model: str) -> None:
     smoke = dataclasses.replace(served.CONFIGS["smoke"], model=model, length_scale=1.0)
     with pytest.raises(ValueError, match="do not fit max_length=208"):
         served.run(smoke)
-
-
-@pytest.mark.slow
-def test_real_claims_hold() -> None:
-    result = served.run(dataclasses.replace(served.CONFIGS["real"], repeats=1))
-    claims = served.claims(result)
-    assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
-    assert len(claims) == 16
-    assert not result.samples.num_preempted.any()
-    np.testing.assert_array_equal(result.prefixes.num_cached, [80, 336])

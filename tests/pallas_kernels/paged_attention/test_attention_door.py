@@ -1,4 +1,4 @@
-"""Both kernels through the door: who takes which rows, and one result of all."""
+"""The kernels through the door, who takes which rows, and the engine's forward pass."""
 
 import functools
 from typing import Any
@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.engine import state
+from jaxkv.memory import kv_pages
+from jaxkv.models import config, paged, transformer
 from pallas_kernels import devices
-from pallas_kernels.paged_attention import api, dispatch
+from pallas_kernels.paged_attention import api, decode_plan, dispatch
 from pallas_kernels.paged_attention.hopper import decode, prefill
 from tests.support import emulating
 from tests.support.kernel_cases import assert_within_rule, make_case
@@ -17,11 +20,31 @@ from tests.support.kernel_cases import assert_within_rule, make_case
 H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 
 
+MODEL = config.ModelConfig(
+    vocab_size=64,
+    hidden_size=128,
+    num_layers=3,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_size=64,
+    max_positions=128,
+)
+CONFIG = state.EngineConfig(
+    num_pages=12, page_size=16, max_slots=2, max_length=64, token_budget=16
+)
+
+
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The door believes in an H200; its kernels are emulated, and say who ran."""
-    ran: list[str] = []
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the door believe that programs are made for an H200."""
     monkeypatch.setattr(devices, "current", lambda: H200)
+
+
+@pytest.fixture
+def emulated(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels are emulated there, and say who ran."""
+    ran: list[str] = []
     with emulating.emulator_of_races() as interpret:
         for module in (decode, prefill):
             attend = functools.partial(module.attend, interpret=interpret)
@@ -44,6 +67,7 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
         group=2,
         padding=1,
         window=60,
+        softcap=2.0,
         sinks=np.asarray([0.5, -1.0]),
     )
     arrays = case.arrays()
@@ -54,6 +78,7 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
         return api.paged_attention(
             *(arrays[name] for name in names),
             window=case.window,
+            softcap=case.softcap,
             sinks=arrays["sinks"],
             implementation="mosaic_gpu",
             tiling=emulating.TILINGS,
@@ -82,10 +107,8 @@ def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
     return jax.eval_shape(plan, row, row)
 
 
-def test_a_tiling_that_is_not_the_plan_s_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(devices, "current", lambda: H200)
+@pytest.mark.usefixtures("hopper")
+def test_a_tiling_that_is_not_the_plan_s_is_refused() -> None:
     case = make_case([(7, 2)], page_size=16, kv_heads=1, group=2)
     arrays = case.arrays()
     q, k, v, ids, *rows = (
@@ -140,3 +163,67 @@ def test_few_rows_fill_no_more_blocks_than_planned() -> None:
     assert made.few.low.shape == (10,)
     assert (np.asarray(made.few.packing.block) < 10).all()
     assert made.many.num_used.tolist() == [0]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(dtype="float32"), "q and pages must both be bfloat16"),
+        (dict(head_dim=80), "head_dim=80 must be 64, 128 or 256"),
+        (dict(page_size=8), "page_size=8 must be a power of two"),
+        (dict(group=65), "group=65 query heads"),
+        (dict(numerics="reproducible"), "numerics='reproducible' needs sums"),
+    ],
+)
+def test_what_is_out_of_its_range_goes_to_the_reference(change, reason: str) -> None:
+    sizes: Any = dict(dtype="bfloat16", head_dim=64, page_size=16, group=4)
+    sizes |= change
+    numerics = sizes.pop("numerics", "fast")
+    shape = (3, 2 * sizes["group"], sizes["head_dim"])
+    q = jax.ShapeDtypeStruct(shape, sizes["dtype"])
+    pages = (5, 2, sizes["page_size"], sizes["head_dim"])
+    k = jax.ShapeDtypeStruct(pages, sizes["dtype"])
+    assert api.choose(q, k, numerics=numerics) == "reference"
+    with pytest.raises(ValueError, match=reason):
+        api.choose(q, k, numerics=numerics, implementation="mosaic_gpu")
+
+
+def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "current", lambda: H200._replace(capability="8.0"))
+    q = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((5, 2, 16, 64), jnp.bfloat16)
+    assert api.choose(q, k) == "reference"
+    with pytest.raises(ValueError, match=r"compute capability 8.0, not 9.0; 'refer"):
+        api.choose(q, k, implementation="mosaic_gpu")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_forward_pass_plans_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = []
+    make = decode_plan.make_plan
+
+    def counted(*arguments: Any, **fields: Any) -> Any:
+        plans.append(fields["group"])
+        return make(*arguments, **fields)
+
+    monkeypatch.setattr(decode_plan, "make_plan", counted)
+    params = transformer.param_shapes(MODEL, dtype="bfloat16")
+    pages = jax.eval_shape(lambda: paged.make_pages(MODEL, CONFIG, dtype="bfloat16"))
+    row = jax.ShapeDtypeStruct((16,), jnp.int32)
+    blank: Any = kv_pages.Rows  # of shapes, not of arrays
+    rows = blank(
+        token=row,
+        position=row,
+        slot=row,
+        page_ids=jax.ShapeDtypeStruct((2, 4), jnp.int32),
+        logit_rows=jax.ShapeDtypeStruct((2,), jnp.int32),
+    )
+    forward = paged.PagedForward(MODEL)
+    lowered = jax.jit(forward, donate_argnums=1).trace(params, pages, rows)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert plans == [2]
+    # Attention, and what merges its parts.
+    assert text.count("custom_call @mosaic_gpu") == 2 * MODEL.num_layers

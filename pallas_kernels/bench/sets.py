@@ -1,0 +1,138 @@
+"""Named shapes, shared by tests and benchmarks, by the name of the occasion.
+
+Batches, contexts, trees and prefixes are those that others publish their kernels' times
+for; tokens of grouped products are those of a step of decoding, and of a prompt.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.bench import specs
+from pallas_kernels.bench.specs import GroupedSpec, Spec
+
+MAX_BYTES = 60_000_000_000
+"""Larger ones are not in the grid: an H200 has 150 GB, peers need a second layout."""
+
+
+def every[S](make: Callable[..., S], **values: Any) -> list[S]:
+    """Makes a shape for every combination of those values that are lists."""
+    lists = [x if isinstance(x, list) else [x] for x in values.values()]
+    rows = itertools.product(*lists)
+    return [make(**dict(zip(values, row, strict=True))) for row in rows]
+
+
+def _both(**values: Any) -> list[GroupedSpec]:
+    return every(GroupedSpec, **values, direction=["up", "down"])
+
+
+def _all(kind: str, **values: Any) -> list[Spec]:
+    values.setdefault("batch", 1)
+    return every(Spec, kind=kind, **values)
+
+
+K = 1024
+TREE_ROWS = [8, 26, 64]
+PAGE_SIZES = [16, 64, 256]
+_TINY: dict[str, Any] = {"heads": specs.TINY, "page_size": 8, "dtype": "float32"}
+_SMALL: dict[str, Any] = {"dtype": "float32"}
+
+SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
+    # What the tests run.
+    "tiny": (
+        *_all("decode", batch=3, context=40, lengths="uniform", **_TINY),
+        *_all("tree", batch=2, context=21, rows=5, **_TINY),
+        Spec(kind="chunk", batch=2, context=17, rows=9, **_TINY),
+        *_all("copy", batch=4, **_TINY),
+        GroupedSpec(tokens=9, experts=specs.TINY_EXPERTS, dtype="float32"),
+    ),
+    # What a processor does in a minute.
+    "small": (
+        *_all("decode", batch=1, context=K, heads=specs.SMOLLM2_135M, **_SMALL),
+        *_all("decode", batch=8, context=K, **_SMALL),
+        *_all("decode", batch=8, context=K, page_size=64, lengths="uniform", **_SMALL),
+        *_all("tree", batch=2, context=K, rows=26, **_SMALL),
+        *_all("prefix", batch=8, context=K, shared=K - 128, **_SMALL),
+        *_all("chunk", context=K, rows=128, **_SMALL),
+        *_all("prefill", rows=512, **_SMALL),
+        *_all("copy", batch=512, **_SMALL),
+        *every(
+            GroupedSpec,
+            tokens=[1, 8, 512],
+            experts=[specs.SMALL_EXPERTS, specs.SMALL_MANY_EXPERTS],
+            **_SMALL,
+        ),
+    ),
+    "quick": (
+        *_all("decode", batch=1, context=K),
+        *_all("decode", batch=32, context=4 * K),
+        *_all("decode", batch=64, context=8 * K),
+        *_all("tree", batch=8, context=8 * K, rows=26),
+        *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
+        *_all("chunk", context=8 * K, rows=512),
+        *_all("prefill", rows=2 * K),
+        *_all("copy", batch=64 * 32),
+        *every(GroupedSpec, tokens=[32, 8192], experts=specs.MIXTRAL_8X7B),
+        GroupedSpec(tokens=64, experts=specs.DEEPSEEK_V2_LITE),
+    ),
+    "real": (
+        *_all("decode", batch=[1, 8, 256], context=K),
+        *_all("decode", batch=[1, 8, 64], context=8 * K),
+        *_all("decode", batch=32, context=4 * K, page_size=PAGE_SIZES),
+        *_all("decode", batch=1, context=32 * K),
+        *_all(
+            "decode",
+            batch=32,
+            context=4 * K,
+            heads=[
+                specs.LLAMA_2_7B,
+                specs.LLAMA_3_70B,
+                specs.MULTI_QUERY,
+                specs.SMOLLM2_135M,
+                specs.GEMMA_2_2B,
+            ],
+        ),
+        *_all("decode", batch=64, context=8 * K, lengths=["uniform", "one_long"]),
+        *_all("tree", batch=8, context=8 * K, rows=TREE_ROWS),
+        *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
+        *_all("prefix", batch=256, context=32 * K + 256, shared=32 * K),
+        *_all("chunk", context=[8 * K, 32 * K], rows=512),
+        *_all("prefill", rows=[512, 2 * K, 8 * K]),
+        *_all("copy", batch=64 * 32),
+        *_both(tokens=[1, 32, 256, 8192], experts=specs.MIXTRAL_8X7B),
+        *_both(tokens=[1, 64, 4096], experts=specs.DEEPSEEK_V2_LITE),
+        *_both(tokens=[16, 128, 8192], experts=specs.DEEPSEEK_V3),
+    ),
+    "grid": tuple(
+        spec
+        for spec in (
+            *_all(
+                "decode",
+                heads=[
+                    specs.LLAMA_2_7B,
+                    specs.LLAMA_3_8B,
+                    specs.LLAMA_3_70B,
+                    specs.MULTI_QUERY,
+                ],
+                page_size=PAGE_SIZES,
+                batch=[1, 8, 32, 64, 256],
+                context=[K, 8 * K, 32 * K, 128 * K],
+            ),
+            *_all("tree", batch=[1, 8, 32], context=8 * K, rows=TREE_ROWS),
+            *(
+                Spec(kind="prefix", batch=batch, context=shared + 256, shared=shared)
+                for batch, shared in itertools.product(
+                    (16, 64, 256), (K, 8 * K, 32 * K)
+                )
+            ),
+            *_all("chunk", context=[8 * K, 32 * K], rows=512, page_size=PAGE_SIZES),
+            *_all("prefill", rows=[512, 2 * K, 8 * K, 16 * K], page_size=PAGE_SIZES),
+            *_both(
+                tokens=[1, 8, 64, 256, 1024, 4096, 16384],
+                experts=[specs.MIXTRAL_8X7B, specs.DEEPSEEK_V2_LITE, specs.DEEPSEEK_V3],
+            ),
+        )
+        if spec.bytes <= MAX_BYTES
+    ),
+}
+"""Attention, then copies, then grouped products."""
