@@ -24,7 +24,7 @@ SERVICE_S = 0.1
 """D: nearly what DistServe's fit gives for 512 tokens of OPT-13B, 96 ms."""
 SPEED_UP = 1.5
 """K, of a tensor-parallel degree of two; the paper draws 1.3 to 1.9."""
-MACHINES = ("one", "tensor-parallel, two GPUs", "two pipeline stages")
+MACHINES = ("one", "two tensor ways", "two pipeline stages")
 STEPS_PER_CALL = 4096
 MEMBERS_PER_CALL = 512
 WARM_UP = 1 / 16
@@ -66,7 +66,7 @@ def formula_s(machine: str, rate: float) -> float:
     Source: Zhong et al. 2024, arXiv:2401.09670, section 3.1, equations 1 to 3.
     """
     d, k, r = SERVICE_S, SPEED_UP, rate
-    if machine == "tensor-parallel, two GPUs":
+    if machine == "two tensor ways":
         return d / k + r * d**2 / (2 * k * (k - r * d))
     if machine == "two pipeline stages":
         return d + r * d**2 / (4 * (2 - r * d))

@@ -171,7 +171,7 @@ def _prediction(result: Result) -> Sheet:
         linear = found["log_linear_error_share"]
         rows += [
             *((f"at rate {rate:.4g}", _loss(x)) for rate, x in found["tried"]),
-            ("truth", f"{found['truth']:.4f}"),
+            ("held-out run", f"{found['truth']:.4f}"),
             ("error, share of the gain", f"{100 * found['error_share']:+.1f} %"),
             ("log-linear law's", f"{100 * linear:+.1f} %"),
             ("inside the interval", "yes" if found["is_inside"] else "no"),
