@@ -209,9 +209,9 @@ def numbers() -> dict[str, list[str]]:
         "pages saved by beam search of width 6, l",
     )
     begin = [f"requests that begin with the same {x} tokens" for x in (80, 341)]
-    chat = [f"paged memory bears twice the load of Orca ({x})" for x in orca]
+    chat = [f"paged memory sustains twice the load of Orca ({x})" for x in orca]
     ways = [f"openchat, {x}: " for x in ("mixed only", "chunks only", "both")]
-    split = "OPT-13B, prompts of 512 and answers of 64 tokens: two cards that read"
+    split = "OPT-13B, prompts of 512 and answers of 64 tokens: two GPUs that read"
     train, fits = rows("bench_train"), {x["method"]: x for x in rows("bench_fit")}
     decode = [x for x in rows("bench_decode") if x["implementation"] == "jaxkv"]
     kernels = {
@@ -256,7 +256,7 @@ def numbers() -> dict[str, list[str]]:
         ],
         "DistServe:": [
             written("{:.2f}", claimed("disaggregation", split)),
-            written("{:.1f}", claimed("disaggregation", "so each card bears more")),
+            written("{:.1f}", claimed("disaggregation", "so each GPU sustains more")),
         ],
         "Mooncake:": [written("{:.1f}", claimed("prefix_caching", CHUNKS))],
         "Chinchilla's loss": [

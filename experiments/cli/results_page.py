@@ -15,6 +15,8 @@ from experiments.framework import Claim, config_json, registry, report
 
 RECORDS = Path(__file__).parents[1] / "records"
 PAGE = Path(__file__).parents[1] / "RESULTS.md"
+_APART = {"calibrated": ", calibrated", "checks": ", check"}
+"""Behind the verdict of claims that reproduce nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,12 @@ _OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
 
 
 def _claim(row: dict[str, Any]) -> Claim:
-    """Reads a claim, each field of its type; a number that was none is null."""
+    """Reads a claim, each field of its type; a number that was none is null.
+
+    Folders of earlier versions do not say its kind.
+    """
+    other = "cannot compare" if row.get("verdict") == "differs" else "reproduces"
+    row = {"kind": other} | row
     for name, hint in get_type_hints(Claim).items():
         if row[name] is not None or hint is not float:
             config_json.restore(hint, row[name], name)
@@ -103,8 +110,10 @@ def page(records: list[Record]) -> str:
         "# Claims, and what we found",
         f"{len(verdicts)} claims: {counts}. *Holds*: ours lies within the tolerance."
         " *Fails*: it does not, under the same conditions. *Differs*: the conditions"
-        " cannot be compared, and the note says why. `jaxkv claims --write` makes this"
-        " page from the run folders in `experiments/records`.",
+        " cannot be compared, and the note says why. *Calibrated*: the published number"
+        " was used to fit something here. *Check*: an oracle, an identity or our own"
+        " bar. `jaxkv claims --write` makes this page from the run folders in"
+        " `experiments/records`.",
     ]
     for record in records:
         if not record.claims:
@@ -116,7 +125,8 @@ def page(records: list[Record]) -> str:
             f" ({env['num_cpus']} cores). Folder: `records/{record.folder}`."
         )
         for x in record.claims:
-            cells = (f"**{x.verdict}**", x.claim, report.claim_numbers(x), x.note)
+            verdict = f"**{x.verdict}**{_APART.get(x.kind, '')}"
+            cells = (verdict, x.claim, report.claim_numbers(x), x.note)
             rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |")
         said.append("\n".join(rows))
     return "\n\n".join(said) + "\n"

@@ -53,6 +53,8 @@ class Claim(NamedTuple):
       relation: whether ours should be equal to the published number, at least, or at
         most that.
       note: anything a reader must know.
+      kind: what the statement is to us; "cannot compare" where the verdict is
+        `differs`.
     """
 
     claim: str
@@ -64,6 +66,7 @@ class Claim(NamedTuple):
     verdict: Verdict
     relation: Relation
     note: str
+    kind: Kind
 
 
 def judge(
@@ -75,6 +78,7 @@ def judge(
     unit: str,
     tolerance: float = 0.0,
     relation: Relation = "equal",
+    kind: Kind = "reproduces",
     differs: str = "",
     note: str = "",
 ) -> Claim:
@@ -99,7 +103,8 @@ def judge(
     if not math.isfinite(ours):
         verdict = "fails"
     if differs:
-        verdict, note = "differs", f"{differs} {note}".strip()
+        verdict, kind = "differs", "cannot compare"
+        note = f"{differs} {note}".strip()
     return Claim(
         claim=claim,
         source=source,
@@ -110,6 +115,7 @@ def judge(
         verdict=verdict,
         relation=relation,
         note=note,
+        kind=kind,
     )
 
 
@@ -304,6 +310,7 @@ class Book:
                 unit=said.unit,
                 tolerance=said.slack(published or 0.0, found.tolerance),
                 relation=said.relation,
+                kind="reproduces" if said.kind == "cannot compare" else said.kind,
                 differs=said.differs.format_map(words) if is_other else "",
                 note=note,
             )

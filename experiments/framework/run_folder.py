@@ -7,7 +7,7 @@
     figure.svg, figure.png       drawn from the files above, never from memory
     report.md                    all of it for a reader
     fit.json                     a fitted law, as `plan` reads it
-    sweep.json, prediction.json  what was trained, and what was foreseen
+    sweep.json, prediction.json  what was trained, and what was predicted
 
 Every file is written aside and renamed, so a reader never meets half of one. The status
 in `env.json` is "running" until the run is "done", was "interrupted", or has "failed".

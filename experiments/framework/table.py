@@ -47,6 +47,7 @@ class Column(NamedTuple):
         or None; by default as its name's unit asks.
       key: its name in JSON; its own by default.
       of: what is told of a row's array, such as `np.median`; a list of all by default.
+      note: below the table, of a column that is one.
       is_told: whether it stands in JSON and tables that do not name their columns.
       prefix: of a table's or record's arrays in a run folder; its own name and a dot by
         default, nothing where older folders have them so.
@@ -56,6 +57,7 @@ class Column(NamedTuple):
     form: Form | None = None
     key: str = ""
     of: Callable[[np.ndarray], Any] | None = None
+    note: str = ""
     is_told: bool = True
     prefix: str | None = None
 
@@ -225,7 +227,8 @@ def sheets(result: Any) -> list[report.Part]:
     for name, said in declared.items():
         value = getattr(result, name)
         if isinstance(value, Table):
-            found += [value.sheet(said.heading or name)] if len(value) else []
+            sheet = value.sheet(said.heading or name, note=said.note)
+            found += [sheet] if len(value) else []
         elif isinstance(value, Record):
             found += sheets(value)
         elif said.is_told and np.ndim(value) == 0:

@@ -47,7 +47,7 @@ class Line(NamedTuple):
     fed: Int32[Array, " line"]
     """Tokens that were fed before it last got its slot, and whose K and V were lost."""
     returned: Bool[Array, " line"]
-    """Gave way before."""
+    """Preempted before."""
     held: Bool[Array, " line"] | None
     """Has finished, but keeps its slot and pages; None if the policy holds nobody."""
     siblings: Siblings | None

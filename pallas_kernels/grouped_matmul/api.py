@@ -54,7 +54,7 @@ def grouped_matmul(
         the rows belong to no group and may hold anything, NaN included.
       preferred_element_type: floating type of the result; None means that of `x`. Sums
         have at least 32 bits.
-      numerics: "reproducible" gives a row the same bits in any company.
+      numerics: "reproducible" gives a row the same bits in any batch.
       implementation: None, or a name that must serve this call. "reference" takes any
         sizes and floating types; "mosaic_gpu" needs a Hopper GPU, fast numerics, `x`
         and `w` in bfloat16 or both in float16, width and columns that are multiples of

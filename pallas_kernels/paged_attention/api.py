@@ -83,7 +83,7 @@ def paged_attention(
       k_scales: of 8-bit pages alone, the factor on the keys of a page and head, or with
         an axis of page_size more on each of them.
       v_scales: likewise on the values.
-      numerics: "reproducible" gives a row the same bits in any company.
+      numerics: "reproducible" gives a row the same bits in any batch.
       implementation: None, or a name that must serve this call. "reference" takes any
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
         bfloat16 or both in float16, head_dim 64, 128 or 256, pages of 16, 32, 64, 128

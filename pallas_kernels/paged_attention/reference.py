@@ -47,7 +47,7 @@ def attend_per_row(
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
-    """Gathers every row's own pages: one row a slot, or results free of company.
+    """Gathers every row's own pages: one row a slot, or batch-invariant.
 
     Returns the output and the log-sum-exp.
     """

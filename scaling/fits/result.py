@@ -18,7 +18,7 @@ _MAX_SAMPLES, _MAX_RESIDUALS = 1_000, 10_000
 
 
 class HeldOut(NamedTuple):
-    """How well larger runs were foreseen.
+    """How well larger runs were predicted.
 
     Attributes:
       num_points: how many there are.

@@ -47,7 +47,7 @@ class FamilySweep:
     """Which widths are trained for which budgets."""
 
     widths: tuple[int, ...]
-    """Of the models that are fitted; the one to foresee is one of this kind, too."""
+    """Of the models that are fitted; the held-out one is one of this kind, too."""
     budgets: tuple[float, ...]
     """FLOPs, exact ones."""
     num_layers: int = 2

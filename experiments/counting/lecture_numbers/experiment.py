@@ -98,7 +98,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[Part]:
     """Lays out the table of latencies, and answers the spoken questions."""
-    heads = ("model", "weights", "cards", "bound", "lecture", "implied")
+    heads = ("model", "weights", "GPUs", "bound", "lecture", "implied")
     rows = [
         (
             row["model"],
@@ -112,7 +112,7 @@ def summary(result: Result) -> list[Part]:
     ]
     note = (
         f"Bound: weights, keys and values read once for each of "
-        f"{result.latencies.tokens} tokens at the bandwidth of all cards "
+        f"{result.latencies.tokens} tokens at the bandwidth of all GPUs "
         f"({result.device}). Implied: the share of that bandwidth which the lecture's "
         "time means."
     )

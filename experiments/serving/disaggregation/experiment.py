@@ -108,10 +108,10 @@ def claims(result: Result) -> Iterator[Ours]:
     found, line = runs.goodputs(result.alone, result.split), result.queues
     here, (reads, decodes) = found[0], runs.phases(result.alone)[:2]
     together, split = here["together_per_card_per_s"], here["split_per_card_per_s"]
-    yield ours("example", together, what="both phases on one card")
+    yield ours("example", together, what="both phases on one GPU")
     yield ours("example", reads["rate_per_s"], what="prompts alone")
     yield ours("example", decodes["rate_per_s"], what="decoding alone")
-    coupled = "two cards that read and one that decodes, for each card"
+    coupled = "two GPUs that read and one that decodes, for each GPU"
     yield ours("example", split, what=coupled)
     yield ours("more", split / together if together > 0 else math.nan)
     for row in found[1:]:
@@ -135,7 +135,7 @@ def _application(row: dict[str, Any]) -> Iterator[Ours]:
             name=row["name"],
             where=KNOWN[row["name"]].where,
             ratio=f"{low:g}" if low == high else f"{low:g} to {high:g}",
-            rates=f"{apart:.3g} against {together:.3g} requests/s for each card, "
+            rates=f"{apart:.3g} against {together:.3g} requests/s for each GPU, "
             f"{row['placement']}",
         )
 

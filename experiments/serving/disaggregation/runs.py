@@ -183,7 +183,7 @@ def goodputs(alone: Loads, split: Loads) -> list[dict[str, Any]]:
         if len(apart):
             found = of(apart)
             placement = (
-                "{num_prefill} x {prefill_ways} cards that read and "
+                "{num_prefill} x {prefill_ways} GPUs that read and "
                 "{num_decode} x {decode_ways} that decode"
             ).format_map(apart.rows()[0])
         both = of(alone.where(name=name, role="both"))

@@ -1,4 +1,4 @@
-"""What is the memory of a serving card good for, and how much of it is wasted?
+"""What is the memory of a serving GPU good for, and how much of it is wasted?
 
 OPT-13B on a GPU of 40 GB, as in figures 1 and 2 of the paged-attention paper: what
 weights, keys and values take; how memory fills with requests, and what that does to
@@ -291,7 +291,7 @@ def summary(result: Result) -> list[Part]:
         _sheet(
             "the paged system, by length of a step",
             slower,
-            "How long a step is against one on a card of 80 GB, of which times are "
+            "How long a step is against one on a GPU of 80 GB, of which times are "
             "published; the last row is the one that the claims are about.",
         ),
     ]

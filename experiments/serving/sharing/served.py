@@ -125,7 +125,10 @@ class Result(Record):
     """What was shared."""
 
     samples: Savings = column(
-        "by answers", heading="pages saved by sequences of one request: answers"
+        "by answers",
+        heading="pages saved by sequences of one request: answers",
+        note="Pages in use against those that every sequence would hold for itself; "
+        "expected: by lengths alone.",
     )
     beams: Savings = column(
         "by beams", heading="pages saved by sequences of one request: beams"
@@ -135,8 +138,9 @@ class Result(Record):
     )
     prefixes: Prefixes = column(
         "by requests that begin alike",
-        heading="requests that begin with the same text, without a prefix cache and "
-        "with one that holds it; rates: medians, lowest and highest",
+        heading="requests that begin with the same text",
+        note="Without and with a prefix cache, which holds the beginning at the start; "
+        "rates: medians, lowest and highest of alternating pairs of runs.",
     )
     picture: Picture = column("of tables", key="pictures", heading="in the picture")
 

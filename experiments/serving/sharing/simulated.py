@@ -167,11 +167,15 @@ class Result(Record):
         "several answers",
         key="simulated",
         heading="pages saved by several answers, simulated",
+        note="OPT-13B on an A100 of 40 GB; lengths after the printed means. Expected: "
+        "by lengths alone.",
     )
     translated: Translated = column(
         "common beginnings",
         key="translations",
         heading=f"translations/s at {AT_MOST_S} s a token, simulated",
+        note="Lengths of sentences are worked out from those of the examples, and step "
+        "times are OPT-13B's fit; neither is printed.",
     )
 
 

@@ -114,13 +114,13 @@ def _draw_losses(ax: Any, result: Result) -> None:
         color=colors()[5],
         capsize=2,
         linewidth=0.9,
-        label=f"foreseen, {predicted['level']:.0%} interval",
+        label=f"predicted, {predicted['level']:.0%} interval",
     )
     if truth:
-        ax.plot(truth["flops"], truth["loss"], "*", color=colors()[6], label="truth")
+        ax.plot(truth["flops"], truth["loss"], "*", color=colors()[6], label="held-out run")
     ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
     ax.set_ylabel("held-out loss [nats per token]")
-    ax.set_title("foreseen before it was trained")
+    ax.set_title("predicted before it was trained")
     ax.legend(loc="lower left")
     plain_log(ax.yaxis)
 

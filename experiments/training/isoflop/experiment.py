@@ -43,7 +43,7 @@ class Config(family.FamilySweep):
     """Which sizes and budgets to fit, and how much larger the held-out run is."""
 
     held_out_factor: float = 10.0
-    """Compute of the run that is foreseen, over the largest budget."""
+    """Compute of the run that is predicted, over the largest budget."""
     bootstrap: int = 2000
     """Resamples behind the intervals."""
     level: float = 0.9
@@ -131,7 +131,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     predicted = _predict(config, log, rows, fit.document, errors)
     progress.show(
         f"width {predicted['width']} for {predicted['num_steps']:,} steps: "
-        f"{predicted['predicted']:.4f} foreseen"
+        f"{predicted['predicted']:.4f} predicted"
     )
     truth = held_out.train(config, folder, predicted, progress)
     decayed = frontiers(log, 0, QUIET)

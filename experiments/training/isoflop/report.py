@@ -158,7 +158,7 @@ def _prediction(result: Result) -> Sheet:
         ("compute", f"{predicted['flops']:.3g} FLOP"),
         ("over the largest fitted", f"{found['held_out_factor']:.3g}"),
         ("learning rate", f"{predicted['learning_rate']:.4g}"),
-        ("foreseen, three laws averaged", f"{value:.4f} ({low:.4f} to {high:.4f})"),
+        ("predicted, three laws averaged", f"{value:.4f} ({low:.4f} to {high:.4f})"),
         ("by a log-linear law", f"{predicted['log_linear']:.4f}"),
         *((f"by {name}", f"{x:.4f}") for name, x in predicted["by_law"].items()),
         *(
@@ -171,12 +171,12 @@ def _prediction(result: Result) -> Sheet:
         linear = found["log_linear_error_share"]
         rows += [
             *((f"at rate {rate:.4g}", _loss(x)) for rate, x in found["tried"]),
-            ("truth", f"{found['truth']:.4f}"),
+            ("held-out run", f"{found['truth']:.4f}"),
             ("error, share of the gain", f"{100 * found['error_share']:+.1f} %"),
             ("log-linear law's", f"{100 * linear:+.1f} %"),
             ("inside the interval", "yes" if found["is_inside"] else "no"),
         ]
-    return Sheet("the run that was foreseen", ("", ""), rows, predicted["conventions"])
+    return Sheet("the run that was predicted", ("", ""), rows, predicted["conventions"])
 
 
 def _loss(value: float | None) -> str:

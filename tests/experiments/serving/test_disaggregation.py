@@ -1,4 +1,4 @@
-"""Phases on cards of their own: what passes between them, what is chosen, queues."""
+"""Phases on GPUs of their own: what passes between them, what is chosen, queues."""
 
 import jax.numpy as jnp
 import numpy as np

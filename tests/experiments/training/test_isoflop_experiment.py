@@ -1,4 +1,4 @@
-"""`isoflop` and `learning_rate`: what is foreseen is foreseen first, and kept."""
+"""`isoflop` and `learning_rate`: what is predicted is predicted first, and kept."""
 
 import itertools
 import json
@@ -33,8 +33,8 @@ def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
     missed = abs(found["predicted"] - found["truth"])
     gain = found["best_fitted_loss"] - found["truth"]
-    foreseen = "the law foresees a larger run's loss, as a share of what it gains"
-    assert said[foreseen] == pytest.approx(abs(missed / gain))
+    predicted = "the law predicts a larger run's loss, as a share of what it gains"
+    assert said[predicted] == pytest.approx(abs(missed / gain))
     inside = "the truth lies in the 90 % interval that was told before"
     assert said[inside] == (found["low"] <= found["truth"] <= found["high"])
     assert run.metrics["cosine_runs"] == 9
@@ -57,7 +57,7 @@ def interior_minima(log: str) -> int:
 
 
 @pytest.mark.slow
-def test_it_was_foreseen_before(folder: Path) -> None:
+def test_it_was_predicted_before(folder: Path) -> None:
     prediction = folder / "prediction.json"
     truth = folder / "held_out.json"
     assert prediction.stat().st_mtime < truth.stat().st_mtime
@@ -65,7 +65,7 @@ def test_it_was_foreseen_before(folder: Path) -> None:
     config = smoke.run("isoflop").config
     again = isoflop_experiment.run(
         config
-    )  # nothing is trained, and nothing foreseen, twice
+    )  # nothing is trained, and nothing predicted, twice
     assert prediction.read_bytes() == before
     assert json.loads(again.held_out) == json.loads(truth.read_text())
     prediction.write_text(before.decode().replace('"law"', '"low"', 1))

@@ -211,7 +211,7 @@ def test_claims_are_what_the_result_holds(whole: Result) -> None:
     said = smoke.ours(measured.claims(whole))
     assert said["no answer depends on who gives way, or how"] == 0
     assert said["with swap space as large as the pool nothing is computed again"] == 0
-    assert said["nobody new is let in until all who gave way have completed"] == 0
+    assert said["nobody new is let in until all who were preempted have completed"] == 0
     again = rows(whole.ways, name="recompute")
     left = "swapping without swap space is recomputation"
     assert said[left] == again.num_recomputed[0]
