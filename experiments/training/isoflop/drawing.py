@@ -117,7 +117,9 @@ def _draw_losses(ax: Any, result: Result) -> None:
         label=f"predicted, {predicted['level']:.0%} interval",
     )
     if truth:
-        ax.plot(truth["flops"], truth["loss"], "*", color=colors()[6], label="held-out run")
+        ax.plot(
+            truth["flops"], truth["loss"], "*", color=colors()[6], label="held-out run"
+        )
     ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
     ax.set_ylabel("held-out loss [nats per token]")
     ax.set_title("predicted before it was trained")

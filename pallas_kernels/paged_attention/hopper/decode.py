@@ -57,14 +57,19 @@ def attend(
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
     blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
-    states = _launch(
+    out, lse, part_out, part_lse = _launch(
         *(blocks, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
         scoring=Scoring(scale, softcap, alibi is not None),
         tiling=tiling,
         interpret=interpret,
     )
     out, lse = merge.merge_and_unpack(
-        *(*states, plan.schedule.parts, plan.packing),
+        out,
+        lse,
+        part_out,
+        part_lse,
+        plan.schedule.parts,
+        plan.packing,
         group=group,
         dtype=dtype if sinks is None else jnp.float32,
         interpret=interpret,

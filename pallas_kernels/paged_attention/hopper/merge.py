@@ -61,6 +61,7 @@ def merge_and_unpack(
     num_blocks, kv_heads, block_rows, head_dim = out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
     moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
+    tile = WGMMA_ROWS, width
     stretches = range(-(-block_rows // WGMMA_ROWS))
     # One row a block: it is known where nothing is seen, too.
     is_row_a_block = tokens == 1 and num_blocks == rows
@@ -110,9 +111,9 @@ def merge_and_unpack(
             plgpu.commit_smem()
             top = jnp.maximum(state.top, weight)
             decay, weight = jnp.exp2(state.top - top), jnp.exp2(weight - top)
-            added = found * softmax.along(weight, found.shape)
+            added = found * softmax.along(weight, tile)
             return softmax.State(
-                state.out * softmax.along(decay, found.shape) + added,
+                state.out * softmax.along(decay, tile) + added,
                 top,
                 state.total * decay + weight,
             )
@@ -132,7 +133,7 @@ def merge_and_unpack(
                 softmax.start(width),
             )
             total = jnp.where(state.total > 0, state.total, 1.0)
-            share = state.out / softmax.along(total, state.out.shape)
+            share = state.out / softmax.along(total, tile)
             held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
             result[held] = share.astype(dtype)
             result_lse[held] = state.top + jnp.log2(state.total)
