@@ -7,9 +7,18 @@ Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
 """
 
 import functools
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import devices
+from pallas_kernels.paged_attention import row_packing
+from pallas_kernels.paged_attention.row_packing import Packing
+
+type MergeImplementation = Literal["reference", "mosaic_gpu"]
+"""Implementations by name; `None` takes the best one for the platform."""
 
 
 def add_sinks(
@@ -28,18 +37,61 @@ def add_sinks(
     return out * share[..., None], total
 
 
+def merge_and_unpack(
+    out: Float32[Array, "blocks kv_heads block_rows head_dim"],
+    lse: Float32[Array, "blocks kv_heads block_rows"],
+    part_out: Float32[Array, "programs 2 block_rows head_dim"],
+    part_lse: Float32[Array, "programs 2 block_rows"],
+    parts: Int32[Array, "items 2"],
+    packing: Packing,
+    *,
+    group: int,
+    dtype: DTypeLike,
+    implementation: MergeImplementation | None = None,
+) -> tuple[
+    Float[Array, "rows q_heads head_dim"],
+    Float32[Array, "blocks kv_heads block_rows"],
+]:
+    """Merges what was cut, and brings the output of packed rows back to rows.
+
+    Args:
+      out: as for `merge_parts`, like all that follow.
+      lse: in base 2.
+      part_out: partial states of every program.
+      part_lse: in base 2.
+      parts: whose they are.
+      packing: where the rows lie.
+      group: query heads that share a KV head, static.
+      dtype: of the output.
+      implementation: None, or a name that must serve this call.
+
+    Returns:
+      The output of each row, 0 where it sees nothing; log-sum-exps of packed rows.
+
+    Raises:
+      ValueError: an implementation that is unknown or does not run here.
+    """
+    states = out, lse, part_out, part_lse, parts
+    if devices.choose(implementation, lambda: None) == "mosaic_gpu":
+        from pallas_kernels.paged_attention.hopper import merge
+
+        return merge.merge_and_unpack(*states, packing, group=group, dtype=dtype)
+    out, lse = merge_parts(*states)
+    merged = row_packing.unpack(out, packing, group=group, fill=0.0)
+    return merged.astype(dtype), lse
+
+
 def merge_parts(
     out: Float32[Array, "blocks kv_heads block_rows head_dim"],
     lse: Float32[Array, "blocks kv_heads block_rows"],
     part_out: Float32[Array, "programs 2 block_rows head_dim"],
     part_lse: Float32[Array, "programs 2 block_rows"],
-    cut_of: Int[Array, "programs 2"],
-    cut_items: Int[Array, " programs"],
+    parts: Int32[Array, "items 2"],
 ) -> tuple[
     Float32[Array, "blocks kv_heads block_rows head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
 ]:
-    """Merges the partial states of items that were cut, in the order of the line.
+    """Merges the partial states of items that were cut: what `hopper.merge` means.
 
     The sums are products with a matrix of zeros and ones: a scatter-add would sum in
     another order each time. log-sum-exps are in base 2, -inf where nothing was seen.
@@ -49,39 +101,30 @@ def merge_parts(
       lse: likewise.
       part_out: partial states of every program; unused ones hold anything.
       part_lse: likewise.
-      cut_of: cut item that each of them belongs to, see `stream_k.Schedule`.
-      cut_items: those items.
+      parts: whose they are, see `stream_k.Schedule`.
 
     Returns:
       Results of all items that have tiles.
     """
-    (num_blocks, kv_heads, rows, head_dim), num_programs = out.shape, cut_of.shape[0]
-    num_items = num_blocks * kv_heads
-    cut_of = cut_of.reshape(-1)
-    used = cut_of < num_programs
-    index = jnp.arange(num_programs, dtype=jnp.int32)
-    member = cut_of[None, :] == index[:, None]  # [cut items, parts]
-    state_lse = jnp.where(used[:, None], part_lse.reshape(-1, rows), -jnp.inf)
-    state_out = jnp.where(
-        used[:, None, None], part_out.reshape(-1, rows, head_dim), 0.0
-    )
-    top = jnp.max(
-        jnp.where(member[..., None], state_lse[None], -jnp.inf), axis=1
-    )  # [cut items, rows]
+    (programs, _, rows, head_dim), shape = part_out.shape, out.shape
+    first, num = parts[:, 0, None], parts[:, 1, None]
+    program = jnp.arange(programs, dtype=jnp.int32)[None]
+    begins = (program == first) & (num > 0)
+    goes_on = (program > first) & (program < first + num)
+    member = jnp.stack([goes_on, begins], axis=2).reshape(parts.shape[0], -1)
+    used = jnp.any(member, axis=0)[:, None]
+    part_lse = jnp.where(used, part_lse.reshape(-1, rows), -jnp.inf)
+    part_out = jnp.where(used[..., None], part_out.reshape(-1, rows, head_dim), 0.0)
+    top = jnp.max(jnp.where(member[..., None], part_lse[None], -jnp.inf), axis=1)
     top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp2(state_lse - top[jnp.where(used, cut_of, 0)])
-    weight = jnp.where(used[:, None], weight, 0.0)
     sum_parts = functools.partial(
-        jnp.einsum, "ip,pr...->ir...", member.astype(jnp.float32), precision="highest"
+        jnp.einsum, "ip,p...->i...", member.astype(jnp.float32), precision="highest"
     )
+    weight = jnp.exp2(part_lse - top[jnp.argmax(member, axis=0)])
+    weight = jnp.where(used, weight, 0.0)
     total = sum_parts(weight)
-    some = jnp.where(total > 0, total, 1.0)
-    mixed = sum_parts(weight[..., None] * state_out) / some[..., None]
-    out = out.reshape(num_items, rows, head_dim)
-    out = out.at[cut_items].set(mixed, mode="drop")
-    lse = lse.reshape(num_items, rows)
-    lse = lse.at[cut_items].set(jnp.log2(total) + top, mode="drop")
-    return (
-        out.reshape(num_blocks, kv_heads, rows, head_dim),
-        lse.reshape(num_blocks, kv_heads, rows),
-    )
+    mixed = sum_parts(weight[..., None] * part_out)
+    mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
+    is_cut = (num > 0).reshape(*shape[:2], 1)
+    lse = jnp.where(is_cut, (jnp.log2(total) + top).reshape(shape[:3]), lse)
+    return jnp.where(is_cut[..., None], mixed.reshape(shape), out), lse

@@ -96,12 +96,6 @@ class Schedule(NamedTuple):
     """Program i holds the tiles cuts[i] to cuts[i + 1] - 1 of the line."""
     begin: Int32[Array, "programs 3"]
     """Its first tile: block, in that order; KV head; tile of the item from 0."""
-    cut_of: Int32[Array, "programs 2"]
-    """Item that the program's partial states belong to, counted among those that were
-    cut: of the one that began before the stretch, and of the one that goes on after it.
-    `programs`, past the end, where there is none."""
-    cut_items: Int32[Array, " programs"]
-    """Those items, block * kv_heads + head; past the end after the last of them."""
     parts: Int32[Array, "items 2"]
     """Of each item the first program that holds a part of it, and how many do, one
     after the other: 0 if a program holds it whole, -1 if it has no tiles."""
@@ -164,13 +158,8 @@ def cut(
     # The last item goes on after the stretch, and began in it: a new one is cut.
     goes_on = (last_tile + 1 < num_tiles[last_block]) & (end - 1 - last_tile >= begin)
     goes_on &= end > begin
-    # What began before the stretch is the last item that was cut there.
-    num_cut = jnp.cumsum(goes_on, dtype=jnp.int32)
-    before = jnp.where(began_before, num_cut - goes_on.astype(jnp.int32) - 1, programs)
-    after = jnp.where(goes_on, num_cut - 1, programs)
     num_items = num_blocks * kv_heads
     item = order[last_block] * kv_heads + last_head
-    cut_items = jnp.full((programs,), num_items, jnp.int32)
     begun = jnp.where(goes_on, item, num_items)
     carried = jnp.where(began_before, order[block] * kv_heads + head, num_items)
     program = jnp.arange(programs, dtype=jnp.int32)
@@ -183,7 +172,5 @@ def cut(
         num_tiles=num_tiles,
         cuts=cuts,
         begin=jnp.stack([block, head, tile_index], axis=1),
-        cut_of=jnp.stack([before, after], axis=1),
-        cut_items=cut_items.at[after].set(item, mode="drop"),
         parts=jnp.stack([first, num_parts], axis=1),
     )

@@ -160,15 +160,19 @@ def merge_alone(problem: Problem, plan: decode_plan.Plan) -> Callable[[int], Any
         lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
         problem.q,
     ).shape
-    parts = (*schedule.cut_of.shape, *blocks[2:])
+    parts = (schedule.begin.shape[0], 2, *blocks[2:])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (blocks, blocks[:-1], parts, parts[:-1])
     states = [
         jax.random.normal(key, shape, jnp.float32)
         for key, shape in zip(keys, shapes, strict=True)
     ]
-    merge = jax.jit(merging.merge_parts)
-    return lambda index: merge(*states, schedule.cut_of, schedule.cut_items)
+    group = problem.spec.heads.q_heads // problem.spec.heads.kv_heads
+    merge = functools.partial(
+        merging.merge_and_unpack, group=group, dtype=problem.q.dtype
+    )
+    merge = jax.jit(merge)
+    return lambda index: merge(*states, schedule.parts, plan.packing)
 
 
 def _copy(name: Any, problem: CopyProblem) -> Run:

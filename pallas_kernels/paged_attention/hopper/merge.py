@@ -173,7 +173,8 @@ def merge_and_unpack(
     packed_lse = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     if is_row_a_block:
         wanted = [jax.ShapeDtypeStruct(shape, dtype), packed_lse]
-        return plgpu.kernel(merge_one, out_type=wanted, **launch)(*inputs)
+        merged, lse = plgpu.kernel(merge_one, out_type=wanted, **launch)(*inputs)
+        return merged, lse
     merged = jax.new_ref(jnp.zeros(shape, dtype))
     lse = plgpu.kernel(merge_one, out_type=packed_lse, **launch)(*inputs, merged)
     return jax.freeze(merged), lse

@@ -54,13 +54,10 @@ def check_schedule(
     assert got.cuts[-1] == len(line)
     assert (sizes[busy:] == 0).all()
     assert sizes[:busy].max() - sizes[:busy].min() <= 1
-    nobody = len(low) * kv_heads
-    num_cut = int((got.cut_of[:, 1] < programs).sum())
-    assert (got.cut_items[num_cut:] == nobody).all()
-    item_of = [*got.cut_items.tolist(), nobody]
+    items = [(0, 0) if high[i] > low[i] else (0, -1) for i in range(len(low))]
+    parts = dict(enumerate(np.repeat(items, kv_heads, axis=0).tolist()))
     for program in range(programs):
         stretch = line[got.cuts[program] : got.cuts[program + 1]]
-        parts = [nobody] * 2
         if stretch:
             place, head, tile = got.begin[program]
             assert (got.order[place], head, tile) == stretch[0][:3]
@@ -69,8 +66,10 @@ def check_schedule(
                 pieces.setdefault((block, head, count), []).append(tile)
             for (block, head, count), tiles in pieces.items():
                 if len(tiles) < count:
-                    parts[0 if tiles[0] > 0 else 1] = block * kv_heads + head
-        assert [item_of[i] for i in got.cut_of[program]] == parts
+                    part = parts[block * kv_heads + head]
+                    part[0] = program if tiles[0] == 0 else part[0]
+                    part[1] += 1
+    assert got.parts.tolist() == [*parts.values()]
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,15 @@ def test_parts_of_cut_items(num_parts: int) -> None:
     lse = np.full((blocks, heads, ROWS), np.nan)
     part_out = np.full((programs, 2, ROWS, HEAD_DIM), np.nan)
     part_lse = np.full((programs, 2, ROWS), np.nan)
-    cut_of, cut_items = np.full((programs, 2), programs), np.full(programs, items)
+    parts, holders = np.tile([0, 0], (items, 1)), np.full((programs, 2), -1)
     # Item 4 begins in program 0 and ends in a later one; item 1 is cut after it.
     if num_parts:
-        cut_items[:2] = 4, 1
-        cut_of[0, 1], cut_of[1:num_parts, 0] = 0, 0
-        cut_of[num_parts - 1, 1], cut_of[num_parts, 0] = 1, 1
-    parts = np.append(cut_items, items)[cut_of]
+        parts[4], parts[1] = (0, num_parts), (num_parts - 1, 2)
+        holders[0, 1], holders[1:num_parts, 0] = 4, 4
+        holders[num_parts - 1, 1], holders[num_parts, 0] = 1, 1
     wanted = {}
     for item in range(items):
-        where = np.argwhere(parts == item)
+        where = np.argwhere(holders == item)
         shape = (max(len(where), 1), ROWS)
         state = rng.standard_normal((*shape, HEAD_DIM)), 9 * rng.standard_normal(shape)
         # A row that saw nothing in some part, and one that saw nothing at all.
@@ -52,7 +51,7 @@ def test_parts_of_cut_items(num_parts: int) -> None:
             part_out[program, side], part_lse[program, side] = state[0][i], state[1][i]
     got_out, got_lse = merging.merge_parts(
         *(jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse)),
-        *(jnp.asarray(x, jnp.int32) for x in (cut_of, cut_items)),
+        jnp.asarray(parts, jnp.int32),
     )
     for item, (wanted_out, wanted_lse) in wanted.items():
         place = divmod(item, heads)
