@@ -234,7 +234,7 @@ def numbers() -> dict[str, list[str]]:
         return between.join(form.format(x) for x in values)
 
     said = json.loads((RECORDS / "isoflop" / "prediction.json").read_text("utf-8"))
-    gain = claimed("isoflop", "the law foresees a larger run's loss")[0]
+    gain = claimed("isoflop", "the law predicts a larger run's loss")[0]
     came = (said["predicted"] - gain * said["best_fitted_loss"]) / (1 - gain)
     span = [kernels[f"decode-b8-1k-32x8-{x}-float32"] for x in ("p16", "p64-uniform")]
     return {

@@ -65,7 +65,7 @@ def _claim(row: dict[str, Any]) -> Claim:
 
     Folders of earlier versions do not say its kind.
     """
-    other = "cannot compare" if row.get("verdict") == "differs" else "reproduces"
+    other = "cannot compare" if row["verdict"] == "differs" else "reproduces"
     row = {"kind": other} | row
     for name, hint in get_type_hints(Claim).items():
         if row[name] is not None or hint is not float:

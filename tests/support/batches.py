@@ -132,7 +132,7 @@ def check_workloads(
     names: Sequence[str],
     make: Callable[[int], list[Ask]] = workload,
 ) -> dict[str, int]:
-    """Serves every workload at every place; returns how often somebody gave way."""
+    """Serves every workload at every place; returns how many were preempted."""
     num_preempted = dict.fromkeys(names, 0)
     for seed in seeds:
         asks = make(seed)

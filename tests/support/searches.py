@@ -84,7 +84,7 @@ def check(name: str, run: Run, num: int = 54) -> None:
 class Moody(NamedTuple):
     """First come, first served, but every few steps it believes that pages are gone.
 
-    Whoever gives way then is swapped out, if there is room for its pages.
+    Whoever is preempted then is swapped out, if there is room for its pages.
     """
 
     most: jax.Array

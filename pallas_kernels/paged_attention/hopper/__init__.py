@@ -1,6 +1,7 @@
-"""The attention kernels for Hopper, in Mosaic GPU: decode and prefill."""
+"""The attention kernels for Hopper, in Mosaic GPU: decode, its merging, prefill."""
 
 __all__ = [
     "decode",
+    "merge",
     "prefill",
 ]

@@ -52,6 +52,7 @@ def test_a_run_folder_is_whole_and_reads_back(
         "tolerance": 0.0,
         "verdict": "fails",
         "relation": "equal",
+        "kind": "reproduces",
         "note": "",
     }
     report = (tmp_path / "report.md").read_text()
@@ -194,7 +195,7 @@ def test_default_folders_do_not_collide(
 def test_a_verdict_follows_from_the_numbers(
     relation: Relation, ours: float, verdict: str
 ) -> None:
-    def verdict_of(differs: str) -> tuple[str, str]:
+    def verdict_of(differs: str) -> tuple[str, str, str]:
         claim = judge(
             "c",
             source="s",
@@ -203,12 +204,13 @@ def test_a_verdict_follows_from_the_numbers(
             unit="s",
             tolerance=0.5,
             relation=relation,
+            kind="checks",
             differs=differs,
         )
-        return claim.verdict, claim.note
+        return claim.verdict, claim.note, claim.kind
 
-    assert verdict_of("") == (verdict, "")
-    assert verdict_of("other GPU.") == ("differs", "other GPU.")
+    assert verdict_of("") == (verdict, "", "checks")
+    assert verdict_of("other GPU.") == ("differs", "other GPU.", "cannot compare")
 
 
 def test_documents_are_strict_json() -> None:

@@ -104,7 +104,7 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
     assert worse["normalised_s"] > 1.5 * two["normalised_s"]
     assert worse["batch"] < two["batch"]
     most = figures.BEYOND * PANELS["12a"].axis
-    # Little's law: where nobody gives way, a request runs a step for each token.
+    # Little's law: where nobody is preempted, a request runs a step for each token.
     w = runs.load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
     assert one["num_preempted"] == 0

@@ -43,7 +43,9 @@ from tests.support.folders import ROOT
         ),
     ],
 )
-def test_no_bit_depends_on_company(make: Any, num: int, names: tuple[str, ...]) -> None:
+def test_no_bit_depends_on_the_batch(
+    make: Any, num: int, names: tuple[str, ...]
+) -> None:
     num_preempted = check_workloads(range(num), names, make)
     if num < 40:
         assert all(num_preempted[name] > 5 for name in ("crowd", "flood"))
@@ -65,7 +67,7 @@ def test_the_workloads_share_what_they_should() -> None:
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_company_in_float64() -> None:
+def test_no_bit_depends_on_the_batch_in_float64() -> None:
     program = (
         "from tests.jaxkv.engine import test_batch_invariance as t; t.print_float64()"
     )

@@ -32,7 +32,7 @@ def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
 
 
 @pytest.mark.thorough
-def test_beams_that_gave_way_go_on_as_if_nothing_had_happened() -> None:
+def test_preempted_beams_go_on_as_if_nothing_had_happened() -> None:
     # In a buffer for some of them: the others' tokens are fed again.
     config = dataclasses.replace(TIGHT, max_swap_pages=8)
     run = serve("llama", config, policy=MOODY)

@@ -85,7 +85,7 @@ def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
         for name in victims.NAMES
     ],
 )
-def test_whoever_gives_way_gets_the_same_answers(victim: str) -> None:
+def test_whoever_is_preempted_gets_the_same_answers(victim: str) -> None:
     ways = set()
     for preemption in ("recompute", "swap"):
         run = served(preemption=preemption, victim=victim)
@@ -123,7 +123,7 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
 
 
 @pytest.mark.parametrize("hold_new", [True, False])
-def test_nobody_new_comes_in_until_all_who_gave_way_are_done(hold_new: bool) -> None:
+def test_nobody_new_comes_in_until_all_preempted_are_done(hold_new: bool) -> None:
     # The last one is so small that there is nearly always room for it.
     asks = [*crowd(7), greedy(9, [1], 2, ignore_eos=True)]
     asks = [each._replace(request_id=i) for i, each in enumerate(asks)]

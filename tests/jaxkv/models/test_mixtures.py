@@ -201,7 +201,7 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
         pytest.param(range(1, 30), "plenty", True, marks=pytest.mark.slow),
     ],
 )
-def test_the_engine_serves_it_to_the_same_bits_in_any_company(
+def test_the_engine_serves_it_to_the_same_bits_in_any_batch(
     seeds: range, others: str, as_served: bool
 ) -> None:
     """All at once, with too few pages, and each request alone."""

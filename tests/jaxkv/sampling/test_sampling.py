@@ -411,7 +411,7 @@ def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
 
 
 @pytest.mark.thorough
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_a_row_does_not_depend_on_its_batch() -> None:
     together = sample(*company())
     for row in range(8):
         own = sample(*rows_of(company(), [row]))
@@ -543,7 +543,7 @@ def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_does_not_depend_on_the_company_either() -> None:
+def test_a_large_vocabulary_does_not_depend_on_the_batch_either() -> None:
     rng = np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(8, 49152)).astype(np.float32) * 4)
     arrays = (logits, params_of(COMPANY), jnp.arange(8, dtype=jnp.int32))

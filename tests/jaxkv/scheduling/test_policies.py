@@ -1,4 +1,4 @@
-"""Who gives way, what becomes of its pages, and who comes in then: worked by hand."""
+"""Who is preempted, what becomes of its pages, and who comes in then: by hand."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ READER, SHORT, LONG = (16, 2, 4), (6, 5, 2), (12, 11, 3)
         ("cheapest", [0, 1, 0, 0]),
     ],
 )
-def test_one_gives_way(victim: Any, out: list[int]) -> None:
+def test_one_is_preempted(victim: Any, out: list[int]) -> None:
     # The first needs a page, and there is none.
     line: Any = [(9, 8, 2), READER, SHORT, LONG]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
@@ -54,13 +54,13 @@ def test_three_pages_are_missing(victim: Any, out: list[int]) -> None:
 
 
 @pytest.mark.parametrize("victim", victims.NAMES)
-def test_of_equals_the_later_gives_way(victim: Any) -> None:
+def test_of_equals_the_later_is_preempted(victim: Any) -> None:
     line: Any = [(9, 8, 2), SHORT, SHORT, SHORT]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
     assert plan.preempt.tolist() == [False, False, False, True]
 
 
-def test_where_nobody_frees_enough_the_largest_gives_way_first() -> None:
+def test_where_nobody_frees_enough_the_largest_is_preempted_first() -> None:
     # The first wants three pages more, and none of the others has as many.
     line: Any = [(18, 8, 2), (5, 4, 2), (5, 4, 2), (1, 0, 1)]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim="cheapest"))
@@ -77,7 +77,7 @@ def test_when_pages_move_the_cheapest_has_the_fewest_to_move() -> None:
 
 
 @pytest.mark.parametrize("victim", victims.NAMES)
-def test_the_first_never_gives_way_and_groups_go_as_one(victim: Any) -> None:
+def test_the_first_is_never_preempted_and_groups_go_as_one(victim: Any) -> None:
     line: Any = [None, (5, 4, 1), (5, 4, 1), (5, 4, 1)]
     shared: Any = dict(group=[0, 1, 2, 2], owned_pages=[0, 1, 1, 1])
     plan = plan_of(counts(line, free_pages=0, **shared), fcfs(victim=victim))
@@ -121,7 +121,7 @@ def test_who_comes_back_gets_pages_and_no_rows() -> None:
     check(plan_of(tight, fcfs()), places=[5], num_rows=[1])
 
 
-def test_new_requests_wait_while_one_that_gave_way_runs() -> None:
+def test_new_requests_wait_while_a_preempted_one_runs() -> None:
     line: Any = [(5, 4, 2), (5, 4, 2)]
     for hold_new in (True, False):
         policy = fcfs(hold_new=hold_new)
@@ -133,7 +133,7 @@ def test_new_requests_wait_while_one_that_gave_way_runs() -> None:
 
 
 def test_the_longest_prefix_comes_first_if_asked_for() -> None:
-    # Two slots are free. Nobody gets ahead of one that gave way before.
+    # Two slots are free. Nobody gets ahead of one that was preempted before.
     waiting: Any = dict(waiting_cached=[0, 4, 8, 8], waiting_pages=[3, 2, 1, 1])
     sizes: Any = dict(free_pages=9, token_budget=30)
     c = counts([(5, 4, 2)] * 2, waiting=[10, 10, 10, 10], **sizes, **waiting)
@@ -163,7 +163,7 @@ BUGS = {
         "ranks",
         "jnp.where(_first_group(c), _LAST, keys[victim])",
         "keys[victim]",
-        test_the_first_never_gives_way_and_groups_go_as_one,
+        test_the_first_is_never_preempted_and_groups_go_as_one,
         ("least_computed",),
     ),
     "the earliest of equals": Bug(
@@ -171,7 +171,7 @@ BUGS = {
         "ranks",
         "place[:, None] < place[None, :]",
         "place[:, None] > place[None, :]",
-        test_of_equals_the_later_gives_way,
+        test_of_equals_the_later_is_preempted,
         ("cheapest",),
     ),
     "just enough is too little": Bug(
@@ -187,14 +187,14 @@ BUGS = {
         "ranks",
         "_LAST // 2 - frees",
         "_LAST // 2 + frees",
-        test_where_nobody_frees_enough_the_largest_gives_way_first,
+        test_where_nobody_frees_enough_the_largest_is_preempted_first,
     ),
     "tokens for pages": Bug(
         victims,
         "ranks",
         "by_group(c.owned_pages)",
         "by_group(c.owned_tokens)",
-        test_one_gives_way,
+        test_one_is_preempted,
         ("fewest_pages", [0, 0, 1, 0]),
     ),
     "pages to move cost what they took to compute": Bug(
@@ -230,14 +230,14 @@ BUGS = {
         "_plan",
         "self.hold & away",
         "self.hold",
-        test_new_requests_wait_while_one_that_gave_way_runs,
+        test_new_requests_wait_while_a_preempted_one_runs,
     ),
     "one that runs again is forgotten": Bug(
         scheduling_fcfs.FCFS,
         "_plan",
         "jnp.any(c.running & c.preempted) | ",
         "",
-        test_new_requests_wait_while_one_that_gave_way_runs,
+        test_new_requests_wait_while_a_preempted_one_runs,
     ),
     "a prefix overtakes a preempted request": Bug(
         scheduling_fcfs,

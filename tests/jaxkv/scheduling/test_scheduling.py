@@ -33,7 +33,7 @@ def test_whoever_decodes_is_served_before_prompts() -> None:
     check(plan_of(c, fcfs()), places=[8, 12, 5], num_rows=[1, 4, 1])
 
 
-def test_the_latest_gives_way_and_nobody_is_admitted() -> None:
+def test_the_latest_is_preempted_and_nobody_is_admitted() -> None:
     line: list = [(8, 7, 2), (12, 4, 3), (5, 4, 1)]
     c = counts(line, waiting=[1], free_pages=0, token_budget=6)
     plan = plan_of(c, fcfs())
@@ -43,7 +43,7 @@ def test_the_latest_gives_way_and_nobody_is_admitted() -> None:
     check(plan, preempt=[0, 0, 1], places=[8, 12], num_rows=[1, 8])
 
 
-def test_everybody_behind_the_first_who_does_not_fit_gives_way() -> None:
+def test_everybody_behind_the_first_who_does_not_fit_is_preempted() -> None:
     # The first needs a third page: 3 + 2 > 4. The third would fit beside it.
     line: list = [(9, 8, 2), (5, 4, 1), (4, 3, 1)]
     plan = plan_of(counts(line, free_pages=0), fcfs())
@@ -140,7 +140,7 @@ def test_a_sequence_that_decodes_needs_no_spare_logit_row() -> None:
     check(plan_of(c, fcfs()), places=[9], num_rows=[1])
 
 
-def test_a_group_gives_way_as_one() -> None:
+def test_a_group_is_preempted_as_one() -> None:
     # Places 1 and 2 are one request: its second sequence no longer fits.
     line: Any = [(9, 8, 2), (9, 8, 2), (9, 8, 2)]
     shared: Any = dict(group=[0, 1, 1, 3], owned_pages=[2, 2, 0, 0])
@@ -262,7 +262,7 @@ BUGS = {
         "_plan",
         "runs &= ~interface.any_of_group(c, c.running & ~runs)",
         "",
-        test_a_group_gives_way_as_one,
+        test_a_group_is_preempted_as_one,
     ),
     "no watermark": Bug(
         scheduling_fcfs.FCFS,
@@ -284,7 +284,7 @@ BUGS = {
         "_plan",
         "c.waiting & ~jnp.any(preempt)",
         "c.waiting",
-        test_the_latest_gives_way_and_nobody_is_admitted,
+        test_the_latest_is_preempted_and_nobody_is_admitted,
     ),
     "slots of finished sequences are free": Bug(
         scheduling_fcfs.FCFS,

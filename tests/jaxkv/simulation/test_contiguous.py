@@ -79,7 +79,7 @@ def load(num: int) -> Workload:
 
 @pytest.mark.thorough
 def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
-    """Each step of all three rules against the lists; nobody ever gives way."""
+    """Each step of all three rules against the lists; nobody is ever preempted."""
     w, num, leaf = load(60), 60, 2
     bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
     policy = fcfs.fcfs()

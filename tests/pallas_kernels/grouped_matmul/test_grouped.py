@@ -88,7 +88,7 @@ def assert_gradients(case: Case) -> None:
     np.testing.assert_allclose(of_w, wanted_w, atol=2e-5)
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     case = make_case([20, 0, 41, 30], width=96, num_columns=40, dtype="float32")
     full = np.asarray(product(case, numerics="reproducible"))
     group = np.repeat(np.arange(4), case.group_sizes)

@@ -209,7 +209,7 @@ def test_times_of_one_request(whole: Result) -> None:
 @pytest.mark.slow
 def test_claims_are_what_the_result_holds(whole: Result) -> None:
     said = smoke.ours(measured.claims(whole))
-    assert said["no answer depends on who gives way, or how"] == 0
+    assert said["no answer depends on who is preempted, or how"] == 0
     assert said["with swap space as large as the pool nothing is computed again"] == 0
     assert said["nobody new is let in until all who were preempted have completed"] == 0
     again = rows(whole.ways, name="recompute")
@@ -238,7 +238,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
     said = smoke.ours(measured.claims(result))
-    assert not said.get("no answer depends on who gives way, or how")
+    assert not said.get("no answer depends on who is preempted, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
     assert len(STUDY.tell(result)) >= 1
     assert smoke.draw(STUDY, result)
