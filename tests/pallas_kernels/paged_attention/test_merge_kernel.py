@@ -21,7 +21,7 @@ RAGGED = [10, 11, 12, -1, 500, 501, 90], [0, 0, 0, 0, 1, 1, 2], 3
 
 
 class Case(NamedTuple):
-    states: tuple[Any, ...]
+    states: Any
     parts: Any
     packing: row_packing.Packing
     group: int
@@ -70,7 +70,9 @@ def emulate(case: Case, dtype: Any = jnp.float32) -> Any:
 
 def by_twin(case: Case) -> tuple[Any, Any]:
     return merging.merge_and_unpack(
-        *(*case.states, case.parts, case.packing),
+        *case.states,
+        parts=case.parts,
+        packing=case.packing,
         group=case.group,
         dtype=jnp.float32,
     )
