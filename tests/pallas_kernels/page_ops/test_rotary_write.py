@@ -80,8 +80,8 @@ def test_the_reference_turns_and_writes_row_by_row() -> None:
     ("kv_heads", "group", "head_dim", "dtype"),
     [
         (4, 3, 64, jnp.bfloat16),
-        (2, 1, 128, jnp.float16),
-        (1, 4, 256, jnp.bfloat16),
+        pytest.param(2, 1, 128, jnp.float16, marks=pytest.mark.thorough),
+        pytest.param(1, 4, 256, jnp.bfloat16, marks=pytest.mark.thorough),
     ],
 )
 def test_the_kernel_has_the_reference_s_bits(
@@ -116,6 +116,7 @@ def goes_wrong(case: Case, wanted: Any) -> bool:
     return any(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kernel = make(), rotary_write_mosaic_gpu

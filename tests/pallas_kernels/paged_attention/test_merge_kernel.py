@@ -93,9 +93,9 @@ def assert_same(case: Case, found: Any) -> None:
     ("rows", "group", "head_dim", "block_rows"),
     [
         (DECODE, 4, 64, 64),
-        (DECODE, 1, 256, 64),
+        pytest.param(DECODE, 1, 256, 64, marks=pytest.mark.thorough),
         # Heads of a token on either side of the 64 rows that are merged at a time.
-        (RAGGED, 3, 128, 128),
+        pytest.param(RAGGED, 3, 128, 128, marks=pytest.mark.thorough),
     ],
 )
 def test_it_equals_its_twin(
@@ -133,6 +133,7 @@ def goes_wrong(case: Case) -> bool:
     return False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(DECODE, 4, 64)
