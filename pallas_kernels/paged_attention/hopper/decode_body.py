@@ -1,6 +1,6 @@
 """What the warpgroups of the decode kernel do: copy pages, and multiply.
 
-Persistent programs walk their stretches of the line of tiles (`planning`). In each, one
+Persistent programs walk their stretches of the line of tiles (`stream_k`). In each, one
 warpgroup asks the copy engine (TMA) for pages, and one or two multiply: scores on the
 tensor cores, softmax online in base 2, weighted values on the tensor cores. Rings of
 stages in shared memory lie between them; a barrier each says that a stage is full, or

@@ -1,7 +1,7 @@
 """Attention of chunks of queries over pages, causal, for Hopper GPUs.
 
-The chunks are cut into tiles of 128 rows (`prefill_planning`), and persistent programs
-attend from one after the other (`prefill_warpgroups_mosaic_gpu`), in place of the rows
+The chunks are cut into tiles of 128 rows (`prefill_plan`), and persistent programs
+attend from one after the other (`prefill_body`), in place of the rows
 of an output that others may have written the rest of.
 """
 
