@@ -1,8 +1,8 @@
 """The plan of a step: which program attends from which rows to which keys.
 
-The plan packs the rows (`row_packing`), says which places each of them sees, and cuts the
-work into equal stretches (`cutting`). It knows no layer: it is made once a step. All
-shapes are static, so that new lengths compile nothing.
+The plan packs the rows (`row_packing`), says which places each of them sees, and cuts
+the work into equal stretches (`stream_k`). It knows no layer: it is made once a step.
+All shapes are static, so that new lengths compile nothing.
 """
 
 from typing import NamedTuple
