@@ -1,8 +1,8 @@
 """Attention of few rows a slot over pages, for Hopper GPUs: decode, trees, prefixes.
 
 The queries that read the same keys are packed (`row_packing`), the work is cut into
-equal stretches (`stream_k`), each program does its own (`decode_body`), and the parts of
-items that a cut went through are merged (`merge`).
+equal stretches (`stream_k`), each program does its own (`decode_body`), and the parts
+of items that a cut went through are merged (`merge`).
 """
 
 import jax
