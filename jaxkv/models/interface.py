@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxkv.memory import kv_pages
 from pallas_kernels import quantizing
@@ -55,7 +55,7 @@ class Forward(Protocol):
 
 def attend(
     pages: kv_pages.Pages,
-    layer: int,
+    layer: int | Int32[Array, ""],
     q: Float[Array, "rows q_heads head_dim"],
     k: Float[Array, "rows kv_heads head_dim"],
     v: Float[Array, "rows kv_heads head_dim"],

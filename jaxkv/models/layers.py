@@ -159,7 +159,8 @@ class Layer(nnx.Module):
             std=_out_std(c),
             bias=c.out_bias,
         )
-        if c.is_mixture(index):
+        self.is_mixture = c.is_mixture(index)
+        if self.is_mixture:
             self.mixture = Mixture(c, rngs=rngs, dtype=dtype)
         else:
             self.up, self.down = _make_mlp(c, c.mlp_size, make)
@@ -181,7 +182,7 @@ class Layer(nnx.Module):
         y, carry = attend(index, q, k, v, carry)
         x = x + self.out(y.reshape(-1, x.shape[1]).astype(x.dtype))
         normed = self.mlp_norm(x)
-        if c.is_mixture(index):
+        if self.is_mixture:
             y, routing = self.mixture(normed, live, numerics)
             return x + y, carry, routing
         return x + self.down(activate(c, self.up(normed))), carry, None

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -92,6 +92,7 @@ def compile(
     function: Callable[..., Any],
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Compiles a function for one H200.
 
@@ -99,6 +100,7 @@ def compile(
       function: takes arrays; jitted here.
       args: its arguments, trees of anything with shape and dtype.
       donate_argnums: arguments whose memory the results may take.
+      options: flags of the compiler.
 
     Returns:
       What the program takes.
@@ -119,7 +121,7 @@ def compile(
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     # Doors ask the mesh what they are traced for.
     with _dumping() as folder, jax.set_mesh(mesh):
-        program = jitted.lower(*shapes).compile()
+        program = jitted.lower(*shapes).compile(dict(options or {}))
         kernels = tuple(_read_kernel(path) for path in sorted(folder.glob("*.ptxas")))
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None

@@ -27,9 +27,11 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def start(popen: Start) -> Start:
     """Starts `jaxkv`, after some lines of code."""
+    # What starts the tests may ignore it, as `nohup make test` does.
+    hears = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
 
     def begin(*args: str, code: str = "") -> subprocess.Popen[str]:
-        lines = ["import sys", "from experiments.cli import main as cli", code]
+        lines = ["import sys", hears, "from experiments.cli import main as cli", code]
         return popen("-c", "\n".join([*lines, "sys.exit(cli.main())"]), *args)
 
     return begin
