@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from jaxkv import arrays, validation
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels import quantizing
+from pallas_kernels.layered import Layer, flat_ids
 from pallas_kernels.page_ops.copy import copy_pages
 from pallas_kernels.page_ops.write import write_kv
 from pallas_kernels.quantizing import Quantized
@@ -169,7 +170,7 @@ def locate(
 
 def write(
     pages: Pages,
-    layer: int | Int32[Array, ""],
+    layer: Layer,
     k: Float[Array, "rows kv_heads head_dim"],
     v: Float[Array, "rows kv_heads head_dim"],
     rows: Rows,
@@ -257,27 +258,8 @@ def flat(pages: Pages) -> Pages:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
 
 
-def flat_ids(
-    page_ids: Int32[Array, "..."],
-    layer: int | Int32[Array, ""],
-    *,
-    num_layers: int,
-    num_pages: int,
-) -> Int32[Array, "..."]:
-    """Turns page ids into indices of one layer's pages in the `flat` view.
-
-    The layer is in [0, num_layers), those of the leaf that will be indexed.
-
-    Returns:
-      Indices in [0, num_layers * num_pages); unmapped places are num_layers *
-      num_pages, one past the end.
-    """
-    mapped = (page_ids >= 0) & (page_ids < num_pages)
-    return jnp.where(mapped, page_ids + layer * num_pages, num_layers * num_pages)
-
-
 def gather(
-    pages: Pages, layer: int | Int32[Array, ""], page_ids: Int32[Array, "n columns"]
+    pages: Pages, layer: Layer, page_ids: Int32[Array, "n columns"]
 ) -> tuple[
     Float[Array, "n tokens kv_heads head_dim"],
     Float[Array, "n tokens kv_heads head_dim"],

@@ -7,10 +7,12 @@ come back. On a GPU it is one launch where XLA takes eight.
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Num
 
-from pallas_kernels import devices
+from pallas_kernels import devices, layered
+from pallas_kernels.layered import Layer
 from pallas_kernels.page_ops.write import write_kv
 
 type RotaryWriteImplementation = Literal["reference", "mosaic_gpu"]
@@ -29,15 +31,23 @@ class Rotated(NamedTuple):
     v_pages: Float[Array, "pages kv_heads page_size head_dim"]
 
 
+class Turns(NamedTuple):
+    """By how much the pairs of features of every query turn: all heads alike."""
+
+    cos: Float32[Array, "rows kv_heads group half"]
+    sin: Float32[Array, "rows kv_heads group half"]
+
+
 def rotate_and_write(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    cos: Float[Array, "rows half"],
-    sin: Float[Array, "rows half"],
+    turns: Turns,
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, " rows"],
     offsets: Int[Array, " rows"],
     *,
+    layer: Layer = 0,
+    num_layers: int = 1,
     implementation: RotaryWriteImplementation | None = None,
 ) -> Rotated:
     """Turns queries and keys by their angles; writes keys and values to their places.
@@ -46,13 +56,15 @@ def rotate_and_write(
 
     Args:
       qkv: of each row and KV head the group's queries, the key, the value.
-      cos: cosine of every pair's angle.
-      sin: its sine.
-      k_pages: keys of one layer, or of all layers with ids offset by the layer.
+      turns: what `spread` makes of the angles, once for all layers.
+      k_pages: keys of one layer, or of `num_layers` one after another.
       v_pages: values, likewise.
-      page_ids: page that each row's key and value go to.
+      page_ids: page that each row's key and value go to, counted from the layer's
+        first.
       offsets: their place there, in [0, page_size). No two rows may name the same
         place; a row whose page or offset is out of range is dropped.
+      layer: which of the layers in the pages, in [0, num_layers).
+      num_layers: how many these are.
       implementation: None, or a name that must serve this call.
 
     Returns:
@@ -68,29 +80,52 @@ def rotate_and_write(
         from pallas_kernels.page_ops import rotary_write_mosaic_gpu as kernel
 
         return Rotated(
-            *kernel.rotate_and_write(qkv, cos, sin, k_pages, v_pages, page_ids, offsets)
+            *kernel.rotate_and_write(
+                *(qkv, turns, k_pages, v_pages, page_ids, offsets),
+                layer=layer,
+                num_layers=num_layers,
+            )
         )
-    turned = rotate(qkv[:, :, :-1], cos, sin)
+    turned = rotate(qkv[:, :, :-1], turns)
     k, v = turned[:, :, -1], qkv[:, :, -1]
-    written = write_kv(k_pages, v_pages, page_ids, offsets, k, v)
+    num_pages = k_pages.shape[0] // num_layers
+    ids = layered.flat_ids(page_ids, layer, num_layers=num_layers, num_pages=num_pages)
+    written = write_kv(k_pages, v_pages, ids, offsets, k, v)
     return Rotated(turned[:, :, :-1], written.k_pages, written.v_pages)
 
 
-def rotate(
-    x: Float[Array, "rows kv_heads heads head_dim"],
+def spread(
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
+    *,
+    kv_heads: int,
+    group: int,
+) -> Turns:
+    """Lays the angles of every row out as its queries lie, in float32.
+
+    A warpgroup's registers know no broadcast over heads: they read it from the cache.
+    """
+    shape = (cos.shape[0], kv_heads, group, cos.shape[1])
+
+    def one(x: Array) -> Array:
+        return jnp.broadcast_to(x.astype(jnp.float32)[:, None, None], shape)
+
+    return Turns(one(cos), one(sin))
+
+
+def rotate(
+    x: Float[Array, "rows kv_heads heads head_dim"], turns: Turns
 ) -> Float[Array, "rows kv_heads heads head_dim"]:
-    """Turns every pair of features, in the angles' type."""
+    """Turns every pair of features, in float32."""
+    cos, sin = (turn[:, :1, :1] for turn in turns)
     low, high = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    cos, sin = cos[:, None, None], sin[:, None, None]
     turned = [low * cos - high * sin, high * cos + low * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def why_not(
-    qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
 ) -> str | None:
     """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
     if str(qkv.dtype) not in ("bfloat16", "float16") or qkv.dtype != k_pages.dtype:

@@ -12,30 +12,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import layered
+from pallas_kernels.layered import Layer
 
 
 def rotate_and_write(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    cos: Float[Array, "rows half"],
-    sin: Float[Array, "rows half"],
+    turns: tuple[
+        Float32[Array, "rows kv_heads group half"],
+        Float32[Array, "rows kv_heads group half"],
+    ],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, " rows"],
     offsets: Int[Array, " rows"],
     *,
+    layer: Layer = 0,
+    num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> tuple[Array, Array, Array]:
     """As `rotary_write.rotate_and_write`, which says what it takes.
 
     Args:
       qkv: as there, like all that follow.
-      cos: computed in float32.
-      sin: likewise.
+      turns: cosines and sines.
       k_pages: donated or carried, else they are copied.
       v_pages: likewise.
       page_ids: those out of range are dropped.
       offsets: likewise.
+      layer: which one of those in the pages.
+      num_layers: how many these are.
       interpret: how to emulate the kernel on a CPU; False compiles it.
 
     Returns:
@@ -43,11 +51,12 @@ def rotate_and_write(
     """
     rows, kv_heads, wide, head_dim = qkv.shape
     (num_pages, _, page_size, _), group = k_pages.shape, wide - 2
-    half, dtype = head_dim // 2, qkv.dtype
+    half, dtype, layer_pages = head_dim // 2, qkv.dtype, num_pages // num_layers
     low, high = pl.ds(0, half), pl.ds(half, half)
 
     def one_row(*references: Any) -> None:
-        qkv, cos, sin, page_ids, offsets, k_pages, v_pages, q, *scratch = references
+        qkv, cos, sin, page_ids, offsets, layer, *references = references
+        k_pages, v_pages, q, *scratch = references
         q_low, q_high, k_low, k_high, v, arrived = scratch
         row = lax.axis_index("row")
         read = qkv.at[row]
@@ -66,11 +75,12 @@ def rotate_and_write(
         plgpu.copy_smem_to_gmem(q_low, q.at[row, :, :, low])
         plgpu.copy_smem_to_gmem(q_high, q.at[row, :, :, high])
         page, place = page_ids[row], offsets[row]
-        is_page = jnp.logical_and(page >= 0, page < num_pages)
+        is_page = jnp.logical_and(page >= 0, page < layer_pages)
         is_place = jnp.logical_and(place >= 0, place < page_size)
 
         @pl.when(jnp.logical_and(is_page, is_place))
         def _() -> None:
+            page = layer[0] * layer_pages + page_ids[row]
             plgpu.copy_smem_to_gmem(k_low, k_pages.at[page, :, place, low])
             plgpu.copy_smem_to_gmem(k_high, k_pages.at[page, :, place, high])
             plgpu.copy_smem_to_gmem(v, v_pages.at[page, :, place])
@@ -79,12 +89,7 @@ def rotate_and_write(
 
     # A reference to donated pages is the pages themselves.
     written = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    # A warpgroup's registers know no broadcast over heads: they read it from the cache.
-    each = (rows, kv_heads, group, half)
-    angles = (
-        jnp.broadcast_to(x.astype(jnp.float32)[:, None, None], each) for x in (cos, sin)
-    )
-    ids = (page_ids.astype(jnp.int32), offsets.astype(jnp.int32))
+    ids = [x.astype(jnp.int32) for x in (page_ids, offsets)]
     halves = [(kv_heads, group, half)] * 2 + [(kv_heads, half)] * 2
     q = plgpu.kernel(
         one_row,
@@ -96,7 +101,7 @@ def rotate_and_write(
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
-    )(qkv, *angles, *ids, *written)
+    )(qkv, *turns, *ids, layered.operand(layer), *written)
     return q, jax.freeze(written[0]), jax.freeze(written[1])
 
 

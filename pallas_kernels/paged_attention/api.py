@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels import devices
+from pallas_kernels import devices, layered
+from pallas_kernels.layered import Layer
 from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import checks, decode_plan, dispatch, reference
 from pallas_kernels.paged_attention.page_blocks import Memory
@@ -48,6 +49,8 @@ def paged_attention(
     sinks: Float[Array, " q_heads"] | None = None,
     k_scales: Float[Array, "pages kv_heads *k_places"] | None = None,
     v_scales: Float[Array, "pages kv_heads *v_places"] | None = None,
+    layer: Layer = 0,
+    num_layers: int = 1,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
     plan: dispatch.StepPlan | None = None,
@@ -62,11 +65,11 @@ def paged_attention(
 
     Args:
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of all layers with ids offset by the layer; of a
-        floating type, or of 8 bits as `quantizing` makes them.
+      k_pages: keys of one layer, or of `num_layers` one after another; of a floating
+        type, or of 8 bits as `quantizing` makes them.
       v_pages: values, likewise and of the same type.
-      page_ids: page of every place / page_size; an id outside [0, pages) is unmapped
-        and must hold no place that any row sees.
+      page_ids: page of every place / page_size, counted from the layer's first; an id
+        that none of its pages has is unmapped and must hold no place that any row sees.
       positions: position of each row; -1 for a padding row, which sees nothing.
       slots: slot of each row, the rows of a slot side by side and in ascending order;
         None where row i is slot i.
@@ -83,6 +86,8 @@ def paged_attention(
       k_scales: of 8-bit pages alone, the factor on the keys of a page and head, or with
         an axis of page_size more on each of them.
       v_scales: likewise on the values.
+      layer: which of the layers in the pages, in [0, num_layers).
+      num_layers: how many these are, a divisor of their number.
       numerics: "reproducible" gives a row the same bits in any batch.
       implementation: None, or a name that must serve this call. "reference" takes any
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
@@ -117,6 +122,8 @@ def paged_attention(
         raise ValueError(f"{window=} must be at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{softcap=} must be above 0, or None")
+    if num_layers < 1 or k_pages.shape[0] % num_layers:
+        raise ValueError(f"{num_layers=} must divide {k_pages.shape[0]=}")
     scale = q.shape[2] ** -0.5 if scale is None else scale
     chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
     if chosen == "mosaic_gpu":
@@ -139,8 +146,16 @@ def paged_attention(
             softcap=softcap,
             alibi=alibi,
             sinks=sinks,
+            layer=layer,
+            num_layers=num_layers,
         )
         return AttentionState(out, lse)
+    if num_layers > 1:
+        page_ids = layered.flat_ids(
+            *(page_ids, layer),
+            num_layers=num_layers,
+            num_pages=k_pages.shape[0] // num_layers,
+        )
     (rows, q_heads, head_dim), kv_heads = q.shape, k_pages.shape[1]
     by_head = kv_heads, q_heads // kv_heads
     attend = reference.attend_per_row

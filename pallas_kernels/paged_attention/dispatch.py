@@ -127,7 +127,8 @@ def attend(
     """Attends from all rows, with the kernels that the plan names.
 
     Arguments and errors are those of `decode.attend`; `plan` is `make_plan` of these
-    rows, with the same window, and `features` are scale, softcap, alibi and sinks.
+    rows, with the same window, and `features` are scale, softcap, alibi, sinks, and the
+    layer.
 
     Returns:
       Output in the type of q, and natural log-sum-exp; 0 and -inf without a key.

@@ -11,7 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels import layered
 from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import merging, row_packing
 from pallas_kernels.paged_attention.decode_plan import Plan
 from pallas_kernels.paged_attention.hopper import decode_body, merge, warpgroups
@@ -31,6 +33,8 @@ def attend(
     alibi: Float[Array, " q_heads"] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     tiling: Tiling,
+    layer: Layer = 0,
+    num_layers: int = 1,
     dtype: DTypeLike = jnp.float32,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
@@ -56,9 +60,18 @@ def attend(
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
-    blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
+    tokens = plan.packing.row.shape[1]
+    block_rows = row_packing.num_block_rows(tokens=tokens, group=group)
+    if tokens == 1 and block_rows <= WGMMA_ROWS:
+        blocks = q.reshape(-1, q.shape[2])
+    else:
+        blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
     out, lse, part_out, part_lse = _launch(
         *(blocks, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
+        block_rows=block_rows,
+        group=group,
+        layer=layer,
+        num_layers=num_layers,
         scoring=Scoring(scale, softcap, alibi is not None),
         tiling=tiling,
         interpret=interpret,
@@ -82,19 +95,27 @@ def attend(
 
 
 def _launch(
-    q: Float[Array, "blocks kv_heads block_rows head_dim"],
+    q: Float[Array, "..."],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: Plan,
     slopes: Float32[Array, "kv_heads wgmma_rows"] | None,
     *,
+    block_rows: int,
+    group: int,
+    layer: Layer,
+    num_layers: int,
     scoring: Scoring,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> list[Array]:
-    """Runs the kernel: results of whole items, and partial states, in base 2."""
-    num_blocks, kv_heads, block_rows, head_dim = q.shape
+    """Runs the kernel: results of whole items, and partial states, in base 2.
+
+    Queries are packed, [blocks, kv_heads, block_rows, head_dim], or rows and heads as
+    they are, [rows * q_heads, head_dim], where a block has one row.
+    """
+    num_blocks, (_, kv_heads, _, head_dim) = plan.rows.shape[0], k_pages.shape
     schedule, tile, stages = plan.schedule, tiling.tile, tiling.stages
     programs, num_lines = schedule.begin.shape[0], plan.rows.shape[1]
     num_warpgroups = plan.rows.shape[2] // WGMMA_ROWS
@@ -103,6 +124,8 @@ def _launch(
         k=k_pages,
         v=v_pages,
         page_ids=page_ids,
+        layer=layered.operand(layer),
+        first_row=plan.packing.row,
         slot=plan.packing.slot,
         rows=plan.rows,
         low=plan.low,
@@ -131,7 +154,13 @@ def _launch(
                 tiling=tiling,
                 emulated=bool(interpret),
             ),
-            lambda: decode_body.produce(inputs, shared, tiling=tiling),
+            lambda: decode_body.produce(
+                *(inputs, shared),
+                block_rows=block_rows,
+                group=group,
+                num_layers=num_layers,
+                tiling=tiling,
+            ),
         )
 
     tiled = warpgroups.tiled()

@@ -25,12 +25,14 @@ def copy_tile(
     index: Any,
     low: Any,
     high: Any,
+    num_layers: int,
     tiling: Tiling,
 ) -> None:
     """Asks the copy engine for a tile of keys, then of values, as stages become free.
 
     Args:
-      inputs: with `k` and `v` [pages, kv_heads, page_size, head_dim], and `page_ids`.
+      inputs: with `k` and `v` [pages, kv_heads, page_size, head_dim], `page_ids`, and
+        the `layer` that they are of.
       shared: with the rings `k` and `v`, and their `k_full`, `k_free` and so on.
       slot: whose pages.
       head: KV head.
@@ -38,10 +40,12 @@ def copy_tile(
       index: tiles that this program has asked for before.
       low: first place that any row sees.
       high: place after the last one. Pages without a place between are not read: zeros
-        arrive in their stead, and for ids outside [0, pages).
+        arrive in their stead, and for ids that no page of the layer has.
+      num_layers: layers in `k` and `v`, static.
       tiling: static.
     """
     num_pages, _, page_size, _ = inputs.k.shape
+    layer_pages = num_pages // num_layers
     pages_per_slot = inputs.page_ids.shape[1]
     stage = lax.rem(index, jnp.int32(tiling.stages))
     box = min(tiling.tile, page_size)  # tokens of one copy
@@ -51,8 +55,8 @@ def copy_tile(
         nth = lax.div(place, jnp.int32(page_size))
         page = inputs.page_ids[slot, jnp.minimum(nth, pages_per_slot - 1)]
         wanted = (place + box > low) & (place < high)
-        wanted &= (page >= 0) & (page < num_pages)
-        return jnp.where(wanted, page, num_pages)
+        wanted &= (page >= 0) & (page < layer_pages)
+        return jnp.where(wanted, inputs.layer[0] * layer_pages + page, num_pages)
 
     pages = [page_at(begin + j * box) for j in range(tiling.tile // box)]
     inside = pl.ds(lax.rem(begin, jnp.int32(page_size)), box)

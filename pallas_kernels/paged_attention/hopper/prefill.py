@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels import layered
 from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import prefill_body, warpgroups
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
@@ -33,6 +35,8 @@ def attend(
     others: tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]
     | None = None,
     tiling: Tiling,
+    layer: Layer = 0,
+    num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
@@ -66,6 +70,7 @@ def attend(
         k=k_pages,
         v=v_pages,
         page_ids=page_ids.astype(jnp.int32),
+        layer=layered.operand(layer),
         position=plan.position,
         slot=plan.slot,
         row=plan.row,
@@ -86,6 +91,7 @@ def attend(
         *(given, others[0]),
         scoring=Scoring(scale, softcap, alibi is not None),
         window=window,
+        num_layers=num_layers,
         tiling=tiling,
         interpret=interpret,
     )
@@ -103,6 +109,7 @@ def _launch(
     *,
     scoring: Scoring,
     window: int | None,
+    num_layers: int,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> tuple[
@@ -126,7 +133,9 @@ def _launch(
                 tiling=tiling,
                 emulated=bool(interpret),
             ),
-            lambda: prefill_body.produce(inputs, shared, tiling=tiling),
+            lambda: prefill_body.produce(
+                inputs, shared, num_layers=num_layers, tiling=tiling
+            ),
         )
 
     tiled, barriers = warpgroups.tiled(), warpgroups.barriers

@@ -41,6 +41,7 @@ class Inputs(NamedTuple):
     k: Ref
     v: Ref
     page_ids: Ref
+    layer: Ref
     position: Ref
     slot: Ref
     row: Ref
@@ -293,7 +294,7 @@ def _send(
                     plgpu.copy_smem_to_gmem(source, target)
 
 
-def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
+def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) -> None:
     """Copies: what the last warpgroup does."""
     group, q_stages = inputs.q.shape[1] // inputs.k.shape[1], tiling.q_stages
 
@@ -328,6 +329,7 @@ def produce(inputs: Inputs, shared: Shared, *, tiling: Tiling) -> None:
                 index=item.ring + i,
                 low=low,
                 high=high,
+                num_layers=num_layers,
                 tiling=tiling,
             )
 

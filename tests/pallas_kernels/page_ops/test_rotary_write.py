@@ -14,7 +14,8 @@ from pallas_kernels.devices import Target
 from pallas_kernels.page_ops import rotary_write, rotary_write_mosaic_gpu
 from tests.support import emulating
 
-NUM_PAGES, PAGE_SIZE = 6, 16
+NUM_LAYERS, NUM_PAGES, PAGE_SIZE = 3, 6, 16
+OF_LAYER: Any = {"layer": jnp.int32(1), "num_layers": NUM_LAYERS}
 PAGE = (0, 3, -1, NUM_PAGES, 2, 2)
 PLACE = (1, 15, 0, 7, PAGE_SIZE, -1)
 """Where rows go: two to places, four nowhere."""
@@ -22,8 +23,7 @@ PLACE = (1, 15, 0, 7, PAGE_SIZE, -1)
 
 class Case(NamedTuple):
     qkv: Any
-    cos: Any
-    sin: Any
+    turns: Any
     k_pages: Any
     v_pages: Any
     page_ids: Any
@@ -34,7 +34,8 @@ def make(
     kv_heads: int = 4, group: int = 2, head_dim: int = 64, dtype: Any = jnp.bfloat16
 ) -> Case:
     rng = np.random.default_rng(kv_heads + group + head_dim)
-    rows, pages = len(PAGE), (NUM_PAGES, kv_heads, PAGE_SIZE, head_dim)
+    rows = len(PAGE)
+    pages = NUM_LAYERS * NUM_PAGES, kv_heads, PAGE_SIZE, head_dim
     angles = rng.uniform(0, 7, (rows, head_dim // 2)).astype(np.float32)
 
     def normal(*shape: int) -> jax.Array:
@@ -42,8 +43,9 @@ def make(
 
     return Case(
         qkv=normal(rows, kv_heads, group + 2, head_dim),
-        cos=jnp.cos(angles),
-        sin=jnp.sin(angles),
+        turns=rotary_write.spread(
+            jnp.cos(angles), jnp.sin(angles), kv_heads=kv_heads, group=group
+        ),
         k_pages=normal(*pages),
         v_pages=normal(*pages),
         page_ids=jnp.asarray(PAGE, jnp.int32),
@@ -54,24 +56,30 @@ def make(
 def emulate(case: Case) -> Any:
     with emulating.emulator_of_races() as interpret:
         run = jax.jit(
-            rotary_write_mosaic_gpu.rotate_and_write, static_argnames="interpret"
+            rotary_write_mosaic_gpu.rotate_and_write,
+            static_argnames=("num_layers", "interpret"),
         )
-        return jax.block_until_ready(run(*case, interpret=interpret))
+        return jax.block_until_ready(run(*case, interpret=interpret, **OF_LAYER))
+
+
+def refer(case: Case) -> Any:
+    run = jax.jit(rotary_write.rotate_and_write, static_argnames="num_layers")
+    return run(*case, **OF_LAYER)
 
 
 def test_the_reference_turns_and_writes_row_by_row() -> None:
     case = make(kv_heads=2, group=3, head_dim=8, dtype=jnp.float32)
-    found = rotary_write.rotate_and_write(*case)
+    found = rotary_write.rotate_and_write(*case, **OF_LAYER)
     x = np.asarray(case.qkv, np.float64)
     # Pairs as complex numbers, turned by the unit of their angle.
-    unit = np.asarray(case.cos, np.float64) + 1j * np.asarray(case.sin, np.float64)
-    turned = (x[..., :4] + 1j * x[..., 4:]) * unit[:, None, None]
+    cos, sin = (np.asarray(turn[:, :1, :1], np.float64) for turn in case.turns)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)
     turned = np.concatenate([turned.real, turned.imag], -1)
     np.testing.assert_allclose(found.q, turned[:, :, :3], atol=1e-6)
     k, v = np.asarray(case.k_pages).copy(), np.asarray(case.v_pages).copy()
     for row in (0, 1):
-        k[PAGE[row], :, PLACE[row]] = turned[row, :, 3]
-        v[PAGE[row], :, PLACE[row]] = x[row, :, 4]
+        k[NUM_PAGES + PAGE[row], :, PLACE[row]] = turned[row, :, 3]
+        v[NUM_PAGES + PAGE[row], :, PLACE[row]] = x[row, :, 4]
     np.testing.assert_allclose(found.k_pages, k, atol=1e-6)
     np.testing.assert_array_equal(found.v_pages, v)
 
@@ -88,7 +96,7 @@ def test_the_kernel_has_the_reference_s_bits(
     kv_heads: int, group: int, head_dim: int, dtype: Any
 ) -> None:
     case = make(kv_heads, group, head_dim, dtype)
-    wanted = jax.jit(rotary_write.rotate_and_write)(*case)
+    wanted = refer(case)
     for found, each in zip(emulate(case), wanted, strict=True):
         assert found.dtype == each.dtype
         assert np.asarray(found).tobytes() == np.asarray(each).tobytes()
@@ -102,6 +110,8 @@ BUGS = {
     "the value turned for the key": ("(k_low, group, low)", "(k_low, group + 1, low)"),
     "a place out of range": ("jnp.logical_and(is_page, is_place)", "is_page"),
     "a page out of range": ("jnp.logical_and(is_page, is_place)", "is_place"),
+    "a page of the first layer": ("layer[0] * layer_pages + ", ""),
+    "a page of the next layer": ("page < layer_pages", "page < num_pages"),
     "halves the wrong way round": ("place, low]", "place, high]"),
 }
 
@@ -120,7 +130,7 @@ def goes_wrong(case: Case, wanted: Any) -> bool:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kernel = make(), rotary_write_mosaic_gpu
-    wanted = jax.jit(rotary_write.rotate_and_write)(*case)
+    wanted = refer(case)
     assert not goes_wrong(case, wanted)
     changed = emulating.mutant(kernel, dict([BUGS[bug]]))
     monkeypatch.setattr(kernel, "rotate_and_write", changed.rotate_and_write)
@@ -160,7 +170,7 @@ def test_it_compiles_in_place_without_spills(
 ) -> None:
     case = make(kv_heads, group, head_dim)
     run = rotary_write_mosaic_gpu.rotate_and_write
-    report = deviceless.compile(run, *case, donate_argnums=(3, 4))
+    report = deviceless.compile(run, *case, donate_argnums=(2, 3))
     [kernel] = report.kernels
     assert kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.instructions["tma_store"] == 5
