@@ -30,6 +30,7 @@ from jaxkv import arrays, validation
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels import quantizing
 from pallas_kernels.layered import Layer, flat_ids
+from pallas_kernels.page_ops import rotary_write
 from pallas_kernels.page_ops.copy import copy_pages
 from pallas_kernels.page_ops.write import write_kv
 from pallas_kernels.quantizing import Quantized
@@ -199,6 +200,39 @@ def write(
         v=quantizing.whole(written.v_pages, written.v_scales),
     )
     return jax.tree.map(lambda old, new: new.reshape(old.shape), pages, new)
+
+
+def rotate_and_write(
+    pages: Pages,
+    layer: Layer,
+    qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
+    turns: rotary_write.Turns,
+    page: Int32[Array, " rows"],
+    offset: Int32[Array, " rows"],
+) -> tuple[Float[Array, "rows kv_heads group head_dim"], Pages]:
+    """Encodes the rows' positions, and writes one layer's K and V, in one kernel.
+
+    As `write`, in place; only pages of 16 bits, where `rotary_write.why_not` says None.
+
+    Args:
+      pages: the pages, donated or carried.
+      layer: which layer of them.
+      qkv: what the layer projects every row to: queries, key, value of each KV head.
+      turns: `rotary_write.spread` of the angles.
+      page: page that each row's K and V belong to, see `locate`.
+      offset: their place there.
+
+    Returns:
+      The queries; and the pages.
+    """
+    view = flat(pages)
+    written = rotary_write.rotate_and_write(
+        *(qkv, turns, view.k, view.v, page, offset),
+        layer=layer,
+        num_layers=pages.num_layers,
+    )
+    k, v = (x.reshape(pages.k.shape) for x in written[1:])
+    return written.q, Pages(k, v)
 
 
 def copy(

@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxkv.memory import kv_pages
 from pallas_kernels import quantizing
+from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import api, dispatch
 
 type Params = Any
@@ -55,7 +56,7 @@ class Forward(Protocol):
 
 def attend(
     pages: kv_pages.Pages,
-    layer: int | Int32[Array, ""],
+    layer: Layer,
     q: Float[Array, "rows q_heads head_dim"],
     k: Float[Array, "rows kv_heads head_dim"],
     v: Float[Array, "rows kv_heads head_dim"],
@@ -85,26 +86,36 @@ def attend(
       The attention output of every row, 0 on padding rows; and the pages.
     """
     pages = kv_pages.write(pages, layer, k, v, rows)
-    flat = kv_pages.flat(pages)
-    ids = kv_pages.flat_ids(
-        rows.page_ids, layer, num_layers=pages.num_layers, num_pages=pages.num_pages
+    features = dict(scale=scale, window=window, numerics=numerics, plan=plan)
+    return attend_written(pages, layer, q, rows, **features), pages
+
+
+def attend_written(
+    pages: kv_pages.Pages,
+    layer: Layer,
+    q: Float[Array, "rows q_heads head_dim"],
+    rows: kv_pages.Rows,
+    **features: Any,
+) -> Float[Array, "rows q_heads head_dim"]:
+    """Attends over the pages of a layer that has the rows' K and V, as `attend` does.
+
+    Arguments are those of `attend`.
+
+    Returns:
+      The attention output of every row, 0 on padding rows.
+    """
+    (k_pages, k_scales), (v_pages, v_scales) = map(
+        quantizing.parts, kv_pages.flat(pages)
     )
-    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, flat)
     state = api.paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        ids,
-        rows.position,
-        rows.slot,
-        scale=scale,
-        window=window,
+        *(q, k_pages, v_pages, rows.page_ids, rows.position, rows.slot),
         k_scales=k_scales,
         v_scales=v_scales,
-        numerics=numerics,
-        plan=plan,
+        layer=layer,
+        num_layers=pages.num_layers,
+        **features,
     )
-    return state.out, pages
+    return state.out
 
 
 def make_plan(

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.models import moe, rotary
+from jaxkv.models import moe
 from jaxkv.models.config import ModelConfig
 from pallas_kernels.grouped_matmul import api
 
@@ -170,16 +170,14 @@ class Layer(nnx.Module):
             )
         self.config = config
 
-    def __call__(self, index, x, rope, attend, carry, live, numerics):
+    def __call__(self, index, x, angles, attend, carry, live, numerics):
         """Runs layer `index` on every column; `carry` goes through `attend`."""
         c = self.config
         qkv = self.qkv(self.attention_norm(x))
-        q, k, v = qkv[:, : c.group_size], qkv[:, c.group_size], qkv[:, c.group_size + 1]
         if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotary.rotate(q, *rope), rotary.rotate(k, *rope)
-        y, carry = attend(index, q, k, v, carry)
+            q, k, v = jnp.split(qkv, [c.group_size, c.group_size + 1], axis=1)
+            qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=1)
+        y, carry = attend(index, qkv, angles, carry)
         x = x + self.out(y.reshape(-1, x.shape[1]).astype(x.dtype))
         normed = self.mlp_norm(x)
         if self.is_mixture:

@@ -1,16 +1,20 @@
 """A model for the engine: its pages, and its forward pass over packed rows."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxkv.memory import kv_pages
-from jaxkv.models import interface, transformer
+from jaxkv.models import interface, rotary, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Numerics
+from pallas_kernels.page_ops import rotary_write
 
 
 @runtime_checkable
@@ -94,18 +98,14 @@ class PagedForward:
             **sees,
         )
 
-        def attend(layer, q, k, v, pages):
-            out, pages = interface.attend(
-                pages,
-                layer,
-                *(x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1) for x in (q, k, v)),
-                rows,
-                plan=plan,
-                **sees,
-            )
-            return out.transpose(1, 2, 0).reshape(q.shape), pages
-
         positions = jnp.maximum(rows.position, 0)
+        write = self._writer(pages, rows, model.embed.weight.dtype)
+
+        def attend(layer, qkv, angles, pages):
+            q, pages = write(layer, qkv, angles, pages)
+            out = interface.attend_written(pages, layer, q, rows, plan=plan, **sees)
+            return out.transpose(1, 2, 0).reshape(qkv[:, :-2].shape), pages
+
         hidden, pages, _ = model.hidden(
             *(rows.token, positions, attend, pages),
             live=rows.position >= 0,
@@ -114,3 +114,34 @@ class PagedForward:
         wanted = jnp.maximum(rows.logit_rows, 0)
         hidden = hidden[:, wanted]
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
+
+    def _writer(
+        self, pages: kv_pages.Pages, rows: kv_pages.Rows, dtype: DTypeLike
+    ) -> Callable:
+        """How a layer encodes positions and writes K and V: one kernel, or several."""
+        c = self.config
+        heads = c.num_kv_heads, c.group_size + 2, c.head_dim
+        qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
+        turned = rotary.angles(c, jnp.maximum(rows.position, 0), dtype)
+        if turned is None or rotary_write.choose(qkv, pages.k) == "reference":
+            return functools.partial(_write, rows)
+        # Once a pass, for all layers.
+        page, offset = kv_pages.locate(rows, page_size=pages.page_size)
+        heads = {"kv_heads": c.num_kv_heads, "group": c.group_size}
+        turns = rotary_write.spread(turned.cos.T, turned.sin.T, **heads)
+
+        def write(layer, qkv, angles, pages):
+            qkv = qkv.transpose(3, 0, 1, 2)
+            q, pages = kv_pages.rotate_and_write(pages, layer, qkv, turns, page, offset)
+            return q.reshape(q.shape[0], -1, q.shape[3]), pages
+
+        return write
+
+
+def _write(rows, layer, qkv, angles, pages):
+    """Encodes positions and writes K and V by what XLA makes of it."""
+    q, k, v = (
+        x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1)
+        for x in rotary.parts(qkv, angles)
+    )
+    return q, kv_pages.write(pages, layer, k, v, rows)

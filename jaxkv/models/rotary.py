@@ -1,8 +1,11 @@
 """Rotary positions: pairs of features turn with the position, each at its own pace."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import ModelConfig
 
@@ -19,6 +22,38 @@ def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[Array, " half"]:
     span = s.high_frequency_factor - s.low_frequency_factor
     keep = jnp.clip((turns - s.low_frequency_factor) / span, 0.0, 1.0)
     return plain * (keep + (1.0 - keep) / s.factor)
+
+
+class Angles(NamedTuple):
+    """How far every pair of features of a row turns."""
+
+    cos: Float[Array, "half rows"]
+    sin: Float[Array, "half rows"]
+
+
+def angles(
+    config: ModelConfig, positions: Int[Array, " rows"], dtype: DTypeLike
+) -> Angles | None:
+    """The angles at these positions, at least in float32; None where none turn."""
+    if config.positions != "rope":
+        return None
+    wide = np.promote_types(dtype, np.float32)
+    turned = frequencies(config, wide)[:, None] * positions.astype(wide)[None, :]
+    return Angles(jnp.cos(turned), jnp.sin(turned))
+
+
+def parts(
+    qkv: Float[Array, "kv_heads group_and_2 head_dim rows"], angles: Angles | None
+) -> tuple[
+    Float[Array, "kv_heads group head_dim rows"],
+    Float[Array, "kv_heads head_dim rows"],
+    Float[Array, "kv_heads head_dim rows"],
+]:
+    """Queries, keys and values of a projection, positions encoded in the first two."""
+    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    if angles is not None:
+        q, k = rotate(q, *angles), rotate(k, *angles)
+    return q, k, v
 
 
 def rotate(

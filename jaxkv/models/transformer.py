@@ -25,14 +25,17 @@ from pallas_kernels.flash_attention import tiled
 type Attend[C] = Callable[
     [
         int | Int32[Array, ""],
-        Float[Array, "kv_heads group head_dim rows"],
-        Float[Array, "kv_heads head_dim rows"],
-        Float[Array, "kv_heads head_dim rows"],
+        Float[Array, "kv_heads group_and_2 head_dim rows"],
+        rotary.Angles | None,
         C,
     ],
     tuple[Float[Array, "kv_heads group head_dim rows"], C],
 ]
-"""`attend(layer, q, k, v, carry) -> (out, carry)`: the only place where rows meet."""
+"""`attend(layer, qkv, angles, carry) -> (out, carry)`: the only place where rows meet.
+
+`qkv` has of each KV head the group's queries, the key and the value, which `angles` are
+not yet encoded in; None where positions are learned.
+"""
 
 
 class Transformer(nnx.Module):
@@ -78,21 +81,15 @@ class Transformer(nnx.Module):
         """
         c = self.config
         x = self.embed.weight[...][tokens].T
-        rope = None
         if c.positions == "learned":
             # Not a number past the table: what is clamped to it would look like one.
             found = self.embed_positions.weight[...].at[positions + c.position_offset]
             x = x + found.get(mode="fill", fill_value=jnp.nan).T
-        else:
-            wide = np.promote_types(x.dtype, np.float32)
-            angles = (
-                rotary.frequencies(c, wide)[:, None] * positions.astype(wide)[None, :]
-            )
-            rope = jnp.cos(angles), jnp.sin(angles)
+        angles = rotary.angles(c, positions, x.dtype)
 
         def run(layer: Layer, index: int | Array, x: Array, carry: Any) -> Any:
             with jax.named_scope("layer"):
-                return layer(index, x, rope, attend, carry, live, numerics)
+                return layer(index, x, angles, attend, carry, live, numerics)
 
         through = self._scan if self.scanned else self._unroll
         x, carry, routings = through(run, x, carry)
@@ -301,11 +298,11 @@ def outputs(
     model = merge(config, params)
     position = jnp.arange(seq, dtype=jnp.int32)
 
-    def attend(layer, q, k, v, carry):
+    def attend(layer, qkv, angles, carry):
         # To [batch, seq, heads, head_dim] and back.
         q, k, v = (
             x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
-            for x in (q, k, v)
+            for x in rotary.parts(qkv, angles)
         )
         y, _ = tiled.flash_attention(q, k, v, window=config.window)
         y = y.transpose(2, 3, 0, 1)

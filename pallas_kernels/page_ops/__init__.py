@@ -6,6 +6,7 @@ from pallas_kernels.page_ops.write import write_kv
 __all__ = [
     "copy",
     "copy_pages",
+    "rotary_write",
     "write",
     "write_kv",
 ]

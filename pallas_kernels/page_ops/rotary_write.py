@@ -5,11 +5,11 @@ turn with their positions, keys and values go to their pages, in place, and the 
 come back. On a GPU it is one launch where XLA takes eight.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import devices, layered
 from pallas_kernels.layered import Layer
@@ -75,8 +75,7 @@ def rotate_and_write(
 
     Source: Su et al. 2021, arXiv:2104.09864, eq. 34; the halves are GPT-NeoX's.
     """
-    chosen = devices.choose(implementation, lambda: why_not(qkv, k_pages))
-    if chosen == "mosaic_gpu":
+    if choose(qkv, k_pages, implementation) == "mosaic_gpu":
         from pallas_kernels.page_ops import rotary_write_mosaic_gpu as kernel
 
         return Rotated(
@@ -123,9 +122,22 @@ def rotate(
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def choose(
+    qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Any,
+    implementation: RotaryWriteImplementation | None = None,
+) -> RotaryWriteImplementation:
+    """Names the implementation that serves a call; pages may be of 8 bits.
+
+    Raises:
+      ValueError: one is asked for that is unknown, or that cannot serve the call.
+    """
+    return devices.choose(implementation, lambda: why_not(qkv, k_pages))
+
+
 def why_not(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
-    k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Any,
 ) -> str | None:
     """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
     if str(qkv.dtype) not in ("bfloat16", "float16") or qkv.dtype != k_pages.dtype:

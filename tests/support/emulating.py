@@ -75,8 +75,10 @@ def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
             window=case.window,
         )
         return decode.attend(
-            *(arrays[name] for name in ("q", "k_pages", "v_pages", "page_ids")),
+            *among_layers(arrays),
             plan,
+            layer=jnp.int32(1),
+            num_layers=3,
             scale=case.scale,
             softcap=case.softcap,
             alibi=arrays["alibi"],
@@ -102,8 +104,10 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
             window=case.window,
         )
         return prefill.attend(
-            *(arrays[name] for name in ("q", "k_pages", "v_pages", "page_ids")),
+            *among_layers(arrays),
             plan,
+            layer=jnp.int32(1),
+            num_layers=3,
             scale=case.scale,
             window=case.window,
             softcap=case.softcap,
@@ -117,6 +121,14 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
         patch.setattr(plgpu, "wgmma", watched_product)
         attend = jax.jit(plan_and_attend, static_argnums=1)
         return jax.block_until_ready(attend(case.arrays(), interpret))
+
+
+def among_layers(arrays: dict[str, Any]) -> list[Any]:
+    """What kernels read, the pages as the second of three layers; no other is one."""
+    pages = [arrays[name] for name in ("k_pages", "v_pages")]
+    others = [jnp.full_like(x, jnp.nan) for x in pages]
+    pages = [jnp.concatenate([y, x, y]) for x, y in zip(pages, others, strict=True)]
+    return [arrays["q"], *pages, arrays["page_ids"]]
 
 
 def watched_product(

@@ -60,16 +60,9 @@ def attend(
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
-    tokens = plan.packing.row.shape[1]
-    block_rows = row_packing.num_block_rows(tokens=tokens, group=group)
-    if tokens == 1 and block_rows <= WGMMA_ROWS:
-        blocks = q.reshape(-1, q.shape[2])
-    else:
-        blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
+    blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
     out, lse, part_out, part_lse = _launch(
         *(blocks, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
-        block_rows=block_rows,
-        group=group,
         layer=layer,
         num_layers=num_layers,
         scoring=Scoring(scale, softcap, alibi is not None),
@@ -95,27 +88,21 @@ def attend(
 
 
 def _launch(
-    q: Float[Array, "..."],
+    q: Float[Array, "blocks kv_heads block_rows head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: Plan,
     slopes: Float32[Array, "kv_heads wgmma_rows"] | None,
     *,
-    block_rows: int,
-    group: int,
     layer: Layer,
     num_layers: int,
     scoring: Scoring,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> list[Array]:
-    """Runs the kernel: results of whole items, and partial states, in base 2.
-
-    Queries are packed, [blocks, kv_heads, block_rows, head_dim], or rows and heads as
-    they are, [rows * q_heads, head_dim], where a block has one row.
-    """
-    num_blocks, (_, kv_heads, _, head_dim) = plan.rows.shape[0], k_pages.shape
+    """Runs the kernel: results of whole items, and partial states, in base 2."""
+    num_blocks, kv_heads, block_rows, head_dim = q.shape
     schedule, tile, stages = plan.schedule, tiling.tile, tiling.stages
     programs, num_lines = schedule.begin.shape[0], plan.rows.shape[1]
     num_warpgroups = plan.rows.shape[2] // WGMMA_ROWS
@@ -125,7 +112,6 @@ def _launch(
         v=v_pages,
         page_ids=page_ids,
         layer=layered.operand(layer),
-        first_row=plan.packing.row,
         slot=plan.packing.slot,
         rows=plan.rows,
         low=plan.low,
@@ -156,8 +142,6 @@ def _launch(
             ),
             lambda: decode_body.produce(
                 *(inputs, shared),
-                block_rows=block_rows,
-                group=group,
                 num_layers=num_layers,
                 tiling=tiling,
             ),

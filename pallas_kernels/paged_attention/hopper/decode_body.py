@@ -38,7 +38,6 @@ class Inputs(NamedTuple):
     v: Ref
     page_ids: Ref
     layer: Ref
-    first_row: Ref
     slot: Ref
     rows: Ref
     low: Ref
@@ -139,7 +138,7 @@ def consume(
 ) -> None:
     """Multiplies: what a compute warpgroup does."""
     warpgroup = lax.axis_index("warpgroup")
-    _, kv_heads, block_rows, head_dim = outputs.out.shape
+    _, kv_heads, block_rows, head_dim = inputs.q.shape
     tile, num_warpgroups = tiling.tile, -(-block_rows // WGMMA_ROWS)
     shape = (WGMMA_ROWS, tile)
 
@@ -266,26 +265,11 @@ def _send(out, lse, shared: Shared, out_target, lse_target) -> None:
             plgpu.copy_smem_to_gmem(source, lse_target.at[packed])
 
 
-def produce(
-    inputs: Inputs,
-    shared: Shared,
-    *,
-    block_rows: int,
-    group: int,
-    num_layers: int,
-    tiling: Tiling,
-) -> None:
+def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) -> None:
     """Copies: what the last warpgroup does."""
-    kv_heads, q_stages = inputs.k.shape[1], tiling.q_stages
+    _, kv_heads, block_rows, _ = inputs.q.shape
+    q_stages = tiling.q_stages
     moved = min(block_rows, WGMMA_ROWS)
-
-    def queries_of(piece: _Piece, i: int) -> Ref:
-        if len(inputs.q.shape) == 4:
-            return inputs.q.at[piece.block, piece.head, pl.ds(i * WGMMA_ROWS, moved)]
-        # Of rows that are not packed what follows stands for padding: other heads, or,
-        # past the end, zeros.
-        row = inputs.first_row[piece.block, 0]
-        return inputs.q.at[pl.ds((row * kv_heads + piece.head) * group, moved)]
 
     def ask_for_rows(piece: _Piece) -> None:
         stage = lax.rem(piece.index, jnp.int32(q_stages))
@@ -296,8 +280,9 @@ def produce(
 
         for i in range(shared.q.shape[1]):
             full = shared.q_full.at[stage]
+            queries = inputs.q.at[piece.block, piece.head, pl.ds(i * WGMMA_ROWS, moved)]
             target = shared.q.at[stage, i, pl.ds(0, moved)]
-            plgpu.copy_gmem_to_smem(queries_of(piece, i), target, full)
+            plgpu.copy_gmem_to_smem(queries, target, full)
             packed = pl.ds(i * WGMMA_ROWS, WGMMA_ROWS)
             lines = inputs.rows.at[piece.block, :, packed]
             plgpu.copy_gmem_to_smem(lines, shared.rows.at[stage, i], full)
