@@ -23,6 +23,17 @@ GROUP_THREADS = 128
 ROW_ALIGNMENT = 8
 """Rows that the copy engine counts in."""
 
+COMPILER_OPTIONS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+    ),
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_enable_triton_gemm": False,
+}
+"""What a program asks of the compiler on a GPU: everything captured as a CUDA graph,
+loops and branches whose trips are data, too, from one launch on; and products by
+cuBLASLt, which adds residuals. Elsewhere they mean nothing."""
+
 _HOPPER_NAMES = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 

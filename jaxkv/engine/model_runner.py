@@ -129,8 +129,10 @@ def _feed_fast(
 
     # A step of one row a slot could run either program; the smaller one is faster.
     carry = blank, state.pages
-    carry = lax.fori_loop(0, (busy & single).astype(jnp.int32), decode, carry)
-    return lax.fori_loop(0, (busy & ~single).astype(jnp.int32), mixed, carry)
+    with jax.named_scope("decode"):
+        carry = lax.fori_loop(0, (busy & single).astype(jnp.int32), decode, carry)
+    with jax.named_scope("mixed"):
+        return lax.fori_loop(0, (busy & ~single).astype(jnp.int32), mixed, carry)
 
 
 def _pinned(rows: kv_pages.Rows, index: Array) -> kv_pages.Rows:
@@ -170,7 +172,8 @@ def _feed_tiles(
 
     total = jnp.sum(num_rows, dtype=jnp.int32)
     num_tiles = (total + TILE - 1) // TILE
-    return lax.fori_loop(0, num_tiles, one, (blank, state.pages))
+    with jax.named_scope("tiles"):
+        return lax.fori_loop(0, num_tiles, one, (blank, state.pages))
 
 
 def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
@@ -188,6 +191,7 @@ def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
     )
 
 
+@jax.named_scope("pack")
 def _pack(
     state: EngineState,
     num_rows: Int32[Array, " slots"],

@@ -144,7 +144,8 @@ def _draw(
         return _in_tiles(of_rows, tuple(rows))
 
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_all))
-    return lax.cond(jnp.any(emits), of_all, lambda: blank)
+    with jax.named_scope("draw"):
+        return lax.cond(jnp.any(emits), of_all, lambda: blank)
 
 
 def _note(

@@ -6,6 +6,7 @@ Python to be jitted, mapped or scanned at the caller's rim. No step looks at the
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -107,7 +108,10 @@ def step(
     state, result, has_logits = _feed(
         params, state, num_rows, config=config, forward=forward
     )
-    state, emitted = sampling_step.emit(state, has_logits, result, logits_fn, config)
+    with jax.named_scope("emit"):
+        state, emitted = sampling_step.emit(
+            state, has_logits, result, logits_fn, config
+        )
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, plan, applied, emitted, state, config)
@@ -137,10 +141,12 @@ def _feed(
         params, state, num_rows, forks, config=config, forward=forward
     )
     state = state._replace(pages=result.pages)
-    state = groups.advance(state, num_rows, forks, config)
+    with jax.named_scope("advance"):
+        state = groups.advance(state, num_rows, forks, config)
     return state, result, (num_rows > 0) | (forks >= 0)
 
 
+@jax.named_scope("info")
 def _info(
     planned: EngineState,
     plan: scheduling_interface.Plan,
@@ -189,9 +195,14 @@ def plan_step(
       The new state, whose tables hold the pages that the step writes; the plan; and
       what came of it.
     """
-    counts, found = engine_counts.counts(state, config)
-    plan = scheduling_interface.schedule(counts, policy)
-    state, applied = apply_plan.apply_plan(state, plan, counts, found, config, eviction)
+    with jax.named_scope("counts"):
+        counts, found = engine_counts.counts(state, config)
+    with jax.named_scope("schedule"):
+        plan = scheduling_interface.schedule(counts, policy)
+    with jax.named_scope("apply_plan"):
+        state, applied = apply_plan.apply_plan(
+            state, plan, counts, found, config, eviction
+        )
     return state, plan, applied
 
 
@@ -257,6 +268,7 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
     return found._replace(swap=faults)
 
 
+@jax.named_scope("retire")
 def _retire(
     state: EngineState,
     ended: Bool[Array, " slots"],

@@ -87,7 +87,8 @@ def penalise(
         return result - frequency * uses - presence * (uses > 0).astype(logits.dtype)
 
     on = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
-    return lax.cond(jnp.any(on), apply, lambda: logits)
+    with jax.named_scope("penalties"):
+        return lax.cond(jnp.any(on), apply, lambda: logits)
 
 
 def keep(
@@ -183,14 +184,16 @@ def sample(
         )
         return _draw(logits, top, greedy, params, keys, drawn, max_candidates)
 
-    token = lax.cond(jnp.any(drawn), draw, lambda: greedy)
+    with jax.named_scope("sampled"):
+        token = lax.cond(jnp.any(drawn), draw, lambda: greedy)
     token = jnp.where(invalid, 0, token)
     if scored is None:
         return Draw(token, token_logprobs(raw, token), invalid)
     nothing = jnp.zeros_like(top, top_k.wide(raw[:, 0]).dtype)
-    logprob = lax.cond(
-        jnp.any(scored), lambda: token_logprobs(raw, token), lambda: nothing
-    )
+    with jax.named_scope("scored"):
+        logprob = lax.cond(
+            jnp.any(scored), lambda: token_logprobs(raw, token), lambda: nothing
+        )
     return Draw(token, jnp.where(scored, logprob, 0), invalid)
 
 
@@ -210,11 +213,12 @@ def _draw(
     """
     vocab = logits.shape[1]
     cut = drawn & truncation.is_cut(params, vocab)
-    token, settled = lax.cond(
-        jnp.any(cut),
-        lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
-        lambda: (greedy, jnp.zeros_like(cut)),
-    )
+    with jax.named_scope("cut"):
+        token, settled = lax.cond(
+            jnp.any(cut),
+            lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
+            lambda: (greedy, jnp.zeros_like(cut)),
+        )
     rest = drawn & ~settled
 
     def search() -> Array:
@@ -226,7 +230,8 @@ def _draw(
         found = top_k.argmax(logits, _score(top, params, keys, last))[1]
         return jnp.where(rest, found, token)
 
-    token = lax.cond(jnp.any(rest), search, lambda: token)
+    with jax.named_scope("rest"):
+        token = lax.cond(jnp.any(rest), search, lambda: token)
     return jnp.where(drawn, token, greedy)
 
 

@@ -7,6 +7,7 @@ only the blocks that can hold an answer are looked at again.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -92,7 +93,8 @@ def invalid(
         found = jnp.any(jnp.isnan(logits), axis=1)
         return found if raw is None else found | ~jnp.all(jnp.isfinite(raw), axis=1)
 
-    found = lax.cond(suspect, look, lambda: jnp.zeros(top.shape, bool))
+    with jax.named_scope("suspect"):
+        found = lax.cond(suspect, look, lambda: jnp.zeros(top.shape, bool))
     return found | (top == -jnp.inf)
 
 

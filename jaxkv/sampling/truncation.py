@@ -81,13 +81,14 @@ def settle(
     running = fixed_point.carried(tuple(running), bits)
 
     within = tuple(digit[:, -1] for digit in running)
-    whole = lax.cond(
-        jnp.any(wanted & nucleus & ~counted & ~inside),
-        lambda: fixed_point.total(
-            fixed_point.digits_of(jnp.exp(scaled(logits, top, params)), bits), bits
-        ),
-        lambda: within,
-    )
+    with jax.named_scope("whole_mass"):
+        whole = lax.cond(
+            jnp.any(wanted & nucleus & ~counted & ~inside),
+            lambda: fixed_point.total(
+                fixed_point.digits_of(jnp.exp(scaled(logits, top, params)), bits), bits
+            ),
+            lambda: within,
+        )
     total = tuple(jnp.where(inside, a, b) for a, b in zip(within, whole, strict=True))
     target = fixed_point.share(params.top_p, total, bits, dtype)
     short = ~fixed_point.reaches(running, tuple(digit[:, None] for digit in target))

@@ -37,6 +37,7 @@ from jaxkv.serving import device_memory, host_swap, interrupts, outputs
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.request_tracker import Ledger
 from jaxkv.serving.requests import Part, Record
+from pallas_kernels import devices
 
 
 def _cancel_and_drain(
@@ -54,6 +55,7 @@ _run_steps = jax.jit(
     step.run_steps,
     static_argnames=("config", "forward", "logits_fn"),
     donate_argnames="state",
+    compiler_options=devices.COMPILER_OPTIONS,
 )
 _submit = jax.jit(
     engine_requests.submit, static_argnames="config", donate_argnames="state"

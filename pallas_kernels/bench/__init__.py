@@ -18,6 +18,8 @@ __all__ = [
     "Problem",
     "Spec",
     "Timing",
+    "deviceless",
+    "launches",
     "problems",
     "sets",
     "specs",

@@ -120,7 +120,7 @@ def compile(
     )
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     # Doors ask the mesh what they are traced for.
-    with _dumping() as folder, jax.set_mesh(mesh):
+    with _dumping() as folder, _nothing_kept(), jax.set_mesh(mesh):
         program = jitted.lower(*shapes).compile(dict(options or {}))
         kernels = tuple(_read_kernel(path) for path in sorted(folder.glob("*.ptxas")))
     text, memory = program.as_text(), program.memory_analysis()
@@ -167,6 +167,18 @@ def _dumping() -> Generator[Path]:
         }
         with mock.patch.dict(os.environ, wanted):
             yield Path(folder)
+
+
+@contextlib.contextmanager
+def _nothing_kept() -> Generator[None]:
+    """Keeps programs out of the persistent cache: without a GPU none is read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _read_kernel(path: Path) -> Kernel:

@@ -11,16 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-FLAGS = {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-    ),
-    "xla_gpu_graph_min_graph_size": 1,
-    "xla_gpu_enable_triton_gemm": False,
-}
-"""What the engine asks of the compiler on a GPU: everything captured, from one launch
-on, and products by cuBLASLt, which adds residuals and reads slices in place."""
-
 LOOPS = ("While", "Conditional")
 _NO_LAUNCH = {*LOOPS, "CommandBuffer", "AsyncStart", "AsyncDone", "DynamicSliceFusion"}
 _THUNK = re.compile(r"( *)(\d+): k(\w+)")
@@ -166,30 +156,37 @@ class Route(NamedTuple):
 
 
 def executed(
-    thunks: Sequence[Thunk], route: Route, times: int = 1
-) -> Iterator[tuple[Thunk, int]]:
-    """Everything that one run launches, with how often.
+    thunks: Sequence[Thunk],
+    route: Route,
+    times: int = 1,
+    inside: tuple[Thunk, ...] = (),
+) -> Iterator[tuple[Thunk, int, tuple[Thunk, ...]]]:
+    """Everything that one run launches, with how often, and what is around it.
 
-    A loop whose trips the compiler knows, as it does a scan's, counts once: the counts
-    are those of one step.
+    A loop whose trips the compiler knows, as it does a scan's, counts once, and nobody
+    asks for its condition: the counts are those of one step, and of one layer if the
+    layers are scanned.
 
     Args:
       thunks: the plan.
       route: which way it goes.
       times: how often the plan runs.
+      inside: what is around it, the outermost first.
     """
     for thunk in thunks:
         if thunk.launches:
-            yield thunk, times
+            yield thunk, times, inside
         for region, held in thunk.regions.items():
             if often := _trips(thunk, region, route):
-                yield from executed(held, route, times * often)
+                yield from executed(held, route, times * often, (*inside, thunk))
 
 
 def _trips(thunk: Thunk, region: str, route: Route) -> int:
     if thunk.kind == "While":
-        trips = 1 if thunk.trips is not None else route.choice(thunk)
-        return trips + (region == "condition" and thunk.trips is None)
+        is_condition = region == "condition"
+        if thunk.trips is not None:
+            return int(not is_condition)
+        return route.choice(thunk) + is_condition
     if thunk.kind == "Conditional":
         return int(_branch(thunk, region) == route.choice(thunk))
     return 1

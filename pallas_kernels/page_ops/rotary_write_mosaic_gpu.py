@@ -55,8 +55,8 @@ def rotate_and_write(
     low, high = pl.ds(0, half), pl.ds(half, half)
 
     def one_row(*references: Any) -> None:
-        qkv, cos, sin, page_ids, offsets, layer, *references = references
-        k_pages, v_pages, q, *scratch = references
+        qkv, cos, sin, page_ids, offsets, layer, *others = references
+        k_pages, v_pages, q, *scratch = others
         q_low, q_high, k_low, k_high, v, arrived = scratch
         row = lax.axis_index("row")
         read = qkv.at[row]

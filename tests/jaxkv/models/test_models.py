@@ -164,8 +164,8 @@ def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
     nnx.update(model, nnx.State(params))
     positions = jnp.array([0, 95, 96, 1000], jnp.int32)
 
-    def attend(layer: int, q: Any, k: Any, v: Any, carry: Any) -> tuple[Any, Any]:
-        return q, carry
+    def attend(layer: Any, qkv: Any, angles: Any, carry: Any) -> tuple[Any, Any]:
+        return qkv[:, :-2], carry
 
     hidden, _, _ = model.hidden(jnp.zeros_like(positions), positions, attend, ())
     is_nan = np.isnan(np.asarray(hidden))

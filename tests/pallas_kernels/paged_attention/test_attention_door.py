@@ -1,6 +1,7 @@
 """The kernels through the door, who takes which rows, and the engine's forward pass."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -24,8 +25,8 @@ MODEL = config.ModelConfig(
     vocab_size=64,
     hidden_size=128,
     num_layers=3,
-    num_q_heads=4,
-    num_kv_heads=2,
+    num_q_heads=8,
+    num_kv_heads=4,
     head_dim=64,
     mlp_size=64,
     max_positions=128,
@@ -225,5 +226,7 @@ def test_a_forward_pass_plans_once_for_all_layers(
     lowered = jax.jit(forward, donate_argnums=1).trace(params, pages, rows)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert plans == [2]
-    # Attention, and what merges its parts.
-    assert text.count("custom_call @mosaic_gpu") == 2 * MODEL.num_layers
+    # One function for all layers: what rotates and writes, attention, and what merges
+    # its parts.
+    assert text.count("custom_call @mosaic_gpu") == 3
+    assert len(re.findall(r"call @\w*_run_layer", text)) == MODEL.num_layers

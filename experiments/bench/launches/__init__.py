@@ -1,0 +1,1 @@
+"""What a step of the engine launches on a GPU, counted without one."""
