@@ -163,12 +163,23 @@ class Engine:
         self._lost: BaseException | None = None
 
     @classmethod
-    def load(cls, folder: Any, *, dtype: str = "float32", **fields: Any) -> "Engine":
+    def load(
+        cls,
+        folder: Any,
+        *,
+        dtype: str = "float32",
+        scan_layers: bool = False,
+        **fields: Any,
+    ) -> "Engine":
         """Serves a Hugging Face folder.
 
         Args:
           folder: with config.json, safetensors and, for text, tokenizer.json.
           dtype: of weights and pages.
+          scan_layers: whether to stack the weights and scan over the layers, see
+            `transformer.stack_layers`, rather than to unroll them: the same answers,
+            compiled sooner where the layers are many, but slower on a CPU, and on a GPU
+            the host takes part in every step.
           **fields: of `EngineConfig`; `policy`, `eviction`, `logits_fn`, `keep_trace`
             and `host_pages` go to the engine.
 
@@ -176,8 +187,9 @@ class Engine:
           ValueError: the folder or a field is not usable; the message says why.
         """
         # Flax and tokenizers load only here.
-        from jaxkv.models import checkpoints, paged
+        from jaxkv.models import checkpoints, paged, transformer
 
+        scan_layers = validation.boolean("scan_layers", scan_layers)
         own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
         rest = {name: fields.pop(name) for name in own if name in fields}
         config = EngineConfig(**fields)
@@ -186,8 +198,11 @@ class Engine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once, when they are made
             _check_room(jax.eval_shape(make), config)
+        params = loaded.params
+        if scan_layers:
+            params = transformer.stack_layers(loaded.config, params)
         return cls(
-            loaded.params,
+            params,
             paged.PagedForward(loaded.config, config.numerics),
             make(),
             config,

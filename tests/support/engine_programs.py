@@ -53,6 +53,7 @@ def steps(
     model: ModelConfig = MODEL,
     config: EngineConfig = CONFIG,
     dtype: Any = "float32",
+    stacked: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Returns `run_steps`, the shapes of its arguments, and those of its pages."""
     config = dataclasses.replace(config, num_pages=num_pages, numerics=numerics)
@@ -66,7 +67,8 @@ def steps(
         policy=fcfs.fcfs() if policy is None else policy,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return run, (transformer.param_shapes(model, dtype=dtype), state, clock), pages
+    params = transformer.param_shapes(model, dtype=dtype, stacked=stacked)
+    return run, (params, state, clock), pages
 
 
 def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:

@@ -168,10 +168,15 @@ def _weight_files(folder: Path) -> list[Path]:
 def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.ndarray]:
     """Returns the parameters as a list, in the order of `tensors.leaves`.
 
+    Their layers may be stacked.
+
     Raises:
       ValueError: if their tree or a shape is not that of the configuration.
     """
-    expected = transformer.param_shapes(config)
+    expected = transformer.param_shapes(config, stacked=True)
+    alike = jax.tree.structure(params) == jax.tree.structure(expected)
+    if not (alike and transformer.is_stacked(params)):
+        expected = transformer.param_shapes(config)
     if jax.tree.structure(params) != jax.tree.structure(expected):
         raise ValueError("params is not the tree of this config's parameters")
     for (path, spec), array in zip(
@@ -184,7 +189,7 @@ def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.n
                 f"params{jax.tree_util.keystr(path)} has shape {array.shape}, "
                 f"config asks for {spec.shape}"
             )
-    return jax.tree.leaves(params)
+    return jax.tree.leaves(transformer.unstack_layers(config, params))
 
 
 def save_params(

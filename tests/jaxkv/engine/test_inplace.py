@@ -68,6 +68,11 @@ def test_the_pages_stay_where_they_are(bounds: dict[str, Any], numerics: str) ->
     assert_in_place(*compile_steps(LARGE, numerics, config=config))
 
 
+@pytest.mark.thorough
+def test_a_scan_over_layers_leaves_the_pages_where_they_are() -> None:
+    assert_in_place(*compile_steps(LARGE, stacked=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_static_batching_leaves_the_pages_where_they_are(numerics: str) -> None:

@@ -105,6 +105,22 @@ def test_what_was_loaded_is_saved_as_transformers_saved_it(
     assert type(again.tokenizer) is type(tokenizer)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2_moe"])
+def test_stacked_layers_are_saved_as_any_others(name: str, tmp_path: Path) -> None:
+    config, params, _, _ = checkpoints.load_model(GOLDEN / name)
+    stacked = transformer.stack_layers(config, params)
+    assert transformer.is_stacked(stacked)
+    assert transformer.stack_layers(config, stacked) is stacked
+    back = transformer.unstack_layers(config, stacked)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    folder = checkpoints.save_model(tmp_path / "m", config, stacked)
+    again = checkpoints.load_model(folder)
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+    deep = dataclasses.replace(config, num_layers=config.num_layers + 1)
+    with pytest.raises(ValueError, match="has shape"):
+        checkpoints.save_model(tmp_path / "deep", deep, stacked)
+
+
 def test_shards_and_card(tmp_path: Path) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / "gpt2")
     folder = checkpoints.save_model(

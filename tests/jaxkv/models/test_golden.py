@@ -55,9 +55,10 @@ def test_every_family_is_here() -> None:
 def test_logits_and_greedy_tokens_agree(name: str) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
     expected = np.load(GOLDEN / name / "expected.npz")
-    logits = full_logits(params, jnp.asarray(expected["ids"]), config=config)
-    assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
+    for layers in (params, transformer.stack_layers(config, params)):
+        logits = full_logits(layers, jnp.asarray(expected["ids"]), config=config)
+        assert logits.dtype == jnp.float32
+        np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 
     prompt, greedy = expected["prompt"], expected["greedy"]
     tokens = np.concatenate([prompt, np.zeros_like(greedy)])[None]

@@ -85,19 +85,24 @@ TINY = ModelConfig(
 EXPERTS = Experts(num_experts=3, top_k=2, size=8, shared_size=8)
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "mixture"])
-def test_shapes_and_axes_match_the_parameters(experts: Any) -> None:
-    config = dataclasses.replace(TINY, experts=experts)
+def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> None:
+    config = dataclasses.replace(TINY, num_layers=3, experts=experts)
     assert hash(config) == hash(ModelConfig(**vars(config)))
     params = transformer.init_params(config, jax.random.key(0))
-    shapes = transformer.param_shapes(config)
+    if stacked:
+        params = transformer.stack_layers(config, params)
+    shapes = transformer.param_shapes(config, stacked=stacked)
     assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
         lambda x: x.shape, shapes
     )
-    axes = transformer.param_axes(config)
+    axes = transformer.param_axes(config, stacked=stacked)
     flat = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
-    for leaf, names in zip(jax.tree.leaves(params), flat, strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), names in zip(leaves, flat, strict=True):
         assert len(names) == leaf.ndim
+        assert (names[0] == "layers") == (stacked and path[0].key == "layers")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -130,6 +135,22 @@ def test_half_precision_weights_give_float32_logits() -> None:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     expected = engines.full_logits(wide, tokens, config=TINY)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama3", "qwen2_moe"])
+def test_scanned_layers_answer_as_unrolled_ones(name: str) -> None:
+    """The engine's tokens and log-probabilities, to the bit."""
+    ask = jaxkv.Sampling(temperature=0.9, top_k=20, max_tokens=12, seed=3, logprobs=0)
+    answers = []
+    for scan in (False, True):
+        engine = jaxkv.Engine.load(
+            GOLDEN / name, scan_layers=scan, num_pages=32, max_slots=3, max_length=64
+        )
+        answers.append(engine.generate([[5, 9, 2], [7] * 20, [1, 3]], ask))
+    for unrolled, scanned in zip(*answers, strict=True):
+        np.testing.assert_array_equal(scanned.tokens, unrolled.tokens)
+        np.testing.assert_array_equal(scanned.logprobs, unrolled.logprobs)
 
 
 # Longer than the model's positions
