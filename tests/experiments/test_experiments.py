@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import config_json, registry, run_folder
+from pallas_kernels.bench import deviceless
 from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
 from tests.support.folders import RECORDS
@@ -16,7 +17,10 @@ from tests.support.folders import RECORDS
 
 def marked(name: str) -> Any:
     mark = pytest.mark.slow if name in smoke.SLOW else pytest.mark.thorough
-    return pytest.param(name, marks=() if name in smoke.QUICK else mark)
+    marks = [] if name in smoke.QUICK else [mark]
+    if name == "bench_launches" and (reason := deviceless.available()) is not None:
+        marks.append(pytest.mark.skip(reason))
+    return pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("name", [marked(each.name) for each in registry.entries()])
@@ -99,6 +103,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_pieces": 0}, "num_pieces=0 must be in"),
     ],
     "bench_kernels": [({"num_calls": 1}, "num_calls=1")],
+    "bench_launches": [
+        ({"num_layers": ()}, "self.num_layers=() must be depths of at least 1"),
+        ({"num_layers": (2, 0)}, "must be depths of at least 1"),
+        ({"max_slots": 0}, "max_slots=0 must be at least 1"),
+        ({"head_dim": 96}, "head_dim=96"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3"),
+    ],
     "bench_simulate": [({"num_python": 9}, "self.num_python=9 must be in [1, ")],
     "bench_train": [
         ({"width": (6,)}, "width=(6,) must be multiples of"),

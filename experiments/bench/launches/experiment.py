@@ -80,7 +80,37 @@ class Config:
         """Refuses depths that cannot be."""
         if not self.num_layers or min(self.num_layers) < 1:
             raise ValueError(f"{self.num_layers=} must be depths of at least 1")
+        if self.head_dim not in (64, 128, 256):
+            raise ValueError(f"{self.head_dim=} must be 64, 128 or 256")
         validation.at_least(self, "max_slots", low=1)
+        for depth in self.num_layers:
+            self.model(depth)
+        self.engine()
+
+    def model(self, num_layers: int) -> ModelConfig:
+        """The model of that depth."""
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=num_layers,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            mlp_size=self.mlp_size,
+            max_positions=self.max_length,
+            tie_embeddings=False,
+        )
+
+    def engine(self) -> EngineConfig:
+        """The bounds of its engine, with pages for every slot's longest sequence."""
+        return EngineConfig(
+            page_size=16,
+            num_pages=self.max_slots * -(-self.max_length // 16),
+            max_slots=self.max_slots,
+            max_length=self.max_length,
+            token_budget=self.token_budget,
+            prefix_cache=self.prefix_cache,
+        )
 
 
 _SMALL: dict[str, Any] = dict(
@@ -176,28 +206,9 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
 
 def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
     """`run_steps`, the shapes of its arguments, and the bytes of K and V."""
-    c = config
-    model = ModelConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        num_layers=depth,
-        num_q_heads=c.num_q_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        mlp_size=c.mlp_size,
-        max_positions=c.max_length,
-        tie_embeddings=False,
-    )
-    engine = EngineConfig(
-        page_size=16,
-        num_pages=c.max_slots * -(-c.max_length // 16),
-        max_slots=c.max_slots,
-        max_length=c.max_length,
-        token_budget=c.token_budget,
-        prefix_cache=c.prefix_cache,
-    )
+    model, engine = config.model(depth), config.engine()
     pages = jax.eval_shape(lambda: paged.make_pages(model, engine, dtype="bfloat16"))
-    params = transformer.param_shapes(model, dtype="bfloat16", stacked=c.scanned)
+    params = transformer.param_shapes(model, dtype="bfloat16", stacked=config.scanned)
     program = functools.partial(
         step.run_steps,
         config=engine,
@@ -215,7 +226,7 @@ def count(plan: list[Thunk], num_layers: int) -> Counts:
     rows = []
     [steps] = [x for x in plan if x.kind == "While" and x.trips is not None]
     for route in ROUTES:
-        found = dict.fromkeys(("layer", "forward", *PARTS, "other"), 0)
+        found: dict[str, int] = dict.fromkeys(("layer", "forward", *PARTS, "other"), 0)
         chosen = _Quiet(route.name, route.choices)
         for thunk, times, inside in launches.executed([steps], chosen):
             found[_part(thunk, inside)] += times

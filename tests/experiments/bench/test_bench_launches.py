@@ -1,0 +1,141 @@
+"""What a step launches on a GPU only falls; how it is counted is worked by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.bench.launches import experiment
+from experiments.bench.launches.experiment import CONFIGS, Launches
+from pallas_kernels.bench import deviceless
+from pallas_kernels.bench.launches import Route, Thunk
+from tests.support import smoke
+
+WHY_NOT = deviceless.available()
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+# Launches of a layer, of a forward pass beside its layers, of a step beside that.
+# Lower them with what is counted; never raise them.
+BARS = {
+    "smoke": {"greedy": (11, 29, 122), "sampled": (11, 29, 141), "mixed": (12, 38, 122)}
+}
+
+
+def assert_below_the_bars(name: str, result: Launches) -> None:
+    found = [result.per(which) for which in ("layer", "forward", "step")]
+    for path, bars in BARS[name].items():
+        for each, bar in zip(found, bars, strict=True):
+            assert each[path] <= bar, (name, path)
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_what_is_launched_only_falls() -> None:
+    result = smoke.run("bench_launches").result
+    assert_below_the_bars("smoke", result)
+    # The host looks nowhere, nothing of a weight's shape is copied, pools stay.
+    assert result.waits.captured.all()
+    assert len(result.waits) > 10
+    assert result.weight_copies == 0
+    assert result.alias_bytes >= result.pool_bytes
+
+
+def thunk(kind: str, scope: str = "", **fields: Any) -> Thunk:
+    trips = fields.pop("trips", None)
+    return Thunk(kind, "name", scope, trips, {k: v for k, v in fields.items()})
+
+
+STEP = "jit(run_steps)/while/body"
+PLAN = [
+    thunk("Copy"),  # before the scan: once a call, not once a step
+    thunk(
+        "While",
+        "jit(run_steps)/while",
+        trips=8,
+        condition=[thunk("CustomKernel")],
+        body=[
+            thunk("CustomKernel", f"{STEP}/counts/reduce_sum"),
+            thunk("CustomKernel"),  # nameless
+            thunk(
+                "While",
+                f"{STEP}/decode/while",
+                condition=[thunk("CustomKernel", f"{STEP}/decode/while/cond/lt")],
+                body=[
+                    thunk("CublasLtMatmul", f"{STEP}/decode/while/body/dot_general"),
+                    thunk("CustomKernel", f"{STEP}/decode/while/body/layer/add"),
+                    thunk("CustomKernel", f"{STEP}/decode/while/body/layer/mul"),
+                    thunk("CustomKernel", f"{STEP}/decode/while/body/layer/mul"),
+                ],
+            ),
+            thunk(
+                "Conditional",
+                f"{STEP}/emit/draw/sampled/cond",
+                false_branch=[],
+                true_branch=[
+                    thunk(
+                        "CustomKernel", f"{STEP}/emit/draw/sampled/cond/branch_1_fun/x"
+                    )
+                ],
+            ),
+            thunk(
+                "While",
+                f"{STEP}/apply_plan/copy/while",
+                condition=[thunk("CustomKernel")],
+                body=[thunk("Copy")],
+            ),
+        ],
+    ),
+]
+
+
+def test_parts_of_a_step() -> None:
+    counts = experiment.count(PLAN, 2)
+    rows = {
+        (path, part): num
+        for path, part, num in zip(*vars(counts).values(), strict=True)
+        if num
+    }
+    # A loop's condition runs once more than its body; three launches of two layers are
+    # two of one; a loop whose name nobody chose has no trip.
+    every = {"counts": 1, "apply_plan": 1, "other": 1}
+    decode = {"forward": 1 + 2, "layer": 2}
+    expected = {
+        "greedy": {**every, **decode},
+        "sampled": {**every, **decode, "emit": 1},
+        "mixed": {**every, "forward": 1},
+    }
+    assert rows == {
+        (path, part): num
+        for path, parts in expected.items()
+        for part, num in parts.items()
+    }
+
+
+def test_scopes_without_what_jax_adds() -> None:
+    scope = "jit(run_steps)/while/body/eval_jaxpr/emit/draw/cond/branch_1_fun/cut/cond"
+    assert experiment.scope_of(thunk("Conditional", scope)) == "emit/draw/cut"
+
+
+def test_copies_of_weights_are_found() -> None:
+    params = {"up": jax.ShapeDtypeStruct((2, 4, 8), jnp.bfloat16)}
+    text = """
+      %a = bf16[4,8]{1,0} copy(%w)
+      %b = bf16[2,4,8]{2,1,0} copy(%w)
+      %c = f32[4,8]{1,0} copy(%x)
+      %d = bf16[4,8]{1,0} add(%a, %a)
+    """
+    assert experiment.weight_copies(text, params) == 2
+
+
+def test_without_the_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deviceless, "available", lambda: "there is none")
+    with pytest.raises(ValueError, match=r"cannot compile for an H200: there is none"):
+        experiment.run(CONFIGS["smoke"])
+
+
+def test_a_route_is_told_by_the_innermost_name() -> None:
+    quiet = experiment._Quiet("made up", {"draw": 1})
+    assert isinstance(quiet, Route)
+    assert quiet.choice(thunk("Conditional", "emit/draw/cond")) == 1
+    assert quiet.choice(thunk("Conditional", "emit/draw/branch_1_fun/cut/cond")) == 0
