@@ -107,6 +107,7 @@ def test_attention_over_8_bits_is_that_over_their_values(kind: Any, per: Any) ->
     check(attend(*narrow, window=window, **scales), oracle(exact, window=window))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page_size", [1, 24, 256])
 def test_scales_of_pages_of_any_size(page_size: int) -> None:
     runs = [(start, 1) for start in (0, 63, 300)]
@@ -212,6 +213,7 @@ def make_pages(kind: Any, num_pages: int = 6) -> kv_pages.Pages:
     return kv_pages.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> None:
     rng, pages = np.random.default_rng(6), make_pages(kind)

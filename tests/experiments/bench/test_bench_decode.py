@@ -55,7 +55,7 @@ def peer(python: Path, kind: str, folder: Path) -> experiment.Peer:
     return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_it_times_itself_and_the_peers_that_are_there(
     fake: Path, jaxkv: Command
 ) -> None:

@@ -9,6 +9,7 @@ from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
 
 
+@pytest.mark.thorough
 def test_rows_for_everyone(jaxkv: Command) -> None:
     found = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
     rows = found["rows"]

@@ -66,6 +66,7 @@ def test_rows_beside_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> 
     assert Path("run/figure.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_stopped_early_it_has_whole_widths() -> None:
     config = experiment.Config(
         width=(8, 16), head_dim=4, batch_size=2, seq_len=8, rounds=1, seconds=0.01

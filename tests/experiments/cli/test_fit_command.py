@@ -186,7 +186,7 @@ def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Command) -> None:
     assert_refused(jaxkv, "plan --flops 1e20 --law o", line)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
     lines = ["N,D,data,loss"]
     rng = np.random.default_rng(1)
@@ -269,6 +269,7 @@ def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
     assert {each["num_resamples"] for each in document["frontiers"]} == {0}
 
 
+@pytest.mark.thorough
 def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
     log = read(sweep)
     fit = fits_fit.fit(CHINCHILLA, log.columns)
@@ -288,6 +289,7 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
     np.testing.assert_allclose(found, [[(left**2).sum() / 2]], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
     monkeypatch.setattr(grids, "MAX_ROWS", 20)
@@ -326,7 +328,7 @@ FIT_AND_TELL_MEMORY = """if True:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="no /proc/self/status"
 )

@@ -111,7 +111,7 @@ def test_the_best_of_several_answers(jaxkv: Command) -> None:
     assert jaxkv("stdlib-bytes", *ONE, *best)[1] == said([first, second])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
     search = ("--beam-width", "4", "--n", "3", "--length-penalty", "0.5")
     status, out, err = jaxkv(tiny, *BOTH, *search)
@@ -206,6 +206,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert_refused(jaxkv, args.replace("EMPTY", str(tmp_path)), line)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_the_words_so_far(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +241,7 @@ def interrupt_when(
     monkeypatch.setattr(engine.Engine, "stream", interrupted)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

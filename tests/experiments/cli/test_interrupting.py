@@ -210,6 +210,7 @@ SLOW = """if True:
 """
 
 
+@pytest.mark.thorough
 def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
     start: Start, tmp_path: Path
 ) -> None:

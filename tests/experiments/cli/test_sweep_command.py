@@ -18,7 +18,7 @@ from tests.support.folders import RECORDS
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
     config = document(jaxkv, "sweep", "smoke", "--print-config")
     config["num_tokens"] = [*config["num_tokens"][1:], 20480]
@@ -59,7 +59,7 @@ def test_a_plan_goes_on_from_the_record_that_ships(jaxkv: Command) -> None:
     assert 1e7 < plan["num_params"] < 4e7
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_run_and_the_model_it_leaves(jaxkv: Command) -> None:
     done = document(jaxkv, "train", "smoke")
     assert done["status"] == "done"

@@ -94,6 +94,7 @@ def rows() -> list[dict[str, Any]]:
     return smoke.run("latency_vs_rate").result
 
 
+@pytest.mark.thorough
 def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
     found = {(x["system"], x["rate_per_s"]): x for x in rows}
     one, two = found["paged", 1.0], found["paged", 2.0]

@@ -36,7 +36,7 @@ def uses(frames: Frames, i: int) -> dict[int, int]:
     return {page: int(n) for page, n in enumerate(frames.ref[i]) if n}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_request_takes_places_7_1_and_5(result: experiment.Result) -> None:
     assert rows(result.one, 0) == [
         ([7, 1], [4, 2]),

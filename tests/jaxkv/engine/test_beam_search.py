@@ -31,7 +31,7 @@ def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
     assert sum(each.num_cached for each in run.outcomes.values()) > 10
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_preempted_beams_go_on_as_if_nothing_had_happened() -> None:
     # In a buffer for some of them: the others' tokens are fed again.
     config = dataclasses.replace(TIGHT, max_swap_pages=8)

@@ -126,7 +126,7 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
         assert len(names) == len(PROGRAMS) + 1, names
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:
     with compilations() as names:
         engine = make_engine(static_batching.static())

@@ -420,7 +420,7 @@ def assert_close(x: Any, y: Any) -> None:
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     fixed: dict[str, Any] = dict(
         config=TIGHT, forward=paged.PagedForward(MODEL, TIGHT.numerics), policy=FCFS

@@ -45,7 +45,9 @@ EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
 @pytest.mark.parametrize(
     ("bounds", "numerics"),
     [
-        pytest.param({}, "reproducible", id="reproducible"),
+        pytest.param(
+            *({}, "reproducible"), id="reproducible", marks=pytest.mark.thorough
+        ),
         pytest.param({}, "fast", id="fast", marks=pytest.mark.slow),
         pytest.param(
             *({"max_slots": 1}, "fast"), id="one slot", marks=pytest.mark.thorough
@@ -99,6 +101,7 @@ def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
     assert_in_place(program, pages)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "extras", [{}, {"max_beams": 4, "max_swap_pages": 16}], ids=["plain", "all"]
 )

@@ -44,6 +44,7 @@ def one_by_one(*asks: Ask) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
     first = ask(1, SYSTEM)
     answer = engines.serve([first], LARGE).tokens[1]

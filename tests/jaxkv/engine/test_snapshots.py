@@ -187,6 +187,7 @@ def test_a_rewound_state_replays_itself(tmp_path: Path) -> None:
         assert raw(replay.infos) == raw(first.infos)
 
 
+@pytest.mark.thorough
 def test_a_loaded_state_needs_no_program_of_its_own(tmp_path: Path) -> None:
     state = engines.submitted(asks(), CONFIG)
     folder = jaxkv.save_state(tmp_path / "state", state, CONFIG)

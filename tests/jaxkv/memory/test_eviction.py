@@ -47,7 +47,7 @@ def found_again(rule: prefix_eviction.Eviction) -> list[int]:
     return [again.outcomes[ask.request_id].num_cached for ask in prompts()]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rule_of_ones_own_decides_what_stays() -> None:
     # A circle that is too large: whoever comes was the longest away.
     assert found_again(prefix_eviction.LRU()) == [0] * 5

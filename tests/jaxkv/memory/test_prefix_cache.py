@@ -767,7 +767,7 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
     assert run.unsound(*FAULTS[name](case)) > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_vmap_equals_single_runs() -> None:
     walk, moments = Walk(7, 4, hashes=2**64), []
     for _ in range(4):

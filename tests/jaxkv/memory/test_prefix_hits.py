@@ -271,6 +271,7 @@ def test_hits_in_a_chat_equal_the_model() -> None:
     assert sum(beyond) > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [None, 50, 20])
 def test_who_reads_the_same_at_the_same_time_equals_the_model(
     chunk_size: int | None,
@@ -286,6 +287,7 @@ def test_who_reads_the_same_at_the_same_time_equals_the_model(
     assert max(model.num_cached.values()) == 200
 
 
+@pytest.mark.thorough
 def test_hits_among_users_who_hang_up_equal_the_model() -> None:
     replay = converse(20, SMALL, seed=1, cancels=0.4)
     reasons = [outcome.reason for outcome in replay.outcomes.values()]

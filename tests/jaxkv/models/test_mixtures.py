@@ -101,6 +101,7 @@ def test_balance_and_imbalance_worked_by_hand() -> None:
     np.testing.assert_allclose(found.idle, [0.0, 0.25])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_balance_is_what_transformers_says(name: str) -> None:
     config, params, *_ = checkpoints.load_model(GOLDEN / name)
@@ -125,6 +126,7 @@ def test_it_is_counted_as_its_folder_is(name: str) -> None:
     assert found.active < found.total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("activation", ["silu", "relu"])
 def test_equal_experts_are_a_dense_model(activation: Any) -> None:
     gated = activation == "silu"

@@ -109,8 +109,11 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(num_layers=3),
-        dict(vocab_size=150, hidden_size=96, positions="learned"),
+        pytest.param(dict(num_layers=3), marks=pytest.mark.thorough),
+        pytest.param(
+            dict(vocab_size=150, hidden_size=96, positions="learned"),
+            marks=pytest.mark.thorough,
+        ),
         dict(experts=EXPERTS),
     ],
 )

@@ -269,7 +269,7 @@ def hard_rows(vocab: int, seed: int) -> Iterator[np.ndarray]:
     yield np.repeat(normal, 2)[:vocab] * 1e-3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "vocab",
     [300, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 4099, 50257))],

@@ -167,19 +167,15 @@ def interrupt(
     return num_interrupted
 
 
-@pytest.mark.parametrize("phase", ["call", "drain"])
-def test_an_interrupted_engine_goes_on(
-    engine: jaxkv.Engine, expected: dict, phase: str
-) -> None:
-    assert interrupt(engine, phase, 4, expected) == 4
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", [name for name in PHASES if name != "copy"])
-def test_an_engine_interrupted_anywhere_goes_on(
-    engine: jaxkv.Engine, expected: dict, phase: str
+@pytest.mark.parametrize(
+    ("places", "least"), [(10, 8), pytest.param(60, 20, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_engine_goes_on(
+    engine: jaxkv.Engine, expected: dict, phase: str, places: int, least: int
 ) -> None:
-    assert interrupt(engine, phase, 60, expected) >= 20
+    assert interrupt(engine, phase, places, expected) >= least
 
 
 @pytest.mark.thorough

@@ -108,6 +108,7 @@ def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
     return jax.eval_shape(plan, row, row)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("hopper")
 def test_a_tiling_that_is_not_the_plan_s_is_refused() -> None:
     case = make_case([(7, 2)], page_size=16, kv_heads=1, group=2)

@@ -192,6 +192,7 @@ def part(seen: np.ndarray, **changes: Any) -> AttentionState:
     return attend(*case, context=nothing, ancestors=seen, **(ask | changes))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_any_partition_merges_in_any_order_and_grouping(seed: int) -> None:
     _, whole, _ = partition_case()
@@ -274,6 +275,7 @@ def test_a_tree_of_one_node_is_a_decode_row() -> None:
     assert_same(attend(*case, **node), attend(*case))
 
 
+@pytest.mark.thorough
 def test_the_page_size_changes_no_bit() -> None:
     rng, places, states = np.random.default_rng(17), 256, []
     k, v = rng.normal(size=(2, places, 2, 8)).astype(np.float32)
@@ -288,6 +290,7 @@ def test_the_page_size_changes_no_bit() -> None:
         assert_same(state, states[0])
 
 
+@pytest.mark.thorough
 def test_other_layers_of_a_flat_pool_do_not_matter() -> None:
     case = make_case(np.random.default_rng(18), [(0, 9), (40, 5)])
     num_pages = case.k_pages.shape[0]

@@ -82,6 +82,7 @@ def test_bugs_of_the_decode_kernel_are_caught(
         decode(stages=6 if "q_free" in removed else 2)
 
 
+@pytest.mark.thorough
 @trials(PREFILL_BUGS, MORE_PREFILL_BUGS)
 def test_bugs_of_the_prefill_kernel_are_caught(
     monkeypatch: pytest.MonkeyPatch, removed: str, added: str
@@ -91,6 +92,7 @@ def test_bugs_of_the_prefill_kernel_are_caught(
         prefill()
 
 
+@pytest.mark.thorough
 def test_values_that_nobody_sees_must_be_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

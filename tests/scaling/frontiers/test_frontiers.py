@@ -201,6 +201,7 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
     np.testing.assert_allclose(whole.minima.loss[0], [2.45, 2.205], rtol=0.01)
 
 
+@pytest.mark.thorough
 def test_methods_that_contradict_each_other_say_so() -> None:
     a = 0.36 / 0.7
     for places, is_sound in (((), True), ((27,), False)):
@@ -256,6 +257,7 @@ def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
     assert said(lambda x: np.ones(28)) == []
 
 
+@pytest.mark.thorough
 def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
     for seed in range(4):
         rng = np.random.default_rng(seed)

@@ -51,6 +51,7 @@ def test_parameters_are_counted_exactly(name: str) -> None:
     assert found.non_embedding == found.total - tables
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_token_is_seen_before_its_time(name: str) -> None:
     config = CONFIGS[name]

@@ -91,6 +91,7 @@ NUM_TOKENS = 50_000
 """Of the streams that are made up here, so that one program reads all of them."""
 
 
+@pytest.mark.thorough
 def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
@@ -124,6 +125,7 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
     assert without_time(train.train(config, out).curve) == without_time(third.curve)
 
 
+@pytest.mark.thorough
 def test_what_a_killed_run_left_half_is_put_right(
     config: TrainConfig, tmp_path: Path
 ) -> None:

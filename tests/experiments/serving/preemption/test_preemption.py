@@ -90,7 +90,7 @@ def test_a_trace_is_read_as_by_hand() -> None:
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_answer_depends_on_who_is_preempted_or_how(result: Result) -> None:
     all_ = served(result)
     assert len(all_.name) >= 18

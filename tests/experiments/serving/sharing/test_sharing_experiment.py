@@ -102,7 +102,7 @@ def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> Non
         length_distributions.draw(law, num, 100, np.random.default_rng(3))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "answer", "n"), [(37, 20, 3), (32, 40, 8)])
 def test_pages_of_every_step_are_those_counted_by_hand(
     server: Server, prompt: int, answer: int, n: int
