@@ -105,15 +105,13 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
         assert (names[0] == "layers") == (stacked and path[0].key == "layers")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(dict(num_layers=3), marks=pytest.mark.thorough),
-        pytest.param(
-            dict(vocab_size=150, hidden_size=96, positions="learned"),
-            marks=pytest.mark.thorough,
-        ),
+        dict(num_layers=3),
+        dict(vocab_size=150, hidden_size=96, positions="learned"),
         dict(experts=EXPERTS),
     ],
 )
