@@ -6,15 +6,21 @@ entry. `put` and `take` switch the wrapping off; all indexing by anything that m
 sentinel goes through them.
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
 
 NONE = -1
 """Stands where an id or an index could, and none is meant."""
+
+FEW = 64
+"""As many entries are sooner compared with each other than scattered."""
 
 
 def put(
@@ -89,6 +95,70 @@ def inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
     return jnp.sum(jnp.where(at, index[:, None], 0), axis=0, dtype=jnp.int32)
 
 
+def namers(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
+    """Says for each of `num` entries, static, which of few ids names it, or NONE.
+
+    Compares each with all. No two ids may be the same, sentinels excepted. Whoever puts
+    into several arrays at the same ids takes from them by this instead: on a GPU every
+    `put` is a kernel of its own, and any number of `take` are one.
+    """
+    every = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    at = ids[:, None] == jnp.arange(num, dtype=jnp.int32)[None, :]
+    return jnp.max(jnp.where(at, every[:, None], NONE), axis=0)
+
+
+def when[T](
+    wanted: Bool[Array, ""], change: Callable[..., T], carry: T, *given: Any
+) -> T:
+    """Changes a tree if it is wanted, in place: `change(carry, *given)`.
+
+    For what few steps do. It is a loop of no or one trip, since a `cond` would copy
+    what it may hand back as it was. Its condition is carried, so that it costs no
+    kernel; and whatever `change` reads should be in `carry` or `given`, else the
+    compiler sees what depends on nothing that the loop changes, and computes it before
+    the loop, wanted or not.
+    """
+
+    def once(state: tuple[Array, T, Any]) -> tuple[Array, T, Any]:
+        seen, old, others = lax.optimization_barrier(state)
+        new = change(old, *others)
+        # What is handed back untouched is no part of the loop's carry.
+        new = jax.tree.map(
+            lambda new, old, outer: outer if new is old else new, new, old, state[1]
+        )
+        return jnp.zeros_like(seen), new, state[2]
+
+    return lax.while_loop(lambda state: state[0], once, (wanted, carry, given))[1]
+
+
+def side_by_side(tree: Any) -> jax.tree_util.Partial:
+    """Lays the arrays of a tree side by side, in one row for each type.
+
+    Called, the result gives the tree back; stacked before, as by `scan`, the tree of
+    stacked arrays. So a scan writes one row in each step rather than every leaf.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    shapes, sizes = [(x.shape, x.dtype) for x in leaves], [x.size for x in leaves]
+    kinds = [jnp.dtype(jnp.int32) if x.dtype == bool else x.dtype for x in leaves]
+    of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in kinds}
+
+    def apart(*rows: Array) -> Any:
+        found: dict[int, Array] = {}
+        for row, members in zip(rows, of_kind.values(), strict=True):
+            ends = itertools.accumulate(sizes[i] for i in members)
+            parts = jnp.split(row, list(ends)[:-1], axis=-1)
+            for i, part in zip(members, parts, strict=True):
+                shape, dtype = shapes[i]
+                found[i] = part.reshape(*row.shape[:-1], *shape).astype(dtype)
+        return jax.tree.unflatten(structure, [found[i] for i in range(len(shapes))])
+
+    rows = [
+        jnp.concatenate([leaves[i].astype(kind).reshape(-1) for i in members])
+        for kind, members in of_kind.items()
+    ]
+    return jax.tree_util.Partial(apart, *rows)
+
+
 def over_groups(
     values: Shaped[Array, " n"],
     group: Int32[Array, " n"] | None,
@@ -104,6 +174,12 @@ def over_groups(
     """
     if group is None:
         return values
+    if values.shape[0] <= FEW:
+        alike = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
+        member = jnp.where(alike, values[:, None], jnp.zeros_like(values)[:, None])
+        if how == "max":
+            return jnp.max(member, axis=0)
+        return jnp.sum(member, axis=0, dtype=values.dtype)
     reduced = put(jnp.zeros_like(values), group, values, how)
     return take(reduced, group, fill=0)
 

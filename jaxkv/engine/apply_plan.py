@@ -1,9 +1,10 @@
 """Carrying out a plan: who is preempted, who gets a slot, which pages they get."""
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
@@ -21,33 +22,45 @@ from jaxkv.memory import Eviction, kv_pages, page_table
 from jaxkv.scheduling import interface
 
 
+class Turned(NamedTuple):
+    """How many came and went in a step."""
+
+    num_preempted: Int32[Array, ""]
+    """Sequences that lost their slots."""
+    num_swapped_out: Int32[Array, ""]
+    """How many of these had pages that left the pool."""
+    num_swapped_in: Int32[Array, ""]
+    """Sequences whose pages came back."""
+    num_admitted: Int32[Array, ""]
+    """Requests whose sequences got slots."""
+
+
 class Applied(NamedTuple):
     """What carrying out a plan came to."""
 
+    turned: Turned
     num_rows: Int32[Array, " slots"]
     """Rows of each slot; none if there were not enough pages."""
-    num_admitted: Int32[Array, ""]
-    """Requests whose sequences got slots."""
-    num_swapped_out: Int32[Array, ""]
-    """Sequences whose pages left the pool."""
-    num_swapped_in: Int32[Array, ""]
-    """Sequences whose pages came back."""
     num_copied: Int32[Array, ""]
     """Pages copied because they are about to be written."""
     enough: Bool[Array, ""]
     """Whether there were pages for all places asked for."""
 
 
-class _Admission(NamedTuple):
-    """Who of the requests at the head of the queue comes in."""
+class _Batch(NamedTuple):
+    """What the slots do, once it is settled who has one."""
 
-    head: Int32[Array, " head"]
-    """The requests, by the rows of their first sequences."""
-    back: Bool[Array, " head"]
-    """Those who were swapped out and are back."""
-    num_back: Int32[Array, ""]
+    places: Int32[Array, " slots"]
+    """Token places that each shall have."""
+    num_rows: Int32[Array, " slots"]
+    """Rows that it feeds."""
+    turned: Int32[Array, " counts"]
+    """The fields of `Turned`."""
+    back: Int32[Array, " head"] | None
+    """If there is a staging buffer: requests that were swapped out and have slots
+    again, by the rows of their first sequences; NOBODY for all others."""
+    num_back: Int32[Array, ""] | None
     """Pages that these take."""
-    assigned: Assignment
 
 
 def apply_plan(
@@ -67,31 +80,69 @@ def apply_plan(
       The new state, in which all pages that the step writes are there, and what
       happened.
     """
-    if state.prefixes is not None:
-        # Read before anybody lets go of pages: XLA, seeing no order, copies the cache.
-        plan, found = lax.optimization_barrier((plan, found))
     place = arrays.inverse(state.slots.line)
-    group = counts.group
-    assert group is not None  # only a simulation does without
-    state, requeued, leaves = _preempt(state, plan, group, place, config, eviction)
-    state, admission = _admit(state, plan, requeued, config)
-    back, assigned = admission.back, admission.assigned
-
-    def by_slot(of_line: Array, of_head: Array) -> Array:
-        new = jnp.where(back, 0, of_head)
-        return arrays.put(of_line[place], assigned.first, new)
-
-    places = by_slot(plan.places, plan.head_places)
-    num_rows = by_slot(plan.num_rows, plan.head_rows)
-    state = prefix_caching.start(state, found, assigned.first)
-    state, num_copied, enough = _reserve(state, admission, places, num_rows, config)
+    turns = jnp.any(plan.preempt | plan.admit)
+    with jax.named_scope("turn_over"):
+        state, batch = arrays.when(
+            turns,
+            functools.partial(_turn_over, config=config, eviction=eviction),
+            (state, _as_before(state, plan, place)),
+            *(plan, counts.group, place, found),
+        )
+    state, num_copied, enough = _reserve(state, batch, config)
     return state, Applied(
-        num_rows=jnp.where(enough, num_rows, 0),
-        num_admitted=jnp.sum(assigned.size > 0, dtype=jnp.int32),
-        num_swapped_out=jnp.sum(leaves, dtype=jnp.int32),
-        num_swapped_in=jnp.sum(jnp.where(back, assigned.size, 0), dtype=jnp.int32),
+        turned=Turned(*batch.turned),
+        num_rows=jnp.where(enough, batch.num_rows, 0),
         num_copied=num_copied,
         enough=enough,
+    )
+
+
+def _as_before(
+    state: EngineState, plan: interface.Plan, place: Int32[Array, " slots"]
+) -> _Batch:
+    """What the slots do if nobody comes or goes."""
+    staged = state.staging is not None
+    return _Batch(
+        places=plan.places[place],
+        num_rows=plan.num_rows[place],
+        turned=jnp.zeros((len(Turned._fields),), jnp.int32),
+        back=jnp.full(plan.admit.shape, NOBODY, jnp.int32) if staged else None,
+        num_back=jnp.zeros((), jnp.int32) if staged else None,
+    )
+
+
+def _turn_over(
+    carry: tuple[EngineState, _Batch],
+    plan: interface.Plan,
+    group: Int32[Array, " line"],
+    place: Int32[Array, " slots"],
+    found: prefix_caching.Found,
+    *,
+    config: EngineConfig,
+    eviction: Eviction | None,
+) -> tuple[EngineState, _Batch]:
+    """Preempts and admits: what nearly all steps do without."""
+    state, batch = carry
+    state, requeued, leaves = _preempt(state, plan, group, place, config, eviction)
+    state, back, num_back, a = _admit(state, plan, requeued, config)
+
+    def with_new(of_slots: Array, of_head: Array) -> Array:
+        return arrays.put(of_slots, a.first, jnp.where(back >= 0, 0, of_head))
+
+    turned = Turned(
+        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
+        num_swapped_out=jnp.sum(leaves, dtype=jnp.int32),
+        num_swapped_in=jnp.sum(jnp.where(back >= 0, a.size, 0), dtype=jnp.int32),
+        num_admitted=jnp.sum(a.size > 0, dtype=jnp.int32),
+    )
+    staged = state.staging is not None
+    return prefix_caching.start(state, found, a.first), _Batch(
+        places=with_new(batch.places, plan.head_places),
+        num_rows=with_new(batch.num_rows, plan.head_rows),
+        turned=jnp.stack(turned),
+        back=back if staged else None,
+        num_back=num_back if staged else None,
     )
 
 
@@ -143,8 +194,14 @@ def _admit(
     plan: interface.Plan,
     requeued: Int32[Array, " line"],
     config: EngineConfig,
-) -> tuple[EngineState, _Admission]:
-    """Gives slots to the sequences of admitted requests, and closes up the queue."""
+) -> tuple[EngineState, Int32[Array, " head"], Int32[Array, ""], Assignment]:
+    """Gives slots to the sequences of admitted requests, and closes up the queue.
+
+    Returns:
+      The new state; of the requests at the head those that were swapped out and are
+      back, by the rows of their first sequences, and the pages that these take; and who
+      got which slot.
+    """
     s, slots, queue = state.sequences, state.slots, state.queue
     head = queue.sequence[: config.max_slots]
     admit, back, num_back = swapping.coming_back(state, plan.admit, head)
@@ -166,14 +223,12 @@ def _admit(
         ),
         queue=requests.requeue(queue, requeued, a.size > 0),
     )
-    return state, _Admission(head, back, num_back, a)
+    return state, jnp.where(back, head, NOBODY), num_back, a
 
 
 def _reserve(
     state: EngineState,
-    admission: _Admission,
-    places: Int32[Array, " slots"],
-    num_rows: Int32[Array, " slots"],
+    batch: _Batch,
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, ""], Bool[Array, ""]]:
     """Makes room for the places asked for, and parts those that others share.
@@ -181,12 +236,15 @@ def _reserve(
     Returns:
       The new state, the number of pages copied, and whether there was room.
     """
-    size, a = config.page_size, admission.assigned
+    size, places, num_rows = config.page_size, batch.places, batch.num_rows
     wanted = page_table.num_wanted(
         state.pool, state.table, places, num_rows, page_size=size
     )
-    state = prefix_caching.make_room(state, wanted + admission.num_back)
-    state = swapping.move_in(state, admission.back, admission.head, a.row, a.slot)
+    if batch.num_back is not None:
+        wanted += batch.num_back
+    state = prefix_caching.make_room(state, wanted)
+    if batch.back is not None:
+        state = swapping.move_in(state, batch.back)
     pool, table, copies, enough = page_table.reserve(
         state.pool,
         state.table,

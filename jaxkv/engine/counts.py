@@ -1,8 +1,10 @@
 """What the policy of an engine may know: its counts, made of the engine's state."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, clock
@@ -28,6 +30,16 @@ class _Head(NamedTuple):
     is_out: Bool[Array, " head"]
     """Requests that are swapped out."""
     has_arrived: Bool[Array, " head"]
+
+
+class _Shares(NamedTuple):
+    """What the pages of slots have to do with other slots."""
+
+    others: Int32[Array, " slots"]
+    """Pages that a slot does not account for: one that a group shares counts once, a
+    cached one for nobody."""
+    moved: Int32[Array, " slots"]
+    """Pages that would move if its group were swapped out, shared ones once."""
 
 
 def counts(
@@ -61,9 +73,9 @@ def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
     copies = page_table.needs_copy(
         state.pool, state.table, goal - state.table.length, page_size=size
     )
-    holder, pages, owned = _held(state, config)
-    pages, owned = pages[line], owned[line]
-    moves = swapping.num_to_move(state, holder, page_size=size)
+    pages = page_table.num_pages(state.table, page_size=size)[line]
+    others, moved = _of_shares(lambda shares: shares, state, config)
+    others = others[line]
     in_prompt = length < arrays.take(s.prompt_length, sequence, fill=0)
     return dict(
         running=sequence >= 0,
@@ -72,9 +84,9 @@ def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
         num_tokens=goal[line],
         length=length,
         num_pages=pages,
-        owned_pages=owned,
-        owned_tokens=demand.own_tokens(length, pages - owned, page_size=size),
-        swap_pages=moves[line],
+        owned_pages=pages - others,
+        owned_tokens=demand.own_tokens(length, others, page_size=size),
+        swap_pages=moved[line],
         copies=copies[line].astype(jnp.int32),
         preempted=arrays.take(s.num_preempted, sequence, fill=0) > 0,
         scored_prompt=arrays.take(s.prompt_scored, sequence, fill=False) & in_prompt,
@@ -126,19 +138,37 @@ def _of_head(
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     """Token places that hold K and V; those of several sequences count once."""
     # Sequences of a group are equal where they share pages, the last one included.
-    (_, pages, owned), size = _held(state, config), config.page_size
-    tokens = demand.own_tokens(state.table.length, pages - owned, page_size=size)
-    own = jnp.sum(tokens, dtype=jnp.int32)
-    return own + size * prefix_caching.num_used(state)
+    size, length = config.page_size, state.table.length
+
+    def own(shares: _Shares) -> Int32[Array, ""]:
+        tokens = demand.own_tokens(length, shares.others, page_size=size)
+        return jnp.sum(tokens, dtype=jnp.int32)
+
+    return _of_shares(own, state, config) + size * prefix_caching.num_used(state)
 
 
-def _held(
-    state: EngineState, config: EngineConfig
-) -> tuple[
-    Int32[Array, "slots pages_per_slot"], Int32[Array, " slots"], Int32[Array, " slots"]
-]:
-    """For each page the slot that accounts for it; pages of each slot; its own ones."""
-    table = state.table
-    holder = page_sharing.holders(table, groups.group_of_slots(state))
-    owned = page_sharing.owned_pages(table, holder, pins=prefix_caching.pins(state))
-    return holder, page_table.num_pages(table, page_size=config.page_size), owned
+def _of_shares[T](
+    of: Callable[[_Shares], T], state: EngineState, config: EngineConfig
+) -> T:
+    """A function of what slots share; nothing is searched where all are alone."""
+    table, size = state.table, config.page_size
+    pins, group = prefix_caching.pins(state), groups.group_of_slots(state)
+
+    def together() -> T:
+        holder = page_sharing.holders(table, group)
+        owned = page_sharing.owned_pages(table, holder, pins=pins)
+        others = page_table.num_pages(table, page_size=size) - owned
+        return of(_Shares(others, swapping.num_to_move(state, holder, page_size=size)))
+
+    def alone() -> T:
+        others = jnp.zeros_like(group)
+        if pins is not None:
+            pinned = arrays.take(pins, table.page_ids, fill=False)
+            others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
+        moved = demand.pages_for(table.length, page_size=size)
+        return of(_Shares(others, moved if state.staging is not None else 0 * moved))
+
+    slot = jnp.arange(group.shape[0], dtype=jnp.int32)
+    alike = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
+    has_others = jnp.any(alike & (slot[:, None] < slot[None, :]))
+    return lax.cond(has_others, together, alone)

@@ -9,6 +9,8 @@ happens with all that the sequences have in common by then.
 Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
@@ -82,26 +84,36 @@ def advance(
     length = state.table.length
     state = state._replace(table=page_table.advance(state.table, num_rows))
     state = prefix_caching.keep(state, length, config)
-    pool, table = page_sharing.fork(
-        state.pool, state.table, forks, page_size=config.page_size
+    size = config.page_size
+    state = arrays.when(
+        jnp.any(forks >= 0), functools.partial(_fork, page_size=size), state, forks
     )
-    fed_before = arrays.take(s.num_fed, slots.sequence, fill=0)
-    again = jnp.clip(fed_before - length, 0, num_rows)
+    slot = arrays.namers(slots.sequence, s.num_fed.shape[0])
+    before, after, rows = (
+        arrays.take(x, slot, fill=0) for x in (length, state.table.length, num_rows)
+    )
+    again = jnp.clip(s.num_fed - before, 0, rows)
+    return state._replace(
+        sequences=s._replace(
+            num_recomputed=s.num_recomputed + again,
+            num_fed=jnp.maximum(s.num_fed, after),
+        ),
+    )
+
+
+def _fork(
+    state: EngineState, forks: Int32[Array, " slots"], *, page_size: int
+) -> EngineState:
+    """Forks slots from others, which nobody waits for any more."""
+    slots = state.slots
+    pool, table = page_sharing.fork(state.pool, state.table, forks, page_size=page_size)
     every = jnp.arange(forks.shape[0], dtype=jnp.int32)
     done = jnp.any(forks[:, None] == every[None, :], axis=0)
-    fed = jnp.maximum(fed_before, table.length)
-    return state._replace(
-        pool=pool,
-        table=table,
-        sequences=s._replace(
-            num_recomputed=arrays.put(s.num_recomputed, slots.sequence, again, "add"),
-            num_fed=arrays.put(s.num_fed, slots.sequence, fed),
-        ),
-        slots=slots._replace(
-            source=jnp.where(forks >= 0, NOBODY, slots.source),
-            num_common=jnp.where(done, 0, slots.num_common),
-        ),
+    slots = slots._replace(
+        source=jnp.where(forks >= 0, NOBODY, slots.source),
+        num_common=jnp.where(done, 0, slots.num_common),
     )
+    return state._replace(pool=pool, table=table, slots=slots)
 
 
 def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:

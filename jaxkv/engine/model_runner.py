@@ -63,18 +63,19 @@ def feed(
     Returns:
       The logits of every slot's last row, or of the row it is forked at, and the pages.
     """
-    num_packed = config.token_budget
-    if config.numerics == "reproducible":
-        num_packed = -(-num_packed // TILE) * TILE
-    packed = _pack(state, num_rows, num_packed, config)
-    probe = packed.rows if config.numerics == "fast" else _tile(packed, 0)
-    shape = jax.eval_shape(forward, params, state.pages, probe).logits
+
+    def probe(params: Any, pages: kv_pages.Pages, packed: _Packed) -> Array:
+        rows = packed.rows if config.numerics == "fast" else _tile(packed, 0)
+        return forward(params, pages, rows).logits
+
+    packed = _pack(state, num_rows, config)
+    shape = jax.eval_shape(probe, params, state.pages, packed)
     blank = jnp.zeros((config.num_logit_rows, shape.shape[1]), shape.dtype)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
     source = jnp.where(forks >= 0, forks, slot)
     run = functools.partial(forward, params)
     if config.numerics == "fast":
-        logits, pages = _feed_fast(run, state, num_rows, source, packed, blank)
+        logits, pages = _feed_fast(run, state, num_rows, source, blank, config)
     else:
         logits, pages = _feed_tiles(run, state, num_rows, packed, blank)
         logits = logits.at[: config.max_slots].set(logits[source])
@@ -94,8 +95,8 @@ def _feed_fast(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     source: Int32[Array, " slots"],
-    packed: _Packed,
     blank: Logits,
+    config: EngineConfig,
 ) -> tuple[Logits, kv_pages.Pages]:
     """Feeds one row a slot, or the packed rows, whichever the step needs.
 
@@ -104,8 +105,13 @@ def _feed_fast(
     num_slots = num_rows.shape[0]
     busy, single = jnp.any(num_rows > 0), jnp.all(num_rows <= 1)
 
-    def decode(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
-        logits, pages = carry
+    # What the rows are made of is given to the loops, or the compiler would see that
+    # rows, embedding and first products do not change from trip to trip, and move them
+    # before the loop, where they run even if there is no trip.
+    def decode(
+        carry: tuple[Logits, EngineState], num_rows: Array, source: Array
+    ) -> tuple[Logits, EngineState]:
+        logits, state = carry
         place = jnp.where(num_rows > 0, state.table.length, -1)
         rows = kv_pages.Rows(
             token=_tokens(state, state.slots.sequence, place),
@@ -114,34 +120,30 @@ def _feed_fast(
             page_ids=state.table.page_ids,
             logit_rows=source,
         )
-        result = run(pages, _pinned(rows, index))
+        result = run(state.pages, rows)
+        after = state._replace(pages=result.pages)
         if logits.shape[0] == num_slots:
-            return result.logits, result.pages
+            return result.logits, after
         # A scored prompt may feed a single token, which takes a spare logit row.
-        return _with_spare(logits, result.logits, packed), result.pages
+        packed = _pack(state, num_rows, config)
+        return _with_spare(logits, result.logits, packed), after
 
-    def mixed(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
-        logit_rows = packed.rows.logit_rows
-        logit_rows = logit_rows.at[:num_slots].set(logit_rows[source])
-        rows = packed.rows._replace(logit_rows=logit_rows)
-        result = run(carry[1], _pinned(rows, index))
-        return result.logits, result.pages
+    def mixed(
+        carry: tuple[Logits, EngineState], num_rows: Array, source: Array
+    ) -> tuple[Logits, EngineState]:
+        _, state = carry
+        rows = _pack(state, num_rows, config).rows
+        logit_rows = rows.logit_rows.at[:num_slots].set(rows.logit_rows[source])
+        result = run(state.pages, rows._replace(logit_rows=logit_rows))
+        return result.logits, state._replace(pages=result.pages)
 
     # A step of one row a slot could run either program; the smaller one is faster.
-    carry = blank, state.pages
+    carry, given = (blank, state), (num_rows, source)
     with jax.named_scope("decode"):
-        carry = lax.fori_loop(0, (busy & single).astype(jnp.int32), decode, carry)
+        carry = arrays.when(busy & single, decode, carry, *given)
     with jax.named_scope("mixed"):
-        return lax.fori_loop(0, (busy & ~single).astype(jnp.int32), mixed, carry)
-
-
-def _pinned(rows: kv_pages.Rows, index: Array) -> kv_pages.Rows:
-    """Ties the rows to the loop they are fed in, whose only index is 0.
-
-    Else the compiler sees that embedding and first products do not change from trip to
-    trip, and moves them before the loop, where they run even if there is no trip.
-    """
-    return jax.tree.map(lambda x: x + index, rows)
+        logits, state = arrays.when(busy & ~single, mixed, carry, *given)
+    return logits, state.pages
 
 
 def _with_spare(
@@ -195,10 +197,12 @@ def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
 def _pack(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
-    num_packed: int,
     config: EngineConfig,
 ) -> _Packed:
     """Lays the rows of all slots side by side, those of a slot in order."""
+    num_packed = config.token_budget
+    if config.numerics == "reproducible":
+        num_packed = -(-num_packed // TILE) * TILE
     end = jnp.cumsum(num_rows, dtype=jnp.int32)
     row = jnp.arange(num_packed, dtype=jnp.int32)
     used = row < end[-1]

@@ -101,9 +101,7 @@ def step(
       The new state, and what happened.
     """
     params, state = arrays.on_device((params, state))
-    state, plan, applied = plan_step(
-        state, config=config, policy=policy, eviction=eviction
-    )
+    state, applied = plan_step(state, config=config, policy=policy, eviction=eviction)
     planned, num_rows = state, applied.num_rows
     state, result, has_logits = _feed(
         params, state, num_rows, config=config, forward=forward
@@ -114,7 +112,7 @@ def step(
         )
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)
-    info = _info(planned, plan, applied, emitted, state, config)
+    info = _info(planned, applied, emitted, state, config)
     if config.debug:
         unsafe = invariants.shared_writes(
             planned.pool, planned.table, num_rows, page_size=config.page_size
@@ -149,7 +147,6 @@ def _feed(
 @jax.named_scope("info")
 def _info(
     planned: EngineState,
-    plan: scheduling_interface.Plan,
     applied: apply_plan.Applied,
     emitted: sampling_step.Emitted,
     state: EngineState,
@@ -157,6 +154,8 @@ def _info(
 ) -> StepInfo:
     """Says what a step did, between the state as planned and the one at its end."""
     s, running = planned.sequences, planned.slots.sequence
+    # Who has ended has no pages, and the slots as they were stand where they stood.
+    after = state._replace(slots=planned.slots)
     num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
     return StepInfo(
         tokens=emitted.draw.token[:, None],
@@ -169,13 +168,10 @@ def _info(
         num_rows=applied.num_rows,
         held=state.slots.held,
         num_waiting=state.queue.length,
-        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
-        num_swapped_out=applied.num_swapped_out,
-        num_swapped_in=applied.num_swapped_in,
-        num_admitted=applied.num_admitted,
+        **applied.turned._asdict(),
         num_copied=applied.num_copied,
         used_pages=config.num_pages - num_free,
-        used_places=engine_counts.used_places(state, config),
+        used_places=engine_counts.used_places(after, config),
         asks_host=swapping.asks_host(state),
         enough=applied.enough,
         violations=None,
@@ -188,12 +184,12 @@ def plan_step(
     config: EngineConfig,
     policy: scheduling_interface.Policy,
     eviction: Eviction | None = None,
-) -> tuple[EngineState, scheduling_interface.Plan, apply_plan.Applied]:
+) -> tuple[EngineState, apply_plan.Applied]:
     """Decides one step, and does all of it that comes before the model.
 
     Returns:
-      The new state, whose tables hold the pages that the step writes; the plan; and
-      what came of it.
+      The new state, whose tables hold the pages that the step writes; and what came of
+      the plan.
     """
     with jax.named_scope("counts"):
         counts, found = engine_counts.counts(state, config)
@@ -203,7 +199,7 @@ def plan_step(
         state, applied = apply_plan.apply_plan(
             state, plan, counts, found, config, eviction
         )
-    return state, plan, applied
+    return state, applied
 
 
 def run_steps(
@@ -228,8 +224,8 @@ def run_steps(
     """
     params, state, clock = arrays.on_device((params, state, clock))
 
-    def body(state: EngineState, _: None) -> tuple[EngineState, StepInfo]:
-        return step(
+    def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
+        state, info = step(
             params,
             state,
             config=config,
@@ -238,13 +234,16 @@ def run_steps(
             eviction=eviction,
             logits_fn=logits_fn,
         )
+        with jax.named_scope("info"):
+            return state, arrays.side_by_side(info)
 
-    return lax.scan(
+    state, infos = lax.scan(
         body,
         state._replace(clock=clock),
         None,
         length=config.steps_per_call if num_steps is None else num_steps,
     )
+    return state, infos()
 
 
 def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
@@ -283,5 +282,9 @@ def _retire(
         occupied = held | ended
         done = ~jnp.any(sequence >= 0)
         gone, held = occupied & done, occupied & ~done
-    state = prefix_caching.drop(state, gone, eviction)
+    state = arrays.when(
+        jnp.any(gone),
+        lambda state, gone: prefix_caching.drop(state, gone, eviction),
+        *(state, gone),
+    )
     return state._replace(slots=slots._replace(sequence=sequence, held=held))

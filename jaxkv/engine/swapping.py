@@ -140,25 +140,16 @@ def coming_back(
     return admit, back, jnp.where(jnp.any(back), total, 0)
 
 
-def move_in(
-    state: EngineState,
-    back: Bool[Array, " head"],
-    head: Int32[Array, " head"],
-    row: Int32[Array, " slots"],
-    slot: Int32[Array, " slots"],
-) -> EngineState:
+def move_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     """Gives requests that come back their pages; as many must be free, and their slots.
 
-    Requests at the head of the queue are named by the rows of their first sequences,
-    `head`; `row` are the sequences that are admitted, NOBODY behind them, and `slot`
-    that of each.
+    These are named by the rows of their first sequences, `back`, NOBODY between them.
     """
     if state.staging is None:
         return state
-    group = state.sequences.group
-    gone = jnp.zeros(group.shape, bool)
-    gone = arrays.put(gone, jnp.where(back, head, NOBODY), True)
-    slots = arrays.put(jnp.full(group.shape, NOBODY, jnp.int32), row, slot)
+    group, sequence = state.sequences.group, state.slots.sequence
+    gone = arrays.put(jnp.zeros(group.shape, bool), back, True)
+    slots = arrays.namers(sequence, group.shape[0])
     slots = jnp.where(arrays.take(gone, group, fill=False), slots, NOBODY)
     pages, pool, table, after = swap_buffer.move_in(
         *(state.staging, state.pages, state.pool, state.table, group, gone, slots)

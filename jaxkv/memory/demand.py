@@ -54,8 +54,10 @@ def to_begin(
     which all of them begin, count once; there are none for a sequence that is alone.
     """
     full = common // page_size
-    each = pages_for(known, page_size=page_size) - full[:, None]
-    return full + jnp.sum(jnp.where(waits, each, 0), axis=1, dtype=jnp.int32)
+    each = jnp.where(waits, pages_for(known, page_size=page_size), 0)
+    # Two sums that hang on nothing else are one kernel.
+    total = jnp.sum(each, axis=1, dtype=jnp.int32)
+    return total - full * (jnp.sum(waits, axis=1, dtype=jnp.int32) - 1)
 
 
 def to_come_back(

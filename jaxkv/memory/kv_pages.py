@@ -259,8 +259,6 @@ def copy(
     """
     size = min(source.shape[0], _COPIES_AT_ONCE)
     wanted = (source >= 0) & (target >= 0)
-    place = arrays.places(wanted, source.shape[0] + size)
-    packed = [arrays.take(ids, place, fill=NO_PAGE) for ids in (source, target)]
 
     def one_leaf(leaf: Array, read: Array, ids: list[Array]) -> Array:
         layers = jnp.arange(leaf.shape[0], dtype=jnp.int32)
@@ -277,14 +275,19 @@ def copy(
         )
         return copied.reshape(leaf.shape)
 
-    def some(index: Array, pages: Pages) -> Pages:
-        ids = [lax.dynamic_slice_in_dim(x, index * size, size) for x in packed]
-        read = pages if origin is None else origin
-        return jax.tree.map(lambda leaf, x: one_leaf(leaf, x, ids), pages, read)
+    def every_one(pages: Pages, wanted: Array, *ids: Array) -> Pages:
+        place = arrays.places(wanted, source.shape[0] + size)
+        packed = [arrays.take(x, place, fill=NO_PAGE) for x in ids]
 
-    # A loop, of no trip where nothing is copied: a `cond` would copy all pages.
-    trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
-    return lax.fori_loop(0, trips, some, pages)
+        def some(index: Array, pages: Pages) -> Pages:
+            ids = [lax.dynamic_slice_in_dim(x, index * size, size) for x in packed]
+            read = pages if origin is None else origin
+            return jax.tree.map(lambda leaf, x: one_leaf(leaf, x, ids), pages, read)
+
+        trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
+        return lax.fori_loop(0, trips, some, pages)
+
+    return arrays.when(jnp.any(wanted), every_one, pages, wanted, source, target)
 
 
 def flat(pages: Pages) -> Pages:

@@ -79,12 +79,14 @@ def allocate_at(
     rank: Int32[Array, "n places"],
     *,
     may: Bool[Array, ""],
+    back: Int32[Array, "..."] | None = None,
 ) -> tuple[Pool, Int32[Array, "n places"], Bool[Array, ""]]:
     """Takes free pages as `allocate` does, and puts each where it is to stand.
 
     `rank` says which of its row's pages each place gets, in [0, want[row]), every one
     of them once; what is out of this range gets `NO_PAGE`. `may` says whether anything
-    may be taken at all.
+    may be taken at all. If there are enough pages, those in `back` lose a use each;
+    somebody else must go on using them.
     """
     total = jnp.sum(want, dtype=jnp.int32)
     enough = may & jnp.all(want >= 0) & (total <= pool.num_free)
@@ -94,8 +96,13 @@ def allocate_at(
     depth = jnp.where(asked, pool.num_free - 1 - start[:, None] - rank, NO_PAGE)
     ids = take(pool.stack, depth, fill=NO_PAGE)
     num_free = pool.num_free - jnp.where(enough, total, 0)
-    pool = pool._replace(ref=put(pool.ref, ids, 1, "add"), num_free=num_free)
-    return pool, ids, enough
+    changed, uses = ids.reshape(-1), jnp.ones(ids.size, jnp.int32)
+    if back is not None:
+        back = jnp.where(enough, back, NO_PAGE).reshape(-1)
+        changed = jnp.concatenate([changed, back])
+        uses = jnp.concatenate([uses, jnp.full_like(back, -1)])
+    ref = put(pool.ref, changed, uses, "add")
+    return pool._replace(ref=ref, num_free=num_free), ids, enough
 
 
 def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:

@@ -69,9 +69,8 @@ def needs_copy(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
-    place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
-    writes = (place == _column(table, page_size)) & (num_rows > 0)[:, None]
-    page = _page_at(table.page_ids, writes)
+    column = jnp.where(num_rows > 0, _column(table, page_size), NO_PAGE)
+    page = _page_at(table.page_ids, column)
     # Shapes [writers before, slots]: their sum over the leading axis is the fast one.
     slot = jnp.arange(page.shape[0], dtype=jnp.int32)
     before = (page[:, None] == page[None, :]) & (slot[:, None] < slot[None, :])
@@ -145,16 +144,16 @@ def reserve(
     place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
     rank = place - have[:, None]
     rank = jnp.where(rank >= 0, rank + parts[:, None].astype(jnp.int32), NO_PAGE)
-    writes = place == _column(table, page_size)
+    writes = place == _column(table, page_size)[:, None]
     rank = jnp.where(parts[:, None] & writes, 0, rank)
-    pool, new, enough = page_pool.allocate_at(pool, want, rank, may=jnp.all(fits))
-    copied = parts & enough
-    copies = Copies(
-        source=jnp.where(copied, _page_at(table.page_ids, writes), NO_PAGE),
-        target=jnp.where(copied, _page_at(new, writes), NO_PAGE),
+    column = jnp.where(parts, _column(table, page_size), NO_PAGE)
+    shared = _page_at(table.page_ids, column)
+    pool, new, enough = page_pool.allocate_at(
+        pool, want, rank, may=jnp.all(fits), back=shared
     )
-    # Each of these pages keeps an owner, so none becomes free.
-    pool = pool._replace(ref=arrays.put(pool.ref, copies.source, -1, "add"))
+    copies = Copies(
+        source=jnp.where(enough, shared, NO_PAGE), target=_page_at(new, column)
+    )
     ahead = jnp.maximum(table.ahead, places - table.length)
     table = table._replace(
         page_ids=jnp.where(new == NO_PAGE, table.page_ids, new),
@@ -212,10 +211,14 @@ def _growth(table: Table, places: Array, page_size: int) -> Array:
 
 
 def _column(table: Table, page_size: int) -> Array:
-    """Column in which each slot writes next, shape [slots, 1]."""
-    return (table.length // page_size)[:, None]
+    """Column in which each slot writes next."""
+    return table.length // page_size
 
 
-def _page_at(page_ids: Array, where: Array) -> Array:
-    """Page at the one marked place of each row, `NO_PAGE` where none is marked."""
-    return jnp.max(jnp.where(where, page_ids, NO_PAGE), axis=1)
+def _page_at(page_ids: Array, column: Array) -> Array:
+    """Page in one column of each row, `NO_PAGE` where there is no such column."""
+    num_slots, num_columns = page_ids.shape
+    first = jnp.arange(num_slots, dtype=jnp.int32) * num_columns
+    there = (column >= 0) & (column < num_columns)
+    place = jnp.where(there, first + column, NO_PAGE)
+    return arrays.take(page_ids.reshape(-1), place, fill=NO_PAGE)

@@ -94,7 +94,8 @@ def _parse(
     top: list[Thunk] = []
     open_thunks: list[tuple[int, Thunk, str]] = []
     """Indentation, thunk, and the region of it that lines go to now."""
-    for line in plan.splitlines():
+    # An empty region says so, and the next header follows on the same line.
+    for line in plan.replace("No thunks.", "\n").splitlines():
         if match := _THUNK.match(line):
             indent = len(match[1])
             while open_thunks and open_thunks[-1][0] >= indent:

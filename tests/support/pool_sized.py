@@ -8,8 +8,8 @@ import jax.extend
 
 AT_PLACES = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
 """What reads or writes some places of an array, and leaves the rest."""
-FREE = ("reshape", "squeeze")
-"""What gives an array another shape and moves nothing."""
+FREE = ("reshape", "squeeze", "optimization_barrier")
+"""What gives an array another shape, or an order in time, and moves nothing."""
 
 
 def largest_look(f: Any, arguments: Any) -> int:

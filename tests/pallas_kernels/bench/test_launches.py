@@ -23,6 +23,10 @@ condition:
             007: kCustomKernel [source | sink] any grid: [1, 1, 1]
           body:
             008: kCustomKernel [source | sink] one grid: [1, 1, 1]
+        016: kWhile        [prev=006 (1) | next=009 (2)]
+condition:
+            No thunks.          body:
+            017: kCustomKernel [source | sink] never grid: [1, 1, 1]
         009: kConditional  [prev=006 (1) | sink]
           false_branch:
             010: kCustomKernel [source | sink] draw grid: [1, 1, 1]
@@ -38,6 +42,7 @@ SCOPES = {
     "dot.5": "jit(run)/while/body/forward/dot_general",
     "while.6": "jit(run)/while/body/forward/decode/while",
     "one.8": "jit(run)/while/body/forward/decode/while/body/add",
+    "while.16": "jit(run)/while/body/forward/decode/while",
     "cond.9": "jit(run)/while/body/emit/sampled/cond",
     "draw.10": "jit(run)/while/body/emit/sampled/cond/branch_1_fun/exp",
 }
@@ -78,6 +83,7 @@ def test_what_is_inside_what(plan: list[launches.Thunk]) -> None:
         "dot.5": body,
         "while.6": body,
         "one.8": [*body, "While"],
+        "while.16": body,
         "cond.9": body,
         "draw.10": [*body, "Conditional"],
     }
@@ -93,11 +99,11 @@ def test_what_is_inside_what(plan: list[launches.Thunk]) -> None:
     ("decode", "sampled", "launched"),
     [
         # Two before the scan, the product and a slice's copy; nobody asks for the
-        # scan's condition, but for the loop's once more than for its body; of the
-        # branch what it holds.
-        (0, 0, 4 + 1 + 1),
-        (1, 0, 4 + 3 + 1),
-        (3, 1, 4 + 7 + 2),
+        # scan's condition, but for the loop's once more than for its body, if it asks
+        # with a kernel; of the branch what it holds.
+        (0, 0, 4 + 1 + 0 + 1),
+        (1, 0, 4 + 3 + 1 + 1),
+        (3, 1, 4 + 7 + 3 + 2),
     ],
 )
 def test_a_route_runs_what_it_chooses(
