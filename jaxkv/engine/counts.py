@@ -33,13 +33,15 @@ class _Head(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """What the pages of slots have to do with other slots."""
+    """What the pages of slots have to do with those of others."""
 
     others: Int32[Array, " slots"]
     """Pages that a slot does not account for: one that a group shares counts once, a
     cached one for nobody."""
     moved: Int32[Array, " slots"]
     """Pages that would move if its group were swapped out, shared ones once."""
+    copies: Int32[Array, " slots"]
+    """Pages that it has to copy before it writes, 0 or 1."""
 
 
 def counts(
@@ -70,12 +72,9 @@ def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
     line = slots.line
     sequence, length = slots.sequence[line], state.table.length[line]
     goal = groups.num_to_feed(state)
-    copies = page_table.needs_copy(
-        state.pool, state.table, goal - state.table.length, page_size=size
-    )
     pages = page_table.num_pages(state.table, page_size=size)[line]
-    others, moved = _of_shares(lambda shares: shares, state, config)
-    others = others[line]
+    shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
+    others = shares.others[line]
     in_prompt = length < arrays.take(s.prompt_length, sequence, fill=0)
     return dict(
         running=sequence >= 0,
@@ -86,8 +85,8 @@ def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
         num_pages=pages,
         owned_pages=pages - others,
         owned_tokens=demand.own_tokens(length, others, page_size=size),
-        swap_pages=moved[line],
-        copies=copies[line].astype(jnp.int32),
+        swap_pages=shares.moved[line],
+        copies=shares.copies[line],
         preempted=arrays.take(s.num_preempted, sequence, fill=0) > 0,
         scored_prompt=arrays.take(s.prompt_scored, sequence, fill=False) & in_prompt,
     )
@@ -144,31 +143,47 @@ def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
         tokens = demand.own_tokens(length, shares.others, page_size=size)
         return jnp.sum(tokens, dtype=jnp.int32)
 
-    return _of_shares(own, state, config) + size * prefix_caching.num_used(state)
+    cached = size * prefix_caching.num_used(state)
+    return cached + _if_shared(own, state, length, config)
 
 
-def _of_shares[T](
-    of: Callable[[_Shares], T], state: EngineState, config: EngineConfig
+def _if_shared[T](
+    of: Callable[[_Shares], T],
+    state: EngineState,
+    goal: Int32[Array, " slots"],
+    config: EngineConfig,
 ) -> T:
-    """A function of what slots share; nothing is searched where all are alone."""
-    table, size = state.table, config.page_size
-    pins, group = prefix_caching.pins(state), groups.group_of_slots(state)
+    """A function of what slots share; nothing is searched where none may share any.
 
-    def together() -> T:
+    `goal` are the tokens that each slot will have written.
+    """
+    table, pool, size = state.table, state.pool, config.page_size
+    pins, group = prefix_caching.pins(state), groups.group_of_slots(state)
+    rows = goal - table.length
+
+    def search() -> T:
         holder = page_sharing.holders(table, group)
         owned = page_sharing.owned_pages(table, holder, pins=pins)
-        others = page_table.num_pages(table, page_size=size) - owned
-        return of(_Shares(others, swapping.num_to_move(state, holder, page_size=size)))
+        copies = page_table.needs_copy(pool, table, rows, page_size=size)
+        return of(
+            _Shares(
+                others=page_table.num_pages(table, page_size=size) - owned,
+                moved=swapping.num_to_move(state, holder, page_size=size),
+                copies=copies.astype(jnp.int32),
+            )
+        )
 
     def alone() -> T:
-        others = jnp.zeros_like(group)
+        others = moved = copies = jnp.zeros_like(group)
         if pins is not None:
             pinned = arrays.take(pins, table.page_ids, fill=False)
             others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
-        moved = demand.pages_for(table.length, page_size=size)
-        return of(_Shares(others, moved if state.staging is not None else 0 * moved))
+        if state.staging is not None:
+            moved = demand.pages_for(table.length, page_size=size)
+        return of(_Shares(others, moved, copies))
 
-    slot = jnp.arange(group.shape[0], dtype=jnp.int32)
-    alike = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
-    has_others = jnp.any(alike & (slot[:, None] < slot[None, :]))
-    return lax.cond(has_others, together, alone)
+    # The first of a group may share with slots that are held for the others.
+    may = (group != state.slots.sequence) | page_table.is_shared(
+        pool, table, rows, page_size=size
+    )
+    return lax.cond(jnp.any(may), search, alone)

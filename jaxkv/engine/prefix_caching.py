@@ -8,11 +8,12 @@ on, the one in the lower slot leaves the pages for both. Pages that nobody uses 
 evicted when others need them. Everything here does nothing if the engine has no cache.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxkv import arrays
 from jaxkv.engine.state import EngineConfig, EngineState
@@ -54,10 +55,9 @@ def find(
     """
     (num,) = sequence.shape
     cache, s = state.prefixes, state.sequences
-    nothing = jnp.zeros((num,), jnp.int32)
+    no_pages = jnp.full((num, config.max_pages_per_slot), NO_PAGE, jnp.int32)
     if cache is None:
-        ids = jnp.full((num, config.max_pages_per_slot), NO_PAGE, jnp.int32)
-        return Found(ids, nothing, nothing)
+        return Found(no_pages, *jnp.zeros((2, num), jnp.int32))
     # While every slot is taken nobody is admitted.
     wanted = waits & s.reuses[sequence] & jnp.any(state.slots.sequence < 0)
     if state.search is not None:
@@ -65,16 +65,19 @@ def find(
         beam = state.search.width[s.group[sequence]] > 0
         prompt = s.prompt_length[sequence]
         num_tokens = jnp.where(beam, jnp.minimum(num_tokens, prompt), num_tokens)
-    ids = prefix_cache.match(
-        cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
-    )
-    mapped = ids != NO_PAGE
-    idle = idle_pages.is_idle(cache.idle, ids)
-    return Found(
-        ids,
-        jnp.sum(mapped, axis=1, dtype=jnp.int32) * config.page_size,
-        jnp.sum(idle, axis=1, dtype=jnp.int32),
-    )
+
+    def look() -> tuple[Array, Array]:
+        ids = prefix_cache.match(
+            cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
+        )
+        marks = jnp.stack([ids != NO_PAGE, idle_pages.is_idle(cache.idle, ids)])
+        return ids, jnp.sum(marks, axis=2, dtype=jnp.int32)
+
+    def nothing() -> tuple[Array, Array]:
+        return no_pages, jnp.zeros((2, num), jnp.int32)
+
+    ids, (num_pages, num_idle) = lax.cond(jnp.any(wanted), look, nothing)
+    return Found(ids, num_pages * config.page_size, num_idle)
 
 
 def num_idle(state: EngineState) -> Int32[Array, ""]:
@@ -162,6 +165,24 @@ def keep(
         prompt = arrays.take(s.prompt_length, sequence, fill=0)
         end = jnp.where(beam, jnp.minimum(end, prompt // size), end)
     num_filled = jnp.where(reuses, end - first, 0)
+    return arrays.when(
+        jnp.any(num_filled > 0),
+        functools.partial(_enter, config=config),
+        *(state, first, num_filled, salt),
+    )
+
+
+def _enter(
+    state: EngineState,
+    first: Int32[Array, " slots"],
+    num_filled: Int32[Array, " slots"],
+    salt: UInt32[Array, " slots"],
+    *,
+    config: EngineConfig,
+) -> EngineState:
+    """Enters the pages of each slot that begin with its `first` one."""
+    assert state.prefixes is not None
+    s, size, sequence = state.sequences, config.page_size, state.slots.sequence
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
     offset = jnp.arange(size, dtype=jnp.int32)[None, :]
 

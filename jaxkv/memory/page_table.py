@@ -69,13 +69,23 @@ def needs_copy(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
-    column = jnp.where(num_rows > 0, _column(table, page_size), NO_PAGE)
-    page = _page_at(table.page_ids, column)
+    page = _written_page(table, num_rows, page_size)
     # Shapes [writers before, slots]: their sum over the leading axis is the fast one.
     slot = jnp.arange(page.shape[0], dtype=jnp.int32)
     before = (page[:, None] == page[None, :]) & (slot[:, None] < slot[None, :])
     rank = jnp.sum(before, axis=0, dtype=jnp.int32)
     return rank < arrays.take(pool.ref, page, fill=0) - 1
+
+
+def is_shared(
+    pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
+) -> Bool[Array, " slots"]:
+    """Says which slots will write to a page that others hold; else none needs a copy.
+
+    Arguments are those of `needs_copy`.
+    """
+    page = _written_page(table, num_rows, page_size)
+    return arrays.take(pool.ref, page, fill=0) > 1
 
 
 def num_wanted(
@@ -213,6 +223,12 @@ def _growth(table: Table, places: Array, page_size: int) -> Array:
 def _column(table: Table, page_size: int) -> Array:
     """Column in which each slot writes next."""
     return table.length // page_size
+
+
+def _written_page(table: Table, num_rows: Array, page_size: int) -> Array:
+    """Page that each slot writes to next, `NO_PAGE` where it writes no rows."""
+    column = jnp.where(num_rows > 0, _column(table, page_size), NO_PAGE)
+    return _page_at(table.page_ids, column)
 
 
 def _page_at(page_ids: Array, column: Array) -> Array:

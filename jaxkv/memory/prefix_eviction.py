@@ -10,6 +10,7 @@ it, so what comes after an idle page is idle; a page never ranks below one after
 at equal ranks the deeper goes first. Hence its child stands before it in the order.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -148,13 +149,13 @@ def evict(
       The new cache and pool, and how many pages have become free.
     """
     num = jnp.minimum(num, cache.idle.num)
-    every = jnp.arange(CHUNK, dtype=jnp.int32)
 
     def some(
-        i: Array, carry: tuple[Array, Array, IdlePages, Pool]
+        num: Array, i: Array, carry: tuple[Array, Array, IdlePages, Pool]
     ) -> tuple[Array, Array, IdlePages, Pool]:
         buckets, pinned, idle, pool = carry
         ids = idle_pages.next_to_go(idle, cache.depth)
+        every = jnp.arange(CHUNK, dtype=jnp.int32)
         ids = jnp.where(i * CHUNK + every < num, ids, NO_PAGE)
         bucket = prefix_cache.bucket_of(cache, arrays.take(cache.hash, ids, fill=0))
         entries = arrays.take(buckets, bucket, fill=NO_PAGE)
@@ -167,8 +168,11 @@ def evict(
             page_pool.release(pool, ids),
         )
 
+    def all_of_them(carry: Any, num: Array) -> Any:
+        return lax.fori_loop(0, -(-num // CHUNK), functools.partial(some, num), carry)
+
     carry = (cache.buckets, cache.pinned, cache.idle, pool)
-    buckets, pinned, idle, pool = lax.fori_loop(0, -(-num // CHUNK), some, carry)
+    buckets, pinned, idle, pool = arrays.when(num > 0, all_of_them, carry, num)
     cache = cache._replace(
         buckets=buckets, pinned=pinned, idle=idle, num_pinned=cache.num_pinned - num
     )

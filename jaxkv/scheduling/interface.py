@@ -173,6 +173,8 @@ def share_budget(
 
 def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
     """Serves wishes in order until the amount is used up."""
+    if isinstance(amount, int) and amount == 0:
+        return jnp.zeros_like(want)
     before = jnp.cumsum(want, dtype=jnp.int32) - want
     return jnp.clip(amount - before, 0, want)
 

@@ -1,5 +1,8 @@
 """Sentinels, closing up, permutations and groups, against plain NumPy."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,3 +52,56 @@ def test_groups_share_their_sum_and_their_maximum() -> None:
     marked = arrays.over_groups(values > 3, group, "max")
     assert marked.tolist() == [True, False, False, True, False, True]
     assert arrays.over_groups(values, None, "add").tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("num", [arrays.FEW, arrays.FEW + 1])
+def test_many_are_grouped_as_few_are(num: int) -> None:
+    rng = np.random.default_rng(0)
+    group, values = rng.integers(NONE, num, num), rng.integers(0, 9, num)
+    alike = (group[:, None] == group) & (group >= 0)[:, None]
+    arguments = jnp.asarray(values, jnp.int32), jnp.asarray(group, jnp.int32)
+    for how, reduced in (("add", (alike @ values)), ("max", (alike * values).max(1))):
+        np.testing.assert_array_equal(arrays.over_groups(*arguments, how), reduced)
+
+
+def test_entries_find_who_names_them() -> None:
+    assert arrays.namers(ints(3, NONE, 0, 7), 5).tolist() == [2, NONE, NONE, 0, NONE]
+
+
+def test_a_tree_is_changed_where_that_is_wanted() -> None:
+    def change(carry: dict[str, Any], by: Any) -> dict[str, Any]:
+        return carry | {"changed": carry["changed"] + by}
+
+    def run(wanted: Any, carry: Any) -> Any:
+        return arrays.when(wanted, change, carry, ints(5, 6))
+
+    carry = {"changed": ints(1, 2), "kept": ints(3)}
+    for wanted, expected in ((False, [1, 2]), (True, [6, 8])):
+        found = jax.jit(run)(jnp.asarray(wanted), carry)
+        assert found["changed"].tolist() == expected
+        assert found["kept"].tolist() == [3]
+    # What nobody changes is no part of the loop's carry.
+    jaxpr = jax.make_jaxpr(run)(True, carry)
+    [loop] = [x for x in jaxpr.eqns if x.primitive.name == "while"]
+    assert len(loop.outvars) == 2  # the flag, and what is changed
+    many = jax.vmap(run, (0, None))(jnp.asarray([True, False]), carry)
+    assert many["changed"].tolist() == [[6, 8], [1, 2]]
+
+
+def test_what_lies_side_by_side_comes_apart_with_the_axes_that_lead() -> None:
+    def tree(step: Any) -> Any:
+        return (
+            step * jnp.ones((2, 3), jnp.int32),
+            {"odd": step % 2 == 1, "none": jnp.zeros((0,), jnp.float32)},
+            jnp.full((2,), 0.5) * step.astype(jnp.float32),
+        )
+
+    steps = jnp.arange(4, dtype=jnp.int32)
+    assert len(jax.tree.leaves(arrays.side_by_side(tree(steps[0])))) == 2
+    _, rows = jax.lax.scan(lambda _, x: (_, arrays.side_by_side(tree(x))), 0, steps)
+    expected = jax.vmap(tree)(steps)
+    found = rows()
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_array_equal(one, other)
