@@ -66,15 +66,13 @@ class _Batch(NamedTuple):
 def apply_plan(
     state: EngineState,
     plan: interface.Plan,
-    counts: interface.Counts,
     found: prefix_caching.Found,
     config: EngineConfig,
     eviction: Eviction | None = None,
 ) -> tuple[EngineState, Applied]:
     """Preempts, admits, reserves, and copies what is about to be written.
 
-    `counts` are what the policy decided on, `found` what the requests at the head of
-    the queue would start on.
+    `found` is what the requests at the head of the queue would start on.
 
     Returns:
       The new state, in which all pages that the step writes are there, and what
@@ -87,7 +85,7 @@ def apply_plan(
             turns,
             functools.partial(_turn_over, config=config, eviction=eviction),
             (state, _as_before(state, plan, place)),
-            *(plan, counts.group, place, found),
+            *(plan, place, found),
         )
     state, num_copied, enough = _reserve(state, batch, config)
     return state, Applied(
@@ -115,7 +113,6 @@ def _as_before(
 def _turn_over(
     carry: tuple[EngineState, _Batch],
     plan: interface.Plan,
-    group: Int32[Array, " line"],
     place: Int32[Array, " slots"],
     found: prefix_caching.Found,
     *,
@@ -124,7 +121,7 @@ def _turn_over(
 ) -> tuple[EngineState, _Batch]:
     """Preempts and admits: what nearly all steps do without."""
     state, batch = carry
-    state, requeued, leaves = _preempt(state, plan, group, place, config, eviction)
+    state, requeued, leaves = _preempt(state, plan, place, config, eviction)
     state, back, num_back, a = _admit(state, plan, requeued, config)
 
     def with_new(of_slots: Array, of_head: Array) -> Array:
@@ -149,7 +146,6 @@ def _turn_over(
 def _preempt(
     state: EngineState,
     plan: interface.Plan,
-    group: Int32[Array, " line"],
     place: Int32[Array, " slots"],
     config: EngineConfig,
     eviction: Eviction | None,
@@ -160,7 +156,7 @@ def _preempt(
       The new state; the requests that wait again, in order of the line; and the slots
       whose pages were swapped out.
     """
-    preempted = plan.preempt[place]
+    preempted, group = plan.preempt[place], groups.groups_in_line(state)
     state = beam_search.note_paths(state, preempted, config)
     state = groups.note_common(state, plan.preempt, group)
     state, leaves = swapping.move_out(state, (plan.swap & plan.preempt)[place], config)

@@ -33,8 +33,10 @@ class _Head(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """What the pages of slots have to do with those of others."""
+    """What slots have to do with others."""
 
+    first: Int32[Array, " line"]
+    """The first place in line of the same request, by place."""
     others: Int32[Array, " slots"]
     """Pages that a slot does not account for: one that a group shares counts once, a
     cached one for nobody."""
@@ -79,7 +81,7 @@ def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
     return dict(
         running=sequence >= 0,
         held=slots.held[line],
-        group=groups.groups_in_line(state),
+        group=shares.first,
         num_tokens=goal[line],
         length=length,
         num_pages=pages,
@@ -167,6 +169,7 @@ def _if_shared[T](
         copies = page_table.needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
+                first=groups.groups_in_line(state),
                 others=page_table.num_pages(table, page_size=size) - owned,
                 moved=swapping.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),
@@ -174,13 +177,14 @@ def _if_shared[T](
         )
 
     def alone() -> T:
+        place = jnp.arange(group.shape[0], dtype=jnp.int32)
         others = moved = copies = jnp.zeros_like(group)
         if pins is not None:
             pinned = arrays.take(pins, table.page_ids, fill=False)
             others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
         if state.staging is not None:
             moved = demand.pages_for(table.length, page_size=size)
-        return of(_Shares(others, moved, copies))
+        return of(_Shares(place, others, moved, copies))
 
     # The first of a group may share with slots that are held for the others.
     may = (group != state.slots.sequence) | page_table.is_shared(

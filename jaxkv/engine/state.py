@@ -198,7 +198,8 @@ class Slots(NamedTuple):
     held: Bool[Array, " slots"]
     """Slots whose sequence has finished, but which a policy keeps occupied."""
     line: Int32[Array, " slots"]
-    """All slots once: the occupied ones in order of admission, then the rest."""
+    """All slots once: the occupied ones in order of admission; behind them, as of the
+    last step in which somebody came or was preempted, the rest."""
 
 
 class Queue(NamedTuple):

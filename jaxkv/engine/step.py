@@ -196,9 +196,7 @@ def plan_step(
     with jax.named_scope("schedule"):
         plan = scheduling_interface.schedule(counts, policy)
     with jax.named_scope("apply_plan"):
-        state, applied = apply_plan.apply_plan(
-            state, plan, counts, found, config, eviction
-        )
+        state, applied = apply_plan.apply_plan(state, plan, found, config, eviction)
     return state, applied
 
 

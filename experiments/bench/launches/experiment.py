@@ -247,9 +247,10 @@ def _part(thunk: Thunk, inside: tuple[Thunk, ...]) -> str:
     scopes = "/".join(x.scope for x in (*inside, thunk)).split("/")
     if "layer" in thunk.scope.split("/") or "layers" in scopes:
         return "layer"
-    if "decode" in scopes or "mixed" in scopes:
-        return "forward"
-    return next((part for part in PARTS if part in scopes), "other")
+    # Rows are packed where they are fed, which is no work of the model's.
+    if part := next((part for part in PARTS if part in scopes), None):
+        return part
+    return "forward" if "decode" in scopes or "mixed" in scopes else "other"
 
 
 def _waits(plan: list[Thunk]) -> Iterator[tuple[str, str, int]]:
