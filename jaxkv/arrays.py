@@ -120,7 +120,13 @@ def when[T](
     """
 
     def once(state: tuple[Array, T, Any]) -> tuple[Array, T, Any]:
-        seen, old, others = lax.optimization_barrier(state)
+        seen = state[0]
+
+        # One by one: what nobody reads is then no part of the loop, layout and all.
+        def tied(leaf: Array) -> Array:
+            return lax.optimization_barrier((seen, leaf))[1]
+
+        old, others = jax.tree.map(tied, state[1:])
         new = change(old, *others)
         # What is handed back untouched is no part of the loop's carry.
         new = jax.tree.map(
