@@ -60,6 +60,14 @@ def take(
     Returns:
       The values read, in the shape that `values[index]` has.
     """
+    if isinstance(index, tuple) and values.size < 2**31:
+        # As one axis: of several XLA reduces over what each of them says, a kernel.
+        lead, flat, inside = values.shape[: len(index)], jnp.int32(0), True
+        for size, each in zip(lead, index, strict=True):
+            inside &= (each >= 0) & (each < size)
+            flat = flat * size + each
+        values = values.reshape(-1, *values.shape[len(index) :])
+        index = jnp.where(inside, flat, NONE)
     return values.at[index].get(
         mode="fill", fill_value=fill, wrap_negative_indices=False
     )

@@ -103,7 +103,7 @@ def _feed_fast(
     Slot i gets the logits of the row of slot `source[i]`.
     """
     num_slots = num_rows.shape[0]
-    busy, single = jnp.any(num_rows > 0), jnp.all(num_rows <= 1)
+    busy, many = jnp.any(num_rows > 0), jnp.any(num_rows > 1)
 
     # What the rows are made of is given to the loops, or the compiler would see that
     # rows, embedding and first products do not change from trip to trip, and move them
@@ -140,9 +140,9 @@ def _feed_fast(
     # A step of one row a slot could run either program; the smaller one is faster.
     carry, given = (blank, state), (num_rows, source)
     with jax.named_scope("decode"):
-        carry = arrays.when(busy & single, decode, carry, *given)
+        carry = arrays.when(busy & ~many, decode, carry, *given)
     with jax.named_scope("mixed"):
-        logits, state = arrays.when(busy & ~single, mixed, carry, *given)
+        logits, state = arrays.when(many, mixed, carry, *given)
     return logits, state.pages
 
 

@@ -33,6 +33,7 @@ from pallas_kernels.layered import Layer, flat_ids
 from pallas_kernels.page_ops import rotary_write
 from pallas_kernels.page_ops.copy import copy_pages
 from pallas_kernels.page_ops.write import write_kv
+from pallas_kernels.paged_attention.row_packing import Packing
 from pallas_kernels.quantizing import Quantized
 
 _COPIES_AT_ONCE = 16
@@ -209,7 +210,8 @@ def rotate_and_write(
     turns: rotary_write.Turns,
     page: Int32[Array, " rows"],
     offset: Int32[Array, " rows"],
-) -> tuple[Float[Array, "rows kv_heads group head_dim"], Pages]:
+    packing: Packing | None = None,
+) -> tuple[rotary_write.Rotated, Pages]:
     """Encodes the rows' positions, and writes one layer's K and V, in one kernel.
 
     As `write`, in place; only pages of 16 bits, where `rotary_write.why_not` says None.
@@ -218,21 +220,23 @@ def rotate_and_write(
       pages: the pages, donated or carried.
       layer: which layer of them.
       qkv: what the layer projects every row to: queries, key, value of each KV head.
-      turns: `rotary_write.spread` of the angles.
+      turns: cosines and sines of every query's angles.
       page: page that each row's K and V belong to, see `locate`.
       offset: their place there.
+      packing: how attention packs the queries, None if it does not.
 
     Returns:
-      The queries; and the pages.
+      The queries, also packed; and the pages.
     """
     view = flat(pages)
     written = rotary_write.rotate_and_write(
         *(qkv, turns, view.k, view.v, page, offset),
+        packing=packing,
         layer=layer,
         num_layers=pages.num_layers,
     )
-    k, v = (x.reshape(pages.k.shape) for x in written[1:])
-    return written.q, Pages(k, v)
+    k, v = (x.reshape(pages.k.shape) for x in (written.k_pages, written.v_pages))
+    return written, Pages(k, v)
 
 
 def copy(

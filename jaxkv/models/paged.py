@@ -15,6 +15,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Numerics
 from pallas_kernels.page_ops import rotary_write
+from pallas_kernels.paged_attention.dispatch import StepPlan
 
 
 @runtime_checkable
@@ -99,11 +100,13 @@ class PagedForward:
         )
 
         positions = jnp.maximum(rows.position, 0)
-        write = self._writer(pages, rows, model.embed.weight.dtype)
+        write = self._writer(pages, rows, plan, model.embed.weight.dtype)
 
         def attend(layer, qkv, angles, pages):
-            q, pages = write(layer, qkv, angles, pages)
-            out = interface.attend_written(pages, layer, q, rows, plan=plan, **sees)
+            q, packed_q, pages = write(layer, qkv, angles, pages)
+            out = interface.attend_written(
+                *(pages, layer, q, rows), packed_q=packed_q, plan=plan, **sees
+            )
             return out.transpose(1, 2, 0).reshape(qkv[:, :-2].shape), pages
 
         hidden, pages, _ = model.hidden(
@@ -116,24 +119,35 @@ class PagedForward:
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
     def _writer(
-        self, pages: kv_pages.Pages, rows: kv_pages.Rows, dtype: DTypeLike
+        self,
+        pages: kv_pages.Pages,
+        rows: kv_pages.Rows,
+        plan: StepPlan | None,
+        dtype: DTypeLike,
     ) -> Callable:
         """How a layer encodes positions and writes K and V: one kernel, or several."""
         c = self.config
         heads = c.num_kv_heads, c.group_size + 2, c.head_dim
         qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
-        turned = rotary.angles(c, jnp.maximum(rows.position, 0), dtype)
-        if turned is None or rotary_write.choose(qkv, pages.k) == "reference":
+        num_rows = rows.position.shape[0]
+        if c.positions != "rope" or rotary_write.choose(qkv, pages.k) == "reference":
             return functools.partial(_write, rows)
         # Once a pass, for all layers.
         page, offset = kv_pages.locate(rows, page_size=pages.page_size)
-        heads = {"kv_heads": c.num_kv_heads, "group": c.group_size}
-        turns = rotary_write.spread(turned.cos.T, turned.sin.T, **heads)
+        row = rotary_write.query_rows(num_rows, c.num_q_heads)
+        turned = rotary.angles(c, jnp.maximum(rows.position[row], 0), dtype)
+        assert turned is not None
+        shape = num_rows, c.num_kv_heads, c.group_size, -1
+        turns = rotary_write.Turns(*(x.T.reshape(shape) for x in turned))
+
+        few = None if plan is None else plan.few
+        places = page, offset, None if few is None else few.packing
 
         def write(layer, qkv, angles, pages):
             qkv = qkv.transpose(3, 0, 1, 2)
-            q, pages = kv_pages.rotate_and_write(pages, layer, qkv, turns, page, offset)
-            return q.reshape(q.shape[0], -1, q.shape[3]), pages
+            found, pages = kv_pages.rotate_and_write(pages, layer, qkv, turns, *places)
+            q = found.q.reshape(found.q.shape[0], -1, found.q.shape[3])
+            return q, found.packed_q, pages
 
         return write
 
@@ -144,4 +158,4 @@ def _write(rows, layer, qkv, angles, pages):
         x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1)
         for x in rotary.parts(qkv, angles)
     )
-    return q, kv_pages.write(pages, layer, k, v, rows)
+    return q, None, kv_pages.write(pages, layer, k, v, rows)

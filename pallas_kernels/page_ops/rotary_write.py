@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels import devices, layered
 from pallas_kernels.layered import Layer
 from pallas_kernels.page_ops.write import write_kv
+from pallas_kernels.paged_attention import row_packing
+from pallas_kernels.paged_attention.row_packing import Packing
 
 type RotaryWriteImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape.
@@ -27,6 +29,8 @@ class Rotated(NamedTuple):
     """A layer's queries, and the pages with its keys and values."""
 
     q: Float[Array, "rows kv_heads group head_dim"]
+    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None
+    """The same where a packing is given; between them anything."""
     k_pages: Float[Array, "pages kv_heads page_size head_dim"]
     v_pages: Float[Array, "pages kv_heads page_size head_dim"]
 
@@ -46,6 +50,7 @@ def rotate_and_write(
     page_ids: Int[Array, " rows"],
     offsets: Int[Array, " rows"],
     *,
+    packing: Packing | None = None,
     layer: Layer = 0,
     num_layers: int = 1,
     implementation: RotaryWriteImplementation | None = None,
@@ -56,13 +61,14 @@ def rotate_and_write(
 
     Args:
       qkv: of each row and KV head the group's queries, the key, the value.
-      turns: what `spread` makes of the angles, once for all layers.
+      turns: their cosines and sines, worked out once for all layers.
       k_pages: keys of one layer, or of `num_layers` one after another.
       v_pages: values, likewise.
       page_ids: page that each row's key and value go to, counted from the layer's
         first.
       offsets: their place there, in [0, page_size). No two rows may name the same
         place; a row whose page or offset is out of range is dropped.
+      packing: blocks that queries are laid out in, too, as decode reads them.
       layer: which of the layers in the pages, in [0, num_layers).
       num_layers: how many these are.
       implementation: None, or a name that must serve this call.
@@ -81,35 +87,32 @@ def rotate_and_write(
         return Rotated(
             *kernel.rotate_and_write(
                 *(qkv, turns, k_pages, v_pages, page_ids, offsets),
+                packing=packing,
                 layer=layer,
                 num_layers=num_layers,
             )
         )
     turned = rotate(qkv[:, :, :-1], turns)
-    k, v = turned[:, :, -1], qkv[:, :, -1]
+    q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
     num_pages = k_pages.shape[0] // num_layers
     ids = layered.flat_ids(page_ids, layer, num_layers=num_layers, num_pages=num_pages)
     written = write_kv(k_pages, v_pages, ids, offsets, k, v)
-    return Rotated(turned[:, :, :-1], written.k_pages, written.v_pages)
+    packed = None
+    if packing is not None:
+        (rows, kv_heads, _, head_dim) = q.shape
+        by_head = q.reshape(rows, -1, head_dim)
+        packed = row_packing.pack_queries(by_head, packing, kv_heads=kv_heads)
+    return Rotated(q, packed, written.k_pages, written.v_pages)
 
 
-def spread(
-    cos: Float[Array, "rows half"],
-    sin: Float[Array, "rows half"],
-    *,
-    kv_heads: int,
-    group: int,
-) -> Turns:
-    """Lays the angles of every row out as its queries lie, in float32.
+def query_rows(num_rows: int, q_heads: int) -> Int32[Array, " queries"]:
+    """Row of every query, whose angles `Turns` has, row by row.
 
-    A warpgroup's registers know no broadcast over heads: they read it from the cache.
+    A warpgroup's registers know no broadcast over heads: they read the angles from the
+    cache. Whoever works them out query by query from positions taken at these rows has
+    one kernel; heads that share an angle would have it worked out before, in another.
     """
-    shape = (cos.shape[0], kv_heads, group, cos.shape[1])
-
-    def one(x: Array) -> Array:
-        return jnp.broadcast_to(x.astype(jnp.float32)[:, None, None], shape)
-
-    return Turns(one(cos), one(sin))
+    return jnp.arange(num_rows * q_heads, dtype=jnp.int32) // q_heads
 
 
 def rotate(

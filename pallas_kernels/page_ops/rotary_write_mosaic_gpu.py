@@ -2,7 +2,8 @@
 
 A program has one row. The copy engine brings the halves of its queries and keys into
 shared memory apart, a warpgroup turns them there, and the copy engine takes keys and
-values to their places in the pages, which it can stride through.
+values to their places in the pages, which it can stride through. Queries go to where
+decode reads them as well, side by side with others that read the same keys.
 """
 
 from typing import Any
@@ -16,6 +17,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import layered
 from pallas_kernels.layered import Layer
+from pallas_kernels.paged_attention import row_packing
+from pallas_kernels.paged_attention.row_packing import Packing
 
 
 def rotate_and_write(
@@ -29,10 +32,11 @@ def rotate_and_write(
     page_ids: Int[Array, " rows"],
     offsets: Int[Array, " rows"],
     *,
+    packing: Packing | None = None,
     layer: Layer = 0,
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array | None, Array, Array]:
     """As `rotary_write.rotate_and_write`, which says what it takes.
 
     Args:
@@ -42,22 +46,25 @@ def rotate_and_write(
       v_pages: likewise.
       page_ids: those out of range are dropped.
       offsets: likewise.
+      packing: blocks that queries go to as well, whose padding may hold anything.
       layer: which one of those in the pages.
       num_layers: how many these are.
       interpret: how to emulate the kernel on a CPU; False compiles it.
 
     Returns:
-      Queries, pages of keys, pages of values.
+      Queries, packed ones, pages of keys, pages of values.
     """
     rows, kv_heads, wide, head_dim = qkv.shape
     (num_pages, _, page_size, _), group = k_pages.shape, wide - 2
     half, dtype, layer_pages = head_dim // 2, qkv.dtype, num_pages // num_layers
     low, high = pl.ds(0, half), pl.ds(half, half)
+    places = [] if packing is None else [packing.block, packing.token]
+    num_places = len(places)
 
     def one_row(*references: Any) -> None:
         qkv, cos, sin, page_ids, offsets, layer, *others = references
-        k_pages, v_pages, q, *scratch = others
-        q_low, q_high, k_low, k_high, v, arrived = scratch
+        *places, k_pages, v_pages = others[: num_places + 2]
+        q, *packed, q_low, q_high, k_low, k_high, v, arrived = others[num_places + 2 :]
         row = lax.axis_index("row")
         read = qkv.at[row]
         for part, heads, features in (
@@ -74,6 +81,15 @@ def rotate_and_write(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_low, q.at[row, :, :, low])
         plgpu.copy_smem_to_gmem(q_high, q.at[row, :, :, high])
+        for blocks in packed:
+            block, token = (of_row[row] for of_row in places)
+            heads = pl.ds(token * group, group)
+
+            @pl.when(block < blocks.shape[0])
+            def _(blocks: Any = blocks, block: Any = block, heads: Any = heads) -> None:
+                plgpu.copy_smem_to_gmem(q_low, blocks.at[block, :, heads, low])
+                plgpu.copy_smem_to_gmem(q_high, blocks.at[block, :, heads, high])
+
         page, place = page_ids[row], offsets[row]
         is_page = jnp.logical_and(page >= 0, page < layer_pages)
         is_place = jnp.logical_and(place >= 0, place < page_size)
@@ -91,9 +107,15 @@ def rotate_and_write(
     written = jax.new_ref(k_pages), jax.new_ref(v_pages)
     ids = [x.astype(jnp.int32) for x in (page_ids, offsets)]
     halves = [(kv_heads, group, half)] * 2 + [(kv_heads, half)] * 2
-    q = plgpu.kernel(
+    wanted = [jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), dtype)]
+    if packing is not None:
+        num_blocks, tokens = packing.row.shape
+        size = row_packing.num_block_rows(tokens=tokens, group=group)
+        packed = num_blocks, kv_heads, size, head_dim
+        wanted.append(jax.ShapeDtypeStruct(packed, dtype))
+    q, *packed = plgpu.kernel(
         one_row,
-        out_type=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), dtype),
+        out_type=wanted,
         scratch_types=[
             *(plgpu.SMEM(shape, dtype) for shape in (*halves, (kv_heads, head_dim))),
             plgpu.Barrier(num_arrivals=5),
@@ -101,8 +123,9 @@ def rotate_and_write(
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
-    )(qkv, *turns, *ids, layered.operand(layer), *written)
-    return q, jax.freeze(written[0]), jax.freeze(written[1])
+    )(qkv, *turns, *ids, layered.operand(layer), *places, *written)
+    k_pages, v_pages = (jax.freeze(reference) for reference in written)
+    return q, packed[0] if packed else None, k_pages, v_pages
 
 
 def _turn(low: Any, high: Any, cos: Array, sin: Array) -> None:

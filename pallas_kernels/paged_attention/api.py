@@ -53,6 +53,7 @@ def paged_attention(
     num_layers: int = 1,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
+    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     plan: dispatch.StepPlan | None = None,
     tiling: dispatch.Tilings | None = None,
 ) -> AttentionState:
@@ -93,6 +94,8 @@ def paged_attention(
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
         bfloat16 or both in float16, head_dim 64, 128 or 256, pages of 16, 32, 64, 128
         or 256 places, and at most 64 query heads for a KV head.
+      packed_q: the queries as the plan's few rows are packed, by whoever wrote them;
+        None packs them where it is needed.
       plan: `make_plan` of the same rows, so that the layers of a model share it; None
         makes one where one is needed.
       tiling: sizes that change the speed of "mosaic_gpu" and nothing of the meaning;
@@ -146,6 +149,7 @@ def paged_attention(
             softcap=softcap,
             alibi=alibi,
             sinks=sinks,
+            packed_q=packed_q,
             layer=layer,
             num_layers=num_layers,
         )

@@ -53,9 +53,9 @@ class Plan(NamedTuple):
     place from which on it sees only ancestors; its position; and words whose bit j
     stands for the j-th place from there, the lowest first."""
     low: Int32[Array, " blocks"]
-    """First place that any row of the block sees."""
+    """First place that any row of the block sees; past `high` where none sees any."""
     high: Int32[Array, " blocks"]
-    """Place after the last that any sees."""
+    """Place after the last that any sees, 0 where none does."""
     inner_low: Int32[Array, " blocks"]
     """First place that all rows see, up to `inner_high`."""
     inner_high: Int32[Array, " blocks"]
@@ -127,24 +127,18 @@ def make_plan(
         words = lax.bitcast_convert_type(ancestor_words(ancestors), jnp.int32)
         lines = [words[:, i] for i in range(words.shape[1])]
 
-    def spread(values, fill):
-        return row_packing.pack_values(
-            values.astype(jnp.int32), packed, group=group, fill=fill
-        )
+    def pack(values, fill):
+        return row_packing.pack_values(values.astype(jnp.int32), packed, fill=fill)
 
     # A row may see nothing, as under a window with all ancestors before it.
     sees, big = live & (start < past), jnp.iinfo(jnp.int32).max
-    low = jnp.min(spread(jnp.where(sees, start, big), big), axis=1)
-    high = jnp.max(spread(jnp.where(sees, past, 0), 0), axis=1)
-    low = jnp.minimum(low, high)
+    low = jnp.min(pack(jnp.where(sees, start, big), big), axis=1)
+    high = jnp.max(pack(jnp.where(sees, past, 0), 0), axis=1)
     # Padding is seen by nobody: it may see anything.
-    inner_low = jnp.max(spread(start, 0), axis=1)
-    inner_high = jnp.min(spread(limit, big), axis=1)
-    # Rows of a block without tiles get no result from the kernel.
-    num_blocks = packed.row.shape[0]
-    some = (high > low).at[packed.block].get(mode="fill", fill_value=False)
-    packed = packed._replace(block=jnp.where(some, packed.block, num_blocks))
-    rows = [spread(x, 0) for x in (start, limit, positions, *lines)]
+    inner_low = jnp.max(pack(start, 0), axis=1)
+    inner_high = jnp.min(pack(limit, big), axis=1)
+    lines = [pack(x, 0) for x in (start, limit, positions, *lines)]
+    rows = [row_packing.spread(x, group=group) for x in lines]
     return Plan(
         packing=packed,
         rows=jnp.stack(rows, axis=1),

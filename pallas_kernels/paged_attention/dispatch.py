@@ -122,13 +122,14 @@ def attend(
     plan: StepPlan,
     *,
     window: int | None,
+    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     **features: Any,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from all rows, with the kernels that the plan names.
 
     Arguments and errors are those of `decode.attend`; `plan` is `make_plan` of these
-    rows, with the same window, and `features` are scale, softcap, alibi, sinks, and the
-    layer.
+    rows, with the same window, `packed_q` the queries as its `few` packs them, and
+    `features` are scale, softcap, alibi, sinks, and the layer.
 
     Returns:
       Output in the type of q, and natural log-sum-exp; 0 and -inf without a key.
@@ -141,6 +142,7 @@ def attend(
     if plan.few is not None:
         out, lse = hopper_decode.attend(
             *(*arrays, plan.few),
+            packed_q=packed_q,
             tiling=plan.tiling.decode,
             dtype=q.dtype,
             **features,

@@ -66,7 +66,8 @@ def merge_and_unpack(
       implementation: None, or a name that must serve this call.
 
     Returns:
-      The output of each row, 0 where it sees nothing; log-sum-exps of packed rows.
+      The output of each row, 0 where it sees nothing; log-sum-exps of packed rows,
+      -inf there.
 
     Raises:
       ValueError: an implementation that is unknown or does not run here.
@@ -104,13 +105,13 @@ def merge_parts(
       parts: whose they are, see `stream_k.Schedule`.
 
     Returns:
-      Results of all items that have tiles.
+      Results of all items: 0 and -inf of those without tiles.
     """
     (programs, _, rows, head_dim), shape = part_out.shape, out.shape
-    first, num = parts[:, 0, None], parts[:, 1, None]
+    first, last = parts[:, 0, None], parts[:, 1, None]
     program = jnp.arange(programs, dtype=jnp.int32)[None]
-    begins = (program == first) & (num > 0)
-    goes_on = (program > first) & (program < first + num)
+    begins = (program == first) & (first < last)
+    goes_on = (program > first) & (program <= last)
     member = jnp.stack([goes_on, begins], axis=2).reshape(parts.shape[0], -1)
     used = jnp.any(member, axis=0)[:, None]
     part_lse = jnp.where(used, part_lse.reshape(-1, rows), -jnp.inf)
@@ -125,6 +126,7 @@ def merge_parts(
     total = sum_parts(weight)
     mixed = sum_parts(weight[..., None] * part_out)
     mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
-    is_cut = (num > 0).reshape(*shape[:2], 1)
-    lse = jnp.where(is_cut, (jnp.log2(total) + top).reshape(shape[:3]), lse)
-    return jnp.where(is_cut[..., None], mixed.reshape(shape), out), lse
+    # Of items without tiles, the sums are those over no parts.
+    is_whole = (first == last).reshape(*shape[:2], 1)
+    lse = jnp.where(is_whole, lse, (jnp.log2(total) + top).reshape(shape[:3]))
+    return jnp.where(is_whole[..., None], out, mixed.reshape(shape)), lse

@@ -23,35 +23,25 @@ TILE_ROWS = 2 * WGMMA_ROWS
 """Rows of a tile of queries: a warpgroup has half of them."""
 
 
+SLOT, ROW, BEGIN, END, WHOLE, LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = (
+    *(0, 1, 2, 3),
+    *(4, 6, 7, 8, 9, 10, 11),
+)
+"""Lines of `Plan.tiles`; `WHOLE` has one for each half."""
+
+
 class Plan(NamedTuple):
     """What the prefill kernel needs besides arrays of a layer."""
 
     position: Int32[Array, " padded_rows"]
     """Position of each row; -1 for padding and for rows that are left out."""
-    slot: Int32[Array, " tiles"]
-    """Slot of each tile, the tiles with most keys first."""
-    row: Int32[Array, " tiles"]
-    """Row at which it starts, a multiple of 8."""
-    begin: Int32[Array, " tiles"]
-    """Its own rows, from this one."""
-    end: Int32[Array, " tiles"]
-    """To this one, not included."""
-    whole: Int32[Array, "tiles 2"]
-    """1 where a half of it is its own rows only."""
-    low: Int32[Array, " tiles"]
-    """First place that any of its rows sees."""
-    high: Int32[Array, " tiles"]
-    """Place after the last."""
-    first: Int32[Array, " tiles"]
-    """First of the tiles of keys that any row sees."""
-    inner: Int32[Array, " tiles"]
-    """First of those that all rows see every place of."""
-    num_inner: Int32[Array, " tiles"]
-    """How many of these there are."""
-    num_kv: Int32[Array, " tiles"]
-    """How many tiles of keys in all; 0 where the tile has no rows."""
-    num_used: Int32[Array, " one"]
-    """Tiles that have rows."""
+    tiles: Int32[Array, "lines tiles"]
+    """Of each tile, the tiles with most keys first: its slot; the row at which it
+    starts, a multiple of 8; its own rows, from one to another, not included; for each
+    half of it 1 where that is its own rows only; the first place that any of its rows
+    sees, and the place after the last; the first of the tiles of keys that any row
+    sees; the first of those that all rows see every place of, and how many these are;
+    how many tiles of keys in all, 0 where the tile has no rows."""
     tile_of: Int32[Array, " rows"]
     """Tile of each row; `tiles`, past the end, for rows that are left out."""
 
@@ -113,34 +103,58 @@ def make_plan(
     num_tiles = max_tiles(num_rows=num_rows, num_slots=num_slots, few=few)
     index = jnp.arange(num_rows, dtype=jnp.int32)
     owner = owners(positions, slots, num_slots=num_slots)
-    many = has_many(owner, num_slots=num_slots, few=few)
-    owner = jnp.where(many, owner, num_slots)
+    own = _are_of(owner, num_slots)
     # Of each slot: its rows, first and end, and where its tiles lie among all.
-    begin = jnp.full((num_slots,), num_rows, jnp.int32)
-    begin = begin.at[owner].min(index, mode="drop")
-    end = jnp.zeros((num_slots,), jnp.int32).at[owner].max(index + 1, mode="drop")
+    is_many = jnp.sum(own, axis=1, dtype=jnp.int32) > few
+    begin = jnp.min(jnp.where(own, index[None, :], num_rows), axis=1)
+    end = jnp.max(jnp.where(own, index[None, :] + 1, 0), axis=1)
+    end = jnp.where(is_many, end, 0)
     start = begin - begin % ROW_ALIGNMENT
     count = jnp.maximum(end - start + TILE_ROWS - 1, 0) // TILE_ROWS
-    ends = jnp.cumsum(count, dtype=jnp.int32)
+    number = jnp.arange(num_slots, dtype=jnp.int32)
+    is_later = number[None, :] > number[:, None]
+    ends = jnp.sum(jnp.where(is_later, 0, count[None, :]), axis=1, dtype=jnp.int32)
+    is_last = number == num_slots - 1
     # Of each tile.
     number = jnp.arange(num_tiles, dtype=jnp.int32)
-    slot = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
-    slot = jnp.minimum(slot, num_slots - 1)
+    # Past the end nobody looks: the last slot is not asked for its end.
+    passed = (ends[None, :] <= number[:, None]) & ~is_last[None, :]
+    slot = jnp.sum(passed, axis=1, dtype=jnp.int32)
     row = start[slot] + (number - ends[slot] + count[slot]) * TILE_ROWS
     begin, end = jnp.maximum(row, begin[slot]), jnp.minimum(row + TILE_ROWS, end[slot])
     row = jnp.clip(row, 0, num_padded(num_rows) - TILE_ROWS)
+    own = (owner[None, :] == slot[:, None]) & (index[None, :] >= begin[:, None])
+    own &= index[None, :] < end[:, None]
+    is_second = index[None, :] - row[:, None] >= WGMMA_ROWS
+    owned = [jnp.sum(own & x, axis=1, dtype=jnp.int32) for x in (~is_second, is_second)]
+    big, positions = jnp.iinfo(jnp.int32).max, positions.astype(jnp.int32)
+    lowest = jnp.min(jnp.where(own, positions[None, :], big), axis=1)
+    highest = jnp.max(jnp.where(own, positions[None, :], -1), axis=1)
+    spans = _spans(lowest, highest, keys=keys, window=window)
+    whole = [(x == WGMMA_ROWS).astype(jnp.int32) for x in owned]
+    tiles, rank = _longest_first(jnp.stack([slot, row, begin, end, *whole, *spans]))
     # Of each row.
+    many = has_many(owner, num_slots=num_slots, few=few)
     held = jnp.where(many, owner, 0)
     tile_of = ends[held] - count[held] + (index - start[held]) // TILE_ROWS
     tile_of = jnp.where(many, tile_of, num_tiles)
-    half = (index - row.at[tile_of].get(mode="clip")) // WGMMA_ROWS
-    owned = jnp.zeros((num_tiles, 2), jnp.int32).at[tile_of, half].add(1, mode="drop")
-    big = jnp.iinfo(jnp.int32).max
-    lowest = jnp.full((num_tiles,), big, jnp.int32)
-    lowest = lowest.at[tile_of].min(positions.astype(jnp.int32), mode="drop")
-    highest = jnp.full((num_tiles,), -1, jnp.int32)
-    highest = highest.at[tile_of].max(positions.astype(jnp.int32), mode="drop")
+    padding = num_padded(num_rows) - num_rows
+    position = jnp.where(many, positions, -1)
+    return Plan(
+        position=jnp.pad(position, (0, padding), constant_values=jnp.int32(-1)),
+        tiles=tiles,
+        tile_of=rank.at[tile_of].get(mode="fill", fill_value=num_tiles),
+    )
 
+
+def _spans(
+    lowest: Int32[Array, " tiles"],
+    highest: Int32[Array, " tiles"],
+    *,
+    keys: int,
+    window: int | None,
+) -> list[Int32[Array, " tiles"]]:
+    """Lines of `Plan.tiles` from `LOW` on: what is seen from these positions."""
     low, inner_low, high = jnp.zeros_like(highest), jnp.zeros_like(highest), highest + 1
     if window is not None:
         low = jnp.maximum(jnp.minimum(lowest, highest) - window + 1, 0)
@@ -150,27 +164,21 @@ def make_plan(
     inner = (inner_low + keys - 1) // keys
     num_inner = jnp.maximum((jnp.minimum(lowest, highest) + 1) // keys - inner, 0)
     inner = jnp.where(num_inner > 0, inner, first)
+    return [low, high, first, inner, num_inner, num_kv]
 
-    order = jnp.argsort(-num_kv).astype(jnp.int32)
-    rank = jnp.zeros_like(order).at[order].set(number)
-    padding = num_padded(num_rows) - num_rows
-    position = jnp.where(many, positions, -1).astype(jnp.int32)
-    return Plan(
-        position=jnp.pad(position, (0, padding), constant_values=jnp.int32(-1)),
-        slot=slot[order],
-        row=row[order],
-        begin=begin[order],
-        end=end[order],
-        whole=(owned == WGMMA_ROWS).astype(jnp.int32)[order],
-        low=low[order],
-        high=high[order],
-        first=first[order],
-        inner=inner[order],
-        num_inner=num_inner[order],
-        num_kv=num_kv[order],
-        num_used=jnp.sum(num_kv > 0, dtype=jnp.int32)[None],
-        tile_of=rank.at[tile_of].get(mode="fill", fill_value=num_tiles),
-    )
+
+def _longest_first(
+    tiles: Int32[Array, "lines tiles"],
+) -> tuple[Int32[Array, "lines tiles"], Int32[Array, " tiles"]]:
+    """Sorts tiles by their keys, by comparing all; also says where each one went."""
+    num_kv, number = tiles[NUM_KV], jnp.arange(tiles.shape[1], dtype=jnp.int32)
+    goes_before = num_kv[None, :] > num_kv[:, None]
+    is_earlier = number[None, :] < number[:, None]
+    goes_before |= (num_kv[None, :] == num_kv[:, None]) & is_earlier
+    rank = jnp.sum(goes_before, axis=1, dtype=jnp.int32)
+    comes_here = rank[None, None, :] == number[None, :, None]
+    found = jnp.where(comes_here, tiles[:, None, :], 0)
+    return jnp.sum(found, axis=2, dtype=jnp.int32), rank
 
 
 def left_out(
@@ -198,5 +206,11 @@ def has_many(
     owner: Int32[Array, " rows"], *, num_slots: int, few: int
 ) -> Bool[Array, " rows"]:
     """Whether each row is one of more than `few` of its slot; no padding row is."""
-    count = jnp.zeros((num_slots,), jnp.int32).at[owner].add(1, mode="drop")
+    count = jnp.sum(_are_of(owner, num_slots), axis=1, dtype=jnp.int32)
     return count.at[owner].get(mode="fill", fill_value=0) > few
+
+
+def _are_of(owner: Int32[Array, " rows"], num_slots: int) -> Bool[Array, "slots rows"]:
+    """Whether each row is one of each slot: reduced in one kernel, unlike scatters."""
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
+    return owner[None, :] == slot[:, None]

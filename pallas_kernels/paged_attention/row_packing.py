@@ -11,7 +11,6 @@ Source: the packing of token x group in FlashInfer, Ye et al. 2025, arXiv:2501.0
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from pallas_kernels.devices import ROW_ALIGNMENT, WGMMA_ROWS
@@ -83,21 +82,24 @@ def pack_rows(
     num_blocks = max_blocks(num_rows=num_rows, num_slots=num_slots, tokens=tokens)
     if max_rows is not None:
         num_blocks = min(num_blocks, num_slots * -(-max_rows // tokens))
+    # Comparisons of all with all: XLA has a kernel for each of their three sums, and
+    # one or two for any running sum or scatter.
     index = jnp.arange(num_rows, dtype=jnp.int32)
     slots = jnp.where(live, slots, -1).astype(jnp.int32)
-    # The slot of the live row before, over any rows between that are not.
-    latest = lax.cummax(jnp.where(live, index, -1))
-    before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), latest[:-1]])
-    before = jnp.where(before >= 0, slots[jnp.maximum(before, 0)], -1)
-    opens = live & (slots != before)
-    nth = jnp.cumsum(live, dtype=jnp.int32) - 1
-    token = (nth - lax.cummax(jnp.where(opens, nth, 0))) % tokens
-    block = jnp.cumsum(live & (token == 0), dtype=jnp.int32) - 1
+    is_before = index[None, :] < index[:, None]
+    same = live[None, :] & (slots[None, :] == slots[:, None])
+    nth = jnp.sum(is_before & same, axis=1, dtype=jnp.int32)
+    token = jnp.where(live, nth % tokens, 0)
+    opens = live & (token == 0)
+    passed = jnp.sum(is_before & opens[None, :], axis=1, dtype=jnp.int32)
+    block = jnp.where(opens, passed, passed - 1)
     block = jnp.where(live, block, num_blocks)
-    token = jnp.where(live, token, 0)
-    row = jnp.full((num_blocks, tokens), num_rows, jnp.int32)
-    row = row.at[block, token].set(index, mode="drop")  # blocks, if left out
-    slot = jnp.zeros((num_blocks,), jnp.int32).at[block].set(slots, mode="drop")
+    at = block * tokens + token
+    place = jnp.arange(num_blocks * tokens, dtype=jnp.int32)
+    row = jnp.where(at[None, :] == place[:, None], index[None, :], num_rows)
+    row = jnp.min(row, axis=1).reshape(num_blocks, tokens)
+    # All rows of a block have the same; a maximum, as `decode_plan` takes of others.
+    slot = jnp.max(slots.at[row].get(mode="fill", fill_value=0), axis=1)
     return Packing(row, slot, block, token)
 
 
@@ -118,17 +120,24 @@ def pack_queries(
 
 
 def pack_values(
-    values: Shaped[Array, " rows"], packing: Packing, *, group: int, fill: int
-) -> Shaped[Array, "blocks wgmma_rows"]:
-    """Spreads one number a row over the packed rows, padded to whole matrix products.
+    values: Shaped[Array, " rows"], packing: Packing, *, fill: int
+) -> Shaped[Array, "blocks tokens"]:
+    """Brings one number a row to its block; `fill` where no row is."""
+    return values.at[packing.row].get(mode="fill", fill_value=fill)
 
-    Each of the `group` query heads of a KV head gets it; padding gets `fill`.
+
+def spread(
+    packed: Shaped[Array, "blocks tokens"], *, group: int
+) -> Shaped[Array, "blocks wgmma_rows"]:
+    """Spreads numbers of rows over the packed rows, padded to whole matrix products.
+
+    Each of the `group` query heads of a KV head gets it; padding gets 0.
     """
-    tokens, filler = packing.row.shape[1], jnp.asarray(fill, values.dtype)
-    found = values.at[packing.row].get(mode="fill", fill_value=fill)
-    found = jnp.repeat(found, group, axis=1, total_repeat_length=tokens * group)
-    padding = -tokens * group % WGMMA_ROWS
-    return jnp.pad(found, [(0, 0), (0, padding)], constant_values=filler)
+    num_blocks, tokens = packed.shape
+    # Not `repeat`, which is a scatter.
+    found = jnp.broadcast_to(packed[..., None], (num_blocks, tokens, group))
+    found = found.reshape(num_blocks, tokens * group)
+    return jnp.pad(found, [(0, 0), (0, -tokens * group % WGMMA_ROWS)])
 
 
 def unpack(

@@ -10,10 +10,11 @@ Source of the cut: Osama et al. 2023, arXiv:2301.03598 (Stream-K), section 4.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_kernels import devices
@@ -86,19 +87,52 @@ def default_tiling(
 class Schedule(NamedTuple):
     """The line of tiles and its stretches."""
 
-    order: Int32[Array, " blocks"]
-    """Blocks in the line's order: theirs, those without tiles last."""
-    first_tile: Int32[Array, " blocks"]
-    """First tile of each block's items, counted from place 0; in that order."""
-    num_tiles: Int32[Array, " blocks"]
-    """Tiles of each of them; in that order."""
-    cuts: Int32[Array, " cuts"]
-    """Program i holds the tiles cuts[i] to cuts[i + 1] - 1 of the line."""
-    begin: Int32[Array, "programs 3"]
-    """Its first tile: block, in that order; KV head; tile of the item from 0."""
+    ends: Int32[Array, " blocks"]
+    """Tiles of the line up to the end of each block, those of all its items."""
+    after: Int32[Array, " blocks"]
+    """The block with tiles that comes next; any where none does."""
+    begin: Int32[Array, " programs"]
+    """Block with the first tile of each program's stretch, see `stretch`."""
     parts: Int32[Array, "items 2"]
-    """Of each item the first program that holds a part of it, and how many do, one
-    after the other: 0 if a program holds it whole, -1 if it has no tiles."""
+    """First and last program that hold a part of each item: one after the other, the
+    same if it holds the item whole; 0 and -1 of an item without tiles."""
+
+
+def tiles_of(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
+    """First tile of the places from `low` to `high`, and how many there are.
+
+    Also in kernels: any integers, or arrays of them.
+    """
+    size = jnp.int32(tile)
+    first = lax.div(low, jnp.full_like(low, size))
+    past = lax.div(high + (size - 1), jnp.full_like(high, size))
+    return first, jnp.where(high > low, past - first, 0)
+
+
+def stretch(total: Any, program: Any, tiling: Tiling) -> Any:
+    """First place in the line of a program's stretch; the next one's is its end.
+
+    The stretches differ by one tile at most, but for those left empty because there
+    are fewer than `tiling.min_tiles` tiles a program.
+    """
+    busy = _num_busy(total, tiling)
+    index = jnp.minimum(program, busy)
+    return index * lax.div(total, busy) + jnp.minimum(index, lax.rem(total, busy))
+
+
+def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
+    """Program that holds a place of the line: the inverse of `stretch`."""
+    busy = _num_busy(total, tiling)
+    size, longer = total // busy, total % busy
+    behind = place - longer * (size + 1)
+    return jnp.where(
+        behind < 0, place // (size + 1), longer + behind // jnp.maximum(size, 1)
+    )
+
+
+def _num_busy(total: Any, tiling: Tiling) -> Any:
+    most = lax.div(total, jnp.int32(tiling.min_tiles))
+    return jnp.minimum(jnp.maximum(most, 1), tiling.num_programs)
 
 
 def cut(
@@ -110,67 +144,35 @@ def cut(
 ) -> Schedule:
     """Cuts the line of all tiles into equal stretches.
 
-    The stretches differ by one tile at most, but for those left empty because there
-    are fewer than `tiling.min_tiles` tiles a program. In all there must be fewer than
-    2 ** 31 tiles.
+    Sums and searches compare all with all, of which XLA makes three kernels. In all
+    there must be fewer than 2 ** 31 tiles.
 
     Args:
       low: first place that a block sees.
-      high: place after the last, equal to `low` where it sees nothing.
+      high: place after the last, at most `low` where it sees nothing.
       kv_heads: items of each block, static.
       tiling: the size of a tile and the number of programs.
 
     Returns:
       The schedule.
     """
-    num_blocks, programs, tile = low.shape[0], tiling.num_programs, tiling.tile
-    first_tile = low // tile
-    num_tiles = jnp.where(high > low, (high + tile - 1) // tile - first_tile, 0)
-    # A stable partition by two sums: cheaper than a sort.
-    some = num_tiles > 0
-    num_some = jnp.sum(some, dtype=jnp.int32)
-    rank = jnp.where(
-        some,
-        jnp.cumsum(some, dtype=jnp.int32) - 1,
-        num_some + jnp.cumsum(~some, dtype=jnp.int32) - 1,
-    )
-    order = jnp.zeros((num_blocks,), jnp.int32)
-    order = order.at[rank].set(jnp.arange(num_blocks, dtype=jnp.int32))
-    first_tile, num_tiles = first_tile[order], num_tiles[order]
-    ends = jnp.cumsum(num_tiles * kv_heads, dtype=jnp.int32)
+    num_blocks = low.shape[0]
+    _, size = tiles_of(low, high, tiling.tile)
+    index = jnp.arange(num_blocks, dtype=jnp.int32)
+    is_later = index[None, :] > index[:, None]
+    ends = jnp.where(is_later, 0, size[None, :] * kv_heads)
+    ends = jnp.sum(ends, axis=1, dtype=jnp.int32)
+    after = jnp.where(is_later & (size > 0)[None, :], index[None, :], num_blocks - 1)
     total = ends[-1]
-    busy = jnp.clip(total // tiling.min_tiles, 1, programs)
-    index = jnp.minimum(jnp.arange(programs + 1, dtype=jnp.int32), busy)
-    cuts = index * (total // busy) + jnp.minimum(index, total % busy)
-
-    def locate(place):
-        """Block in order, head and tile of a place of the line."""
-        passed = jnp.sum(ends[None, :] <= place[:, None], axis=1, dtype=jnp.int32)
-        block = jnp.minimum(passed, num_blocks - 1)
-        size = jnp.maximum(num_tiles[block], 1)
-        inside = place - ends[block] + size * kv_heads
-        return block, inside // size, inside % size
-
-    begin, end = cuts[:-1], cuts[1:]
-    block, head, tile_index = locate(begin)
-    last_block, last_head, last_tile = locate(jnp.maximum(end - 1, 0))
-    began_before = (end > begin) & (tile_index > 0)
-    # The last item goes on after the stretch, and began in it: a new one is cut.
-    goes_on = (last_tile + 1 < num_tiles[last_block]) & (end - 1 - last_tile >= begin)
-    goes_on &= end > begin
-    num_items = num_blocks * kv_heads
-    item = order[last_block] * kv_heads + last_head
-    begun = jnp.where(goes_on, item, num_items)
-    carried = jnp.where(began_before, order[block] * kv_heads + head, num_items)
-    program = jnp.arange(programs, dtype=jnp.int32)
-    first = jnp.zeros((num_items,), jnp.int32).at[begun].set(program, mode="drop")
-    num_parts = jnp.repeat(jnp.where(high > low, 0, -1), kv_heads)
-    num_parts = num_parts.at[jnp.concatenate([begun, carried])].add(1, mode="drop")
-    return Schedule(
-        order=order,
-        first_tile=first_tile,
-        num_tiles=num_tiles,
-        cuts=cuts,
-        begin=jnp.stack([block, head, tile_index], axis=1),
-        parts=jnp.stack([first, num_parts], axis=1),
-    )
+    program = jnp.arange(tiling.num_programs, dtype=jnp.int32)
+    place = stretch(total, program, tiling)
+    # Past the end nobody looks: the last block is not asked for its end.
+    passed = (ends[None, :] <= place[:, None]) & (index < num_blocks - 1)[None, :]
+    begin = jnp.sum(passed, axis=1, dtype=jnp.int32)
+    # First and last tile of each item: put together they would be another kernel.
+    size = size[:, None, None]
+    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    side = jnp.arange(2, dtype=jnp.int32)[None, None, :]
+    place = ends[:, None, None] - size * (kv_heads - head) + side * (size - 1)
+    parts = jnp.where(size > 0, _holder(total, place, tiling), -side)
+    return Schedule(ends, jnp.min(after, axis=1), begin, parts.reshape(-1, 2))

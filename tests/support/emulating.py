@@ -1,6 +1,7 @@
 """The kernels under the emulator of Mosaic GPU, races watched."""
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Generator
@@ -14,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulat
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import decode_plan, prefill_plan
+from pallas_kernels.paged_attention import decode_plan, prefill_plan, row_packing
 from pallas_kernels.paged_attention.dispatch import Tilings
 from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -59,8 +60,13 @@ def emulator_of_races() -> Generator[plgpu.InterpretGPUParams]:
             emulator.reset_gpu_interpret_mode_state()
 
 
-def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
-    """Emulates the kernel; raises what the emulator finds."""
+def run(
+    case: Case, tiling: Tiling = SMALL, *, is_packed: bool = False
+) -> tuple[Any, Any]:
+    """Emulates the kernel; raises what the emulator finds.
+
+    It packs the queries itself, or finds them packed, NaN where none is.
+    """
     _, kv_heads, _, _ = case.k_pages.shape
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
@@ -74,9 +80,18 @@ def run(case: Case, tiling: Tiling = SMALL) -> tuple[Any, Any]:
             tiling=tiling,
             window=case.window,
         )
+        packed_q = None
+        if is_packed:
+            lay_out = functools.partial(
+                row_packing.pack_queries, packing=plan.packing, kv_heads=kv_heads
+            )
+            q = arrays["q"]
+            packed_q = jnp.where(lay_out(jnp.ones_like(q)) == 1, lay_out(q), jnp.nan)
+            arrays = arrays | {"q": jnp.full_like(q, jnp.nan)}
         return decode.attend(
             *among_layers(arrays),
             plan,
+            packed_q=packed_q,
             layer=jnp.int32(1),
             num_layers=3,
             scale=case.scale,

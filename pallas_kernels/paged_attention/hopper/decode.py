@@ -32,6 +32,7 @@ def attend(
     softcap: float | None = None,
     alibi: Float[Array, " q_heads"] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
     num_layers: int = 1,
@@ -42,8 +43,9 @@ def attend(
 
     Arguments are those of `api.paged_attention`, all in bfloat16 or float16; `plan` is
     `decode_plan.make_plan` of these rows, with the same `tiling`. `dtype` is that of
-    the output: float32 if states of the same rows are to be merged. `interpret` says
-    how to emulate the kernel on a CPU; False compiles it.
+    the output: float32 if states of the same rows are to be merged. `packed_q` are the
+    queries as `row_packing.pack_queries` lays them out, padding of any kind; None does
+    so here. `interpret` says how to emulate the kernel on a CPU; False compiles it.
 
     Returns:
       Output, and natural log-sum-exp in float32; 0 and -inf for rows that see nothing.
@@ -60,9 +62,10 @@ def attend(
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
-    blocks = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
+    if packed_q is None:
+        packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
     out, lse, part_out, part_lse = _launch(
-        *(blocks, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
+        *(packed_q, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
         layer=layer,
         num_layers=num_layers,
         scoring=Scoring(scale, softcap, alibi is not None),
@@ -118,10 +121,8 @@ def _launch(
         high=plan.high,
         inner_low=plan.inner_low,
         inner_high=plan.inner_high,
-        order=schedule.order,
-        first_tile=schedule.first_tile,
-        num_tiles=schedule.num_tiles,
-        cuts=schedule.cuts,
+        ends=schedule.ends,
+        after=schedule.after,
         begin=schedule.begin,
         slopes=slopes,
     )

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.devices import WGMMA_ROWS
-from pallas_kernels.paged_attention import decode_plan
+from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
 from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -44,10 +44,8 @@ class Inputs(NamedTuple):
     high: Ref
     inner_low: Ref
     inner_high: Ref
-    order: Ref
-    first_tile: Ref
-    num_tiles: Ref
-    cuts: Ref
+    ends: Ref
+    after: Ref
     begin: Ref
     slopes: Ref | None = None
 
@@ -93,23 +91,27 @@ class _Piece(NamedTuple):
     begins: Any  # with the item's first tile
 
 
-def _walk(inputs: Inputs, kv_heads: int, visit) -> tuple[Any, Any]:
+def _walk(inputs: Inputs, kv_heads: int, tiling: Tiling, visit) -> tuple[Any, Any]:
     """Visits the pieces of this program's stretch; returns how many tiles and pieces.
 
     All warpgroups walk alike, so that they agree on the stages of the rings.
     """
-    program = lax.axis_index("program")
-    begin, end = inputs.cuts[program], inputs.cuts[program + 1]
+    program, total = lax.axis_index("program"), inputs.ends[inputs.ends.shape[0] - 1]
+    begin = stream_k.stretch(total, program, tiling)
+    end = stream_k.stretch(total, program + 1, tiling)
+
+    def tiles(block):
+        return stream_k.tiles_of(inputs.low[block], inputs.high[block], tiling.tile)
 
     def step(state):
-        at, place, head, tile, index = state
-        count, block = inputs.num_tiles[place], inputs.order[place]
+        at, block, head, tile, index = state
+        first, count = tiles(block)
         take = jnp.minimum(count - tile, end - at)
         visit(
             _Piece(
                 block=block,
                 head=head,
-                tile=inputs.first_tile[place] + tile,
+                tile=first + tile,
                 take=take,
                 ring=at - begin,
                 index=index,
@@ -119,10 +121,14 @@ def _walk(inputs: Inputs, kv_heads: int, visit) -> tuple[Any, Any]:
         )
         is_last = head + 1 == kv_heads
         head = jnp.where(is_last, 0, head + 1)
-        place = jnp.where(is_last, place + 1, place)
-        return at + take, place, head, jnp.int32(0), index + 1
+        block = jnp.where(is_last, inputs.after[block], block)
+        return at + take, block, head, jnp.int32(0), index + 1
 
-    start = (begin, *(inputs.begin[program, i] for i in range(3)), jnp.int32(0))
+    block = inputs.begin[program]
+    count = jnp.maximum(tiles(block)[1], 1)
+    inside = begin - inputs.ends[block] + count * kv_heads
+    head, tile = lax.div(inside, count), lax.rem(inside, count)
+    start = begin, block, head, tile, jnp.int32(0)
     state = lax.while_loop(lambda state: state[0] < end, step, start)
     return end - begin, state[-1]
 
@@ -200,7 +206,7 @@ def consume(
             targets = outputs.part_out.at[where], outputs.part_lse.at[where]
             _send(out, lse, shared, *targets)
 
-    _walk(inputs, kv_heads, visit)
+    _walk(inputs, kv_heads, tiling, visit)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -309,7 +315,7 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
                 tiling=tiling,
             )
 
-    num_tiles, num_pieces = _walk(inputs, kv_heads, visit)
+    num_tiles, num_pieces = _walk(inputs, kv_heads, tiling, visit)
 
     kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
     kv_ring.drain(num_pieces, q_stages, shared.q_free)

@@ -3,7 +3,8 @@
 Where a cut of the line went through an item, several programs left partial states of
 it; elsewhere one left the result. A program of this kernel has the packed rows of one
 KV head, or some of their columns: it reads one state or all, weighs them by their
-log-sum-exps, and writes each row's heads to where the next product reads them.
+log-sum-exps, and writes each row's heads to where the next product reads them. Rows in
+no block are divided among the programs, which write zeros there.
 """
 
 from typing import Any
@@ -47,8 +48,8 @@ def merge_and_unpack(
       lse: likewise, in base 2.
       part_out: partial states of every program; unused ones hold anything.
       part_lse: likewise.
-      parts: of each item the first program that has a part of it and the number of
-        parts: 0 where one program has it whole, -1 where there is nothing to see.
+      parts: of each item the first and the last program that have a part of it, the
+        same where it is whole; 0 and -1 where there is nothing to see.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
       dtype: of the output.
@@ -56,26 +57,26 @@ def merge_and_unpack(
 
     Returns:
       The output of each row, 0 where it sees nothing; log-sum-exps of packed rows in
-      base 2, anything where nothing is seen.
+      base 2, -inf where no row sees anything.
     """
     num_blocks, kv_heads, block_rows, head_dim = out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
     moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
     tile = WGMMA_ROWS, width
     stretches = range(-(-block_rows // WGMMA_ROWS))
-    # One row a block: it is known where nothing is seen, too.
+    # One row a block: none is in no block.
     is_row_a_block = tokens == 1 and num_blocks == rows
     shape = (rows, kv_heads * group, head_dim)
+    share = -(-rows // num_blocks)
 
     def merge_one(*references: Any) -> None:
-        out, lse, part_out, part_lse, parts, row, *_ = references
-        *_, merged, merged_lse, state_out, state_lse, result, result_lse, arrived = (
-            references
-        )
+        out, lse, part_out, part_lse, parts, row, block_of, *others = references
+        merged, merged_lse, state_out, state_lse, *others = others
+        result, result_lse, blank, arrived = others
         block, head = lax.axis_index("block"), lax.axis_index("head")
         columns = pl.ds(lax.axis_index("columns") * width, width)
         item = block * kv_heads + head
-        first, num_parts = parts[item, 0], parts[item, 1]
+        first, num_states = parts[item, 0], parts[item, 1] - parts[item, 0] + 1
 
         def ask(index: Any, packed: Any) -> None:
             """Brings a state, the item's only one or that of a program."""
@@ -89,17 +90,17 @@ def merge_and_unpack(
                 source, target = lses.at[packed], state_lse.at[stage, held]
                 plgpu.copy_gmem_to_smem(source, target, arrived.at[stage])
 
-            @pl.when(num_parts == 0)
+            @pl.when(num_states == 1)
             def _() -> None:
                 bring(out.at[block, head], lse.at[block, head])
 
-            @pl.when(num_parts > 0)
+            @pl.when(num_states > 1)
             def _() -> None:
                 place = first + index, jnp.where(index == 0, 1, 0)
                 bring(part_out.at[place], part_lse.at[place])
 
         def merge(index: Any, state: softmax.State, packed: Any) -> softmax.State:
-            @pl.when(index + 1 < num_parts)
+            @pl.when(index + 1 < num_states)
             def _() -> None:
                 ask(index + 1, packed)
 
@@ -118,24 +119,35 @@ def merge_and_unpack(
                 state.total * decay + weight,
             )
 
+        if not is_row_a_block:
+            zeros = jnp.zeros((WGMMA_ROWS, width), dtype)
+            blank[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            plgpu.commit_smem()
+
+            @pl.loop(block * share, jnp.minimum(block * share + share, rows))
+            def _(index: Any) -> None:
+                @pl.when(block_of[index] >= num_blocks)
+                def _() -> None:
+                    target = merged.at[index, pl.ds(head * group, group), columns]
+                    plgpu.copy_smem_to_gmem(blank.at[pl.ds(0, group)], target)
+
         for stretch in stretches:
             packed = pl.ds(stretch * WGMMA_ROWS, moved)
 
-            @pl.when(num_parts >= 0)
+            @pl.when(num_states > 0)
             def _(packed: Any = packed) -> None:
                 ask(jnp.int32(0), packed)
 
-            end = jnp.where(num_parts < 0, 0, jnp.maximum(num_parts, 1))
             state = lax.fori_loop(
                 0,
-                end,
+                num_states,
                 lambda index, state, packed=packed: merge(index, state, packed),
                 softmax.start(width),
             )
             total = jnp.where(state.total > 0, state.total, 1.0)
-            share = state.out / softmax.along(total, tile)
+            whole = state.out / softmax.along(total, tile)
             held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
-            result[held] = share.astype(dtype)
+            result[held] = whole.astype(dtype)
             result_lse[held] = state.top + jnp.log2(state.total)
         plgpu.commit_smem()
 
@@ -155,26 +167,24 @@ def merge_and_unpack(
 
         plgpu.wait_smem_to_gmem(0)
 
-    inputs = [out, lse, part_out, part_lse, parts, packing.row]
-    scratch = [
-        plgpu.SMEM((_STAGES, WGMMA_ROWS, width), jnp.float32),
-        plgpu.SMEM((_STAGES, WGMMA_ROWS), jnp.float32),
-        plgpu.SMEM((len(stretches) * WGMMA_ROWS, width), dtype),
-        plgpu.SMEM((len(stretches) * WGMMA_ROWS,), jnp.float32),
-        plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-    ]
-    launch: dict[str, Any] = {
-        "scratch_types": scratch,
-        "grid": (num_blocks, kv_heads, head_dim // width),
-        "grid_names": ("block", "head", "columns"),
-        "compiler_params": plgpu.CompilerParams(approx_math=True),
-        "interpret": interpret,
-    }
-    packed_lse = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
-    if is_row_a_block:
-        wanted = [jax.ShapeDtypeStruct(shape, dtype), packed_lse]
-        merged, lse = plgpu.kernel(merge_one, out_type=wanted, **launch)(*inputs)
-        return merged, lse
-    merged = jax.new_ref(jnp.zeros(shape, dtype))
-    lse = plgpu.kernel(merge_one, out_type=packed_lse, **launch)(*inputs, merged)
-    return jax.freeze(merged), lse
+    blank = (WGMMA_ROWS, width) if not is_row_a_block else (8, width)
+    merged, lse = plgpu.kernel(
+        merge_one,
+        out_type=[
+            jax.ShapeDtypeStruct(shape, dtype),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((_STAGES, WGMMA_ROWS, width), jnp.float32),
+            plgpu.SMEM((_STAGES, WGMMA_ROWS), jnp.float32),
+            plgpu.SMEM((len(stretches) * WGMMA_ROWS, width), dtype),
+            plgpu.SMEM((len(stretches) * WGMMA_ROWS,), jnp.float32),
+            plgpu.SMEM(blank, dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        ],
+        grid=(num_blocks, kv_heads, head_dim // width),
+        grid_names=("block", "head", "columns"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(out, lse, part_out, part_lse, parts, packing.row, packing.block)
+    return merged, lse

@@ -72,18 +72,7 @@ def attend(
         page_ids=page_ids.astype(jnp.int32),
         layer=layered.operand(layer),
         position=plan.position,
-        slot=plan.slot,
-        row=plan.row,
-        begin=plan.begin,
-        end=plan.end,
-        whole=plan.whole,
-        low=plan.low,
-        high=plan.high,
-        first=plan.first,
-        inner=plan.inner,
-        num_inner=plan.num_inner,
-        num_kv=plan.num_kv,
-        num_used=plan.num_used,
+        tiles=plan.tiles,
         slopes=base_2[0],
         sinks=base_2[1],
     )
@@ -96,9 +85,9 @@ def attend(
         interpret=interpret,
     )
     # Of a row: its tile, and its place there.
-    num_tiles = plan.row.shape[0]
+    num_tiles = plan.tiles.shape[1]
     tile = jnp.minimum(plan.tile_of, num_tiles - 1)
-    place = jnp.arange(num_rows, dtype=jnp.int32) - plan.row[tile]
+    place = jnp.arange(num_rows, dtype=jnp.int32) - plan.tiles[prefill_plan.ROW, tile]
     mine = lse[tile, :, jnp.clip(place, 0, TILE_ROWS - 1)] / LOG2E
     return out, jnp.where((plan.tile_of < num_tiles)[:, None], mine, others[1])
 
@@ -159,7 +148,7 @@ def _launch(
     )
     written = jax.new_ref(out)
     operands = [x for x in given if x is not None]
-    tiles = given.row.shape[0]
+    tiles = given.tiles.shape[1]
     lse = plgpu.kernel(
         prefill_attention,
         out_type=jax.ShapeDtypeStruct((tiles, q_heads, TILE_ROWS), jnp.float32),

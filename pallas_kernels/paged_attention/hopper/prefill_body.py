@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
 from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -43,18 +44,7 @@ class Inputs(NamedTuple):
     page_ids: Ref
     layer: Ref
     position: Ref
-    slot: Ref
-    row: Ref
-    begin: Ref
-    end: Ref
-    whole: Ref
-    low: Ref
-    high: Ref
-    first: Ref
-    inner: Ref
-    num_inner: Ref
-    num_kv: Ref
-    num_used: Ref
+    tiles: Ref
     slopes: Ref | None = None  # [q_heads], in base 2
     sinks: Ref | None = None  # [q_heads], in base 2
 
@@ -111,7 +101,7 @@ def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
     the rings.
     """
     program, q_heads = lax.axis_index("program"), inputs.q.shape[1]
-    num_items = inputs.num_used[0] * q_heads
+    num_tiles = inputs.tiles.shape[1]
 
     def number(turn):
         back = programs - 1 - program
@@ -120,23 +110,26 @@ def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
     def step(state):
         turn, ring = state
         tile = lax.div(number(turn), jnp.int32(q_heads))
-        num_kv = inputs.num_kv[tile]
+        num_kv = inputs.tiles[prefill_plan.NUM_KV, tile]
         visit(
             _Item(
                 tile=tile,
                 head=lax.rem(number(turn), jnp.int32(q_heads)),
                 index=turn,
                 ring=ring,
-                first=inputs.first[tile],
-                inner=inputs.inner[tile],
-                num_inner=inputs.num_inner[tile],
+                first=inputs.tiles[prefill_plan.FIRST, tile],
+                inner=inputs.tiles[prefill_plan.INNER, tile],
+                num_inner=inputs.tiles[prefill_plan.NUM_INNER, tile],
                 num_kv=num_kv,
             )
         )
         return turn + 1, ring + num_kv
 
     def is_there(state):
-        return number(state[0]) < num_items
+        # Tiles that have keys come first.
+        tile = lax.div(number(state[0]), jnp.int32(q_heads))
+        num_kv = inputs.tiles[prefill_plan.NUM_KV, jnp.minimum(tile, num_tiles - 1)]
+        return (tile < num_tiles) & (num_kv > 0)
 
     return lax.while_loop(is_there, step, (jnp.int32(0), jnp.int32(0)))
 
@@ -172,7 +165,10 @@ def consume(
         def clear_values(stage, begin):
             """The first to take its turn does it for both, while registers are free."""
             plgpu.barrier_wait(shared.v_full.at[stage])
-            low, high = inputs.low[item.tile], inputs.high[item.tile]
+            low, high = (
+                inputs.tiles[prefill_plan.LOW, item.tile],
+                inputs.tiles[prefill_plan.HIGH, item.tile],
+            )
 
             @pl.when((warpgroup == 0) & ((begin < low) | (begin + tile > high)))
             def _():
@@ -257,9 +253,12 @@ def _send(
     head_dim, width = inputs.q.shape[2], shared.out.shape[2]
     lse = state.top + jnp.log2(state.total)
     out = state.out * softmax.along(1.0 / state.total, state.out.shape)
-    start = inputs.row[item.tile] + warpgroup * WGMMA_ROWS
-    begin, end = inputs.begin[item.tile], inputs.end[item.tile]
-    is_whole = inputs.whole[item.tile, warpgroup] == 1
+    start = inputs.tiles[prefill_plan.ROW, item.tile] + warpgroup * WGMMA_ROWS
+    begin, end = (
+        inputs.tiles[prefill_plan.BEGIN, item.tile],
+        inputs.tiles[prefill_plan.END, item.tile],
+    )
+    is_whole = inputs.tiles[prefill_plan.WHOLE + warpgroup, item.tile] == 1
 
     for column in range(0, head_dim, width):
         columns = pl.ds(column, width)
@@ -307,7 +306,9 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
         full = shared.q_full.at[stage]
         for i in range(2):
-            start = pl.multiple_of(inputs.row[item.tile] + i * WGMMA_ROWS, 8)
+            start = pl.multiple_of(
+                inputs.tiles[prefill_plan.ROW, item.tile] + i * WGMMA_ROWS, 8
+            )
             rows = pl.ds(start, WGMMA_ROWS)
             queries, target = inputs.q.at[rows, item.head], shared.q.at[stage, i]
             plgpu.copy_gmem_to_smem(queries, target, full)
@@ -316,8 +317,14 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     def visit(item: _Item) -> None:
         ask_for_rows(item)
-        slot, kv_head = inputs.slot[item.tile], lax.div(item.head, jnp.int32(group))
-        low, high = inputs.low[item.tile], inputs.high[item.tile]
+        slot, kv_head = (
+            inputs.tiles[prefill_plan.SLOT, item.tile],
+            lax.div(item.head, jnp.int32(group)),
+        )
+        low, high = (
+            inputs.tiles[prefill_plan.LOW, item.tile],
+            inputs.tiles[prefill_plan.HIGH, item.tile],
+        )
 
         @pl.loop(0, item.num_kv)
         def _(i):

@@ -43,33 +43,34 @@ def check_schedule(
     )
     line, programs = line_of(low, high, kv_heads, tiling.tile), tiling.num_programs
     live = [block for block in range(len(low)) if high[block] > low[block]]
-    assert got.order[: len(live)].tolist() == live
-    assert sorted(got.order) == list(range(len(low)))
-    assert got.num_tiles.sum() * kv_heads == len(line)
-    assert (got.first_tile == np.asarray(low)[got.order] // tiling.tile).all()
+    first, num = map(np.asarray, stream_k.tiles_of(ints(low), ints(high), tiling.tile))
+    assert (first == np.asarray(low) // tiling.tile).all()
+    assert num.sum() * kv_heads == len(line)
+    assert (got.ends == np.cumsum(num) * kv_heads).all()
+    for block, other in zip([-1, *live], live, strict=False):
+        assert block < 0 or got.after[block] == other
     # The stretches cover the line, in order and evenly.
-    sizes = np.diff(got.cuts)
+    cuts = np.asarray(
+        stream_k.stretch(jnp.int32(len(line)), ints(range(programs + 1)), tiling)
+    )
+    sizes = np.diff(cuts)
     busy = min(programs, max(1, len(line) // tiling.min_tiles))
-    assert got.cuts[0] == 0
-    assert got.cuts[-1] == len(line)
+    assert cuts[0] == 0
+    assert cuts[-1] == len(line)
     assert (sizes[busy:] == 0).all()
     assert sizes[:busy].max() - sizes[:busy].min() <= 1
-    items = [(0, 0) if high[i] > low[i] else (0, -1) for i in range(len(low))]
-    parts = dict(enumerate(np.repeat(items, kv_heads, axis=0).tolist()))
+    holders: list[list[int]] = [[] for _ in range(len(low) * kv_heads)]
     for program in range(programs):
-        stretch = line[got.cuts[program] : got.cuts[program + 1]]
+        stretch = line[cuts[program] : cuts[program + 1]]
+        assert 0 <= got.begin[program] < len(low)
         if stretch:
-            place, head, tile = got.begin[program]
-            assert (got.order[place], head, tile) == stretch[0][:3]
-            pieces: dict[tuple, list] = {}
-            for block, head, tile, count in stretch:
-                pieces.setdefault((block, head, count), []).append(tile)
-            for (block, head, count), tiles in pieces.items():
-                if len(tiles) < count:
-                    part = parts[block * kv_heads + head]
-                    part[0] = program if tiles[0] == 0 else part[0]
-                    part[1] += 1
-    assert got.parts.tolist() == [*parts.values()]
+            block = int(got.begin[program])
+            inside = cuts[program] - got.ends[block] + num[block] * kv_heads
+            assert (block, *divmod(inside, num[block])) == stretch[0][:3]
+        for block, head, *_ in stretch:
+            holders[block * kv_heads + head].append(program)
+    wanted = [[held[0], held[-1]] if held else [0, -1] for held in holders]
+    assert got.parts.tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_spans_of_a_block_are_those_of_its_rows() -> None:
     assert plan.inner_high.tolist() == [7, 9, 101]
     assert plan.rows[0, :, 0].tolist() == [2, 7, 6]
     assert plan.rows[0, :, 32].tolist() == [3, 8, 7]
-    assert plan.schedule.first_tile.tolist() == [0, 0, 1]
+    assert stream_k.tiles_of(plan.low, plan.high, 64)[0].tolist() == [0, 0, 1]
 
 
 def test_spans_of_a_tree() -> None:

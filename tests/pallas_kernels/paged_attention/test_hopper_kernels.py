@@ -75,6 +75,17 @@ def test_long_pages_wide_heads_and_float16() -> None:
     check("decode", rows_to_decode(128), decode=True, dtype="float16", **sizes)
 
 
+@pytest.mark.thorough
+def test_queries_that_are_packed_already() -> None:
+    """Whatever lies between them and in the rows: slots of a row, and of several."""
+    sizes: Any = dict(page_size=16, kv_heads=1, group=5, padding=2)
+    case = make_case([(63, 3), (0, 0), (5, 14)], **sizes)
+    found = run(case, is_packed=True)
+    assert_within_rule(case, *found)
+    for one, other in zip(found, run(case), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

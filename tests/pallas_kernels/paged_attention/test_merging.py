@@ -30,7 +30,7 @@ def test_parts_of_cut_items(num_parts: int) -> None:
     parts, holders = np.tile([0, 0], (items, 1)), np.full((programs, 2), -1)
     # Item 4 begins in program 0 and ends in a later one; item 1 is cut after it.
     if num_parts:
-        parts[4], parts[1] = (0, num_parts), (num_parts - 1, 2)
+        parts[4], parts[1] = (0, num_parts - 1), (num_parts - 1, num_parts)
         holders[0, 1], holders[1:num_parts, 0] = 4, 4
         holders[num_parts - 1, 1], holders[num_parts, 0] = 1, 1
     wanted = {}
