@@ -173,6 +173,15 @@ def side_by_side(tree: Any) -> jax.tree_util.Partial:
     return jax.tree_util.Partial(apart, *rows)
 
 
+def any_of(*masks: Bool[Array, " n"]) -> tuple[Bool[Array, ""], ...]:
+    """`jnp.any` of each mask, all in one reduction, which a GPU launches once."""
+
+    def either(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(x | y for x, y in zip(a, b, strict=True))
+
+    return tuple(lax.reduce(masks, (np.False_,) * len(masks), either, (0,)))
+
+
 def over_groups(
     values: Shaped[Array, " n"],
     group: Int32[Array, " n"] | None,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
 from jaxkv.engine import prefix_caching
-from jaxkv.engine.state import FINISHED, NOBODY, EngineConfig, EngineState
+from jaxkv.engine.state import FINISHED, NOBODY, NOT_ENDED, EngineConfig, EngineState
 from jaxkv.memory import page_sharing, page_table
 
 
@@ -168,15 +168,16 @@ def note_ends(
     reason: Int32[Array, " slots"],
 ) -> EngineState:
     """Notes which slots' sequences have got their first token, and which have ended."""
-    s, sequence = state.sequences, state.slots.sequence
-    now = jnp.broadcast_to(state.clock, (sequence.shape[0], 2))
-    begun, ended = (jnp.where(x, sequence, NOBODY) for x in (begins, ends))
+    s, now = state.sequences, state.clock
+    slot = arrays.namers(state.slots.sequence, s.status.shape[0])
+    begun, ended = (arrays.take(x, slot, fill=False) for x in (begins, ends))
+    why = arrays.take(reason, slot, fill=NOT_ENDED)
     return state._replace(
         sequences=s._replace(
-            status=arrays.put(s.status, ended, FINISHED),
-            reason=arrays.put(s.reason, ended, reason),
-            first_token=arrays.put(s.first_token, begun, now),
-            finish=arrays.put(s.finish, ended, now),
+            status=jnp.where(ended, FINISHED, s.status),
+            reason=jnp.where(ended, why, s.reason),
+            first_token=jnp.where(begun[:, None], now[None, :], s.first_token),
+            finish=jnp.where(ended[:, None], now[None, :], s.finish),
         )
     )
 

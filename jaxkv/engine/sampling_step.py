@@ -129,14 +129,22 @@ def _draw(
     config: EngineConfig,
 ) -> sampler.Draw:
     """Draws for all rows, if anybody draws at all."""
+    asks = emits & ~sampler.is_plain(rows.params, rows.scored)
+    any_emits, any_asks = arrays.any_of(emits, asks)
 
     def of_rows(*leaves: Any) -> sampler.Draw:
         answer, raw, params, scored = leaves
         logits = raw if logits_fn is None else logits_fn(answer, raw)
-        logits = sampler.penalise(
-            logits, answer.tokens, answer.prompt_length, answer.num_tokens, params
-        )
-        return sampler.sample(logits, params, answer.num_tokens, raw=raw, scored=scored)
+
+        def asked() -> sampler.Draw:
+            known = answer.num_tokens
+            changed = sampler.penalise(
+                logits, answer.tokens, answer.prompt_length, known, params
+            )
+            return sampler.sample(changed, params, known, raw=raw, scored=scored)
+
+        with jax.named_scope("asked"):
+            return lax.cond(any_asks, asked, lambda: sampler.greedy(logits, raw=raw))
 
     def of_all() -> sampler.Draw:
         if config.numerics == "fast":
@@ -145,7 +153,7 @@ def _draw(
 
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_all))
     with jax.named_scope("draw"):
-        return lax.cond(jnp.any(emits), of_all, lambda: blank)
+        return lax.cond(any_emits, of_all, lambda: blank)
 
 
 def _note(
@@ -165,9 +173,11 @@ def _note(
     reason = jnp.where(draw.invalid, NOT_A_NUMBER, reason)
     reason = jnp.where(emits, reason, NOT_ENDED)
     at = (sequence, jnp.where(counts, known, NOBODY))
+    slot = arrays.namers(sequence, s.num_tokens.shape[0])
+    num_tokens = arrays.take(total, slot, fill=0)
     s = s._replace(
         tokens=arrays.put(s.tokens, at, draw.token),
-        num_tokens=arrays.put(s.num_tokens, sequence, total),
+        num_tokens=jnp.where(slot >= 0, num_tokens, s.num_tokens),
     )
     begins = counts & (known == rows.answer.prompt_length)
     state = state._replace(sequences=s)

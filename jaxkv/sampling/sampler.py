@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from jaxkv import arrays
 from jaxkv.sampling import fixed_point, random_keys, top_k, truncation
 from jaxkv.sampling.params import Params
 
@@ -86,9 +87,26 @@ def penalise(
         result = jnp.where(jnp.any(counts > 0, axis=1), divided, logits)
         return result - frequency * uses - presence * (uses > 0).astype(logits.dtype)
 
-    on = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
     with jax.named_scope("penalties"):
-        return lax.cond(jnp.any(on), apply, lambda: logits)
+        return lax.cond(jnp.any(_is_penalised(params)), apply, lambda: logits)
+
+
+def _is_penalised(params: Params) -> Bool[Array, " rows"]:
+    return (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+
+
+def is_plain(params: Params, scored: Bool[Array, " rows"]) -> Bool[Array, " rows"]:
+    """Rows for which `greedy` does all that `penalise` and `sample` would."""
+    return ~(scored | _is_penalised(params) | (params.temperature > 0))
+
+
+def greedy(
+    logits: Float[Array, "rows vocab"], *, raw: Float[Array, "rows vocab"]
+) -> Draw:
+    """`sample` where every row is plain, so that nothing has to be asked of any."""
+    _, token, invalid = top_k.peak(top_k.wide(logits), raw)
+    nothing = jnp.zeros(token.shape, top_k.wide(raw[:, 0]).dtype)
+    return Draw(jnp.where(invalid, 0, token), nothing, invalid)
 
 
 def keep(
@@ -174,27 +192,35 @@ def sample(
     """
     own, raw = raw, logits if raw is None else raw
     logits = top_k.wide(logits)
-    top, greedy = top_k.argmax(logits)
-    invalid = top_k.invalid(logits, top, own)
-    drawn = (params.temperature > 0) & ~invalid
+    top, greedy, invalid = top_k.peak(logits, own)
+    warm = params.temperature > 0
+    drawn = warm & ~invalid
+
+    asks = jnp.zeros_like(warm) if scored is None else scored
+    # What the request asks, whatever became of its logits: known at once, in one
+    # launch.
+    cut = warm & truncation.is_cut(params, logits.shape[1])
+    any_warm, any_cut, any_scored = arrays.any_of(warm, cut, asks)
 
     def draw() -> Array:
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.SAMPLE
         )
-        return _draw(logits, top, greedy, params, keys, drawn, max_candidates)
+        found = _draw(logits, top, greedy, params, keys, drawn, any_cut, max_candidates)
+        return jnp.where(invalid, 0, found)
 
     with jax.named_scope("sampled"):
-        token = lax.cond(jnp.any(drawn), draw, lambda: greedy)
-    token = jnp.where(invalid, 0, token)
+        token = lax.cond(any_warm, draw, lambda: jnp.where(invalid, 0, greedy))
     if scored is None:
         return Draw(token, token_logprobs(raw, token), invalid)
     nothing = jnp.zeros_like(top, top_k.wide(raw[:, 0]).dtype)
     with jax.named_scope("scored"):
         logprob = lax.cond(
-            jnp.any(scored), lambda: token_logprobs(raw, token), lambda: nothing
+            any_scored,
+            lambda: jnp.where(scored, token_logprobs(raw, token), 0),
+            lambda: nothing,
         )
-    return Draw(token, jnp.where(scored, logprob, 0), invalid)
+    return Draw(token, logprob, invalid)
 
 
 def _draw(
@@ -204,6 +230,7 @@ def _draw(
     params: Params,
     keys: UInt32[Array, "rows 2"],
     drawn: Bool[Array, " rows"],
+    any_cut: Bool[Array, ""],
     max_candidates: int,
 ) -> Int32[Array, " rows"]:
     """Draws for the rows marked; the others are greedy.
@@ -215,7 +242,7 @@ def _draw(
     cut = drawn & truncation.is_cut(params, vocab)
     with jax.named_scope("cut"):
         token, settled = lax.cond(
-            jnp.any(cut),
+            any_cut,
             lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
             lambda: (greedy, jnp.zeros_like(cut)),
         )

@@ -37,7 +37,7 @@ TARGET = "NVIDIA H200"
 PARTS = tuple("counts schedule apply_plan pack advance emit retire info".split())
 """Named scopes of a step, but for the forward pass."""
 _GREEDY = {"decode": 1, "draw": 1}
-_SAMPLED = {**_GREEDY, "sampled": 1, "cut": 1, "whole_mass": 1}
+_SAMPLED = {**_GREEDY, "asked": 1, "sampled": 1, "cut": 1, "whole_mass": 1}
 ROUTES = (
     Route("greedy", _GREEDY),
     Route("sampled", _SAMPLED),
