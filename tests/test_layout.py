@@ -17,7 +17,8 @@ PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
 # The rooms of each package, floor by floor: each imports from floors below alone.
 FLOORS = {
     "pallas_kernels": (
-        "devices layered quantizing online_softmax",
+        "devices",
+        "layered row_packing quantizing online_softmax",
         "page_ops flash_attention grouped_matmul paged_attention",
         "bench",
     ),

@@ -33,8 +33,8 @@ from pallas_kernels.layered import Layer, flat_ids
 from pallas_kernels.page_ops import rotary_write
 from pallas_kernels.page_ops.copy import copy_pages
 from pallas_kernels.page_ops.write import write_kv
-from pallas_kernels.paged_attention.row_packing import Packing
 from pallas_kernels.quantizing import Quantized
+from pallas_kernels.row_packing import Packing
 
 _COPIES_AT_ONCE = 16
 """Pages that `copy` holds outside the pool at one time, all layers of each."""

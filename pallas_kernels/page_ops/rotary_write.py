@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import devices, layered
+from pallas_kernels import devices, layered, row_packing
 from pallas_kernels.layered import Layer
 from pallas_kernels.page_ops.write import write_kv
-from pallas_kernels.paged_attention import row_packing
-from pallas_kernels.paged_attention.row_packing import Packing
+from pallas_kernels.row_packing import Packing
 
 type RotaryWriteImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape.

@@ -15,10 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import layered
+from pallas_kernels import layered, row_packing
 from pallas_kernels.layered import Layer
-from pallas_kernels.paged_attention import row_packing
-from pallas_kernels.paged_attention.row_packing import Packing
+from pallas_kernels.row_packing import Packing
 
 
 def rotate_and_write(

@@ -16,5 +16,4 @@ __all__ = [
     "merge_states",
     "merging",
     "paged_attention",
-    "row_packing",
 ]

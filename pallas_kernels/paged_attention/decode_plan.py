@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from pallas_kernels.paged_attention import row_packing, stream_k
-from pallas_kernels.paged_attention.row_packing import Packing
+from pallas_kernels import row_packing
+from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.stream_k import Schedule, Tiling
+from pallas_kernels.row_packing import Packing
 
 FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
 """Lines of `Plan.rows`; the words of ancestors fill the lines from `WORDS` on."""

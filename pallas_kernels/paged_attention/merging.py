@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import devices
-from pallas_kernels.paged_attention import row_packing
-from pallas_kernels.paged_attention.row_packing import Packing
+from pallas_kernels import devices, row_packing
+from pallas_kernels.row_packing import Packing
 
 type MergeImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for the platform."""

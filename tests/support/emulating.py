@@ -15,7 +15,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulat
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import decode_plan, prefill_plan, row_packing
+from pallas_kernels import row_packing
+from pallas_kernels.paged_attention import decode_plan, prefill_plan
 from pallas_kernels.paged_attention.dispatch import Tilings
 from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
 from pallas_kernels.paged_attention.stream_k import Tiling

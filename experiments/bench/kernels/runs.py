@@ -17,6 +17,7 @@ from experiments.bench.kernels import calls
 from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
 from experiments.bench.kernels.peers import jax_peers
 from experiments.bench.peer_process import PeerProcess
+from pallas_kernels import row_packing
 from pallas_kernels.bench import (
     CopyProblem,
     GroupedProblem,
@@ -27,7 +28,7 @@ from pallas_kernels.bench import (
 )
 from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.page_ops import copy
-from pallas_kernels.paged_attention import api, decode_plan, merging, row_packing
+from pallas_kernels.paged_attention import api, decode_plan, merging
 
 FOLDER = Path(__file__).with_name("peers")
 ELSEWHERE = {

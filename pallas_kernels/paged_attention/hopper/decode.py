@@ -11,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import layered
+from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
-from pallas_kernels.paged_attention import merging, row_packing
+from pallas_kernels.paged_attention import merging
 from pallas_kernels.paged_attention.decode_plan import Plan
 from pallas_kernels.paged_attention.hopper import decode_body, merge, warpgroups
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention.hopper import softmax
-from pallas_kernels.paged_attention.row_packing import Packing
+from pallas_kernels.row_packing import Packing
 
 COLUMNS = 128
 """Columns of a state that a program merges at most: of two such its registers hold."""

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import devices
+from pallas_kernels import devices, row_packing
 from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
 from pallas_kernels.page_ops import rotary_write, rotary_write_mosaic_gpu
-from pallas_kernels.paged_attention import row_packing
 from tests.support import emulating
 
 NUM_LAYERS, NUM_PAGES, PAGE_SIZE = 3, 6, 16

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import decode_plan, row_packing, stream_k
+from pallas_kernels import row_packing
+from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 pytestmark = pytest.mark.usefixtures("fast_compile")

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import row_packing
 from pallas_kernels.bench import deviceless
-from pallas_kernels.paged_attention import decode_plan, merging, row_packing
+from pallas_kernels.paged_attention import decode_plan, merging
 from pallas_kernels.paged_attention.hopper import merge
 from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.support import emulating
