@@ -11,6 +11,7 @@ evicted when others need them. Everything here does nothing if the engine has no
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
@@ -165,11 +166,12 @@ def keep(
         prompt = arrays.take(s.prompt_length, sequence, fill=0)
         end = jnp.where(beam, jnp.minimum(end, prompt // size), end)
     num_filled = jnp.where(reuses, end - first, 0)
-    return arrays.when(
-        jnp.any(num_filled > 0),
-        functools.partial(_enter, config=config),
-        *(state, first, num_filled, salt),
-    )
+    with jax.named_scope("enter"):
+        return arrays.when(
+            jnp.any(num_filled > 0),
+            functools.partial(_enter, config=config),
+            *(state, first, num_filled, salt),
+        )
 
 
 def _enter(

@@ -12,7 +12,7 @@ import functools
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ ROUTES = (
 )
 """Every slot decodes and takes the largest logit; every slot draws under top-k and
 top-p, which the best tokens settle; some read prompts. Nothing else happens."""
+FILLING = Route("filling", {**_GREEDY, "enter": 1})
+"""As greedy, and some slots fill a page, which enters the prefix cache: at most what is
+launched then, since every loop in there is counted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +202,8 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
             plan = launches.read(Path(folder))
         copies = weight_copies(report.text, arguments[0])
         found = copies, pool, report.alias_bytes
-        counts = count(plan, 1 if config.scanned else depth)
+        routes = (*ROUTES, FILLING) if cached else ROUTES
+        counts = count(plan, 1 if config.scanned else depth, routes)
         waits = Waits.of(_waits(plan))
     return Launches(counts, waits, Compiled.of(compiled), cached, *found)
 
@@ -221,11 +225,13 @@ def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
     return program, (params, state, clock), pool
 
 
-def count(plan: list[Thunk], num_layers: int) -> Counts:
+def count(
+    plan: list[Thunk], num_layers: int, routes: Sequence[Route] = ROUTES
+) -> Counts:
     """Counts by way and part what one step launches; of a layer for one of them."""
     rows = []
     [steps] = [x for x in plan if x.kind == "While" and x.trips is not None]
-    for route in ROUTES:
+    for route in routes:
         found: dict[str, int] = dict.fromkeys(("layer", "forward", *PARTS, "other"), 0)
         chosen = _Quiet(route.name, route.choices)
         for thunk, times, inside in launches.executed([steps], chosen):
@@ -317,7 +323,8 @@ def plot(ax: Any, result: Launches) -> None:
         rows = result.counts.where(path=path)
         by_part = dict(zip(rows.part.tolist(), rows.launches.tolist(), strict=True))
         heights = [by_part.get(part, 0) for part in shown]
-        bars = ax.bar(where + 0.27 * (nth - 1), heights, 0.25, label=path)
+        place = where + 0.8 * ((nth + 0.5) / len(paths) - 0.5)
+        bars = ax.bar(place, heights, 0.75 / len(paths), label=path)
         ax.bar_label(bars, fontsize=6)
     ax.set_xticks(where, [x.replace("_", " ") for x in shown], rotation=30, ha="right")
     ax.legend()
