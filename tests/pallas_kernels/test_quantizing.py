@@ -107,7 +107,7 @@ def test_attention_over_8_bits_is_that_over_their_values(kind: Any, per: Any) ->
     check(attend(*narrow, window=window, **scales), oracle(exact, window=window))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 24, 256])
 def test_scales_of_pages_of_any_size(page_size: int) -> None:
     runs = [(start, 1) for start in (0, 63, 300)]

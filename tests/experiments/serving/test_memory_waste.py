@@ -21,7 +21,7 @@ def result() -> experiment.Result:
     return smoke.run("memory_waste").result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_place_is_something(result: experiment.Result) -> None:
     uses, batch = result.waste.uses, result.waste.batch
     np.testing.assert_allclose(uses.sum(axis=2), 1)

@@ -66,7 +66,7 @@ class Impatient(Quiet):
         self.stopped = self.stopped or content.startswith("lstm")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_was_done_before_an_early_end_is_told() -> None:
     config = dataclasses.replace(STUDY.configs["smoke"], num_threads=1)
     result = STUDY.run(config, Impatient())

@@ -29,7 +29,7 @@ def test_every_answer_equals_that_of_a_plain_loop(chunk_size, watermark) -> None
     assert len(run.outcomes) > len(groups()) + 5
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_static_batching_forks_too() -> None:
     run = engines.serve(groups(), ROOMY, static_batching.static())
     engines.assert_equal_plain(run, groups(), ROOMY)

@@ -19,7 +19,7 @@ SYSTEM = list(range(20, 33))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
     run = engines.serve(alike(), CACHED, fcfs.fcfs(chunk_size=chunk_size))
     engines.assert_equal_plain(run, alike(), CACHED)
@@ -44,7 +44,7 @@ def one_by_one(*asks: Ask) -> list[int]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
     first = ask(1, SYSTEM)
     answer = engines.serve([first], LARGE).tokens[1]

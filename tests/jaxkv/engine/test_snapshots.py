@@ -123,7 +123,7 @@ def main(folder: str, numerics: Any) -> None:
     (there / "tokens.json").write_text(json.dumps(named(rest)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )

@@ -122,7 +122,7 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("hold_new", [True, False])
 def test_nobody_new_comes_in_until_all_preempted_are_done(hold_new: bool) -> None:
     # The last one is so small that there is nearly always room for it.

@@ -195,7 +195,7 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "others", "as_served"),
     [

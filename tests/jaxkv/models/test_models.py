@@ -105,7 +105,7 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
         assert (names[0] == "layers") == (stacked and path[0].key == "layers")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "fields",

@@ -853,7 +853,7 @@ def test_too_many_end_tokens() -> None:
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
     search = Sampling(beam_width=3, n=2, max_tokens=12, length_penalty=0.5)
     for index, prompt in enumerate(PROMPTS[:2]):
