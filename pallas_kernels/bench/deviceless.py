@@ -77,8 +77,8 @@ def available() -> str | None:
     """
     if any(not _is_installed(name) for name in _PLUGINS):
         return (
-            "jax's CUDA plugin is not installed; `make setup` puts one into "
-            ".venv/deviceless, to be named in PYTHONPATH"
+            "jax's CUDA plugin is not installed; `make setup DEVICELESS=1` puts one "
+            "into .venv/deviceless, to be named in PYTHONPATH"
         )
     if _toolkit() is None:
         return (
