@@ -1,0 +1,125 @@
+"""What the engine asks of speculation: drafted tokens, and a verdict on each.
+
+A step of plain decoding feeds one token of a sequence and draws one. With speculation a
+drafter guesses tokens that may follow, the step feeds those, too, and a verifier says
+which of them the model itself would have drawn; the sequence advances by as many, and
+one more. The words:
+
+  draft     a guessed token; rejected ones leave no trace
+  place     of a slot in one step: 0 is the sequence's last known token, k the k-th
+            draft; a place has logits of its own
+  children  of a place: the drafts that may follow it. In a chain each place has one;
+            several make a tree, of which one path from the root is accepted
+
+Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318;
+Miao et al. 2024, arXiv:2305.09781 (trees).
+"""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import Pages
+from jaxkv.sampling import Params
+
+
+class Drafts(NamedTuple):
+    """What a drafter guesses for every slot."""
+
+    num: Int32[Array, " slots"]
+    """Drafts of each slot, at most as many as it was granted."""
+    tokens: Int32[Array, "slots drafts"]
+    """The drafts, each one behind its parent; meaningless from `num` on."""
+    law: Float[Array, "slots places vocab"] | None = None
+    """Probabilities from which the children of each place were drawn; None where they
+    were chosen, which is a law that is certain of them."""
+
+
+class Ruling(NamedTuple):
+    """What follows each row, a place of some slot."""
+
+    accept: Float[Array, "rows width"]
+    """Probability with which each child is accepted, if those before it were not; 0
+    where there is no child."""
+    token: Int32[Array, " rows"]
+    """The token that follows if no child is accepted."""
+    invalid: Bool[Array, " rows"]
+    """Rows from which nothing can be drawn, as `sampler.Draw` has it; no child of
+    theirs is accepted."""
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """A rule of acceptance: hashable, and equal where it computes the same.
+
+    Every row is judged by itself, so a ruling depends on no batch.
+    """
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether tokens come out under the model's own law, whatever is drafted."""
+        ...
+
+    def __call__(
+        self,
+        logits: Float[Array, "rows vocab"],
+        children: Int32[Array, "rows width"],
+        law: Float[Array, "rows vocab"] | None,
+        params: Params,
+        positions: Int32[Array, " rows"],
+        raw: Float[Array, "rows vocab"],
+    ) -> Ruling:
+        """Judges the children of every row, and draws what follows without them.
+
+        Args:
+          logits: next-token logits after penalties and other changes.
+          children: drafts that may follow, in the order in which they are tried; -1
+            where there is none. Siblings are different tokens, unless they were drawn
+            with replacement.
+          law: probabilities that they were drawn from; None means they were chosen.
+          params: how each row draws; penalties are already applied.
+          positions: where the token that follows will stand in its sequence.
+          raw: the model's own logits, as `sampler.sample` takes them.
+
+        Returns:
+          The ruling.
+        """
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A way to guess: hashable, and equal where it computes the same.
+
+    What it remembers between steps is its memory, a pytree of arrays in the state.
+    """
+
+    def init(self, config: EngineConfig) -> Any:
+        """The memory of an idle engine of this configuration."""
+        ...
+
+    def wishes(self, memory: Any, state: EngineState) -> Int32[Array, " slots"]:
+        """How many drafts each slot would like, before anybody knows what is granted.
+
+        Only slots that decode get any, and never more than `EngineConfig.max_drafts`.
+        """
+        ...
+
+    def propose(
+        self,
+        params: Any,
+        memory: Any,
+        state: EngineState,
+        granted: Int32[Array, " slots"],
+    ) -> tuple[Any, Pages, Drafts]:
+        """Guesses up to `granted` tokens for every slot.
+
+        The pages of as many token places beyond the known tokens are reserved; what it
+        writes there is overwritten.
+
+        Returns:
+          The memory; the pages of the state, whether it wrote to them or not; and the
+          drafts.
+        """
+        ...
