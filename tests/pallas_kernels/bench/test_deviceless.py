@@ -136,8 +136,8 @@ def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
     ("dtype", "head_dim", "token_budget", "attends"),
     [
         ("float32", 16, 64, set()),
-        ("bfloat16", 64, 64, {"decode_attention"}),
-        ("bfloat16", 64, 96, {"decode_attention", "prefill_attention"}),
+        ("bfloat16", 64, 64, {"decode_attention", "merge_one"}),
+        ("bfloat16", 64, 96, {"decode_attention", "merge_one", "prefill_attention"}),
     ],
 )
 def test_the_engine_keeps_its_pages_in_place_on_an_h200(
