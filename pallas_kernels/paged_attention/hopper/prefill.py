@@ -58,6 +58,10 @@ def attend(
     num_rows, q_heads, _ = q.shape
     if tiling.block_rows != TILE_ROWS:
         raise ValueError(f"{tiling.block_rows=} must be {TILE_ROWS}")
+    # With one stage the first warpgroup waits for values of the next tile, which wait
+    # for the second to be done with this one, which waits for the first.
+    if tiling.stages < 2:
+        raise ValueError(f"{tiling.stages=} must be at least 2")
     if others is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
         others = jnp.zeros_like(q), blank
@@ -138,8 +142,8 @@ def _launch(
         v=plgpu.SMEM(ring, dtype, transforms=tiled),
         out=plgpu.SMEM((*halves, prefill_body.out_columns(head_dim)), dtype),
         lse=plgpu.SMEM(halves, jnp.float32),
-        q_full=barriers(q_stages, 4),
-        q_free=barriers(q_stages, 2),
+        q_full=barriers(2 * q_stages, 2),
+        q_free=barriers(2 * q_stages, 1),
         k_full=barriers(stages, boxes),
         k_free=barriers(stages, 2),
         v_full=barriers(stages, boxes),

@@ -65,7 +65,7 @@ class Shared(NamedTuple):
     v: Ref  # [stages, tile, head_dim]
     out: Ref  # [2, 64, columns]
     lse: Ref  # [2, 64]
-    q_full: Ref
+    q_full: Ref  # [q_stages * 2], of each warpgroup's half
     q_free: Ref
     k_full: Ref
     k_free: Ref
@@ -156,6 +156,7 @@ def consume(
 
     def visit(item: _Item) -> None:
         q_stage = lax.rem(item.index, jnp.int32(tiling.q_stages))
+        half = q_stage * 2 + warpgroup
         positions = shared.position.at[q_stage, warpgroup]
 
         def wait_for_keys(i):
@@ -210,7 +211,7 @@ def consume(
             plgpu.barrier_arrive(shared.v_free.at[stage])
             return state._replace(out=out)
 
-        plgpu.barrier_wait(shared.q_full.at[q_stage])
+        plgpu.barrier_wait(shared.q_full.at[half])
         wait_for_keys(0)
         state = softmax.start(head_dim)
         if inputs.sinks is not None:
@@ -223,7 +224,7 @@ def consume(
         ):
             step = functools.partial(one_tile, masked=masked)
             state = lax.fori_loop(*ends, step, state)
-        plgpu.barrier_arrive(shared.q_free.at[q_stage])
+        plgpu.barrier_arrive(shared.q_free.at[half])
         _send(item, state, inputs, outputs, shared)
 
     def _seen(shape, begin, positions):
@@ -297,26 +298,26 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
     """Copies: what the last warpgroup does."""
     group, q_stages = inputs.q.shape[1] // inputs.k.shape[1], tiling.q_stages
 
-    def ask_for_rows(item: _Item) -> None:
+    def ask_for_rows(item: _Item, half: int) -> None:
         stage = lax.rem(item.index, jnp.int32(q_stages))
+        barrier = stage * 2 + half
 
         @pl.when(item.index >= q_stages)
         def _():
-            plgpu.barrier_wait(shared.q_free.at[stage])
+            plgpu.barrier_wait(shared.q_free.at[barrier])
 
-        full = shared.q_full.at[stage]
-        for i in range(2):
-            start = pl.multiple_of(
-                inputs.tiles[prefill_plan.ROW, item.tile] + i * WGMMA_ROWS, 8
-            )
-            rows = pl.ds(start, WGMMA_ROWS)
-            queries, target = inputs.q.at[rows, item.head], shared.q.at[stage, i]
-            plgpu.copy_gmem_to_smem(queries, target, full)
-            positions, target = inputs.position.at[rows], shared.position.at[stage, i]
-            plgpu.copy_gmem_to_smem(positions, target, full)
+        full = shared.q_full.at[barrier]
+        start = pl.multiple_of(
+            inputs.tiles[prefill_plan.ROW, item.tile] + half * WGMMA_ROWS, 8
+        )
+        rows = pl.ds(start, WGMMA_ROWS)
+        queries, target = inputs.q.at[rows, item.head], shared.q.at[stage, half]
+        plgpu.copy_gmem_to_smem(queries, target, full)
+        positions, target = inputs.position.at[rows], shared.position.at[stage, half]
+        plgpu.copy_gmem_to_smem(positions, target, full)
 
     def visit(item: _Item) -> None:
-        ask_for_rows(item)
+        ask_for_rows(item, 0)
         slot, kv_head = (
             inputs.tiles[prefill_plan.SLOT, item.tile],
             lax.div(item.head, jnp.int32(group)),
@@ -339,8 +340,11 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
                 num_layers=num_layers,
                 tiling=tiling,
             )
+            # The second warpgroup ends its last item when the first has begun this one,
+            # for which that needs its rows and the first keys.
+            pl.when(i == 0)(lambda: ask_for_rows(item, 1))
 
     num_items, num_tiles = _walk(inputs, tiling.num_programs, visit)
 
     kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
-    kv_ring.drain(num_items, q_stages, shared.q_free)
+    kv_ring.drain(2 * num_items, 2 * q_stages, shared.q_free)

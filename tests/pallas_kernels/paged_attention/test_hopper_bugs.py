@@ -50,8 +50,8 @@ MORE_DECODE_BUGS = MORE_OF_BOTH | {
 }
 OF_CHUNK = "out = softmax.add_product(state.out, weights, values, emulated, meanwhile)"
 SCORES = "scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))"
-Q_FULL = "plgpu.barrier_wait(shared.q_full.at[q_stage])"
-Q_FREE = "plgpu.barrier_arrive(shared.q_free.at[q_stage])"
+Q_FULL = "plgpu.barrier_wait(shared.q_full.at[half])"
+Q_FREE = "plgpu.barrier_arrive(shared.q_free.at[half])"
 PREFILL_BUGS = OF_BOTH | {
     "early release": (OF_CHUNK + BETWEEN + V_FREE, V_FREE + BETWEEN + OF_CHUNK),
 }

@@ -125,7 +125,7 @@ def test_groups_of_chunks(group: int) -> None:
         ("decode", Tiling(num_programs=4, tile=128, stages=2)),
         ("prefill", Tiling(num_programs=1, block_rows=128)),
         ("prefill", Tiling(num_programs=40, stages=3, block_rows=128)),
-        ("prefill", Tiling(num_programs=3, stages=1, q_stages=1, block_rows=128)),
+        ("prefill", Tiling(num_programs=3, stages=2, q_stages=1, block_rows=128)),
         ("prefill", Tiling(num_programs=4, tile=128, stages=4, block_rows=128)),
     ],
     ids=str,

@@ -17,6 +17,7 @@ from pallas_kernels.paged_attention.stream_k import Tiling
 WHY_NOT = deviceless.available()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 GEMMA_2: dict[str, Any] = {"head_dim": 256, "softcap": 50.0, "window": 4096}
+ONE_STAGE = Tiling(block_rows=128, stages=1)
 GPT_OSS: dict[str, Any] = {"head_dim": 64, "group": 8, "sinks": True, "window": 128}
 
 
@@ -84,6 +85,7 @@ def test_it_lowers_for_a_gpu(sizes: dict[str, Any]) -> None:
         ({"page_size": 8}, "page_size=8 must be a power of two in"),
         ({"dtype": "float32"}, "q and pages must both be bfloat16 or both float16"),
         ({"tiling": Tiling()}, "tiling.block_rows=64 must be 128"),
+        ({"tiling": ONE_STAGE}, "tiling.stages=1 must be at least 2"),
         (
             {"tiling": Tiling(tile=192, block_rows=128), "page_size": 128},
             "tiling.tile=192 and page_size=128 must",
