@@ -40,7 +40,11 @@ class Applied(NamedTuple):
 
     turned: Turned
     num_rows: Int32[Array, " slots"]
-    """Rows of each slot; none if there were not enough pages."""
+    """Rows of each slot, drafts apart; none if there were not enough pages."""
+    granted: Int32[Array, " slots"] | None
+    """Drafts that each slot may feed behind them; None if there is no drafter."""
+    kept: Int32[Array, " slots"]
+    """Token places that each slot holds, those for drafts apart."""
     num_copied: Int32[Array, ""]
     """Pages copied because they are about to be written."""
     enough: Bool[Array, ""]
@@ -53,7 +57,7 @@ class _Batch(NamedTuple):
     places: Int32[Array, " slots"]
     """Token places that each shall have."""
     num_rows: Int32[Array, " slots"]
-    """Rows that it feeds."""
+    """Rows that it feeds, drafts apart."""
     turned: Int32[Array, " counts"]
     """The fields of `Turned`."""
     back: Int32[Array, " head"] | None
@@ -87,10 +91,14 @@ def apply_plan(
             (state, _as_before(state, plan, place)),
             *(plan, place, found),
         )
-    state, num_copied, enough = _reserve(state, batch, config)
+    granted = None if plan.drafts is None else plan.drafts[place]
+    table = state.table
+    state, num_copied, enough = _reserve(state, batch, granted, config)
     return state, Applied(
         turned=Turned(*batch.turned),
         num_rows=jnp.where(enough, batch.num_rows, 0),
+        granted=None if granted is None else jnp.where(enough, granted, 0),
+        kept=jnp.maximum(table.length + table.ahead, batch.places),
         num_copied=num_copied,
         enough=enough,
     )
@@ -225,6 +233,7 @@ def _admit(
 def _reserve(
     state: EngineState,
     batch: _Batch,
+    granted: Int32[Array, " slots"] | None,
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, ""], Bool[Array, ""]]:
     """Makes room for the places asked for, and parts those that others share.
@@ -233,6 +242,8 @@ def _reserve(
       The new state, the number of pages copied, and whether there was room.
     """
     size, places, num_rows = config.page_size, batch.places, batch.num_rows
+    if granted is not None:
+        places, num_rows = places + granted, num_rows + granted
     wanted = page_table.num_wanted(
         state.pool, state.table, places, num_rows, page_size=size
     )

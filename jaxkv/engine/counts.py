@@ -8,7 +8,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, clock
-from jaxkv.engine import groups, prefix_caching, slot_assignment, swapping
+from jaxkv.engine import (
+    drafting,
+    groups,
+    prefix_caching,
+    slot_assignment,
+    swapping,
+)
+from jaxkv.engine.drafting import Drafter
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import demand, page_sharing, page_table
 from jaxkv.scheduling import interface
@@ -47,12 +54,15 @@ class _Shares(NamedTuple):
 
 
 def counts(
-    state: EngineState, config: EngineConfig
+    state: EngineState, config: EngineConfig, drafter: Drafter | None = None
 ) -> tuple[interface.Counts, prefix_caching.Found]:
     """What the policy may know, in order of the line and of the queue.
 
     And what the requests at the head of the queue would start on.
     """
+    drafts = None
+    if drafter is not None:
+        drafts = drafting.wishes(state, drafter, config)[state.slots.line]
     head = _head_of_queue(state, config)
     looks = head.has_arrived & ~head.is_out
     found = prefix_caching.find(state, head.reader, head.num_tokens, looks, config)
@@ -65,6 +75,7 @@ def counts(
         max_length=config.max_length,
         token_budget=config.token_budget,
         spare_logit_rows=config.num_logit_rows - config.max_slots,
+        drafts=drafts,
     ), found
 
 

@@ -17,8 +17,12 @@ Miao et al. 2024, arXiv:2305.09781 (trees).
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkv import arrays
+from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 from jaxkv.sampling import Params
@@ -99,7 +103,9 @@ class Drafter(Protocol):
         """The memory of an idle engine of this configuration."""
         ...
 
-    def wishes(self, memory: Any, state: EngineState) -> Int32[Array, " slots"]:
+    def wishes(
+        self, memory: Any, state: EngineState, config: EngineConfig
+    ) -> Int32[Array, " slots"]:
         """How many drafts each slot would like, before anybody knows what is granted.
 
         Only slots that decode get any, and never more than `EngineConfig.max_drafts`.
@@ -112,6 +118,7 @@ class Drafter(Protocol):
         memory: Any,
         state: EngineState,
         granted: Int32[Array, " slots"],
+        config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
         """Guesses up to `granted` tokens for every slot.
 
@@ -123,3 +130,57 @@ class Drafter(Protocol):
           drafts.
         """
         ...
+
+
+class Speculation(NamedTuple):
+    """A way to speculate: who guesses, and who judges; static."""
+
+    drafter: Drafter
+    verifier: Verifier
+
+
+def wishes(
+    state: EngineState, drafter: Drafter, config: EngineConfig
+) -> Int32[Array, " slots"]:
+    """How many drafts each slot would feed behind its last known token.
+
+    None where it is not the last known token that is fed next, where a beam is, and
+    where the answer would end before them.
+    """
+    s, sequence = state.sequences, state.slots.sequence
+    known = arrays.take(s.num_tokens, sequence, fill=0)
+    decodes = groups.num_to_feed(state) - state.table.length == 1
+    decodes &= (state.table.length == known - 1) & (state.slots.num_common == 0)
+    decodes &= ~groups.is_beam(state)
+    # The last token of an answer is drawn, not drafted.
+    most = arrays.take(s.limit, sequence, fill=0) - known - 1
+    with jax.named_scope("wishes"):
+        wanted = drafter.wishes(state.memory, state, config)
+    return jnp.where(
+        decodes, jnp.clip(wanted, 0, jnp.clip(most, 0, config.max_drafts)), 0
+    )
+
+
+def propose(
+    params: Any,
+    state: EngineState,
+    granted: Int32[Array, " slots"],
+    drafter: Drafter,
+    config: EngineConfig,
+) -> tuple[EngineState, Drafts]:
+    """Has the drafter guess, and writes the drafts behind the known tokens.
+
+    There they are read like known tokens, which they are not: `num_tokens` is as it
+    was.
+    """
+    memory, pages, drafts = drafter.propose(
+        params, state.memory, state, granted, config
+    )
+    drafts = drafts._replace(num=jnp.clip(drafts.num, 0, granted))
+    s, sequence = state.sequences, state.slots.sequence
+    index = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
+    known = arrays.take(s.num_tokens, sequence, fill=0)
+    place = jnp.where(index < drafts.num[:, None], known[:, None] + index, -1)
+    tokens = arrays.put(s.tokens, (sequence[:, None], place), drafts.tokens)
+    s = s._replace(tokens=tokens)
+    return state._replace(sequences=s, pages=pages, memory=memory), drafts

@@ -101,6 +101,28 @@ def advance(
     )
 
 
+def accept(
+    state: EngineState,
+    num: Int32[Array, " slots"],
+    keep: Int32[Array, " slots"],
+    config: EngineConfig,
+) -> EngineState:
+    """Counts drafts as written, `num` of each slot, and gives back what was for others.
+
+    The tokens are known by now. `keep` are token places that each slot holds in any
+    case.
+    """
+    s, before = state.sequences, state.table.length
+    state = state._replace(table=page_table.advance(state.table, num))
+    state = prefix_caching.keep(state, before, config)
+    pool, table = page_table.truncate(
+        *(state.pool, state.table, keep), page_size=config.page_size
+    )
+    slot = arrays.namers(state.slots.sequence, s.num_fed.shape[0])
+    fed = jnp.maximum(s.num_fed, arrays.take(table.length, slot, fill=0))
+    return state._replace(pool=pool, table=table, sequences=s._replace(num_fed=fed))
+
+
 def _fork(
     state: EngineState, forks: Int32[Array, " slots"], *, page_size: int
 ) -> EngineState:

@@ -1,10 +1,11 @@
 """The model runner: packs the rows of a step, picks the program, returns logits.
 
 Two programs under fast numerics: one row a slot where every slot feeds at most one
-token, packed rows of the whole token budget otherwise. Which one runs is chosen on the
-device by loops of zero or one trip, because a `cond` would copy the pages. Under
-reproducible numerics there is one program of exactly `TILE` rows, run as often as the
-step's rows need it.
+token, packed rows of the whole token budget otherwise; with speculation a third, packed
+rows for as many drafts as all slots can have. Which one runs is chosen on the device by
+loops of zero or one trip, because a `cond` would copy the pages. Under reproducible
+numerics there is one program of exactly `TILE` rows, run as often as the step's rows
+need it.
 """
 
 import functools
@@ -30,7 +31,8 @@ class Fed(NamedTuple):
     """Results of feeding one step's rows."""
 
     logits: Float[Array, "logit_rows vocab"]
-    """Row i is slot i for i < slots; spare rows follow."""
+    """Row i is the last known token of slot i for i < slots; spare rows follow, then
+    `max_drafts` rows for each slot."""
     pages: kv_pages.Pages
     spare_sequence: Int32[Array, " spare"]
     """Sequence of each spare logit row, or NOBODY."""
@@ -51,6 +53,7 @@ def feed(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None = None,
     *,
     config: EngineConfig,
     forward: interface.Forward,
@@ -58,28 +61,33 @@ def feed(
     """Feeds the next `num_rows` tokens of every slot, at most `token_budget` in all.
 
     Pages for all rows are reserved, `length` is not yet advanced. `forks` is the slot
-    whose logits each slot gets, too, or NOBODY.
+    whose logits each slot gets, too, or NOBODY. The last `num_drafts` rows of a slot,
+    None if there is no drafter, are drafts.
 
     Returns:
-      The logits of every slot's last row, or of the row it is forked at, and the pages.
+      The logits of every slot's last known row, or of the row it is forked at, and of
+      its drafts; and the pages.
     """
 
     def probe(params: Any, pages: kv_pages.Pages, packed: _Packed) -> Array:
         rows = packed.rows if config.numerics == "fast" else _tile(packed, 0)
         return forward(params, pages, rows).logits
 
-    packed = _pack(state, num_rows, config)
+    packed = _pack(state, num_rows, num_drafts, config)
     shape = jax.eval_shape(probe, params, state.pages, packed)
-    blank = jnp.zeros((config.num_logit_rows, shape.shape[1]), shape.dtype)
+    num_logit_rows = packed.rows.logit_rows.shape[0]
+    blank = jnp.zeros((num_logit_rows, shape.shape[1]), shape.dtype)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
     source = jnp.where(forks >= 0, forks, slot)
     run = functools.partial(forward, params)
     if config.numerics == "fast":
-        logits, pages = _feed_fast(run, state, num_rows, source, blank, config)
+        logits, pages = _feed_fast(
+            *(run, state, num_rows, num_drafts, source, blank, config)
+        )
     else:
         logits, pages = _feed_tiles(run, state, num_rows, packed, blank)
         logits = logits.at[: config.max_slots].set(logits[source])
-    spare = packed.rows.logit_rows[config.max_slots :]
+    spare = packed.rows.logit_rows[config.max_slots : config.num_logit_rows]
     assert packed.rows.slot is not None
     spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
     return Fed(
@@ -94,22 +102,24 @@ def _feed_fast(
     run: _Run,
     state: EngineState,
     num_rows: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
     source: Int32[Array, " slots"],
     blank: Logits,
     config: EngineConfig,
 ) -> tuple[Logits, kv_pages.Pages]:
-    """Feeds one row a slot, or the packed rows, whichever the step needs.
+    """Feeds one row a slot, or packed rows, whichever the step needs.
 
     Slot i gets the logits of the row of slot `source[i]`.
     """
     num_slots = num_rows.shape[0]
     busy, many = jnp.any(num_rows > 0), jnp.any(num_rows > 1)
+    drafts = () if num_drafts is None else (num_drafts,)
 
     # What the rows are made of is given to the loops, or the compiler would see that
     # rows, embedding and first products do not change from trip to trip, and move them
     # before the loop, where they run even if there is no trip.
     def decode(
-        carry: tuple[Logits, EngineState], num_rows: Array, source: Array
+        carry: tuple[Logits, EngineState], num_rows: Array, source: Array, *_: Array
     ) -> tuple[Logits, EngineState]:
         logits, state = carry
         place = jnp.where(num_rows > 0, state.table.length, -1)
@@ -125,24 +135,36 @@ def _feed_fast(
         if logits.shape[0] == num_slots:
             return result.logits, after
         # A scored prompt may feed a single token, which takes a spare logit row.
-        packed = _pack(state, num_rows, config)
+        packed = _pack(state, num_rows, None, config)
         return _with_spare(logits, result.logits, packed), after
 
     def mixed(
-        carry: tuple[Logits, EngineState], num_rows: Array, source: Array
+        num_packed: int,
+        carry: tuple[Logits, EngineState],
+        num_rows: Array,
+        source: Array,
+        *drafts: Array,
     ) -> tuple[Logits, EngineState]:
         _, state = carry
-        rows = _pack(state, num_rows, config).rows
+        num_drafts = drafts[0] if drafts else None
+        rows = _pack(state, num_rows, num_drafts, config, num_packed).rows
         logit_rows = rows.logit_rows.at[:num_slots].set(rows.logit_rows[source])
         result = run(state.pages, rows._replace(logit_rows=logit_rows))
         return result.logits, state._replace(pages=result.pages)
 
     # A step of one row a slot could run either program; the smaller one is faster.
-    carry, given = (blank, state), (num_rows, source)
+    carry, given = (blank, state), (num_rows, source, *drafts)
     with jax.named_scope("decode"):
         carry = arrays.when(busy & ~many, decode, carry, *given)
+    if (few := config.max_slots * config.emit_width) < config.token_budget and drafts:
+        fits = jnp.sum(num_rows, dtype=jnp.int32) <= few
+        verify = functools.partial(mixed, few)
+        with jax.named_scope("verify"):
+            carry = arrays.when(many & fits, verify, carry, *given)
+        many &= ~fits
+    whole = functools.partial(mixed, config.token_budget)
     with jax.named_scope("mixed"):
-        logits, state = arrays.when(many, mixed, carry, *given)
+        logits, state = arrays.when(many, whole, carry, *given)
     return logits, state.pages
 
 
@@ -197,10 +219,13 @@ def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
 def _pack(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
     config: EngineConfig,
+    num_packed: int | None = None,
 ) -> _Packed:
     """Lays the rows of all slots side by side, those of a slot in order."""
-    num_packed = config.token_budget
+    if num_packed is None:
+        num_packed = config.token_budget
     if config.numerics == "reproducible":
         num_packed = -(-num_packed // TILE) * TILE
     end = jnp.cumsum(num_rows, dtype=jnp.int32)
@@ -211,10 +236,14 @@ def _pack(
     start = arrays.take(state.table.length - (end - num_rows), slot, fill=0)
     position = jnp.where(used, start + row, -1)
     sequence = arrays.take(state.slots.sequence, slot, fill=NOBODY)
-    logit_rows = jnp.where(num_rows > 0, end - 1, -1)
+    last = end - 1 if num_drafts is None else end - 1 - num_drafts
+    logit_rows = jnp.where(num_rows > 0, last, -1)
     if config.num_logit_rows > config.max_slots:
         spare = _spare_rows(state, sequence, position, config)
         logit_rows = jnp.concatenate([logit_rows, spare])
+    if config.max_drafts:
+        drafted = _draft_rows(logit_rows[: config.max_slots], num_drafts, config)
+        logit_rows = jnp.concatenate([logit_rows, drafted])
     index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
     target = arrays.put(jnp.full_like(row, -1), logit_rows, index)
     rows = kv_pages.Rows(
@@ -241,6 +270,19 @@ def _spare_rows(
     known = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
     wanted = known & arrays.take(s.prompt_scored, sequence, fill=False)
     return arrays.places(wanted, config.num_logit_rows - config.max_slots)
+
+
+def _draft_rows(
+    last: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
+    config: EngineConfig,
+) -> Int32[Array, " drafts"]:
+    """Rows of the drafts of every slot, which follow that of its last known token."""
+    if num_drafts is None:
+        return jnp.full((config.max_slots * config.max_drafts,), -1, jnp.int32)
+    index = jnp.arange(1, config.max_drafts + 1, dtype=jnp.int32)[None, :]
+    there = (index <= num_drafts[:, None]) & (last >= 0)[:, None]
+    return jnp.where(there, last[:, None] + index, -1).reshape(-1)
 
 
 def _tokens(

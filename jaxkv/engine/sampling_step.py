@@ -1,4 +1,9 @@
-"""The sampling step: a token for every slot whose known tokens are all fed."""
+"""The sampling step: a token for every slot whose known tokens are all fed.
+
+With speculation there may be several: the drafts that the verifier accepts, and one
+more. Then each slot has several places, and the law of each is asked as if all tokens
+before it were known.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
+from jaxkv.engine.drafting import Drafts, Verifier
 from jaxkv.engine.state import (
     FULL,
     NOBODY,
@@ -22,7 +28,7 @@ from jaxkv.engine.state import (
     EngineState,
     Sequences,
 )
-from jaxkv.sampling import Params, sampler, top_k
+from jaxkv.sampling import Params, random_keys, sampler, top_k
 from jaxkv.sampling import beam_search as sampling_beam_search
 
 
@@ -49,16 +55,29 @@ pass through it, so the facade refuses them beside one."""
 class Emitted(NamedTuple):
     """What the slots drew."""
 
-    draw: sampler.Draw
-    """A draw for every slot; of those that emit nothing it means nothing."""
+    tokens: Int32[Array, "slots emit_width"]
+    """Tokens of every slot, in order; those that do not count mean nothing."""
+    logprobs: Float[Array, "slots emit_width"]
+    """Their log-probabilities under the raw logits, where asked for; else 0."""
     num_emitted: Int32[Array, " slots"]
     """How many of the tokens count."""
     reason: Int32[Array, " slots"]
     """Why each slot's sequence has ended, or NOT_ENDED."""
 
 
+class _Drawn(NamedTuple):
+    """What could follow the known tokens of every slot, ends apart."""
+
+    tokens: Int32[Array, "slots emit_width"]
+    logprobs: Float[Array, "slots emit_width"]
+    num: Int32[Array, " slots"]
+    """How many tokens follow; of slots that emit nothing any number."""
+    invalid: Bool[Array, " slots"]
+    """Slots of which nothing can be drawn behind these."""
+
+
 class _Rows(NamedTuple):
-    """What a draw needs of every slot."""
+    """What a draw needs of every slot, or of every place of one."""
 
     answer: Answer
     logits: Float[Array, "rows vocab"]
@@ -72,11 +91,14 @@ def emit(
     result: model_runner.Fed,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
+    verifier: Verifier | None = None,
+    drafts: Drafts | None = None,
 ) -> tuple[EngineState, Emitted]:
-    """Draws a token for every slot that has logits and no known token to feed.
+    """Draws for every slot that has logits and no known token to feed.
 
-    The rows of this step are counted as written. `fed` marks slots that fed something,
-    or were forked; `result` has their logits, of any other slot anything.
+    The rows of this step are counted as written, drafts apart. `fed` marks slots that
+    fed something, or were forked; `result` has their logits, of any other slot
+    anything. With a verifier, the `drafts` stand behind the known tokens, and were fed.
 
     Returns:
       The new state, and what was drawn.
@@ -84,35 +106,60 @@ def emit(
     known = state.sequences.num_tokens[jnp.maximum(state.slots.sequence, 0)]
     ready = fed & (state.table.length == known)
     emits = ready & ~groups.is_beam(state)
-    rows = _look_up(state, result.logits[: config.max_slots], emits)
-    draw = _draw(rows, emits, logits_fn, config)
-    state, emitted = _note(state, rows, draw, emits)
-    state = _score(state, rows, result, emitted, config)
+    logits, width = result.logits[: config.max_slots], config.emit_width
+    if verifier is None or drafts is None:
+        rows = _look_up(state, logits, emits)
+        draw = _draw(rows, emits, logits_fn, config)
+        valid = (~draw.invalid).astype(jnp.int32)
+        drawn = _Drawn(draw.token[:, None], draw.logprob[:, None], valid, draw.invalid)
+    else:
+        rows = _look_up(state, _of_places(result.logits, config), emits, width)
+        drawn = _verify(rows, emits, drafts, verifier, logits_fn, config)
+    state, emitted = _note(state, drawn, emits)
+    state = _score(state, rows, result, emitted, known, config)
 
     def choose(logits: Array) -> tuple[Array, Array]:
         if config.numerics == "fast":
             return _choices(logits, config)
         return _in_tiles(lambda x: _choices(x, config), (logits,))
 
-    state, found = engine_beam_search.advance(state, rows.logits, ready, choose, config)
+    state, found = engine_beam_search.advance(state, logits, ready, choose, config)
     reason = jnp.where(found != NOT_ENDED, found, emitted.reason)
     return state, emitted._replace(reason=reason)
 
 
+def _of_places(
+    logits: Float[Array, "logit_rows vocab"], config: EngineConfig
+) -> Float[Array, "rows vocab"]:
+    """The logits of all places, those of a slot side by side."""
+    last = logits[: config.max_slots, None]
+    drafts = logits[config.num_logit_rows :].reshape(
+        config.max_slots, config.max_drafts, -1
+    )
+    return jnp.concatenate([last, drafts], axis=1).reshape(-1, logits.shape[1])
+
+
 def _look_up(
     state: EngineState,
-    logits: Float[Array, "slots vocab"],
+    logits: Float[Array, "rows vocab"],
     emits: Bool[Array, " slots"],
+    width: int = 1,
 ) -> _Rows:
-    """Gathers what the draws need."""
+    """Gathers what the draws need, for `width` places of each slot."""
     s, row = state.sequences, jnp.maximum(state.slots.sequence, 0)
+    known = s.num_tokens[row]
+    if width > 1:
+        row, emits = jnp.repeat(row, width), jnp.repeat(emits, width)
+        # The drafts stand behind the known tokens: each place knows one more of them.
+        places = jnp.arange(width, dtype=jnp.int32)[None, :]
+        known = (known[:, None] + places).reshape(-1)
     params = jax.tree.map(lambda x: x[row], s.params)
     # An idle row must not make a batch look sampled, or scored.
     temperature = jnp.where(emits, params.temperature, 0.0)
     return _Rows(
         answer=Answer(
             tokens=s.tokens[row],
-            num_tokens=s.num_tokens[row],
+            num_tokens=known,
             prompt_length=s.prompt_length[row],
             request_id=s.request_id[row],
         ),
@@ -146,43 +193,134 @@ def _draw(
         with jax.named_scope("asked"):
             return lax.cond(any_asks, asked, lambda: sampler.greedy(logits, raw=raw))
 
-    def of_all() -> sampler.Draw:
+    with jax.named_scope("draw"):
+        return _if_any(any_emits, of_rows, rows, config)
+
+
+def _if_any[T](
+    wanted: Bool[Array, ""],
+    of_rows: Callable[..., T],
+    rows: Any,
+    config: EngineConfig,
+) -> T:
+    """A function of rows, in tiles if bits must not depend on their number; else 0."""
+
+    def of_all() -> T:
         if config.numerics == "fast":
             return of_rows(*rows)
-        return _in_tiles(of_rows, tuple(rows))
+        return _in_tiles(of_rows, rows)
 
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_all))
-    with jax.named_scope("draw"):
-        return lax.cond(any_emits, of_all, lambda: blank)
+    return lax.cond(wanted, of_all, lambda: blank)
+
+
+def _verify(
+    rows: _Rows,
+    emits: Bool[Array, " slots"],
+    drafts: Drafts,
+    verifier: Verifier,
+    logits_fn: LogitsFn | None,
+    config: EngineConfig,
+) -> _Drawn:
+    """Judges the drafts of every slot, and draws what follows the accepted ones."""
+    num, width = drafts.num.shape[0], config.emit_width
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    known = rows.answer.num_tokens
+    child = arrays.take(
+        *(rows.answer.tokens, (jnp.arange(known.shape[0], dtype=jnp.int32), known)),
+        fill=-1,
+    )
+    child = jnp.where((place < drafts.num[:, None]).reshape(-1), child, -1)
+
+    def of_rows(
+        answer: Answer, raw: Array, params: Params, child: Array, law: Array | None
+    ) -> Any:
+        children, known = child[:, None], answer.num_tokens
+        logits = raw if logits_fn is None else logits_fn(answer, raw)
+        logits = sampler.penalise(
+            logits, answer.tokens, answer.prompt_length, known, params
+        )
+        ruling = verifier(logits, children, law, params, known, raw)
+        return ruling, _flip(ruling.accept, params, known)
+
+    law = None if drafts.law is None else drafts.law.reshape(known.shape[0], -1)
+    judged = rows.answer, rows.logits, rows.params, child, law
+    with jax.named_scope("verify"):
+        ruling, accepts = _if_any(jnp.any(emits), of_rows, judged, config)
+    accepts = accepts[:, 0].reshape(num, width)
+    run = jnp.cumprod(accepts.astype(jnp.int32), axis=1)
+    accepted = jnp.sum(run, axis=1, dtype=jnp.int32)
+    last = place == accepted[:, None]
+    follows, invalid = (x.reshape(num, width) for x in (ruling.token, ruling.invalid))
+    tokens = jnp.where(last, follows, jnp.maximum(child.reshape(num, width), 0))
+    invalid = jnp.any(invalid & last, axis=1)
+    return _Drawn(
+        tokens=tokens,
+        logprobs=_logprobs(rows, tokens.reshape(-1)).reshape(num, width),
+        num=accepted + (~invalid).astype(jnp.int32),
+        invalid=invalid,
+    )
+
+
+def _flip(
+    accept: Float[Array, "rows width"],
+    params: Params,
+    positions: Int32[Array, " rows"],
+) -> Bool[Array, "rows width"]:
+    """Accepts each child with its probability."""
+
+    def flip() -> Array:
+        key = random_keys.draw_key(
+            params.key, params.sample, positions, random_keys.ACCEPT
+        )
+        rank = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
+        return random_keys.uniform(key, rank, accept.dtype) < accept
+
+    unsure = jnp.any((accept > 0) & (accept < 1))
+    return lax.cond(unsure, flip, lambda: accept > 0)
+
+
+def _logprobs(rows: _Rows, tokens: Int32[Array, " rows"]) -> Float[Array, " rows"]:
+    """Log-probabilities of a token of each row where they are asked for; else 0."""
+    dtype = top_k.wide(rows.logits[:, 0]).dtype
+    nothing = jnp.zeros(tokens.shape, dtype)
+    found = lax.cond(
+        jnp.any(rows.scored),
+        lambda: sampler.token_logprobs(rows.logits, tokens),
+        lambda: nothing,
+    )
+    return jnp.where(rows.scored, found, nothing)
 
 
 def _note(
-    state: EngineState,
-    rows: _Rows,
-    draw: sampler.Draw,
-    emits: Bool[Array, " slots"],
+    state: EngineState, drawn: _Drawn, emits: Bool[Array, " slots"]
 ) -> tuple[EngineState, Emitted]:
-    """Appends the tokens, and says who has ended, and why."""
-    s, sequence, known = state.sequences, state.slots.sequence, rows.answer.num_tokens
+    """Appends the tokens up to an end, and says who has ended, and why."""
+    s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    counts = emits & ~draw.invalid
-    total = known + counts.astype(jnp.int32)
-    stops = jnp.any(draw.token[:, None] == s.stop_tokens[row], axis=1)
-    reason = jnp.where(total == s.limit[row], FULL, NOT_ENDED)
-    reason = jnp.where(stops, STOPPED, reason)
-    reason = jnp.where(draw.invalid, NOT_A_NUMBER, reason)
-    reason = jnp.where(emits, reason, NOT_ENDED)
-    at = (sequence, jnp.where(counts, known, NOBODY))
+    known, num = s.num_tokens[row], jnp.where(emits, drawn.num, 0)
+    place = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)[None, :]
+    stops = drawn.tokens[:, :, None] == s.stop_tokens[row][:, None, :]
+    full = known[:, None] + place + 1 == s.limit[row][:, None]
+    why = jnp.where(full, FULL, NOT_ENDED)
+    why = jnp.where(jnp.any(stops, axis=2), STOPPED, why)
+    ends = (why != NOT_ENDED) & (place < num[:, None])
+    end = jnp.min(jnp.where(ends, place, place.size), axis=1)
+    reason = jnp.max(jnp.where(ends & (place == end[:, None]), why, 0), axis=1)
+    num = jnp.minimum(num, end + 1)
+    broken = emits & drawn.invalid & (reason == NOT_ENDED)
+    reason = jnp.where(broken, NOT_A_NUMBER, reason)
+    at = jnp.where(place < num[:, None], known[:, None] + place, NOBODY)
     slot = arrays.namers(sequence, s.num_tokens.shape[0])
-    num_tokens = arrays.take(total, slot, fill=0)
+    num_tokens = arrays.take(known + num, slot, fill=0)
+    begins = (num > 0) & (known == s.prompt_length[row])
     s = s._replace(
-        tokens=arrays.put(s.tokens, at, draw.token),
+        tokens=arrays.put(s.tokens, (sequence[:, None], at), drawn.tokens),
         num_tokens=jnp.where(slot >= 0, num_tokens, s.num_tokens),
     )
-    begins = counts & (known == rows.answer.prompt_length)
     state = state._replace(sequences=s)
     state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
-    return state, Emitted(draw, counts.astype(jnp.int32), reason)
+    return state, Emitted(drawn.tokens, drawn.logprobs, num, reason)
 
 
 def _score(
@@ -190,16 +328,21 @@ def _score(
     rows: _Rows,
     result: model_runner.Fed,
     emitted: Emitted,
+    known: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> EngineState:
     """Keeps log-probabilities: of what was drawn, of alternatives, and of prompts."""
-    s, sequence = state.sequences, state.slots.sequence
-    place = jnp.where(emitted.num_emitted > 0, rows.answer.num_tokens, NOBODY)
-    drawn = emitted.draw.logprob.astype(jnp.float32)
+    s, sequence = state.sequences, state.slots.sequence[:, None]
+    place = jnp.arange(config.emit_width, dtype=jnp.int32)[None, :]
+    counts = place < emitted.num_emitted[:, None]
+    place = jnp.where(counts, known[:, None] + place, NOBODY)
+    drawn = emitted.logprobs.astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), drawn)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
-    scored = jnp.where(rows.scored, sequence, NOBODY)
-    s = _with_alternatives(s, rows, (scored, place), config)
+    scored = rows.scored.reshape(place.shape)
+    s = _with_alternatives(
+        s, rows, (jnp.where(scored, sequence, NOBODY), place), config
+    )
     return state._replace(sequences=s)
 
 
@@ -232,7 +375,7 @@ def _score_prompts(
     """Keeps the log-probabilities of prompt tokens whose rows were spare logit rows."""
     if config.num_logit_rows == config.max_slots:
         return logprobs
-    logits = result.logits[config.max_slots :]
+    logits = result.logits[config.max_slots : config.num_logit_rows]
     at = (result.spare_sequence, result.spare_position + 1)
     token = arrays.take(s.tokens, at, fill=0)
 
@@ -252,13 +395,14 @@ def _score_prompts(
 def _with_alternatives(
     s: Sequences,
     rows: _Rows,
-    at: tuple[Int32[Array, " slots"], Int32[Array, " slots"]],
+    at: tuple[Int32[Array, "slots emit_width"], Int32[Array, "slots emit_width"]],
     config: EngineConfig,
 ) -> Sequences:
     """Keeps the most likely tokens where they are asked for."""
     if not config.max_logprobs:
         return s
-    logits, shape = rows.logits, (config.max_slots, config.max_logprobs)
+    logits, shape = rows.logits, (rows.logits.shape[0], config.max_logprobs)
+    at = (at[0].reshape(-1), at[1].reshape(-1))
     ids, values = lax.cond(
         jnp.any(rows.scored),
         lambda: sampler.top_logprobs(logits, config.max_logprobs),

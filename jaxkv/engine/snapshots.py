@@ -71,7 +71,7 @@ def save_state(
     """
     folder = Path(folder).absolute()
     check_replaceable(folder, HEADER, "snapshot", overwrite)
-    shapes = _described(_like(config, state.pages))
+    shapes = _described(_like(config, state.pages, state.memory))
     if different := _differences(_described(state), shapes, "in the state", "needed"):
         raise ValueError(f"the state is not one of the configuration: {different}")
     if state.staging is not None and np.any(np.asarray(state.staging.on_host)):
@@ -95,7 +95,10 @@ def save_state(
 
 
 def load_state(
-    folder: str | os.PathLike[str], config: EngineConfig, pages: Pages
+    folder: str | os.PathLike[str],
+    config: EngineConfig,
+    pages: Pages,
+    memory: Any = None,
 ) -> EngineState:
     """Reads a snapshot, each time into fresh arrays.
 
@@ -105,6 +108,7 @@ def load_state(
         that was saved.
       pages: K and V arrays of its model, for their types and shapes alone: those of
         `jax.eval_shape(lambda: models.make_pages(model, config))` will do.
+      memory: what the drafter's `init` returns, if there is one, for the same.
 
     Returns:
       The state, on the default device, bit for bit the one that was saved. With the
@@ -121,7 +125,7 @@ def load_state(
     asked = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := _differences(saved["config"], asked):
         raise ValueError(f"{folder}: is of another configuration: {different}")
-    like = _like(config, pages)
+    like = _like(config, pages, memory)
     if different := _differences(saved["arrays"], _described(like)):
         raise ValueError(f"{folder}: holds other arrays: {different}")
     # Orbax finds a file gone or cut off, but believes a changed byte of a large array.
@@ -160,9 +164,9 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
     return checked
 
 
-def _like(config: EngineConfig, pages: Pages) -> EngineState:
+def _like(config: EngineConfig, pages: Pages, memory: Any) -> EngineState:
     """The types and shapes of every state of an engine."""
-    return jax.eval_shape(functools.partial(init, config), pages)
+    return jax.eval_shape(functools.partial(init, config), pages, memory)
 
 
 def _by_name(state: EngineState) -> dict[str, Any]:

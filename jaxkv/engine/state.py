@@ -62,8 +62,9 @@ class EngineConfig:
     max_swap_pages: int = 0
     """Pages of the staging buffer, through which preempted requests are swapped out; 0
     leaves it out of the program, and their tokens are fed again."""
-    emit_width: int = 1
-    """Tokens that a sequence can gain in a step."""
+    max_drafts: int = 0
+    """Tokens that a drafter can guess for a slot in a step; 0 leaves speculation out of
+    the program."""
     submit_width: int = 8
     """Requests that one call of `submit` hands over."""
     steps_per_call: int = 16
@@ -90,7 +91,10 @@ class EngineConfig:
         Raises:
           ValueError: a field is not usable; the message shows it.
         """
-        off = ("max_logit_rows", "max_logprobs", "max_beams", "max_swap_pages")
+        off = (
+            *("max_logit_rows", "max_logprobs", "max_beams", "max_swap_pages"),
+            "max_drafts",
+        )
         bounds = {"max_length": 2, "seed": (0, 2**64), **dict.fromkeys(off, 0)}
         plain = validation.by_type(self, **bounds)
         for name, value in plain.items():
@@ -110,8 +114,11 @@ class EngineConfig:
             )
         if self.max_beams > self.max_slots:
             raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
-        if self.emit_width != 1:
-            raise ValueError(f"{self.emit_width=} must be 1 without speculation")
+        if self.max_drafts >= self.max_length:
+            raise ValueError(
+                f"{self.max_drafts=} must be in [0, {self.max_length=}): a draft takes "
+                "a token place"
+            )
 
     @property
     def max_pages_per_slot(self) -> int:
@@ -120,8 +127,16 @@ class EngineConfig:
 
     @property
     def num_logit_rows(self) -> int:
-        """Rows of a step that can have logits; the first `max_slots` draw tokens."""
+        """Rows of a step that can have logits, drafts apart.
+
+        The first `max_slots` draw tokens.
+        """
         return self.max_logit_rows or self.max_slots
+
+    @property
+    def emit_width(self) -> int:
+        """Tokens that a sequence can gain in a step: all drafts, and one more."""
+        return 1 + self.max_drafts
 
 
 class Sequences(NamedTuple):
@@ -249,15 +264,20 @@ class EngineState(NamedTuple):
     """Pages that were swapped out, if the engine does that."""
     clock: Int32[Array, " 2"]
     """Seconds and microseconds, as the host last said."""
+    memory: Any = None
+    """What a drafter remembers, if the engine has one; a pytree of arrays."""
 
 
-def init(config: EngineConfig, pages: kv_pages.Pages) -> EngineState:
+def init(
+    config: EngineConfig, pages: kv_pages.Pages, memory: Any = None
+) -> EngineState:
     """Makes an idle engine.
 
     Args:
       config: the bounds.
       pages: K and V arrays of the model that will be served, `num_pages` pages of
         `page_size` places each.
+      memory: what the drafter's `init` returns, if there is one.
 
     Returns:
       The state.
@@ -303,6 +323,7 @@ def init(config: EngineConfig, pages: kv_pages.Pages) -> EngineState:
         if config.max_swap_pages
         else None,
         clock=jnp.zeros((2,), jnp.int32),
+        memory=memory,
     )
 
 

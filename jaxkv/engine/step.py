@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays
 from jaxkv.engine import (
     apply_plan,
+    drafting,
     groups,
     model_runner,
     prefix_caching,
@@ -21,6 +22,7 @@ from jaxkv.engine import (
     swapping,
 )
 from jaxkv.engine import counts as engine_counts
+from jaxkv.engine.drafting import Drafter, Speculation
 from jaxkv.engine.sampling_step import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
 from jaxkv.memory import Eviction, invariants, prefix_cache, swap_buffer
@@ -46,7 +48,7 @@ class StepInfo(NamedTuple):
     reason: Int32[Array, " slots"]
     """Why it ended in this step, an index into `REASONS`; 0 if it did not."""
     num_rows: Int32[Array, " slots"]
-    """Tokens fed."""
+    """Tokens fed, drafts among them."""
     held: Bool[Array, " slots"]
     """Slots kept by a finished sequence."""
     num_waiting: Int32[Array, ""]
@@ -73,6 +75,9 @@ class StepInfo(NamedTuple):
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
     violations: invariants.Violations | None
     """Broken invariants at the end of the step, in debug mode."""
+    num_drafts: Int32[Array, " slots"] | None = None
+    """Drafts among the tokens fed; of these `num_emitted` less one were accepted. None
+    without speculation."""
 
 
 def step(
@@ -84,6 +89,7 @@ def step(
     policy: scheduling_interface.Policy,
     eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
+    speculation: Speculation | None = None,
 ) -> tuple[EngineState, StepInfo]:
     """Runs one step.
 
@@ -96,23 +102,41 @@ def step(
       eviction: which pages leave the prefix cache first, a pytree, too; None means
         `prefix_eviction.LRU()`.
       logits_fn: changes logits before a token is drawn, static.
+      speculation: who guesses tokens and who judges them, static; None decodes plainly.
 
     Returns:
       The new state, and what happened.
     """
     params, state = arrays.on_device((params, state))
-    state, applied = plan_step(state, config=config, policy=policy, eviction=eviction)
-    planned, num_rows = state, applied.num_rows
+    drafter, verifier = speculation or (None, None)
+    state, applied = plan_step(
+        state, config=config, policy=policy, eviction=eviction, drafter=drafter
+    )
+    planned, num_rows, drafts, num_drafts = state, applied.num_rows, None, None
+    if drafter is not None:
+        assert applied.granted is not None
+        with jax.named_scope("draft"):
+            state, drafts = drafting.propose(
+                params, state, applied.granted, drafter, config
+            )
+        num_drafts = drafts.num
     state, result, has_logits = _feed(
-        params, state, num_rows, config=config, forward=forward
+        params, state, num_rows, num_drafts, config=config, forward=forward
     )
     with jax.named_scope("emit"):
         state, emitted = sampling_step.emit(
-            state, has_logits, result, logits_fn, config
+            state, has_logits, result, logits_fn, config, verifier, drafts
         )
+    if num_drafts is not None:
+        with jax.named_scope("accept"):
+            accepted = jnp.where(num_drafts > 0, emitted.num_emitted - 1, 0)
+            accepted = jnp.maximum(accepted, 0)
+            state = groups.accept(state, accepted, applied.kept, config)
+        num_rows = num_rows + num_drafts
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, applied, emitted, state, config)
+    info = info._replace(num_rows=num_rows, num_drafts=num_drafts)
     if config.debug:
         unsafe = invariants.shared_writes(
             planned.pool, planned.table, num_rows, page_size=config.page_size
@@ -125,18 +149,22 @@ def _feed(
     params: Any,
     state: EngineState,
     num_rows: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
     *,
     config: EngineConfig,
     forward: models_interface.Forward,
 ) -> tuple[EngineState, model_runner.Fed, Bool[Array, " slots"]]:
     """Runs the model, counts its rows as written, and forks whoever is due.
 
+    Drafts follow the `num_rows` of a slot, and are not counted.
+
     Returns:
       The new state; the logits; and the slots that have some.
     """
     forks = groups.due(state, num_rows)
+    rows = num_rows if num_drafts is None else num_rows + num_drafts
     result = model_runner.feed(
-        params, state, num_rows, forks, config=config, forward=forward
+        params, state, rows, forks, num_drafts, config=config, forward=forward
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
@@ -158,9 +186,9 @@ def _info(
     after = state._replace(slots=planned.slots)
     num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
     return StepInfo(
-        tokens=emitted.draw.token[:, None],
+        tokens=emitted.tokens,
         num_emitted=emitted.num_emitted,
-        logprobs=emitted.draw.logprob[:, None],
+        logprobs=emitted.logprobs,
         sequence=running,
         request_id=arrays.take(s.request_id, running, fill=-1),
         sample=arrays.take(s.params.sample, running, fill=0),
@@ -184,6 +212,7 @@ def plan_step(
     config: EngineConfig,
     policy: scheduling_interface.Policy,
     eviction: Eviction | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[EngineState, apply_plan.Applied]:
     """Decides one step, and does all of it that comes before the model.
 
@@ -192,7 +221,7 @@ def plan_step(
       the plan.
     """
     with jax.named_scope("counts"):
-        counts, found = engine_counts.counts(state, config)
+        counts, found = engine_counts.counts(state, config, drafter)
     with jax.named_scope("schedule"):
         plan = scheduling_interface.schedule(counts, policy)
     with jax.named_scope("apply_plan"):
@@ -210,6 +239,7 @@ def run_steps(
     policy: scheduling_interface.Policy,
     eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
+    speculation: Speculation | None = None,
     num_steps: int | None = None,
 ) -> tuple[EngineState, StepInfo]:
     """Runs several steps as one program; arguments are those of `step`.
@@ -231,6 +261,7 @@ def run_steps(
             policy=policy,
             eviction=eviction,
             logits_fn=logits_fn,
+            speculation=speculation,
         )
         with jax.named_scope("info"):
             return state, arrays.side_by_side(info)

@@ -8,6 +8,7 @@ A policy is a NamedTuple: its type is its kind (static), its fields are its para
 (arrays), so `vmap` sweeps them.
 """
 
+import functools
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -82,6 +83,9 @@ class Counts(NamedTuple):
     """Rows that one step can feed."""
     spare_logit_rows: Size
     """Rows that may have logits beyond one for each slot."""
+    drafts: Int32[Array, " line"] | None = None
+    """Tokens that a drafter would guess for each sequence that decodes; None if there
+    is no drafter."""
 
 
 class Plan(NamedTuple):
@@ -102,6 +106,9 @@ class Plan(NamedTuple):
     """Token places of those."""
     head_rows: Int32[Array, " head"]
     """Tokens fed of those."""
+    drafts: Int32[Array, " line"] | None = None
+    """Drafts fed behind the known tokens, beyond `num_rows` and `places`; None lets
+    `schedule` grant what the plan leaves of budget and pages."""
 
 
 @runtime_checkable
@@ -126,7 +133,32 @@ class Policy(Protocol):
 
 def schedule(counts: Counts, policy: Policy) -> Plan:
     """Decides who runs and what each one feeds in the next step."""
-    return policy.plan(counts)
+    plan = policy.plan(counts)
+    if counts.drafts is not None and plan.drafts is None:
+        return plan._replace(drafts=_grant_drafts(counts, plan, counts.drafts))
+    return plan
+
+
+def _grant_drafts(
+    counts: Counts, plan: Plan, wanted: Int32[Array, " line"]
+) -> Int32[Array, " line"]:
+    """Grants drafts, in order, from what a plan leaves of token budget and free pages.
+
+    So a draft never delays a prompt and never costs anybody his pages. Sequences that
+    are not fed their last known token alone get none.
+    """
+    c, total = counts, functools.partial(jnp.sum, dtype=jnp.int32)
+    decodes = (plan.num_rows == 1) & (c.num_tokens - c.length == 1)
+    rows = _fill(
+        jnp.where(decodes, wanted, 0),
+        c.token_budget - total(plan.num_rows) - total(plan.head_rows),
+    )
+    have = jnp.maximum(c.num_pages * c.page_size, plan.places)
+    need = demand.growth(have, plan.places + rows, page_size=c.page_size)
+    taken = jnp.where(plan.places > 0, growth(c._replace(num_tokens=plan.places)), 0)
+    taken = total(taken) + total(jnp.where(plan.admit, c.waiting_pages, 0))
+    short = jnp.cumsum(need, dtype=jnp.int32) > c.free_pages - taken
+    return jnp.where(short | jnp.any(plan.preempt), 0, rows)
 
 
 def growth(counts: Counts) -> Int32[Array, " line"]:

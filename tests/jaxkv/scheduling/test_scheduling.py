@@ -177,8 +177,8 @@ def test_parameters_are_swept_by_vmap() -> None:
     together = jax.vmap(lambda policy: plan_of(c, policy))(stacked)
     for index, policy in enumerate(members):
         alone = plan_of(c, policy)
-        for a, b in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(a, b[index])
+        mine = jax.tree.map(lambda x, index=index: x[index], together)
+        jax.tree.map(np.testing.assert_array_equal, alone, mine)
 
 
 def test_static_reserves_the_longest_sequence_for_each_slot() -> None:
