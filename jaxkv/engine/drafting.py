@@ -40,6 +40,20 @@ class Drafts(NamedTuple):
     were chosen, which is a law that is certain of them."""
 
 
+class Verified(NamedTuple):
+    """What became of the drafts, for the drafter to learn from."""
+
+    num_drafts: Int32[Array, " slots"]
+    """Drafts of each slot."""
+    accepted: Int32[Array, " slots"]
+    """How many of them were accepted; without meaning where nothing was drawn."""
+    follows: Int32[Array, "slots places"]
+    """The token that the verifier drew behind each place, children apart; meaningless
+    beyond the drafts."""
+    emits: Bool[Array, " slots"]
+    """Slots that drew anything."""
+
+
 class Ruling(NamedTuple):
     """What follows each row, a place of some slot."""
 
@@ -128,6 +142,17 @@ class Drafter(Protocol):
         Returns:
           The memory; the pages of the state, whether it wrote to them or not; and the
           drafts.
+        """
+        ...
+
+    def learn(self, memory: Any, state: EngineState, verified: Verified) -> Any:
+        """Takes note of a verdict; the tokens that it gave are in the state.
+
+        Slots change hands, rows of `Sequences` do only when a request is drained: what
+        is remembered of a sequence belongs there. Whoever decodes has drawn before.
+
+        Returns:
+          The memory.
         """
         ...
 

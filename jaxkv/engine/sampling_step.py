@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
-from jaxkv.engine.drafting import Drafts, Verifier
+from jaxkv.engine.drafting import Drafts, Verified, Verifier
 from jaxkv.engine.state import (
     FULL,
     NOBODY,
@@ -63,6 +63,8 @@ class Emitted(NamedTuple):
     """How many of the tokens count."""
     reason: Int32[Array, " slots"]
     """Why each slot's sequence has ended, or NOT_ENDED."""
+    verified: Verified | None = None
+    """With speculation, what became of the drafts."""
 
 
 class _Drawn(NamedTuple):
@@ -74,6 +76,7 @@ class _Drawn(NamedTuple):
     """How many tokens follow; of slots that emit nothing any number."""
     invalid: Bool[Array, " slots"]
     """Slots of which nothing can be drawn behind these."""
+    verified: Verified | None = None
 
 
 class _Rows(NamedTuple):
@@ -259,6 +262,7 @@ def _verify(
         logprobs=_logprobs(rows, tokens.reshape(-1)).reshape(num, width),
         num=accepted + (~invalid).astype(jnp.int32),
         invalid=invalid,
+        verified=Verified(drafts.num, accepted, follows, emits),
     )
 
 
@@ -320,7 +324,7 @@ def _note(
     )
     state = state._replace(sequences=s)
     state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
-    return state, Emitted(drawn.tokens, drawn.logprobs, num, reason)
+    return state, Emitted(*(drawn.tokens, drawn.logprobs, num, reason), drawn.verified)
 
 
 def _score(

@@ -132,6 +132,8 @@ def step(
             accepted = jnp.where(num_drafts > 0, emitted.num_emitted - 1, 0)
             accepted = jnp.maximum(accepted, 0)
             state = groups.accept(state, accepted, applied.kept, config)
+            memory = drafter.learn(state.memory, state, emitted.verified)
+            state = state._replace(memory=memory)
         num_rows = num_rows + num_drafts
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)

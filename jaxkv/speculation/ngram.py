@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafts
+from jaxkv.engine.drafting import Drafts, Verified
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
@@ -75,6 +75,10 @@ class NGram:
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         drafts = lax.cond(jnp.any(granted > 0), look, lambda: blank)
         return memory, state.pages, drafts
+
+    def learn(self, memory: Any, state: EngineState, verified: Verified) -> Any:
+        """Learns nothing that the tokens do not say."""
+        return memory
 
 
 def lookup(

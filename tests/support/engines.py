@@ -13,6 +13,7 @@ import numpy as np
 from jaxkv import clock
 from jaxkv.engine import requests as engine_requests
 from jaxkv.engine import step as engine_step
+from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import (
     CANCELLED,
@@ -92,7 +93,7 @@ program does, not how fast. Tests of numerics take the program that users get.""
 _compiled = functools.partial(
     jax.jit,
     engine_step.run_steps,
-    static_argnames=("config", "forward", "logits_fn", "num_steps"),
+    static_argnames=("config", "forward", "logits_fn", "speculation", "num_steps"),
     donate_argnames="state",
 )
 run_steps = _compiled(compiler_options=FAST_COMPILE)
@@ -199,11 +200,16 @@ def save_tiny_model(folder: Path, *, max_positions: int) -> str:
 
 
 def start(
-    config: EngineConfig, model: ModelConfig = MODEL, dtype: Any = "float32"
+    config: EngineConfig,
+    model: ModelConfig = MODEL,
+    dtype: Any = "float32",
+    speculation: Speculation | None = None,
 ) -> EngineState:
     """An idle engine whose pages are full of NaN, which nobody may ever see."""
     pages = paged.make_pages(model, config, dtype=dtype)
-    return init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
+    memory = None if speculation is None else speculation.drafter.init(config)
+    full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
+    return init(config, full, memory)
 
 
 def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
@@ -268,6 +274,7 @@ def serve(
     num: int = 0,
     logits_fn: engine_step.LogitsFn | None = None,
     eviction: Eviction | None = None,
+    speculation: Speculation | None = None,
 ) -> Run:
     """Runs requests to their end, handing them over as there is room.
 
@@ -285,15 +292,17 @@ def serve(
       num: answers that the state owes already.
       logits_fn: changes logits before a token is drawn.
       eviction: which pages leave the prefix cache first; None means `eviction.LRU()`.
+      speculation: who guesses tokens, and who judges them.
     """
     waiting, infos = list(asks), []
     # Left out where there is none, so that the program is that of all other tests.
-    changed: dict[str, Any] = {} if logits_fn is None else {"logits_fn": logits_fn}
+    rare = {"logits_fn": logits_fn, "speculation": speculation}
+    changed = {name: value for name, value in rare.items() if value is not None}
     outcomes: dict[Name, Outcome] = {}
     num += len(names_of(waiting))
     weights = params(model) if weights is None else weights
     dtype = jax.tree.leaves(weights)[0].dtype
-    state = start(config, model, dtype) if state is None else state
+    state = start(config, model, dtype, speculation) if state is None else state
     policy = fcfs.fcfs() if policy is None else policy
     forward = paged.PagedForward(model, config.numerics)
     for call in range(max_calls):
