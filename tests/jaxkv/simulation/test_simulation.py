@@ -145,9 +145,9 @@ def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
             finished = (theirs.reason > 0).sum()
             did = theirs.num_rows.sum(), finished, theirs.num_copied
             assert mine_did == did, f"step {step}"
-            for name in ("num_admitted", "num_preempted", "used_pages", "enough"):
-                same = getattr(info, name) == getattr(theirs, name)
-                assert same, f"step {step}: {name}"
+            for count in ("num_admitted", "num_preempted", "used_pages", "enough"):
+                same = getattr(info, count) == getattr(theirs, count)
+                assert same, f"step {step}: {count}"
             step += 1
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
     noted, s = events(mine), real.sequences
