@@ -57,6 +57,20 @@ class Options:
     better ones are likely, never while they are possible."""
     chat: bool = False
     """Whether a prompt is a message to a chat model, in its own format."""
+    speculate: (
+        Annotated[
+            Literal["ngram", "jacobi", "early-exit", "draft-model"],
+            parsing.without("one token a step"),
+        ]
+        | None
+    ) = None
+    """Guesses tokens and has the model check several in a step: from the text so far,
+    from its own last guesses, by its first layers, or by --draft-model. The answers are
+    the same, mostly sooner."""
+    drafts: int = 4
+    """Tokens guessed in a step, at least 1."""
+    draft_model: Annotated[str | None, parsing.without("none")] = None
+    """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and pages."""
 
@@ -191,8 +205,9 @@ def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     from jaxkv.engine import state
-    from jaxkv.models import checkpoints, paged
+    from jaxkv.models import checkpoints
     from jaxkv.serving.engine import Engine
+    from jaxkv.speculation import methods
 
     folder = bundled.folder_of(model)
     loaded = checkpoints.load_model(folder, dtype=options.dtype)
@@ -211,6 +226,10 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     num_sequences = max(options.n, options.best_of or 0, num_beams)
     max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
     max_slots = max(max_slots, _power_of_two(num_sequences))
+    if options.speculate is None and options.draft_model is not None:
+        raise ValueError(
+            f"--draft-model {options.draft_model}: needs --speculate draft-model"
+        )
     bounds = state.EngineConfig(
         num_pages=max_slots * -(-max_length // PAGE_SIZE),
         page_size=PAGE_SIZE,
@@ -219,17 +238,36 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_stop_tokens=max(4, len(loaded.eos_ids)),
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
+        max_drafts=0 if options.speculate is None else _at_least_one(options.drafts),
+    )
+    draft = None
+    if options.draft_model is not None:
+        found = bundled.folder_of(options.draft_model)
+        small = checkpoints.load_model(found, dtype=options.dtype)
+        draft = methods.Model(small.config, small.params)
+    served = methods.serve(
+        *(methods.Model(shape, loaded.params), bounds),
+        dtype=options.dtype,
+        method=options.speculate,
+        draft=draft,
     )
     engine = Engine(
-        loaded.params,
-        paged.PagedForward(shape, bounds.numerics),
-        paged.make_pages(shape, bounds, dtype=options.dtype),
+        served.params,
+        served.forward,
+        served.pages,
         bounds,
+        speculation=served.speculation,
         tokenizer=tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=shape.vocab_size,
     )
     return engine, prompts
+
+
+def _at_least_one(drafts: int) -> int:
+    if drafts < 1:
+        raise ValueError(f"--drafts {drafts}: must be at least 1")
+    return drafts
 
 
 def _power_of_two(at_least: int) -> int:

@@ -186,6 +186,7 @@ def wishes(
     )
 
 
+@jax.named_scope("draft")
 def propose(
     params: Any,
     state: EngineState,

@@ -22,7 +22,7 @@ from jaxkv.engine import (
     swapping,
 )
 from jaxkv.engine import counts as engine_counts
-from jaxkv.engine.drafting import Drafter, Speculation
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.sampling_step import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
 from jaxkv.memory import Eviction, invariants, prefix_cache, swap_buffer
@@ -112,36 +112,27 @@ def step(
     state, applied = plan_step(
         state, config=config, policy=policy, eviction=eviction, drafter=drafter
     )
-    planned, num_rows, drafts, num_drafts = state, applied.num_rows, None, None
+    planned, drafts = state, None
     if drafter is not None:
-        assert applied.granted is not None
-        with jax.named_scope("draft"):
-            state, drafts = drafting.propose(
-                params, state, applied.granted, drafter, config
-            )
-        num_drafts = drafts.num
+        assert applied.granted is not None  # where there are wishes, `schedule` grants
+        state, drafts = drafting.propose(
+            params, state, applied.granted, drafter, config
+        )
     state, result, has_logits = _feed(
-        params, state, num_rows, num_drafts, config=config, forward=forward
+        params, state, applied.num_rows, drafts, config=config, forward=forward
     )
     with jax.named_scope("emit"):
         state, emitted = sampling_step.emit(
             state, has_logits, result, logits_fn, config, verifier, drafts
         )
-    if num_drafts is not None:
-        with jax.named_scope("accept"):
-            accepted = jnp.where(num_drafts > 0, emitted.num_emitted - 1, 0)
-            accepted = jnp.maximum(accepted, 0)
-            state = groups.accept(state, accepted, applied.kept, config)
-            memory = drafter.learn(state.memory, state, emitted.verified)
-            state = state._replace(memory=memory)
-        num_rows = num_rows + num_drafts
+    if drafter is not None:
+        state = _accept(state, emitted, applied.kept, drafter, config)
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, applied, emitted, state, config)
-    info = info._replace(num_rows=num_rows, num_drafts=num_drafts)
     if config.debug:
         unsafe = invariants.shared_writes(
-            planned.pool, planned.table, num_rows, page_size=config.page_size
+            planned.pool, planned.table, info.num_rows, page_size=config.page_size
         )
         info = info._replace(violations=_audit(state, config)._replace(i3=unsafe))
     return state, info
@@ -151,19 +142,20 @@ def _feed(
     params: Any,
     state: EngineState,
     num_rows: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None,
+    drafts: Drafts | None,
     *,
     config: EngineConfig,
     forward: models_interface.Forward,
 ) -> tuple[EngineState, model_runner.Fed, Bool[Array, " slots"]]:
     """Runs the model, counts its rows as written, and forks whoever is due.
 
-    Drafts follow the `num_rows` of a slot, and are not counted.
+    Drafts are fed behind the `num_rows` of their slot, and not counted.
 
     Returns:
       The new state; the logits; and the slots that have some.
     """
     forks = groups.due(state, num_rows)
+    num_drafts = None if drafts is None else drafts.num
     rows = num_rows if num_drafts is None else num_rows + num_drafts
     result = model_runner.feed(
         params, state, rows, forks, num_drafts, config=config, forward=forward
@@ -172,6 +164,24 @@ def _feed(
     with jax.named_scope("advance"):
         state = groups.advance(state, num_rows, forks, config)
     return state, result, (num_rows > 0) | (forks >= 0)
+
+
+@jax.named_scope("accept")
+def _accept(
+    state: EngineState,
+    emitted: sampling_step.Emitted,
+    kept: Int32[Array, " slots"],
+    drafter: Drafter,
+    config: EngineConfig,
+) -> EngineState:
+    """Counts accepted drafts as written, and has the drafter learn from the others."""
+    verified = emitted.verified
+    assert verified is not None
+    # Of an answer that ends only what it has, and its last token is never fed.
+    num = jnp.where(verified.num_drafts > 0, emitted.num_emitted - 1, 0)
+    state = groups.accept(state, jnp.maximum(num, 0), kept, config)
+    memory = drafter.learn(state.memory, state, verified)
+    return state._replace(memory=memory)
 
 
 @jax.named_scope("info")
@@ -187,6 +197,10 @@ def _info(
     # Who has ended has no pages, and the slots as they were stand where they stood.
     after = state._replace(slots=planned.slots)
     num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
+    num_rows, num_drafts = applied.num_rows, None
+    if emitted.verified is not None:
+        num_drafts = emitted.verified.num_drafts
+        num_rows = num_rows + num_drafts
     return StepInfo(
         tokens=emitted.tokens,
         num_emitted=emitted.num_emitted,
@@ -195,7 +209,7 @@ def _info(
         request_id=arrays.take(s.request_id, running, fill=-1),
         sample=arrays.take(s.params.sample, running, fill=0),
         reason=emitted.reason,
-        num_rows=applied.num_rows,
+        num_rows=num_rows,
         held=state.slots.held,
         num_waiting=state.queue.length,
         **applied.turned._asdict(),
@@ -205,6 +219,7 @@ def _info(
         asks_host=swapping.asks_host(state),
         enough=applied.enough,
         violations=None,
+        num_drafts=num_drafts,
     )
 
 

@@ -48,6 +48,9 @@ class Pages(NamedTuple):
     shape, numbers and a scale for each token and head: leaves like all others."""
     v: Float[Array, "layers pages kv_heads page_size head_dim"]
     """Values, likewise."""
+    beside: "Pages | None" = None
+    """K and V of a model that runs beside this one, such as a drafter's: the same pages
+    of it, so that they are copied, swapped and shared together."""
 
     @property
     def kv_dtype(self) -> str:
@@ -190,13 +193,13 @@ def write(
     page, offset = locate(rows, page_size=pages.page_size)
     sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
     view = flat(pages)
-    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, view)
+    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, view[:2])
     written = write_kv(
         *(k_pages, v_pages, flat_ids(page, layer, **sizes), offset, k, v),
         k_scales=k_scales,
         v_scales=v_scales,
     )
-    new = Pages(
+    new = pages._replace(
         k=quantizing.whole(written.k_pages, written.k_scales),
         v=quantizing.whole(written.v_pages, written.v_scales),
     )
@@ -236,7 +239,7 @@ def rotate_and_write(
         num_layers=pages.num_layers,
     )
     k, v = (x.reshape(pages.k.shape) for x in (written.k_pages, written.v_pages))
-    return written, Pages(k, v)
+    return written, pages._replace(k=k, v=v)
 
 
 def copy(

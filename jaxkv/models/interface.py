@@ -105,7 +105,7 @@ def attend_written(
       The attention output of every row, 0 on padding rows.
     """
     (k_pages, k_scales), (v_pages, v_scales) = map(
-        quantizing.parts, kv_pages.flat(pages)
+        quantizing.parts, kv_pages.flat(pages)[:2]
     )
     state = api.paged_attention(
         *(q, k_pages, v_pages, rows.page_ids, rows.position, rows.slot),

@@ -75,6 +75,20 @@ class PagedForward:
 
     config: ModelConfig
     numerics: Numerics = "fast"
+    layers: tuple[int, ...] | None = None
+    """Layers that are run, as self-speculation drafts; None runs all."""
+
+    def __post_init__(self) -> None:
+        """Refuses layers that the model does not have.
+
+        Raises:
+          ValueError: names them.
+        """
+        for layer in self.layers or ():
+            if not 0 <= layer < self.config.num_layers:
+                raise ValueError(
+                    f"{self.layers=} must be in [0, {self.config.num_layers=})"
+                )
 
     def __call__(
         self, params: Params, pages: kv_pages.Pages, rows: kv_pages.Rows
@@ -113,6 +127,7 @@ class PagedForward:
             *(rows.token, positions, attend, pages),
             live=rows.position >= 0,
             numerics=self.numerics,
+            only=self.layers,
         )
         wanted = jnp.maximum(rows.logit_rows, 0)
         hidden = hidden[:, wanted]

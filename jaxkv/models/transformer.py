@@ -76,10 +76,15 @@ class Transformer(nnx.Module):
         *,
         live: Bool[Array, " rows"] | None = None,
         numerics: Numerics = "fast",
+        only: tuple[int, ...] | None = None,
     ) -> tuple[Float[Array, "hidden rows"], Any, list[moe.Routing]]:
         """The normed last hidden state of every row, and each mixture's routing.
 
-        Rows that are not live, None for all, are sent to no expert.
+        Rows that are not live, None for all, are sent to no expert. Layers that are not
+        among `only`, None for all, are skipped.
+
+        Raises:
+          ValueError: layers are to be skipped, and they are stacked.
         """
         c = self.config
         x = self.embed.weight[...][tokens].T
@@ -94,17 +99,23 @@ class Transformer(nnx.Module):
                 x = _by_row(x)
                 return layer(index, x, angles, attend, carry, live, numerics)
 
-        through = self._scan if self.scanned else self._unroll
-        x, carry, routings = through(run, x, carry)
+        if not self.scanned:
+            x, carry, routings = self._unroll(run, x, carry, only)
+        elif only is None:
+            x, carry, routings = self._scan(run, x, carry)
+        else:
+            raise ValueError(f"{only=} must be None where layers are stacked")
         return self.final_norm(x), carry, routings
 
-    def _unroll(self, run: Callable, x: Array, carry: Any) -> Any:
+    def _unroll(
+        self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
+    ) -> Any:
         """Runs layer after layer, all of a kind as calls of one function."""
         routings = []
         for kind in _kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
             one = jax.jit(functools.partial(_run_layer, run, graph))
-            for index in kind:
+            for index in kind if only is None else [i for i in kind if i in only]:
                 _, weights = nnx.split(self.layers[index])
                 (x, carry), routing = one((x, carry), (jnp.int32(index), weights))
                 routings += [] if routing is None else [routing]

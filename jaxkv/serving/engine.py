@@ -26,6 +26,7 @@ from jaxkv import validation
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, step
 from jaxkv.engine import requests as engine_requests
+from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.requests import Requests, drain
 from jaxkv.engine.state import Sequences, init
 from jaxkv.memory import Eviction, Pages, invariants
@@ -53,7 +54,7 @@ def _cancel_and_drain(
 # At module level: all engines of a process share programs where configurations agree.
 _run_steps = jax.jit(
     step.run_steps,
-    static_argnames=("config", "forward", "logits_fn"),
+    static_argnames=("config", "forward", "logits_fn", "speculation"),
     donate_argnames="state",
     compiler_options=devices.COMPILER_OPTIONS,
 )
@@ -102,6 +103,7 @@ class Engine:
         policy: scheduling_interface.Policy | None = None,
         eviction: Eviction | None = None,
         logits_fn: step.LogitsFn | None = None,
+        speculation: Speculation | None = None,
         keep_trace: bool = False,
         host_pages: int | None = None,
     ):
@@ -120,6 +122,8 @@ class Engine:
             `prefix_eviction.LRU()`.
           logits_fn: changes logits before a token is drawn; a plain function, compiled
             once for each function object.
+          speculation: who guesses tokens and who judges them, see `jaxkv.speculation`;
+            `config.max_drafts` says how many. None decodes plainly.
           keep_trace: whether `trace` collects the step infos.
           host_pages: swap space in host memory, in pages, beside the staging buffer of
             `max_swap_pages`; None means as many as the pool has.
@@ -129,7 +133,7 @@ class Engine:
             fit the configuration, the end tokens do not fit `max_stop_tokens`, or
             `host_pages` is below 0.
         """
-        _check_parts(config, pages, forward, policy, eviction, logits_fn)
+        _check_parts(config, pages, forward, policy, eviction, logits_fn, speculation)
         if host_pages is None:
             host_pages = config.num_pages
         host_pages = validation.integer("host_pages", host_pages)
@@ -148,10 +152,16 @@ class Engine:
         self._keep_trace = keep_trace
         self._host = host_swap.HostSpace(host_pages)
         self._asked = False  # by the device, to move swapped pages
-        self._static = {"config": config, "forward": forward, "logits_fn": logits_fn}
+        self._static = {
+            "config": config,
+            "forward": forward,
+            "logits_fn": logits_fn,
+            "speculation": speculation,
+        }
         self._eviction = eviction
         self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
-        self._state = init(config, pages)
+        memory = None if speculation is None else speculation.drafter.init(config)
+        self._state = init(config, pages, memory)
         self._started = time.perf_counter()
         self._ids = itertools.count()
         self._ledger = Ledger(config)
@@ -169,6 +179,9 @@ class Engine:
         *,
         dtype: str = "float32",
         scan_layers: bool = False,
+        speculate: str | None = None,
+        draft_folder: Any = None,
+        draft_layers: int | None = None,
         **fields: Any,
     ) -> "Engine":
         """Serves a Hugging Face folder.
@@ -180,6 +193,12 @@ class Engine:
             `transformer.stack_layers`, rather than to unroll them: the same answers,
             compiled sooner where the layers are many, but slower on a CPU, and on a GPU
             the host takes part in every step.
+          speculate: one of `speculation.methods.METHODS`, with `max_drafts` tokens
+            guessed in a step; the answers are the same, mostly sooner. None guesses
+            nothing.
+          draft_folder: of the smaller model that "draft-model" guesses by.
+          draft_layers: how many of the model's layers "early-exit" guesses by; None
+            means half of them.
           **fields: of `EngineConfig`; `policy`, `eviction`, `logits_fn`, `keep_trace`
             and `host_pages` go to the engine.
 
@@ -187,25 +206,41 @@ class Engine:
           ValueError: the folder or a field is not usable; the message says why.
         """
         # Flax and tokenizers load only here.
-        from jaxkv.models import checkpoints, paged, transformer
+        from jaxkv.models import checkpoints, transformer
+        from jaxkv.speculation import methods
 
         scan_layers = validation.boolean("scan_layers", scan_layers)
         own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
         rest = {name: fields.pop(name) for name in own if name in fields}
+        if speculate is not None:
+            fields = {"max_drafts": methods.MAX_DRAFTS} | fields
         config = EngineConfig(**fields)
         loaded = checkpoints.load_model(folder, dtype=dtype)
-        make = functools.partial(paged.make_pages, loaded.config, config, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said once, when they are made
-            _check_room(jax.eval_shape(make), config)
+        draft = None
+        if draft_folder is not None:
+            small = checkpoints.load_model(draft_folder, dtype=dtype)
+            draft = methods.Model(small.config, small.params)
         params = loaded.params
         if scan_layers:
             params = transformer.stack_layers(loaded.config, params)
+        serve = functools.partial(
+            methods.serve,
+            *(methods.Model(loaded.config, params), config),
+            dtype=dtype,
+            method=speculate,
+            draft=draft,
+            num_layers=draft_layers,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said once, when they are made
+            _check_room(jax.eval_shape(lambda: serve().pages), config)
+        served = serve()
         return cls(
-            params,
-            paged.PagedForward(loaded.config, config.numerics),
-            make(),
+            served.params,
+            served.forward,
+            served.pages,
             config,
+            speculation=served.speculation,
             tokenizer=loaded.tokenizer,
             eos_ids=loaded.eos_ids,
             vocab_size=loaded.config.vocab_size,
@@ -512,6 +547,7 @@ def _check_parts(
     policy: object,
     eviction: object,
     logits_fn: object,
+    speculation: object,
 ) -> None:
     """Refuses parts of an engine that are something else."""
     for name, value, kinds in (
@@ -521,12 +557,18 @@ def _check_parts(
         ("policy", policy, (scheduling_interface.Policy, type(None))),
         ("eviction", eviction, (Eviction, type(None))),
         ("logits_fn", logits_fn, (Callable, type(None))),
+        ("speculation", speculation, (Speculation, type(None))),
     ):
         # A class has the methods of its objects, and is none of them.
         if not isinstance(value, kinds) or isinstance(value, type):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             wanted = wanted.replace("NoneType", "None")
             raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
+    assert isinstance(config, EngineConfig)
+    if (speculation is None) != (config.max_drafts == 0):
+        raise ValueError(
+            f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
+        )
 
 
 def _check_room(pages: Pages, config: EngineConfig) -> None:

@@ -1,6 +1,35 @@
-"""Speculative decoding: who guesses tokens, and who says which of them stand."""
+"""Speculative decoding: who guesses tokens, and who says which of them stand.
 
+Drafters guess (`NGram`, `Jacobi`, `DraftModel`), verifiers judge (`Coupled`,
+`Rejection`, `Typical`); the engine feeds, rolls back and counts. What the two are asked
+stands in `engine.drafting`.
+"""
+
+from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
+from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_speculative
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.ngram import NGram
+from jaxkv.speculation.verifiers import Coupled, Rejection, Typical
 
-__all__ = ["Jacobi", "NGram"]
+__all__ = [
+    "Beside",
+    "Both",
+    "Coupled",
+    "DraftModel",
+    "Drafter",
+    "Drafts",
+    "Jacobi",
+    "NGram",
+    "Rejection",
+    "Ruling",
+    "Speculation",
+    "Typical",
+    "Verifier",
+    "draft_model",
+    "draws",
+    "jacobi",
+    "methods",
+    "ngram",
+    "self_speculative",
+    "verifiers",
+]

@@ -151,7 +151,8 @@ def _blank_pages(num_pages: int, page_size: int) -> kv_pages.Pages:
     """Pages of not-a-numbers: what is none was written."""
     shape = (1, num_pages, 1, page_size, 1)
     # Two arrays: no buffer can be donated twice.
-    return kv_pages.Pages(*(jnp.full(shape, jnp.nan, "float32") for _ in range(2)))
+    k, v = (jnp.full(shape, jnp.nan, "float32") for _ in range(2))
+    return kv_pages.Pages(k, v)
 
 
 def _look(state: EngineState, before: np.ndarray) -> dict[str, np.ndarray]:

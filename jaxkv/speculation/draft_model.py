@@ -1,0 +1,180 @@
+"""Drafts of a model: a smaller one that runs beside, or some of the target's layers.
+
+The drafter feeds the last known token, draws one, feeds that, and so on, one row a slot
+at a time. A model of its own has K and V of its own on the same pages
+(`kv_pages.Pages.beside`), and reads whatever the target reads: wherever there are keys
+of the target there are its own, through sharing, prefix cache, swap and preemption.
+Layers of the target write to the target's pages, at places that verifying overwrites.
+
+Source: Leviathan et al. 2023, arXiv:2211.17192, section 2 (a smaller model); Zhang et
+al. 2024, arXiv:2309.08168 (skipped layers); Elhoushi et al. 2024, arXiv:2404.16710
+(early exit).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv import arrays, validation
+from jaxkv.engine.drafting import Drafts, Verified
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import Pages, kv_pages
+from jaxkv.models import Forward, ForwardResult
+from jaxkv.models.paged import PagedForward
+from jaxkv.sampling import sampler
+from jaxkv.speculation import draws
+
+
+class Both(NamedTuple):
+    """Parameters of a target, and of the model that drafts for it."""
+
+    target: Any
+    draft: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Feeds every row to a draft model, too: a `Forward` of `Both` parameters."""
+
+    target: Forward
+    draft: Forward
+
+    def __call__(
+        self, params: Both, pages: Pages, rows: kv_pages.Rows
+    ) -> ForwardResult:
+        """Feeds the rows to both; logits are the target's."""
+        assert pages.beside is not None
+        result = self.target(params.target, pages._replace(beside=None), rows)
+        own = self.draft(params.draft, pages.beside, rows).pages
+        return result._replace(pages=result.pages._replace(beside=own))
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Drafts what a model draws, one token after the other."""
+
+    forward: Forward
+    """The model that drafts."""
+    beside: bool = False
+    """Whether it has parameters and pages of its own, as `Beside` has them; else it
+    takes the target's."""
+    couples: bool = True
+    """Whether it draws by the noise that the target draws by, for `Coupled`; else by
+    noise of its own, and tells the law, for `Rejection`."""
+
+    def init(self, config: EngineConfig) -> tuple[()]:
+        """Remembers nothing but K and V, which are pages."""
+        return ()
+
+    def wishes(
+        self, memory: Any, state: EngineState, config: EngineConfig
+    ) -> Int32[Array, " slots"]:
+        """As many as there may be."""
+        return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
+
+    def propose(
+        self,
+        params: Any,
+        memory: Any,
+        state: EngineState,
+        granted: Int32[Array, " slots"],
+        config: EngineConfig,
+    ) -> tuple[Any, Pages, Drafts]:
+        """Feeds and draws in turns, as often as the most that is granted."""
+        own = state.pages.beside if self.beside else state.pages
+        weights = params.draft if self.beside else params
+        assert own is not None
+        row, slot = jnp.maximum(state.slots.sequence, 0), _count(granted.shape[0])
+        known, tokens = state.sequences.num_tokens[row], state.sequences.tokens[row]
+
+        def one(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
+            tokens, law, own = carry
+            drafts = index < granted
+            place = jnp.where(drafts, known - 1 + index, -1)
+            result = self.forward(weights, own, _rows(state, tokens, place))
+            drawn, its = self._draw(
+                *(state, row, tokens, known + index, drafts, result.logits)
+            )
+            at = (slot, jnp.where(drafts, place + 1, -1))
+            if law is not None:
+                law = lax.dynamic_update_index_in_dim(law, its, index, axis=1)
+            return arrays.put(tokens, at, drawn), law, result.pages
+
+        law = None
+        if not self.couples:
+            rows = _rows(state, tokens, known)
+            shape = jax.eval_shape(self.forward, weights, own, rows).logits
+            sizes = shape.shape[0], config.emit_width, shape.shape[1]
+            law = jnp.zeros(sizes, jnp.promote_types(shape.dtype, jnp.float32))
+        carry = lax.fori_loop(0, jnp.max(granted), one, (tokens, law, own))
+        tokens, law, own = carry
+        places = known[:, None] + _count(config.max_drafts)[None, :]
+        found = arrays.take(tokens, (slot[:, None], places), fill=0)
+        pages = state.pages._replace(beside=own) if self.beside else own
+        return memory, pages, Drafts(granted, found, law)
+
+    def _draw(
+        self,
+        state: EngineState,
+        row: Int32[Array, " slots"],
+        tokens: Int32[Array, "slots max_length"],
+        known: Int32[Array, " slots"],
+        drafts: Bool[Array, " slots"],
+        logits: Float[Array, "slots vocab"],
+    ) -> tuple[Int32[Array, " slots"], Float[Array, "slots vocab"] | None]:
+        """Draws a token behind the first `known` ones; and the law that it is of."""
+        s = state.sequences
+        params = jax.tree.map(lambda x: x[row], s.params)
+        warm = jnp.where(drafts, params.temperature, 0.0)
+        params = params._replace(temperature=warm)
+        logits = sampler.penalise(logits, tokens, s.prompt_length[row], known, params)
+        if self.couples:
+            unscored = jnp.zeros_like(drafts)
+            return sampler.sample(logits, params, known, scored=unscored).token, None
+        drawn, law = draws.draw(logits, params, known)
+        return jnp.maximum(drawn[:, 0], 0), law
+
+    def learn(self, memory: Any, state: EngineState, verified: Verified) -> Any:
+        """Learns nothing that the tokens do not say."""
+        return memory
+
+
+def _count(num: int) -> Int32[Array, " {num}"]:
+    return jnp.arange(num, dtype=jnp.int32)
+
+
+def _rows(
+    state: EngineState,
+    tokens: Int32[Array, "slots max_length"],
+    place: Int32[Array, " slots"],
+) -> kv_pages.Rows:
+    """One row a slot, whose logits are wanted; none where the place is -1."""
+    slot = _count(place.shape[0])
+    return kv_pages.Rows(
+        token=arrays.take(tokens, (slot, place), fill=0),
+        position=place,
+        slot=None,
+        page_ids=state.table.page_ids,
+        logit_rows=jnp.where(place >= 0, slot, -1),
+    )
+
+
+def self_speculative(forward: PagedForward, layers: Sequence[int]) -> DraftModel:
+    """A drafter that runs some layers of the target, in order.
+
+    Args:
+      forward: the target.
+      layers: those that are run; the first few of them are an early exit.
+
+    Raises:
+      ValueError: there is none, one is not the target's, or they are not in order.
+    """
+    layers = tuple(validation.integer("layer", layer) for layer in layers)
+    if not layers or list(layers) != sorted(set(layers)):
+        raise ValueError(f"{layers=} must be one layer at least, each once, in order")
+    return DraftModel(dataclasses.replace(forward, layers=layers))

@@ -1,0 +1,111 @@
+"""Ways to speculate by name: what a method makes of a model that is to be served."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, get_args
+
+from jaxkv import validation
+from jaxkv.engine.drafting import Speculation
+from jaxkv.memory import Pages
+from jaxkv.models import Forward, ModelConfig, Params, paged, transformer
+from jaxkv.speculation import draft_model
+from jaxkv.speculation.jacobi import Jacobi
+from jaxkv.speculation.ngram import NGram
+from jaxkv.speculation.verifiers import Coupled
+
+type Method = Literal["ngram", "jacobi", "early-exit", "draft-model"]
+
+METHODS: tuple[str, ...] = get_args(Method.__value__)
+"""Prompt lookup; Jacobi decoding; the first layers of the model; a smaller model."""
+
+MAX_DRAFTS = 4
+"""Drafts of a sequence in a step where nobody says how many."""
+
+
+class Model(NamedTuple):
+    """A model, as its checkpoint has it."""
+
+    config: ModelConfig
+    params: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What an engine needs to serve a model."""
+
+    forward: Forward
+    params: Any
+    pages: Pages
+    speculation: Speculation | None = None
+
+
+def serve(
+    model: Model,
+    bounds: Any,
+    *,
+    dtype: str,
+    method: str | None = None,
+    draft: Model | None = None,
+    num_layers: int | None = None,
+) -> Served:
+    """Makes what serves a model, and speculates by a method.
+
+    Every method keeps all tokens, drawn ones too (`Coupled`).
+
+    Args:
+      model: the target.
+      bounds: the engine's, with `max_drafts` above 0 where there is a method.
+      dtype: of the pages.
+      method: one of `METHODS`; None decodes plainly.
+      draft: the model that drafts, for "draft-model" alone.
+      num_layers: layers that "early-exit" runs; None means half of them.
+
+    Raises:
+      ValueError: the method is none, or something is missing, or does not fit.
+    """
+    if method is not None:
+        validation.choice("speculate", method, METHODS)
+    if (draft is not None) != (method == "draft-model"):
+        raise ValueError(
+            "a draft model goes with the method 'draft-model', and only it"
+        )
+    if num_layers is not None and method != "early-exit":
+        raise ValueError(f"{num_layers=} goes with the method 'early-exit' alone")
+    forward = paged.PagedForward(model.config, bounds.numerics)
+    pages = paged.make_pages(model.config, bounds, dtype=dtype)
+    served = Served(forward, model.params, pages)
+    if method is None:
+        return served
+    if draft is not None:
+        return _beside(served, model, draft, bounds, dtype)
+    if method == "early-exit":
+        if transformer.is_stacked(model.params):
+            raise ValueError("'early-exit' needs layers that are not stacked")
+        half = max(1, model.config.num_layers // 2)
+        num = half if num_layers is None else num_layers
+        high = model.config.num_layers
+        if not 1 <= num <= high:
+            raise ValueError(f"{num_layers=} must be in [1, {high}]")
+        drafter = draft_model.self_speculative(forward, range(num))
+    else:
+        drafter = NGram() if method == "ngram" else Jacobi()
+    return dataclasses.replace(served, speculation=Speculation(drafter, Coupled()))
+
+
+def _beside(
+    served: Served, model: Model, draft: Model, bounds: Any, dtype: str
+) -> Served:
+    """Has another model draft."""
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"the draft model's {draft.config.vocab_size=} must be the served model's "
+            f"{model.config.vocab_size}"
+        )
+    own = paged.PagedForward(draft.config, bounds.numerics)
+    beside = paged.make_pages(draft.config, bounds, dtype=dtype)
+    drafter = draft_model.DraftModel(own, beside=True)
+    return Served(
+        draft_model.Beside(served.forward, own),
+        draft_model.Both(served.params, draft.params),
+        served.pages._replace(beside=beside),
+        Speculation(drafter, Coupled()),
+    )
