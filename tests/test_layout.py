@@ -28,7 +28,8 @@ FLOORS = {
         "sampling scheduling",
         "models workloads",
         "decoding engine",
-        "simulation serving",
+        "simulation speculation",
+        "serving",
     ),
     "scaling": (
         "locking shapes laws corpora",

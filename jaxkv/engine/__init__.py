@@ -13,6 +13,7 @@ __all__ = [
     "Requests",
     "StepInfo",
     "cancel",
+    "drafting",
     "drain",
     "init",
     "requests",

@@ -6,6 +6,7 @@ __all__ = [
     "Params",
     "Sampling",
     "beam_search",
+    "fixed_point",
     "greedy_params",
     "params_of",
     "random_keys",

@@ -67,3 +67,21 @@ def number(mass: Mass, bits: int, dtype: Any) -> Array:
     digits = (m.astype(dtype) * 2.0 ** (-bits * (i + 1)) for i, m in enumerate(mass))
     first, second, third = digits
     return first + (second + third)
+
+
+def sums(values: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    """Adds up each row of numbers in [0, 1]."""
+    bits = digit_bits(values.shape[1])
+    return number(total(digits_of(values, bits), bits), bits, values.dtype)
+
+
+def normalised(weights: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+    """Makes laws of weights: each row, of finite numbers >= 0, over its sum.
+
+    A row without any mass stays as it is.
+    """
+    top = jnp.max(weights, axis=1, keepdims=True)
+    # Of the largest first, so that the digits hold what there is of a faint row.
+    weights = weights / jnp.where(top > 0, top, jnp.ones_like(top))
+    mass = sums(weights)[:, None]
+    return weights / jnp.where(mass > 0, mass, jnp.ones_like(mass))

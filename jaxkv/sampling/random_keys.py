@@ -92,12 +92,54 @@ def gumbel(
     Returns:
       Finite noise, at most 22.9.
     """
+    return -jnp.log(exponential(key, ids, dtype))
+
+
+def exponential(
+    key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows tokens"], dtype: Any
+) -> Float[Array, "rows tokens"]:
+    """Draws standard exponential noise, that of which `gumbel` is minus the logarithm.
+
+    The id with the largest probability over noise is the one with the largest
+    logarithm of it plus Gumbel noise. Arguments as in `gumbel`.
+
+    Returns:
+      Noise in [1.1e-10, 16.7].
+    """
+    # Rounded to 1, a token would get -inf and might lose a race it runs alone.
+    return -jnp.log1p(-_below_one((_bits(key, ids).astype(dtype) + 0.5) * 2.0**-32))
+
+
+def uniform(
+    key: UInt32[Array, "rows 2"],
+    ids: Int32[Array, "#rows n"],
+    dtype: Any = jnp.float32,
+) -> Float[Array, "rows n"]:
+    """Draws numbers in [0, 1), functions of (key, id) alone.
+
+    They count up from zero as those behind `gumbel` do: below 1.0 is every one of
+    them, below 0.0 none, and below a small chance as many as there should be.
+
+    Args:
+      key: the key of each row's draw.
+      ids: what tells the draws of a row apart, such as the rank of a child.
+      dtype: of the numbers.
+    """
+    return _below_one(_bits(key, ids).astype(dtype) * 2.0**-32)
+
+
+def _bits(
+    key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows n"]
+) -> UInt32[Array, "rows n"]:
+    """The 32 bits that `jax.random.bits` gives at index `id`."""
     counter = ids.astype(jnp.uint32)
     words = _threefry(key[:, :1], key[:, 1:], jnp.zeros_like(counter), counter)
-    uniform = ((words[0] ^ words[1]).astype(dtype) + 0.5) * 2.0**-32
-    # Rounded to 1, a token would get -inf and might lose a race it runs alone.
-    uniform = jnp.minimum(uniform, 1 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-uniform))
+    return words[0] ^ words[1]
+
+
+def _below_one(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
+    """Numbers at most 1, those that were rounded up to it just below."""
+    return jnp.minimum(numbers, 1 - 2.0**-24)
 
 
 def _threefry(key0: Any, key1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:

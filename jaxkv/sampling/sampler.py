@@ -157,6 +157,40 @@ def keep(
     return mask & (logits > -jnp.inf) & ~invalid[:, None]
 
 
+def probabilities(
+    logits: Float[Array, "rows vocab"],
+    params: Params,
+    *,
+    max_candidates: int = MAX_CANDIDATES,
+) -> Float[Array, "rows vocab"]:
+    """The law under which `sample` draws each row.
+
+    Arguments as in `keep`. A batch of greedy rows skips cut-offs and exponentials.
+
+    Returns:
+      Probabilities, at least float32, exactly 0 where a token is not kept: a greedy row
+      is certain of one. A row with a NaN, or nothing but -inf, has zeros alone.
+
+    Raises:
+      ValueError: `max_candidates` is below 1.
+    """
+    logits = top_k.wide(logits)
+    top, greedy, invalid = top_k.peak(logits)
+
+    def certain() -> Array:
+        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+        sure = (ids == greedy[:, None]) & ~invalid[:, None]
+        return sure.astype(logits.dtype)
+
+    def law() -> Array:
+        kept = keep(logits, params, max_candidates=max_candidates)
+        weights = jnp.exp(truncation.scaled(logits, top, params))
+        return fixed_point.normalised(jnp.where(kept, weights, 0))
+
+    with jax.named_scope("law"):
+        return lax.cond(jnp.any(params.temperature > 0), law, certain)
+
+
 def sample(
     logits: Float[Array, "rows vocab"],
     params: Params,

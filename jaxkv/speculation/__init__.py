@@ -7,6 +7,7 @@ stands in `engine.drafting`.
 
 from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
 from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_speculative
+from jaxkv.speculation.draws import draw
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled, Rejection, Typical
@@ -26,6 +27,7 @@ __all__ = [
     "Typical",
     "Verifier",
     "draft_model",
+    "draw",
     "draws",
     "jacobi",
     "methods",

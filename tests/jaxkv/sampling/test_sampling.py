@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,17 +13,15 @@ import pytest
 
 from jaxkv import sampling
 from jaxkv.sampling import Params, Sampling, greedy_params, random_keys, sampler
+from tests.support.sampled_laws import (
+    chi_square,
+    kept_slowly,
+    law_slowly,
+    params_of,
+    penalised_slowly,
+)
 
 INF = np.inf
-
-
-def params_of(requests: list[Sampling], engine_seed: int = 7, **changes: Any) -> Params:
-    keys = [
-        random_keys.request_key(request.seed, engine_seed, request_id)
-        for request_id, request in enumerate(requests)
-    ]
-    params = sampling.params_of(requests, keys, [0] * len(requests))
-    return jax.tree.map(jnp.asarray, params._replace(**changes))
 
 
 @functools.cache
@@ -147,27 +144,26 @@ def test_noise_is_a_function_of_key_and_token_id() -> None:
     np.testing.assert_allclose(noise.var(), 1.6449, atol=0.1)
 
 
+def test_chances_are_kept_always_never_and_in_between() -> None:
+    keys = jnp.array([[1, 2], [3, 4]], jnp.uint32)
+    ids = jnp.arange(50_000, dtype=jnp.int32)[None, :]
+    uniform = jax.jit(random_keys.uniform)(keys, ids)
+    assert uniform.dtype == jnp.float32
+    assert ((uniform >= 0) & (uniform < 1)).all()
+    for chance in (0.001, 0.3, 0.9):
+        share = np.mean(uniform < chance)
+        np.testing.assert_allclose(share, chance, atol=0.005 * chance**0.5)
+    # The counters of the other noise, and the largest of them are not rounded to 1.
+    key = jax.random.wrap_key_data(keys[1], impl="threefry2x32")
+    bits = np.asarray(jax.random.bits(key, (50_000,)), np.float64)
+    np.testing.assert_allclose(uniform[1], bits / 2**32, rtol=1e-6)
+    most = jnp.array([[2**32 - 1, 2**32 - 128, 2**32 - 129, 0]], jnp.uint32)
+    below = random_keys._below_one(most.astype(jnp.float32) * 2.0**-32)
+    assert (below < 1).tolist() == [[True] * 4]
+    assert below[0, 3] == 0
+
+
 # Penalties
-
-
-def penalised_slowly(
-    logits: np.ndarray,
-    tokens: np.ndarray,
-    prompt_length: int,
-    num_tokens: int,
-    request: Sampling,
-) -> np.ndarray:
-    result = logits.astype(np.float64)
-    for token in range(len(logits)):
-        seen = list(tokens[:num_tokens]).count(token)
-        said = list(tokens[prompt_length:num_tokens]).count(token)
-        if seen and result[token] > 0:
-            result[token] /= request.repetition_penalty
-        elif seen:
-            result[token] *= request.repetition_penalty
-        result[token] -= request.frequency_penalty * said
-        result[token] -= request.presence_penalty * (said > 0)
-    return result
 
 
 def test_penalties_equal_plain_python() -> None:
@@ -199,36 +195,6 @@ def test_penalties_equal_plain_python() -> None:
 
 
 # Cut-offs
-
-
-def kept_slowly(logits: np.ndarray, request: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """The mask by a full sort in float64, and how far each token is from the edge."""
-    vocab, mask = len(logits), np.zeros(len(logits), bool)
-    sure = np.full(vocab, INF)
-    if np.isnan(logits).any() or logits.max() == -INF:
-        return mask, sure
-    ranks = np.lexsort((np.arange(vocab), -logits))
-    if request.temperature == 0:
-        mask[ranks[0]] = True
-        return mask, sure
-    top = logits.max()
-    with np.errstate(invalid="ignore"):
-        scaled = (logits.astype(np.float64) - top) / np.float32(request.temperature)
-    scaled[logits == top] = 0
-    mask[ranks[: request.top_k or vocab]] = True
-    if request.top_p < 1:
-        weights = np.where(mask, np.exp(scaled), 0)[ranks]
-        before = np.cumsum(weights) - weights
-        share = np.float32(request.top_p) * weights.sum()
-        mask[ranks] &= (before < share) | (np.arange(vocab) == 0)
-        sure[ranks] = np.abs(before - share) / weights.sum()
-    if request.min_p > 0:
-        edge = math.log(np.float32(request.min_p))
-        mask &= scaled >= edge
-        # Two infinities have no distance.
-        distance = np.abs(np.where(np.isfinite(scaled), scaled, -1e9) - edge)
-        sure = np.minimum(sure, distance)
-    return mask & (logits > -INF), sure
 
 
 CUTS = [
@@ -293,18 +259,55 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
     assert excused <= 0.05 * len(cases)
 
 
+# Laws
+
+
+@pytest.mark.thorough
+def test_the_law_equals_numpy() -> None:
+    vocab = 300
+    cases = [(row, cut) for row in hard_rows(vocab, 1) for cut in CUTS[::2]]
+    logits = np.stack([row for row, _ in cases]).astype(np.float32)
+    params = params_of([cut for _, cut in cases])
+    found = np.asarray(jitted("probabilities")(jnp.asarray(logits), params))
+    kept = np.asarray(jitted("keep")(jnp.asarray(logits), params))
+    for place, (_, cut) in enumerate(cases):
+        row, law, mask = np.asarray(logits[place]), found[place], kept[place]
+        assert not law[~mask].any()
+        assert mask.any() or not law.any()
+        if cut.temperature == 0:
+            np.testing.assert_array_equal(law, mask)
+        elif np.isfinite(row).all() and (mask == kept_slowly(row, cut)[0]).all():
+            exact = law_slowly(row, cut)
+            np.testing.assert_allclose(law, exact, rtol=3e-5, atol=1e-9)
+        if mask.any():
+            np.testing.assert_allclose(law.sum(dtype=np.float64), 1, rtol=2e-6)
+
+
+@pytest.mark.thorough
+def test_draws_follow_the_law_as_it_is_computed() -> None:
+    draws, vocab = 20_000, 16
+    logits = np.random.default_rng(2).normal(size=vocab).astype(np.float32) * 1.5
+    request = Sampling(temperature=1.5, top_k=12, top_p=0.95, min_p=0.02)
+    params = rows_of(params_of([request]), [0] * draws)
+    law = np.asarray(jitted("probabilities")(logits[None], rows_of(params, [0]))[0])
+    assert 0 < (law > 0).sum() < vocab
+    batch = jnp.broadcast_to(logits, (draws, vocab))
+    drawn = jitted("sample")(batch, params, jnp.arange(draws, dtype=jnp.int32))
+    observed = np.bincount(drawn.token, minlength=vocab)
+    assert chi_square(observed, law) > 1e-3
+    assert np.abs(observed / draws - law).sum() / 2 < 0.02
+
+
+@pytest.mark.thorough
+def test_a_law_does_not_depend_on_its_batch() -> None:
+    logits, params, *_ = company()
+    together = jitted("probabilities")(logits, params)
+    for rows in (*([row] for row in range(8)), [1, 7], [3, 1, 0, 6, 2]):
+        own = jitted("probabilities")(*rows_of((logits, params), rows))
+        np.testing.assert_array_equal(own, together[np.array(rows)])
+
+
 # Draws
-
-
-def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
-    """The probability of a fit at least as bad."""
-    assert not observed[law == 0].any()
-    expected = observed.sum() * law[law > 0]
-    statistic = ((observed[law > 0] - expected) ** 2 / expected).sum()
-    freedom = len(expected) - 1
-    if freedom == 0:
-        return 1.0
-    return float(jax.scipy.special.gammaincc(freedom / 2, statistic / 2))
 
 
 LAWS = [
@@ -334,6 +337,8 @@ def test_draws_follow_the_enumerated_law() -> None:
         mask, _ = kept_slowly(logits, request)
         weights = np.where(mask, np.exp(logits / np.float32(request.temperature)), 0)
         law = weights / weights.sum()
+        ours = jitted("probabilities")(batch[:1], rows_of(params, [0]))[0]
+        np.testing.assert_allclose(ours, law, rtol=1e-5, atol=1e-9)
         observed = np.bincount(drawn.token, minlength=vocab)
         assert chi_square(observed, law) > 1e-3, request
         assert np.abs(observed / draws - law).sum() / 2 < 0.04, request
