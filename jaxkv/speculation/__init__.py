@@ -10,7 +10,7 @@ from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_specula
 from jaxkv.speculation.draws import draw
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.ngram import NGram
-from jaxkv.speculation.verifiers import Coupled, Rejection, Typical
+from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
 
 __all__ = [
     "Beside",
@@ -24,6 +24,7 @@ __all__ = [
     "Rejection",
     "Ruling",
     "Speculation",
+    "Synthetic",
     "Typical",
     "Verifier",
     "draft_model",

@@ -5,6 +5,7 @@
   Rejection  a draft is accepted as often as the model's law allows, and what follows
              makes up for the rest. Keeps the law
   Typical    a draft is accepted if it is not too unlikely. Keeps neither
+  Synthetic  a draft is accepted as often as is said. For measuring
 
 A greedy row takes its largest logit under each of them. As in `sampler`, a row's ruling
 depends on that row alone, and a batch of greedy rows skips what only others need.
@@ -253,6 +254,48 @@ class Typical:
         wanted = arrays.take(target, (row, children), fill=0)
         passes = (wanted > 0) & (_log(wanted) > bound[:, None])
         return passes.astype(target.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthetic:
+    """Accepts any draft with a given probability: to measure what acceptance is worth.
+
+    The token that follows is drawn as in plain decoding; what comes out is no answer.
+    """
+
+    acceptance: float
+    """In [0, 1], of each draft by itself."""
+
+    def __post_init__(self) -> None:
+        """Checks the field.
+
+        Raises:
+          ValueError: it is out of its range; the message shows it.
+        """
+        value = validation.number(
+            "self.acceptance", self.acceptance, low=0.0, high=1.0, hint="in [0, 1]"
+        )
+        object.__setattr__(self, "acceptance", value)
+
+    @property
+    def is_lossless(self) -> bool:
+        """False."""
+        return False
+
+    def __call__(
+        self,
+        logits: Float[Array, "rows vocab"],
+        children: Int32[Array, "rows width"],
+        law: Float[Array, "rows vocab"] | None,
+        params: Params,
+        positions: Int32[Array, " rows"],
+        raw: Float[Array, "rows vocab"],
+    ) -> Ruling:
+        """Judges the children of every row, without a look at them."""
+        nobody = jnp.zeros(positions.shape, bool)
+        drawn = sampler.sample(logits, params, positions, raw=raw, scored=nobody)
+        accept = jnp.where(children >= 0, self.acceptance, 0.0).astype(jnp.float32)
+        return _ruling(accept, drawn.token, drawn.invalid)
 
 
 def _log(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:

@@ -31,7 +31,7 @@ from jaxkv.engine.state import (
 )
 from jaxkv.engine.step import StepInfo
 from jaxkv.memory import Eviction, prefix_cache
-from jaxkv.models import checkpoints, paged, transformer
+from jaxkv.models import Forward, checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import Sampling, sampler
 from jaxkv.scheduling import fcfs, interface
@@ -275,6 +275,7 @@ def serve(
     logits_fn: engine_step.LogitsFn | None = None,
     eviction: Eviction | None = None,
     speculation: Speculation | None = None,
+    forward: Forward | None = None,
 ) -> Run:
     """Runs requests to their end, handing them over as there is room.
 
@@ -293,6 +294,7 @@ def serve(
       logits_fn: changes logits before a token is drawn.
       eviction: which pages leave the prefix cache first; None means `eviction.LRU()`.
       speculation: who guesses tokens, and who judges them.
+      forward: feeds the model, if it is not fed alone.
     """
     waiting, infos = list(asks), []
     # Left out where there is none, so that the program is that of all other tests.
@@ -304,7 +306,8 @@ def serve(
     dtype = jax.tree.leaves(weights)[0].dtype
     state = start(config, model, dtype, speculation) if state is None else state
     policy = fcfs.fcfs() if policy is None else policy
-    forward = paged.PagedForward(model, config.numerics)
+    if forward is None:
+        forward = paged.PagedForward(model, config.numerics)
     for call in range(max_calls):
         if len(outcomes) == num:
             break

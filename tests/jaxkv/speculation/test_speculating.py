@@ -1,0 +1,210 @@
+"""Speculation in the engine: the same tokens as without, and nothing left behind."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.engine.drafting import Drafter, Speculation
+from jaxkv.engine.state import EngineConfig, init
+from jaxkv.models import paged
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import (
+    Beside,
+    Both,
+    Coupled,
+    DraftModel,
+    Jacobi,
+    NGram,
+    Rejection,
+    Synthetic,
+    self_speculative,
+)
+from tests.support import asks as workloads
+from tests.support import engines, searches
+from tests.support.engines import CACHED, MODEL, TIGHT, Ask, Run, greedy
+
+SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
+OF_MODEL = paged.PagedForward(MODEL)
+OF_SMALLER = paged.PagedForward(SMALLER)
+
+DRAFTERS: dict[str, Drafter] = {
+    "n-gram": NGram(1, 3),
+    "jacobi": Jacobi(),
+    "early exit": self_speculative(OF_MODEL, [0]),
+    "all layers": self_speculative(OF_MODEL, [0, 1]),
+    "draft model": DraftModel(OF_SMALLER, beside=True),
+}
+SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24)
+BOUNDS = {"tight": TIGHT, "cached": CACHED, "swapping": SWAPPING}
+ASKS = {
+    "singles": workloads.singles,
+    "groups": workloads.groups,
+    "alike": workloads.alike,
+}
+
+
+def with_drafts(config: EngineConfig, **changes: Any) -> EngineConfig:
+    return dataclasses.replace(config, max_drafts=3, token_budget=40, **changes)
+
+
+@functools.cache
+def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
+    config = with_drafts(BOUNDS[bounds], **changes)
+    more: dict[str, Any] = {}
+    if drafter == "draft model":
+        pages = (paged.make_pages(each, config) for each in (MODEL, SMALLER))
+        full = [jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), x) for x in pages]
+        more = {
+            "state": init(config, full[0]._replace(beside=full[1]), ()),
+            "weights": Both(engines.params(MODEL), engines.params(SMALLER)),
+            "forward": Beside(OF_MODEL, OF_SMALLER),
+        }
+    speculation = Speculation(DRAFTERS[drafter], Coupled())
+    return engines.serve(ASKS[asks](), config, speculation=speculation, **more)
+
+
+def drafted(run: Run) -> tuple[int, int]:
+    """Drafts fed, and how many of them were accepted."""
+    num_drafts = np.asarray(run.info.num_drafts)
+    accepted = np.maximum(run.info.num_emitted - 1, 0)[num_drafts > 0]
+    return int(num_drafts.sum()), int(accepted.sum())
+
+
+def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
+    return pytest.param(*case, marks=speed, id=", ".join(case))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "bounds", "asks"),
+    [
+        marked("n-gram", "cached", "alike", speed=()),
+        marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
+        marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
+        marked("draft model", "cached", "alike", speed=pytest.mark.thorough),
+        marked("early exit", "swapping", "groups"),
+        marked("draft model", "swapping", "groups"),
+        marked("early exit", "cached", "alike"),
+        marked("n-gram", "tight", "singles"),
+        marked("jacobi", "tight", "singles"),
+        marked("jacobi", "cached", "alike"),
+    ],
+)
+def test_tokens_equal_those_of_a_plain_loop(
+    drafter: str, bounds: str, asks: str
+) -> None:
+    """Greedy and drawn ones, under penalties and cut-offs, up to the same ends."""
+    run, requests = served(drafter, bounds, asks), ASKS[asks]()
+    engines.assert_equal_plain(run, requests, TIGHT)
+    num_drafts, num_accepted = drafted(run)
+    assert num_drafts > 50
+    assert num_accepted > 0
+    if drafter == "all layers":  # it draws what the target draws, but for an end
+        assert num_accepted > 0.9 * num_drafts
+    scored = [ask for ask in requests if ask.sampling.logprobs is not None]
+    for ask in scored:
+        got = run.outcomes[ask.request_id]
+        law = engines.logprobs_of(ask, got.tokens)
+        scores = law[np.arange(len(law) - 1), [*ask.prompt, *got.tokens][1:]]
+        answer = scores[len(ask.prompt) - 1 :]
+        np.testing.assert_allclose(got.logprobs, answer, rtol=0, atol=1e-4)
+        best = np.sort(law[len(ask.prompt) - 1 : -1], axis=1)[:, ::-1]
+        best = best[:, : TIGHT.max_logprobs]
+        np.testing.assert_allclose(got.top_logprobs, best, rtol=0, atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "drafter", ["n-gram", pytest.param("jacobi", marks=pytest.mark.slow)]
+)
+def test_no_bit_changes_under_reproducible_numerics(drafter: str) -> None:
+    numerics: Any = {"numerics": "reproducible"}
+    asks = workloads.alike()
+    config = dataclasses.replace(CACHED, token_budget=40, **numerics)
+    plain = engines.serve(asks, config)
+    run = served(drafter, "cached", "alike", **numerics)
+    assert drafted(run)[1] > 20
+    for name, wanted in plain.outcomes.items():
+        got = run.outcomes[name]
+        assert (got.tokens, got.reason) == (wanted.tokens, wanted.reason)
+        np.testing.assert_array_equal(got.logprobs, wanted.logprobs)
+        np.testing.assert_array_equal(got.top_logprobs, wanted.top_logprobs)
+
+
+@pytest.mark.thorough
+def test_beams_go_their_own_way_beside_drafts() -> None:
+    config = with_drafts(searches.TIGHT)
+    speculation = Speculation(NGram(1, 2), Coupled())
+    run = searches.serve("llama", config, 24, speculation=speculation)
+    searches.check("llama", run, 24)
+    plain = searches.serve("llama", searches.TIGHT, 24)
+    assert run.tokens == plain.tokens
+    assert drafted(run)[1] > 0
+
+
+@pytest.mark.thorough
+def test_greedy_tokens_are_kept_by_rejection() -> None:
+    rng = np.random.default_rng(0)
+    asks = [
+        greedy(100 + i, rng.integers(0, 61, 5 + i).tolist(), 20, logprobs=1)
+        for i in range(10)
+    ]
+    drafter = dataclasses.replace(self_speculative(OF_MODEL, [0]), couples=False)
+    run = engines.serve(
+        asks, with_drafts(TIGHT), speculation=Speculation(drafter, Rejection())
+    )
+    engines.assert_equal_plain(run, asks, TIGHT)
+    assert drafted(run)[1] > 10
+
+
+@pytest.mark.thorough
+def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
+    """Each step fixes a token at least; nothing is reserved between two steps."""
+    config = with_drafts(TIGHT, steps_per_call=1)
+    ask = greedy(100, [3, 1, 4, 1, 5], 40)
+    speculation = Speculation(Jacobi(), Coupled())
+    state = engines.start(config, speculation=speculation)
+    requests = engines.requests_of([ask], config)
+    state, _ = engines.submit(state, requests, config=config)
+    num_tokens, num_steps = 0, 0
+    while num_tokens < 40:
+        state, info = engines.run_steps(
+            *(engines.params(), state, jnp.zeros(2, jnp.int32)),
+            config=config,
+            forward=OF_MODEL,
+            policy=engines.FCFS,
+            speculation=speculation,
+        )
+        engines.assert_sound(jax.tree.map(np.asarray, info))
+        num = int(np.asarray(info.num_emitted).sum())
+        assert num >= 1
+        num_tokens, num_steps = num_tokens + num, num_steps + 1
+        assert not np.asarray(state.table.ahead).any()
+        used = int((np.asarray(state.pool.ref) > 0).sum())
+        length = int(np.asarray(state.table.length).sum())
+        assert used == -(-length // config.page_size)
+    assert num_steps < 40
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "acceptance",
+    [0.8, *(pytest.param(a, marks=pytest.mark.slow) for a in (0.0, 0.5, 1.0))],
+)
+def test_tokens_a_step_are_what_theory_says(acceptance: float) -> None:
+    """(1 - a^(g+1)) / (1 - a) with independent acceptance, Leviathan et al., eq. 1."""
+    config = with_drafts(engines.ROOMY, max_logprobs=0, max_logit_rows=0)
+    asks = [
+        Ask(100 + i, [i % 61, 7], Sampling(max_tokens=60, temperature=1.0))
+        for i in range(40)
+    ]
+    speculation = Speculation(Jacobi(), Synthetic(acceptance))
+    info = engines.serve(asks, config, speculation=speculation).info
+    uncut = np.asarray(info.num_drafts) == config.max_drafts
+    powers = sum(acceptance**k for k in range(config.max_drafts + 1))
+    assert uncut.sum() > 400
+    assert info.num_emitted[uncut].mean() == pytest.approx(powers, rel=0.03)
