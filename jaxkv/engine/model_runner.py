@@ -1,8 +1,8 @@
 """The model runner: packs the rows of a step, picks the program, returns logits.
 
 Two programs under fast numerics: one row a slot where every slot feeds at most one
-token, packed rows of the whole token budget otherwise; with speculation a third, packed
-rows for as many drafts as all slots can have. Which one runs is chosen on the device by
+token, packed rows of the whole token budget otherwise; with speculation a third, as
+many rows for each slot as it can verify. Which one runs is chosen on the device by
 loops of zero or one trip, because a `cond` would copy the pages. Under reproducible
 numerics there is one program of exactly `TILE` rows, run as often as the step's rows
 need it.
@@ -138,16 +138,15 @@ def _feed_fast(
         packed = _pack(state, num_rows, None, config)
         return _with_spare(logits, result.logits, packed), after
 
-    def mixed(
-        num_packed: int,
+    def several(
+        lay: Callable[..., _Packed],
         carry: tuple[Logits, EngineState],
         num_rows: Array,
         source: Array,
         *drafts: Array,
     ) -> tuple[Logits, EngineState]:
         _, state = carry
-        num_drafts = drafts[0] if drafts else None
-        rows = _pack(state, num_rows, num_drafts, config, num_packed).rows
+        rows = lay(state, num_rows, drafts[0] if drafts else None, config).rows
         logit_rows = rows.logit_rows.at[:num_slots].set(rows.logit_rows[source])
         result = run(state.pages, rows._replace(logit_rows=logit_rows))
         return result.logits, state._replace(pages=result.pages)
@@ -156,15 +155,15 @@ def _feed_fast(
     carry, given = (blank, state), (num_rows, source, *drafts)
     with jax.named_scope("decode"):
         carry = arrays.when(busy & ~many, decode, carry, *given)
-    if (few := config.max_slots * config.emit_width) < config.token_budget and drafts:
-        fits = jnp.sum(num_rows, dtype=jnp.int32) <= few
-        verify = functools.partial(mixed, few)
+    if drafts:
+        few = jnp.all(num_rows <= config.emit_width)
+        verify = functools.partial(several, _lay_dense)
         with jax.named_scope("verify"):
-            carry = arrays.when(many & fits, verify, carry, *given)
-        many &= ~fits
-    whole = functools.partial(mixed, config.token_budget)
+            carry = arrays.when(many & few, verify, carry, *given)
+        many &= ~few
+    mixed = functools.partial(several, _pack)
     with jax.named_scope("mixed"):
-        logits, state = arrays.when(many, whole, carry, *given)
+        logits, state = arrays.when(many, mixed, carry, *given)
     return logits, state.pages
 
 
@@ -221,11 +220,9 @@ def _pack(
     num_rows: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
     config: EngineConfig,
-    num_packed: int | None = None,
 ) -> _Packed:
     """Lays the rows of all slots side by side, those of a slot in order."""
-    if num_packed is None:
-        num_packed = config.token_budget
+    num_packed = config.token_budget
     if config.numerics == "reproducible":
         num_packed = -(-num_packed // TILE) * TILE
     end = jnp.cumsum(num_rows, dtype=jnp.int32)
@@ -236,6 +233,40 @@ def _pack(
     start = arrays.take(state.table.length - (end - num_rows), slot, fill=0)
     position = jnp.where(used, start + row, -1)
     sequence = arrays.take(state.slots.sequence, slot, fill=NOBODY)
+    return _packed(state, position, slot, sequence, end, num_rows, num_drafts, config)
+
+
+@jax.named_scope("pack")
+def _lay_dense(
+    state: EngineState,
+    num_rows: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
+    config: EngineConfig,
+) -> _Packed:
+    """Lays as many rows for every slot as it can verify, whether it has them or not."""
+    each = config.emit_width
+    index = jnp.arange(each, dtype=jnp.int32)[None, :]
+    position = state.table.length[:, None] + index
+    position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)
+    sequence = jnp.repeat(state.slots.sequence, each)
+    end = jnp.arange(config.max_slots, dtype=jnp.int32) * each + num_rows
+    return _packed(state, position, None, sequence, end, num_rows, num_drafts, config)
+
+
+def _packed(
+    state: EngineState,
+    position: Int32[Array, " rows"],
+    slot: Int32[Array, " rows"] | None,
+    sequence: Int32[Array, " rows"],
+    end: Int32[Array, " slots"],
+    num_rows: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
+    config: EngineConfig,
+) -> _Packed:
+    """Rows with their tokens, and whose logits go where.
+
+    `end` is the row behind the last one of each slot.
+    """
     last = end - 1 if num_drafts is None else end - 1 - num_drafts
     logit_rows = jnp.where(num_rows > 0, last, -1)
     if config.num_logit_rows > config.max_slots:
@@ -245,7 +276,7 @@ def _pack(
         drafted = _draft_rows(logit_rows[: config.max_slots], num_drafts, config)
         logit_rows = jnp.concatenate([logit_rows, drafted])
     index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
-    target = arrays.put(jnp.full_like(row, -1), logit_rows, index)
+    target = arrays.put(jnp.full_like(position, -1), logit_rows, index)
     rows = kv_pages.Rows(
         token=_tokens(state, sequence, position),
         position=position,

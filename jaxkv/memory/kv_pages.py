@@ -83,7 +83,7 @@ class Rows(NamedTuple):
     position: Int32[Array, " rows"]
     """Position in its sequence, from 0; -1 on a padding row."""
     slot: Int32[Array, " rows"] | None
-    """Slot of its sequence. None where row i is slot i, one row for each slot."""
+    """Slot of its sequence. None where all slots have as many rows, in their order."""
     page_ids: Int32[Array, "slots pages_per_slot"]
     """The page table, which already maps the places that the rows write to."""
     logit_rows: Int32[Array, " logit_rows"]
@@ -164,9 +164,11 @@ def locate(
     slot = rows.slot
     if slot is None:
         num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
-        if num_rows != num_slots:
-            raise ValueError(f"{num_rows=} must be {num_slots=} when slot is None")
-        slot = jnp.arange(num_rows, dtype=jnp.int32)
+        if num_rows % num_slots:
+            raise ValueError(
+                f"{num_rows=} must be a multiple of {num_slots=} when slot is None"
+            )
+        slot = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
     # Position -1 falls into place -1 of its row, which `take` treats as unmapped.
     index = (slot, rows.position // page_size)
     page = arrays.take(rows.page_ids, index, fill=NO_PAGE)

@@ -73,7 +73,8 @@ def paged_attention(
         that none of its pages has is unmapped and must hold no place that any row sees.
       positions: position of each row; -1 for a padding row, which sees nothing.
       slots: slot of each row, the rows of a slot side by side and in ascending order;
-        None where row i is slot i.
+        None where all slots have as many rows, in order: one each to decode, several
+        to verify drafts.
       context: places that every row of the slot sees; needed with `ancestors`.
       ancestors: see above.
       scale: factor on the scores; None means head_dim ** -0.5.
@@ -115,9 +116,10 @@ def paged_attention(
     """
     checks.check_arrays(q, k_pages, v_pages, k_scales, v_scales)
     checks.check_heads(q, sinks=sinks, alibi=alibi)
-    if slots is None and q.shape[0] != page_ids.shape[0]:
+    if slots is None and (not page_ids.shape[0] or q.shape[0] % page_ids.shape[0]):
         raise ValueError(
-            f"{q.shape[0]=} must be {page_ids.shape[0]=} when slots is None"
+            f"{q.shape[0]=} must be a multiple of {page_ids.shape[0]=} when slots is "
+            "None"
         )
     if (context is None) != (ancestors is None):
         raise ValueError("context and ancestors must be given together")
@@ -162,9 +164,9 @@ def paged_attention(
         )
     (rows, q_heads, head_dim), kv_heads = q.shape, k_pages.shape[1]
     by_head = kv_heads, q_heads // kv_heads
-    attend = reference.attend_per_row
+    attend = reference.attend_per_slot
     if numerics == "fast" and slots is None:
-        few = max(1, 4 // max(rows, 1))
+        few = max(1, 4 // max(page_ids.shape[0], 1))
         size = min(reference.MAX_BLOCK, few * reference.BLOCK)
         attend = functools.partial(attend, block_size=size)
     elif numerics == "fast":
@@ -211,10 +213,12 @@ def make_plan(
     chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
     if chosen != "mosaic_gpu":
         return None
-    kv_heads = k_pages.shape[1]
+    kv_heads, num_rows, num_slots = k_pages.shape[1], *positions.shape, len(page_ids)
+    if slots is None and num_rows > num_slots:
+        slots = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
     return dispatch.make_plan(
         *(positions, slots),
-        num_slots=page_ids.shape[0],
+        num_slots=num_slots,
         kv_heads=kv_heads,
         group=q.shape[1] // kv_heads,
         head_dim=q.shape[2],

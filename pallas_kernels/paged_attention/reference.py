@@ -37,7 +37,7 @@ class View(NamedTuple):
     window: int | None = None
 
 
-def attend_per_row(
+def attend_per_slot(
     q: Float[Array, "rows kv_heads group head_dim"],
     memory: Memory,
     view: View,
@@ -47,7 +47,9 @@ def attend_per_row(
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
-    """Gathers every row's own pages: one row a slot, or batch-invariant.
+    """Gathers the pages of each slot for its rows, of which all have as many.
+
+    With slots given, every row gathers pages of its own, which is batch-invariant.
 
     Returns the output and the log-sum-exp.
     """
@@ -56,40 +58,54 @@ def attend_per_row(
         slots = jnp.maximum(view.slots, 0)
         context = None if view.context is None else view.context[slots]
         view = view._replace(page_ids=view.page_ids[slots], context=context)
+    num_slots = view.page_ids.shape[0]
+    each = rows // num_slots
+    if view.context is not None and each > 1:
+        view = view._replace(context=jnp.repeat(view.context, each))
     last, first = _last_seen(view), _first_seen(view)
-    slopes = None if terms.slopes is None else terms.slopes[None, :, :, None]
-    sinks = None if terms.sinks is None else terms.sinks[None]
+    slopes = None if terms.slopes is None else terms.slopes[None, :, None, :, None]
+    sinks = None if terms.sinks is None else terms.sinks[None, :, None, :]
     dtype = page_blocks.type_of_products(q.dtype, memory)
+    queries = q.astype(dtype).reshape(num_slots, each, kv_heads, group, head_dim)
+    queries = queries.swapaxes(1, 2).reshape(num_slots, kv_heads, -1, head_dim)
 
     def block(index: Array, state: Softmax) -> Softmax:
         places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
-        seen = _visible(places, view)
-        read = page_blocks.read(memory, view.page_ids, index, seen, dtype)
-        scales = [_expand(x, (2,)) for x in (read.k_scales, read.v_scales)]
-        products = jnp.einsum(
-            "rhgd,rhtd->rhgt",
-            *(q.astype(dtype), read.k),
-            preferred_element_type=state.top.dtype,
+        seen = _visible(places, view).reshape(num_slots, each, block_size)
+        read = page_blocks.read(
+            memory, view.page_ids, index, jnp.any(seen, axis=1), dtype
         )
-        distance = (places[None, :] - view.positions[:, None])[:, None, None, :]
+        scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
+        products = jnp.einsum(
+            "shqd,shtd->shqt",
+            *(queries, read.k),
+            preferred_element_type=state.top.dtype,
+        ).reshape(*state.top.shape, block_size)
+        distance = places[None, :] - view.positions[:, None]
+        distance = distance.reshape(num_slots, 1, each, 1, block_size)
         scores = online_softmax.score(
             products, terms, slopes=slopes, distance=distance, k_scales=scales[0]
         )
-        weights, state = online_softmax.reweigh(state, scores, seen[:, None, None, :])
+        weights, state = online_softmax.reweigh(
+            state, scores, seen[:, None, :, None, :]
+        )
+        weights = online_softmax.scaled(weights, scales[1]).astype(dtype)
         out = jnp.einsum(
-            "rhgt,rhtd->rhgd",
-            *(online_softmax.scaled(weights, scales[1]).astype(dtype), read.v),
+            "shqt,shtd->shqd",
+            *(weights.reshape(num_slots, kv_heads, -1, block_size), read.v),
             preferred_element_type=state.out.dtype,
         )
-        return state._replace(out=state.out + out)
+        return state._replace(out=state.out + out.reshape(state.out.shape))
 
+    shape = num_slots, kv_heads, each, group
     state = lax.fori_loop(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
         jnp.max(last) // block_size + 1,
         block,
-        online_softmax.start((rows, kv_heads, group), head_dim, q.dtype),
+        online_softmax.start(shape, head_dim, q.dtype),
     )
-    return online_softmax.finish(state, sinks, q.dtype)
+    out, lse = online_softmax.finish(state, sinks, q.dtype)
+    return out.swapaxes(1, 2).reshape(q.shape), lse.swapaxes(1, 2).reshape(q.shape[:3])
 
 
 def attend_per_tile(

@@ -417,7 +417,7 @@ class Walk:
         if staged and self.rng.random() < 0.5:
             group = int(self.rng.choice(staged))
             places = np.flatnonzero(owner == group)
-            pages = [np.asarray(leaf)[:, places] for leaf in staging.pages]
+            pages = [np.asarray(leaf)[:, places] for leaf in staging.pages[:2]]
             self.kept[group] = places, pages
             moves.leaves[group] = True
             oracle.take(group)
@@ -429,7 +429,7 @@ class Walk:
                 return
             del self.kept[group]
             moves.arrives[...], moves.place[places] = group, free
-            for buffer, leaf in zip(moves.pages, pages, strict=True):
+            for buffer, leaf in zip(moves.pages[:2], pages, strict=True):
                 buffer[:, free] = leaf
             oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
         self.do("host", moves)

@@ -200,7 +200,7 @@ def test_misuse_is_told_in_one_line() -> None:
     refused("q_heads=3 must be a multiple of kv_heads=2", q=jnp.zeros((68, 3, 8)))
     refused("window=0 must be at least 1, or None", window=0)
     refused("softcap=0.0 must be above 0, or None", softcap=0.0)
-    refused("must be page_ids.shape.* when slots is None", slots=None)
+    refused("must be a multiple of page_ids.shape.* when slots is None", slots=None)
     together = "context and ancestors must be given together"
     refused(together, context=jnp.zeros(5, jnp.int32))
     refused(together, ancestors=jnp.zeros((68, 2), bool))
