@@ -347,7 +347,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         )
         for name in ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
     },
-    "rows": (located, "num_rows=2 must be num_slots=3"),
+    "rows": (located, "num_rows=2 must be a multiple of num_slots=3"),
     "no pool": (lambda: page_pool.make_pool(0), "num_pages=0 must be at least 1"),
     "order": (lambda: page_pool.make_pool(3, jnp.arange(2)), "must be (3,)"),
     "no row": (lambda: page_table.make_table(1, 0), "max_pages_per_slot=0 must be"),
@@ -372,7 +372,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "logits": (lambda: bounds(max_logit_rows=3), "self.max_logit_rows=3 must be 0 or"),
     "logprobs": (lambda: bounds(max_logprobs=-1), "max_logprobs=-1 must be at least 0"),
-    "emit": (lambda: bounds(emit_width=2), "self.emit_width=2 must be 1"),
+    "drafts": (lambda: bounds(max_drafts=-1), "self.max_drafts=-1 must be at least 0"),
     "seed": (lambda: bounds(seed=-1), "self.seed=-1 must be in"),
     "other pages": (lambda: started(num_pages=5), "must be config.num_pages=5"),
     "other size": (lambda: started(page_size=5), "must be config.page_size=5"),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.engine import step
+from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
@@ -54,17 +55,20 @@ def steps(
     config: EngineConfig = CONFIG,
     dtype: Any = "float32",
     stacked: bool = False,
+    speculation: Speculation | None = None,
 ) -> tuple[Any, Any, Any]:
     """Returns `run_steps`, the shapes of its arguments, and those of its pages."""
     config = dataclasses.replace(config, num_pages=num_pages, numerics=numerics)
     pages = pages_of(model, config, dtype)
     # The pages as an argument: `init` would allocate them.
-    state = jax.eval_shape(functools.partial(init, config), pages)
+    memory = None if speculation is None else speculation.drafter.init(config)
+    state = jax.eval_shape(functools.partial(init, config), pages, memory)
     run = functools.partial(
         step.run_steps,
         config=config,
         forward=paged.PagedForward(model, numerics),
         policy=fcfs.fcfs() if policy is None else policy,
+        speculation=speculation,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
     params = transformer.param_shapes(model, dtype=dtype, stacked=stacked)

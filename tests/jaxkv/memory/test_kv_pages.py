@@ -137,5 +137,7 @@ def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
 
 def test_rows_without_slots_must_be_as_many_for_each() -> None:
     rows = make_rows(ints(0, 1), None, jnp.zeros((3, 1), jnp.int32))
-    with pytest.raises(ValueError, match="num_rows=2 must be a multiple of num_slots=3"):
+    with pytest.raises(
+        ValueError, match="num_rows=2 must be a multiple of num_slots=3"
+    ):
         kv_pages.locate(rows, page_size=4)

@@ -1,0 +1,213 @@
+"""Methods by name, behind the facade: the same answers, one program, pages in place."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.engine.drafting import Speculation
+from jaxkv.models import paged
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import Coupled, DraftModel, Jacobi, NGram, methods
+from jaxkv.speculation.ngram import lookup
+from tests.support import engine_programs, engines
+from tests.support.engines import MODEL
+from tests.support.folders import GOLDEN
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+BOUNDS: dict[str, Any] = {
+    "num_pages": 80,
+    "page_size": 4,
+    "max_slots": 8,
+    "max_length": 40,
+    "max_sequences": 32,
+    "token_budget": 64,
+    "steps_per_call": 8,
+    "numerics": "reproducible",
+    "prefix_cache": True,
+}
+FAMILIES = sorted(
+    path.parent.name
+    for path in GOLDEN.glob("*/config.json")
+    if path.parent.name not in ("bfloat16", "tokenized")
+)
+
+
+def answers(folder: str, prompts: Sequence[list[int]], **how: Any) -> list[Any]:
+    engine = jaxkv.Engine.load(GOLDEN / folder, **(BOUNDS | how))
+    greedy = Sampling.greedy(max_tokens=14, logprobs=0)
+    drawn = Sampling(max_tokens=14, logprobs=0, temperature=0.8, top_p=0.9, seed=3)
+    asks = [greedy, greedy, drawn]
+    done = engine.generate(prompts, [asks[i % 3] for i in range(len(prompts))])
+    return [(x.answers[0].tokens, x.answers[0].reason) for x in done]
+
+
+def prompts_of(num: int) -> list[list[int]]:
+    """Some of them begin alike; lengths from 1 to 20."""
+    rng = np.random.default_rng(num)
+    begin = rng.integers(0, 60, 9).tolist()
+    return [
+        begin[: 9 * (i % 2)] + rng.integers(0, 60, 1 + i % 11).tolist()
+        for i in range(num)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_as_without(family: str) -> None:
+    """200 prompts, greedy and drawn, alone and in batches, bit by bit."""
+    prompts = prompts_of(200)
+    wanted = answers(family, prompts)
+    ways: list[dict[str, Any]] = [
+        {"speculate": "ngram"},
+        {"speculate": "jacobi", "max_drafts": 3},
+        {"speculate": "early-exit", "draft_layers": 1},
+        {"speculate": "draft-model", "draft_folder": GOLDEN / family},
+    ]
+    for way in ways:
+        assert answers(family, prompts, **way) == wanted, way
+    alone = {"max_slots": 1, "speculate": "ngram"}
+    assert answers(family, prompts[:40], **alone) == wanted[:40]
+
+
+@pytest.mark.thorough
+def test_methods_answer_as_without() -> None:
+    prompts = prompts_of(24)
+    wanted = answers("llama", prompts)
+    draft = {"speculate": "draft-model", "draft_folder": GOLDEN / "llama"}
+    assert answers("llama", prompts, **draft) == wanted
+
+
+@pytest.mark.thorough
+def test_workloads_of_all_kinds_share_one_program() -> None:
+    config = dataclasses.replace(engines.SERVED, max_drafts=2, debug=False)
+    speculation = Speculation(NGram(1, 2), Coupled())
+    engine = jaxkv.Engine(
+        engines.params(),
+        paged.PagedForward(MODEL),
+        paged.make_pages(MODEL, config),
+        config,
+        speculation=speculation,
+    )
+    run: Any = jaxkv.serving.engine._run_steps
+    engine.generate([[1, 2, 3]])
+    before, rng = run._cache_size(), np.random.default_rng(1)
+    for _ in range(4):
+        asks = engines.random_asks(rng, 8, max_answer=9, scores=True)
+        engine.generate([x.prompt for x in asks], [x.sampling for x in asks])
+    assert run._cache_size() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [NGram(), Jacobi()], ids=["n-gram", "jacobi"])
+def test_pages_stay_in_place(drafter: Any) -> None:
+    config = dataclasses.replace(
+        engine_programs.CONFIG, max_drafts=3, prefix_cache=True
+    )
+    speculation = Speculation(drafter, Coupled())
+    program, pages = engine_programs.compile_steps(
+        engine_programs.LARGE, config=config, speculation=speculation
+    )
+    size = engine_programs.bytes_of(pages)
+    assert engine_programs.temporary_bytes(program) < 0.05 * size
+    assert not engine_programs.copies(program, pages)
+
+
+def found_before(
+    tokens: list[int], shortest: int, longest: int, num: int
+) -> list[int] | None:
+    """The longest and then latest match of the last tokens, in plain Python."""
+    best = (0, -1)
+    for end in range(len(tokens) - 1):
+        length = 0
+        while (
+            length < min(longest, end + 1)
+            and tokens[end - length] == tokens[-1 - length]
+        ):
+            length += 1
+        best = max(best, (length, end))
+    length, end = best
+    if length < shortest:
+        return None
+    period = len(tokens) - 1 - end
+    return [tokens[end + 1 + i % period] for i in range(num)]
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (1, 3), (2, 4)])
+def test_lookup_equals_its_twin(shortest: int, longest: int) -> None:
+    rng = np.random.default_rng(shortest)
+    look = jax.jit(lookup, static_argnames=("shortest", "longest", "num"))
+    hits = 0
+    for _ in range(40):
+        tokens = rng.integers(0, 4, (6, 30)).astype(np.int32)
+        known = rng.integers(0, 31, 6).astype(np.int32)
+        drafts = look(tokens, known, shortest=shortest, longest=longest, num=5)
+        for slot in range(6):
+            told = tokens[slot, : known[slot]].tolist()
+            wanted = found_before(told, shortest, longest, 5) if told else None
+            assert int(drafts.num[slot]) == (0 if wanted is None else 5)
+            if wanted is not None:
+                assert drafts.tokens[slot].tolist() == wanted
+                hits += 1
+    assert hits > 60
+
+
+def loaded(**how: Any) -> jaxkv.Engine:
+    return jaxkv.Engine.load(GOLDEN / "llama", max_length=64, **how)
+
+
+OTHER = dataclasses.replace(MODEL, vocab_size=60)
+
+
+def served(method: str | None, **how: Any) -> methods.Served:
+    config = dataclasses.replace(engines.SERVED, max_drafts=2)
+    model = methods.Model(MODEL, engines.params())
+    return methods.serve(model, config, dtype="float32", method=method, **how)
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: served("eagle"), "speculate='eagle' must be 'ngram', 'jacobi', "),
+        (lambda: served("draft-model"), "a draft model goes with the method"),
+        (
+            lambda: served("draft-model", draft=methods.Model(OTHER, {})),
+            "draft.config.vocab_size=60 must be the served model's 61",
+        ),
+        (
+            lambda: served("early-exit", num_layers=3),
+            "num_layers=3 must be in [1, 2]",
+        ),
+        (lambda: served("ngram", num_layers=1), "num_layers=1 goes with"),
+        (lambda: NGram(0), "shortest=0 must be at least 1"),
+        (lambda: NGram(3, 2), "longest=2 must be at least 3"),
+        (lambda: paged.PagedForward(MODEL, layers=(2,)), "must be in [0, "),
+        (lambda: loaded(max_drafts=2), "config.max_drafts=2 must be 0 without specu"),
+        (
+            lambda: loaded(max_drafts=0, speculate="jacobi"),
+            "config.max_drafts=0 must be 0 without speculation, at least 1 with it",
+        ),
+        (
+            lambda: dataclasses.replace(engines.TIGHT, max_drafts=64),
+            "self.max_drafts=64 must be in [0, self.max_length=64)",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(make: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
+    assert served("jacobi").speculation == Speculation(Jacobi(), Coupled())
+    exits = served("early-exit").speculation
+    assert exits is not None
+    assert isinstance(exits.drafter, DraftModel)
+    assert exits.drafter.forward == paged.PagedForward(MODEL, layers=(0,))
