@@ -77,14 +77,6 @@ def test_every_family_answers_as_without(family: str) -> None:
 
 
 @pytest.mark.thorough
-def test_methods_answer_as_without() -> None:
-    prompts = prompts_of(24)
-    wanted = answers("llama", prompts)
-    draft = {"speculate": "draft-model", "draft_folder": GOLDEN / "llama"}
-    assert answers("llama", prompts, **draft) == wanted
-
-
-@pytest.mark.thorough
 def test_workloads_of_all_kinds_share_one_program() -> None:
     config = dataclasses.replace(engines.SERVED, max_drafts=2, debug=False)
     speculation = Speculation(NGram(1, 2), Coupled())
