@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import kv_pages
+from jaxkv.speculation import Coupled, NGram
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.page_ops import copy_mosaic_gpu
@@ -128,6 +130,25 @@ def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
         assert len(report.kernels) == num_kernels
         assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
         assert not engine_programs.large_copies(report.text, pages)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_an_engine_that_speculates_keeps_its_pages_in_place_on_an_h200() -> None:
+    model = dataclasses.replace(engine_programs.MODEL, head_dim=64)
+    config = dataclasses.replace(engine_programs.CONFIG, max_drafts=3)
+    run, arguments, pages = engine_programs.steps(
+        engine_programs.LARGE,
+        model=model,
+        config=config,
+        dtype="bfloat16",
+        speculation=Speculation(NGram(), Coupled()),
+    )
+    report = deviceless.compile(run, *arguments, donate_argnums=1)
+    assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
+    assert not engine_programs.large_copies(report.text, pages)
+    names = {kernel.name.rpartition("_")[0] for kernel in report.kernels}
+    assert names == {"copy_part", "decode_attention", "merge_one"}
 
 
 @needs_compiler
