@@ -65,6 +65,10 @@ class Config:
     """Token places in a page."""
     token_budget: int = 512
     """Rows that a prefill step feeds at most."""
+    speculate: Literal["ngram", "jacobi", "early-exit"] | None = None
+    """How our engine guesses tokens; it generates the same ones."""
+    drafts: int = 4
+    """Tokens guessed in a step, where any are."""
     steps_per_call: int = 16
     """Steps between two looks of the host."""
     rounds: int = 3
@@ -76,12 +80,18 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
         validation.at_least(
-            self, "prompt_tokens", "page_size", "steps_per_call", "rounds"
+            *(self, "prompt_tokens", "page_size", "steps_per_call", "rounds", "drafts")
         )
         if self.output_tokens <= self.steps_per_call:
             raise ValueError(
                 f"{self.output_tokens=} must be more than {self.steps_per_call=}: "
                 "the tokens of the first call are not counted"
+            )
+        most = self.steps_per_call * (1 + self.drafts)
+        if self.speculate is not None and self.output_tokens <= most:
+            raise ValueError(
+                f"{self.output_tokens=} must be more than {most}: with {self.drafts=} "
+                "that many may come in the first call, whose tokens are not counted"
             )
         if not self.batch or min(self.batch) < 1:
             raise ValueError(f"{self.batch=} must be numbers of at least 1")
@@ -164,7 +174,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             return engine.measure(prompts, config.output_tokens)
 
         def begin(batch: int) -> list[Ours | Peer]:
-            ours = Ours(model, _bounds(config, batch), config.dtype)
+            bounds = _bounds(config, batch)
+            ours = Ours(model, bounds, config.dtype, config.speculate)
             ours.first_s, *_ = (measure(batch, x).prefill_s for x in (ours, *others))
             return [ours, *others]
 
@@ -263,6 +274,7 @@ def _bounds(config: Config, batch: int) -> state.EngineConfig:
         token_budget=min(config.token_budget, batch * config.prompt_tokens),
         submit_width=batch,
         steps_per_call=config.steps_per_call,
+        max_drafts=0 if config.speculate is None else config.drafts,
     )
 
 

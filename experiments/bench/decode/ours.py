@@ -13,9 +13,10 @@ import numpy as np
 
 from experiments.bench import peer_main
 from jaxkv.engine import state
-from jaxkv.models import checkpoints, paged
+from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
 from jaxkv.serving import engine
+from jaxkv.speculation import methods
 
 
 class Timing(NamedTuple):
@@ -124,20 +125,28 @@ class Ours:
       model: what to serve.
       bounds: of the engine, with a slot for each sequence of the batch.
       dtype: of the pages.
+      speculate: a method of `speculation.methods`, or None.
     """
 
     name = "jaxkv"
     version = f"jax {jax.__version__}"
 
     def __init__(
-        self, model: checkpoints.Loaded, bounds: state.EngineConfig, dtype: str
+        self,
+        model: checkpoints.Loaded,
+        bounds: state.EngineConfig,
+        dtype: str,
+        speculate: str | None = None,
     ):
         self.dtype = dtype
+        target = methods.Model(model.config, model.params)
+        served = methods.serve(target, bounds, dtype=dtype, method=speculate)
         self._engine = WatchedEngine(
-            model.params,
-            paged.PagedForward(model.config, bounds.numerics),
-            paged.make_pages(model.config, bounds, dtype=dtype),
+            served.params,
+            served.forward,
+            served.pages,
             bounds,
+            speculation=served.speculation,
             eos_ids=(),
             vocab_size=model.config.vocab_size,
             keep_trace=True,
