@@ -120,6 +120,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"batch": (0,)}, "self.batch"),
         ({"rounds": 0}, "rounds=0"),
         ({"output_tokens": 16}, "self.output_tokens=16 must be more than"),
+        ({"speculate": "ngram", "output_tokens": 80}, "must be more than 80"),
         ({"token_budget": 16}, "self.token_budget=16"),
     ],
     "chatbot": [
