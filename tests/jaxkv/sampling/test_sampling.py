@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,14 @@ import numpy as np
 import pytest
 
 from jaxkv import sampling
-from jaxkv.sampling import Params, Sampling, greedy_params, random_keys, sampler
+from jaxkv.sampling import (
+    Params,
+    Sampling,
+    greedy_params,
+    random_keys,
+    sampler,
+    top_k,
+)
 from tests.support.sampled_laws import (
     chi_square,
     kept_slowly,
@@ -562,3 +570,25 @@ def test_a_large_vocabulary_does_not_depend_on_the_batch_either() -> None:
     # XLA's maximum loses NaN at this size.
     broken = draw(logits.at[3, 77].set(jnp.nan), *arrays[1:])
     assert broken.invalid.tolist() == [row == 3 for row in range(8)]
+
+
+@pytest.mark.parametrize("vocab", [97, 512, 1000])
+@pytest.mark.parametrize("with_raw", [False, True])
+def test_one_pass_finds_the_peak_that_several_find(vocab: int, with_raw: bool) -> None:
+    """What a GPU runs, on rows with ties, zeros of both signs, infinities and NaN."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-3, 4, (64, vocab)).astype(np.float32)
+    logits[logits == 0] *= rng.choice([-1.0, 1.0], (logits == 0).sum())
+    for row, odd in zip(range(24), itertools.cycle([INF, -INF, np.nan]), strict=False):
+        logits[row, rng.integers(0, vocab, 1 + row % 3)] = odd
+    logits[24] = -INF
+    logits[25, :-1] = -INF
+    raw = np.where(np.isneginf(logits), np.float32(0), logits) if with_raw else None
+    if raw is not None:
+        raw[30, 5], raw[31, 0] = np.nan, -INF
+    both = [jax.jit(peak)(logits, raw) for peak in (top_k.peak, top_k.peak_in_one_pass)]
+    (top, token, invalid), (again, found, wrong) = (map(np.asarray, x) for x in both)
+    np.testing.assert_array_equal(wrong, invalid)
+    assert 0 < invalid.sum() < len(invalid)
+    np.testing.assert_array_equal(found[~invalid], token[~invalid])
+    np.testing.assert_array_equal(again[~invalid], top[~invalid])
