@@ -57,13 +57,10 @@ class Options:
     better ones are likely, never while they are possible."""
     chat: bool = False
     """Whether a prompt is a message to a chat model, in its own format."""
-    speculate: (
-        Annotated[
-            Literal["ngram", "jacobi", "early-exit", "draft-model"],
-            parsing.without("one token a step"),
-        ]
-        | None
-    ) = None
+    speculate: Annotated[
+        Literal["ngram", "jacobi", "early-exit", "draft-model"] | None,
+        parsing.without("one token a step"),
+    ] = None
     """Guesses tokens and has the model check several in a step: from the text so far,
     from its own last guesses, by its first layers, or by --draft-model. The answers are
     the same, mostly sooner."""

@@ -70,10 +70,12 @@ class Emitted(NamedTuple):
 class _Drawn(NamedTuple):
     """What could follow the known tokens of every slot, ends apart."""
 
-    tokens: Int32[Array, "slots emit_width"]
-    logprobs: Float[Array, "slots emit_width"]
-    num: Int32[Array, " slots"]
-    """How many tokens follow; of slots that emit nothing any number."""
+    tokens: Int32[Array, " rows"]
+    """Those of a slot side by side, `emit_width` each."""
+    logprobs: Float[Array, " rows"]
+    num: Int32[Array, " slots"] | None
+    """How many tokens follow; of slots that emit nothing any number. None: one, if it
+    is valid."""
     invalid: Bool[Array, " slots"]
     """Slots of which nothing can be drawn behind these."""
     verified: Verified | None = None
@@ -113,8 +115,7 @@ def emit(
     if verifier is None or drafts is None:
         rows = _look_up(state, logits, emits)
         draw = _draw(rows, emits, logits_fn, config)
-        valid = (~draw.invalid).astype(jnp.int32)
-        drawn = _Drawn(draw.token[:, None], draw.logprob[:, None], valid, draw.invalid)
+        drawn = _Drawn(draw.token, draw.logprob, None, draw.invalid)
     else:
         rows = _look_up(state, _of_places(result.logits, config), emits, width)
         drawn = _verify(rows, emits, drafts, verifier, logits_fn, config)
@@ -150,12 +151,9 @@ def _look_up(
 ) -> _Rows:
     """Gathers what the draws need, for `width` places of each slot."""
     s, row = state.sequences, jnp.maximum(state.slots.sequence, 0)
-    known = s.num_tokens[row]
-    if width > 1:
-        row, emits = jnp.repeat(row, width), jnp.repeat(emits, width)
-        # The drafts stand behind the known tokens: each place knows one more of them.
-        places = jnp.arange(width, dtype=jnp.int32)[None, :]
-        known = (known[:, None] + places).reshape(-1)
+    # Drafts stand behind the known tokens: each place knows one more of them.
+    known = _places(s.num_tokens[row], width)
+    row, emits = _by_place(row, width), _by_place(emits, width)
     params = jax.tree.map(lambda x: x[row], s.params)
     # An idle row must not make a batch look sampled, or scored.
     temperature = jnp.where(emits, params.temperature, 0.0)
@@ -256,10 +254,10 @@ def _verify(
     last = place == accepted[:, None]
     follows, invalid = (x.reshape(num, width) for x in (ruling.token, ruling.invalid))
     tokens = jnp.where(last, follows, jnp.maximum(child.reshape(num, width), 0))
-    invalid = jnp.any(invalid & last, axis=1)
+    tokens, invalid = tokens.reshape(-1), jnp.any(invalid & last, axis=1)
     return _Drawn(
         tokens=tokens,
-        logprobs=_logprobs(rows, tokens.reshape(-1)).reshape(num, width),
+        logprobs=_logprobs(rows, tokens),
         num=accepted + (~invalid).astype(jnp.int32),
         invalid=invalid,
         verified=Verified(drafts.num, accepted, follows, emits),
@@ -302,29 +300,64 @@ def _note(
     """Appends the tokens up to an end, and says who has ended, and why."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    known, num = s.num_tokens[row], jnp.where(emits, drawn.num, 0)
-    place = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)[None, :]
-    stops = drawn.tokens[:, :, None] == s.stop_tokens[row][:, None, :]
-    full = known[:, None] + place + 1 == s.limit[row][:, None]
-    why = jnp.where(full, FULL, NOT_ENDED)
-    why = jnp.where(jnp.any(stops, axis=2), STOPPED, why)
-    ends = (why != NOT_ENDED) & (place < num[:, None])
-    end = jnp.min(jnp.where(ends, place, place.size), axis=1)
-    reason = jnp.max(jnp.where(ends & (place == end[:, None]), why, 0), axis=1)
-    num = jnp.minimum(num, end + 1)
-    broken = emits & drawn.invalid & (reason == NOT_ENDED)
-    reason = jnp.where(broken, NOT_A_NUMBER, reason)
-    at = jnp.where(place < num[:, None], known[:, None] + place, NOBODY)
+    known, width = s.num_tokens[row], drawn.tokens.shape[0] // row.shape[0]
+    place, owner = _places(known, width), _by_place(row, width)
+    stops = jnp.any(drawn.tokens[:, None] == s.stop_tokens[owner], axis=1)
+    if drawn.num is None:
+        counts = emits & ~drawn.invalid
+        num = counts.astype(jnp.int32)
+        full = known + num == s.limit[row]
+        why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
+        why = jnp.where(drawn.invalid, NOT_A_NUMBER, why)
+        reason = jnp.where(emits, why, NOT_ENDED)
+    else:
+        full = place + 1 == s.limit[owner]
+        why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
+        num, reason = _up_to_an_end(jnp.where(emits, drawn.num, 0), why)
+        broken = emits & drawn.invalid & (reason == NOT_ENDED)
+        reason = jnp.where(broken, NOT_A_NUMBER, reason)
+        counts = place < _by_place(known + num, width)
+    at = (_by_place(sequence, width), jnp.where(counts, place, NOBODY))
     slot = arrays.namers(sequence, s.num_tokens.shape[0])
     num_tokens = arrays.take(known + num, slot, fill=0)
-    begins = (num > 0) & (known == s.prompt_length[row])
     s = s._replace(
-        tokens=arrays.put(s.tokens, (sequence[:, None], at), drawn.tokens),
+        tokens=arrays.put(s.tokens, at, drawn.tokens),
         num_tokens=jnp.where(slot >= 0, num_tokens, s.num_tokens),
     )
+    begins = (num > 0) & (known == s.prompt_length[row])
     state = state._replace(sequences=s)
     state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
-    return state, Emitted(*(drawn.tokens, drawn.logprobs, num, reason), drawn.verified)
+    tokens, logprobs = (x.reshape(-1, width) for x in (drawn.tokens, drawn.logprobs))
+    return state, Emitted(tokens, logprobs, num, reason, drawn.verified)
+
+
+def _by_place(of_slots: Array, width: int) -> Array:
+    """What each slot has, for each of its places."""
+    return of_slots if width == 1 else jnp.repeat(of_slots, width)
+
+
+def _places(known: Int32[Array, " slots"], width: int) -> Int32[Array, " rows"]:
+    """Where the tokens behind the known ones will stand, those of a slot in order."""
+    if width == 1:
+        return known
+    index = jnp.arange(width, dtype=jnp.int32)[None, :]
+    return (known[:, None] + index).reshape(-1)
+
+
+def _up_to_an_end(
+    num: Int32[Array, " slots"], why: Int32[Array, " rows"]
+) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
+    """Of `num` tokens of each slot those up to the first that ends it, and why.
+
+    `why` says of each token how it would end its sequence, or NOT_ENDED.
+    """
+    why = why.reshape(num.shape[0], -1)
+    index = jnp.arange(why.shape[1], dtype=jnp.int32)[None, :]
+    ends = (why != NOT_ENDED) & (index < num[:, None])
+    end = jnp.min(jnp.where(ends, index, index.size), axis=1)
+    first = ends & (index == end[:, None])
+    reason = jnp.max(jnp.where(first, why, NOT_ENDED), axis=1)
+    return jnp.minimum(num, end + 1), reason
 
 
 def _score(
@@ -336,17 +369,15 @@ def _score(
     config: EngineConfig,
 ) -> EngineState:
     """Keeps log-probabilities: of what was drawn, of alternatives, and of prompts."""
-    s, sequence = state.sequences, state.slots.sequence[:, None]
-    place = jnp.arange(config.emit_width, dtype=jnp.int32)[None, :]
-    counts = place < emitted.num_emitted[:, None]
-    place = jnp.where(counts, known[:, None] + place, NOBODY)
-    drawn = emitted.logprobs.astype(jnp.float32)
+    s, width = state.sequences, config.emit_width
+    sequence, place = _by_place(state.slots.sequence, width), _places(known, width)
+    counts = place < _by_place(known + emitted.num_emitted, width)
+    place = jnp.where(counts, place, NOBODY)
+    drawn = emitted.logprobs.reshape(-1).astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), drawn)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
-    scored = rows.scored.reshape(place.shape)
-    s = _with_alternatives(
-        s, rows, (jnp.where(scored, sequence, NOBODY), place), config
-    )
+    scored = jnp.where(rows.scored, sequence, NOBODY)
+    s = _with_alternatives(s, rows, (scored, place), config)
     return state._replace(sequences=s)
 
 
@@ -399,14 +430,13 @@ def _score_prompts(
 def _with_alternatives(
     s: Sequences,
     rows: _Rows,
-    at: tuple[Int32[Array, "slots emit_width"], Int32[Array, "slots emit_width"]],
+    at: tuple[Int32[Array, " rows"], Int32[Array, " rows"]],
     config: EngineConfig,
 ) -> Sequences:
     """Keeps the most likely tokens where they are asked for."""
     if not config.max_logprobs:
         return s
     logits, shape = rows.logits, (rows.logits.shape[0], config.max_logprobs)
-    at = (at[0].reshape(-1), at[1].reshape(-1))
     ids, values = lax.cond(
         jnp.any(rows.scored),
         lambda: sampler.top_logprobs(logits, config.max_logprobs),
