@@ -322,6 +322,15 @@ def test_places_are_split_into_what_they_are_good_for() -> None:
     assert infos.split.internal[:5].tolist() == [0, 0, 0, 0, 3]
 
 
+def test_a_group_is_one_where_a_sequence_between_has_ended() -> None:
+    line = batch.empty(6, has_groups=True, holds=False)
+    sequence = jnp.asarray([-1, 9, -1, 11, 12, -1], jnp.int32)
+    found = batch.groups(line._replace(sequence=sequence), 3)
+    assert found is not None
+    assert found.first.tolist() == [0, 1, 2, 1, 4, 5]
+    assert found.is_first.tolist() == [True, True, True, False, True, True]
+
+
 def test_time_passes_in_microseconds() -> None:
     advance = jax.jit(jaxkv_clock.advance)
     clock, micros = advance(
