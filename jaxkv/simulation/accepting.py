@@ -110,14 +110,12 @@ def num_accepted(
     max_samples: int,
 ) -> Int32[Array, " line"]:
     """Draws how many drafts of each place are accepted: all before one that is not."""
-    sequence = jnp.maximum(line.sequence, 0)[:, None]
+    sequence = jnp.maximum(line.sequence, 0)
     place = jnp.arange(acceptance.chances.shape[0], dtype=jnp.int32)[None, :]
     position = line.known[:, None] + place
-    request, sample = (
-        jnp.broadcast_to(x, position.shape)
-        for x in (sequence // max_samples, sequence % max_samples)
-    )
-    key = random_keys.request_keys(acceptance.key, request)
+    key = random_keys.request_keys(acceptance.key, sequence // max_samples)
+    key = jnp.broadcast_to(key[:, None], (*position.shape, 2))
+    sample = jnp.broadcast_to((sequence % max_samples)[:, None], position.shape)
     key = random_keys.draw_key(key, sample, position, random_keys.ACCEPT)
     first = jnp.zeros((1, 1), jnp.int32)  # of the children of a place: it has one
     drawn = random_keys.uniform(key.reshape(-1, 2), first).reshape(position.shape)

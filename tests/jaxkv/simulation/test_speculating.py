@@ -23,6 +23,7 @@ from jaxkv.simulation import (
     contiguous,
     costs,
     driver,
+    outcomes,
     step,
 )
 from jaxkv.simulation.batch import Line
@@ -276,6 +277,7 @@ def test_verdicts_depend_on_nobody_else() -> None:
     assert gains(served(crowd, ROOMY, law(0.6, seed=1)).infos) != first
 
 
+@pytest.mark.thorough
 def test_samples_of_a_request_draw_verdicts_of_their_own() -> None:
     w = workload(3, 12, max_samples=3)._replace(output=jnp.full(12, 30, jnp.int32))
     found = gains(served(w, ROOMY, law(0.6), max_samples=3).infos)
@@ -331,6 +333,7 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
         )
 
 
+@pytest.mark.thorough
 def test_places_in_a_row_have_room_for_drafts() -> None:
     """A reservation holds what an answer ever needs, and drafts never go beyond."""
     w = workload(5, 12, longest=25)
@@ -348,6 +351,7 @@ def test_places_in_a_row_have_room_for_drafts() -> None:
 # On the host
 
 
+@pytest.mark.thorough
 def test_everything_is_added_up() -> None:
     loads = [workload(seed, 12, longest=25) for seed in range(3)]
     laws = [law(0.7), law(0.7, 0), law((0.9, 0.5, 0.1), seed=3)]
@@ -378,8 +382,15 @@ def test_everything_is_added_up() -> None:
         spent = np.bincount(gaps.sequence, gaps.seconds, minlength=12)
         took = (found.finish_s - found.first_s)[i]
         np.testing.assert_allclose(spent, took, atol=1e-6)
+    # So it is where nobody keeps a trace, and in a run to the end without the driver.
     short = driver.simulate(members, max_slots=6)
     np.testing.assert_array_equal(short.finish_s, found.finish_s)
+    last = loads[2]
+    state = jax.jit(
+        lambda w, x: step.run(w, TIGHT, RULE, COST, max_slots=6, acceptance=x)
+    )(last, laws[2])
+    alone = outcomes.read(state, last)
+    np.testing.assert_array_equal(alone.finish_s, found.finish_s[2])
 
 
 def test_laws_of_several_sizes_are_not_mapped_together() -> None:
