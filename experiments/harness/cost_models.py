@@ -65,7 +65,9 @@ class Linear(NamedTuple):
     """Linear in counts, in other numbers for large batches.
 
     A step that only reads prompts costs `prefill`; one that decodes costs `decode` and,
-    where it reads prompts too, the slopes of `prefill`: the constant is paid once.
+    where it reads prompts too, the slopes of `prefill`: the constant is paid once. A
+    draft costs what one sequence more does, and attends to what its sequence reads
+    anyway.
     """
 
     prefill: Float[Array, " 3"]
@@ -73,7 +75,7 @@ class Linear(NamedTuple):
     decode: Float[Array, " 3"]
     """Seconds of a step, of a token attended to, and of a sequence."""
     decode_large: Float[Array, " 3"]
-    """The same from `large` sequences on."""
+    """The same from `large` sequences and drafts on."""
     large: Float[Array, ""]
     copy_s: Float[Array, ""]
     """Of a page copied in the pool."""
@@ -83,10 +85,10 @@ class Linear(NamedTuple):
     def __call__(self, work: Work) -> Float[Array, ""]:
         """Prices a step."""
         w = as_floats(work)
-        small = w.num_decodes < self.large
+        small = w.num_decode_rows < self.large
         decode = jnp.where(small, self.decode, self.decode_large)
         context = w.decode_context + w.prompt_context
-        decodes = decode[0] + decode[1] * context + decode[2] * w.num_decodes
+        decodes = decode[0] + decode[1] * context + decode[2] * w.num_decode_rows
         reads = self.prefill[1] * w.num_prompt_rows
         reads += self.prefill[2] * w.prompt_squares
         feeds = jnp.where(w.num_decodes > 0, decodes, self.prefill[0]) + reads
@@ -105,13 +107,13 @@ class Roofline(NamedTuple):
     def __call__(self, work: Work) -> Float[Array, ""]:
         """Prices a step, as `steps.work` does from the slots apart."""
         w, c = as_floats(work), self.step
-        tokens = w.num_decodes + w.num_prompt_rows
+        tokens = w.num_decode_rows + w.num_prompt_rows
         layers = jnp.sum(c.layers, dtype=jnp.float32)
         # Queries of a chunk meet what is before them and themselves.
-        pairs = w.decode_context + (w.prompt_squares + w.num_prompt_rows) / 2
+        pairs = w.decode_pairs + (w.prompt_squares + w.num_prompt_rows) / 2
         flops = (
             tokens * c.flops_per_token
-            + w.num_drawn * c.flops_per_logit
+            + w.num_logits * c.flops_per_logit
             + pairs * layers * c.flops_per_key
         )
         kept = (w.decode_context + w.prompt_context + tokens) * layers

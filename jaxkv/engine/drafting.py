@@ -26,6 +26,7 @@ from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 from jaxkv.sampling import Params
+from jaxkv.scheduling import interface
 
 
 class Drafts(NamedTuple):
@@ -173,16 +174,15 @@ def wishes(
     where the answer would end before them.
     """
     s, sequence = state.sequences, state.slots.sequence
-    known = arrays.take(s.num_tokens, sequence, fill=0)
-    decodes = groups.num_to_feed(state) - state.table.length == 1
-    decodes &= (state.table.length == known - 1) & (state.slots.num_common == 0)
-    decodes &= ~groups.is_beam(state)
-    # The last token of an answer is drawn, not drafted.
-    most = arrays.take(s.limit, sequence, fill=0) - known - 1
     with jax.named_scope("wishes"):
         wanted = drafter.wishes(state.memory, state, config)
-    return jnp.where(
-        decodes, jnp.clip(wanted, 0, jnp.clip(most, 0, config.max_drafts)), 0
+    alone = (state.slots.num_common == 0) & ~groups.is_beam(state)
+    return interface.wishes(
+        jnp.where(alone, jnp.minimum(wanted, config.max_drafts), 0),
+        num_tokens=groups.num_to_feed(state),
+        length=state.table.length,
+        known=arrays.take(s.num_tokens, sequence, fill=0),
+        limit=arrays.take(s.limit, sequence, fill=0),
     )
 
 

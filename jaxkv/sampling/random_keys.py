@@ -50,6 +50,15 @@ def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarr
     return np.concatenate(_threefry(words[:1], words[1:], counter[:1], counter[1:]))
 
 
+def request_keys(
+    key: UInt32[Array, " 2"], request_id: Int32[Array, "*rows"]
+) -> UInt32[Array, "*rows 2"]:
+    """Keys of requests without a seed, of the engine's `key`: as `request_key`'s."""
+    zero = jnp.zeros_like(request_id, jnp.uint32)
+    words = _threefry(key[0], key[1], zero, request_id.astype(jnp.uint32))
+    return jnp.stack(words, axis=-1)
+
+
 def draw_key(
     key: UInt32[Array, "*rows 2"],
     sample: Int32[Array, "*rows"],

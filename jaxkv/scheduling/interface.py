@@ -139,6 +139,32 @@ def schedule(counts: Counts, policy: Policy) -> Plan:
     return plan
 
 
+def wishes(
+    wanted: Int32[Array, " n"],
+    *,
+    num_tokens: Int32[Array, " n"],
+    length: Int32[Array, " n"],
+    known: Int32[Array, " n"],
+    limit: Int32[Array, " n"],
+) -> Int32[Array, " n"]:
+    """Limits what a drafter would guess to what `Counts.drafts` may have.
+
+    None where it is not the last known token, and that alone, that is fed next, and
+    where the answer would end before them.
+
+    Args:
+      wanted: drafts of each sequence; 0 of one that others wait for.
+      num_tokens: as in `Counts`.
+      length: likewise.
+      known: tokens known of each sequence.
+      limit: tokens at which it ends.
+    """
+    decodes = (num_tokens - length == 1) & (length == known - 1)
+    # The last token of an answer is drawn, not drafted.
+    most = jnp.maximum(limit - known - 1, 0)
+    return jnp.where(decodes, jnp.clip(wanted, 0, most), 0)
+
+
 def _grant_drafts(
     counts: Counts, plan: Plan, wanted: Int32[Array, " line"]
 ) -> Int32[Array, " line"]:

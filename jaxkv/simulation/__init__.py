@@ -1,17 +1,20 @@
 """The engine's schedule without a model, in simulated time."""
 
+from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.costs import Apart, Received
+from jaxkv.simulation.costs import Apart, Drafted, Received
 from jaxkv.simulation.members import Bounds, Members, Part
 from jaxkv.simulation.served import Served
 from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.simulation.step import Cost, Work
+from jaxkv.simulation.work import Cost, Work
 
 __all__ = [
+    "Acceptance",
     "Apart",
     "Bounds",
     "Capacity",
     "Cost",
+    "Drafted",
     "Members",
     "Part",
     "Received",

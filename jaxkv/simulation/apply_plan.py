@@ -80,6 +80,8 @@ class Wish(NamedTuple):
 
     num_rows: Int32[Array, " line"]
     places: Int32[Array, " line"]
+    drafts: Int32[Array, " line"] | None
+    """Drafts fed behind these rows, beyond these places; None without speculation."""
 
 
 class Done(NamedTuple):
@@ -116,12 +118,14 @@ def apply_plan(
     asked = Wish(
         num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
         places=jnp.where(leads, plan.head_places[:, None], 0),
+        drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
     )
     comes = admit[:, None] & (queued.line.sequence >= 0)
     both_sides = jnp.concatenate([stays, comes.ravel()])
     source = arrays.places(both_sides, stays.shape[0])
     there = source >= 0
-    both = (line, Wish(plan.num_rows, plan.places)), (queued.line, asked)
+    wish = Wish(plan.num_rows, plan.places, plan.drafts)
+    both = (line, wish), (queued.line, asked)
     line, wish = _taken(*both, source)
     line = line._replace(sequence=jnp.where(there, line.sequence, NOBODY))
     head, losers = admit.shape[0], jnp.where(plan.preempt, whose // max_samples, NOBODY)

@@ -139,10 +139,14 @@ def groups(line: Line, max_samples: int) -> Groups | None:
     if line.siblings is None:
         return None
     every = jnp.arange(line.sequence.shape[0], dtype=jnp.int32)
-    request = jnp.where(line.sequence >= 0, line.sequence // max_samples, -2 - every)
-    ahead = jnp.concatenate([request[:1] - 1, request[:-1]])
-    is_first = request != ahead
-    return Groups(lax.cummax(jnp.where(is_first, every, 0)), is_first)
+    there, request = line.sequence >= 0, line.sequence // max_samples
+    # Where one has ended between two others, there is a gap until ranks are closed.
+    last = lax.cummax(jnp.where(there, every, NOBODY))
+    last = jnp.concatenate([jnp.full_like(last, NOBODY, shape=(1,)), last[:-1]])
+    goes_on = there & (request == arrays.take(request, last, fill=NOBODY))
+    is_first = ~goes_on
+    first = lax.cummax(jnp.where(there & is_first, every, 0))
+    return Groups(jnp.where(there, first, every), is_first)
 
 
 def num_owned(

@@ -6,20 +6,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkv.simulation.step import Cost, Work
+from jaxkv import validation
+from jaxkv.simulation.work import Cost, Work
 
 
 def work(**counts: int | float | np.generic) -> Work:
     """Makes a step's work of counts by the names of `Work`; others are zero.
 
+    Those of drafts are left out if none of them is named.
+
     Raises:
       TypeError: there is no such count.
     """
     floats = {"prompt_squares": jnp.float32}
+    of_drafts = set(Work._field_defaults)
+    names = [x for x in Work._fields if x not in of_drafts or of_drafts & set(counts)]
     return Work(
         **{
             name: jnp.asarray(count, floats.get(name, jnp.int32))
-            for name, count in (dict.fromkeys(Work._fields, 0) | counts).items()
+            for name, count in (dict.fromkeys(names, 0) | counts).items()
         }
     )
 
@@ -35,21 +40,66 @@ class Apart(NamedTuple):
         together = self.cost(work)
         both = (work.num_decodes > 0) & (work.num_prompt_rows > 0)
         none = jnp.zeros_like(work.num_decodes)
+        drawn = work.num_drawing - work.num_decodes
         reads = work._replace(
             num_decodes=none,
             decode_context=none,
-            num_drawn=work.num_drawn - work.num_decodes,
+            num_drawn=drawn,
+            **_no_drafts(work),
         )
         decodes = work._replace(
             num_prompt_rows=none,
             prompt_context=none,
             prompt_squares=jnp.zeros_like(work.prompt_squares),
-            num_drawn=work.num_decodes,
+            num_drawn=work.num_drawn - drawn,
             num_copied=none,
             num_swapped=none,
         )
         split = self.cost(reads) + self.cost(decodes)
         return jnp.where(self.apart & both, split, together)
+
+
+class Drafted(NamedTuple):
+    """Prices steps before each of which a drafter guesses.
+
+    It reads no prompts: what that takes is not in here.
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.3; `step_s` is c times
+    what the model takes for a step.
+    """
+
+    cost: Cost
+    """Of the steps themselves, in which drafts are verified."""
+    step_s: Float[Array, ""]
+    """Of each step of the drafter, as many as the most drafts of one sequence."""
+    row_s: Float[Array, ""]
+    """Of each draft."""
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Prices a step."""
+        if work.num_drafts is None or work.draft_steps is None:
+            return self.cost(work)
+        steps, rows = (
+            x.astype(jnp.float32) for x in (work.draft_steps, work.num_drafts)
+        )
+        return self.cost(work) + self.step_s * steps + self.row_s * rows
+
+
+def with_drafter(
+    cost: Cost, *, step_s: int | float | Array, row_s: int | float | Array = 0.0
+) -> Drafted:
+    """Makes a `Drafted` cost of numbers, in seconds, or of arrays that are mapped.
+
+    Raises:
+      ValueError: a number is below 0 or not finite; arrays are not looked at.
+    """
+    for name, value in (("step_s", step_s), ("row_s", row_s)):
+        if not isinstance(value, Array):
+            most = float(np.finfo(np.float32).max)
+            hint = "at least 0, and finite"
+            validation.number(name, value, low=0, high=most, hint=hint)
+    seconds = (jnp.asarray(x, jnp.float32) for x in (step_s, row_s))
+    return Drafted(cost, *seconds)
 
 
 class Received(NamedTuple):
@@ -67,10 +117,19 @@ class Received(NamedTuple):
         """Prices a step."""
         none = jnp.zeros_like(work.num_prompt_rows)
         received = work._replace(
-            num_decodes=work.num_drawn,
+            num_decodes=work.num_drawing,
             num_prompt_rows=none,
             decode_context=work.decode_context + work.prompt_context,
             prompt_context=none,
             prompt_squares=jnp.zeros_like(work.prompt_squares),
         )
         return jnp.where(self.receives, self.cost(received), self.cost(work))
+
+
+def _no_drafts(work: Work) -> dict[str, Array]:
+    """Zeros for the counts of drafts, where there are any."""
+    return {
+        name: jnp.zeros_like(count)
+        for name in Work._field_defaults
+        if (count := getattr(work, name)) is not None
+    }

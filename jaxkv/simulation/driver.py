@@ -32,15 +32,22 @@ def stack(members: Sequence[tuple[Any, ...]]) -> Members:
     Workloads of fewer requests are filled up with none.
 
     Raises:
-      ValueError: there are none, or policies or costs are not of one kind.
+      ValueError: there are none, policies or costs are not of one kind, or acceptances
+        not of one size.
     """
     if not members:
         raise ValueError("there is nothing to simulate")
     alone = [Members(*member) for member in members]
-    for what in ("policy", "cost", "reservation"):
+    for what in ("policy", "cost", "reservation", "acceptance"):
         kinds = {jax.tree.structure(getattr(member, what)) for member in alone}
         if len(kinds) > 1:
-            raise ValueError(f"a {what} of one kind cannot be mapped with another")
+            article = "an" if what[0] in "aeiou" else "a"
+            raise ValueError(
+                f"{article} {what} of one kind cannot be mapped with another"
+            )
+    laws = [x.acceptance.chances.shape for x in alone if x.acceptance is not None]
+    if len(set(laws)) > 1:
+        raise ValueError("acceptances of one max_drafts cannot be mapped with others")
     most = max(member.workload.prompt.shape[0] for member in alone)
     filled = [x._replace(workload=fill(x.workload, most)) for x in alone]
     return jax.tree.map(lambda *x: np.stack(x), *filled)

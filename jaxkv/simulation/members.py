@@ -11,10 +11,11 @@ from jaxtyping import Int
 from jaxkv import clock
 from jaxkv.scheduling import interface
 from jaxkv.simulation import outcomes, step
+from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.served import Means, Served, Totals, Trace
 from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.simulation.step import Cost
+from jaxkv.simulation.work import Cost
 from jaxkv.workloads import Workload
 
 
@@ -26,6 +27,7 @@ class Members(NamedTuple):
     policy: interface.Policy
     cost: Cost
     reservation: Reservation | None = None
+    acceptance: Acceptance | None = None
 
 
 class Bounds(NamedTuple):
@@ -66,9 +68,11 @@ def _advance(
             max_samples=bounds.max_samples,
             head=bounds.head,
             reservation=member.reservation,
+            acceptance=member.acceptance,
         )
         if not bounds.keep_trace:  # what nobody reads is not computed either
-            info = info._replace(drew=jnp.zeros((bounds.num_steps, 0), jnp.int32))
+            nothing = jnp.zeros((bounds.num_steps, 0), jnp.int32)
+            info = info._replace(drew=nothing, num_drawn=None)
         return state, info
 
     return jax.vmap(one)(state, members)
@@ -148,6 +152,7 @@ class Part:
         amounts = {
             "steps": info.micros > 0,
             "decoded": work.num_decodes,
+            "drafted": 0 if work.num_drafts is None else work.num_drafts,
             "read": work.num_prompt_rows,
             "drawn": work.num_drawn,
             "swapped_pages": work.num_swapped,

@@ -41,7 +41,9 @@ class Totals(NamedTuple):
     busy_s: Float[np.ndarray, " members"]
     """Seconds that they took."""
     decoded: Int[np.ndarray, " members"]
-    """Tokens fed in decoding."""
+    """Tokens fed in decoding, drafts apart."""
+    drafted: Int[np.ndarray, " members"]
+    """Drafts fed, accepted or not."""
     read: Int[np.ndarray, " members"]
     """Other tokens fed: prompts, and what was lost."""
     drawn: Int[np.ndarray, " members"]
@@ -79,7 +81,7 @@ class Served(Outcome):
         Shares are of token places, of tokens fed, and of pages that nobody would share.
         """
         means, totals = self.means, self.totals
-        fed = totals.decoded + totals.read
+        fed = totals.decoded + totals.drafted + totals.read
         found = {
             "batch": means.batch,
             "step_s": totals.busy_s / np.maximum(1, totals.steps),

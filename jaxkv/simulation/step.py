@@ -10,54 +10,26 @@ has filled, and a partial one until they write. Who was preempted by recomputati
 only the prompt in common with the others.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, validation
 from jaxkv.clock import advance, later
 from jaxkv.engine import NOBODY
 from jaxkv.memory import demand
 from jaxkv.scheduling import interface
-from jaxkv.simulation import apply_plan, batch, contiguous
+from jaxkv.simulation import accepting, apply_plan, batch, contiguous
+from jaxkv.simulation import work as step_work
+from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.batch import Line
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counts import look, observe, reserve
 from jaxkv.simulation.state import Capacity, Events, Progress, Simulation
+from jaxkv.simulation.work import Cost, Work
 from jaxkv.workloads import Workload
-
-
-class Work(NamedTuple):
-    """What a step asks of the machine."""
-
-    num_decodes: Int32[Array, ""]
-    """Sequences that feed the one token that they drew last."""
-    num_prompt_rows: Int32[Array, ""]
-    """Other tokens fed: of prompts, and of what was lost and is computed again."""
-    decode_context: Int32[Array, ""]
-    """Tokens that the former attend to, summed."""
-    prompt_context: Int32[Array, ""]
-    """Tokens that the latter attend to, each sequence counted once."""
-    prompt_squares: Float[Array, ""]
-    """Sum of after^2 - before^2 over their sequences, in tokens: twice the pairs of
-    query and key, and the square of its length for a prompt fed in one step."""
-    num_drawn: Int32[Array, ""]
-    """Sequences that draw a token in the end."""
-    num_copied: Int32[Array, ""]
-    """Pages copied because others read them, too."""
-    num_swapped: Int32[Array, ""]
-    """Pages that leave the pool or come back."""
-
-
-@runtime_checkable
-class Cost(Protocol):
-    """How long a step takes, in seconds; a pytree whose leaves may be mapped."""
-
-    def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step that does something."""
-        ...
 
 
 class StepInfo(NamedTuple):
@@ -85,9 +57,12 @@ class StepInfo(NamedTuple):
     saved_pages: Int32[Array, ""]
     """Pages that were in use more, did nobody share."""
     drew: Int32[Array, " line"]
-    """The sequences that drew a token at its end, NOBODY elsewhere."""
+    """The sequences that drew tokens at its end, NOBODY elsewhere."""
     enough: Bool[Array, ""]
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
+    num_drawn: Int32[Array, " line"] | None = None
+    """How many each drew, drafts that were accepted among them; None if nobody guesses
+    any, and each drew one."""
 
 
 def init(
@@ -185,6 +160,7 @@ def step(
     max_samples: int = 1,
     head: int | None = None,
     reservation: Reservation | None = None,
+    acceptance: Acceptance | None = None,
 ) -> tuple[Simulation, StepInfo]:
     """Runs one step, or lets the clock jump to the next arrival.
 
@@ -198,6 +174,8 @@ def step(
       head: requests at the head of the queue that the policy sees, at most as many as
         there are slots, static; None means so many, like in the engine.
       reservation: as for `init`.
+      acceptance: how many drafts are guessed, and which are accepted; None decodes
+        plainly, and leaves speculation out of the program.
 
     Returns:
       The new state, and what happened.
@@ -208,6 +186,7 @@ def step(
         max_samples=max_samples,
         head=head,
         reservation=reservation,
+        acceptance=acceptance,
     )
     return state, _all_waiting(state, workload, info, behind)
 
@@ -243,27 +222,35 @@ def _step(
     max_samples: int,
     head: int | None,
     reservation: Reservation | None,
+    acceptance: Acceptance | None,
 ) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
     """Runs one step; only those in the queue are counted as waiting."""
     state, plan, wish, done = _plan_step(
-        *(state, w, capacity, policy, max_samples, head, reservation)
+        *(state, w, capacity, policy, max_samples, head, reservation, acceptance)
     )
     line, runs = state.line, batch.is_running(state.line)
     group = batch.groups(line, max_samples)
     line, granted = _grant(line, group, wish, capacity, reservation)
     request = jnp.maximum(line.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
-    work = _work(line, granted.num_rows, prompt)
+    work = step_work.of_rows(line, granted.num_rows, granted.num_drafts, prompt)
     line, forked = _feed(line, group, granted.num_rows)
     emits = ((granted.num_rows > 0) | forked) & runs & (line.length == line.known)
+    drawn = emits.astype(jnp.int32)
+    if acceptance is not None:
+        line, drawn = _accept(
+            line, emits, granted, prompt + output, acceptance, max_samples
+        )
+        accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
+        work = work._replace(num_accepted=accepted)
     work = work._replace(
-        num_drawn=jnp.sum(emits, dtype=jnp.int32),
+        num_drawn=jnp.sum(drawn, dtype=jnp.int32),
         num_copied=granted.num_copied,
         num_swapped=done.num_moved,
     )
     clock, micros = _advance(state, w, work, runs, cost)
     split, saved = _split(line, group, prompt, output, capacity, reservation)
-    known = line.known + emits.astype(jnp.int32)
+    known = line.known + drawn
     ended = emits & (known == prompt + output)
     info = StepInfo(
         start=state.clock,
@@ -279,12 +266,13 @@ def _step(
         saved_pages=saved,
         drew=jnp.where(emits, line.sequence, NOBODY),
         enough=granted.enough,
+        num_drawn=None if acceptance is None else drawn,
     )
     behind = _Behind(state.num_taken, state.num_done + w.clients)
     return state._replace(
         clock=clock,
-        line=line._replace(known=known),
-        began=emits & (known == prompt + 1),
+        line=_give_back(line, granted)._replace(known=known),
+        began=emits & (known == prompt + drawn),
         ended=ended,
     ), (info, behind)
 
@@ -297,6 +285,7 @@ def _plan_step(
     max_samples: int,
     head: int | None,
     reservation: Reservation | None,
+    acceptance: Acceptance | None,
 ) -> tuple[Simulation, interface.Plan, apply_plan.Wish, apply_plan.Done]:
     """Decides one step, and lets sequences out and in."""
     state, whose = apply_plan.retire(state, max_samples)
@@ -305,6 +294,9 @@ def _plan_step(
     if reservation is not None:
         queued = reserve(state, queued, w, capacity, reservation)
     counts = observe(state, queued, capacity, max_samples)
+    if acceptance is not None:
+        drafts = accepting.wishes(state.line, w, acceptance, max_samples)
+        counts = counts._replace(drafts=drafts)
     plan = interface.schedule(counts, policy)
     state, wish, done = apply_plan.apply_plan(
         state, plan, queued, capacity, max_samples, whose
@@ -331,6 +323,10 @@ class _Granted(NamedTuple):
     """What a step gets of what its plan asks for: everything or nothing."""
 
     num_rows: Int32[Array, " line"]
+    """Rows of each place, drafts apart."""
+    num_drafts: Int32[Array, " line"] | None
+    kept: Int32[Array, " line"]
+    """Token places that each holds, those for drafts apart."""
     num_copied: Int32[Array, ""]
     used_pages: Int32[Array, ""]
     enough: Bool[Array, ""]
@@ -346,10 +342,12 @@ def _grant(
     """Grants pages to all or to nobody, as `page_table.reserve` does."""
     size = capacity.page_size
     copies = batch.num_copies(line, group, wish.num_rows, size)
-    places = line.places  # with a reservation, all that is ever needed
+    places = kept = line.places  # with a reservation, all that is ever needed
     if reservation is None:
         wanted = jnp.where(batch.is_running(line), wish.places, 0)
-        places = jnp.maximum(line.places, wanted)
+        places = kept = jnp.maximum(line.places, wanted)
+        if wish.drafts is not None:
+            places = jnp.maximum(line.places, wanted + wish.drafts)
     growth = demand.growth(line.places, places, page_size=size)
     owned, _ = batch.num_owned(line, group, line.places, size)
     held = jnp.sum(owned, dtype=jnp.int32)
@@ -357,10 +355,38 @@ def _grant(
     enough = used <= capacity.num_pages
     return line._replace(places=jnp.where(enough, places, line.places)), _Granted(
         num_rows=jnp.where(enough, wish.num_rows, 0),
+        num_drafts=None if wish.drafts is None else jnp.where(enough, wish.drafts, 0),
+        kept=kept,
         num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
         used_pages=jnp.where(enough, used, held),
         enough=enough,
     )
+
+
+def _accept(
+    line: Line,
+    emits: Bool[Array, " line"],
+    granted: _Granted,
+    limit: Int32[Array, " line"],
+    acceptance: Acceptance,
+    max_samples: int,
+) -> tuple[Line, Int32[Array, " line"]]:
+    """Counts accepted drafts as written, and says how many tokens each place draws."""
+    assert granted.num_drafts is not None
+    accepted = accepting.num_accepted(acceptance, line, granted.num_drafts, max_samples)
+    # Of an answer that ends only what it has, and its last token is never fed.
+    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - line.known), 0)
+    length = line.length + jnp.maximum(drawn - 1, 0)
+    return line._replace(length=length), drawn
+
+
+def _give_back(line: Line, granted: _Granted) -> Line:
+    """Gives back what was reserved for drafts that were turned down."""
+    if granted.num_drafts is None:
+        return line
+    places = jnp.maximum(granted.kept, line.length)
+    places = jnp.where(granted.num_drafts > 0, places, line.places)
+    return line._replace(places=places)
 
 
 def _advance(
@@ -390,6 +416,7 @@ def run_steps(
     max_samples: int = 1,
     head: int | None = None,
     reservation: Reservation | None = None,
+    acceptance: Acceptance | None = None,
 ) -> tuple[Simulation, StepInfo]:
     """Runs several steps as one program; arguments are those of `step`.
 
@@ -407,6 +434,7 @@ def run_steps(
             max_samples=max_samples,
             head=head,
             reservation=reservation,
+            acceptance=acceptance,
         )
 
     state, (infos, behind) = lax.scan(body, state, None, length=num_steps)
@@ -423,6 +451,7 @@ def run(
     max_samples: int = 1,
     head: int | None = None,
     reservation: Reservation | None = None,
+    acceptance: Acceptance | None = None,
     max_steps: int = interface.NO_LIMIT,
 ) -> Simulation:
     """Serves a workload to its end, in the caller's `jit` and `vmap` if there is one.
@@ -456,6 +485,7 @@ def run(
             max_samples=max_samples,
             head=head,
             reservation=reservation,
+            acceptance=acceptance,
         )
         work = info.work
         did = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
@@ -478,28 +508,6 @@ def run(
 _STEPS_TOGETHER = 128
 """Steps between two looks at whether all is done: mapped, each look copies the states
 of those that are."""
-
-
-def _work(line: Line, num_rows: Array, prompt: Array) -> Work:
-    """Adds up what the rows ask for."""
-    decodes = (num_rows == 1) & (line.length == line.known - 1) & (line.known > prompt)
-    reads = (num_rows > 0) & ~decodes
-    before, after = line.length, line.length + num_rows
-
-    def total(mask: Array, values: Array) -> Array:
-        return jnp.sum(jnp.where(mask, values, 0), dtype=values.dtype)
-
-    squares = after.astype(jnp.float32) ** 2 - before.astype(jnp.float32) ** 2
-    return Work(
-        num_decodes=jnp.sum(decodes, dtype=jnp.int32),
-        num_prompt_rows=total(reads, num_rows),
-        decode_context=total(decodes, after),
-        prompt_context=total(reads, after),
-        prompt_squares=total(reads, squares),
-        num_drawn=jnp.zeros((), jnp.int32),
-        num_copied=jnp.zeros((), jnp.int32),
-        num_swapped=jnp.zeros((), jnp.int32),
-    )
 
 
 def _feed(

@@ -170,17 +170,24 @@ class Gaps(NamedTuple):
 
 
 def gaps_between_tokens(
-    drew: Int[np.ndarray, "steps slots"], end_s: Float[np.ndarray, " steps"]
+    drew: Int[np.ndarray, "steps slots"],
+    end_s: Float[np.ndarray, " steps"],
+    num_drawn: Int[np.ndarray, "steps slots"] | None = None,
 ) -> Gaps:
     """TBT: the time from each token of a sequence to its next one, stalls included.
 
     Args:
-      drew: sequences that drew a token in each step, -1 where nobody did.
+      drew: sequences that drew tokens in each step, -1 where nobody did.
       end_s: when each step ended.
+      num_drawn: how many each drew; None means one. Those of one step come together,
+        with no time between them.
 
     Source: Agrawal et al. 2024 (Sarathi-Serve), arXiv:2403.02310, section 2.
     """
     step, slot = np.nonzero(drew >= 0)
+    if num_drawn is not None:
+        times = num_drawn[step, slot]
+        step, slot = np.repeat(step, times), np.repeat(slot, times)
     sequence = drew[step, slot]
     order = np.argsort(sequence, kind="stable")
     sequence, time = sequence[order], end_s[step[order]]

@@ -1,15 +1,23 @@
-"""Workloads for the simulation, and what a step costs there."""
+"""Workloads for the simulation, what a step costs, and the engine beside it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import clock
-from jaxkv.engine.state import EngineConfig
-from jaxkv.scheduling import interface
-from jaxkv.simulation import state, step
+from jaxkv.engine import requests as engine_requests
+from jaxkv.engine import state as engine_state
+from jaxkv.engine import step as engine_step
+from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import kv_pages
+from jaxkv.models.interface import ForwardResult
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.serving import outputs
+from jaxkv.simulation import Acceptance, state, step
 from jaxkv.workloads import arrivals
 from tests.support.engines import FAST_COMPILE
 
@@ -52,6 +60,181 @@ def workload(
         samples=draw(max_samples),
         clients=jnp.int32(interface.NO_LIMIT),
     )
+
+
+VOCAB = 4099
+"""So many that two sequences hardly ever draw the same token."""
+
+
+def forward(params: Any, pages: Any, rows: Any) -> ForwardResult:
+    """A model without an opinion."""
+    return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], VOCAB)), pages)
+
+
+_run_engine = jax.jit(
+    engine_step.run_steps,
+    static_argnames=("config", "forward", "speculation", "num_steps"),
+    donate_argnames="state",
+    compiler_options=FAST_COMPILE,
+)
+_submit = jax.jit(
+    engine_requests.submit, static_argnames="config", donate_argnames="state"
+)
+
+
+class Case(NamedTuple):
+    """A policy, and bounds under which it has something to decide."""
+
+    policy: interface.Policy
+    max_samples: int = 1
+    num_pages: int = 22
+    max_swap_pages: int = 0
+
+
+CASES = {
+    "plain": Case(fcfs.fcfs(chunk_size=7, watermark=2)),
+    "swap": Case(
+        fcfs.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
+        max_swap_pages=20,
+    ),
+    "static": Case(static_batching.static(), num_pages=70),
+    "groups": Case(fcfs.fcfs(), max_samples=3, num_pages=42),
+    "groups, swap": Case(
+        fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"),
+        max_samples=3,
+        num_pages=42,
+        max_swap_pages=30,
+    ),
+    "groups, static": Case(static_batching.static(), max_samples=3, num_pages=80),
+}
+
+
+class Beside(NamedTuple):
+    """A simulation and an engine that have served the same workload."""
+
+    mine: state.Simulation
+    real: EngineState
+    infos: Any
+    """What every step of the simulation did."""
+    theirs: Any
+    """What every step of the engine did."""
+
+
+def beside_engine(
+    w: arrivals.Workload,
+    case: Case,
+    seed: int,
+    *,
+    acceptance: Acceptance | None = None,
+    speculation: Speculation | None = None,
+) -> Beside:
+    """Runs a simulation to its end, and an engine by the clock of its steps."""
+    num = w.prompt.shape[0] * case.max_samples
+    config = EngineConfig(
+        num_pages=case.num_pages,
+        page_size=4,
+        max_slots=9,
+        max_length=60,
+        max_sequences=num,
+        queue_capacity=num,
+        token_budget=24,
+        submit_width=num,
+        max_swap_pages=case.max_swap_pages,
+        max_stop_tokens=1,
+        max_drafts=0 if acceptance is None else acceptance.chances.shape[0],
+        debug=True,
+    )
+    real = fed_engine(w, config, seed)
+    mine = step.init(
+        *(w, capacity(config), case.policy),
+        max_slots=config.max_slots,
+        max_samples=case.max_samples,
+    )
+    infos, theirs = [], []
+    # Left out where there is none, so that the program is that of other tests.
+    judged: Any = {} if speculation is None else {"speculation": speculation}
+    while int(mine.num_done) < int(mine.num_served):
+        mine, some = run_simulation(
+            *(mine, w),
+            capacity=capacity(config),
+            policy=case.policy,
+            cost=COST,
+            num_steps=64,
+            max_samples=case.max_samples,
+            acceptance=acceptance,
+        )
+        infos.append(jax.tree.map(np.asarray, some))
+        for start in infos[-1].start:
+            real, one = _run_engine(
+                *(None, real, jnp.asarray(start)),
+                config=config,
+                forward=forward,
+                policy=case.policy,
+                num_steps=1,
+                **judged,
+            )
+            theirs.append(one)
+    joined: Any = (
+        jax.tree.map(lambda *x: np.concatenate(x), *each) for each in (infos, theirs)
+    )
+    return Beside(mine, real, *joined)
+
+
+def assert_alike(run: Beside) -> None:
+    """In every step both did the same."""
+    infos, theirs = run.infos, run.theirs
+    work, there = infos.work, theirs.sequence >= 0
+    drafts = 0 if work.num_drafts is None else work.num_drafts
+    stay = (infos.num_finished == 0) & ~theirs.held.any(axis=1)
+    did = {
+        "rows": (
+            work.num_decodes + work.num_prompt_rows + drafts,
+            theirs.num_rows.sum(axis=1),
+        ),
+        "drawn": (work.num_drawn, np.where(there, theirs.num_emitted, 0).sum(axis=1)),
+        "finished": (infos.num_finished, (theirs.reason > 0).sum(axis=1)),
+        "copied": (work.num_copied, theirs.num_copied),
+        # The engine looks when those who end have left.
+        "places": (infos.split.tokens[stay], theirs.used_places[stay]),
+    }
+    if theirs.num_drafts is not None:
+        did["drafts"] = work.num_drafts, theirs.num_drafts.sum(axis=1)
+    for name in ("num_admitted", "num_preempted", "used_pages", "enough"):
+        did[name] = getattr(infos, name), getattr(theirs, name)
+    for name, (mine, real) in did.items():
+        np.testing.assert_array_equal(mine, real, name)
+    for name, broken in theirs.violations._asdict().items():
+        assert not np.any(broken), name
+
+
+def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineState:
+    """An engine to which the whole workload has been submitted."""
+    rng = np.random.default_rng(seed)
+    pages = kv_pages.make_pages(
+        num_layers=1,
+        num_pages=config.num_pages,
+        num_kv_heads=1,
+        page_size=config.page_size,
+        head_dim=1,
+        dtype="float32",
+    )
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in np.asarray(w.prompt)]
+    asks = [
+        Sampling(n=int(n), max_tokens=int(most), temperature=1.0)
+        for n, most in zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
+    ]
+    requests = outputs.make_requests(
+        prompts, asks, config=config, width=config.submit_width
+    )
+    arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
+    short = config.submit_width - len(arrival)
+    arrival = jnp.asarray(np.pad(arrival, [(0, short), (0, 0)]))
+    idle, _ = _submit(
+        engine_state.init(config, pages),
+        requests._replace(arrival=arrival),
+        config=config,
+    )
+    return idle
 
 
 def capacity(config: EngineConfig) -> state.Capacity:

@@ -123,6 +123,7 @@ def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...
     """Whose tokens each step drew, and its end, of the steps of one member."""
     assert served.trace is not None
     trace = served.trace.member(member)
+    assert trace.info.num_drawn is None  # nobody speculates here
     keep = (trace.start_s < until_s) & (trace.info.micros > 0)
     end_s = trace.start_s[keep] + trace.info.micros[keep] / clock.SECOND
     return np.asarray(trace.info.drew)[keep], end_s

@@ -1,7 +1,7 @@
 """The simulation is the engine without a model: the same schedule, step for step."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,7 @@ import pytest
 
 from jaxkv import clock as jaxkv_clock
 from jaxkv.clock import from_seconds, to_seconds
-from jaxkv.engine import requests as engine_requests
-from jaxkv.engine import state as engine_state
-from jaxkv.engine import step as engine_step
-from jaxkv.engine.state import EngineConfig
-from jaxkv.memory import kv_pages
-from jaxkv.models.interface import ForwardResult
-from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.serving import outputs
+from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import apply_plan, batch
 from jaxkv.simulation import state as simulation_state
 from jaxkv.simulation import step as simulation_step
@@ -26,55 +18,18 @@ from jaxkv.workloads import arrivals
 from tests.support import mutation
 from tests.support.engines import FAST_COMPILE
 from tests.support.mutation import Bug
-from tests.support.simulations import COST, Cost, capacity, run_simulation, workload
-
-VOCAB = 4099
-"""So many that two sequences hardly ever draw the same token."""
-
-
-def forward(params: Any, pages: Any, rows: Any) -> ForwardResult:
-    """A model without an opinion."""
-    return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], VOCAB)), pages)
-
-
-run_engine = jax.jit(
-    engine_step.run_steps,
-    static_argnames=("config", "forward", "num_steps"),
-    donate_argnames="state",
-    compiler_options=FAST_COMPILE,
-)
-submit = jax.jit(
-    engine_requests.submit, static_argnames="config", donate_argnames="state"
+from tests.support.simulations import (
+    CASES,
+    COST,
+    Cost,
+    assert_alike,
+    beside_engine,
+    workload,
 )
 
 
 def events(state: simulation_state.Simulation) -> simulation_state.Events:
     return simulation_state.Events(*np.asarray(state.events).T)
-
-
-class Case(NamedTuple):
-    policy: interface.Policy
-    max_samples: int = 1
-    num_pages: int = 22
-    max_swap_pages: int = 0
-
-
-CASES = {
-    "plain": Case(fcfs.fcfs(chunk_size=7, watermark=2)),
-    "swap": Case(
-        fcfs.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
-        max_swap_pages=20,
-    ),
-    "static": Case(static_batching.static(), num_pages=70),
-    "groups": Case(fcfs.fcfs(), max_samples=3, num_pages=42),
-    "groups, swap": Case(
-        fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"),
-        max_samples=3,
-        num_pages=42,
-        max_swap_pages=30,
-    ),
-    "groups, static": Case(static_batching.static(), max_samples=3, num_pages=80),
-}
 
 
 def seeds(*quick: str) -> list[Any]:
@@ -96,101 +51,19 @@ def seeds(*quick: str) -> list[Any]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "seed"), seeds("plain", "groups, swap"))
 def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
-    case = CASES[name]
-    w, num = workload(seed, 30, max_samples=case.max_samples), 30
+    case, num = CASES[name], 30
+    w = workload(seed, num, max_samples=case.max_samples)
     samples = np.asarray(w.samples)
-    config = EngineConfig(
-        num_pages=case.num_pages,
-        page_size=4,
-        max_slots=9,
-        max_length=60,
-        max_sequences=num * case.max_samples,
-        queue_capacity=num * case.max_samples,
-        token_budget=24,
-        submit_width=num * case.max_samples,
-        max_swap_pages=case.max_swap_pages,
-        max_stop_tokens=1,
-        debug=True,
-    )
-    real = fed_engine(w, config, seed)
-    mine = simulation_step.init(
-        *(w, capacity(config), case.policy),
-        max_slots=config.max_slots,
-        max_samples=case.max_samples,
-    )
-    num_steps, step, num_moved = 64, 0, 0
-    while int(mine.num_done) < int(mine.num_served):
-        mine, infos = run_simulation(
-            *(mine, w),
-            capacity=capacity(config),
-            policy=case.policy,
-            cost=COST,
-            num_steps=num_steps,
-            max_samples=case.max_samples,
-        )
-        infos = jax.tree.map(np.asarray, infos)
-        num_moved += infos.work.num_swapped.sum()
-        for k in range(num_steps):
-            info = jax.tree.map(lambda x, k=k: x[k], infos)
-            real, theirs = run_engine(
-                *(None, real, jnp.asarray(info.start)),
-                config=config,
-                forward=forward,
-                policy=case.policy,
-                num_steps=1,
-            )
-            theirs = jax.tree.map(lambda x: np.asarray(x)[0], theirs)
-            rows = info.work.num_decodes + info.work.num_prompt_rows
-            mine_did = rows, info.num_finished, info.work.num_copied
-            finished = (theirs.reason > 0).sum()
-            did = theirs.num_rows.sum(), finished, theirs.num_copied
-            assert mine_did == did, f"step {step}"
-            for count in ("num_admitted", "num_preempted", "used_pages", "enough"):
-                same = getattr(info, count) == getattr(theirs, count)
-                assert same, f"step {step}: {count}"
-            step += 1
+    run = beside_engine(w, case, seed)
+    assert_alike(run)
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
-    noted, s = events(mine), real.sequences
-    assert int(mine.num_served) == num
+    noted, s = events(run.mine), run.real.sequences
+    assert int(run.mine.num_served) == num
     for field in ("num_preempted", "num_recomputed"):
         found = np.asarray(getattr(s, field))[: len(at)]
         np.testing.assert_array_equal(getattr(noted, field)[at], found)
     assert (noted.num_preempted.sum() > 0) == (name not in ("static", "groups, static"))
-    assert (num_moved > 0) == (case.max_swap_pages > 0)
-
-
-def fed_engine(
-    w: arrivals.Workload, config: EngineConfig, seed: int
-) -> engine_state.EngineState:
-    """An engine to which the whole workload has been submitted."""
-    rng = np.random.default_rng(seed)
-    pages = kv_pages.make_pages(
-        num_layers=1,
-        num_pages=config.num_pages,
-        num_kv_heads=1,
-        page_size=config.page_size,
-        head_dim=1,
-        dtype="float32",
-    )
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in np.asarray(w.prompt)]
-    asks = [
-        Sampling(n=int(n), max_tokens=int(most), temperature=1.0, seed=i)
-        for i, (n, most) in enumerate(
-            zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
-        )
-    ]
-    requests = outputs.make_requests(
-        prompts, asks, config=config, width=config.submit_width
-    )
-    arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
-    short = config.submit_width - len(arrival)
-    arrival = jnp.asarray(np.pad(arrival, [(0, short), (0, 0)]))
-    state, _ = submit(
-        engine_state.init(config, pages),
-        requests._replace(arrival=arrival),
-        config=config,
-    )
-    return state
+    assert (run.infos.work.num_swapped.sum() > 0) == (case.max_swap_pages > 0)
 
 
 def simulate(
@@ -320,6 +193,15 @@ def test_places_are_split_into_what_they_are_good_for() -> None:
     assert infos.split.tokens[:5].tolist() == [4, 6, 7, 8, 9]
     assert infos.split.reserved[:5].tolist() == [4, 2, 1, 0, 0]
     assert infos.split.internal[:5].tolist() == [0, 0, 0, 0, 3]
+
+
+def test_a_group_is_one_where_a_sequence_between_has_ended() -> None:
+    line = batch.empty(6, has_groups=True, holds=False)
+    sequence = jnp.asarray([-1, 9, -1, 11, 12, -1], jnp.int32)
+    found = batch.groups(line._replace(sequence=sequence), 3)
+    assert found is not None
+    assert found.first.tolist() == [0, 1, 2, 1, 4, 5]
+    assert found.is_first.tolist() == [True, True, True, False, True, True]
 
 
 def test_time_passes_in_microseconds() -> None:

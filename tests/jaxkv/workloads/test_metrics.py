@@ -52,6 +52,13 @@ def test_gaps_between_tokens_span_the_steps_that_stall() -> None:
     assert gaps.seconds.tolist() == [1.0, 5.0, 1.0, 5.0]
 
 
+def test_tokens_of_one_step_come_together() -> None:
+    drew, num_drawn = np.array([[4, 7], [7, 4]]), np.array([[2, 1], [3, 1]])
+    gaps = metrics.gaps_between_tokens(drew, np.array([1.0, 2.5]), num_drawn)
+    assert gaps.sequence.tolist() == [4, 4, 7, 7, 7]
+    assert gaps.seconds.tolist() == [0.0, 1.5, 1.5, 0.0, 0.0]
+
+
 def test_shares() -> None:
     np.testing.assert_allclose(metrics.saving(np.array(20.0), np.array(80.0)), 0.2)
     np.testing.assert_allclose(metrics.waste(np.array(5), np.array(50)), 0.1)

@@ -1,0 +1,570 @@
+"""A simulation that speculates: the engine's own steps, drafts accepted by a law."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.harness import cost_models
+from jaxkv.engine.drafting import Drafts, Ruling, Speculation
+from jaxkv.sampling import random_keys
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.simulation import (
+    Acceptance,
+    Apart,
+    Members,
+    Received,
+    accepting,
+    contiguous,
+    costs,
+    driver,
+    outcomes,
+    step,
+)
+from jaxkv.simulation.batch import Line
+from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation.step import StepInfo
+from jaxkv.workloads import arrivals, metrics
+from scaling.costs import devices, steps
+from scaling.shapes import published
+from tests.support import mutation
+from tests.support.engines import FAST_COMPILE
+from tests.support.mutation import Bug
+from tests.support.simulations import (
+    CASES,
+    COST,
+    assert_alike,
+    beside_engine,
+    workload,
+)
+
+MAX_DRAFTS = 3
+"""Of all laws, so that programs are shared."""
+
+
+def law(chance: Any, num_drafts: Any = MAX_DRAFTS, seed: int = 0) -> Acceptance:
+    return Acceptance.of(
+        chance, num_drafts=num_drafts, max_drafts=MAX_DRAFTS, seed=seed
+    )
+
+
+# Beside the engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """Drafts so many tokens, and does not look."""
+
+    num: int
+
+    def init(self, config: Any) -> tuple[()]:
+        return ()
+
+    def wishes(self, memory: Any, state: Any, config: Any) -> jax.Array:
+        return jnp.full(state.slots.sequence.shape, self.num, jnp.int32)
+
+    def propose(
+        self, params: Any, memory: Any, state: Any, granted: jax.Array, config: Any
+    ) -> Any:
+        shape = (granted.shape[0], config.max_drafts)
+        sample = state.sequences.params.sample[jnp.maximum(state.slots.sequence, 0)]
+        tokens = jnp.broadcast_to(sample[:, None], shape)
+        return memory, state.pages, Drafts(granted, tokens)
+
+    def learn(self, memory: Any, state: Any, verified: Any) -> Any:
+        return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Chance:
+    """Accepts each draft with one probability, whatever it is.
+
+    Samples of a request draw different tokens, so that they share the prompt alone.
+    """
+
+    chance: float
+    is_lossless = False
+
+    def __call__(
+        self,
+        logits: Any,
+        children: Any,
+        law: Any,
+        params: Any,
+        positions: Any,
+        raw: Any,
+    ) -> Ruling:
+        return Ruling(
+            accept=jnp.where(children >= 0, jnp.float32(self.chance), 0.0),
+            token=params.sample,
+            invalid=jnp.zeros(positions.shape, bool),
+        )
+
+
+def beside_cases() -> list[Any]:
+    quick = {("plain", 0.6), ("groups, swap", 1.0)}
+    return [
+        pytest.param(
+            *(name, chance),
+            marks=[] if (name, chance) in quick else [pytest.mark.slow],
+        )
+        for name in CASES
+        for chance in (0.0, 0.6, 1.0)
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "chance"), beside_cases())
+def test_it_does_what_the_engine_does(name: str, chance: float) -> None:
+    """Step for step, and where a verdict is drawn, by the same bits."""
+    case = CASES[name]
+    w = workload(10, 30, max_samples=case.max_samples)
+    run = beside_engine(
+        *(w, case, 10),
+        acceptance=law(chance),
+        speculation=Speculation(Guess(MAX_DRAFTS), Chance(chance)),
+    )
+    assert_alike(run)
+    assert run.infos.work.num_drafts.sum() > 100
+    assert (run.infos.num_preempted.sum() > 0) == ("static" not in name)
+
+
+# By itself
+
+ROOMY = Capacity.of(num_pages=400, page_size=4, max_length=200, token_budget=100)
+TIGHT = Capacity.of(num_pages=24, page_size=4, max_length=200, token_budget=24)
+RULE = fcfs.fcfs(chunk_size=7, stackable=True)
+
+
+class Ran(NamedTuple):
+    state: Simulation
+    infos: StepInfo
+    line: Line
+    """After every step."""
+    ended: jax.Array
+    """Who ended in it."""
+
+
+def simulate(
+    w: arrivals.Workload,
+    bounds: Capacity,
+    acceptance: Acceptance | None,
+    max_samples: int = 1,
+    num_steps: int = 200,
+) -> Ran:
+    state = step.init(w, bounds, RULE, max_slots=6, max_samples=max_samples)
+
+    def body(state: Simulation, _: None) -> Any:
+        state, info = step.step(
+            *(state, w),
+            capacity=bounds,
+            policy=RULE,
+            cost=COST,
+            max_samples=max_samples,
+            acceptance=acceptance,
+        )
+        return state, (info, state.line, state.ended)
+
+    state, seen = jax.lax.scan(body, state, None, length=num_steps)
+    return Ran(state, *seen)
+
+
+run = jax.jit(
+    simulate,
+    static_argnames=("max_samples", "num_steps"),
+    compiler_options=FAST_COMPILE,
+)
+
+
+def served(*arguments: Any, **bounds: int) -> Any:
+    """A whole run in NumPy's arrays."""
+    ran = jax.tree.map(np.asarray, run(*arguments, **bounds))
+    assert ran.state.num_done == ran.state.num_served == 12
+    assert ran.infos.enough.all()
+    return ran
+
+
+def gains(infos: Any) -> list[list[int]]:
+    """Tokens that each sequence drew in the steps in which it drew any."""
+    drew, num = infos.drew, infos.num_drawn
+    every = range(drew.max() + 1)
+    return [num[drew == sequence].tolist() for sequence in every]
+
+
+def test_who_accepts_nothing_decodes_plainly_and_feeds_more() -> None:
+    for bounds in (ROOMY, TIGHT):
+        w = workload(3, 12, longest=25)
+        plain, mine = served(w, bounds, None), served(w, bounds, law(0.0))
+        for name in ("start", "drew", "num_admitted", "num_preempted", "num_finished"):
+            one, other = (getattr(x.infos, name) for x in (plain, mine))
+            np.testing.assert_array_equal(one, other, name)
+        np.testing.assert_array_equal(plain.state.events, mine.state.events)
+        assert set(itertools.chain(*gains(mine.infos))) == {1}
+        work, before = mine.infos.work, plain.infos.work
+        for name in before._fields[: -len(before._field_defaults)]:
+            one, other = getattr(work, name), getattr(before, name)
+            np.testing.assert_array_equal(one, other, name)
+        assert work.num_drafts.sum() > 100
+        assert work.num_accepted.sum() == 0
+        assert (mine.infos.used_pages >= plain.infos.used_pages).all()
+    assert mine.infos.num_preempted.sum() > 0
+
+
+def test_who_accepts_all_gains_a_token_more_than_drafts() -> None:
+    w = workload(3, 12)._replace(
+        prompt=jnp.full(12, 5, jnp.int32), output=jnp.arange(1, 13, dtype=jnp.int32)
+    )
+    for num in (0, 2, 3):
+        ran = served(w, ROOMY, law(1.0, num))
+        for output, found in enumerate(gains(ran.infos), 1):
+            whole, rest = divmod(output - 1, num + 1)
+            assert found == [1] + [num + 1] * whole + [rest] * (rest > 0)
+        work = ran.infos.work
+        assert work.num_drawn.sum() == np.arange(1, 13).sum()
+        assert work.draft_steps.max() == num
+        # Nobody drafts the last token of an answer, so no draft is fed for nothing.
+        np.testing.assert_array_equal(work.num_accepted, work.num_drafts)
+
+
+@pytest.mark.thorough
+def test_steps_gain_as_many_tokens_as_the_law_says() -> None:
+    """(1 - a^(g + 1)) / (1 - a), of steps that the end of the answer does not cut."""
+    num_tokens = 900
+    w = arrivals.make(np.zeros(12), np.full(12, 5), np.full(12, num_tokens))
+    bounds = ROOMY._replace(num_pages=jnp.int32(9000), max_length=jnp.int32(1000))
+    cases = [(0.3, 1), (0.5, 3), (0.8, 2), (0.8, 3), (0.95, 3)]
+    laws = jax.tree.map(lambda *x: jnp.stack(x), *(law(*case) for case in cases))
+
+    @jax.jit
+    def all_of(laws: Acceptance) -> Any:
+        def one(law: Acceptance) -> Any:
+            return simulate(w, bounds, law, 1, 2 * num_tokens).infos
+
+        return jax.vmap(one)(laws)
+
+    infos = jax.tree.map(np.asarray, all_of(laws))
+    for i, (chance, num) in enumerate(cases):
+        whole = []
+        for found in gains(jax.tree.map(lambda x, i=i: x[i], infos)):
+            left = num_tokens - np.cumsum(found) + found
+            whole += np.array(found)[1:][left[1:] > num].tolist()
+            assert sum(found) == num_tokens
+        expected = (1 - chance ** (num + 1)) / (1 - chance)
+        np.testing.assert_allclose(np.mean(whole), expected, rtol=0.03)
+
+
+def test_each_place_may_have_a_chance_of_its_own() -> None:
+    w = workload(3, 12)._replace(
+        prompt=jnp.full(12, 5, jnp.int32), output=jnp.full(12, 31, jnp.int32)
+    )
+    # What would follow a draft that is turned down is turned down, too.
+    for chances, gain in (((1, 0, 1), 2), ((0, 1, 1), 1), ((1, 1, 0), 3)):
+        found = gains(served(w, ROOMY, law(chances)).infos)
+        assert found == [[1] + [gain] * (30 // gain)] * 12
+
+
+def test_verdicts_depend_on_nobody_else() -> None:
+    w = workload(3, 12)
+    crowd = w._replace(arrival=jnp.zeros_like(w.arrival))
+    alone = w._replace(clients=jnp.int32(1))
+    first = gains(served(crowd, ROOMY, law(0.6)).infos)
+    assert gains(served(alone, ROOMY, law(0.6)).infos) == first
+    assert gains(served(crowd, ROOMY, law(0.6, seed=1)).infos) != first
+
+
+@pytest.mark.thorough
+def test_samples_of_a_request_draw_verdicts_of_their_own() -> None:
+    w = workload(3, 12, max_samples=3)._replace(output=jnp.full(12, 30, jnp.int32))
+    found = gains(served(w, ROOMY, law(0.6), max_samples=3).infos)
+    both = [x for x, num in enumerate(np.asarray(w.samples)) if num > 1]
+    assert all(found[3 * x] != found[3 * x + 1] for x in both)
+
+
+def test_the_key_of_a_request_is_the_engines() -> None:
+    key = jnp.asarray(random_keys.request_key(7 << 33, 0, 0))
+    ids = jnp.asarray([[0, 5], [2**31 - 1, 9]], jnp.int32)
+    found = np.asarray(random_keys.request_keys(key, ids))
+    for at in np.ndindex(2, 2):
+        expected = random_keys.request_key(None, 7 << 33, int(ids[at]))
+        np.testing.assert_array_equal(found[at], expected)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+def test_pages_of_drafts_are_given_back(chance: float) -> None:
+    """Who decodes holds what plain decoding of its length holds, in a tight pool."""
+    num_rejected = 0
+    for samples, num_pages in ((1, 24), (3, 28)):
+        w = workload(5, 12, max_samples=samples, longest=25)
+        bounds = TIGHT._replace(num_pages=jnp.int32(num_pages))
+        ran = served(w, bounds, law(chance), max_samples=samples)
+        line, work = ran.line, ran.infos.work
+        stays = (line.sequence >= 0) & ~ran.ended
+        decodes = stays & (ran.infos.drew >= 0)
+        assert (line.places >= line.length).all()
+        pages, plain = (-(-x // 4) for x in (line.places, line.length))
+        np.testing.assert_array_equal(pages[decodes], plain[decodes])
+        assert (line.places <= line.known)[stays].all()
+        assert (ran.infos.used_pages <= bounds.num_pages).all()
+        assert ran.infos.num_preempted.sum() > 0
+        # What is in use is of some use.
+        total = sum(ran.infos.split)
+        np.testing.assert_array_equal(total, 4 * ran.infos.used_pages)
+        num_rejected += (work.num_drafts - work.num_accepted).sum()
+    assert (num_rejected > 0) == (chance < 1)
+
+
+@pytest.mark.thorough
+def test_a_mapped_run_equals_a_run_alone() -> None:
+    w = workload(5, 12, longest=25)
+    laws = [law(0.5, 0), law(0.9, 1, 4), law((0.9, 0.1, 0.5)), law(0.3, 2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *laws)
+    together = jax.jit(
+        jax.vmap(lambda x: simulate(w, TIGHT, x)), compiler_options=FAST_COMPILE
+    )(stacked)
+    for i, one in enumerate(laws):
+        jax.tree.map(
+            lambda x, y, i=i: np.testing.assert_array_equal(x[i], y),
+            *(together, run(w, TIGHT, one)),
+        )
+
+
+@pytest.mark.thorough
+def test_places_in_a_row_have_room_for_drafts() -> None:
+    """A reservation holds what an answer ever needs, and drafts never go beyond."""
+    w = workload(5, 12, longest=25)
+    taken = contiguous.reservation("oracle", num_leaves=64, leaves_per_region=16)
+    bounds = ROOMY._replace(num_pages=jnp.int32(64))
+    cost = costs.with_drafter(COST, step_s=0.001)
+    member = Members(w, bounds, RULE, cost, taken, law(0.7))
+    found = driver.simulate(driver.stack([member]), max_slots=6, keep_trace=True)
+    assert np.isfinite(found.finish_s).all()
+    assert found.totals.drawn == np.asarray(w.output).sum()
+    assert found.trace is not None
+    assert found.trace.info.enough.all()
+
+
+# On the host
+
+
+@pytest.mark.thorough
+def test_everything_is_added_up() -> None:
+    loads = [workload(seed, 12, longest=25) for seed in range(3)]
+    laws = [law(0.7), law(0.7, 0), law((0.9, 0.5, 0.1), seed=3)]
+    members = driver.stack(
+        [
+            Members(load, TIGHT, RULE, COST, None, each)
+            for load, each in zip(loads, laws, strict=True)
+        ]
+    )
+    found = driver.simulate(members, max_slots=6, keep_trace=True, steps_per_call=50)
+    assert found.trace is not None
+    assert found.totals.drafted[1] == 0
+    for i, load in enumerate(loads):
+        trace = found.trace.member(i)
+        info: Any = trace.info
+        output = np.asarray(load.output)
+        assert found.totals.drawn[i] == output.sum()
+        assert found.totals.drafted[i] == info.work.num_drafts.sum()
+        # What was fed and stands: all but the last token drawn, and what was lost.
+        stands = found.totals.decoded[i] + found.totals.read[i]
+        stands += info.work.num_accepted.sum()
+        tokens = np.asarray(load.prompt) + output - 1
+        assert stands == tokens.sum() + found.recomputed[i].sum()
+        end_s = trace.start_s + info.micros / 1e6
+        gaps = metrics.gaps_between_tokens(info.drew, end_s, info.num_drawn)
+        num = np.bincount(gaps.sequence, minlength=12)
+        np.testing.assert_array_equal(num, output - 1)
+        spent = np.bincount(gaps.sequence, gaps.seconds, minlength=12)
+        took = (found.finish_s - found.first_s)[i]
+        np.testing.assert_allclose(spent, took, atol=1e-6)
+    # So it is where nobody keeps a trace, and in a run to the end without the driver.
+    short = driver.simulate(members, max_slots=6)
+    np.testing.assert_array_equal(short.finish_s, found.finish_s)
+    last = loads[2]
+    state = jax.jit(
+        lambda w, x: step.run(w, TIGHT, RULE, COST, max_slots=6, acceptance=x)
+    )(last, laws[2])
+    alone = outcomes.read(state, last)
+    np.testing.assert_array_equal(alone.finish_s, found.finish_s[2])
+
+
+def test_laws_of_several_sizes_are_not_mapped_together() -> None:
+    member = Members(workload(0, 12), ROOMY, RULE, COST, None, law(0.5))
+    other = member._replace(acceptance=Acceptance.of(0.5, num_drafts=2))
+    with pytest.raises(ValueError, match="acceptances of one max_drafts cannot be"):
+        driver.stack([member, other])
+    with pytest.raises(ValueError, match="an acceptance of one kind cannot be mapped"):
+        driver.stack([member, member._replace(acceptance=None)])
+
+
+# What it costs
+
+SPECULATES = costs.work(
+    num_decodes=2,
+    num_prompt_rows=70,
+    decode_context=401 + 10,
+    prompt_context=120,
+    prompt_squares=120**2 - 50**2,
+    num_drawn=3 + 2,
+    num_drafts=3 + 1,
+    draft_steps=3,
+    draft_context=402 + 403 + 404 + 11,
+    num_accepted=2,
+)
+"""A chunk behind 50 tokens, and two behind 400 and 9 with 3 drafts and one."""
+
+
+def test_the_roofline_of_verification_is_that_of_its_rows() -> None:
+    found = cost_models.roofline(
+        published.describe("opt-13b"), devices.find("a100-80gb"), compute_share=0.01
+    )
+    new, past = jnp.array([70, 4, 2]), jnp.array([50, 400, 9])
+    assert isinstance(found.cost, cost_models.Roofline)
+    apart = steps.work(found.cost.step, new, past, jnp.int32(3 + 4))
+    np.testing.assert_allclose(found.cost(SPECULATES), apart.time_s, rtol=1e-6)
+
+
+def test_a_draft_costs_what_a_sequence_more_does() -> None:
+    cost = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2), (20.0, 0.01, 0.1))
+    feeds = 0.010 + 1e-5 * (411 + 120) + 2e-4 * (2 + 4) + 5e-4 * 70
+    assert float(cost(SPECULATES)) == pytest.approx(feeds)
+    many = SPECULATES._replace(num_drafts=jnp.int32(93), num_decodes=jnp.int32(2))
+    feeds = 0.020 + 1e-5 * (411 + 120) + 1e-4 * 95 + 5e-4 * 70
+    assert float(cost(many)) == pytest.approx(feeds)
+
+
+def test_a_drafter_takes_a_step_for_each_draft_of_the_longest() -> None:
+    plain = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+    both = costs.with_drafter(plain, step_s=0.002, row_s=1e-5)
+    added = float(both(SPECULATES)) - float(plain(SPECULATES))
+    assert added == pytest.approx(3 * 0.002 + 4 * 1e-5)
+    alone = costs.work(num_decodes=3)
+    assert alone.num_drafts is None
+    assert float(both(alone)) == float(plain(alone))
+    for value in (-1.0, float("nan"), True, float("inf")):
+        with pytest.raises(ValueError, match=r"step_s=\S+ must be .*at least 0"):
+            costs.with_drafter(plain, step_s=value)
+
+
+def test_parts_of_a_step_keep_their_drafts() -> None:
+    """Drafts are of those who decode; a machine that receives verifies them, too."""
+
+    def count(work: Any) -> jax.Array:
+        w = cost_models.as_floats(work)
+        tokens = 1e6 * w.num_drawn + 1e3 * w.num_logits + w.num_decode_rows
+        return tokens + 1e-3 * w.decode_pairs
+
+    reads = 1e6 + 1e3
+    decodes = 4e6 + 6e3 + 6 + 1e-3 * (411 + 1220)
+    found = Apart(count, jnp.asarray(True))(SPECULATES)
+    assert float(found) == pytest.approx(reads + decodes)
+    assert float(Apart(count, jnp.asarray(False))(SPECULATES)) == pytest.approx(
+        reads + decodes
+    )
+    received = Received(count, jnp.asarray(True))(SPECULATES)
+    expected = 5e6 + 7e3 + 7 + 1e-3 * (411 + 120 + 1220)
+    assert float(received) == pytest.approx(expected)
+
+
+def test_what_the_rows_ask_for_is_added_up() -> None:
+    w = arrivals.make(np.zeros(12), np.full(12, 5), np.full(12, 30))
+    ran = served(w._replace(clients=jnp.int32(1)), ROOMY, law(1.0))
+    work = jax.tree.map(lambda x: x[1], ran.infos.work)
+    # Behind five tokens of the prompt the one drawn, and three drafts.
+    assert work.num_decodes == work.num_drawn - work.num_accepted == 1
+    assert work.num_drafts == work.draft_steps == work.num_accepted == 3
+    assert (work.decode_context, work.draft_context) == (6, 7 + 8 + 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (dict(chance=1.5, num_drafts=2), r"chance=1.5 must be in \[0, 1\]"),
+        (dict(chance=(0.5, -1), num_drafts=2), r"chance=-1 must be in \[0, 1\]"),
+        (dict(chance=float("nan"), num_drafts=2), r"chance=nan must be in \[0, 1\]"),
+        (dict(chance=0.5, num_drafts=-1), "num_drafts=-1 must be at least 0"),
+        (
+            dict(chance=0.5, num_drafts=0, max_drafts=0),
+            "max_drafts=0 must be at least 1",
+        ),
+        (
+            dict(chance=0.5, num_drafts=3, max_drafts=2),
+            r"num_drafts=3 must be in \[0, max_drafts=2\]",
+        ),
+        (
+            dict(chance=(0.5, 0.5), num_drafts=2, max_drafts=3),
+            r"chance has shape \(2,\), must be one number or max_drafts=3",
+        ),
+        (
+            dict(chance=0.5, num_drafts=jnp.int32(2)),
+            "max_drafts=None must be a number if num_drafts is mapped",
+        ),
+        (dict(chance=0.5, num_drafts=2, seed=-1), r"seed=-1 must be in \[0, 2"),
+    ],
+)
+def test_a_law_out_of_range_is_refused(arguments: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        Acceptance.of(**arguments)
+
+
+BUGS = {
+    "pages of drafts are kept": Bug(
+        step,
+        "_give_back",
+        "if granted.num_drafts is None",
+        "if True",
+        test_pages_of_drafts_are_given_back,
+        (0.0,),
+    ),
+    "accepted tokens lose their pages": Bug(
+        step,
+        "_give_back",
+        "jnp.maximum(granted.kept, line.length)",
+        "granted.kept",
+        test_pages_of_drafts_are_given_back,
+        (1.0,),
+    ),
+    "the last token is drafted": Bug(
+        interface,
+        "wishes",
+        "limit - known - 1",
+        "limit - known",
+        test_who_accepts_all_gains_a_token_more_than_drafts,
+    ),
+    "verdicts stand behind a wrong one": Bug(
+        accepting,
+        "num_accepted",
+        "jnp.cumprod(accepts.astype(jnp.int32), axis=1)",
+        "accepts.astype(jnp.int32)",
+        test_each_place_may_have_a_chance_of_its_own,
+    ),
+    "verdicts are the slot's": Bug(
+        accepting,
+        "num_accepted",
+        "position = line.known[:, None] + place",
+        "position = jnp.arange(line.known.size, dtype=jnp.int32)[:, None] + place",
+        test_verdicts_depend_on_nobody_else,
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        # A program of its own, that of the right functions being compiled.
+        mine = functools.partial(simulate)
+        fresh = jax.jit(
+            mine,
+            static_argnames=("max_samples", "num_steps"),
+            compiler_options=FAST_COMPILE,
+        )
+        patch.setitem(globals(), "run", fresh)
+        mutation.seed(patch, bug)
+        with pytest.raises(AssertionError):
+            bug.noticed_by(*bug.arguments)
