@@ -6,18 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv.engine.drafting import Speculation
-from jaxkv.models import paged
+from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import Coupled, DraftModel, Jacobi, NGram, methods
+from jaxkv.speculation import (
+    Coupled,
+    DraftModel,
+    Jacobi,
+    NGram,
+    Rejection,
+    methods,
+    self_speculative,
+)
 from jaxkv.speculation.ngram import lookup
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL
-from tests.support.folders import GOLDEN
+from tests.support.folders import GOLDEN, ROOT
+from tests.support.sampled_laws import chi_square, law_slowly
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
@@ -203,3 +213,54 @@ def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
     assert exits is not None
     assert isinstance(exits.drafter, DraftModel)
     assert exits.drafter.forward == paged.PagedForward(MODEL, layers=(0,))
+
+
+@pytest.mark.slow
+def test_rejection_keeps_the_law_on_text() -> None:
+    """20,032 answers of the bundled model: pairs of tokens, the second one drafted."""
+    loaded = checkpoints.load_model(ROOT / "experiments" / "models" / "stdlib-bytes")
+    config = jaxkv.EngineConfig(
+        token_budget=192,
+        num_pages=400,
+        max_slots=64,
+        max_length=48,
+        max_sequences=128,
+        max_drafts=2,
+    )
+    forward = paged.PagedForward(loaded.config)
+    drafter = dataclasses.replace(self_speculative(forward, [0, 1]), couples=False)
+    engine = jaxkv.Engine(
+        loaded.params,
+        forward,
+        paged.make_pages(loaded.config, config),
+        config,
+        speculation=Speculation(drafter, Rejection()),
+        keep_trace=True,
+    )
+    prompt = list(b"def read(self, size):\n    # ")
+    asks = [
+        Sampling(n=64, seed=i, max_tokens=3, temperature=1.6, top_p=0.98)
+        for i in range(313)
+    ]
+    done = engine.generate([prompt] * len(asks), asks)
+    pairs = np.zeros((257, 257))
+    for each in done:
+        for answer in each.answers:
+            pairs[tuple(answer.tokens[:2])] += 1
+    info = jax.tree.map(lambda *x: np.concatenate(x), *engine.trace)
+    num_drafts = np.asarray(info.num_drafts)
+    accepted, num = (info.num_emitted - 1)[num_drafts > 0].sum(), num_drafts.sum()
+    assert 0.2 < accepted / num < 0.95
+    ends = [*prompt, 0]
+    tokens = jnp.array([[*ends[:-1], token] for token in range(257)], jnp.int32)
+    logits = np.asarray(transformer.logits(loaded.params, tokens, config=loaded.config))
+    first = law_slowly(logits[0, -2], asks[0])
+    law = np.stack([first[t] * law_slowly(logits[t, -1], asks[0]) for t in range(257)])
+    assert not pairs[law == 0].any()
+    often = law * pairs.sum() >= 5
+    rest = [x[~often].sum() for x in (pairs, law)]
+    observed, wanted = (
+        np.append(x[often], r) for x, r in zip((pairs, law), rest, strict=True)
+    )
+    assert often.sum() > 50
+    assert chi_square(observed, wanted) > 1e-3
