@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         run_steps,
         submit,
     )
+    from jaxkv.engine.drafting import Speculation
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.step import step
     from jaxkv.memory import InvariantError
@@ -56,6 +57,7 @@ _HOMES = {
     "Policy": "scheduling.interface",
     "Requests": "engine.requests",
     "Sampling": "sampling.params",
+    "Speculation": "engine.drafting",
     "StepInfo": "engine.step",
     "attend": "models.interface",
     "cancel": "engine.requests",
@@ -87,6 +89,7 @@ __all__ = [
     "Policy",
     "Requests",
     "Sampling",
+    "Speculation",
     "StepInfo",
     "attend",
     "cancel",
