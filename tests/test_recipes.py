@@ -16,8 +16,11 @@ import pytest
 import jaxkv
 from experiments.cli import main
 from experiments.framework import registry, run_folder
+from jaxkv import arrays
+from jaxkv.engine import drafting
 from jaxkv.models import checkpoints, config, transformer
 from jaxkv.models.huggingface import configs, families
+from jaxkv.speculation import Coupled
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, dispatch, prefill_plan, stream_k
 from scaling.fits import fit
@@ -95,6 +98,42 @@ def test_a_sampling_rule_runs_inside_the_step(served: dict[int, engines.Run]) ->
         assert len(known) == 6
         for before, after in itertools.pairwise(known):
             assert after > before or before == last
+
+
+# Add a drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """Guesses that the last token comes again, and counts how often it did."""
+
+    def init(self, config: jaxkv.EngineConfig) -> jax.Array:
+        return jnp.zeros(config.max_sequences, jnp.int32)
+
+    def wishes(self, memory, state, config):
+        return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
+
+    def propose(self, params, memory, state, granted, config):
+        row = jnp.maximum(state.slots.sequence, 0)
+        last = state.sequences.tokens[row, state.sequences.num_tokens[row] - 1]
+        tokens = jnp.repeat(last[:, None], config.max_drafts, axis=1)
+        return memory, state.pages, drafting.Drafts(granted, tokens)
+
+    def learn(self, memory, state, verified):
+        row = jnp.where(verified.emits, state.slots.sequence, -1)
+        return arrays.put(memory, row, verified.accepted, "add")
+
+
+@pytest.mark.thorough
+def test_a_drafter_changes_when_and_never_what() -> None:
+    speculation = jaxkv.Speculation(Again(), Coupled())
+    asks = [engines.greedy(i, [i, 2, 7], 20) for i in range(6)]
+    bounds = dataclasses.replace(engines.TIGHT, max_drafts=2, token_budget=32)
+    run = engines.serve(asks, bounds, speculation=speculation)
+    engines.assert_equal_plain(run, asks, engines.TIGHT)
+    assert np.asarray(run.info.num_drafts).sum() > 20
+    num = run.info.num_emitted
+    assert int(run.state.memory.sum()) == (num - 1)[num > 0].sum() > 0
 
 
 # Add a model family
@@ -317,6 +356,7 @@ RECIPES = {
     # A rule of eviction is followed in `test_eviction.py`, a column of a result in
     # `test_table.py`, one of a log in `test_logs.py`.
     "jaxkv": ["a policy", "an eviction rule", "a model family", "a sampling rule"],
+    "jaxkv/speculation": ["a drafter"],
     "scaling": ["a law", "a column of logs"],
     "experiments": ["an experiment", "a column"],
 }
