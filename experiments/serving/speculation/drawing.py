@@ -26,16 +26,17 @@ def draw(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
 
 
 def _lengths(ax: Any, runs: Any) -> None:
-    """Tokens a step against drafts, and the formula in grey."""
+    """Tokens a step against drafts, and the formula as a broken line."""
     for way in runs.distinct("way"):
         here = runs.where(way=way)
         here = here.at(np.argsort(here.num_drafts))
         if len(here) < 2:
             continue
-        look: dict[str, Any] = {"color": "0.65", "linewidth": 0.8}
-        ax.plot(here.num_drafts, here.expected, "--", zorder=0, **look)
+        look: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.7, "zorder": 0}
+        color = style.colors()[COLORS[way]]
+        ax.plot(here.num_drafts, here.expected, "--", color=color, **look)
         style.curve(ax, here.num_drafts, here.tokens_per_step, COLORS[way], way)
-    ax.plot([], [], "--", color="0.65", linewidth=0.8, label="if independent")
+    ax.plot([], [], "--", color="0.5", linewidth=0.8, label="if independent")
     title = "one sequence, greedy"
     style.titled(ax, title, "drafts a step", "tokens a step", ylim=(1, None))
     if len(runs):
@@ -70,7 +71,8 @@ def _batches(ax: Any, runs: Any) -> None:
     style.curve(ax, runs.batch, runs.cost, 6, "cost of a step")
     style.curve(ax, runs.batch, runs.speed, 5, "times as fast")
     ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
-    style.powers_of_two(ax)
+    if len(runs):
+        style.powers_of_two(ax)
     title = "n-grams, over plain decoding of the batch"
     style.titled(ax, title, "sequences at once", "times", ylim=(0, None))
     ax.legend()
@@ -83,9 +85,8 @@ def _coins(ax: Any, coins: Any) -> None:
         here, color = coins.where(num_drafts=num), (5, 3, 1, 6)[nth % 4]
         line = theory.tokens_of(chances, np.full(chances.size, num))
         ax.plot(chances, line, color="0.7", linewidth=0.8, zorder=0)
-        mark, label = "o", f"{num} drafts"
-        style.curve(ax, here.acceptance, here.tokens_per_step, color, label, mark)
+        style.curve(ax, here.acceptance, here.tokens_per_step, color, f"{num}", "o")
     title = "drafts accepted by coins, on the formula"
     style.titled(ax, title, "acceptance of each", "tokens a step")
     if len(coins):
-        ax.legend()
+        ax.legend(title="drafts", title_fontsize=7)
