@@ -176,19 +176,21 @@ def toss(
     num_drafts: tuple[int, ...],
     prompts: list[list[int]],
     asks: list[Sampling],
-    steps_per_call: int,
+    config: EngineConfig,
 ) -> list[tuple[int, int]]:
-    """Serves prompts at once, each draft accepted with one probability, by itself.
+    """Serves prompts, each draft accepted with one probability, by itself.
 
     Returns:
       For each number of drafts: steps that fed as many, and tokens that these gave.
     """
-    longest = len(prompts[0]) + asks[0].max_tokens
-    config = bounds(len(prompts), max(num_drafts), longest, steps_per_call)
     judged = Speculation(Uneven(num_drafts), Synthetic(acceptance))
-    server = Server(model, "Jacobi", config, judged)
-    server.serve(prompts, asks)
-    info = server.info()
-    drafts, emitted = np.asarray(info.num_drafts), np.asarray(info.num_emitted)
-    fed = [(drafts == num) & (emitted > 0) for num in num_drafts]
-    return [(int(here.sum()), int(emitted[here].sum())) for here in fed]
+    server, batch = Server(model, "Jacobi", config, judged), config.max_slots
+    found = np.zeros((len(num_drafts), 2), int)
+    for start in range(0, len(prompts), batch):
+        server.serve(prompts[start : start + batch], asks[start : start + batch])
+        info = server.info()
+        drafts, emitted = np.asarray(info.num_drafts), np.asarray(info.num_emitted)
+        for row, num in zip(found, num_drafts, strict=True):
+            here = (drafts == num) & (emitted > 0)
+            row += here.sum(), emitted[here].sum()
+    return [(int(steps), int(tokens)) for steps, tokens in found]

@@ -35,3 +35,17 @@ def tokens_of(
     """Tokens of a step for every row of a table."""
     pairs = zip(acceptance.tolist(), num_drafts.tolist(), strict=True)
     return np.array([tokens_per_step(*pair) for pair in pairs])
+
+
+def spread_of(
+    acceptance: Float[np.ndarray, " rows"], num_drafts: np.ndarray
+) -> Float[np.ndarray, " rows"]:
+    """The standard deviation of a step's tokens for every row of a table.
+
+    k drafts pass with a^k, so that squares sum to 1 + 3 a + 5 a^2 + ...
+    """
+    found = []
+    for a, num in zip(acceptance.tolist(), num_drafts.tolist(), strict=True):
+        square = sum((2 * k + 1) * a**k for k in range(num + 1))
+        found.append(max(0.0, square - tokens_per_step(a, num) ** 2) ** 0.5)
+    return np.array(found)
