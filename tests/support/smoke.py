@@ -23,7 +23,7 @@ QUICK = {
 """Whose smoke run takes a few seconds."""
 SLOW = {
     *("bench_simulate", "chatbot", "disaggregation", "experts", "isoflop"),
-    *("learning_rate", "preemption", "speculation"),
+    *("learning_rate", "preemption"),
 }
 """Whose smoke run takes a minute or more."""
 
