@@ -1,5 +1,7 @@
 """Benchmarks against what a user would run instead."""
 
 __all__ = [
+    "decode",
     "kernels",
+    "turns",
 ]

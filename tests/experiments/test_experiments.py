@@ -249,6 +249,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prefixes": (1000,)}, "may need 1128 tokens"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],
+    "speculation": [
+        ({"output_tokens": 208}, "self.output_tokens=208 must be more than 208"),
+        ({"ways": ("medusa",)}, "must be of"),
+        ({"batches": (1, 2)}, "batches=(1, 2) must be ascending, from 2"),
+        ({"acceptances": (1.5,)}, "must be in [0, 1]"),
+        ({"num_coins": 3}, "self.num_coins=3 must be at least"),
+    ],
 }
 
 

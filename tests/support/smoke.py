@@ -86,6 +86,7 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "preemption": _served(72),
     "prefix_caching": _recorded,
     "sharing": _served(208),
+    "speculation": _served(64),
 }
 """What differs from the smoke config: small models, and what lies elsewhere."""
 

@@ -1,1 +1,5 @@
 """Our engine beside others."""
+
+__all__ = [
+    "ours",
+]

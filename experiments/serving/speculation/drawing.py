@@ -1,0 +1,92 @@
+"""Draws what speculation gains, and what it costs."""
+
+from typing import Any
+
+import numpy as np
+
+from experiments.plotting import style
+from experiments.serving.speculation import theory
+
+COLORS = {
+    "n-gram": 5,
+    "Jacobi": 3,
+    "early exit, 1 layer": 6,
+    "early exit, 2 layers": 1,
+}
+
+
+def draw(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
+    """Draws four panels: drafts and ways above, batches and coins below."""
+    greedy = runs.where(temperature=0.0)
+    alone = runs.where(batch=1)
+    _lengths(axes[0, 0], alone.where(temperature=0.0))
+    _ways(axes[0, 1], alone.where(num_drafts=num_drafts))
+    _batches(axes[1, 0], greedy.where(way="n-gram", num_drafts=num_drafts))
+    _coins(axes[1, 1], coins)
+
+
+def _lengths(ax: Any, runs: Any) -> None:
+    """Tokens a step against drafts, and the formula as a broken line."""
+    for way in runs.distinct("way"):
+        here = runs.where(way=way)
+        here = here.at(np.argsort(here.num_drafts))
+        if len(here) < 2:
+            continue
+        look: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.7, "zorder": 0}
+        color = style.colors()[COLORS[way]]
+        ax.plot(here.num_drafts, here.expected, "--", color=color, **look)
+        style.curve(ax, here.num_drafts, here.tokens_per_step, COLORS[way], way)
+    ax.plot([], [], "--", color="0.5", linewidth=0.8, label="if independent")
+    title = "one sequence, greedy"
+    style.titled(ax, title, "drafts a step", "tokens a step", ylim=(1, None))
+    if len(runs):
+        ax.legend()
+
+
+def _ways(ax: Any, runs: Any) -> None:
+    """Speeds by way, greedy and drawn."""
+    ways = runs.distinct("way")
+    height = 0.38
+    for nth, temperature in enumerate((0.0, 1.0)):
+        here = runs.where(temperature=temperature)
+        place = np.array([ways.index(way) for way in here.way]) + height * (nth - 0.5)
+        colors = [style.colors()[COLORS[way]] for way in here.way]
+        bars = ax.barh(place, here.speed, 0.9 * height, color=colors)
+        for bar in bars:
+            bar.set_alpha(1.0 - 0.5 * nth)
+        kind = "greedy" if temperature == 0 else "temperature 1"
+        labels = [f"{speed:.2f}  {kind}" for speed in here.speed]
+        ax.bar_label(bars, labels, fontsize=6, padding=2)
+    ax.set_yticks(range(len(ways)), ways)
+    ax.invert_yaxis()
+    ax.axvline(1, color="0.6", linewidth=0.8)
+    ax.margins(x=0.35)
+    style.titled(ax, "one sequence", "times as fast as plain decoding", "")
+
+
+def _batches(ax: Any, runs: Any) -> None:
+    """Speeds and costs of a step against the sequences decoded together."""
+    runs = runs.at(np.argsort(runs.batch))
+    style.curve(ax, runs.batch, runs.tokens_per_step, 0, "tokens a step", "s:")
+    style.curve(ax, runs.batch, runs.cost, 6, "cost of a step")
+    style.curve(ax, runs.batch, runs.speed, 5, "times as fast")
+    ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
+    if len(runs):
+        style.powers_of_two(ax)
+    title = "n-grams, over plain decoding of the batch"
+    style.titled(ax, title, "sequences at once", "times", ylim=(0, None))
+    ax.legend()
+
+
+def _coins(ax: Any, coins: Any) -> None:
+    """Tokens a step by coins, on the lines of the formula."""
+    chances = np.linspace(0, 1, 101)
+    for nth, num in enumerate(coins.distinct("num_drafts")):
+        here, color = coins.where(num_drafts=num), (5, 3, 1, 6)[nth % 4]
+        line = theory.tokens_of(chances, np.full(chances.size, num))
+        ax.plot(chances, line, color="0.7", linewidth=0.8, zorder=0)
+        style.curve(ax, here.acceptance, here.tokens_per_step, color, f"{num}", "o")
+    title = "drafts accepted by coins, on the formula"
+    style.titled(ax, title, "acceptance of each", "tokens a step")
+    if len(coins):
+        ax.legend(title="drafts", title_fontsize=7)

@@ -1,0 +1,196 @@
+"""The engine with and without drafts: what it drew, and what its steps cost."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from experiments.bench.decode.ours import CallTimes, WatchedEngine
+from jaxkv.engine import EngineConfig, EngineState, StepInfo
+from jaxkv.models import checkpoints
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import Jacobi, Speculation, Synthetic, methods
+
+PLAIN = "plain"
+WAYS: dict[str, tuple[str | None, int | None]] = {
+    PLAIN: (None, None),
+    "n-gram": ("ngram", None),
+    "Jacobi": ("jacobi", None),
+    "early exit, 1 layer": ("early-exit", 1),
+    "early exit, 2 layers": ("early-exit", 2),
+}
+"""Ways to decode: the engine's method, and layers that draft."""
+
+
+class Counts(NamedTuple):
+    """Of steps in which a sequence decodes; the one that reads its prompt is none.
+
+    Attributes:
+      steps: of all sequences, each counted by itself.
+      emitted: tokens that they gave.
+      drafted: drafts that were fed.
+      first: steps whose first draft was accepted.
+      call_s: seconds of calls in which every sequence decoded in every step.
+      call_steps: steps of these calls, counted once for the whole batch.
+    """
+
+    steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    first: int = 0
+    call_s: float = 0.0
+    call_steps: int = 0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The sums of both."""
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
+    """Counts a batch that was served from its prompts to its ends, a slot for each.
+
+    Steps are timed by the calls that they are in, each from the end of the one before:
+    so neither reading prompts counts, nor what an engine idles behind the last token.
+
+    Args:
+      info: of all steps, in order.
+      times: of the calls that they were made in.
+      num_slots: sequences of the batch.
+    """
+    emitted = np.asarray(info.num_emitted)
+    drafts = np.zeros_like(emitted)
+    if info.num_drafts is not None:
+        drafts = np.asarray(info.num_drafts)
+    decodes = (emitted > 0) & (np.cumsum(emitted, axis=0) > emitted)
+    by_call = decodes.reshape(len(times), -1, num_slots)
+    ready_s = np.array([call.ready_s for call in times])
+    whole = by_call.all(axis=(1, 2))[1:]
+    return Counts(
+        steps=int(decodes.sum()),
+        emitted=int(emitted[decodes].sum()),
+        drafted=int(drafts[decodes].sum()),
+        first=int((emitted[decodes] > 1).sum()),
+        call_s=float(np.diff(ready_s)[whole].sum()),
+        call_steps=int(whole.sum()) * by_call.shape[1],
+    )
+
+
+def bounds(
+    batch: int, num_drafts: int, max_length: int, steps_per_call: int
+) -> EngineConfig:
+    """An engine's, in which nobody lacks a page, nor rows for his drafts."""
+    page_size = 16
+    return EngineConfig(
+        num_pages=batch * -(-(max_length + num_drafts) // page_size),
+        page_size=page_size,
+        max_slots=batch,
+        max_length=max_length,
+        max_sequences=batch,
+        queue_capacity=batch,
+        submit_width=batch,
+        token_budget=max(128, batch * (1 + num_drafts)),
+        max_drafts=num_drafts,
+        steps_per_call=steps_per_call,
+    )
+
+
+class Server:
+    """An engine that decodes one way, batch after batch.
+
+    Args:
+      model: what to serve.
+      way: one of `WAYS`.
+      config: the engine's bounds.
+      speculation: instead of the way's own.
+    """
+
+    def __init__(
+        self,
+        model: checkpoints.Loaded,
+        way: str,
+        config: EngineConfig,
+        speculation: Speculation | None = None,
+    ):
+        self.way, self.num_drafts = way, config.max_drafts
+        self.name = f"{way} {config.max_drafts}"
+        method, layers = WAYS[way]
+        served = methods.serve(
+            methods.Model(model.config, model.params),
+            config,
+            dtype="float32",
+            method=method,
+            num_layers=layers,
+        )
+        self._engine = WatchedEngine(
+            *(served.params, served.forward, served.pages, config),
+            eos_ids=(),
+            speculation=speculation or served.speculation,
+            keep_trace=True,
+        )
+
+    def serve(
+        self, prompts: list[list[int]], asks: list[Sampling]
+    ) -> tuple[list[list[int]], Counts]:
+        """Answers prompts in batches of as many as there are slots; the first compiles.
+
+        Returns:
+          The answers' tokens, and what was counted.
+        """
+        answers, counts, batch = [], Counts(), self._engine.config.max_slots
+        for start in range(0, len(prompts), batch):
+            end = start + batch
+            self._engine.trace.clear()
+            with self._engine.watch() as times:
+                done = self._engine.generate(prompts[start:end], asks[start:end])
+            answers += [completion.tokens for completion in done]
+            counts = counts.plus(count(self.info(), times, batch))
+        return answers, counts
+
+    def info(self) -> StepInfo:
+        """What all steps of the batch that was served last did."""
+        trace = self._engine.trace
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *trace)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uneven(Jacobi):
+    """Guesses of which not all slots want as many."""
+
+    wanted: tuple[int, ...] = (1,)
+    """Drafts of the first slots; for those behind them it begins again."""
+
+    def wishes(
+        self, memory: Any, state: EngineState, config: EngineConfig
+    ) -> Int32[Array, " slots"]:
+        """As many as are wanted."""
+        wanted = jnp.asarray(self.wanted, jnp.int32)
+        return jnp.resize(wanted, state.slots.sequence.shape)
+
+
+def toss(
+    model: checkpoints.Loaded,
+    acceptance: float,
+    num_drafts: tuple[int, ...],
+    prompts: list[list[int]],
+    asks: list[Sampling],
+    config: EngineConfig,
+) -> list[tuple[int, int]]:
+    """Serves prompts, each draft accepted with one probability, by itself.
+
+    Returns:
+      For each number of drafts: steps that fed as many, and tokens that these gave.
+    """
+    judged = Speculation(Uneven(num_drafts), Synthetic(acceptance))
+    server, batch = Server(model, "Jacobi", config, judged), config.max_slots
+    found = np.zeros((len(num_drafts), 2), int)
+    for start in range(0, len(prompts), batch):
+        server.serve(prompts[start : start + batch], asks[start : start + batch])
+        info = server.info()
+        drafts, emitted = np.asarray(info.num_drafts), np.asarray(info.num_emitted)
+        for row, num in zip(found, num_drafts, strict=True):
+            here = (drafts == num) & (emitted > 0)
+            row += here.sum(), emitted[here].sum()
+    return [(int(steps), int(tokens)) for steps, tokens in found]

@@ -1,0 +1,51 @@
+"""What speculation gains by formula, where drafts are accepted independently.
+
+Source: Leviathan et al. 2023, arXiv:2211.17192, equations 1 and theorem 3.11.
+"""
+
+import numpy as np
+from jaxtyping import Float
+
+
+def tokens_per_step(acceptance: float, num_drafts: int) -> float:
+    """Tokens that a step gives: (1 - a^(g + 1)) / (1 - a), which is 1 + a + ... + a^g.
+
+    0.8 and 5 drafts give 3.69. Acceptance is in [0, 1].
+    """
+    return float(sum(acceptance**k for k in range(num_drafts + 1)))
+
+
+def operations(acceptance: float, num_drafts: int, cost: float = 0.0) -> float:
+    """Operations of a token over those of plain decoding.
+
+    0.8 and 5 drafts that cost nothing take 1.63 times as many.
+
+    Args:
+      acceptance: of a draft, in [0, 1].
+      num_drafts: in a step.
+      cost: operations of a draft over those of a token of the model.
+    """
+    fed = num_drafts * cost + num_drafts + 1
+    return fed / tokens_per_step(acceptance, num_drafts)
+
+
+def tokens_of(
+    acceptance: Float[np.ndarray, " rows"], num_drafts: np.ndarray
+) -> Float[np.ndarray, " rows"]:
+    """Tokens of a step for every row of a table."""
+    pairs = zip(acceptance.tolist(), num_drafts.tolist(), strict=True)
+    return np.array([tokens_per_step(*pair) for pair in pairs])
+
+
+def spread_of(
+    acceptance: Float[np.ndarray, " rows"], num_drafts: np.ndarray
+) -> Float[np.ndarray, " rows"]:
+    """The standard deviation of a step's tokens for every row of a table.
+
+    k drafts pass with a^k, so that squares sum to 1 + 3 a + 5 a^2 + ...
+    """
+    found = []
+    for a, num in zip(acceptance.tolist(), num_drafts.tolist(), strict=True):
+        square = sum((2 * k + 1) * a**k for k in range(num + 1))
+        found.append(max(0.0, square - tokens_per_step(a, num) ** 2) ** 0.5)
+    return np.array(found)

@@ -1,0 +1,147 @@
+"""Speculation measured: counts by hand, formulas, tokens as in plain decoding."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.bench.decode.ours import CallTimes
+from experiments.framework.study import of_module
+from experiments.serving.speculation import experiment, serving, theory
+from experiments.serving.speculation.experiment import CONFIGS, Config, Result
+from jaxkv.engine import StepInfo
+from tests.support import smoke
+
+(STUDY,) = of_module(experiment)
+SMOKE = CONFIGS["smoke"]
+
+
+def test_tokens_and_operations_by_formula() -> None:
+    assert theory.tokens_per_step(0.5, 2) == 1.75
+    assert theory.tokens_per_step(1.0, 4) == 5.0
+    assert theory.tokens_per_step(0.0, 4) == 1.0
+    # Three rows fed, and two drafts at half a row's operations.
+    assert theory.operations(0.5, 2, cost=0.5) == pytest.approx(4 / 1.75)
+    rows = theory.tokens_of(np.array([0.5, 1.0]), np.array([2, 4]))
+    assert rows.tolist() == [1.75, 5.0]
+    # 1, 2 and 3 tokens with 1/2, 1/4 and 1/4.
+    spread = theory.spread_of(np.array([0.5, 1.0]), np.array([2, 4]))
+    np.testing.assert_allclose(spread, [(3.75 - 1.75**2) ** 0.5, 0.0])
+
+
+def test_steps_counted_by_hand() -> None:
+    """Two slots, three calls of two steps: prompts, then drafts, then an end."""
+    emitted = np.array([[1, 0], [2, 1], [3, 1], [1, 2], [1, 1], [0, 2]])
+    drafts = np.array([[0, 0], [2, 0], [2, 2], [2, 2], [0, 1], [0, 1]])
+    fields: dict[str, Any] = dict.fromkeys(StepInfo._fields)
+    fields |= {"num_emitted": emitted, "num_drafts": drafts}
+    info = StepInfo(**fields)
+    times = [CallTimes(0.0, ready_s, ready_s, True) for ready_s in (1.0, 3.5, 4.0)]
+    found = serving.count(info, times, 2)
+    # The first token of either slot comes from its prompt, and the last step of the
+    # first slot is none: 4 steps and 5 steps.
+    assert found == serving.Counts(
+        steps=4 + 4,
+        emitted=(2 + 3 + 1 + 1) + (1 + 2 + 1 + 2),
+        drafted=(2 + 2 + 2 + 0) + (2 + 2 + 1 + 1),
+        first=2 + 2,
+        call_s=2.5,
+        call_steps=2,
+    )
+    plain = serving.count(info._replace(num_drafts=None), times, 2)
+    assert plain == found._replace(drafted=0)
+    assert found.plus(plain).steps == 16
+
+
+def measured(*rows: tuple[Any, ...]) -> Result:
+    """A result of these ways, each of 100 steps and two rounds."""
+    times = [3e-3, 2e-3], [1e-3, 1e-3]
+    runs = [
+        (way, num, batch, 0.0, 100, emitted, 100 * num, 50, *times, emitted, other)
+        for way, num, batch, emitted, other in rows
+    ]
+    coins = [(0.5, 2, 2000, 3500)]
+    tables = experiment.Runs.of(runs), experiment.Coins.of(coins if rows else [])
+    return Result(*tables, output_tokens=200, num_drafts=2, device="cpu")
+
+
+def test_what_follows_from_counts_and_times() -> None:
+    found = measured(("n-gram", 2, 1, 250, 0), ("n-gram", 2, 4, 200, 3))
+    runs = found.runs
+    assert runs.tokens_per_step.tolist() == [2.5, 2.0]
+    assert runs.accepted_share.tolist() == [0.75, 0.5]
+    assert runs.first_share.tolist() == [0.5, 0.5]
+    assert runs.expected.tolist() == [1.75, 1.75]
+    np.testing.assert_allclose(runs.cost, 2.5)
+    np.testing.assert_allclose(runs.speed, [1.0, 0.8])
+    claims = smoke.ours(experiment.claims(found))
+    assert claims["speculation changes no token of 450, greedy or drawn"] == 3
+    best = "the best way decodes code at least 1.7 times as fast"
+    assert claims[f"{best}, one sequence alone, greedily"] == pytest.approx(1.0)
+    [verdict] = [x.verdict for x in experiment.claims(found) if "furthest" in x.claim]
+    assert verdict == "holds"
+    assert len(experiment.summary(found)) == 4
+    assert smoke.draw(STUDY, found)
+
+
+def test_stopped_early_it_says_what_follows_from_formulas() -> None:
+    nothing = measured()
+    assert experiment.summary(nothing) == []
+    judged = experiment.claims(nothing)
+    assert [claim.verdict for claim in judged] == ["holds"] * 12
+    assert smoke.draw(STUDY, nothing)
+
+
+def test_each_case_is_measured_once() -> None:
+    config = Config()
+    alone = config.cases(1, 0.0)
+    assert len(alone) == len(set(alone)) == 4 + 2 * len(config.lengths) - 2
+    assert config.cases(1, 1.0) == [(way, 4) for way in config.ways]
+    assert config.cases(8, 0.0) == [("n-gram", 4)]
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return smoke.run("speculation").result
+
+
+@pytest.mark.thorough
+def test_no_token_differs_from_plain_decoding(result: Result) -> None:
+    runs = result.runs
+    # Two ways greedy and drawn, one with more drafts, and a batch.
+    assert len(runs) == 2 + 2 + 1 + 1
+    assert (runs.num_tokens == SMOKE.num_prompts * SMOKE.output_tokens).all()
+    assert not runs.num_other.any()
+    # All but the first token of an answer come from steps that decode.
+    expected = SMOKE.num_prompts * (SMOKE.output_tokens - 1)
+    assert (runs.emitted == expected).all()
+
+
+@pytest.mark.thorough
+def test_counts_agree_with_each_other(result: Result) -> None:
+    runs = result.runs
+    accepted = runs.emitted - runs.steps
+    assert (accepted <= runs.drafted).all()
+    assert (runs.first <= accepted).all()
+    assert (runs.drafted <= runs.steps * runs.num_drafts).all()
+    assert runs.step_s.shape == runs.plain_s.shape == (6, SMOKE.rounds)
+    assert (runs.step_s > 0).all()
+    # The same texts, one by one or together.
+    alone = runs.where(way="n-gram", num_drafts=2, batch=1, temperature=0.0)
+    both = runs.where(batch=2)
+    for name in ("steps", "emitted", "drafted", "first"):
+        assert getattr(alone, name) == getattr(both, name)
+
+
+@pytest.mark.thorough
+def test_coins_fall_for_every_number_of_drafts(result: Result) -> None:
+    coins = result.coins
+    assert coins.num_drafts.tolist() == [1, 3]
+    assert (coins.steps > 20).all()
+    assert (coins.emitted <= coins.steps * (1 + coins.num_drafts)).all()
+    assert (np.abs(coins.off) < 4 * coins.error).all()
+
+
+def test_the_model_must_have_room() -> None:
+    with pytest.raises(ValueError, match="max_length=896 must be at most"):
+        experiment.run(Config(model=smoke.model(64)))
