@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from experiments.bench.decode.ours import CallTimes
+from experiments.decoding.speculation import experiment, serving, theory
+from experiments.decoding.speculation.experiment import CONFIGS, Config, Result
 from experiments.framework.study import of_module
-from experiments.serving.speculation import experiment, serving, theory
-from experiments.serving.speculation.experiment import CONFIGS, Config, Result
 from jaxkv.engine import StepInfo
 from tests.support import smoke
 

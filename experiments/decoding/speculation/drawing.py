@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.decoding.speculation import theory
 from experiments.plotting import style
-from experiments.serving.speculation import theory
 
 COLORS = {
     "n-gram": 5,
