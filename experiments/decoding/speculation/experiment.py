@@ -362,7 +362,7 @@ NOTES = (
     "plain ones do.",
     "By formula: if each draft were accepted like the first, independently. Text is "
     "not so: where n-grams are right they go on being right, so that more is accepted "
-    "than the formula says; guesses of a cut model get worse with every one of them.",
+    "than the formula says; a cut model's guesses are near it.",
     "N-grams. The texts are the same whatever the batch, but for one that is larger "
     "than their number; it is the step that costs more.",
 )
