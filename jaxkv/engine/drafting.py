@@ -111,12 +111,13 @@ class Verifier(Protocol):
 class Drafter(Protocol):
     """A way to guess: hashable, and equal where it computes the same.
 
-    What it remembers between steps is its memory, a pytree of arrays in the state.
+    What it remembers between steps is its memory, a pytree of arrays in the state. Who
+    inherits from this remembers nothing, and guesses as much as it may.
     """
 
     def init(self, config: EngineConfig) -> Any:
         """The memory of an idle engine of this configuration."""
-        ...
+        return ()
 
     def wishes(
         self, memory: Any, state: EngineState, config: EngineConfig
@@ -125,7 +126,7 @@ class Drafter(Protocol):
 
         Only slots that decode get any, and never more than `EngineConfig.max_drafts`.
         """
-        ...
+        return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
     def propose(
         self,
@@ -155,7 +156,7 @@ class Drafter(Protocol):
         Returns:
           The memory.
         """
-        ...
+        return memory
 
 
 class Speculation(NamedTuple):

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafts, Verified
+from jaxkv.engine.drafting import Drafter, Drafts
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages, kv_pages
 from jaxkv.models import Forward, ForwardResult
@@ -55,7 +55,7 @@ class Beside:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts what a model draws, one token after the other."""
 
     forward: Forward
@@ -66,16 +66,6 @@ class DraftModel:
     couples: bool = True
     """Whether it draws by the noise that the target draws by, for `Coupled`; else by
     noise of its own, and tells the law, for `Rejection`."""
-
-    def init(self, config: EngineConfig) -> tuple[()]:
-        """Remembers nothing but K and V, which are pages."""
-        return ()
-
-    def wishes(
-        self, memory: Any, state: EngineState, config: EngineConfig
-    ) -> Int32[Array, " slots"]:
-        """As many as there may be."""
-        return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
     def propose(
         self,
@@ -138,10 +128,6 @@ class DraftModel:
             return sampler.sample(logits, params, known, scored=unscored).token, None
         drawn, law = draws.draw(logits, params, known)
         return jnp.maximum(drawn[:, 0], 0), law
-
-    def learn(self, memory: Any, state: EngineState, verified: Verified) -> Any:
-        """Learns nothing that the tokens do not say."""
-        return memory
 
 
 def _count(num: int) -> Int32[Array, " {num}"]:

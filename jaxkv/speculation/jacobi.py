@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.drafting import Drafts, Verified
+from jaxkv.engine.drafting import Drafter, Drafts, Verified
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
@@ -30,19 +30,13 @@ class Guesses(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Jacobi:
+class Jacobi(Drafter):
     """Drafts what the model said last of the places beyond the known tokens."""
 
     def init(self, config: EngineConfig) -> Guesses:
         """Guesses token 0 everywhere."""
         shape = config.max_sequences, config.max_drafts
         return Guesses(jnp.zeros(shape, jnp.int32))
-
-    def wishes(
-        self, memory: Guesses, state: EngineState, config: EngineConfig
-    ) -> Int32[Array, " slots"]:
-        """As many as there may be."""
-        return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
     def propose(
         self,

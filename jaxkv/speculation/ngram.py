@@ -17,13 +17,13 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafts, Verified
+from jaxkv.engine.drafting import Drafter, Drafts
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(Drafter):
     """Drafts what followed the latest of the longest matches of the last tokens."""
 
     shortest: int = 2
@@ -39,16 +39,6 @@ class NGram:
         """
         validation.integer("shortest", self.shortest, low=1)
         validation.integer("longest", self.longest, low=self.shortest)
-
-    def init(self, config: EngineConfig) -> tuple[()]:
-        """Remembers nothing: all it needs are the tokens."""
-        return ()
-
-    def wishes(
-        self, memory: Any, state: EngineState, config: EngineConfig
-    ) -> Int32[Array, " slots"]:
-        """As many as there may be."""
-        return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
     def propose(
         self,
@@ -75,10 +65,6 @@ class NGram:
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         drafts = lax.cond(jnp.any(granted > 0), look, lambda: blank)
         return memory, state.pages, drafts
-
-    def learn(self, memory: Any, state: EngineState, verified: Verified) -> Any:
-        """Learns nothing that the tokens do not say."""
-        return memory
 
 
 def lookup(
