@@ -30,9 +30,13 @@ __all__ = [
     "draft_model",
     "draw",
     "draws",
+    "eagle",
+    "head_folders",
     "jacobi",
+    "medusa",
     "methods",
     "ngram",
     "self_speculative",
+    "static_tree",
     "verifiers",
 ]
