@@ -85,13 +85,11 @@ def make_plan(
     """
     few, tiling = PACKED_ROWS // group, tiling or default_tilings(head_dim)
     num_rows = positions.shape[0]
-    is_all_few = (
-        num_rows <= few or slots is None and num_rows <= PACKED_ROWS * num_slots
-    )
+    is_dense = slots is None and num_rows <= PACKED_ROWS * num_slots
     if slots is None and num_rows > num_slots:
         slots = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
-    if is_all_few or slots is None:
+    if slots is None or is_dense or num_rows <= few:
         plan = decode_plan.make_plan(
             *(positions, slots),
             kv_heads=kv_heads,
