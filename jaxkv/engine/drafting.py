@@ -226,6 +226,9 @@ def propose(
     memory, pages, drafts = drafter.propose(
         params, state.memory, state, granted, config
     )
+    shape = granted.shape[0], config.max_drafts
+    if drafts.tokens.shape != shape:
+        raise ValueError(f"{drafts.tokens.shape=} must be {shape}: (slots, max_drafts)")
     if drafts.parents is not None and config.numerics == "reproducible":
         raise ValueError(REPRODUCIBLE_TREES)
     drafts = drafts._replace(num=jnp.clip(drafts.num, 0, granted))

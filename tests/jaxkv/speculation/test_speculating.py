@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.engine import step
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.models import paged
@@ -150,6 +151,8 @@ def test_tokens_equal_those_of_a_plain_loop(
     assert num_accepted > 0
     if drafter == "all layers":  # it draws what the target draws, but for an end
         assert num_accepted > 0.9 * num_drafts
+    if drafter == "tree":  # its right path has two drafts of eight at least
+        assert num_accepted > 0.2 * num_drafts
     scored = [ask for ask in requests if ask.sampling.logprobs is not None]
     for ask in scored:
         got = run.outcomes[ask.request_id]
@@ -160,6 +163,43 @@ def test_tokens_equal_those_of_a_plain_loop(
         best = np.sort(law[len(ask.prompt) - 1 : -1], axis=1)[:, ::-1]
         best = best[:, : TIGHT.max_logprobs]
         np.testing.assert_allclose(got.top_logprobs, best, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_keys_that_stay_with_a_rejected_branch_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step, "_to_a_chain", lambda state, verified: state)
+    # A budget that nobody else has: a program of its own.
+    run = served("tree", "cached", "alike", token_budget=61)
+    with pytest.raises(AssertionError):
+        engines.assert_equal_plain(run, workloads.alike(), TIGHT)
+
+
+def test_as_many_columns_of_drafts_as_the_engine_has() -> None:
+    line = r"drafts.tokens.shape=\(8, 8\) must be \(8, 5\)"
+    with pytest.raises(ValueError, match=line):
+        served("tree", "cached", "alike", max_drafts=5)
+
+
+@pytest.mark.thorough
+def test_a_tree_as_wide_as_the_window_is_refused() -> None:
+    model = dataclasses.replace(MODEL, window=8)
+    tree = Bushy(self_speculative(paged.PagedForward(model), [0, 1]))
+    with pytest.raises(ValueError, match="window=8 must be above num_drafts=8"):
+        engines.serve(
+            [greedy(100, [3, 1], 8)],
+            with_drafts(TIGHT, max_drafts=8, token_budget=60),
+            speculation=Speculation(tree, Coupled()),
+            forward=paged.PagedForward(model),
+        )
+
+
+@pytest.mark.thorough
+def test_trees_are_refused_under_reproducible_numerics() -> None:
+    line = "numerics='reproducible' takes chains of drafts, no token trees"
+    with pytest.raises(ValueError, match=line):
+        served("tree", "cached", "alike", numerics="reproducible")
 
 
 @pytest.mark.thorough
