@@ -104,7 +104,7 @@ def test_a_sampling_rule_runs_inside_the_step(served: dict[int, engines.Run]) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Again:
+class Again(drafting.Drafter):
     """Guesses that the last token comes again, and counts how often it did."""
 
     def init(self, config: jaxkv.EngineConfig) -> jax.Array:

@@ -28,6 +28,11 @@ from jaxkv.memory import Pages
 from jaxkv.sampling import Params
 from jaxkv.scheduling import interface
 
+REPRODUCIBLE_TREES = (
+    "numerics='reproducible' takes chains of drafts, no token trees: what moves to "
+    "another token place would not have the bits that are computed there"
+)
+
 
 class Drafts(NamedTuple):
     """What a drafter guesses for every slot."""
@@ -35,10 +40,21 @@ class Drafts(NamedTuple):
     num: Int32[Array, " slots"]
     """Drafts of each slot, at most as many as it was granted."""
     tokens: Int32[Array, "slots drafts"]
-    """The drafts, each one behind its parent; meaningless from `num` on."""
+    """The drafts; meaningless from `num` on."""
     law: Float[Array, "slots places vocab"] | None = None
     """Probabilities from which the children of each place were drawn; None where they
     were chosen, which is a law that is certain of them."""
+    parents: Int32[Array, "slots drafts"] | None = None
+    """Place of each one's parent, which stands before it; None in a chain."""
+
+
+class Tree(NamedTuple):
+    """The drafts of each slot by descent."""
+
+    depth: Int32[Array, "slots drafts"]
+    """Steps from the root to each."""
+    ancestors: Bool[Array, "slots drafts drafts"]
+    """Which drafts lie on the way to each, itself among them."""
 
 
 class Verified(NamedTuple):
@@ -48,6 +64,8 @@ class Verified(NamedTuple):
     """Drafts of each slot."""
     accepted: Int32[Array, " slots"]
     """How many of them were accepted; without meaning where nothing was drawn."""
+    path: Int32[Array, "slots drafts"]
+    """Places of the accepted ones, in order; meaningless from `accepted` on."""
     follows: Int32[Array, "slots places"]
     """The token that the verifier drew behind each place, children apart; meaningless
     beyond the drafts."""
@@ -114,6 +132,11 @@ class Drafter(Protocol):
     What it remembers between steps is its memory, a pytree of arrays in the state. Who
     inherits from this remembers nothing, and guesses as much as it may.
     """
+
+    @property
+    def width(self) -> int:
+        """Children that a place has at most; more are never tried. Above 1: trees."""
+        return 1
 
     def init(self, config: EngineConfig) -> Any:
         """The memory of an idle engine of this configuration."""
@@ -203,6 +226,11 @@ def propose(
     memory, pages, drafts = drafter.propose(
         params, state.memory, state, granted, config
     )
+    shape = granted.shape[0], config.max_drafts
+    if drafts.tokens.shape != shape:
+        raise ValueError(f"{drafts.tokens.shape=} must be {shape}: (slots, max_drafts)")
+    if drafts.parents is not None and config.numerics == "reproducible":
+        raise ValueError(REPRODUCIBLE_TREES)
     drafts = drafts._replace(num=jnp.clip(drafts.num, 0, granted))
     s, sequence = state.sequences, state.slots.sequence
     index = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -211,3 +239,32 @@ def propose(
     tokens = arrays.put(s.tokens, (sequence[:, None], place), drafts.tokens)
     s = s._replace(tokens=tokens)
     return state._replace(sequences=s, pages=pages, memory=memory), drafts
+
+
+def tree(parents: Int32[Array, "slots drafts"]) -> Tree:
+    """Finds who descends from whom; parents stand before their children."""
+    num = parents.shape[1]
+    place = jnp.arange(1, num + 1, dtype=jnp.int32)
+    steps = parents[:, :, None] == place[None, None, :]
+    ancestors = steps | (place[:, None] == place[None, :])[None]
+    # Ways of up to 1, 2, 4, ... steps.
+    for _ in range((num - 1).bit_length()):
+        one = ancestors.astype(jnp.float32)
+        ancestors = jnp.einsum("sij,sjk->sik", one, one) > 0
+    return Tree(jnp.sum(ancestors, axis=2, dtype=jnp.int32), ancestors)
+
+
+def children(drafts: Drafts, width: int) -> Int32[Array, "slots places {width}"]:
+    """Places of the first children of every place, in order; -1 where there is none."""
+    num = drafts.tokens.shape[1]
+    place = jnp.arange(num + 1, dtype=jnp.int32)
+    if drafts.parents is None:
+        is_parent = place[None, :] < drafts.num[:, None]
+        return jnp.where(is_parent, place[None, :] + 1, -1)[:, :, None]
+    there = place[None, 1:] <= drafts.num[:, None]
+    is_child = drafts.parents[:, None, :] == place[None, :, None]
+    is_child &= there[:, None, :]
+    rank = jnp.cumsum(is_child, axis=2, dtype=jnp.int32) - 1
+    wanted = jnp.arange(width, dtype=jnp.int32)[None, None, :, None]
+    found = is_child[:, :, None, :] & (rank[:, :, None, :] == wanted)
+    return jnp.max(jnp.where(found, place[None, None, None, 1:], -1), axis=3)

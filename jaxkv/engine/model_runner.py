@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays
+from jaxkv.engine.drafting import Tree
 from jaxkv.engine.state import NOBODY, TILE, EngineConfig, EngineState
 from jaxkv.memory import kv_pages
 from jaxkv.models import interface
@@ -54,6 +55,7 @@ def feed(
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None = None,
+    tree: Tree | None = None,
     *,
     config: EngineConfig,
     forward: interface.Forward,
@@ -62,7 +64,7 @@ def feed(
 
     Pages for all rows are reserved, `length` is not yet advanced. `forks` is the slot
     whose logits each slot gets, too, or NOBODY. The last `num_drafts` rows of a slot,
-    None if there is no drafter, are drafts.
+    None if there is no drafter, are drafts, which form a `tree`, or a chain.
 
     Returns:
       The logits of every slot's last known row, or of the row it is forked at, and of
@@ -82,7 +84,7 @@ def feed(
     run = functools.partial(forward, params)
     if config.numerics == "fast":
         logits, pages = _feed_fast(
-            *(run, state, num_rows, num_drafts, source, blank, config)
+            *(run, state, num_rows, (num_drafts, tree), source, blank, config)
         )
     else:
         logits, pages = _feed_tiles(run, state, num_rows, packed, blank)
@@ -102,7 +104,7 @@ def _feed_fast(
     run: _Run,
     state: EngineState,
     num_rows: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None,
+    drafts: tuple[Int32[Array, " slots"] | None, Tree | None],
     source: Int32[Array, " slots"],
     blank: Logits,
     config: EngineConfig,
@@ -113,13 +115,12 @@ def _feed_fast(
     """
     num_slots = num_rows.shape[0]
     busy, many = jnp.any(num_rows > 0), jnp.any(num_rows > 1)
-    drafts = () if num_drafts is None else (num_drafts,)
 
     # What the rows are made of is given to the loops, or the compiler would see that
     # rows, embedding and first products do not change from trip to trip, and move them
     # before the loop, where they run even if there is no trip.
     def decode(
-        carry: tuple[Logits, EngineState], num_rows: Array, source: Array, *_: Array
+        carry: tuple[Logits, EngineState], num_rows: Array, source: Array, *_: Any
     ) -> tuple[Logits, EngineState]:
         logits, state = carry
         place = jnp.where(num_rows > 0, state.table.length, -1)
@@ -143,10 +144,13 @@ def _feed_fast(
         carry: tuple[Logits, EngineState],
         num_rows: Array,
         source: Array,
-        *drafts: Array,
+        num_drafts: Array | None,
+        tree: Tree | None,
     ) -> tuple[Logits, EngineState]:
         _, state = carry
-        rows = lay(state, num_rows, drafts[0] if drafts else None, config).rows
+        rows = lay(state, num_rows, num_drafts, config).rows
+        if tree is not None and num_drafts is not None:
+            rows = _branch(rows, state.table.length, num_drafts, tree)
         logit_rows = rows.logit_rows.at[:num_slots].set(rows.logit_rows[source])
         result = run(state.pages, rows._replace(logit_rows=logit_rows))
         return result.logits, state._replace(pages=result.pages)
@@ -155,7 +159,7 @@ def _feed_fast(
     carry, given = (blank, state), (num_rows, source, *drafts)
     with jax.named_scope("decode"):
         carry = arrays.when(busy & ~many, decode, carry, *given)
-    if drafts:
+    if drafts[0] is not None:
         few = jnp.all(num_rows <= config.emit_width)
         verify = functools.partial(several, _lay_dense)
         with jax.named_scope("verify"):
@@ -165,6 +169,33 @@ def _feed_fast(
     with jax.named_scope("mixed"):
         logits, state = arrays.when(many, mixed, carry, *given)
     return logits, state.pages
+
+
+def _branch(
+    rows: kv_pages.Rows,
+    root: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"],
+    tree: Tree,
+) -> kv_pages.Rows:
+    """Has drafts stand side by side, and see their ancestors.
+
+    They were laid as a chain behind `root`, the token place of the last known token.
+    """
+    place, slot = rows.position, rows.slot
+    if slot is None:
+        slot = jnp.arange(place.shape[0], dtype=jnp.int32)
+        slot //= place.shape[0] // root.shape[0]
+    has_tree = num_drafts > 0
+    draft = place - arrays.take(root, slot, fill=0) - 1
+    is_draft = arrays.take(has_tree, slot, fill=False) & (place >= 0) & (draft >= 0)
+    at = slot, jnp.where(is_draft, draft, -1)
+    depth = arrays.take(tree.depth, at, fill=0)
+    return rows._replace(
+        position=jnp.where(is_draft, place - draft - 1 + depth, place),
+        place=place,
+        context=jnp.where(has_tree, root + 1, -1),
+        ancestors=arrays.take(tree.ancestors, at, fill=False),
+    )
 
 
 def _with_spare(

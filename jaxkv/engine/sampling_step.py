@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
-from jaxkv.engine import groups, model_runner
-from jaxkv.engine.drafting import Drafts, Verified, Verifier
+from jaxkv.engine import drafting, groups, model_runner
+from jaxkv.engine.drafting import Drafts, Speculation, Tree, Verified
 from jaxkv.engine.state import (
     FULL,
     NOBODY,
@@ -96,14 +96,16 @@ def emit(
     result: model_runner.Fed,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-    verifier: Verifier | None = None,
+    speculation: Speculation | None = None,
     drafts: Drafts | None = None,
+    tree: Tree | None = None,
 ) -> tuple[EngineState, Emitted]:
     """Draws for every slot that has logits and no known token to feed.
 
     The rows of this step are counted as written, drafts apart. `fed` marks slots that
     fed something, or were forked; `result` has their logits, of any other slot
-    anything. With a verifier, the `drafts` stand behind the known tokens, and were fed.
+    anything. With speculation, the `drafts` stand behind the known tokens, and were
+    fed, as a `tree` if there is one.
 
     Returns:
       The new state, and what was drawn.
@@ -112,13 +114,13 @@ def emit(
     ready = fed & (state.table.length == known)
     emits = ready & ~groups.is_beam(state)
     logits, width = result.logits[: config.max_slots], config.emit_width
-    if verifier is None or drafts is None:
+    if speculation is None or drafts is None:
         rows = _look_up(state, logits, emits)
         draw = _draw(rows, emits, logits_fn, config)
         drawn = _Drawn(draw.token, draw.logprob, None, draw.invalid)
     else:
         rows = _look_up(state, _of_places(result.logits, config), emits, width)
-        drawn = _verify(rows, emits, drafts, verifier, logits_fn, config)
+        rows, drawn = _verify(rows, emits, drafts, tree, speculation, logits_fn, config)
     state, emitted = _note(state, drawn, emits)
     state = _score(state, rows, result, emitted, known, config)
 
@@ -219,49 +221,101 @@ def _verify(
     rows: _Rows,
     emits: Bool[Array, " slots"],
     drafts: Drafts,
-    verifier: Verifier,
+    tree: Tree | None,
+    speculation: Speculation,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-) -> _Drawn:
-    """Judges the drafts of every slot, and draws what follows the accepted ones."""
-    num, width = drafts.num.shape[0], config.emit_width
-    place = jnp.arange(width, dtype=jnp.int32)[None, :]
-    known = rows.answer.num_tokens
-    child = arrays.take(
-        *(rows.answer.tokens, (jnp.arange(known.shape[0], dtype=jnp.int32), known)),
-        fill=-1,
-    )
-    child = jnp.where((place < drafts.num[:, None]).reshape(-1), child, -1)
+) -> tuple[_Rows, _Drawn]:
+    """Judges the drafts of every slot, and draws what follows the accepted ones.
+
+    Returns:
+      The rows in the order of the tokens that they give; and what was drawn.
+    """
+    shape = drafts.num.shape[0], config.emit_width
+    slot = jnp.arange(shape[0], dtype=jnp.int32)[:, None]
+    answer = rows.answer if tree is None else _by_branch(rows.answer, drafts, tree)
+    child = drafting.children(drafts, speculation.drafter.width)
+    token = arrays.take(drafts.tokens, (slot[:, :, None], child - 1), fill=-1)
 
     def of_rows(
-        answer: Answer, raw: Array, params: Params, child: Array, law: Array | None
+        answer: Answer, raw: Array, params: Params, children: Array, law: Array | None
     ) -> Any:
-        children, known = child[:, None], answer.num_tokens
+        known = answer.num_tokens
         logits = raw if logits_fn is None else logits_fn(answer, raw)
         logits = sampler.penalise(
             logits, answer.tokens, answer.prompt_length, known, params
         )
-        ruling = verifier(logits, children, law, params, known, raw)
+        ruling = speculation.verifier(logits, children, law, params, known, raw)
         return ruling, _flip(ruling.accept, params, known)
 
-    law = None if drafts.law is None else drafts.law.reshape(known.shape[0], -1)
-    judged = rows.answer, rows.logits, rows.params, child, law
+    law, token = drafts.law, token.reshape(-1, token.shape[2])
+    law = None if law is None else law.reshape(token.shape[0], -1)
+    judged = answer, rows.logits, rows.params, token, law
     with jax.named_scope("verify"):
         ruling, accepts = _if_any(jnp.any(emits), of_rows, judged, config)
-    accepts = accepts[:, 0].reshape(num, width)
-    run = jnp.cumprod(accepts.astype(jnp.int32), axis=1)
-    accepted = jnp.sum(run, axis=1, dtype=jnp.int32)
-    last = place == accepted[:, None]
-    follows, invalid = (x.reshape(num, width) for x in (ruling.token, ruling.invalid))
-    tokens = jnp.where(last, follows, jnp.maximum(child.reshape(num, width), 0))
-    tokens, invalid = tokens.reshape(-1), jnp.any(invalid & last, axis=1)
-    return _Drawn(
+        accepted, path = _walk(child, accepts.reshape(child.shape), drafts, tree)
+    follows, invalid = (x.reshape(shape) for x in (ruling.token, ruling.invalid))
+    # The place that each token follows, and in the end the last one.
+    places = jnp.concatenate([jnp.zeros_like(slot), path], axis=1)
+    if tree is not None:
+        order = (slot * shape[1] + places).reshape(-1)
+        rows = rows._replace(logits=rows.logits[order])
+    last = jnp.arange(shape[1], dtype=jnp.int32)[None, :] == accepted[:, None]
+    end = last & jnp.take_along_axis(invalid, places, axis=1)
+    tokens = arrays.take(drafts.tokens, (slot, path - 1), fill=0)
+    tokens = jnp.maximum(jnp.pad(tokens, ((0, 0), (0, 1))), 0)
+    tokens = jnp.where(last, jnp.take_along_axis(follows, places, axis=1), tokens)
+    tokens, invalid = tokens.reshape(-1), jnp.any(end, axis=1)
+    return rows, _Drawn(
         tokens=tokens,
         logprobs=_logprobs(rows, tokens),
         num=accepted + (~invalid).astype(jnp.int32),
         invalid=invalid,
-        verified=Verified(drafts.num, accepted, follows, emits),
+        verified=Verified(drafts.num, accepted, path, follows, emits),
     )
+
+
+def _by_branch(answer: Answer, drafts: Drafts, tree: Tree) -> Answer:
+    """What each place of a tree knows: the tokens on the way to it."""
+    num_slots, num = drafts.tokens.shape
+    width = num + 1
+    known = answer.num_tokens.reshape(num_slots, width)[:, :1]
+    depth = jnp.pad(tree.depth, ((0, 0), (1, 0)))
+    is_kin = jnp.pad(tree.ancestors, ((0, 0), (1, 0), (0, 0)))
+    column = jnp.where(is_kin, (known + tree.depth - 1)[:, None, :], -1)
+    row = jnp.arange(num_slots * width, dtype=jnp.int32)[:, None]
+    token = jnp.broadcast_to(drafts.tokens[:, None, :], is_kin.shape)
+    at = row, column.reshape(-1, num)
+    return answer._replace(
+        tokens=arrays.put(answer.tokens, at, token.reshape(-1, num)),
+        num_tokens=(known + depth).reshape(-1),
+    )
+
+
+def _walk(
+    child: Int32[Array, "slots places width"],
+    accepts: Bool[Array, "slots places width"],
+    drafts: Drafts,
+    tree: Tree | None,
+) -> tuple[Int32[Array, " slots"], Int32[Array, "slots drafts"]]:
+    """Goes from each root to the first accepted child, and on, while there is one.
+
+    Returns:
+      How many drafts are accepted, and their places in order.
+    """
+    place = jnp.arange(1, drafts.tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
+    accepts &= child >= 0
+    if tree is None or drafts.parents is None:
+        run = jnp.cumprod(accepts[:, :-1, 0].astype(jnp.int32), axis=1)
+        path = jnp.broadcast_to(place, drafts.tokens.shape)
+        return jnp.sum(run, axis=1, dtype=jnp.int32), path
+    first = jnp.argmax(accepts, axis=2)[:, :, None]
+    taken = jnp.take_along_axis(jnp.where(accepts, child, -1), first, axis=2)[:, :, 0]
+    is_taken = jnp.take_along_axis(taken, drafts.parents, axis=1) == place
+    reached = jnp.all(~tree.ancestors | is_taken[:, None, :], axis=2)
+    at_depth = reached[:, None, :] & (tree.depth[:, None, :] == place[:, :, None])
+    path = jnp.max(jnp.where(at_depth, place[:, None, :], 0), axis=2)
+    return jnp.sum(reached, axis=1, dtype=jnp.int32), path
 
 
 def _flip(

@@ -22,10 +22,10 @@ from jaxkv.engine import (
     swapping,
 )
 from jaxkv.engine import counts as engine_counts
-from jaxkv.engine.drafting import Drafter, Drafts, Speculation
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation, Tree, Verified
 from jaxkv.engine.sampling_step import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
-from jaxkv.memory import Eviction, invariants, prefix_cache, swap_buffer
+from jaxkv.memory import Eviction, invariants, kv_pages, prefix_cache, swap_buffer
 from jaxkv.models import interface as models_interface
 from jaxkv.scheduling import interface as scheduling_interface
 
@@ -108,24 +108,28 @@ def step(
       The new state, and what happened.
     """
     params, state = arrays.on_device((params, state))
-    drafter, verifier = speculation or (None, None)
+    drafter = None if speculation is None else speculation.drafter
     state, applied = plan_step(
         state, config=config, policy=policy, eviction=eviction, drafter=drafter
     )
-    planned, drafts = state, None
+    planned, drafts, tree = state, None, None
     if drafter is not None:
         assert applied.granted is not None  # where there are wishes, `schedule` grants
         state, drafts = drafting.propose(
             params, state, applied.granted, drafter, config
         )
+        if drafts.parents is not None:
+            tree = drafting.tree(drafts.parents)
     state, result, has_logits = _feed(
-        params, state, applied.num_rows, drafts, config=config, forward=forward
+        params, state, applied.num_rows, drafts, tree, config=config, forward=forward
     )
     with jax.named_scope("emit"):
         state, emitted = sampling_step.emit(
-            state, has_logits, result, logits_fn, config, verifier, drafts
+            *(state, has_logits, result, logits_fn, config, speculation, drafts, tree)
         )
     if drafter is not None:
+        if tree is not None:
+            state = _to_a_chain(state, emitted.verified)
         state = _accept(state, emitted, applied.kept, drafter, config)
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)
@@ -143,6 +147,7 @@ def _feed(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     drafts: Drafts | None,
+    tree: Tree | None,
     *,
     config: EngineConfig,
     forward: models_interface.Forward,
@@ -158,12 +163,27 @@ def _feed(
     num_drafts = None if drafts is None else drafts.num
     rows = num_rows if num_drafts is None else num_rows + num_drafts
     result = model_runner.feed(
-        params, state, rows, forks, num_drafts, config=config, forward=forward
+        *(params, state, rows, forks, num_drafts, tree), config=config, forward=forward
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
         state = groups.advance(state, num_rows, forks, config)
     return state, result, (num_rows > 0) | (forks >= 0)
+
+
+@jax.named_scope("accept")
+def _to_a_chain(state: EngineState, verified: Verified | None) -> EngineState:
+    """Moves K and V of accepted drafts behind each other, where their tokens stand."""
+    assert verified is not None
+    index = jnp.arange(verified.path.shape[1], dtype=jnp.int32)[None, :]
+    accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
+    stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
+    length = state.table.length[:, None]
+    pages = kv_pages.move(
+        *(state.pages, state.table.page_ids, length - 1 + verified.path),
+        jnp.where(stays, length + index, -1),
+    )
+    return state._replace(pages=pages)
 
 
 @jax.named_scope("accept")

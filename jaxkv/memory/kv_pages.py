@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
 from jaxkv.memory.page_pool import NO_PAGE
@@ -84,15 +84,26 @@ class Rows(NamedTuple):
     token: Int32[Array, " rows"]
     """Token id to feed."""
     position: Int32[Array, " rows"]
-    """Position in its sequence, from 0; -1 on a padding row."""
+    """Position in its sequence, from 0, that is encoded; -1 on a padding row."""
     slot: Int32[Array, " rows"] | None
     """Slot of its sequence. None where all slots have as many rows, in their order."""
     page_ids: Int32[Array, "slots pages_per_slot"]
     """The page table, which already maps the places that the rows write to."""
     logit_rows: Int32[Array, " logit_rows"]
     """Index of every row whose logits are wanted; -1 where unused."""
-    ancestors: Bool[Array, "rows columns"] | UInt32[Array, "rows words"] | None = None
-    """Which provisional tokens each row may see; None where they form a chain."""
+    place: Int32[Array, " rows"] | None = None
+    """Token place where K and V are written, -1 on a padding row; None where it is the
+    position. In a token tree branches stand side by side, not one behind another."""
+    context: Int32[Array, " slots"] | None = None
+    """Places that all rows of a slot with a token tree see; -1 of other slots."""
+    ancestors: Bool[Array, "rows columns"] | None = None
+    """Whether each row sees place `context + column`, too, that of itself among them:
+    its ancestors in the tree. Given with `context`."""
+
+    @property
+    def places(self) -> Int32[Array, " rows"]:
+        """Token place of each row, -1 on a padding row."""
+        return self.position if self.place is None else self.place
 
 
 def make_pages(
@@ -180,10 +191,18 @@ def locate(
                 f"{num_rows=} must be a multiple of {num_slots=} when slot is None"
             )
         slot = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
-    # Position -1 falls into place -1 of its row, which `take` treats as unmapped.
-    index = (slot, rows.position // page_size)
-    page = arrays.take(rows.page_ids, index, fill=NO_PAGE)
-    return page, rows.position % page_size
+    return _where(rows.page_ids, slot, rows.places, page_size)
+
+
+def _where(
+    page_ids: Int32[Array, "slots pages_per_slot"],
+    slot: Int32[Array, "*shape"],
+    place: Int32[Array, "*shape"],
+    page_size: int,
+) -> tuple[Int32[Array, "*shape"], Int32[Array, "*shape"]]:
+    # Place -1 falls into column -1 of the table, which `take` treats as unmapped.
+    page = arrays.take(page_ids, (slot, place // page_size), fill=NO_PAGE)
+    return page, place % page_size
 
 
 def write(
@@ -308,6 +327,48 @@ def copy(
         return lax.fori_loop(0, trips, some, pages)
 
     return arrays.when(jnp.any(wanted), every_one, pages, wanted, source, target)
+
+
+def move(
+    pages: Pages,
+    page_ids: Int32[Array, "slots pages_per_slot"],
+    source: Int32[Array, "slots n"],
+    target: Int32[Array, "slots n"],
+) -> Pages:
+    """Moves what tokens wrote to other token places of their slots, in place.
+
+    Of a verified token tree what stays is a path, whose tokens then stand one behind
+    another. Next to nothing is done where nobody moves.
+
+    Args:
+      pages: the pages, donated or carried; all layers and leaves of them.
+      page_ids: the page table.
+      source: token place that each entry reads.
+      target: token place that it overwrites, none twice; -1 does nothing.
+
+    Returns:
+      The new pages.
+    """
+    slot = jnp.arange(source.shape[0], dtype=jnp.int32)[:, None]
+    slot = jnp.broadcast_to(slot, source.shape)
+    moves = (target >= 0) & (target != source)
+
+    def every_one(pages: Pages, moves: Array, source: Array, target: Array) -> Pages:
+        places = (jnp.where(moves, x, -1) for x in (source, target))
+        (read, at), (written, to) = (
+            tuple(x.reshape(-1) for x in _where(page_ids, slot, place, pages.page_size))
+            for place in places
+        )
+
+        def one_leaf(leaf: Array) -> Array:
+            # A gather and a scatter of tokens; only as many as there are entries.
+            page = jnp.where(written < 0, leaf.shape[1], written)
+            found = leaf[:, jnp.maximum(read, 0), :, at]
+            return leaf.at[:, page, :, to].set(found, mode="drop")
+
+        return jax.tree.map(one_leaf, pages)
+
+    return arrays.when(jnp.any(moves), every_one, pages, moves, source, target)
 
 
 def flat(pages: Pages) -> Pages:

@@ -109,6 +109,8 @@ def attend_written(
     )
     state = api.paged_attention(
         *(q, k_pages, v_pages, rows.page_ids, rows.position, rows.slot),
+        context=rows.context,
+        ancestors=rows.ancestors,
         k_scales=k_scales,
         v_scales=v_scales,
         layer=layer,
@@ -138,6 +140,8 @@ def make_plan(
         rows.page_ids,
         rows.position,
         rows.slot,
+        context=rows.context,
+        ancestors=rows.ancestors,
         window=window,
         numerics=numerics,
     )

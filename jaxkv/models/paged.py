@@ -121,6 +121,11 @@ class PagedForward:
           Logits of `rows.logit_rows`, the written pages, and the hidden states of the
           same rows.
         """
+        if (kin := rows.ancestors) is not None and self.config.window is not None:
+            # So near, places say as much as positions do about who is too far back.
+            if self.config.window <= (num_drafts := kin.shape[1]):
+                window = self.config.window
+                raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
         found = self.states(model, pages, rows)
         pages = found.carry

@@ -26,7 +26,7 @@ from jaxkv import validation
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, step
 from jaxkv.engine import requests as engine_requests
-from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
 from jaxkv.engine.requests import Requests, drain
 from jaxkv.engine.state import Sequences, init
 from jaxkv.memory import Eviction, Pages, invariants
@@ -569,6 +569,9 @@ def _check_parts(
         raise ValueError(
             f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
         )
+    grows = isinstance(speculation, Speculation) and speculation.drafter.width > 1
+    if grows and config.numerics == "reproducible":
+        raise ValueError(REPRODUCIBLE_TREES)
 
 
 def _check_room(pages: Pages, config: EngineConfig) -> None:

@@ -41,7 +41,7 @@ class Problem:
     positions: jax.Array
     """`[batch * rows]`."""
     slots: jax.Array | None
-    """`[batch * rows]`, None where every sequence has one row."""
+    """`[batch * rows]`, None where every sequence has one row, or a tree."""
     context: jax.Array | None
     """`[batch]`, of trees alone."""
     ancestors: jax.Array | None
@@ -172,6 +172,7 @@ def make(spec: Spec, *, num_turns: int = 1, seed: int = 0) -> Problem:
     slot = np.repeat(np.arange(spec.batch), spec.rows)
     column = np.tile(np.arange(spec.rows), spec.batch)
     context = ancestors = None
+    is_dense = spec.rows == 1 or spec.kind == "tree"
     if spec.kind == "tree":
         context = jnp.asarray(spec.contexts(), jnp.int32)
         ancestors = jnp.asarray(_random_trees(spec, rng))
@@ -182,7 +183,7 @@ def make(spec: Spec, *, num_turns: int = 1, seed: int = 0) -> Problem:
         v_pages=v,
         page_ids=jnp.asarray(page_ids, jnp.int32),
         positions=jnp.asarray(spec.contexts()[slot] + column, jnp.int32),
-        slots=None if spec.rows == 1 else jnp.asarray(slot, jnp.int32),
+        slots=None if is_dense else jnp.asarray(slot, jnp.int32),
         context=context,
         ancestors=ancestors,
     )

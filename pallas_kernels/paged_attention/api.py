@@ -62,7 +62,8 @@ def paged_attention(
     A row sees the keys at places 0 to its position, the last `window` of them if one is
     given. With `ancestors` it sees instead all places below `context` of its slot, and
     place `context + j` where `ancestors[row, j]`: a token tree's branches stand side
-    by side there, and a chain is the lower triangle.
+    by side there, and a chain is the lower triangle. A slot whose context is -1 has no
+    tree, and its rows no ancestors.
 
     Args:
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
@@ -75,7 +76,7 @@ def paged_attention(
       slots: slot of each row, the rows of a slot side by side and in ascending order;
         None where all slots have as many rows, in order: one each to decode, several
         to verify drafts.
-      context: places that every row of the slot sees; needed with `ancestors`.
+      context: places that every row of the slot sees, or -1; needed with `ancestors`.
       ancestors: see above.
       scale: factor on the scores; None means head_dim ** -0.5.
       window: latest keys seen, at least 1; None means all. On a GPU places between two
@@ -213,12 +214,10 @@ def make_plan(
     chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
     if chosen != "mosaic_gpu":
         return None
-    kv_heads, num_rows, num_slots = k_pages.shape[1], *positions.shape, len(page_ids)
-    if slots is None and num_rows > num_slots:
-        slots = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
+    kv_heads = k_pages.shape[1]
     return dispatch.make_plan(
         *(positions, slots),
-        num_slots=num_slots,
+        num_slots=len(page_ids),
         kv_heads=kv_heads,
         group=q.shape[1] // kv_heads,
         head_dim=q.shape[2],

@@ -78,8 +78,9 @@ def make_plan(
 ) -> Plan:
     """Packs the rows and cuts the work.
 
-    A row sees the places up to its position; with `context` instead those below that of
-    its slot, and with `ancestors` also place `context + j` where `ancestors[row, j]`.
+    A row sees the places up to its position; with a `context` of at least 0 instead
+    those below that of its slot, and with `ancestors` also place `context + j` where
+    `ancestors[row, j]`, which only rows of such slots may have.
 
     Args:
       positions: position of each row; -1 for a padding row.
@@ -121,6 +122,7 @@ def make_plan(
     limit, lines = positions + 1, []
     if context is not None:
         limit = context if slots is None else context[jnp.where(live, slots, 0)]
+        limit = jnp.where(limit < 0, positions + 1, limit)
     past = limit
     if ancestors is not None:
         column = jnp.arange(1, ancestors.shape[1] + 1, dtype=jnp.int32)

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import devices
@@ -77,14 +78,18 @@ def make_plan(
     """Divides the rows among the kernels, and plans for each.
 
     Arguments are those of `decode_plan.make_plan`; a tiling of None takes
-    `default_tilings` of `head_dim`. One row a slot, trees, and no more rows than are
-    few go to decode alone. The rows of a single slot go to prefill alone: so many are a
-    chunk, but for its last piece.
+    `default_tilings` of `head_dim`. Up to `PACKED_ROWS` rows of every slot, with
+    `slots` of None, and no more rows than are few go to decode alone, and so do trees.
+    The rows of a single slot go to prefill alone: so many are a chunk, but for its last
+    piece.
     """
     few, tiling = PACKED_ROWS // group, tiling or default_tilings(head_dim)
-    is_all_few = slots is None or context is not None or positions.shape[0] <= few
+    num_rows = positions.shape[0]
+    is_dense = slots is None and num_rows <= PACKED_ROWS * num_slots
+    if slots is None and num_rows > num_slots:
+        slots = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
-    if is_all_few or slots is None:
+    if slots is None or is_dense or num_rows <= few:
         plan = decode_plan.make_plan(
             *(positions, slots),
             kv_heads=kv_heads,
@@ -95,20 +100,28 @@ def make_plan(
             **options,
         )
         return StepPlan(tiling, plan, None)
-    if num_slots == 1:
+    chunks = positions
+    if context is not None:
+        in_tree = context[jnp.maximum(slots, 0)] >= 0
+        chunks = jnp.where(in_tree, -1, positions)
+    elif num_slots == 1:
         few = 0
     many = prefill_plan.make_plan(
-        *(positions, slots), few=few, tiling=tiling.prefill, **options
+        *(chunks, slots), few=few, tiling=tiling.prefill, **options
     )
     if few == 0:
         return StepPlan(tiling, None, many)
-    left = prefill_plan.left_out(positions, slots, num_slots=num_slots, few=few)
+    left = prefill_plan.left_out(chunks, slots, num_slots=num_slots, few=few)
+    if context is not None:
+        left = jnp.where(in_tree, positions, left)
     plan = decode_plan.make_plan(
         *(left, slots),
         kv_heads=kv_heads,
         group=group,
         tiling=tiling.decode,
-        max_rows_per_slot=few,
+        context=context,
+        ancestors=ancestors,
+        max_rows_per_slot=few if context is None else None,
         **options,
     )
     return StepPlan(tiling, plan, many)

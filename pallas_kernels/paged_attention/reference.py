@@ -224,7 +224,8 @@ def _last_seen(view: View) -> Int[Array, " rows"]:
         return view.positions
     columns = jnp.arange(1, view.ancestors.shape[1] + 1, dtype=jnp.int32)
     kin = jnp.max(jnp.where(view.ancestors, columns, 0), axis=1)
-    return jnp.where(view.positions >= 0, view.context - 1 + kin, -1)
+    is_kin = (view.positions >= 0) & (view.context >= 0)
+    return jnp.where(is_kin, view.context - 1 + kin, view.positions)
 
 
 def _first_seen(view: View) -> Int[Array, " rows"]:
@@ -236,14 +237,15 @@ def _first_seen(view: View) -> Int[Array, " rows"]:
 def _visible(places: Int[Array, " places"], view: View) -> Bool[Array, "rows places"]:
     """Whether each row sees each place; `context` may be the same for all rows."""
     place, position = places[None, :], view.positions[:, None]
-    if view.ancestors is None or view.context is None:
-        seen = place <= position
-    else:
-        column = place - view.context[:, None]
+    seen = place <= position
+    if view.ancestors is not None and view.context is not None:
+        context = view.context[:, None]
+        column = place - context
         inside = (column >= 0) & (column < view.ancestors.shape[1])
         column = jnp.broadcast_to(column, (position.shape[0], places.shape[0]))
         kin = jnp.take_along_axis(view.ancestors, jnp.where(inside, column, 0), axis=1)
-        seen = ((column < 0) | (kin & inside)) & (position >= 0)
+        kin = ((column < 0) | (kin & inside)) & (position >= 0)
+        seen = jnp.where(context >= 0, kin, seen)
     if view.window is not None:
         seen &= place > position - view.window
     return seen

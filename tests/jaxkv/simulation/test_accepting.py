@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from jaxkv.engine.drafting import Drafts, Ruling, Speculation
+from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation
 from jaxkv.sampling import random_keys
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import (
@@ -57,7 +57,7 @@ def law(chance: Any, num_drafts: Any = MAX_DRAFTS, seed: int = 0) -> Acceptance:
 
 
 @dataclasses.dataclass(frozen=True)
-class Guess:
+class Guess(Drafter):
     """Drafts so many tokens, and does not look."""
 
     num: int

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine.drafting import Drafter, Speculation
+from jaxkv.engine import step
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
@@ -28,6 +29,44 @@ from tests.support import asks as workloads
 from tests.support import engines, searches
 from tests.support.engines import CACHED, MODEL, TIGHT, Ask, Run, greedy
 
+
+@dataclasses.dataclass(frozen=True)
+class Bushy(Drafter):
+    """Lays a chain's drafts out as a path of a tree, among wrong ones.
+
+    Which of two siblings is the right one changes from token to token.
+    """
+
+    chain: Drafter
+    parents: tuple[int, ...] = (0, 0, 1, 2, 2, 1, 4, 7)
+    on_path: tuple[tuple[int, ...], ...] = ((1, 3), (2, 4, 7, 8), (1, 6), (2, 5))
+
+    @property
+    def width(self) -> int:
+        return 2
+
+    def propose(
+        self, params: Any, memory: Any, state: Any, granted: Any, config: Any
+    ) -> Any:
+        found = self.chain.propose(params, memory, state, granted, config)
+        memory, pages, drafts = found
+        depth, num = [0], len(self.parents)
+        for parent in self.parents:
+            depth.append(depth[parent] + 1)
+        depths = jnp.asarray(depth[1:], jnp.int32)
+        right = np.zeros((len(self.on_path), num), bool)
+        for path, places in enumerate(self.on_path):
+            right[path, np.array(places) - 1] = True
+        known = state.sequences.num_tokens[jnp.maximum(state.slots.sequence, 0)]
+        is_right = jnp.asarray(right)[known % len(self.on_path)]
+        token = drafts.tokens[:, depths - 1]
+        step = jnp.arange(1, num + 1, dtype=jnp.int32)[None, :]
+        wrong = (token + step) % MODEL.vocab_size
+        parents = jnp.broadcast_to(jnp.asarray(self.parents, jnp.int32), token.shape)
+        token = jnp.where(is_right, token, wrong)
+        return memory, pages, Drafts(granted, token, None, parents)
+
+
 SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
 OF_MODEL = paged.PagedForward(MODEL)
 OF_SMALLER = paged.PagedForward(SMALLER)
@@ -38,6 +77,7 @@ DRAFTERS: dict[str, Drafter] = {
     "early exit": self_speculative(OF_MODEL, [0]),
     "all layers": self_speculative(OF_MODEL, [0, 1]),
     "draft model": DraftModel(OF_SMALLER, beside=True),
+    "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
 }
 SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24)
 BOUNDS = {"tight": TIGHT, "cached": CACHED, "swapping": SWAPPING}
@@ -49,11 +89,14 @@ ASKS = {
 
 
 def with_drafts(config: EngineConfig, **changes: Any) -> EngineConfig:
-    return dataclasses.replace(config, max_drafts=3, token_budget=40, **changes)
+    changes = {"max_drafts": 3, "token_budget": 40, **changes}
+    return dataclasses.replace(config, **changes)
 
 
 @functools.cache
 def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
+    if drafter == "tree":
+        changes = {"max_drafts": 8, "token_budget": 60, **changes}
     config = with_drafts(BOUNDS[bounds], **changes)
     more: dict[str, Any] = {}
     if drafter == "draft model":
@@ -83,6 +126,9 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
     ("drafter", "bounds", "asks"),
     [
         marked("n-gram", "cached", "alike", speed=()),
+        marked("tree", "cached", "alike", speed=pytest.mark.thorough),
+        marked("tree", "swapping", "groups", speed=pytest.mark.thorough),
+        marked("tree", "tight", "singles"),
         marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
         marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
         marked("draft model", "cached", "alike", speed=pytest.mark.thorough),
@@ -105,6 +151,8 @@ def test_tokens_equal_those_of_a_plain_loop(
     assert num_accepted > 0
     if drafter == "all layers":  # it draws what the target draws, but for an end
         assert num_accepted > 0.9 * num_drafts
+    if drafter == "tree":  # its right path has two drafts of eight at least
+        assert num_accepted > 0.2 * num_drafts
     scored = [ask for ask in requests if ask.sampling.logprobs is not None]
     for ask in scored:
         got = run.outcomes[ask.request_id]
@@ -115,6 +163,43 @@ def test_tokens_equal_those_of_a_plain_loop(
         best = np.sort(law[len(ask.prompt) - 1 : -1], axis=1)[:, ::-1]
         best = best[:, : TIGHT.max_logprobs]
         np.testing.assert_allclose(got.top_logprobs, best, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_keys_that_stay_with_a_rejected_branch_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step, "_to_a_chain", lambda state, verified: state)
+    # A budget that nobody else has: a program of its own.
+    run = served("tree", "cached", "alike", token_budget=61)
+    with pytest.raises(AssertionError):
+        engines.assert_equal_plain(run, workloads.alike(), TIGHT)
+
+
+def test_as_many_columns_of_drafts_as_the_engine_has() -> None:
+    line = r"drafts.tokens.shape=\(8, 8\) must be \(8, 5\)"
+    with pytest.raises(ValueError, match=line):
+        served("tree", "cached", "alike", max_drafts=5)
+
+
+@pytest.mark.thorough
+def test_a_tree_as_wide_as_the_window_is_refused() -> None:
+    model = dataclasses.replace(MODEL, window=8)
+    tree = Bushy(self_speculative(paged.PagedForward(model), [0, 1]))
+    with pytest.raises(ValueError, match="window=8 must be above num_drafts=8"):
+        engines.serve(
+            [greedy(100, [3, 1], 8)],
+            with_drafts(TIGHT, max_drafts=8, token_budget=60),
+            speculation=Speculation(tree, Coupled()),
+            forward=paged.PagedForward(model),
+        )
+
+
+@pytest.mark.thorough
+def test_trees_are_refused_under_reproducible_numerics() -> None:
+    line = "numerics='reproducible' takes chains of drafts, no token trees"
+    with pytest.raises(ValueError, match=line):
+        served("tree", "cached", "alike", numerics="reproducible")
 
 
 @pytest.mark.thorough

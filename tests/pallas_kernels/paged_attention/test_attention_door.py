@@ -131,15 +131,17 @@ def test_a_tiling_that_is_not_the_plan_s_is_refused() -> None:
 
 def test_what_shapes_decide_runs_one_kernel() -> None:
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-    kin = {"context": ints(3), "ancestors": jnp.zeros((512, 9), bool)}
+    kin = {"context": ints(3), "ancestors": jnp.zeros((99, 9), bool)}
     for alone in (
         plan_of(3, 3, slots=None),
+        plan_of(99, 3, slots=None),
+        plan_of(99, 3, slots=None, **kin),
         plan_of(32, 3),
-        plan_of(512, 3, **kin),
     ):
         assert alone.few is not None
         assert alone.many is None
     assert plan_of(512, 1).few is None
+    assert plan_of(99, 3, **kin).many is not None
     both = plan_of(4096, 64)
     assert both.many is not None
     # At most 32 rows a slot in blocks of 16, not 4096 of any.

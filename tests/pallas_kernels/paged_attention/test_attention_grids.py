@@ -58,6 +58,24 @@ def test_trees_with_all_features_equal_the_oracle(numerics: Any) -> None:
     check(state, oracle(case, **tree, **ask))
 
 
+@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+def test_slots_without_a_tree_beside_one_see_what_stands_before(numerics: Any) -> None:
+    rng, ask = np.random.default_rng(2), per_head(ALL, 4)
+    case = make_case(rng, [(70, 9), (80, 70), (12, 1)], padding=3)
+    assert case.slots is not None
+    mask, is_tree = np.zeros((len(case.slots), 11), bool), case.slots == 0
+    mask[is_tree, :9] = random_tree(rng, 9)
+    context = np.array([70, -1, -1], np.int32)
+    found = attend(*case, numerics=numerics, context=context, ancestors=mask, **ask)
+    plain = attend(*case, numerics=numerics, **ask)
+    context = np.array([70, 80, 12], np.int32)
+    tree = attend(*case, numerics=numerics, context=context, ancestors=mask, **ask)
+    for ours, alone, beside in zip(found, plain, tree, strict=True):
+        rows = case.slots > 0
+        np.testing.assert_array_equal(ours[rows], alone[rows])
+        np.testing.assert_array_equal(ours[is_tree], beside[is_tree])
+
+
 def edges(unit: int) -> list[int]:
     return [0, 1, unit - 1, unit, unit + 1]
 

@@ -195,6 +195,27 @@ def test_spans_of_a_tree() -> None:
     assert plan.rows[0, decode_plan.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
 
 
+def test_a_slot_without_a_tree_beside_one_is_causal() -> None:
+    ancestors = jnp.asarray([[0, 0], [0, 0], [1, 0], [1, 1]], bool)
+    plan = MAKE_PLAN(
+        ints([5, 6, 10, 11]),
+        ints([0, 0, 1, 1]),
+        num_slots=2,
+        kv_heads=1,
+        group=8,
+        tiling=Tiling(num_programs=2),
+        context=ints([-1, 10]),
+        ancestors=ancestors,
+    )
+    assert (plan.low.tolist(), plan.high.tolist()) == ([0, 0], [7, 12])
+    assert plan.rows[0, decode_plan.LIMIT, ::8].tolist()[:2] == [6, 7]
+    assert plan.rows[1, decode_plan.LIMIT, ::8].tolist()[:2] == [10, 10]
+    assert plan.rows[:, decode_plan.WORDS, ::8].tolist() == [
+        [0] * 8,
+        [1, 3] + [0] * 6,
+    ]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("tile", 96), ("block_rows", 32), ("stages", 0), ("num_programs", 0)],

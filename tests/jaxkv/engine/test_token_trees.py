@@ -1,0 +1,159 @@
+"""Token trees: who descends from whom, the way that is accepted, and what moves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.engine import drafting, sampling_step
+from jaxkv.engine.drafting import Drafts
+from jaxkv.engine.sampling_step import Answer
+from jaxkv.memory import kv_pages
+from jaxkv.memory.page_pool import NO_PAGE
+
+SLOTS, NUM = 6, 9
+SEEDS = range(4)
+
+
+def random_drafts(seed: int) -> Drafts:
+    """Trees of up to `NUM` drafts; what stands behind their number means nothing."""
+    rng = np.random.default_rng(seed)
+    parents = [
+        [rng.integers(0, place) for place in range(1, NUM + 1)] for _ in "slots!"
+    ]
+    num = rng.integers(0, NUM + 1, SLOTS)
+    num[:2] = 0, NUM
+    tokens = rng.integers(0, 50, (SLOTS, NUM))
+    num, tokens, parents = (jnp.asarray(x, "int32") for x in (num, tokens, parents))
+    return Drafts(num, tokens, parents=parents)
+
+
+def way_to(parents: np.ndarray, place: int) -> list[int]:
+    """Places from the first draft to this one; none of the root."""
+    way = []
+    while place:
+        way.append(place)
+        place = int(parents[place - 1])
+    return way[::-1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_descent_equals_a_walk_to_the_root(seed: int) -> None:
+    parents = random_drafts(seed).parents
+    assert parents is not None
+    depth, ancestors = map(np.asarray, jax.jit(drafting.tree)(parents))
+    for slot, place in np.ndindex(SLOTS, NUM):
+        way = way_to(np.asarray(parents)[slot], place + 1)
+        assert depth[slot, place] == len(way)
+        assert (np.flatnonzero(ancestors[slot, place]) + 1).tolist() == sorted(way)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_children_stand_in_order(width: int) -> None:
+    drafts = random_drafts(0)
+    found = np.asarray(drafting.children(drafts, width))
+    num, parents = np.asarray(drafts.num), np.asarray(drafts.parents)
+    for slot, place in np.ndindex(SLOTS, NUM + 1):
+        theirs = np.flatnonzero(parents[slot, : num[slot]] == place) + 1
+        theirs = theirs[:width].tolist()
+        assert found[slot, place].tolist() == theirs + [-1] * (width - len(theirs))
+
+
+def test_a_chain_is_a_tree_of_one_branch() -> None:
+    drafts = random_drafts(1)
+    chain = jnp.broadcast_to(jnp.arange(NUM, dtype=jnp.int32)[None, :], (SLOTS, NUM))
+    as_tree = drafts._replace(parents=chain)
+    one = drafting.children(drafts._replace(parents=None), 1)
+    np.testing.assert_array_equal(one, drafting.children(as_tree, 1))
+    accepts = jnp.asarray(np.random.default_rng(1).random((SLOTS, NUM + 1, 1)) < 0.8)
+    plain = drafts._replace(parents=None)
+    num, path = sampling_step._walk(one, accepts, plain, None)
+    tree = drafting.tree(chain)
+    other_num, other = sampling_step._walk(one, accepts, as_tree, tree)
+    np.testing.assert_array_equal(num, other_num)
+    for slot, length in enumerate(num.tolist()):
+        np.testing.assert_array_equal(path[slot, :length], other[slot, :length])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_way_goes_to_the_first_accepted_child(seed: int) -> None:
+    drafts, rng = random_drafts(seed), np.random.default_rng(seed)
+    assert drafts.parents is not None
+    child = drafting.children(drafts, 3)
+    accepts = rng.random((SLOTS, NUM + 1, 3)) < 0.6
+    num, path = sampling_step._walk(
+        *(child, jnp.asarray(accepts), drafts, drafting.tree(drafts.parents))
+    )
+    lengths = []
+    for slot in range(SLOTS):
+        place, way = 0, []
+        while True:
+            theirs = zip(
+                np.asarray(child)[slot, place], accepts[slot, place], strict=True
+            )
+            taken = [each for each, accept in theirs if each >= 0 and accept]
+            if not taken:
+                break
+            place = int(taken[0])
+            way.append(place)
+        assert np.asarray(path)[slot, : len(way)].tolist() == way
+        lengths.append(len(way))
+    assert num.tolist() == lengths
+    assert max(lengths) > 1
+
+
+def test_every_place_knows_the_tokens_on_the_way_to_it() -> None:
+    drafts, length = random_drafts(2), 30
+    assert drafts.parents is not None
+    rng, width = np.random.default_rng(2), NUM + 1
+    known = rng.integers(1, 10, SLOTS)
+    tokens = rng.integers(50, 99, (SLOTS, length))
+    # As a chain they would stand behind each other.
+    rows = Answer(
+        tokens=jnp.asarray(tokens.repeat(width, axis=0), "int32"),
+        num_tokens=jnp.asarray(
+            (known[:, None] + np.arange(width)).reshape(-1), "int32"
+        ),
+        prompt_length=jnp.zeros(SLOTS * width, "int32"),
+        request_id=jnp.zeros(SLOTS * width, "int32"),
+    )
+    found = sampling_step._by_branch(rows, drafts, drafting.tree(drafts.parents))
+    for slot, place in np.ndindex(SLOTS, width):
+        way = way_to(np.asarray(drafts.parents)[slot], place)
+        wanted = [*tokens[slot, : known[slot]]]
+        wanted += [int(drafts.tokens[slot, each - 1]) for each in way]
+        row = slot * width + place
+        assert found.num_tokens[row] == len(wanted)
+        assert found.tokens[row, : len(wanted)].tolist() == wanted
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
+    """Keys, values, scales, and those of a model beside; what shares a place stays."""
+    rng = np.random.default_rng(3)
+    shape = {"num_pages": 7, "page_size": 4, "num_kv_heads": 2, "head_dim": 8}
+    both = [
+        kv_pages.make_pages(num_layers=n, dtype="float32", kv_dtype=kv_dtype, **shape)
+        for n in (3, 1)
+    ]
+    pages = jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(-99, 99, x.shape), x.dtype),
+        both[0]._replace(beside=both[1]),
+    )
+    page_ids = np.array([[5, 0, 2], [3, 6, NO_PAGE]])
+    source = np.array([[4, 6, 7, 11], [2, 3, 7, 9]])
+    target = np.array([[4, 5, 6, -1], [1, 2, 3, -1]])
+    moved = jax.jit(kv_pages.move)(
+        pages, *(jnp.asarray(x, "int32") for x in (page_ids, source, target))
+    )
+    for before, after in zip(*map(jax.tree.leaves, (pages, moved)), strict=True):
+        before, wanted = np.asarray(before), np.array(before)
+        for slot, entry in np.ndindex(source.shape):
+            there, here = source[slot, entry], target[slot, entry]
+            if here >= 0:
+                read, at = page_ids[slot, there // 4], there % 4
+                written, to = page_ids[slot, here // 4], here % 4
+                wanted[:, written, :, to] = before[:, read, :, at]
+        np.testing.assert_array_equal(after, wanted)
