@@ -42,8 +42,25 @@ def read(
     Raises:
       ValueError: the pages have no features.
     """
-    at = kv_pages.locate(rows._replace(position=places), page_size=pages.page_size)
+    there = rows._replace(position=places, place=None)
+    at = kv_pages.locate(there, page_size=pages.page_size)
     return arrays.take(_kept(pages), at, fill=0)
+
+
+def before(rows: Rows) -> Int32[Array, " rows"]:
+    """The place of the token before each row's: in a token tree that of its parent.
+
+    Below 0 where there is none.
+    """
+    places = rows.places
+    if rows.context is None or rows.ancestors is None:
+        return places - 1
+    context = arrays.take(rows.context, kv_pages.slots_of(rows), fill=-1)
+    column = jnp.arange(rows.ancestors.shape[1], dtype=jnp.int32)[None, :]
+    own = places - context
+    kin = rows.ancestors & (column < own[:, None])
+    parent = context + jnp.max(jnp.where(kin, column, -1), axis=1)
+    return jnp.where((context >= 0) & (own >= 0), parent, places - 1)
 
 
 def _kept(pages: Pages) -> Float[Array, "pages page_size width"]:

@@ -183,15 +183,23 @@ def locate(
     Raises:
       ValueError: `rows.slot` is None and there are not as many rows as slots.
     """
-    slot = rows.slot
-    if slot is None:
-        num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
-        if num_rows % num_slots:
-            raise ValueError(
-                f"{num_rows=} must be a multiple of {num_slots=} when slot is None"
-            )
-        slot = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
-    return _where(rows.page_ids, slot, rows.places, page_size)
+    return _where(rows.page_ids, slots_of(rows), rows.places, page_size)
+
+
+def slots_of(rows: Rows) -> Int32[Array, " rows"]:
+    """The slot of every row.
+
+    Raises:
+      ValueError: `rows.slot` is None and there are not as many rows as slots.
+    """
+    if rows.slot is not None:
+        return rows.slot
+    num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
+    if num_rows % num_slots:
+        raise ValueError(
+            f"{num_rows=} must be a multiple of {num_slots=} when slot is None"
+        )
+    return jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
 
 
 def _where(

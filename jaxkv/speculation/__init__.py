@@ -8,7 +8,10 @@ stands in `engine.drafting`.
 from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
 from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_speculative
 from jaxkv.speculation.draws import draw
+from jaxkv.speculation.eagle import EagleConfig
+from jaxkv.speculation.eagle_drafting import Eagle, Followed
 from jaxkv.speculation.jacobi import Jacobi
+from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
 
@@ -19,7 +22,12 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "Drafts",
+    "Eagle",
+    "EagleConfig",
+    "Followed",
     "Jacobi",
+    "Medusa",
+    "MedusaConfig",
     "NGram",
     "Rejection",
     "Ruling",
@@ -27,10 +35,12 @@ __all__ = [
     "Synthetic",
     "Typical",
     "Verifier",
+    "WithHeads",
     "draft_model",
     "draw",
     "draws",
     "eagle",
+    "eagle_drafting",
     "head_folders",
     "jacobi",
     "medusa",

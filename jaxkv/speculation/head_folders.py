@@ -94,7 +94,10 @@ def load(
 def _shares(raw: Any) -> tuple[tuple[float, ...], ...]:
     """Checks that numbers are shares, of as many ranks at each depth."""
     shares = tuple(
-        tuple(validation.number("acceptance", x, low=0.0, high=1.0) for x in depth)
+        tuple(
+            validation.number("acceptance", x, low=0.0, high=1.0, hint="in [0, 1]")
+            for x in depth
+        )
         for depth in raw
     )
     if not shares or {len(depth) for depth in shares} != {len(shares[0]) or 1}:

@@ -16,10 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxkv import validation
-from jaxkv.models import ModelConfig, Params, transformer
+from jaxkv.engine.drafting import Drafter, Drafts
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import Pages, features, kv_pages
+from jaxkv.models import Forward, ForwardResult, ModelConfig, Params, transformer
+from jaxkv.sampling import top_k
+from jaxkv.speculation import draws
+from jaxkv.speculation.draft_model import Both, rows_of
+from jaxkv.speculation.static_tree import Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,3 +102,103 @@ def logits(
     model = transformer.merge(config.target, target)
     columns = found.transpose(1, 0, 2).reshape(found.shape[1], -1)
     return model.logits(columns).reshape(found.shape[0], states.shape[0], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithHeads:
+    """A model whose parameters have heads beside them: a `Forward` of `Both`."""
+
+    target: Forward
+    """The model, which keeps what the heads read."""
+
+    def __call__(
+        self, params: Both, pages: Pages, rows: kv_pages.Rows
+    ) -> ForwardResult:
+        """Feeds the rows to the model."""
+        return self.target(params.target, pages, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Medusa(Drafter):
+    """Drafts the best guesses of all heads, laid out as a tree that is always the same.
+
+    Its `Forward` is `WithHeads` of one with the taps of `config`.
+    """
+
+    config: MedusaConfig
+    """Shape of the heads."""
+    topology: Topology
+    """Which guesses are drafted, those that matter most first."""
+
+    def __post_init__(self) -> None:
+        """Refuses guesses that there are not.
+
+        Raises:
+          ValueError: says which.
+        """
+        depth, num = max(self.topology.depths), self.config.num_heads
+        if depth > num:
+            raise ValueError(f"the tree is {depth} deep, there are {num} heads")
+        rank, vocab = max(self.topology.ranks), self.config.target.vocab_size
+        if rank >= vocab:
+            raise ValueError(f"{rank=} must be below vocab_size={vocab}")
+
+    @property
+    def width(self) -> int:
+        """Children that a node of the tree has at most."""
+        return self.topology.width
+
+    def wishes(
+        self, memory: Any, state: EngineState, config: EngineConfig
+    ) -> Int32[Array, " slots"]:
+        """The whole tree."""
+        num = min(config.max_drafts, len(self.topology.ranks))
+        return jnp.full(state.slots.sequence.shape, num, jnp.int32)
+
+    def propose(
+        self,
+        params: Both,
+        memory: Any,
+        state: EngineState,
+        granted: Int32[Array, " slots"],
+        config: EngineConfig,
+    ) -> tuple[Any, Pages, Drafts]:
+        """Asks the heads of the token that was fed last."""
+        row = jnp.maximum(state.slots.sequence, 0)
+        known = state.sequences.num_tokens[row]
+        fed = jnp.where(granted > 0, known - 2, -1)
+        rows = rows_of(state, state.sequences.tokens[row], fed)
+        states = features.read(state.pages, rows, fed)
+        said = logits(params.draft, params.target, states, config=self.config)
+        num = min(config.max_drafts, len(self.topology.ranks))
+        tree = Topology(self.topology.parents[:num], self.topology.ranks[:num])
+        best = self._best(said, state, row, known, 1 + max(tree.ranks))
+        depths, ranks = (jnp.asarray(x) for x in (tree.depths, tree.ranks))
+        tokens = best[depths - 1, :, ranks].T
+        blank = ((0, 0), (0, config.max_drafts - num))
+        parents = None
+        if tree.parents != (*range(num),):
+            parents = jnp.asarray(tree.parents, jnp.int32)[None, :]
+            parents = jnp.pad(jnp.broadcast_to(parents, tokens.shape), blank)
+        drafts = Drafts(
+            num=jnp.minimum(granted, num),
+            tokens=jnp.pad(tokens, blank),
+            parents=parents,
+        )
+        return memory, state.pages, drafts
+
+    def _best(
+        self,
+        said: Float[Array, "heads slots vocab"],
+        state: EngineState,
+        row: Int32[Array, " slots"],
+        known: Int32[Array, " slots"],
+        num: int,
+    ) -> Int32[Array, "heads slots {num}"]:
+        """The guesses of each head, the best first."""
+        heads, slots, vocab = said.shape
+        ahead = jnp.arange(heads, dtype=jnp.int32)[:, None]
+        positions = (known[None, :] + ahead).reshape(-1)
+        asked = jax.tree.map(lambda x: x[jnp.tile(row, heads)], state.sequences.params)
+        ranked = draws.coupled(said.reshape(-1, vocab), asked, positions)
+        return top_k.candidates(ranked, num)[1].reshape(heads, slots, num)

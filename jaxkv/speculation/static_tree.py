@@ -83,7 +83,7 @@ def build(acceptance: Sequence[Sequence[float]], num: int) -> Topology:
     """
     validation.integer("num", num, low=1)
     for share in (share for depth in acceptance for share in depth):
-        validation.number("acceptance", share, low=0.0, high=1.0)
+        validation.number("acceptance", share, low=0.0, high=1.0, hint="in [0, 1]")
     if not acceptance or not acceptance[0]:
         raise ValueError(f"{acceptance=} must have a guess at least")
     parents: list[int] = []

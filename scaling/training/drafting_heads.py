@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv import validation
 from jaxkv.models import Params, transformer
 from jaxkv.progress import QUIET, Progress
 from jaxkv.speculation import eagle, medusa
@@ -40,6 +41,11 @@ class Recipe:
     """Guesses in a row that they learn to make; of Medusa, its heads."""
     decay: float = 0.8
     """Weight of the loss of each guess, of that of the one before it."""
+
+    def __post_init__(self) -> None:
+        """Refuses what teaches nothing."""
+        validation.at_least(self, "depth")
+        validation.within(self, "decay", low=0, high=1, ends="(]")
 
 
 class Read(NamedTuple):
