@@ -13,6 +13,7 @@ arXiv:2503.01840 (EAGLE-3).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from jaxkv.memory.kv_pages import Rows
 from jaxkv.models import Forward, ForwardResult
 from jaxkv.models.paged import PagedForward
 from jaxkv.sampling import top_k
-from jaxkv.speculation import draws, eagle
+from jaxkv.speculation import draws, eagle, static_tree
 from jaxkv.speculation.draft_model import Both, rows_of
 from jaxkv.speculation.eagle import EagleConfig
 
@@ -136,6 +137,23 @@ class Eagle(Drafter):
         if self.branching == 1:
             drafts = drafts._replace(parents=None)
         return memory, state.pages._replace(beside=own), drafts
+
+
+def grown(
+    config: EagleConfig, acceptance: Sequence[Sequence[float]], num: int
+) -> Eagle:
+    """A drafter of `num` drafts whose trees are as wide as pays on the average.
+
+    At each depth it continues as many guesses as the best tree of that size does that
+    is always the same, where guesses are right as often as `acceptance` says, by depth
+    and rank; beyond its depths as often as at the last.
+    """
+    further = [*acceptance, *[acceptance[-1]] * max(0, num - len(acceptance))]
+    tree = static_tree.build(further, num)
+    depths = (0, *tree.depths)
+    inner = [depths[parent] for parent in {*tree.parents} if parent]
+    beams = tuple(inner.count(depth) for depth in range(1, max(depths)))
+    return Eagle(config, beams, tree.width)
 
 
 class _Run(NamedTuple):

@@ -83,12 +83,19 @@ def load(
                     f"{getattr(target, ours)}"
                 )
         make, names = _KINDS[kind]
-        fields = {name: raw[name] for name in names}
-        fields |= {name: (*x,) for name, x in fields.items() if isinstance(x, list)}
-        config = make(target=target, **fields)
+        config = make(
+            target=target, **{name: _whole(name, raw[name]) for name in names}
+        )
         acceptance = _shares(raw["acceptance"])
     params = checkpoints.load_tree(folder, config.param_shapes(), dtype=dtype)
     return Loaded(config, params, acceptance)
+
+
+def _whole(name: str, value: Any) -> int | tuple[int, ...]:
+    """Checks a whole number, or several."""
+    if isinstance(value, list):
+        return tuple(validation.integer(name, x) for x in value)
+    return validation.integer(name, value)
 
 
 def _shares(raw: Any) -> tuple[tuple[float, ...], ...]:

@@ -7,15 +7,18 @@ from jaxkv import validation
 from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, transformer
-from jaxkv.speculation import draft_model
+from jaxkv.speculation import draft_model, eagle_drafting, head_folders, static_tree
+from jaxkv.speculation.eagle_drafting import Followed
 from jaxkv.speculation.jacobi import Jacobi
+from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled
 
-type Method = Literal["ngram", "jacobi", "early-exit", "draft-model"]
+type Method = Literal["ngram", "jacobi", "early-exit", "draft-model", "medusa", "eagle"]
 
 METHODS: tuple[str, ...] = get_args(Method.__value__)
-"""Prompt lookup; Jacobi decoding; the first layers of the model; a smaller model."""
+"""Prompt lookup; Jacobi decoding; the first layers of the model; a smaller model;
+heads that were trained for the model, of two kinds."""
 
 MAX_DRAFTS = 4
 """Drafts of a sequence in a step where nobody says how many."""
@@ -46,6 +49,7 @@ def serve(
     method: str | None = None,
     draft: Model | None = None,
     num_layers: int | None = None,
+    heads: head_folders.Loaded | None = None,
 ) -> Served:
     """Makes what serves a model, and speculates by a method.
 
@@ -58,6 +62,7 @@ def serve(
       method: one of `METHODS`; None decodes plainly.
       draft: the model that drafts, for "draft-model" alone.
       num_layers: layers that "early-exit" runs; None means half of them.
+      heads: what drafts for "medusa" and "eagle" alone.
 
     Raises:
       ValueError: the method is none, or something is missing, or does not fit.
@@ -70,6 +75,12 @@ def serve(
         )
     if num_layers is not None and method != "early-exit":
         raise ValueError(f"{num_layers=} goes with the method 'early-exit' alone")
+    kind = None if heads is None else head_folders.kind_of(heads.config)
+    if kind != (method if method in head_folders.KINDS else None):
+        there = "no heads" if kind is None else f"{kind} heads"
+        raise ValueError(f"speculate={method!r} does not go with {there}")
+    if heads is not None:
+        return _with_heads(model, heads, bounds, dtype)
     forward = paged.PagedForward(model.config, bounds.numerics)
     pages = paged.make_pages(model.config, bounds, dtype=dtype)
     served = Served(forward, model.params, pages)
@@ -89,6 +100,30 @@ def serve(
     else:
         drafter = NGram() if method == "ngram" else Jacobi()
     return dataclasses.replace(served, speculation=Speculation(drafter, Coupled()))
+
+
+def _with_heads(
+    model: Model, heads: head_folders.Loaded, bounds: Any, dtype: str
+) -> Served:
+    """Has heads draft, trees where these gain most and may be."""
+    config, num = heads.config, bounds.max_drafts
+    if config.target != model.config:
+        raise ValueError("the heads must be those of the model served")
+    target = paged.PagedForward(model.config, bounds.numerics, taps=config.taps)
+    pages = paged.make_pages(model.config, bounds, dtype=dtype, taps=config.taps)
+    shares = heads.acceptance
+    if bounds.numerics == "reproducible":
+        shares = tuple(depth[:1] for depth in shares)
+    if isinstance(config, MedusaConfig):
+        forward = WithHeads(target)
+        drafter = Medusa(config, static_tree.build(shares, num))
+    else:
+        forward = Followed(target, config)
+        drafter = eagle_drafting.grown(config, shares, num)
+        beside = paged.make_pages(config.layer, bounds, dtype=dtype)
+        pages = pages._replace(beside=beside)
+    params = draft_model.Both(model.params, heads.params)
+    return Served(forward, params, pages, Speculation(drafter, Coupled()))
 
 
 def _beside(

@@ -106,7 +106,7 @@ _SMOKE = drafting_heads.Recipe(
         report_every=5,
     )
 )
-_SHORTER = dataclasses.replace(_RUN, num_steps=2400, cooldown_steps=800)
+_SHORTER = dataclasses.replace(_RUN, num_steps=2700, cooldown_steps=900)
 
 CONFIGS = {
     "smoke": Config(medusa=_SMOKE, eagle=_SMOKE, num_windows=8),
@@ -132,14 +132,6 @@ class Heads(Table):
     duration_s: Floats = column("time spent in training, on the clock")
 
 
-class Curve(Table):
-    """Losses on the way."""
-
-    kind: Texts = column("of the heads")
-    tokens: Ints = column("trained on")
-    loss: Floats = column("nats per guess since the report before")
-
-
 class Acceptance(Table):
     """How often guesses are right."""
 
@@ -156,14 +148,13 @@ class Result(Record):
     """Heads, and how often they are right."""
 
     heads: Heads = column("of each kind")
-    curve: Curve = column("of all kinds")
     acceptance: Acceptance = column("by the weights rounded to bfloat16")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
     target = checkpoints.load_model(bundled.folder_of(config.model))
-    heads, curve, acceptance = [], [], []
+    heads, acceptance = [], []
     for kind in config.kinds:
         recipe, shape = config.recipe(kind), config.shape(kind, target.config)
         corpus = corpora.open(recipe.run.corpus)
@@ -174,7 +165,6 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             lambda x: x.astype("bfloat16").astype(jnp.float32), found.params
         )
         lines = found.curve
-        curve += [(kind, line["tokens"], line["loss"]) for line in lines]
         last = lines[-1] if lines else {"tokens": 0, "duration_s": 0.0}
         row = {
             "kind": kind,
@@ -209,7 +199,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 overwrite=True,
             )
     rows = [(kind, depth + 1, rank, x) for kind, depth, rank, x in acceptance]
-    return Result(Heads.of(heads), Curve.of(curve), Acceptance.of(rows))
+    return Result(Heads.of(heads), Acceptance.of(rows))
 
 
 def plot(ax: Any, result: Result) -> None:
