@@ -15,6 +15,7 @@ from jaxkv.engine.state import EngineConfig, init
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import (
+    Adaptive,
     Beside,
     Both,
     Coupled,
@@ -77,6 +78,7 @@ DRAFTERS: dict[str, Drafter] = {
     "early exit": self_speculative(OF_MODEL, [0]),
     "all layers": self_speculative(OF_MODEL, [0, 1]),
     "draft model": DraftModel(OF_SMALLER, beside=True),
+    "adaptive": Adaptive(self_speculative(OF_MODEL, [0, 1]), patience=4),
     "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
 }
 SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24)
@@ -97,6 +99,8 @@ def with_drafts(config: EngineConfig, **changes: Any) -> EngineConfig:
 def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
     if drafter == "tree":
         changes = {"max_drafts": 8, "token_budget": 60, **changes}
+    if drafter == "adaptive":
+        changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
     config = with_drafts(BOUNDS[bounds], **changes)
     more: dict[str, Any] = {}
     if drafter == "draft model":
@@ -129,6 +133,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("tree", "cached", "alike", speed=pytest.mark.thorough),
         marked("tree", "swapping", "groups", speed=pytest.mark.thorough),
         marked("tree", "tight", "singles"),
+        marked("adaptive", "swapping", "groups"),
         marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
         marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
         marked("draft model", "cached", "alike", speed=pytest.mark.thorough),
