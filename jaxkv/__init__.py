@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # Names load on first use: importing the package costs little more than JAX does.
 _HOMES = {
-    "Answer": "engine.sampling_step",
+    "Answer": "engine.emitting",
     "Completion": "serving.outputs",
     "Counts": "scheduling.interface",
     "Engine": "serving.engine",

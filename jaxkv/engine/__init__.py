@@ -1,7 +1,7 @@
 """The engine as a value: state in, state out, one step at a time."""
 
+from jaxkv.engine.emitting import Answer
 from jaxkv.engine.requests import Requests, cancel, drain, submit
-from jaxkv.engine.sampling_step import Answer
 from jaxkv.engine.state import NOBODY, EngineConfig, EngineState, init
 from jaxkv.engine.step import StepInfo, run_steps
 

@@ -254,13 +254,15 @@ def tree(parents: Int32[Array, "slots drafts"]) -> Tree:
     return Tree(jnp.sum(ancestors, axis=2, dtype=jnp.int32), ancestors)
 
 
-def children(drafts: Drafts, width: int) -> Int32[Array, "slots places {width}"]:
+def children(drafts: Drafts, width: int) -> Int32[Array, "slots places each"]:
     """Places of the first children of every place, in order; -1 where there is none."""
-    num = drafts.tokens.shape[1]
+    num_slots, num = drafts.tokens.shape
     place = jnp.arange(num + 1, dtype=jnp.int32)
     if drafts.parents is None:
         is_parent = place[None, :] < drafts.num[:, None]
         return jnp.where(is_parent, place[None, :] + 1, -1)[:, :, None]
+    if not num:
+        return jnp.full((num_slots, 1, width), -1, jnp.int32)
     there = place[None, 1:] <= drafts.num[:, None]
     is_child = drafts.parents[:, None, :] == place[None, :, None]
     is_child &= there[:, None, :]

@@ -24,6 +24,7 @@ from jaxkv.memory import kv_pages
 from jaxkv.models import interface
 
 type Logits = Float[Array, "logit_rows vocab"]
+type Drafted = Float[Array, "slots drafts vocab"] | None
 type _Run = Callable[[kv_pages.Pages, kv_pages.Rows], Any]
 """The model with its parameters: results with `logits` and `pages`."""
 
@@ -31,14 +32,18 @@ type _Run = Callable[[kv_pages.Pages, kv_pages.Rows], Any]
 class Fed(NamedTuple):
     """Results of feeding one step's rows."""
 
-    logits: Float[Array, "logit_rows vocab"]
-    """Row i is the last known token of slot i for i < slots; spare rows follow, then
-    `max_drafts` rows for each slot."""
+    logits: Logits
+    """Row i is the last known token of slot i for i < slots; spare rows follow."""
+    drafted: Drafted
+    """Those of the drafts of every slot."""
     pages: kv_pages.Pages
     spare_sequence: Int32[Array, " spare"]
     """Sequence of each spare logit row, or NOBODY."""
     spare_position: Int32[Array, " spare"]
     """Position of the token that it fed."""
+
+
+type _Carry = tuple[Logits, Drafted, EngineState]
 
 
 class _Packed(NamedTuple):
@@ -77,23 +82,24 @@ def feed(
 
     packed = _pack(state, num_rows, num_drafts, config)
     shape = jax.eval_shape(probe, params, state.pages, packed)
-    num_logit_rows = packed.rows.logit_rows.shape[0]
-    blank = jnp.zeros((num_logit_rows, shape.shape[1]), shape.dtype)
+    blank = jnp.zeros((packed.rows.logit_rows.shape[0], shape.shape[1]), shape.dtype)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
     source = jnp.where(forks >= 0, forks, slot)
     run = functools.partial(forward, params)
     if config.numerics == "fast":
-        logits, pages = _feed_fast(
+        logits, drafted, pages = _feed_fast(
             *(run, state, num_rows, (num_drafts, tree), source, blank, config)
         )
     else:
         logits, pages = _feed_tiles(run, state, num_rows, packed, blank)
+        logits, drafted = _parted(logits, config)
         logits = logits.at[: config.max_slots].set(logits[source])
     spare = packed.rows.logit_rows[config.max_slots : config.num_logit_rows]
     assert packed.rows.slot is not None
     spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
     return Fed(
         logits,
+        drafted,
         pages,
         spare_sequence=arrays.take(state.slots.sequence, spare_slot, fill=NOBODY),
         spare_position=arrays.take(packed.rows.position, spare, fill=-1),
@@ -106,69 +112,94 @@ def _feed_fast(
     num_rows: Int32[Array, " slots"],
     drafts: tuple[Int32[Array, " slots"] | None, Tree | None],
     source: Int32[Array, " slots"],
-    blank: Logits,
+    blank: Float[Array, "all_rows vocab"],
     config: EngineConfig,
-) -> tuple[Logits, kv_pages.Pages]:
+) -> tuple[Logits, Drafted, kv_pages.Pages]:
     """Feeds one row a slot, or packed rows, whichever the step needs.
 
     Slot i gets the logits of the row of slot `source[i]`.
     """
-    num_slots = num_rows.shape[0]
     busy, many = jnp.any(num_rows > 0), jnp.any(num_rows > 1)
-
     # What the rows are made of is given to the loops, or the compiler would see that
     # rows, embedding and first products do not change from trip to trip, and move them
     # before the loop, where they run even if there is no trip.
-    def decode(
-        carry: tuple[Logits, EngineState], num_rows: Array, source: Array, *_: Any
-    ) -> tuple[Logits, EngineState]:
-        logits, state = carry
-        place = jnp.where(num_rows > 0, state.table.length, -1)
-        rows = kv_pages.Rows(
-            token=_tokens(state, state.slots.sequence, place),
-            position=place,
-            slot=None,
-            page_ids=state.table.page_ids,
-            logit_rows=source,
-        )
-        result = run(state.pages, rows)
-        after = state._replace(pages=result.pages)
-        if logits.shape[0] == num_slots:
-            return result.logits, after
-        # A scored prompt may feed a single token, which takes a spare logit row.
-        packed = _pack(state, num_rows, None, config)
-        return _with_spare(logits, result.logits, packed), after
-
-    def several(
-        lay: Callable[..., _Packed],
-        carry: tuple[Logits, EngineState],
-        num_rows: Array,
-        source: Array,
-        num_drafts: Array | None,
-        tree: Tree | None,
-    ) -> tuple[Logits, EngineState]:
-        _, state = carry
-        rows = lay(state, num_rows, num_drafts, config).rows
-        if tree is not None and num_drafts is not None:
-            rows = _branch(rows, state.table.length, num_drafts, tree)
-        logit_rows = rows.logit_rows.at[:num_slots].set(rows.logit_rows[source])
-        result = run(state.pages, rows._replace(logit_rows=logit_rows))
-        return result.logits, state._replace(pages=result.pages)
-
-    # A step of one row a slot could run either program; the smaller one is faster.
-    carry, given = (blank, state), (num_rows, source, *drafts)
+    carry, given = (*_parted(blank, config), state), (num_rows, source, *drafts)
+    # A step of one row a slot could run any program; the smallest one is the fastest.
+    decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
         carry = arrays.when(busy & ~many, decode, carry, *given)
-    if drafts[0] is not None:
-        few = jnp.all(num_rows <= config.emit_width)
-        verify = functools.partial(several, _lay_dense)
+    for length in config.lengths:
+        few = jnp.all(num_rows <= 1 + length)
+        verify = functools.partial(_several, run, config, length)
         with jax.named_scope("verify"):
             carry = arrays.when(many & few, verify, carry, *given)
         many &= ~few
-    mixed = functools.partial(several, _pack)
+    mixed = functools.partial(_several, run, config, None)
     with jax.named_scope("mixed"):
-        logits, state = arrays.when(many, mixed, carry, *given)
-    return logits, state.pages
+        logits, drafted, state = arrays.when(many, mixed, carry, *given)
+    return logits, drafted, state.pages
+
+
+def _decode(
+    run: _Run,
+    config: EngineConfig,
+    carry: _Carry,
+    num_rows: Int32[Array, " slots"],
+    source: Int32[Array, " slots"],
+    *_: Any,
+) -> _Carry:
+    """Feeds one row a slot."""
+    logits, drafted, state = carry
+    place = jnp.where(num_rows > 0, state.table.length, -1)
+    rows = kv_pages.Rows(
+        token=_tokens(state, state.slots.sequence, place),
+        position=place,
+        slot=None,
+        page_ids=state.table.page_ids,
+        logit_rows=source,
+    )
+    result = run(state.pages, rows)
+    after = state._replace(pages=result.pages)
+    if logits.shape[0] == num_rows.shape[0]:
+        return result.logits, drafted, after
+    # A scored prompt may feed a single token, which takes a spare logit row.
+    packed = _pack(state, num_rows, None, config)
+    return _with_spare(logits, result.logits, packed), drafted, after
+
+
+def _several(
+    run: _Run,
+    config: EngineConfig,
+    length: int | None,
+    carry: _Carry,
+    num_rows: Int32[Array, " slots"],
+    source: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
+    tree: Tree | None,
+) -> _Carry:
+    """Feeds up to `length` rows more than one of every slot; of None, packed rows."""
+    _, drafted, state = carry
+    lay = _pack if length is None else functools.partial(_lay_dense, length)
+    rows = lay(state, num_rows, num_drafts, config).rows
+    if tree is not None and num_drafts is not None:
+        rows = _branch(rows, state.table.length, num_drafts, tree)
+    logit_rows = rows.logit_rows.at[: source.shape[0]].set(rows.logit_rows[source])
+    result = run(state.pages, rows._replace(logit_rows=logit_rows))
+    logits, found = _parted(result.logits, config)
+    if drafted is not None and found is not None:
+        drafted = drafted.at[:, : found.shape[1]].set(found)
+    return logits, drafted, state._replace(pages=result.pages)
+
+
+def _parted(
+    logits: Float[Array, "rows vocab"], config: EngineConfig
+) -> tuple[Logits, Drafted]:
+    """Parts the logits of drafts, as many for each slot, from the others."""
+    if not config.max_drafts:
+        return logits, None
+    drafted = logits[config.num_logit_rows :]
+    shape = config.max_slots, -1, logits.shape[1]
+    return logits[: config.num_logit_rows], drafted.reshape(shape)
 
 
 def _branch(
@@ -204,7 +235,8 @@ def _with_spare(
     """Spreads the logits of one row a slot over all logit rows."""
     num_slots = logits.shape[0]
     assert packed.rows.slot is not None
-    slot = arrays.take(packed.rows.slot, packed.rows.logit_rows, fill=-1)
+    logit_rows = packed.rows.logit_rows[: buffer.shape[0]]
+    slot = arrays.take(packed.rows.slot, logit_rows, fill=-1)
     slot = slot.at[:num_slots].set(jnp.arange(num_slots, dtype=jnp.int32))
     return jnp.where((slot >= 0)[:, None], logits[jnp.maximum(slot, 0)], buffer)
 
@@ -264,24 +296,27 @@ def _pack(
     start = arrays.take(state.table.length - (end - num_rows), slot, fill=0)
     position = jnp.where(used, start + row, -1)
     sequence = arrays.take(state.slots.sequence, slot, fill=NOBODY)
-    return _packed(state, position, slot, sequence, end, num_rows, num_drafts, config)
+    rows = position, slot, sequence, end, num_rows
+    return _packed(state, *rows, num_drafts, config.max_drafts, config)
 
 
 @jax.named_scope("pack")
 def _lay_dense(
+    length: int,
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
     config: EngineConfig,
 ) -> _Packed:
-    """Lays as many rows for every slot as it can verify, whether it has them or not."""
-    each = config.emit_width
+    """Lays rows of `length` drafts for every slot, whether it has them or not."""
+    each = 1 + length
     index = jnp.arange(each, dtype=jnp.int32)[None, :]
     position = state.table.length[:, None] + index
     position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)
     sequence = jnp.repeat(state.slots.sequence, each)
     end = jnp.arange(config.max_slots, dtype=jnp.int32) * each + num_rows
-    return _packed(state, position, None, sequence, end, num_rows, num_drafts, config)
+    rows = position, None, sequence, end, num_rows
+    return _packed(state, *rows, num_drafts, length, config)
 
 
 def _packed(
@@ -292,19 +327,21 @@ def _packed(
     end: Int32[Array, " slots"],
     num_rows: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
+    length: int,
     config: EngineConfig,
 ) -> _Packed:
     """Rows with their tokens, and whose logits go where.
 
-    `end` is the row behind the last one of each slot.
+    `end` is the row behind the last one of each slot, which has at most `length`
+    drafts.
     """
     last = end - 1 if num_drafts is None else end - 1 - num_drafts
     logit_rows = jnp.where(num_rows > 0, last, -1)
     if config.num_logit_rows > config.max_slots:
         spare = _spare_rows(state, sequence, position, config)
         logit_rows = jnp.concatenate([logit_rows, spare])
-    if config.max_drafts:
-        drafted = _draft_rows(logit_rows[: config.max_slots], num_drafts, config)
+    if length:
+        drafted = _draft_rows(logit_rows[: config.max_slots], num_drafts, length)
         logit_rows = jnp.concatenate([logit_rows, drafted])
     index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
     target = arrays.put(jnp.full_like(position, -1), logit_rows, index)
@@ -337,12 +374,12 @@ def _spare_rows(
 def _draft_rows(
     last: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
-    config: EngineConfig,
+    length: int,
 ) -> Int32[Array, " drafts"]:
     """Rows of the drafts of every slot, which follow that of its last known token."""
     if num_drafts is None:
-        return jnp.full((config.max_slots * config.max_drafts,), -1, jnp.int32)
-    index = jnp.arange(1, config.max_drafts + 1, dtype=jnp.int32)[None, :]
+        return jnp.full((last.shape[0] * length,), -1, jnp.int32)
+    index = jnp.arange(1, length + 1, dtype=jnp.int32)[None, :]
     there = (index <= num_drafts[:, None]) & (last >= 0)[:, None]
     return jnp.where(there, last[:, None] + index, -1).reshape(-1)
 

@@ -65,6 +65,9 @@ class EngineConfig:
     max_drafts: int = 0
     """Tokens that a drafter can guess for a slot in a step; 0 leaves speculation out of
     the program."""
+    num_lengths: int = 1
+    """Programs that verify drafts: of `max_drafts` for each slot, of half as many, a
+    quarter, and so on. Few drafts then cost less; each takes its time to compile."""
     submit_width: int = 8
     """Requests that one call of `submit` hands over."""
     steps_per_call: int = 16
@@ -132,6 +135,12 @@ class EngineConfig:
         The first `max_slots` draw tokens.
         """
         return self.max_logit_rows or self.max_slots
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Drafts of a slot for which there is a program, fewest first; 0 apart."""
+        halves = (self.max_drafts >> i for i in range(self.num_lengths))
+        return tuple(sorted({half for half in halves if half > 0}))
 
     @property
     def emit_width(self) -> int:

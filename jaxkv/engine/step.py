@@ -15,15 +15,15 @@ from jaxkv import arrays
 from jaxkv.engine import (
     apply_plan,
     drafting,
+    emitting,
     groups,
     model_runner,
     prefix_caching,
-    sampling_step,
     swapping,
 )
 from jaxkv.engine import counts as engine_counts
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation, Tree, Verified
-from jaxkv.engine.sampling_step import LogitsFn
+from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
 from jaxkv.memory import Eviction, invariants, kv_pages, prefix_cache, swap_buffer
 from jaxkv.models import interface as models_interface
@@ -124,7 +124,7 @@ def step(
         params, state, applied.num_rows, drafts, tree, config=config, forward=forward
     )
     with jax.named_scope("emit"):
-        state, emitted = sampling_step.emit(
+        state, emitted = emitting.emit(
             *(state, has_logits, result, logits_fn, config, speculation, drafts, tree)
         )
     if drafter is not None:
@@ -189,7 +189,7 @@ def _to_a_chain(state: EngineState, verified: Verified | None) -> EngineState:
 @jax.named_scope("accept")
 def _accept(
     state: EngineState,
-    emitted: sampling_step.Emitted,
+    emitted: emitting.Emitted,
     kept: Int32[Array, " slots"],
     drafter: Drafter,
     config: EngineConfig,
@@ -208,7 +208,7 @@ def _accept(
 def _info(
     planned: EngineState,
     applied: apply_plan.Applied,
-    emitted: sampling_step.Emitted,
+    emitted: emitting.Emitted,
     state: EngineState,
     config: EngineConfig,
 ) -> StepInfo:

@@ -34,7 +34,7 @@ from jaxkv.models import interface as models_interface
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.scheduling import interface as scheduling_interface
-from jaxkv.serving import device_memory, host_swap, interrupts, outputs
+from jaxkv.serving import device_memory, host_swap, interrupts, outputs, tuning
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.request_tracker import Ledger
 from jaxkv.serving.requests import Part, Record
@@ -183,6 +183,7 @@ class Engine:
         draft_folder: Any = None,
         draft_layers: int | None = None,
         heads_folder: Any = None,
+        adaptive: bool = False,
         **fields: Any,
     ) -> "Engine":
         """Serves a Hugging Face folder.
@@ -202,6 +203,8 @@ class Engine:
             means half of them.
           heads_folder: of the heads that "medusa" and "eagle" guess by, trained for
             this model.
+          adaptive: whether no more is guessed than pays, see `speculation.Adaptive`;
+            the engine is then tuned.
           **fields: of `EngineConfig`; `policy`, `eviction`, `logits_fn`, `keep_trace`
             and `host_pages` go to the engine.
 
@@ -215,8 +218,11 @@ class Engine:
         scan_layers = validation.boolean("scan_layers", scan_layers)
         own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
         rest = {name: fields.pop(name) for name in own if name in fields}
+        adaptive = validation.boolean("adaptive", adaptive)
         if speculate is not None:
             fields = {"max_drafts": methods.MAX_DRAFTS} | fields
+        if adaptive:
+            fields = {"num_lengths": methods.NUM_LENGTHS} | fields
         config = EngineConfig(**fields)
         loaded = checkpoints.load_model(folder, dtype=dtype)
         draft = None
@@ -237,12 +243,13 @@ class Engine:
             draft=draft,
             num_layers=draft_layers,
             heads=heads,
+            adaptive=adaptive,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once, when they are made
             _check_room(jax.eval_shape(lambda: serve().pages), config)
         served = serve()
-        return cls(
+        engine = cls(
             served.params,
             served.forward,
             served.pages,
@@ -253,6 +260,39 @@ class Engine:
             vocab_size=loaded.config.vocab_size,
             **rest,
         )
+        if adaptive:
+            engine.tune()
+        return engine
+
+    def tune(self) -> None:
+        """Measures what drafts cost here, for `Adaptive` speculation to decide by.
+
+        Takes a second, or as long as two calls to the device for every length and a few
+        batches, if that is more.
+
+        Raises:
+          ValueError: requests wait or run, the drafter is not `Adaptive`, or answers
+            have no room for two calls.
+        """
+        config, clock = self.config, from_seconds(0.0)
+        if self._ledger.records or self._unread:
+            raise ValueError("an engine must be idle to be tuned")
+        tuning.check(self._state, config)
+
+        def run(state: EngineState) -> EngineState:
+            rules = self._rules() | self._static
+            return _run_steps(self.params, state, clock, **rules)[0]
+
+        programs = tuning.Programs(
+            run,
+            lambda state, requests: _submit(state, requests, config=config)[0],
+            lambda state, ids: _drain(
+                *(state, ids, np.full_like(ids, -1), self._eviction)
+            )[0],
+        )
+        self._compile()
+        with self._lock, self._all_or_lost():
+            self._state = tuning.tune(self._state, programs, config)
 
     def now(self) -> float:
         """Seconds since the engine was made."""

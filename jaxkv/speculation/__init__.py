@@ -1,11 +1,12 @@
 """Speculative decoding: who guesses tokens, and who says which of them stand.
 
-Drafters guess (`NGram`, `Jacobi`, `DraftModel`), verifiers judge (`Coupled`,
-`Rejection`, `Typical`); the engine feeds, rolls back and counts. What the two are asked
-stands in `engine.drafting`.
+Drafters guess (`NGram`, `Jacobi`, `DraftModel`, and `Adaptive` no more than pays),
+verifiers judge (`Coupled`, `Rejection`, `Typical`); the engine feeds, rolls back and
+counts. What the two are asked stands in `engine.drafting`.
 """
 
 from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
+from jaxkv.speculation.adaptive import Adaptive
 from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_speculative
 from jaxkv.speculation.draws import draw
 from jaxkv.speculation.eagle import EagleConfig
@@ -16,6 +17,7 @@ from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
 
 __all__ = [
+    "Adaptive",
     "Beside",
     "Both",
     "Coupled",
@@ -36,6 +38,7 @@ __all__ = [
     "Typical",
     "Verifier",
     "WithHeads",
+    "adaptive",
     "draft_model",
     "draw",
     "draws",

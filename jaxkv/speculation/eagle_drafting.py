@@ -223,32 +223,44 @@ class _Run(NamedTuple):
         name: Int32[Array, " rows"],
         kin: Bool[Array, "slots n columns"],
     ) -> tuple[_Nodes, Pages]:
-        """Runs the layer, and gives every row's guesses."""
+        """Runs the layer if there is any row, and gives every row's guesses."""
         config, width = self.drafter.config, self.drafter.branching
         num_slots, num = score.shape
         draft, target = self.params.draft, self.params.target
-        x = eagle.inputs(draft, target, rows.token, before, config=config)
-        model = eagle.merged(draft, target, config)
-        ran = PagedForward(config.layer).states(model, own, rows, x)
-        said = model.logits(ran.last)
-        asked = jax.tree.map(
-            lambda x: jnp.repeat(x[self.row], num, axis=0), self.state.sequences.params
-        )
-        ranked = draws.coupled(said, asked, rows.position + 1)
-        values, token = top_k.candidates(jax.nn.log_softmax(ranked), width)
-        total = score.reshape(-1, 1) + values.astype(score.dtype)
 
         def spread(x: Array) -> Array:
             return jnp.repeat(x.reshape(num_slots, num, -1), width, axis=1)
 
+        def run(carry: tuple[_Nodes, Pages], rows: Rows, before: Array) -> Any:
+            nodes, own = carry
+            x = eagle.inputs(draft, target, rows.token, before, config=config)
+            model = eagle.merged(draft, target, config)
+            ran = PagedForward(config.layer).states(model, own, rows, x)
+            asked = jax.tree.map(
+                lambda x: jnp.repeat(x[self.row], num, axis=0),
+                self.state.sequences.params,
+            )
+            said = model.logits(ran.last)
+            ranked = draws.coupled(said, asked, rows.position + 1)
+            values, token = top_k.candidates(jax.nn.log_softmax(ranked), width)
+            values = values.reshape(num_slots, -1).astype(nodes.score.dtype)
+            nodes = nodes._replace(
+                token=token.reshape(num_slots, -1),
+                score=nodes.score + values,
+                state=spread(ran.last.T),
+            )
+            return nodes, ran.carry
+
+        total = spread(score)[:, :, 0]
         nodes = _Nodes(
-            token=token.reshape(num_slots, -1),
-            score=total.reshape(num_slots, -1),
+            token=jnp.zeros(total.shape, jnp.int32),
+            score=total,
             parent=spread(name)[:, :, 0],
-            state=spread(ran.last.T),
+            state=spread(jnp.zeros_like(before)),
             ancestors=spread(kin),
         )
-        return nodes, ran.carry
+        some = jnp.any(rows.position >= 0)
+        return arrays.when(some, run, (nodes, own), rows, before)
 
 
 def _likeliest(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:

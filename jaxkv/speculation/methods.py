@@ -8,6 +8,7 @@ from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, transformer
 from jaxkv.speculation import draft_model, eagle_drafting, head_folders, static_tree
+from jaxkv.speculation.adaptive import Adaptive
 from jaxkv.speculation.eagle_drafting import Followed
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
@@ -22,6 +23,8 @@ heads that were trained for the model, of two kinds."""
 
 MAX_DRAFTS = 4
 """Drafts of a sequence in a step where nobody says how many."""
+NUM_LENGTHS = 2
+"""Numbers of drafts above 0 to choose from, where it adapts and nobody says."""
 
 
 class Model(NamedTuple):
@@ -50,6 +53,7 @@ def serve(
     draft: Model | None = None,
     num_layers: int | None = None,
     heads: head_folders.Loaded | None = None,
+    adaptive: bool = False,
 ) -> Served:
     """Makes what serves a model, and speculates by a method.
 
@@ -63,6 +67,7 @@ def serve(
       draft: the model that drafts, for "draft-model" alone.
       num_layers: layers that "early-exit" runs; None means half of them.
       heads: what drafts for "medusa" and "eagle" alone.
+      adaptive: whether no more is guessed than pays.
 
     Raises:
       ValueError: the method is none, or something is missing, or does not fit.
@@ -79,13 +84,33 @@ def serve(
     if kind != (method if method in head_folders.KINDS else None):
         there = "no heads" if kind is None else f"{kind} heads"
         raise ValueError(f"speculate={method!r} does not go with {there}")
+    if method is None and adaptive:
+        raise ValueError(f"{adaptive=} goes with a method to speculate")
     if heads is not None:
-        return _with_heads(model, heads, bounds, dtype)
-    forward = paged.PagedForward(model.config, bounds.numerics)
-    pages = paged.make_pages(model.config, bounds, dtype=dtype)
-    served = Served(forward, model.params, pages)
-    if method is None:
-        return served
+        served = _with_heads(model, heads, bounds, dtype)
+    else:
+        forward = paged.PagedForward(model.config, bounds.numerics)
+        pages = paged.make_pages(model.config, bounds, dtype=dtype)
+        served = Served(forward, model.params, pages)
+        if method is None:
+            return served
+        served = _speculating(served, method, model, draft, bounds, dtype, num_layers)
+    speculation = served.speculation
+    if adaptive and speculation is not None:
+        speculation = speculation._replace(drafter=Adaptive(speculation.drafter))
+    return dataclasses.replace(served, speculation=speculation)
+
+
+def _speculating(
+    served: Served,
+    method: str,
+    model: Model,
+    draft: Model | None,
+    bounds: Any,
+    dtype: str,
+    num_layers: int | None,
+) -> Served:
+    """Has a method guess."""
     if draft is not None:
         return _beside(served, model, draft, bounds, dtype)
     if method == "early-exit":
@@ -96,7 +121,8 @@ def serve(
         high = model.config.num_layers
         if not 1 <= num <= high:
             raise ValueError(f"{num_layers=} must be in [1, {high}]")
-        drafter = draft_model.self_speculative(forward, range(num))
+        own = paged.PagedForward(model.config, bounds.numerics)
+        drafter = draft_model.self_speculative(own, range(num))
     else:
         drafter = NGram() if method == "ngram" else Jacobi()
     return dataclasses.replace(served, speculation=Speculation(drafter, Coupled()))

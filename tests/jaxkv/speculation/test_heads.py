@@ -112,6 +112,7 @@ def features_of(tokens: list[int], taps: tuple[int, ...]) -> np.ndarray:
     return np.asarray(jnp.concatenate(found.taps)).T
 
 
+@pytest.mark.thorough
 def test_medusa_drafts_the_best_guesses_of_every_head() -> None:
     known, drafts, params = drafted(Medusa(HEADS, BUSH))
     assert drafts.parents is not None
@@ -165,14 +166,14 @@ def said_behind(known: list[int], path: list[int], params: Both) -> np.ndarray:
     return last - np.log(np.exp(last - last.max()).sum()) - last.max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "drafter",
     [
-        Eagle(EAGLE, (1,) * (NUM - 1)),
-        Eagle(EAGLE, (2, 3, 2), 3),
-        Eagle(EAGLE, (), 4),
+        pytest.param(Eagle(EAGLE, (1,) * (NUM - 1)), id="chain"),
+        pytest.param(Eagle(EAGLE, (2, 3, 2), 3), id="tree"),
+        pytest.param(Eagle(EAGLE, (), 4), id="one deep", marks=pytest.mark.slow),
     ],
-    ids=["chain", "tree", "one deep"],
 )
 def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
     """K and V of rows fed long ago, of features; of drafts, of its own states."""
@@ -200,6 +201,7 @@ def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
         assert ways[1:] == wanted
 
 
+@pytest.mark.thorough
 def test_what_is_granted_is_all_that_is_drafted() -> None:
     """Fewer places hold fewer guesses to continue; the rest is still a tree."""
     drafter = Eagle(EAGLE, (2, 3, 2), 3)
@@ -315,13 +317,20 @@ def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
         (lambda: Eagle(EAGLE, (1,), 0), "branching=0 must be at least 1"),
         (lambda: Eagle(EAGLE, (2,), 1), r"self.beams=\(2,\) must be in \[1, 1\]"),
         (lambda: Eagle(EAGLE, (0,), 2), r"self.beams=\(0,\) must be in \[1, 2\]"),
-        (lambda: drafted(Eagle(EAGLE, (4, 4), 4)), "must be at most config.max_drafts"),
     ],
 )
 def test_what_there_is_not_is_refused(make: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+def test_more_continued_guesses_than_drafts_are_refused() -> None:
+    drafter, nothing = Eagle(EAGLE, (4, 4), 4), jnp.zeros(4, jnp.int32)
+    state: Any = init(BOUNDS, paged.make_pages(MODEL, BOUNDS), ())
+    both = Both(engines.params(), weights_of(EAGLE))
+    with pytest.raises(ValueError, match=r"must be at most config.max_drafts=7"):
+        drafter.propose(both, (), state, nothing, BOUNDS)
 
 
 def test_other_models_have_layers_of_their_own() -> None:

@@ -15,6 +15,7 @@ from jaxkv.engine.state import EngineConfig, init
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import (
+    Adaptive,
     Beside,
     Both,
     Coupled,
@@ -88,6 +89,7 @@ DRAFTERS: dict[str, Drafter] = {
     "early exit": self_speculative(OF_MODEL, [0]),
     "all layers": self_speculative(OF_MODEL, [0, 1]),
     "draft model": DraftModel(OF_SMALLER, beside=True),
+    "adaptive": Adaptive(self_speculative(OF_MODEL, [0, 1]), patience=4),
     "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
     "medusa": Medusa(HEADS, static_tree.chain(3)),
     "medusa tree": Medusa(HEADS, BUSH),
@@ -148,6 +150,8 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
 def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
     if drafter.endswith("tree"):
         changes = {"max_drafts": 8, "token_budget": 60, **changes}
+    if drafter == "adaptive":
+        changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
     config = with_drafts(BOUNDS[bounds], **changes)
     speculation = Speculation(DRAFTERS[drafter], Coupled())
     return engines.serve(
@@ -181,6 +185,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("eagle", "swapping", "groups"),
         marked("eagle tree", "swapping", "groups", speed=pytest.mark.thorough),
         marked("eagle tree", "tight", "singles"),
+        marked("adaptive", "swapping", "groups"),
         marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
         marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
         marked("draft model", "cached", "alike", speed=pytest.mark.thorough),

@@ -1,0 +1,302 @@
+"""The sampling step: a token for every slot whose known tokens are all fed.
+
+With speculation there may be several: the drafts that the verifier accepts, and one
+more. Then each slot has several places, and the law of each is asked as if all tokens
+before it were known.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv import arrays
+from jaxkv.engine import beam_search as engine_beam_search
+from jaxkv.engine import groups, model_runner
+from jaxkv.engine.drafting import Drafts, Speculation, Tree, Verified
+from jaxkv.engine.emitting import logit_rows, verification
+from jaxkv.engine.emitting.logit_rows import LogitRows, LogitsFn, by_place, places
+from jaxkv.engine.state import (
+    FULL,
+    NOBODY,
+    NOT_A_NUMBER,
+    NOT_ENDED,
+    STOPPED,
+    EngineConfig,
+    EngineState,
+    Sequences,
+)
+from jaxkv.sampling import beam_search as sampling_beam_search
+from jaxkv.sampling import sampler, top_k
+
+
+class Emitted(NamedTuple):
+    """What the slots drew."""
+
+    tokens: Int32[Array, "slots emit_width"]
+    """Tokens of every slot, in order; those that do not count mean nothing."""
+    logprobs: Float[Array, "slots emit_width"]
+    """Their log-probabilities under the raw logits, where asked for; else 0."""
+    num_emitted: Int32[Array, " slots"]
+    """How many of the tokens count."""
+    reason: Int32[Array, " slots"]
+    """Why each slot's sequence has ended, or NOT_ENDED."""
+    verified: Verified | None = None
+    """With speculation, what became of the drafts."""
+
+
+class _Drawn(NamedTuple):
+    """What could follow the known tokens of every slot, ends apart."""
+
+    tokens: Int32[Array, " rows"]
+    """Those of a slot side by side, `emit_width` each."""
+    logprobs: Float[Array, " rows"]
+    num: Int32[Array, " slots"] | None
+    """How many tokens follow; of slots that emit nothing any number. None: one, if it
+    is valid."""
+    invalid: Bool[Array, " slots"]
+    """Slots of which nothing can be drawn behind these."""
+    scored: Bool[Array, " rows"]
+    """Whether log-probabilities are kept."""
+    logits: Callable[[], Float[Array, "rows vocab"]]
+    """The raw logits that gave each token."""
+    verified: Verified | None = None
+
+
+def emit(
+    state: EngineState,
+    fed: Bool[Array, " slots"],
+    result: model_runner.Fed,
+    logits_fn: LogitsFn | None,
+    config: EngineConfig,
+    speculation: Speculation | None = None,
+    drafts: Drafts | None = None,
+    tree: Tree | None = None,
+) -> tuple[EngineState, Emitted]:
+    """Draws for every slot that has logits and no known token to feed.
+
+    The rows of this step are counted as written, drafts apart. `fed` marks slots that
+    fed something, or were forked; `result` has their logits, of any other slot
+    anything. With speculation, the `drafts` stand behind the known tokens, and were
+    fed, as a `tree` if there is one.
+
+    Returns:
+      The new state, and what was drawn.
+    """
+    known = state.sequences.num_tokens[jnp.maximum(state.slots.sequence, 0)]
+    ready = fed & (state.table.length == known)
+    emits = ready & ~groups.is_beam(state)
+    logits = result.logits[: config.max_slots]
+    if speculation is None or drafts is None:
+        rows = logit_rows.look_up(state, logits, emits)
+        draw = _draw(rows, emits, logits_fn, config)
+        drawn = _Drawn(
+            *(draw.token, draw.logprob, None, draw.invalid, rows.scored),
+            logits=lambda: logits,
+        )
+    else:
+        judged = verification.verify(
+            *(state, result, emits, drafts, tree, speculation, logits_fn, config)
+        )
+        drawn = _as_drawn(state, judged, emits, tree is not None, result, config)
+    state, emitted = _note(state, drawn, emits)
+    state = _score(state, drawn, result, emitted, known, config)
+
+    def choose(logits: Array) -> tuple[Array, Array]:
+        choices = functools.partial(_choices, config=config)
+        return logit_rows.of_all(choices, (logits,), config)
+
+    state, found = engine_beam_search.advance(state, logits, ready, choose, config)
+    reason = jnp.where(found != NOT_ENDED, found, emitted.reason)
+    return state, emitted._replace(reason=reason)
+
+
+def _as_drawn(
+    state: EngineState,
+    judged: verification.Judged,
+    emits: Bool[Array, " slots"],
+    is_tree: bool,
+    result: model_runner.Fed,
+    config: EngineConfig,
+) -> _Drawn:
+    """The tokens of verified drafts, with their log-probabilities where asked for."""
+    path = judged.verified.path if is_tree else None
+    logits = functools.partial(verification.in_order, result, path, config)
+    tokens = judged.tokens.reshape(-1)
+    scored = state.sequences.scored[jnp.maximum(state.slots.sequence, 0)] & emits
+    scored = by_place(scored, config.emit_width)
+    nothing = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
+    found = lax.cond(
+        jnp.any(scored),
+        lambda: sampler.token_logprobs(logits(), tokens),
+        lambda: nothing,
+    )
+    logprobs = jnp.where(scored, found, nothing)
+    drawn = tokens, logprobs, judged.num, judged.invalid, scored
+    return _Drawn(*drawn, logits, judged.verified)
+
+
+def _draw(
+    rows: LogitRows,
+    emits: Bool[Array, " slots"],
+    logits_fn: LogitsFn | None,
+    config: EngineConfig,
+) -> sampler.Draw:
+    """Draws for all rows, if anybody draws at all."""
+    asks = emits & ~sampler.is_plain(rows.params, rows.scored)
+    any_emits, any_asks = arrays.any_of(emits, asks)
+
+    def of_rows(*leaves: Any) -> sampler.Draw:
+        answer, raw, params, scored = leaves
+        logits = raw if logits_fn is None else logits_fn(answer, raw)
+
+        def asked() -> sampler.Draw:
+            known = answer.num_tokens
+            changed = sampler.penalise(
+                logits, answer.tokens, answer.prompt_length, known, params
+            )
+            return sampler.sample(changed, params, known, raw=raw, scored=scored)
+
+        with jax.named_scope("asked"):
+            return lax.cond(any_asks, asked, lambda: sampler.greedy(logits, raw=raw))
+
+    def of_all() -> sampler.Draw:
+        return logit_rows.of_all(of_rows, rows, config)
+
+    with jax.named_scope("draw"):
+        shapes = jax.eval_shape(of_all)
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.cond(any_emits, of_all, lambda: blank)
+
+
+def _note(
+    state: EngineState, drawn: _Drawn, emits: Bool[Array, " slots"]
+) -> tuple[EngineState, Emitted]:
+    """Appends the tokens up to an end, and says who has ended, and why."""
+    s, sequence = state.sequences, state.slots.sequence
+    row = jnp.maximum(sequence, 0)
+    known, width = s.num_tokens[row], drawn.tokens.shape[0] // row.shape[0]
+    place, owner = places(known, width), by_place(row, width)
+    stops = jnp.any(drawn.tokens[:, None] == s.stop_tokens[owner], axis=1)
+    if drawn.num is None:
+        counts = emits & ~drawn.invalid
+        num = counts.astype(jnp.int32)
+        full = known + num == s.limit[row]
+        why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
+        why = jnp.where(drawn.invalid, NOT_A_NUMBER, why)
+        reason = jnp.where(emits, why, NOT_ENDED)
+    else:
+        full = place + 1 == s.limit[owner]
+        why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
+        num, reason = _up_to_an_end(jnp.where(emits, drawn.num, 0), why)
+        broken = emits & drawn.invalid & (reason == NOT_ENDED)
+        reason = jnp.where(broken, NOT_A_NUMBER, reason)
+        counts = place < by_place(known + num, width)
+    at = (by_place(sequence, width), jnp.where(counts, place, NOBODY))
+    slot = arrays.namers(sequence, s.num_tokens.shape[0])
+    num_tokens = arrays.take(known + num, slot, fill=0)
+    s = s._replace(
+        tokens=arrays.put(s.tokens, at, drawn.tokens),
+        num_tokens=jnp.where(slot >= 0, num_tokens, s.num_tokens),
+    )
+    begins = (num > 0) & (known == s.prompt_length[row])
+    state = state._replace(sequences=s)
+    state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
+    tokens, logprobs = (x.reshape(-1, width) for x in (drawn.tokens, drawn.logprobs))
+    return state, Emitted(tokens, logprobs, num, reason, drawn.verified)
+
+
+def _up_to_an_end(
+    num: Int32[Array, " slots"], why: Int32[Array, " rows"]
+) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
+    """Of `num` tokens of each slot those up to the first that ends it, and why.
+
+    `why` says of each token how it would end its sequence, or NOT_ENDED.
+    """
+    why = why.reshape(num.shape[0], -1)
+    index = jnp.arange(why.shape[1], dtype=jnp.int32)[None, :]
+    ends = (why != NOT_ENDED) & (index < num[:, None])
+    end = jnp.min(jnp.where(ends, index, index.size), axis=1)
+    first = ends & (index == end[:, None])
+    reason = jnp.max(jnp.where(first, why, NOT_ENDED), axis=1)
+    return jnp.minimum(num, end + 1), reason
+
+
+def _score(
+    state: EngineState,
+    drawn: _Drawn,
+    result: model_runner.Fed,
+    emitted: Emitted,
+    known: Int32[Array, " slots"],
+    config: EngineConfig,
+) -> EngineState:
+    """Keeps log-probabilities: of what was drawn, of alternatives, and of prompts."""
+    s, width = state.sequences, config.emit_width
+    sequence, place = by_place(state.slots.sequence, width), places(known, width)
+    counts = place < by_place(known + emitted.num_emitted, width)
+    place = jnp.where(counts, place, NOBODY)
+    logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
+    logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
+    s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
+    scored = jnp.where(drawn.scored, sequence, NOBODY)
+    s = _with_alternatives(s, drawn, (scored, place), config)
+    return state._replace(sequences=s)
+
+
+def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
+    """`beam_search.choices`; no beam goes on from logits that are not all finite."""
+    sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
+    ids, logprobs = sampling_beam_search.choices(logits, **sizes)
+    return ids, jnp.where(top_k.is_finite(logits)[:, None], logprobs, jnp.nan)
+
+
+def _score_prompts(
+    logprobs: Float[Array, "sequences max_length"],
+    s: Sequences,
+    result: model_runner.Fed,
+    config: EngineConfig,
+) -> Float[Array, "sequences max_length"]:
+    """Keeps the log-probabilities of prompt tokens whose rows were spare logit rows."""
+    if config.num_logit_rows == config.max_slots:
+        return logprobs
+    logits = result.logits[config.max_slots :]
+    at = (result.spare_sequence, result.spare_position + 1)
+    token = arrays.take(s.tokens, at, fill=0)
+
+    def of_all() -> Array:
+        found = sampler.token_logprobs(logits, token)
+        found = jnp.where(top_k.is_finite(logits), found, jnp.nan)
+        return found.astype(jnp.float32)
+
+    values = lax.cond(
+        jnp.any(result.spare_sequence >= 0),
+        of_all,
+        lambda: jnp.zeros(logits.shape[0], jnp.float32),
+    )
+    return arrays.put(logprobs, at, values)
+
+
+def _with_alternatives(
+    s: Sequences,
+    drawn: _Drawn,
+    at: tuple[Int32[Array, " rows"], Int32[Array, " rows"]],
+    config: EngineConfig,
+) -> Sequences:
+    """Keeps the most likely tokens where they are asked for."""
+    if not config.max_logprobs:
+        return s
+
+    def of_all() -> tuple[Array, Array]:
+        return sampler.top_logprobs(drawn.logits(), config.max_logprobs)
+
+    shapes = jax.eval_shape(of_all)
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    ids, values = lax.cond(jnp.any(drawn.scored), of_all, lambda: blank)
+    return s._replace(
+        top_ids=arrays.put(s.top_ids, at, ids),
+        top_logprobs=arrays.put(s.top_logprobs, at, values.astype(jnp.float32)),
+    )

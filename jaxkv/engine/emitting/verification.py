@@ -1,0 +1,231 @@
+"""What becomes of the drafts: the verifier judges them, and one path is accepted.
+
+All places of a slot are judged at once, each as if all tokens before it were known. A
+step in which few are drafted judges few places: there is a program for each of
+`EngineConfig.lengths`, and one for none.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv import arrays
+from jaxkv.engine import drafting, model_runner
+from jaxkv.engine.drafting import Drafts, Ruling, Speculation, Tree, Verified
+from jaxkv.engine.emitting import logit_rows
+from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.sampling import Params, random_keys, sampler
+
+
+class Judged(NamedTuple):
+    """What follows the known tokens of every slot."""
+
+    tokens: Int32[Array, "slots places"]
+    """Accepted drafts, and the token behind them."""
+    num: Int32[Array, " slots"]
+    """How many of these count; of slots that emit nothing any number."""
+    invalid: Bool[Array, " slots"]
+    """Slots of which nothing can be drawn behind these."""
+    verified: Verified
+
+
+def verify(
+    state: EngineState,
+    result: model_runner.Fed,
+    emits: Bool[Array, " slots"],
+    drafts: Drafts,
+    tree: Tree | None,
+    speculation: Speculation,
+    logits_fn: LogitsFn | None,
+    config: EngineConfig,
+) -> Judged:
+    """Judges the drafts of every slot, and draws what follows the accepted ones.
+
+    The arguments are those of `sampling_step.emit`; `emits` marks slots that draw.
+    """
+
+    def judge(length: int) -> Judged:
+        few, its = _shortened(drafts, tree, length)
+        judged = _judge(state, result, emits, few, its, speculation, logits_fn, config)
+        path = jnp.pad(judged.verified.path, ((0, 0), (0, config.max_drafts - length)))
+        return judged._replace(
+            tokens=_wide(judged.tokens, config),
+            verified=judged.verified._replace(
+                path=path, follows=_wide(judged.verified.follows, config)
+            ),
+        )
+
+    lengths = 0, *config.lengths
+    programs = [functools.partial(judge, length) for length in lengths]
+    blank = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(programs[0])
+    )
+    most = jnp.max(jnp.where(emits, drafts.num, -1))
+    index = sum((most > length).astype(jnp.int32) for length in lengths[:-1])
+    index = jnp.where(jnp.any(emits), 1 + index, 0)
+    with jax.named_scope("verify"):
+        return lax.switch(index, [lambda: blank, *programs])
+
+
+def _shortened(
+    drafts: Drafts, tree: Tree | None, length: int
+) -> tuple[Drafts, Tree | None]:
+    """The first drafts of each slot, which has no others."""
+    law, parents = drafts.law, drafts.parents
+    few = Drafts(
+        num=drafts.num,
+        tokens=drafts.tokens[:, :length],
+        law=None if law is None else law[:, : 1 + length],
+        parents=None if parents is None or not length else parents[:, :length],
+    )
+    if tree is None or not length:
+        return few, None
+    return few, Tree(tree.depth[:, :length], tree.ancestors[:, :length, :length])
+
+
+def _wide(x: Int32[Array, "slots places"], config: EngineConfig) -> Array:
+    return jnp.pad(x, ((0, 0), (0, config.emit_width - x.shape[1])))
+
+
+def _judge(
+    state: EngineState,
+    result: model_runner.Fed,
+    emits: Bool[Array, " slots"],
+    drafts: Drafts,
+    tree: Tree | None,
+    speculation: Speculation,
+    logits_fn: LogitsFn | None,
+    config: EngineConfig,
+) -> Judged:
+    """Judges as many places of each slot as there are columns of drafts, and one."""
+    num_slots, length = drafts.tokens.shape
+    shape = num_slots, 1 + length
+    logits = of_places(result, length, config)
+    rows = logit_rows.look_up(state, logits, emits, 1 + length)
+    answer = rows.answer if tree is None else by_branch(rows.answer, drafts, tree)
+    slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    child = drafting.children(drafts, speculation.drafter.width)
+    # By place; what stands at the root is no draft.
+    known = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
+    token = arrays.take(known, (slot[:, :, None], child), fill=-1)
+    token, law = token.reshape(-1, child.shape[2]), drafts.law
+    law = None if law is None else law.reshape(token.shape[0], -1)
+
+    def of_rows(
+        answer: Answer, raw: Array, params: Params, children: Array, law: Array | None
+    ) -> tuple[Ruling, Array]:
+        known = answer.num_tokens
+        logits = raw if logits_fn is None else logits_fn(answer, raw)
+        logits = sampler.penalise(
+            logits, answer.tokens, answer.prompt_length, known, params
+        )
+        ruling = speculation.verifier(logits, children, law, params, known, raw)
+        return ruling, _flip(ruling.accept, params, known)
+
+    judged = answer, logits, rows.params, token, law
+    ruling, accepts = logit_rows.of_all(of_rows, judged, config)
+    accepted, path = walk(child, accepts.reshape(child.shape), drafts, tree)
+    follows, invalid = (x.reshape(shape) for x in (ruling.token, ruling.invalid))
+    # The place that each token follows; behind the last one nothing counts.
+    place = jnp.pad(path, ((0, 0), (1, 0)))
+    last = jnp.arange(1 + length, dtype=jnp.int32)[None, :] == accepted[:, None]
+    tokens = jnp.pad(arrays.take(known, (slot, path), fill=0), ((0, 0), (0, 1)))
+    tokens = jnp.maximum(tokens, 0)
+    tokens = jnp.where(last, jnp.take_along_axis(follows, place, axis=1), tokens)
+    ends = last & jnp.take_along_axis(invalid, place, axis=1)
+    invalid = jnp.any(ends, axis=1)
+    return Judged(
+        tokens=tokens,
+        num=accepted + (~invalid).astype(jnp.int32),
+        invalid=invalid,
+        verified=Verified(drafts.num, accepted, path, follows, emits),
+    )
+
+
+def of_places(
+    result: model_runner.Fed, length: int, config: EngineConfig
+) -> Float[Array, "rows vocab"]:
+    """The logits of the first places of every slot, those of a slot side by side."""
+    assert result.drafted is not None
+    last = result.logits[: config.max_slots, None]
+    logits = jnp.concatenate([last, result.drafted[:, :length]], axis=1)
+    return logits.reshape(-1, logits.shape[2])
+
+
+def in_order(
+    result: model_runner.Fed,
+    path: Int32[Array, "slots drafts"] | None,
+    config: EngineConfig,
+) -> Float[Array, "rows vocab"]:
+    """The logits that gave each token of `Judged`; of None the path is a chain."""
+    logits = of_places(result, config.max_drafts, config)
+    if path is None:
+        return logits
+    first = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None] * config.emit_width
+    return logits[(first + jnp.pad(path, ((0, 0), (1, 0)))).reshape(-1)]
+
+
+def by_branch(answer: Answer, drafts: Drafts, tree: Tree) -> Answer:
+    """What each place of a tree knows: the tokens on the way to it."""
+    num_slots, num = drafts.tokens.shape
+    width = num + 1
+    known = answer.num_tokens.reshape(num_slots, width)[:, :1]
+    depth = jnp.pad(tree.depth, ((0, 0), (1, 0)))
+    is_kin = jnp.pad(tree.ancestors, ((0, 0), (1, 0), (0, 0)))
+    column = jnp.where(is_kin, (known + tree.depth - 1)[:, None, :], -1)
+    row = jnp.arange(num_slots * width, dtype=jnp.int32)[:, None]
+    token = jnp.broadcast_to(drafts.tokens[:, None, :], is_kin.shape)
+    at = row, column.reshape(-1, num)
+    return answer._replace(
+        tokens=arrays.put(answer.tokens, at, token.reshape(-1, num)),
+        num_tokens=(known + depth).reshape(-1),
+    )
+
+
+def walk(
+    child: Int32[Array, "slots places width"],
+    accepts: Bool[Array, "slots places width"],
+    drafts: Drafts,
+    tree: Tree | None,
+) -> tuple[Int32[Array, " slots"], Int32[Array, "slots drafts"]]:
+    """Goes from each root to the first accepted child, and on, while there is one.
+
+    Returns:
+      How many drafts are accepted, and their places in order.
+    """
+    place = jnp.arange(1, drafts.tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
+    accepts &= child >= 0
+    if tree is None or drafts.parents is None:
+        run = jnp.cumprod(accepts[:, :-1, 0].astype(jnp.int32), axis=1)
+        path = jnp.broadcast_to(place, drafts.tokens.shape)
+        return jnp.sum(run, axis=1, dtype=jnp.int32), path
+    first = jnp.argmax(accepts, axis=2)[:, :, None]
+    taken = jnp.take_along_axis(jnp.where(accepts, child, -1), first, axis=2)[:, :, 0]
+    is_taken = jnp.take_along_axis(taken, drafts.parents, axis=1) == place
+    reached = jnp.all(~tree.ancestors | is_taken[:, None, :], axis=2)
+    at_depth = reached[:, None, :] & (tree.depth[:, None, :] == place[:, :, None])
+    path = jnp.max(jnp.where(at_depth, place[:, None, :], 0), axis=2)
+    return jnp.sum(reached, axis=1, dtype=jnp.int32), path
+
+
+def _flip(
+    accept: Float[Array, "rows width"],
+    params: Params,
+    positions: Int32[Array, " rows"],
+) -> Bool[Array, "rows width"]:
+    """Accepts each child with its probability."""
+
+    def flip() -> Array:
+        key = random_keys.draw_key(
+            params.key, params.sample, positions, random_keys.ACCEPT
+        )
+        rank = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
+        return random_keys.uniform(key, rank, accept.dtype) < accept
+
+    unsure = jnp.any((accept > 0) & (accept < 1))
+    return lax.cond(unsure, flip, lambda: accept > 0)

@@ -1,0 +1,213 @@
+"""As many drafts as pay: none, some or all, from step to step.
+
+A step with drafts costs more than one without, and how much more depends on how many
+sequences decode; what it brings depends on how many drafts are accepted. Both are known
+on the device: what drafts brought of late is counted, and what steps cost is a table.
+The number of drafts is that of `EngineConfig.lengths` whose tokens per second are the
+most, or none. Where none pay, a few are tried now and then, in case the text changed.
+
+Source: Leviathan et al. 2023, arXiv:2211.17192, section 3 (tokens and cost of a step);
+Liu et al. 2024, arXiv:2406.14066 (a length chosen by goodput).
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxkv import validation
+from jaxkv.engine.drafting import Drafter, Drafts, Verified
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import Pages
+
+_ROWS_FREE = 32.0
+"""Rows that cost as much as the first one, where nobody has measured."""
+
+
+class Costs(NamedTuple):
+    """What steps cost: a table, linear between batches."""
+
+    batches: Float32[Array, " batches"]
+    """Sequences that decode together, ascending."""
+    steps: Float32[Array, "batches lengths"]
+    """Of each batch without drafts, and with each of `EngineConfig.lengths`, in any
+    unit."""
+
+
+class Learned(NamedTuple):
+    """What is remembered; chances are sums of late observations, the latest most."""
+
+    inner: Any
+    """Memory of the drafter that guesses."""
+    costs: Costs
+    accepted: Float32[Array, ""]
+    """Drafts that were accepted."""
+    judged: Float32[Array, ""]
+    """Drafts of which that was asked: up to the first that was not."""
+    found: Float32[Array, ""]
+    """Sequences for which something was drafted."""
+    asked: Float32[Array, ""]
+    """Sequences for which something might have been."""
+    granted: Bool[Array, " slots"]
+    """Slots that were granted drafts in this step."""
+    idle: Int32[Array, ""]
+    """Steps since anything was asked."""
+    forced: Int32[Array, ""]
+    """Which length to take whatever it brings, to measure its cost; -1 to choose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Drafter):
+    """Has another drafter guess, as much as pays.
+
+    With `Coupled` the tokens are the same whatever is chosen.
+    """
+
+    drafter: Drafter
+    """Who guesses."""
+    half_life: float = 64.0
+    """Observations after which one counts half, above 0."""
+    patience: int = 64
+    """Steps without drafts after which some are tried, at least 1."""
+
+    def __post_init__(self) -> None:
+        """Refuses numbers out of range.
+
+        Raises:
+          ValueError: says which.
+        """
+        validation.above(self, "half_life", finite=True)
+        validation.integer("patience", self.patience, low=1)
+
+    @property
+    def width(self) -> int:
+        """That of the drafter."""
+        return self.drafter.width
+
+    def init(self, config: EngineConfig) -> Learned:
+        """Expects much, and costs that nobody has measured: see `with_costs`."""
+        num = jnp.asarray([0, *config.lengths], jnp.float32)[None, :]
+        batches = jnp.asarray(_batches(config), jnp.float32)
+        rows = batches[:, None] * (1 + num)
+
+        def number(value: float) -> Array:
+            return jnp.full((), value, jnp.float32)
+
+        return Learned(
+            inner=self.drafter.init(config),
+            costs=Costs(batches, 1 + rows / _ROWS_FREE),
+            accepted=number(6.0),
+            judged=number(8.0),
+            found=number(8.0),
+            asked=number(8.0),
+            granted=jnp.zeros((config.max_slots,), bool),
+            idle=jnp.zeros((), jnp.int32),
+            forced=jnp.full((), -1, jnp.int32),
+        )
+
+    def wishes(
+        self, memory: Learned, state: EngineState, config: EngineConfig
+    ) -> Int32[Array, " slots"]:
+        """At most as many drafts as pay, for all slots the same."""
+        lengths = jnp.asarray((0, *config.lengths), jnp.int32)
+        num = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
+        best = choose(memory, num.astype(jnp.float32), config)
+        tries = (best == 0) & (memory.idle >= self.patience)
+        chosen = jnp.where(tries, 1, best)
+        chosen = jnp.where(memory.forced >= 0, memory.forced, chosen)
+        wanted = self.drafter.wishes(memory.inner, state, config)
+        wanted = jnp.where(memory.forced >= 0, config.max_drafts, wanted)
+        return jnp.minimum(wanted, lengths[chosen])
+
+    def propose(
+        self,
+        params: Any,
+        memory: Learned,
+        state: EngineState,
+        granted: Int32[Array, " slots"],
+        config: EngineConfig,
+    ) -> tuple[Learned, Pages, Drafts]:
+        """Has the drafter guess; where a cost is measured, anything is fed."""
+        inner, pages, drafts = self.drafter.propose(
+            params, memory.inner, state, granted, config
+        )
+        forced = memory.forced >= 0
+        drafts = drafts._replace(num=jnp.where(forced, granted, drafts.num))
+        any_asked = jnp.any(granted > 0)
+        memory = memory._replace(
+            inner=inner,
+            granted=granted > 0,
+            idle=jnp.where(any_asked, 0, memory.idle + 1),
+        )
+        return memory, pages, drafts
+
+    def learn(self, memory: Learned, state: EngineState, verified: Verified) -> Learned:
+        """Counts what was drafted and accepted."""
+        v = verified
+        inner = self.drafter.learn(memory.inner, state, verified)
+        drafted = v.emits & (v.num_drafts > 0)
+        accepted = jnp.where(drafted, v.accepted, 0)
+        judged = jnp.where(drafted, jnp.minimum(v.accepted + 1, v.num_drafts), 0)
+        # A measurement is no observation.
+        counts = memory.forced < 0
+        new = {
+            "accepted": accepted,
+            "judged": judged,
+            "found": drafted.astype(jnp.int32),
+            "asked": (memory.granted & v.emits).astype(jnp.int32),
+        }
+        sums = {
+            name: jnp.where(counts, jnp.sum(x), 0).astype(jnp.float32)
+            for name, x in new.items()
+        }
+        half = jnp.float32(0.5)
+        fades = half ** (sums["judged"] / self.half_life)
+        fades_asked = half ** (sums["asked"] / self.half_life)
+        return memory._replace(
+            inner=inner,
+            accepted=memory.accepted * fades + sums["accepted"],
+            judged=memory.judged * fades + sums["judged"],
+            found=memory.found * fades_asked + sums["found"],
+            asked=memory.asked * fades_asked + sums["asked"],
+        )
+
+
+def choose(
+    memory: Learned, num: Float32[Array, ""], config: EngineConfig
+) -> Int32[Array, ""]:
+    """Finds what gives the most tokens per second to `num` sequences.
+
+    Each draft is taken to be accepted with the same chance, Leviathan et al., eq. 1;
+    where nothing is found to be drafted, a step costs what one without drafts does.
+
+    Returns:
+      Which of no drafts and `EngineConfig.lengths`, the fewest first.
+    """
+    chance = memory.accepted / memory.judged
+    finds = memory.found / memory.asked
+    powers = jnp.cumprod(jnp.broadcast_to(chance, (config.max_drafts,)))
+    gain = jnp.pad(jnp.cumsum(powers), (1, 0))
+    gain = gain[jnp.asarray((0, *config.lengths), jnp.int32)]
+    costs = memory.costs
+    cost = jnp.stack(
+        [
+            jnp.interp(num, costs.batches, costs.steps[:, column])
+            for column in range(costs.steps.shape[1])
+        ]
+    )
+    some = 1 - (1 - finds) ** num
+    cost = some * cost + (1 - some) * cost[0]
+    return jnp.argmax((1 + finds * gain) / cost).astype(jnp.int32)
+
+
+def with_costs(memory: Learned, costs: Costs) -> Learned:
+    """Has measured costs decide."""
+    return memory._replace(costs=costs, forced=jnp.full_like(memory.forced, -1))
+
+
+def _batches(config: EngineConfig) -> tuple[int, ...]:
+    """Batches of which costs are told: 1, 2, 4, ... and the largest."""
+    most = config.max_slots
+    powers = {2**i for i in range(most.bit_length())}
+    return tuple(sorted({n for n in powers if n < most} | {most}))

@@ -1,0 +1,165 @@
+"""As many drafts as pay: what is chosen, what is learnt, and tuned engines."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.state import EngineConfig
+from jaxkv.models import paged
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import Adaptive, Coupled, Jacobi, NGram, Synthetic, adaptive
+from jaxkv.speculation.adaptive import Costs
+from tests.support import engines
+from tests.support.engines import MODEL, Ask
+
+CONFIG = EngineConfig(max_slots=6, max_drafts=12, num_lengths=3, token_budget=100)
+
+
+def learned(chance: float, finds: float, steps: Any = None) -> adaptive.Learned:
+    memory = Adaptive(NGram()).init(CONFIG)
+    costs = memory.costs
+    if steps is not None:
+        costs = Costs(costs.batches, jnp.asarray(steps, "float32"))
+    observed = {"accepted": chance * 40, "judged": 40, "found": finds * 40, "asked": 40}
+    return memory._replace(
+        costs=costs, **{k: jnp.full((), x, "float32") for k, x in observed.items()}
+    )
+
+
+def test_lengths_are_halves() -> None:
+    assert CONFIG.lengths == (3, 6, 12)
+    assert dataclasses.replace(CONFIG, max_drafts=1).lengths == (1,)
+    assert dataclasses.replace(CONFIG, max_drafts=0).lengths == ()
+    assert Adaptive(NGram()).init(CONFIG).costs.batches.tolist() == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_chosen_gives_the_most_tokens_a_second(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chance, finds = rng.uniform(0, 0.99), rng.uniform(0.05, 1)
+    num = int(rng.integers(1, 7))
+    steps = np.sort(rng.uniform(1, 3, (4, 4)), axis=1)
+    best, most = 0, 0.0
+    for column, length in enumerate((0, 3, 6, 12)):
+        tokens = 1 + finds * sum(chance**k for k in range(1, length + 1))
+        costs = [np.interp(num, (1, 2, 4, 6), steps[:, c]) for c in (column, 0)]
+        some = 1 - (1 - finds) ** num
+        rate = tokens / (some * costs[0] + (1 - some) * costs[1])
+        if rate > most + 1e-6:
+            best, most = column, rate
+    chosen = adaptive.choose(learned(chance, finds, steps), jnp.float32(num), CONFIG)
+    assert int(chosen) == best
+
+
+@pytest.mark.parametrize(
+    ("chance", "finds", "slope", "wanted"),
+    [
+        (0.99, 1.0, 0.0, 3),  # rows are free, and all are accepted
+        (0.5, 1.0, 0.05, 1),
+        (0.0, 1.0, 0.01, 0),  # nothing is accepted
+        (0.99, 1.0, 9.0, 0),  # rows cost what steps do
+        (0.9, 0.0, 0.1, 0),  # nothing is found
+    ],
+)
+def test_none_some_or_all(
+    chance: float, finds: float, slope: float, wanted: int
+) -> None:
+    steps = [[1 + slope * length for length in (0, 3, 6, 12)]] * 4
+    memory = learned(chance, finds, steps)
+    assert int(adaptive.choose(memory, jnp.float32(1), CONFIG)) == wanted
+
+
+def drafts_of(acceptance: float, patience: int) -> np.ndarray:
+    """Drafts of one sequence in every step that decodes."""
+    config = dataclasses.replace(
+        engines.ROOMY,
+        max_drafts=4,
+        num_lengths=2,
+        token_budget=60,
+        max_logprobs=0,
+        max_logit_rows=0,
+    )
+    drafter = Adaptive(Jacobi(), half_life=8.0, patience=patience)
+    asks = [Ask(100, [5, 7], Sampling(max_tokens=60, temperature=1.0))]
+    speculation = Speculation(drafter, Synthetic(acceptance))
+    info = engines.serve(asks, config, speculation=speculation).info
+    emits = np.asarray(info.num_emitted).sum(axis=1) > 0
+    return np.asarray(info.num_drafts).sum(axis=1)[emits]
+
+
+@pytest.mark.thorough
+def test_what_is_never_accepted_is_tried_now_and_then() -> None:
+    drafts = drafts_of(0.0, patience=10)
+    late = drafts[30:]  # by then nothing is left of what was hoped
+    assert len(late) >= 25
+    assert drafts[:4].max() == 4
+    tried = np.flatnonzero(late)
+    assert (late[tried] == 2).all()
+    assert 2 <= len(tried) <= 3
+    assert (np.diff(tried) > 10).all()
+
+
+@pytest.mark.slow
+def test_what_is_always_accepted_is_always_asked() -> None:
+    assert (drafts_of(1.0, patience=10)[1:-2] == 4).all()
+
+
+def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
+    config = dataclasses.replace(
+        engines.SERVED, max_drafts=2, num_lengths=2, debug=False, **changes
+    )
+    return jaxkv.Engine(
+        engines.params(),
+        paged.PagedForward(MODEL),
+        paged.make_pages(MODEL, config),
+        config,
+        speculation=Speculation(drafter, Coupled()),
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fast_compile")
+def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
+    prompts, ask = [[1, 2, 3], [4, 5]], Sampling.greedy(max_tokens=9)
+    run: Any = jaxkv.serving.engine._run_steps
+    engine = engine_of(Adaptive(NGram(1, 2)), steps_per_call=2)
+    before = engine.generate(prompts, ask)
+    programs = run._cache_size()
+    guessed = np.array(engine._state.memory.costs.steps)
+    engine.tune()
+    state = jax.tree.map(np.asarray, engine._state)
+    assert not state.pool.ref.any()
+    assert (state.slots.sequence < 0).all()
+    assert state.memory.forced == -1
+    assert (state.memory.costs.steps > 0).all()
+    assert (state.memory.costs.steps != guessed).any()
+    after = engine.generate(prompts, ask)
+    assert run._cache_size() == programs
+    for one, other in zip(before, after, strict=True):
+        assert one.answers[0].tokens == other.answers[0].tokens
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fast_compile")
+def test_what_cannot_be_tuned_is_refused() -> None:
+    with pytest.raises(ValueError, match="only a drafter that is Adaptive has costs"):
+        engine_of(NGram()).tune()
+    with pytest.raises(ValueError, match=r"config.max_length=\d+ must be at least 242"):
+        engine_of(Adaptive(NGram()), steps_per_call=40).tune()
+    engine = engine_of(Adaptive(NGram()), steps_per_call=2)
+    engine.submit([1, 2])
+    with pytest.raises(ValueError, match="must be idle to be tuned"):
+        engine.tune()
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="half_life"):
+        Adaptive(NGram(), half_life=0.0)
+    with pytest.raises(ValueError, match="patience=0 must be"):
+        Adaptive(NGram(), patience=0)
