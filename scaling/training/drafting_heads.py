@@ -183,11 +183,10 @@ def train(
     call, stream = jax.jit(steps), jnp.asarray(corpus.stream)
     params = heads.init_params(jax.random.key(config.seed))
     state = params, optimizer.init(params)
-    curve, started, status = [], time.monotonic(), "done"
+    curve, started, status = [], time.monotonic(), "stopped"
     stretches = range(0, config.num_steps, config.report_every)
     for step in progress.track(stretches, "heads", "reports"):
         if progress.stopped:
-            status = "stopped"
             break
         num = min(config.report_every, config.num_steps - step)
         new, nats = call(state, jnp.int32(step), jnp.int32(num), stream, target)
@@ -202,6 +201,7 @@ def train(
             "duration_s": time.monotonic() - started,
         }
         curve.append(line)
+        status = "done" if step + num == config.num_steps else "stopped"
     return Result(state[0], curve, status)
 
 
@@ -213,63 +213,57 @@ def acceptance(
     heads: HeadsConfig,
     depth: int,
     num_ranks: int,
+    start: int = 1,
     batch_size: int = 8,
 ) -> Float[np.ndarray, "depth num_ranks"]:
-    """How often each of the heads' best guesses is what the model would say, greedily.
+    """How often each of the heads' best guesses is the token that comes.
 
-    Of a guess only those places count where the text is what the model would have said
-    since the guess was made: there it is asked what it would be asked in service.
+    It is asked where a step begins if the best guesses are drafted as a chain: behind
+    the first one that was wrong. On all places they would look better than they are,
+    since the easy ones are skipped by being guessed.
 
     Args:
       params: of the heads.
       target: of the model.
-      windows: texts, held out ones for an honest answer.
+      windows: texts, each with an answer of the model.
       heads: shape of the heads.
       depth: guesses in a row, as in training.
       num_ranks: best guesses that are looked at.
+      start: place of each window at which its answer begins, at least 1.
       batch_size: windows read at a time, which their number need not divide.
 
     Returns:
-      Shares in [0, 1], by place behind the model's own token, from 1 on, and rank of
-      the guess there.
+      Shares in [0, 1], by depth, 1 the first guess, and rank of the guess there.
     """
-    score = jax.jit(
-        functools.partial(_score, heads=heads, depth=depth, num_ranks=num_ranks)
+    look = jax.jit(
+        functools.partial(_is_right, heads=heads, depth=depth, num_ranks=num_ranks)
     )
-    hits, counts = np.zeros((depth, num_ranks)), np.zeros((depth, 1))
-    for start in range(0, len(windows), batch_size):
-        batch = windows[start : start + batch_size]
+    hits, num_steps = np.zeros((depth, num_ranks)), 0
+    for first in range(0, len(windows), batch_size):
+        batch = windows[first : first + batch_size]
         fill = ((0, batch_size - len(batch)), (0, 0))
-        there = np.arange(batch_size) < len(batch)
-        found = score(params, target, jnp.asarray(np.pad(batch, fill)), there)
-        hits, counts = hits + np.asarray(found[0]), counts + np.asarray(found[1])
-    return hits / np.maximum(counts, 1)
+        found = np.asarray(look(params, target, jnp.asarray(np.pad(batch, fill))))
+        for right in found[: len(batch)]:
+            place = start
+            while place + depth < windows.shape[1]:
+                # Guess d of the step at a place stands d places further.
+                mine = right[place + np.arange(depth), np.arange(depth)]
+                hits, num_steps = hits + mine, num_steps + 1
+                place += 1 + int(np.cumprod(mine[:, 0]).sum())
+    return hits / max(num_steps, 1)
 
 
-def _score(
+def _is_right(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
-    there: Bool[Array, " batch"],
     *,
     heads: HeadsConfig,
     depth: int,
     num_ranks: int,
-) -> tuple[Float[Array, "depth num_ranks"], Float[Array, "depth 1"]]:
-    """Counts right guesses by depth and rank, and the places where they were asked."""
+) -> Bool[Array, "batch seq-1 depth num_ranks"]:
+    """Whether each of the best guesses at a place is the token behind it."""
     found = read(target, tokens, heads)
     said = guesses(params, target, tokens, found, heads=heads, depth=depth)
-    own = jnp.argmax(found.logits, axis=-1).astype(jnp.int32)
-    # Whether each token is the one that the model would have said there.
-    greedy = jnp.pad(own[:, :-1] == tokens[:, 1:], ((0, 0), (1, 0)))
-    best = jax.lax.top_k(said, num_ranks)[1].astype(jnp.int32)
-    counts = jnp.asarray(_known(depth, tokens.shape[1]))[:, None] & there[None, :, None]
-    run = jnp.ones_like(greedy)
-    asked = []
-    for index in range(depth):
-        run = run & jnp.roll(greedy, index, axis=1)
-        asked.append(run & counts[index])
-    mask = jnp.stack(asked)
-    right = (best == own[None, :, :, None]) & mask[..., None]
-    hits = jnp.sum(right, (1, 2), dtype=jnp.float32)
-    return hits, jnp.sum(mask, (1, 2), dtype=jnp.float32)[:, None]
+    best = jax.lax.top_k(said[:, :, :-1], num_ranks)[1].astype(jnp.int32)
+    return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)

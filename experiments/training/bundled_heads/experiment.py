@@ -2,8 +2,8 @@
 
 The `shipped` config trained the heads in `models/stdlib-bytes-medusa` and
 `models/stdlib-bytes-eagle`, which draft for the bundled model: it stays as it is, and
-they learn its whole law on the text that it was trained on. Guesses are scored on files
-that neither has seen.
+they learn its whole law on the text that it was trained on. Guesses are scored on its
+greedy answers to files that neither has seen.
 """
 
 import dataclasses
@@ -27,8 +27,11 @@ from experiments.harness import bundled
 from experiments.plotting import style
 from experiments.training.bundled_model import experiment as bundled_model
 from jaxkv import validation
-from jaxkv.models import checkpoints
+from jaxkv.engine import EngineConfig
+from jaxkv.models import Params, checkpoints, paged
 from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+from jaxkv.serving.engine import Engine
 from jaxkv.speculation import eagle, head_folders, medusa
 from scaling.corpora import corpora
 from scaling.training import TrainConfig, drafting_heads, objectives
@@ -56,8 +59,9 @@ class Config:
     stands for the last hidden state."""
     num_ranks: int = 8
     """Best guesses of each depth that are scored."""
-    num_windows: int = 1024
-    """Held-out windows that are scored, as long as the trained ones."""
+    num_answers: int = 256
+    """Held-out pieces of text that the model goes on from, half as long as the windows
+    of training; as many tokens of its answers are scored."""
     export: str = ""
     """Folders for the trained heads in bfloat16, each with its kind behind this name;
     empty: not written."""
@@ -65,7 +69,7 @@ class Config:
     def __post_init__(self):
         """Refuses what cannot be trained."""
         validation.among(self, "kinds", known=("medusa", "eagle"))
-        validation.at_least(self, "num_blocks", "num_ranks", "num_windows")
+        validation.at_least(self, "num_blocks", "num_ranks", "num_answers")
         for recipe in (self.medusa, self.eagle):
             if not isinstance(recipe.run.corpus, corpora.CorpusConfig):
                 raise ValueError(f"{recipe.run.corpus=} must be text")
@@ -109,7 +113,7 @@ _SMOKE = drafting_heads.Recipe(
 _SHORTER = dataclasses.replace(_RUN, num_steps=2700, cooldown_steps=900)
 
 CONFIGS = {
-    "smoke": Config(medusa=_SMOKE, eagle=_SMOKE, num_windows=8),
+    "smoke": Config(medusa=_SMOKE, eagle=_SMOKE, num_answers=8),
     "shipped": Config(
         medusa=drafting_heads.Recipe(run=_RUN),
         eagle=drafting_heads.Recipe(run=_SHORTER),
@@ -139,7 +143,7 @@ class Acceptance(Table):
     depth: Ints = column("places behind the model's own token", heading="depth")
     rank: Ints = column("of the guess at its depth, 0 the best")
     right_share: Floats = column(
-        "right, if the text is what the model says greedily since the guess was made",
+        "right, where a step of greedy decoding begins",
         heading="right",
     )
 
@@ -177,17 +181,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         heads.append(row)
         if found.status != "done":
             break
-        windows = objectives.stream_windows(
-            corpus.held_out,
-            seq_len=recipe.run.seq_len - 1,
-            num_windows=config.num_windows,
-        )
-        shares = drafting_heads.acceptance(
-            *(params, target.params, windows),
-            heads=shape,
-            depth=recipe.depth,
-            num_ranks=config.num_ranks,
-        )
+        shares = score(config, kind, shape, params, target)
         acceptance += [(kind, *at, share) for at, share in np.ndenumerate(shares)]
         if config.export:
             head_folders.save(
@@ -200,6 +194,40 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             )
     rows = [(kind, depth + 1, rank, x) for kind, depth, rank, x in acceptance]
     return Result(Heads.of(heads), Acceptance.of(rows))
+
+
+def score(
+    config: Config,
+    kind: Kind,
+    shape: head_folders.HeadsConfig,
+    params: Params,
+    target: checkpoints.Loaded,
+) -> np.ndarray:
+    """Finds how often guesses are right, by depth and rank, in greedy answers."""
+    recipe = config.recipe(kind)
+    held_out = corpora.open(recipe.run.corpus).held_out
+    half, num = recipe.run.seq_len // 2, config.num_answers
+    pieces = objectives.stream_windows(held_out, seq_len=half - 1, num_windows=num)
+    bounds = EngineConfig(
+        num_pages=16 * -(-2 * half // 16), max_slots=16, max_length=2 * half
+    )
+    engine = Engine(
+        target.params,
+        paged.PagedForward(target.config),
+        paged.make_pages(target.config, bounds),
+        bounds,
+    )
+    done = engine.generate(
+        pieces.tolist(), Sampling.greedy(max_tokens=half, ignore_eos=True)
+    )
+    answers = np.array([x.answers[0].tokens for x in done], np.int32)
+    return drafting_heads.acceptance(
+        *(params, target.params, np.concatenate([pieces, answers], axis=1)),
+        heads=shape,
+        depth=recipe.depth,
+        num_ranks=config.num_ranks,
+        start=half,
+    )
 
 
 def plot(ax: Any, result: Result) -> None:
@@ -274,11 +302,11 @@ def model_card(
         out from it.""",
         "## Result",
         "\n".join(table),
-        f"""How often a guess is the token that the model finds likeliest, on
-        {config.num_windows} held-out windows of {run.seq_len} tokens. Depth 1 is the
-        token behind the model's own; of each depth those places count where the text is
-        what the model would have said, greedily, since the guess was made. All ranks
-        that were scored stand in `config.json`, for trees.""",
+        f"""How often a guess is the token that the model will say, in greedy answers of
+        {run.seq_len // 2} tokens to {config.num_answers} pieces of held-out files, each
+        {run.seq_len // 2} tokens long: where a step begins whose drafts are the best
+        guesses in a row. Depth 1 is the token behind the one that the model has just
+        said. All ranks that were scored stand in `config.json`, for trees.""",
         "## Training",
         "    jaxkv run bundled_heads shipped",
         f"""{row["num_tokens"]:,} tokens ({epochs:.1f} epochs): {run.num_steps:,} steps
