@@ -22,12 +22,17 @@ def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages
       ValueError: the pages have no features, or of another width.
     """
     kept = _kept(pages)
-    if kept.shape[2] != values.shape[1]:
-        raise ValueError(f"{values.shape[1]=} must be the pages' {kept.shape[2]}")
-    at = kv_pages.locate(rows, page_size=pages.page_size)
-    written = arrays.put(kept, at, values.astype(kept.dtype))
-    assert pages.features is not None
-    return pages._replace(features=written.reshape(pages.features.shape))
+    if (width := 2 * kept.shape[4]) != values.shape[1]:
+        raise ValueError(f"{values.shape[1]=} must be the pages' {width}")
+    page, offset = kv_pages.locate(rows, page_size=pages.page_size)
+    if page.shape[0] == 1:  # else all pages are copied, see `write_kv`
+        page, offset, values = (
+            jnp.concatenate([x, jnp.full_like(x, -1)]) for x in (page, offset, values)
+        )
+    halves = values.reshape(values.shape[0], 2, -1).astype(kept.dtype)
+    where = kept.at[0, page, :, offset]
+    written = where.set(halves, mode="drop", wrap_negative_indices=False)
+    return pages._replace(features=written)
 
 
 def read(
@@ -43,8 +48,10 @@ def read(
       ValueError: the pages have no features.
     """
     there = rows._replace(position=places, place=None)
-    at = kv_pages.locate(there, page_size=pages.page_size)
-    return arrays.take(_kept(pages), at, fill=0)
+    page, offset = kv_pages.locate(there, page_size=pages.page_size)
+    where = _kept(pages).at[0, page, :, offset]
+    halves = where.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return halves.reshape(halves.shape[0], -1)
 
 
 def before(rows: Rows) -> Int32[Array, " rows"]:
@@ -63,8 +70,7 @@ def before(rows: Rows) -> Int32[Array, " rows"]:
     return jnp.where((context >= 0) & (own >= 0), parent, places - 1)
 
 
-def _kept(pages: Pages) -> Float[Array, "pages page_size width"]:
+def _kept(pages: Pages) -> Float[Array, "1 pages 2 page_size half"]:
     if pages.features is None:
         raise ValueError("the pages have no features; make_pages takes their number")
-    kept = pages.features
-    return jnp.reshape(kept, (*kept.shape[1:2], *kept.shape[3:]))
+    return pages.features

@@ -51,9 +51,10 @@ class Pages(NamedTuple):
     beside: "Pages | None" = None
     """K and V of a model that runs beside this one, such as a drafter's: the same pages
     of it, so that they are copied, swapped and shared together."""
-    features: Float[Array, "1 pages 1 page_size width"] | None = None
+    features: Float[Array, "1 pages 2 page_size half"] | None = None
     """What the model made of each token, for heads that draft; see `memory.features`.
-    They lie like K and V of one layer, and go where these go."""
+    They lie like K or V of one layer with two heads, half of them each, and go where
+    these go. (In an axis of one XLA sees no order, and copies.)"""
 
     @property
     def kv_dtype(self) -> str:
@@ -146,11 +147,13 @@ def make_pages(
     dtype = validation.floating("dtype", dtype)
     validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
     width = validation.integer("num_features", num_features, low=0)
+    if width % 2:
+        raise ValueError(f"{num_features=} must be even")
     try:
         pages = _empty(shape, dtype, kv_dtype)
         if not width:
             return pages
-        kept = jnp.zeros((1, num_pages, 1, page_size, width), dtype)
+        kept = jnp.zeros((1, num_pages, 2, page_size, width // 2), dtype)
         return pages._replace(features=kept)
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())

@@ -84,8 +84,9 @@ def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
             places = np.arange(int(state.table.length[slot]))
             page = np.asarray(state.table.page_ids)[slot, places // size]
             assert state.pages.features is not None
-            got = np.asarray(state.pages.features)[0, page, 0, places % size]
-            np.testing.assert_allclose(got, wanted[row, places], rtol=1e-4, atol=1e-4)
+            got = np.asarray(state.pages.features)[0, page, :, places % size]
+            true = wanted[row, places].reshape(got.shape)
+            np.testing.assert_allclose(got, true, rtol=1e-4, atol=1e-4)
             checked += len(places)
         if not waiting and (np.asarray(state.slots.sequence) < 0).all():
             break
@@ -127,7 +128,7 @@ def test_nothing_is_read_or_written_where_nothing_is() -> None:
         page_size=2,
         head_dim=2,
         dtype="float32",
-        num_features=5,
+        num_features=6,
     )
     rows = Rows(
         token=jnp.zeros(4, jnp.int32),
@@ -136,20 +137,26 @@ def test_nothing_is_read_or_written_where_nothing_is() -> None:
         page_ids=jnp.asarray([[2, 0, NO_PAGE], [1, NO_PAGE, NO_PAGE]], jnp.int32),
         logit_rows=jnp.zeros(0, jnp.int32),
     )
-    values = jnp.arange(1.0, 21.0).reshape(4, 5)
+    values = jnp.arange(1.0, 25.0).reshape(4, 6)
     written = features.write(pages, values, rows)
     assert written.features is not None
     there = np.asarray(written.features)
-    np.testing.assert_array_equal(there[0, 0, 0, 1], values[0])
-    assert (there != 0).sum() == 5
+    np.testing.assert_array_equal(there[0, 0, :, 1].reshape(-1), values[0])
+    assert (there != 0).sum() == 6
     places = jnp.asarray([3, -1, 2, -2], jnp.int32)
     got = np.asarray(features.read(written, rows, places))
     np.testing.assert_array_equal(got[0], values[0])
     assert not got[1:].any()
-    with pytest.raises(ValueError, match="must be the pages' 5"):
+    with pytest.raises(ValueError, match="must be the pages' 6"):
         features.write(pages, values[:, :4], rows)
     with pytest.raises(ValueError, match="the pages have no features"):
         features.read(pages._replace(features=None), rows, places)
+
+
+def test_halves_of_features_are_whole() -> None:
+    sizes: Any = {"num_pages": 1, "num_kv_heads": 1, "page_size": 2, "head_dim": 2}
+    with pytest.raises(ValueError, match="num_features=5 must be even"):
+        kv_pages.make_pages(num_layers=1, dtype="float32", num_features=5, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv import clock
+from jaxkv.engine import step
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.models import paged, transformer
@@ -32,7 +33,7 @@ from jaxkv.speculation import (
     medusa,
     static_tree,
 )
-from tests.support import engines
+from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask, greedy
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -237,6 +238,50 @@ def test_a_tree_grows_as_the_best_fixed_one_does() -> None:
     unsure = [[0.5, 0.4, 0.05]]
     wide = eagle_drafting.grown(EAGLE, unsure, 6)
     assert wide == Eagle(EAGLE, (2,), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_pages_stay_in_place(kind: str) -> None:
+    """Features and the drafter's keys, too, are never copied."""
+    model = engine_programs.MODEL
+    config = dataclasses.replace(
+        engine_programs.CONFIG,
+        num_pages=engine_programs.LARGE,
+        max_drafts=4,
+        prefix_cache=True,
+    )
+    heads: Any = MedusaConfig(target=model)
+    drafter: Drafter = Medusa(heads, static_tree.Topology((0, 0, 1, 1), (0, 1, 0, 1)))
+    if kind == "eagle":
+        heads = EagleConfig(target=model, taps=(1, 3))
+        drafter = Eagle(heads, (2, 1), 2)
+    target = paged.PagedForward(model, taps=heads.taps)
+    forward: Any = Followed(target, heads) if kind == "eagle" else WithHeads(target)
+
+    def make() -> Any:
+        pages = paged.make_pages(model, config, taps=heads.taps)
+        if kind == "medusa":
+            return pages
+        return pages._replace(beside=paged.make_pages(heads.layer, config))
+
+    pages = jax.eval_shape(make)
+    state = jax.eval_shape(functools.partial(init, config), pages, ())
+    run = functools.partial(
+        step.run_steps,
+        config=config,
+        forward=forward,
+        policy=engines.FCFS,
+        speculation=Speculation(drafter, Coupled()),
+    )
+    params = Both(transformer.param_shapes(model), heads.param_shapes())
+    clock_shape = jax.ShapeDtypeStruct((2,), jnp.int32)
+    lowered = jax.jit(run, donate_argnums=1).lower(params, state, clock_shape)
+    program = lowered.compile(engines.FAST_COMPILE)
+    size = engine_programs.bytes_of(pages)
+    assert engine_programs.temporary_bytes(program) < 0.05 * size
+    smallest = min(jax.tree.leaves(pages), key=lambda leaf: leaf.size)
+    assert not engine_programs.copies(program, pages._replace(k=smallest))
 
 
 ACCEPTANCE = [[0.5, 0.25], [0.5, 0.125]]
