@@ -14,6 +14,7 @@ from jaxkv.memory import features, kv_pages
 from jaxkv.memory.kv_pages import Rows
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import paged, transformer
+from jaxkv.scheduling import fcfs
 from tests.support import asks as workloads
 from tests.support import engines
 from tests.support.engines import CACHED, MODEL, TIGHT
@@ -59,6 +60,7 @@ def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
 def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
     """Through preemption, copies on write, shared prefixes and the staging buffer."""
     forward = paged.PagedForward(MODEL, taps=TAPS)
+    policy = fcfs.fcfs(preemption="swap" if config.max_swap_pages else "recompute")
     pages = paged.make_pages(MODEL, config, taps=TAPS)
     state = init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
     waiting, checked, num_swapped = asks(), 0, 0
@@ -73,7 +75,7 @@ def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
             *(engines.params(), state, clock.from_seconds(float(call))),
             config=config,
             forward=forward,
-            policy=engines.FCFS,
+            policy=policy,
         )
         engines.assert_sound(jax.tree.map(np.asarray, info))
         num_swapped += int(np.asarray(info.num_swapped_in).sum())
