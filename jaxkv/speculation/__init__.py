@@ -1,8 +1,8 @@
 """Speculative decoding: who guesses tokens, and who says which of them stand.
 
-Drafters guess (`NGram`, `Jacobi`, `DraftModel`, and `Adaptive` no more than pays),
-verifiers judge (`Coupled`, `Rejection`, `Typical`); the engine feeds, rolls back and
-counts. What the two are asked stands in `engine.drafting`.
+Drafters guess (`NGram`, `Jacobi`, `Lookahead`, `DraftModel`, and `Adaptive` no more
+than pays), verifiers judge (`Coupled`, `Rejection`, `Typical`); the engine feeds, rolls
+back and counts. What the two are asked stands in `engine.drafting`.
 """
 
 from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
@@ -10,6 +10,7 @@ from jaxkv.speculation.adaptive import Adaptive
 from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_speculative
 from jaxkv.speculation.draws import draw
 from jaxkv.speculation.jacobi import Jacobi
+from jaxkv.speculation.lookahead import Lookahead
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
 
@@ -22,6 +23,7 @@ __all__ = [
     "Drafter",
     "Drafts",
     "Jacobi",
+    "Lookahead",
     "NGram",
     "Rejection",
     "Ruling",
@@ -34,6 +36,7 @@ __all__ = [
     "draw",
     "draws",
     "jacobi",
+    "lookahead",
     "methods",
     "ngram",
     "self_speculative",

@@ -21,6 +21,7 @@ from jaxkv.speculation import (
     Coupled,
     DraftModel,
     Jacobi,
+    Lookahead,
     NGram,
     Rejection,
     Synthetic,
@@ -78,6 +79,7 @@ DRAFTERS: dict[str, Drafter] = {
     "early exit": self_speculative(OF_MODEL, [0]),
     "all layers": self_speculative(OF_MODEL, [0, 1]),
     "draft model": DraftModel(OF_SMALLER, beside=True),
+    "lookahead": Lookahead(columns=2, ngram=3, candidates=2, entries=8),
     "adaptive": Adaptive(self_speculative(OF_MODEL, [0, 1]), patience=4),
     "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
 }
@@ -97,7 +99,7 @@ def with_drafts(config: EngineConfig, **changes: Any) -> EngineConfig:
 
 @functools.cache
 def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
-    if drafter == "tree":
+    if drafter in ("tree", "lookahead"):
         changes = {"max_drafts": 8, "token_budget": 60, **changes}
     if drafter == "adaptive":
         changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
@@ -134,6 +136,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("tree", "swapping", "groups", speed=pytest.mark.thorough),
         marked("tree", "tight", "singles"),
         marked("adaptive", "swapping", "groups"),
+        marked("lookahead", "tight", "singles"),
         marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
         marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
         marked("draft model", "cached", "alike", speed=pytest.mark.thorough),
