@@ -58,16 +58,29 @@ class Options:
     chat: bool = False
     """Whether a prompt is a message to a chat model, in its own format."""
     speculate: Annotated[
-        Literal["ngram", "jacobi", "early-exit", "draft-model"] | None,
+        Literal[
+            "ngram",
+            "jacobi",
+            "lookahead",
+            "early-exit",
+            "draft-model",
+            "medusa",
+            "eagle",
+        ]
+        | None,
         parsing.without("one token a step"),
     ] = None
     """Guesses tokens and has the model check several in a step: from the text so far,
-    from its own last guesses, by its first layers, or by --draft-model. The answers are
-    the same, mostly sooner."""
+    from its own last guesses or what it wrote looking ahead, by its first layers, by
+    --draft-model, or by --heads. The answers are the same, mostly sooner."""
     drafts: int = 4
     """Tokens guessed in a step, at least 1."""
+    adaptive: bool = False
+    """Whether no more is guessed than pays, which is measured first."""
     draft_model: Annotated[str | None, parsing.without("none")] = None
     """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
+    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
+    """A folder of heads that were trained for the model, for medusa and eagle."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and pages."""
 
@@ -204,7 +217,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     from jaxkv.engine import state
     from jaxkv.models import checkpoints
     from jaxkv.serving.engine import Engine
-    from jaxkv.speculation import methods
+    from jaxkv.speculation import head_folders, methods
 
     folder = bundled.folder_of(model)
     loaded = checkpoints.load_model(folder, dtype=options.dtype)
@@ -236,17 +249,24 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
         max_drafts=0 if options.speculate is None else _at_least_one(options.drafts),
+        num_lengths=methods.NUM_LENGTHS if options.adaptive else 1,
     )
     draft = None
     if options.draft_model is not None:
         found = bundled.folder_of(options.draft_model)
         small = checkpoints.load_model(found, dtype=options.dtype)
         draft = methods.Model(small.config, small.params)
+    heads = None
+    if options.heads is not None or options.speculate in head_folders.KINDS:
+        found = options.heads or bundled.heads_of(model, str(options.speculate))
+        heads = head_folders.load(found, shape, dtype=options.dtype)
     served = methods.serve(
         *(methods.Model(shape, loaded.params), bounds),
         dtype=options.dtype,
         method=options.speculate,
         draft=draft,
+        heads=heads,
+        adaptive=options.adaptive,
     )
     engine = Engine(
         served.params,
@@ -258,6 +278,8 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         eos_ids=loaded.eos_ids,
         vocab_size=shape.vocab_size,
     )
+    if options.adaptive:
+        engine.tune()
     return engine, prompts
 
 

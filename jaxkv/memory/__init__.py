@@ -21,6 +21,7 @@ __all__ = [
     "Table",
     "Uses",
     "demand",
+    "features",
     "idle_pages",
     "invariants",
     "kv_pages",

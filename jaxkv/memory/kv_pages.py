@@ -51,6 +51,9 @@ class Pages(NamedTuple):
     beside: "Pages | None" = None
     """K and V of a model that runs beside this one, such as a drafter's: the same pages
     of it, so that they are copied, swapped and shared together."""
+    features: Float[Array, "1 pages 1 page_size width"] | None = None
+    """What the model made of each token, for heads that draft; see `memory.features`.
+    They lie like K and V of one layer, and go where these go."""
 
     @property
     def kv_dtype(self) -> str:
@@ -112,16 +115,19 @@ def make_pages(
     head_dim: int,
     dtype: DTypeLike,
     kv_dtype: Literal["model", "int8", "fp8"] = "model",
+    num_features: int = 0,
 ) -> Pages:
     """Makes the K and V arrays, filled with zeros; all sizes are at least 1.
 
     `dtype` is that of the model. With a `kv_dtype` of "model" K and V are kept in it,
     with the others in 8 bits with a scale for each token and head, see
-    `pallas_kernels.quantizing`.
+    `pallas_kernels.quantizing`. Above 0, `num_features` numbers of each token are kept
+    beside them, in the model's type whatever `kv_dtype` is.
 
     Returns:
       The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
-      elements in all, and a scale for every head_dim of them if of 8 bits.
+      elements in all, a scale for every head_dim of them if of 8 bits, and num_pages *
+      page_size * num_features more.
 
     Raises:
       ValueError: a size is below 1, the type is not a floating one, or there is no
@@ -139,8 +145,13 @@ def make_pages(
         raise ValueError(f"{num_layers=} times {num_pages=} must be below 2**31")
     dtype = validation.floating("dtype", dtype)
     validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
+    width = validation.integer("num_features", num_features, low=0)
     try:
-        return _empty(shape, dtype, kv_dtype)
+        pages = _empty(shape, dtype, kv_dtype)
+        if not width:
+            return pages
+        kept = jnp.zeros((1, num_pages, 1, page_size, width), dtype)
+        return pages._replace(features=kept)
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"no room for {num_pages=}: {reason}") from None
@@ -172,15 +183,23 @@ def locate(
     Raises:
       ValueError: `rows.slot` is None and there are not as many rows as slots.
     """
-    slot = rows.slot
-    if slot is None:
-        num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
-        if num_rows % num_slots:
-            raise ValueError(
-                f"{num_rows=} must be a multiple of {num_slots=} when slot is None"
-            )
-        slot = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
-    return _where(rows.page_ids, slot, rows.places, page_size)
+    return _where(rows.page_ids, slots_of(rows), rows.places, page_size)
+
+
+def slots_of(rows: Rows) -> Int32[Array, " rows"]:
+    """The slot of every row.
+
+    Raises:
+      ValueError: `rows.slot` is None and there are not as many rows as slots.
+    """
+    if rows.slot is not None:
+        return rows.slot
+    num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
+    if num_rows % num_slots:
+        raise ValueError(
+            f"{num_rows=} must be a multiple of {num_slots=} when slot is None"
+        )
+    return jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
 
 
 def _where(

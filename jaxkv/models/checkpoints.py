@@ -136,6 +136,33 @@ def save_model(
     return folder
 
 
+def load_tree(
+    folder: str | os.PathLike[str], shapes: Params, *, dtype: DTypeLike = "float32"
+) -> Params:
+    """Reads the arrays that `save_tree` wrote.
+
+    Args:
+      folder: where they are.
+      shapes: nested dicts of `jax.ShapeDtypeStruct`s; of these only the shapes matter.
+      dtype: type of the arrays.
+
+    Raises:
+      ValueError: as `load_model` does.
+    """
+    return weights.load_tree(Path(folder), shapes, weights.checked_dtype(dtype))
+
+
+def save_tree(
+    folder: str | os.PathLike[str], tree: Params, *, dtype: DTypeLike
+) -> None:
+    """Writes nested dicts of arrays, no model's, into a folder that is there.
+
+    Raises:
+      ValueError: a number is too large for the type.
+    """
+    weights.save_tree(Path(folder), tree, weights.checked_dtype(dtype))
+
+
 def _load_tokenizer(
     folder: Path, config: ModelConfig
 ) -> tuple[Tokenizer | ByteTokenizer | None, tuple[int, ...]]:

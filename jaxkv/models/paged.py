@@ -8,8 +8,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from jaxkv.memory import kv_pages
+from jaxkv.memory import features, kv_pages
 from jaxkv.models import interface, rotary, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
@@ -44,9 +45,13 @@ class Bounds(Protocol):
 
 
 def make_pages(
-    config: ModelConfig, engine: Bounds, *, dtype: DTypeLike = "float32"
+    config: ModelConfig,
+    engine: Bounds,
+    *,
+    dtype: DTypeLike = "float32",
+    taps: tuple[int, ...] = (),
 ) -> kv_pages.Pages:
-    """K and V arrays of a model for an engine.
+    """K and V arrays of a model for an engine, and features if its states are tapped.
 
     Warns where the engine's `max_length` is past a model's rotary positions.
 
@@ -62,6 +67,7 @@ def make_pages(
         head_dim=config.head_dim,
         dtype=dtype,
         kv_dtype=engine.kv_dtype,
+        num_features=len(taps) * config.hidden_size,
     )
 
 
@@ -77,9 +83,12 @@ class PagedForward:
     numerics: Numerics = "fast"
     layers: tuple[int, ...] | None = None
     """Layers that are run, as self-speculation drafts; None runs all."""
+    taps: tuple[int, ...] = ()
+    """Layers whose inputs are kept of every row in `Pages.features`, side by side;
+    `num_layers` stands for the last hidden state, normed."""
 
     def __post_init__(self) -> None:
-        """Refuses layers that the model does not have.
+        """Refuses layers and taps that the model does not have.
 
         Raises:
           ValueError: names them.
@@ -89,6 +98,13 @@ class PagedForward:
                 raise ValueError(
                     f"{self.layers=} must be in [0, {self.config.num_layers=})"
                 )
+        for tap in self.taps:
+            if not 0 <= tap <= self.config.num_layers:
+                raise ValueError(
+                    f"{self.taps=} must be in [0, {self.config.num_layers=}]"
+                )
+        if self.taps and self.layers is not None:
+            raise ValueError(f"{self.taps=} needs all layers, not {self.layers=}")
 
     def __call__(
         self, params: Params, pages: kv_pages.Pages, rows: kv_pages.Rows
@@ -97,7 +113,8 @@ class PagedForward:
 
         Args:
           params: as `init_params` returns them.
-          pages: K and V arrays of `num_layers` layers.
+          pages: K and V arrays of `num_layers` layers, with features if there are
+            taps.
           rows: the packed rows of one step.
 
         Returns:
@@ -110,6 +127,26 @@ class PagedForward:
                 window = self.config.window
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
+        found = self.states(model, pages, rows)
+        pages = found.carry
+        if self.taps:
+            pages = features.write(pages, jnp.concatenate(found.taps).T, rows)
+        wanted = jnp.maximum(rows.logit_rows, 0)
+        hidden = found.last[:, wanted]
+        return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
+
+    def states(
+        self,
+        model: transformer.Transformer,
+        pages: kv_pages.Pages,
+        rows: kv_pages.Rows,
+        inputs: Float[Array, "hidden rows"] | None = None,
+    ) -> transformer.States:
+        """Runs the layers: writes K and V of the rows, and attends over the pages.
+
+        `inputs` go into the first layer instead of the rows' tokens. What is carried is
+        the pages.
+        """
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
         plan = interface.make_plan(
             *(pages, rows),
@@ -128,15 +165,14 @@ class PagedForward:
             )
             return out.transpose(1, 2, 0).reshape(qkv[:, :-2].shape), pages
 
-        hidden, pages, _ = model.hidden(
+        return model.hidden(
             *(rows.token, positions, attend, pages),
+            inputs=inputs,
             live=rows.position >= 0,
             numerics=self.numerics,
             only=self.layers,
+            taps=self.taps,
         )
-        wanted = jnp.maximum(rows.logit_rows, 0)
-        hidden = hidden[:, wanted]
-        return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
     def _writer(
         self,

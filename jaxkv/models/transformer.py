@@ -40,6 +40,19 @@ not yet encoded in; None where positions are learned.
 """
 
 
+class States(NamedTuple):
+    """What the layers make of rows."""
+
+    last: Float[Array, "hidden rows"]
+    """The last hidden state, normed."""
+    carry: Any
+    """What went through `attend`."""
+    routings: list[moe.Routing]
+    """Of each mixture."""
+    taps: list[Float[Array, "hidden rows"]]
+    """The states that were asked for, in that order."""
+
+
 class Transformer(nnx.Module):
     """Embeddings, layers, final norm and output head of a `ModelConfig`.
 
@@ -74,20 +87,34 @@ class Transformer(nnx.Module):
         attend: Attend,
         carry: Any,
         *,
+        inputs: Float[Array, "hidden rows"] | None = None,
         live: Bool[Array, " rows"] | None = None,
         numerics: Numerics = "fast",
         only: tuple[int, ...] | None = None,
-    ) -> tuple[Float[Array, "hidden rows"], Any, list[moe.Routing]]:
-        """The normed last hidden state of every row, and each mixture's routing.
+        taps: tuple[int, ...] = (),
+    ) -> States:
+        """Runs the layers on every row.
 
-        Rows that are not live, None for all, are sent to no expert. Layers that are not
-        among `only`, None for all, are skipped.
+        Args:
+          tokens: whose embeddings go into the first layer.
+          positions: of the rows in their sequences.
+          attend: where rows meet.
+          carry: goes through it.
+          inputs: what goes into the first layer instead of embeddings.
+          live: rows that are sent to experts; None means all.
+          numerics: as the experts' products take it.
+          only: layers that are run, the others are skipped; None means all.
+          taps: states to return, too: that which goes into layer i, or for `num_layers`
+            the last one.
+
+        Returns:
+          The last hidden states, and what was found on the way.
 
         Raises:
           ValueError: layers are to be skipped, and they are stacked.
         """
         c = self.config
-        x = self.embed.weight[...][tokens].T
+        x = self.embed.weight[...][tokens].T if inputs is None else inputs
         if c.positions == "learned":
             # Not a number past the table: what is clamped to it would look like one.
             found = self.embed_positions.weight[...].at[positions + c.position_offset]
@@ -100,39 +127,55 @@ class Transformer(nnx.Module):
                 return layer(index, x, angles, attend, carry, live, numerics)
 
         if not self.scanned:
-            x, carry, routings = self._unroll(run, x, carry, only)
+            x, carry, routings, before = self._unroll(run, x, carry, only)
         elif only is None:
-            x, carry, routings = self._scan(run, x, carry)
+            x, carry, routings, before = self._scan(run, x, carry, bool(taps))
         else:
             raise ValueError(f"{only=} must be None where layers are stacked")
-        return self.final_norm(x), carry, routings
+        last = self.final_norm(x)
+        states = [*before, last] if taps else []
+        return States(last, carry, routings, [states[tap] for tap in taps])
 
     def _unroll(
         self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
     ) -> Any:
-        """Runs layer after layer, all of a kind as calls of one function."""
-        routings = []
+        """Runs layer after layer, all of a kind as calls of one function.
+
+        Returns:
+          The last state, the carry, the routings, and what went into each layer.
+        """
+        routings, before = [], []
         for kind in _kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
             one = jax.jit(functools.partial(_run_layer, run, graph))
             for index in kind if only is None else [i for i in kind if i in only]:
                 _, weights = nnx.split(self.layers[index])
+                before.append(x)
                 (x, carry), routing = one((x, carry), (jnp.int32(index), weights))
                 routings += [] if routing is None else [routing]
-        return x, carry, routings
+        return x, carry, routings, before
 
-    def _scan(self, run: Callable, x: Array, carry: Any) -> Any:
-        """Runs all layers of a kind as one loop, which compiles as one layer."""
-        routings = []
+    def _scan(self, run: Callable, x: Array, carry: Any, tapped: bool) -> Any:
+        """Runs all layers of a kind as one loop, which compiles as one layer.
+
+        Returns:
+          As `_unroll`; what went into each layer only if `tapped`.
+        """
+        routings, before = [], []
         for kind, layer in zip(_kinds(self.config), self.layers, strict=True):
             graph, weights = nnx.split(layer)
-            one = functools.partial(_run_layer, run, graph)
+
+            def one(carried: Any, each: Any, graph: Any = graph) -> Any:
+                new, routing = _run_layer(run, graph, carried, each)
+                return new, (routing, carried[0] if tapped else None)
+
             indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
             with jax.named_scope("layers"):
                 (x, carry), found = jax.lax.scan(one, (x, carry), (indices, weights))
-            if found is not None:
-                routings += [_at(found, number) for number in range(len(kind))]
-        return x, carry, routings
+            every = [_at(found, number) for number in range(len(kind))]
+            routings += [routing for routing, _ in every if routing is not None]
+            before += [state for _, state in every]
+        return x, carry, routings, before
 
     def logits(self, hidden: Float[Array, "hidden rows"]) -> Float[Array, "rows vocab"]:
         """Next-token logits in float32 (float64 if the weights are)."""
@@ -324,10 +367,27 @@ def outputs(
     Raises:
       ValueError: they are past a model's learned positions.
     """
-    batch, seq = tokens.shape
-    config.check_length(seq, "seq")
+    config.check_length(tokens.shape[1], "seq")
     model = merge(config, params)
-    position = jnp.arange(seq, dtype=jnp.int32)
+    found = read(model, tokens)
+    logits, routings = model.logits(found.last), found.routings
+    logits = logits.reshape(*tokens.shape, -1)
+    if config.experts is None:
+        return Outputs(logits, jnp.zeros((), logits.dtype), None)
+    balance = jnp.mean(jnp.stack([moe.balance_loss(x) for x in routings]))
+    loads = jnp.stack([moe.load(x) for x in routings])
+    return Outputs(logits, config.experts.balance_weight * balance, loads)
+
+
+def read(
+    model: Transformer, tokens: Int[Array, "batch seq"], *, taps: tuple[int, ...] = ()
+) -> States:
+    """Runs a model over whole sequences, each from its beginning, side by side.
+
+    Nothing is carried; `taps` are as `Transformer.hidden` takes them.
+    """
+    config, (batch, seq) = model.config, tokens.shape
+    position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
 
     def attend(layer, qkv, angles, carry):
         # To [batch, seq, heads, head_dim] and back.
@@ -339,12 +399,4 @@ def outputs(
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(config.num_kv_heads, -1, config.head_dim, batch * seq), carry
 
-    hidden, _, routings = model.hidden(
-        tokens.reshape(-1), jnp.tile(position, batch), attend, ()
-    )
-    logits = model.logits(hidden).reshape(batch, seq, -1)
-    if config.experts is None:
-        return Outputs(logits, jnp.zeros((), logits.dtype), None)
-    balance = jnp.mean(jnp.stack([moe.balance_loss(x) for x in routings]))
-    loads = jnp.stack([moe.load(x) for x in routings])
-    return Outputs(logits, config.experts.balance_weight * balance, loads)
+    return model.hidden(tokens.reshape(-1), position, attend, (), taps=taps)

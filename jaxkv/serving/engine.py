@@ -182,6 +182,7 @@ class Engine:
         speculate: str | None = None,
         draft_folder: Any = None,
         draft_layers: int | None = None,
+        heads_folder: Any = None,
         adaptive: bool = False,
         **fields: Any,
     ) -> "Engine":
@@ -200,6 +201,8 @@ class Engine:
           draft_folder: of the smaller model that "draft-model" guesses by.
           draft_layers: how many of the model's layers "early-exit" guesses by; None
             means half of them.
+          heads_folder: of the heads that "medusa" and "eagle" guess by, trained for
+            this model.
           adaptive: whether no more is guessed than pays, see `speculation.Adaptive`;
             the engine is then tuned.
           **fields: of `EngineConfig`; `policy`, `eviction`, `logits_fn`, `keep_trace`
@@ -210,7 +213,7 @@ class Engine:
         """
         # Flax and tokenizers load only here.
         from jaxkv.models import checkpoints, transformer
-        from jaxkv.speculation import methods
+        from jaxkv.speculation import head_folders, methods
 
         scan_layers = validation.boolean("scan_layers", scan_layers)
         own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
@@ -226,6 +229,9 @@ class Engine:
         if draft_folder is not None:
             small = checkpoints.load_model(draft_folder, dtype=dtype)
             draft = methods.Model(small.config, small.params)
+        heads = None
+        if heads_folder is not None:
+            heads = head_folders.load(heads_folder, loaded.config, dtype=dtype)
         params = loaded.params
         if scan_layers:
             params = transformer.stack_layers(loaded.config, params)
@@ -236,6 +242,7 @@ class Engine:
             method=speculate,
             draft=draft,
             num_layers=draft_layers,
+            heads=heads,
             adaptive=adaptive,
         )
         with warnings.catch_warnings():

@@ -9,8 +9,11 @@ from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
 from jaxkv.speculation.adaptive import Adaptive
 from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_speculative
 from jaxkv.speculation.draws import draw
+from jaxkv.speculation.eagle import EagleConfig
+from jaxkv.speculation.eagle_drafting import Eagle, Followed
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.lookahead import Lookahead
+from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
 
@@ -22,8 +25,13 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "Drafts",
+    "Eagle",
+    "EagleConfig",
+    "Followed",
     "Jacobi",
     "Lookahead",
+    "Medusa",
+    "MedusaConfig",
     "NGram",
     "Rejection",
     "Ruling",
@@ -31,14 +39,20 @@ __all__ = [
     "Synthetic",
     "Typical",
     "Verifier",
+    "WithHeads",
     "adaptive",
     "draft_model",
     "draw",
     "draws",
+    "eagle",
+    "eagle_drafting",
+    "head_folders",
     "jacobi",
     "lookahead",
+    "medusa",
     "methods",
     "ngram",
     "self_speculative",
+    "static_tree",
     "verifiers",
 ]

@@ -86,7 +86,7 @@ class DraftModel(Drafter):
             tokens, law, own = carry
             drafts = index < granted
             place = jnp.where(drafts, known - 1 + index, -1)
-            result = self.forward(weights, own, _rows(state, tokens, place))
+            result = self.forward(weights, own, rows_of(state, tokens, place))
             drawn, its = self._draw(
                 *(state, row, tokens, known + index, drafts, result.logits)
             )
@@ -97,7 +97,7 @@ class DraftModel(Drafter):
 
         law = None
         if not self.couples:
-            rows = _rows(state, tokens, known)
+            rows = rows_of(state, tokens, known)
             shape = jax.eval_shape(self.forward, weights, own, rows).logits
             sizes = shape.shape[0], config.emit_width, shape.shape[1]
             law = jnp.zeros(sizes, jnp.promote_types(shape.dtype, jnp.float32))
@@ -134,7 +134,7 @@ def _count(num: int) -> Int32[Array, " {num}"]:
     return jnp.arange(num, dtype=jnp.int32)
 
 
-def _rows(
+def rows_of(
     state: EngineState,
     tokens: Int32[Array, "slots max_length"],
     place: Int32[Array, " slots"],

@@ -53,6 +53,35 @@ def draw(
     return lax.cond(jnp.any(params.temperature > 0), noisy, certain), law
 
 
+def coupled(
+    logits: Float[Array, "rows vocab"],
+    params: Params,
+    positions: Int32[Array, " rows"],
+) -> Float[Array, "rows vocab"]:
+    """Logits by which tokens rank as likely to be drawn, for `Coupled`.
+
+    A greedy row's are as they are; to others the noise is added by which the target
+    will draw at these positions. Penalties and cut-offs are left to the target.
+
+    Args:
+      logits: of the drafter.
+      params: temperature and keys are read.
+      positions: where the tokens will stand in their sequences.
+    """
+    warm = params.temperature > 0
+
+    def noisy() -> Array:
+        keys = random_keys.draw_key(
+            params.key, params.sample, positions, random_keys.SAMPLE
+        )
+        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+        heat = jnp.where(warm, params.temperature, 1.0).astype(logits.dtype)
+        noise = random_keys.gumbel(keys, ids, logits.dtype)
+        return jnp.where(warm[:, None], logits / heat[:, None] + noise, logits)
+
+    return lax.cond(jnp.any(warm), noisy, lambda: logits)
+
+
 def pick(
     law: Float[Array, "rows vocab"],
     keys: UInt32[Array, "rows 2"],

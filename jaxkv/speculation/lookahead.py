@@ -194,6 +194,18 @@ class Lookahead(Drafter):
         return jnp.broadcast_to(one, (num_slots, parents.size))
 
 
+def sized(max_drafts: int) -> Lookahead:
+    """The drafter that takes so many drafts or a few less; half of them look ahead.
+
+    Raises:
+      ValueError: there are fewer than two.
+    """
+    ngram = 4 if max_drafts >= 18 else 3 if max_drafts >= 8 else 2
+    if (half := max_drafts // (2 * (ngram - 1))) < 1:
+        raise ValueError(f"{max_drafts=} must be at least 2 to look ahead")
+    return Lookahead(columns=half, ngram=ngram, candidates=half)
+
+
 def find(
     pool: Int32[Array, "slots entries ngram"],
     num_written: Int32[Array, " slots"],

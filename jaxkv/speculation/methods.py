@@ -4,19 +4,30 @@ import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
 from jaxkv import validation
-from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, transformer
-from jaxkv.speculation import draft_model
+from jaxkv.speculation import (
+    draft_model,
+    eagle_drafting,
+    head_folders,
+    lookahead,
+    static_tree,
+)
 from jaxkv.speculation.adaptive import Adaptive
+from jaxkv.speculation.eagle_drafting import Followed
 from jaxkv.speculation.jacobi import Jacobi
+from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled
 
-type Method = Literal["ngram", "jacobi", "early-exit", "draft-model"]
+type Method = Literal[
+    "ngram", "jacobi", "lookahead", "early-exit", "draft-model", "medusa", "eagle"
+]
 
 METHODS: tuple[str, ...] = get_args(Method.__value__)
-"""Prompt lookup; Jacobi decoding; the first layers of the model; a smaller model."""
+"""Prompt lookup; Jacobi and lookahead decoding; the first layers of the model; a
+smaller model; heads that were trained for the model, of two kinds."""
 
 MAX_DRAFTS = 4
 """Drafts of a sequence in a step where nobody says how many."""
@@ -49,6 +60,7 @@ def serve(
     method: str | None = None,
     draft: Model | None = None,
     num_layers: int | None = None,
+    heads: head_folders.Loaded | None = None,
     adaptive: bool = False,
 ) -> Served:
     """Makes what serves a model, and speculates by a method.
@@ -62,6 +74,7 @@ def serve(
       method: one of `METHODS`; None decodes plainly.
       draft: the model that drafts, for "draft-model" alone.
       num_layers: layers that "early-exit" runs; None means half of them.
+      heads: what drafts for "medusa" and "eagle" alone.
       adaptive: whether no more is guessed than pays.
 
     Raises:
@@ -75,14 +88,21 @@ def serve(
         )
     if num_layers is not None and method != "early-exit":
         raise ValueError(f"{num_layers=} goes with the method 'early-exit' alone")
-    forward = paged.PagedForward(model.config, bounds.numerics)
-    pages = paged.make_pages(model.config, bounds, dtype=dtype)
-    served = Served(forward, model.params, pages)
-    if method is None:
-        if adaptive:
-            raise ValueError(f"{adaptive=} goes with a method to speculate")
-        return served
-    served = _speculating(served, method, model, draft, bounds, dtype, num_layers)
+    kind = None if heads is None else head_folders.kind_of(heads.config)
+    if kind != (method if method in head_folders.KINDS else None):
+        there = "no heads" if kind is None else f"{kind} heads"
+        raise ValueError(f"speculate={method!r} does not go with {there}")
+    if method is None and adaptive:
+        raise ValueError(f"{adaptive=} goes with a method to speculate")
+    if heads is not None:
+        served = _with_heads(model, heads, bounds, dtype)
+    else:
+        forward = paged.PagedForward(model.config, bounds.numerics)
+        pages = paged.make_pages(model.config, bounds, dtype=dtype)
+        served = Served(forward, model.params, pages)
+        if method is None:
+            return served
+        served = _speculating(served, method, model, draft, bounds, dtype, num_layers)
     speculation = served.speculation
     if adaptive and speculation is not None:
         speculation = speculation._replace(drafter=Adaptive(speculation.drafter))
@@ -111,9 +131,37 @@ def _speculating(
             raise ValueError(f"{num_layers=} must be in [1, {high}]")
         own = paged.PagedForward(model.config, bounds.numerics)
         drafter = draft_model.self_speculative(own, range(num))
+    elif method == "lookahead":
+        if bounds.numerics == "reproducible":
+            raise ValueError(REPRODUCIBLE_TREES)
+        drafter = lookahead.sized(bounds.max_drafts)
     else:
         drafter = NGram() if method == "ngram" else Jacobi()
     return dataclasses.replace(served, speculation=Speculation(drafter, Coupled()))
+
+
+def _with_heads(
+    model: Model, heads: head_folders.Loaded, bounds: Any, dtype: str
+) -> Served:
+    """Has heads draft, trees where these gain most and may be."""
+    config, num = heads.config, bounds.max_drafts
+    if config.target != model.config:
+        raise ValueError("the heads must be those of the model served")
+    target = paged.PagedForward(model.config, bounds.numerics, taps=config.taps)
+    pages = paged.make_pages(model.config, bounds, dtype=dtype, taps=config.taps)
+    shares = heads.acceptance
+    if bounds.numerics == "reproducible":
+        shares = tuple(depth[:1] for depth in shares)
+    if isinstance(config, MedusaConfig):
+        forward = WithHeads(target)
+        drafter = Medusa(config, static_tree.build(shares, num))
+    else:
+        forward = Followed(target, config)
+        drafter = eagle_drafting.grown(config, shares, num)
+        beside = paged.make_pages(config.layer, bounds, dtype=dtype)
+        pages = pages._replace(beside=beside)
+    params = draft_model.Both(model.params, heads.params)
+    return Served(forward, params, pages, Speculation(drafter, Coupled()))
 
 
 def _beside(

@@ -18,6 +18,7 @@ __all__ = [
     "StepConfig",
     "TrainConfig",
     "architectures",
+    "drafting_heads",
     "objectives",
     "recipes",
     "step",

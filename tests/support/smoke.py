@@ -79,7 +79,23 @@ def _trained(config: Any) -> dict[str, Any]:
     }
 
 
+def _drafting(config: Any) -> dict[str, Any]:
+    pattern = texts.write_functions(folder() / "drafted", num=30, times=20)
+
+    def on_that(recipe: Any) -> Any:
+        corpus = dataclasses.replace(recipe.run.corpus, pattern=pattern, held_out=0.2)
+        run = dataclasses.replace(recipe.run, corpus=corpus)
+        return dataclasses.replace(recipe, run=run)
+
+    return {
+        "medusa": on_that(config.medusa),
+        "eagle": on_that(config.eagle),
+        "export": str(folder() / "drafts"),
+    }
+
+
 CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "bundled_heads": _drafting,
     "bundled_model": _trained,
     "demo": _served(64),
     "isoflop": _swept,

@@ -64,12 +64,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
         _check_tensor(path, found[name], file.get_slice(found[name]), shape)
 
     def read(name: str) -> np.ndarray:
-        path, file = tensors[found[name]]
-        with blaming(path, safetensors.SafetensorError):
-            array = _cast(file.get_tensor(found[name]), dtype, found[name])
-            if not _is_finite(array):
-                raise ValueError(f"{found[name]} holds NaN or infinite values")
-            return array
+        return _read(tensors, found[name], dtype)
 
     if says_twice and not _same_bits(read(embed), read(head)):
         raise ValueError(
@@ -82,6 +77,58 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
     return jax.tree.unflatten(
         jax.tree.structure(transformer.param_shapes(config)), arrays
     )
+
+
+def load_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
+    """Reads nested dicts of arrays whose tensors go by the keys, with dots between.
+
+    Args:
+      folder: as that of `load_params`.
+      shapes: the tree that is wanted, of `jax.ShapeDtypeStruct`s.
+      dtype: as `checked_dtype` returns it.
+
+    Raises:
+      ValueError: as `load_params` does.
+    """
+    tensors = _open_tensors(folder)
+    expected = {name: leaf.shape for name, leaf in _named(shapes).items()}
+    _check_names(folder, expected.keys(), tensors.keys())
+    for name, shape in expected.items():
+        path, file = tensors[name]
+        _check_tensor(path, name, file.get_slice(name), shape)
+    arrays = [jnp.asarray(_read(tensors, name, dtype)) for name in expected]
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+
+def save_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
+    """Writes the safetensors that `load_tree` reads.
+
+    Raises:
+      ValueError: a value is too large for `dtype`.
+    """
+    tensors = {
+        name: np.ascontiguousarray(_cast(np.asarray(leaf), dtype, name))
+        for name, leaf in _named(tree).items()
+    }
+    _save_file(tensors, folder / WEIGHTS)
+
+
+def _named(tree: Params) -> dict[str, Any]:
+    """The leaves of nested dicts, in their order, by all keys on the way."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {".".join(str(each.key) for each in path): leaf for path, leaf in leaves}
+
+
+def _read(
+    tensors: dict[str, tuple[Path, Any]], name: str, dtype: np.dtype
+) -> np.ndarray:
+    """Reads a tensor, all of whose numbers must be finite."""
+    path, file = tensors[name]
+    with blaming(path, safetensors.SafetensorError):
+        array = _cast(file.get_tensor(name), dtype, name)
+        if not _is_finite(array):
+            raise ValueError(f"{name} holds NaN or infinite values")
+        return array
 
 
 def _refuse_counts(folder: Path, config: ModelConfig, num_tensors: int) -> None:
@@ -229,17 +276,21 @@ def save_params(
                 leaf.names, split(leaf, np.asarray(array)), strict=True
             )
         }
-        try:
-            safetensors.numpy.save_file(tensors, folder / name, {"format": "pt"})
-        except safetensors.SafetensorError as error:  # no room, for one
-            raise OSError(str(error)) from None
-        (folder / name).chmod(0o644)
+        _save_file(tensors, folder / name)
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) == 1:
         return {}
     index = {"metadata": {"total_size": total}, "weight_map": places}
     return {INDEX: json.dumps(index, indent=2) + "\n"}
+
+
+def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
+    try:
+        safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+    except safetensors.SafetensorError as error:  # no room, for one
+        raise OSError(str(error)) from None
+    path.chmod(0o644)
 
 
 def checked_dtype(dtype: DTypeLike) -> np.dtype:

@@ -189,7 +189,7 @@ def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
     def attend(layer: Any, qkv: Any, angles: Any, carry: Any) -> tuple[Any, Any]:
         return qkv[:, :-2], carry
 
-    hidden, _, _ = model.hidden(jnp.zeros_like(positions), positions, attend, ())
+    hidden = model.hidden(jnp.zeros_like(positions), positions, attend, ()).last
     is_nan = np.isnan(np.asarray(hidden))
     np.testing.assert_array_equal(is_nan.all(0), [False, False, True, True])
     np.testing.assert_array_equal(is_nan.any(0), [False, False, True, True])

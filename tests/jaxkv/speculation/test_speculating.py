@@ -20,12 +20,19 @@ from jaxkv.speculation import (
     Both,
     Coupled,
     DraftModel,
+    Eagle,
+    EagleConfig,
+    Followed,
     Jacobi,
     Lookahead,
+    Medusa,
+    MedusaConfig,
     NGram,
     Rejection,
     Synthetic,
+    WithHeads,
     self_speculative,
+    static_tree,
 )
 from tests.support import asks as workloads
 from tests.support import engines, searches
@@ -73,6 +80,10 @@ SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
 OF_MODEL = paged.PagedForward(MODEL)
 OF_SMALLER = paged.PagedForward(SMALLER)
 
+HEADS = MedusaConfig(target=MODEL, num_heads=3)
+EAGLE = EagleConfig(target=MODEL, taps=(0, 1, 2))
+BUSH = static_tree.Topology((0, 0, 1, 1, 2, 3, 0, 5), (0, 1, 0, 2, 1, 0, 3, 1))
+
 DRAFTERS: dict[str, Drafter] = {
     "n-gram": NGram(1, 3),
     "jacobi": Jacobi(),
@@ -82,6 +93,10 @@ DRAFTERS: dict[str, Drafter] = {
     "lookahead": Lookahead(columns=2, ngram=3, candidates=2, entries=8),
     "adaptive": Adaptive(self_speculative(OF_MODEL, [0, 1]), patience=4),
     "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
+    "medusa": Medusa(HEADS, static_tree.chain(3)),
+    "medusa tree": Medusa(HEADS, BUSH),
+    "eagle": Eagle(EAGLE, (1, 1)),
+    "eagle tree": Eagle(EAGLE, (3, 3, 2), 3),
 }
 SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24)
 BOUNDS = {"tight": TIGHT, "cached": CACHED, "swapping": SWAPPING}
@@ -97,24 +112,53 @@ def with_drafts(config: EngineConfig, **changes: Any) -> EngineConfig:
     return dataclasses.replace(config, **changes)
 
 
+def with_nan(pages: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
+
+
+def weights_of(shapes: Any) -> Any:
+    """Random weights that matter."""
+    rng = np.random.default_rng(11)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), shapes
+    )
+
+
+def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
+    """What an engine needs for a drafter that has weights of its own."""
+    if drafter == "draft model":
+        own, forward = engines.params(SMALLER), Beside(OF_MODEL, OF_SMALLER)
+        pages = paged.make_pages(MODEL, config)
+        pages = pages._replace(beside=paged.make_pages(SMALLER, config))
+    elif drafter.startswith("medusa"):
+        target = paged.PagedForward(MODEL, config.numerics, taps=HEADS.taps)
+        own, forward = weights_of(HEADS.param_shapes()), WithHeads(target)
+        pages = paged.make_pages(MODEL, config, taps=HEADS.taps)
+    elif drafter.startswith("eagle"):
+        target = paged.PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
+        own, forward = weights_of(EAGLE.param_shapes()), Followed(target, EAGLE)
+        pages = paged.make_pages(MODEL, config, taps=EAGLE.taps)
+        pages = pages._replace(beside=paged.make_pages(EAGLE.layer, config))
+    else:
+        return {}
+    return {
+        "state": init(config, with_nan(pages), ()),
+        "weights": Both(engines.params(MODEL), own),
+        "forward": forward,
+    }
+
+
 @functools.cache
 def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
-    if drafter in ("tree", "lookahead"):
+    if drafter.endswith(("tree", "lookahead")):
         changes = {"max_drafts": 8, "token_budget": 60, **changes}
     if drafter == "adaptive":
         changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
     config = with_drafts(BOUNDS[bounds], **changes)
-    more: dict[str, Any] = {}
-    if drafter == "draft model":
-        pages = (paged.make_pages(each, config) for each in (MODEL, SMALLER))
-        full = [jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), x) for x in pages]
-        more = {
-            "state": init(config, full[0]._replace(beside=full[1]), ()),
-            "weights": Both(engines.params(MODEL), engines.params(SMALLER)),
-            "forward": Beside(OF_MODEL, OF_SMALLER),
-        }
     speculation = Speculation(DRAFTERS[drafter], Coupled())
-    return engines.serve(ASKS[asks](), config, speculation=speculation, **more)
+    return engines.serve(
+        ASKS[asks](), config, speculation=speculation, **parts_of(drafter, config)
+    )
 
 
 def drafted(run: Run) -> tuple[int, int]:
@@ -135,6 +179,14 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("tree", "cached", "alike", speed=pytest.mark.thorough),
         marked("tree", "swapping", "groups", speed=pytest.mark.thorough),
         marked("tree", "tight", "singles"),
+        marked("medusa", "tight", "singles", speed=pytest.mark.thorough),
+        marked("medusa", "swapping", "groups"),
+        marked("medusa tree", "cached", "alike", speed=pytest.mark.thorough),
+        marked("medusa tree", "swapping", "groups"),
+        marked("eagle", "cached", "alike", speed=pytest.mark.thorough),
+        marked("eagle", "swapping", "groups"),
+        marked("eagle tree", "swapping", "groups", speed=pytest.mark.thorough),
+        marked("eagle tree", "tight", "singles"),
         marked("adaptive", "swapping", "groups"),
         marked("lookahead", "tight", "singles"),
         marked("all layers", "tight", "singles", speed=pytest.mark.thorough),

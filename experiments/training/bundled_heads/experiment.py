@@ -1,0 +1,332 @@
+"""How often do trained heads guess what a small model will say?
+
+The `shipped` config trained the heads in `models/stdlib-bytes-medusa` and
+`models/stdlib-bytes-eagle`, which draft for the bundled model: it stays as it is, and
+they learn its whole law on the text that it was trained on. Guesses are scored on its
+greedy answers to files that neither has seen.
+"""
+
+import dataclasses
+import textwrap
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.framework import (
+    Floats,
+    Ints,
+    Record,
+    Table,
+    Texts,
+    column,
+    environment,
+)
+from experiments.harness import bundled
+from experiments.plotting import style
+from experiments.training.bundled_model import experiment as bundled_model
+from jaxkv import validation
+from jaxkv.engine import EngineConfig
+from jaxkv.models import Params, checkpoints, paged
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+from jaxkv.serving.engine import Engine
+from jaxkv.speculation import eagle, head_folders, medusa
+from scaling.corpora import corpora
+from scaling.training import TrainConfig, drafting_heads, objectives
+
+Kind = Literal["medusa", "eagle"]
+
+_TRUNK = bundled_model.CONFIGS["shipped"].trunk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which heads, how they are trained, and where they go."""
+
+    model: str = "stdlib-bytes"
+    """That they draft for: a folder, or a bundled model; of the shape that the recipes
+    name."""
+    kinds: tuple[Kind, ...] = ("medusa", "eagle")
+    """Trained one after the other."""
+    medusa: drafting_heads.Recipe
+    eagle: drafting_heads.Recipe
+    num_blocks: int = 2
+    """Residual blocks of each of Medusa's heads."""
+    taps: tuple[int, ...] = (2, 3, 4)
+    """Features that EAGLE reads: what goes into these layers; the number of layers
+    stands for the last hidden state."""
+    num_ranks: int = 8
+    """Best guesses of each depth that are scored."""
+    num_answers: int = 256
+    """Held-out pieces of text that the model goes on from, half as long as the windows
+    of training; as many tokens of its answers are scored."""
+    export: str = ""
+    """Folders for the trained heads in bfloat16, each with its kind behind this name;
+    empty: not written."""
+
+    def __post_init__(self):
+        """Refuses what cannot be trained."""
+        validation.among(self, "kinds", known=("medusa", "eagle"))
+        validation.at_least(self, "num_blocks", "num_ranks", "num_answers")
+        for recipe in (self.medusa, self.eagle):
+            if not isinstance(recipe.run.corpus, corpora.CorpusConfig):
+                raise ValueError(f"{recipe.run.corpus=} must be text")
+
+    def recipe(self, kind: Kind) -> drafting_heads.Recipe:
+        """How heads of a kind are trained."""
+        return self.medusa if kind == "medusa" else self.eagle
+
+    def shape(self, kind: Kind, model: Any) -> head_folders.HeadsConfig:
+        """The heads of a kind, for a model."""
+        if kind == "eagle":
+            return eagle.EagleConfig(target=model, taps=self.taps)
+        depth = self.medusa.depth
+        return medusa.MedusaConfig(
+            target=model, num_heads=depth, num_blocks=self.num_blocks
+        )
+
+
+_RUN = TrainConfig(
+    model=_TRUNK.model,
+    batch_size=8,
+    seq_len=256,
+    num_steps=6000,
+    warmup_steps=100,
+    cooldown_steps=2000,
+    learning_rate=2e-2,
+    report_every=25,
+)
+_SMOKE = drafting_heads.Recipe(
+    run=dataclasses.replace(
+        _RUN,
+        corpus=corpora.CorpusConfig(held_out=0.02),
+        batch_size=2,
+        seq_len=32,
+        num_steps=20,
+        warmup_steps=5,
+        cooldown_steps=5,
+        report_every=5,
+    )
+)
+_SHORTER = dataclasses.replace(_RUN, num_steps=2700, cooldown_steps=900)
+
+CONFIGS = {
+    "smoke": Config(medusa=_SMOKE, eagle=_SMOKE, num_answers=8),
+    "shipped": Config(
+        medusa=drafting_heads.Recipe(run=_RUN),
+        eagle=drafting_heads.Recipe(run=_SHORTER),
+        export="experiments/models/stdlib-bytes",
+    ),
+}
+
+
+class Heads(Table):
+    """What was trained."""
+
+    kind: Texts = column("of the heads")
+    status: Texts = column("`done`, `stopped` or `diverged`")
+    num_params: Ints = column("weights of their own", heading="parameters")
+    num_tokens: Ints = column("trained on", heading="tokens")
+    loss: Floats = column(
+        "nats of the model's law under theirs, mean of the last ten reports",
+        heading="loss",
+    )
+    duration_s: Floats = column("time spent in training, on the clock")
+
+
+class Acceptance(Table):
+    """How often guesses are right."""
+
+    kind: Texts = column("of the heads")
+    depth: Ints = column("places behind the model's own token", heading="depth")
+    rank: Ints = column("of the guess at its depth, 0 the best")
+    right_share: Floats = column(
+        "right, where a step of greedy decoding begins",
+        heading="right",
+    )
+
+
+class Result(Record):
+    """Heads, and how often they are right."""
+
+    heads: Heads = column("of each kind")
+    acceptance: Acceptance = column("by the weights rounded to bfloat16")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Trains, scores held-out text and exports."""
+    target = checkpoints.load_model(bundled.folder_of(config.model))
+    heads, acceptance = [], []
+    for kind in config.kinds:
+        recipe, shape = config.recipe(kind), config.shape(kind, target.config)
+        corpus = corpora.open(recipe.run.corpus)
+        found = drafting_heads.train(
+            recipe, shape, target.params, corpus, progress=progress
+        )
+        params = jax.tree.map(
+            lambda x: x.astype("bfloat16").astype(jnp.float32), found.params
+        )
+        lines = found.curve
+        last = lines[-1] if lines else {"tokens": 0, "duration_s": 0.0}
+        row = {
+            "kind": kind,
+            "status": found.status,
+            "num_params": sum(x.size for x in jax.tree.leaves(params)),
+            "num_tokens": last["tokens"],
+            "loss": np.mean([x["loss"] for x in lines[-10:]]) if lines else np.nan,
+            "duration_s": last["duration_s"],
+        }
+        heads.append(row)
+        if found.status != "done":
+            break
+        shares = score(config, kind, shape, params, target)
+        acceptance += [(kind, *at, share) for at, share in np.ndenumerate(shares)]
+        if config.export:
+            head_folders.save(
+                f"{config.export}-{kind}",
+                shape,
+                params,
+                acceptance=shares.tolist(),
+                model_card=model_card(config, kind, row, shares),
+                overwrite=True,
+            )
+    rows = [(kind, depth + 1, rank, x) for kind, depth, rank, x in acceptance]
+    return Result(Heads.of(heads), Acceptance.of(rows))
+
+
+def score(
+    config: Config,
+    kind: Kind,
+    shape: head_folders.HeadsConfig,
+    params: Params,
+    target: checkpoints.Loaded,
+) -> np.ndarray:
+    """Finds how often guesses are right, by depth and rank, in greedy answers."""
+    recipe = config.recipe(kind)
+    held_out = corpora.open(recipe.run.corpus).held_out
+    half, num = recipe.run.seq_len // 2, config.num_answers
+    pieces = objectives.stream_windows(held_out, seq_len=half - 1, num_windows=num)
+    bounds = EngineConfig(
+        num_pages=16 * -(-2 * half // 16), max_slots=16, max_length=2 * half
+    )
+    engine = Engine(
+        target.params,
+        paged.PagedForward(target.config),
+        paged.make_pages(target.config, bounds),
+        bounds,
+    )
+    done = engine.generate(
+        pieces.tolist(), Sampling.greedy(max_tokens=half, ignore_eos=True)
+    )
+    answers = np.array([x.answers[0].tokens for x in done], np.int32)
+    return drafting_heads.acceptance(
+        *(params, target.params, np.concatenate([pieces, answers], axis=1)),
+        heads=shape,
+        depth=recipe.depth,
+        num_ranks=config.num_ranks,
+        start=half,
+    )
+
+
+def plot(ax: Any, result: Result) -> None:
+    """Draws how often the best guesses are right, by depth."""
+    for index, kind in enumerate(result.acceptance.distinct("kind")):
+        best, color = result.acceptance.where(kind=kind, rank=0), style.colors()[index]
+        ax.plot(best.depth, best.right_share, "o-", color=color)
+        end = best.depth[-1], best.right_share[-1]
+        style.note(ax, kind, end, (4, 0), va="center", color=color)
+    depths = result.acceptance.distinct("depth")
+    ax.set(
+        xlabel="place behind the model's own token",
+        ylabel="best guess right [share]",
+        xticks=depths or [1],
+        ylim=(0, 1),
+    )
+
+
+_ABOUT: dict[Kind, str] = {
+    "medusa": """{num} Medusa heads (Cai et al. 2024, arXiv:2401.10774), each of
+    {blocks} residual blocks on the last hidden state, then the model's own output
+    matrix.""",
+    "eagle": """An EAGLE-3 drafter (Li et al. 2025, arXiv:2503.01840): one layer like
+    the model's own on fused features, what goes into its layers {taps} (its number of
+    layers stands for the last hidden state), and on the embedding of the token that
+    follows; embeddings and output matrix are the model's own.""",
+}
+_LOSS: dict[Kind, str] = {
+    "medusa": "the heads side by side",
+    "eagle": """the drafter unrolled for as many steps on its own states ("training-time
+    test")""",
+}
+
+
+def model_card(
+    config: Config, kind: Kind, row: dict[str, Any], shares: np.ndarray
+) -> str:
+    """Writes the card of heads, in Markdown; every number in it is the run's."""
+    recipe = config.recipe(kind)
+    run, text, env = recipe.run, recipe.run.corpus, environment.describe()
+    assert isinstance(text, corpora.CorpusConfig)
+    split, versions = corpora.load(text), env["versions"]
+    epochs = row["num_tokens"] / len(corpora.tokens(split.train))
+    about = _ABOUT[kind].format(
+        num=recipe.depth,
+        blocks=config.num_blocks,
+        taps=", ".join(map(str, config.taps)),
+    )
+    num_ranks = min(3, shares.shape[1])
+    ranks = ["best", "second", "third"][:num_ranks]
+    table = [
+        f"| depth | {' | '.join(ranks)} |",
+        "|---" * (1 + num_ranks) + "|",
+        *(
+            f"| {depth} | " + " | ".join(f"{x:.3f}" for x in found[:num_ranks]) + " |"
+            for depth, found in enumerate(shares, 1)
+        ),
+    ]
+    name = bundled.folder_of(config.model).name
+    parts = [
+        "---\nlicense: psf-2.0\ntags: [speculative-decoding, byte-level, code]\n---",
+        f"# {name}-{kind}",
+        f"Heads that draft for [{name}](../{name}/README.md).",
+        "## Use",
+        f"    jaxkv generate {name} --prompt 'def ' --speculate {kind}",
+        "## Shape",
+        f"""{about} {row["num_params"]:,} weights in bfloat16, which were trained for
+        this model and fit no other.""",
+        "## Data",
+        f"""The {len(split.train)} files of {corpora.describe(text)} that the model was
+        trained on; the {len(split.held_out)} files held out are those that were held
+        out from it.""",
+        "## Result",
+        "\n".join(table),
+        f"""How often a guess is the token that the model will say, in greedy answers of
+        {run.seq_len // 2} tokens to {config.num_answers} pieces of held-out files, each
+        {run.seq_len // 2} tokens long: where a step begins whose drafts are the best
+        guesses in a row. Depth 1 is the token behind the one that the model has just
+        said. All ranks that were scored stand in `config.json`, for trees.""",
+        "## Training",
+        "    jaxkv run bundled_heads shipped",
+        f"""{row["num_tokens"]:,} tokens ({epochs:.1f} epochs): {run.num_steps:,} steps
+        of {run.batch_size} x {run.seq_len} tokens, learning rate {run.learning_rate}
+        with {run.warmup_steps} steps of rise and {run.cooldown_steps:,} of fall to
+        zero, Muon for matrices of layers, AdamW for the rest, seed {run.seed}. The loss
+        is the cross-entropy with the model's own law, {recipe.depth} guesses deep, each
+        weighing {recipe.decay} of the one before it, {_LOSS[kind]}. It ended at
+        {row["loss"]:.4f} nats. It took {row["duration_s"]:,.0f} seconds on the clock of
+        {env["num_cpus"]} cores ({env["cpu"]}) that other work shared, with Python
+        {versions["python"]}, jax {versions["jax"]}, optax {versions["optax"]}.""",
+        "## Licence",
+        """The text is under the licence of the Python Software Foundation; the weights
+        are given on the same terms.""",
+    ]
+    return "\n\n".join(map(_filled, parts)) + "\n"
+
+
+def _filled(part: str) -> str:
+    """Fills a paragraph; headings, tables and commands stay as they are."""
+    if part.startswith(("-", "#", "|", "    ")):
+        return part
+    return textwrap.fill(" ".join(part.split()), 88, break_on_hyphens=False)

@@ -1,0 +1,70 @@
+"""Features: what the model made of each token, kept on the pages for heads that draft.
+
+A head guesses from hidden states of tokens that were fed steps ago, or by somebody
+else whose prefix is shared. So these stand at the places of their tokens, a leaf of
+`Pages`: whatever copies, shares, swaps or saves K and V does the same to them.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxkv import arrays
+from jaxkv.memory import kv_pages
+from jaxkv.memory.kv_pages import Pages, Rows
+
+
+def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages:
+    """Writes features of every row to the row's place, in place, cast to their type.
+
+    Padding rows and rows whose place is unmapped are dropped.
+
+    Raises:
+      ValueError: the pages have no features, or of another width.
+    """
+    kept = _kept(pages)
+    if kept.shape[2] != values.shape[1]:
+        raise ValueError(f"{values.shape[1]=} must be the pages' {kept.shape[2]}")
+    at = kv_pages.locate(rows, page_size=pages.page_size)
+    written = arrays.put(kept, at, values.astype(kept.dtype))
+    assert pages.features is not None
+    return pages._replace(features=written.reshape(pages.features.shape))
+
+
+def read(
+    pages: Pages, rows: Rows, places: Int32[Array, " rows"]
+) -> Float[Array, "rows width"]:
+    """Reads the features at other places of the rows' sequences.
+
+    Returns:
+      Those of the tokens at `places`; zeros where there is none, such as before the
+      first token.
+
+    Raises:
+      ValueError: the pages have no features.
+    """
+    there = rows._replace(position=places, place=None)
+    at = kv_pages.locate(there, page_size=pages.page_size)
+    return arrays.take(_kept(pages), at, fill=0)
+
+
+def before(rows: Rows) -> Int32[Array, " rows"]:
+    """The place of the token before each row's: in a token tree that of its parent.
+
+    Below 0 where there is none.
+    """
+    places = rows.places
+    if rows.context is None or rows.ancestors is None:
+        return places - 1
+    context = arrays.take(rows.context, kv_pages.slots_of(rows), fill=-1)
+    column = jnp.arange(rows.ancestors.shape[1], dtype=jnp.int32)[None, :]
+    own = places - context
+    kin = rows.ancestors & (column < own[:, None])
+    parent = context + jnp.max(jnp.where(kin, column, -1), axis=1)
+    return jnp.where((context >= 0) & (own >= 0), parent, places - 1)
+
+
+def _kept(pages: Pages) -> Float[Array, "pages page_size width"]:
+    if pages.features is None:
+        raise ValueError("the pages have no features; make_pages takes their number")
+    kept = pages.features
+    return jnp.reshape(kept, (*kept.shape[1:2], *kept.shape[3:]))

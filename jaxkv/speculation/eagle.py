@@ -1,0 +1,211 @@
+"""EAGLE: a layer that continues the model's features, and by them its tokens.
+
+A row of the drafter is a token and the feature of the token before it: what several
+layers of the model made of that, fused to one state. One transformer layer with K and V
+of its own turns both into a state, which the model's output matrix turns into logits of
+the token that follows. Of drafts there are no features of the model yet; the drafter's
+own states take their place, and it was trained for that.
+
+Source: Li et al. 2025, arXiv:2503.01840 (EAGLE-3), section 3.1 and figures 5 and 6; Li
+et al. 2024, arXiv:2401.15077 (EAGLE), section 3.1.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models import ModelConfig, Params, rotary, transformer
+from jaxkv.models.transformer import Transformer
+
+_SHARED = ("embed", "embed_positions", "head")
+"""Parameters that are the target's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """The shape of the drafter."""
+
+    target: ModelConfig
+    """The model that it drafts for; its layer is like one of that."""
+    taps: tuple[int, ...]
+    """Features that are fused, as `PagedForward` takes them."""
+
+    def __post_init__(self) -> None:
+        """Refuses taps that the target does not have.
+
+        Raises:
+          ValueError: shows them.
+        """
+        most = self.target.num_layers
+        if not self.taps or not all(0 <= tap <= most for tap in self.taps):
+            raise ValueError(f"{self.taps=} must be some in [0, {most}]")
+
+    @property
+    def layer(self) -> ModelConfig:
+        """A model of the one layer."""
+        return dataclasses.replace(self.target, num_layers=1, experts=None)
+
+    def param_shapes(self, dtype: DTypeLike = "float32") -> Params:
+        """The tree of the parameters, of `jax.ShapeDtypeStruct`s."""
+        size, dtype = self.target.hidden_size, jnp.dtype(dtype)
+        own = transformer.param_shapes(self.layer, dtype=dtype)
+
+        def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(sizes, dtype)
+
+        return {name: own[name] for name in own if name not in _SHARED} | {
+            "feature_norm": {"scale": shape(size)},
+            "fuse": {"weight": shape(size, len(self.taps) * size)},
+            "merge": {"weight": shape(size, 2 * size)},
+            "token_norm": {"scale": shape(size)},
+        }
+
+    def init_params(self, key: Array) -> Params:
+        """Random weights; the fused feature is at first the mean of the taps."""
+        keys = jax.random.split(key)
+        own = transformer.init_params(self.layer, keys[0])
+        own = {name: own[name] for name in own if name not in _SHARED}
+        size, num = self.target.hidden_size, len(self.taps)
+        draw = jax.random.normal(keys[1], (size, 2 * size)) * jnp.float32(0.02)
+        mean = jnp.tile(jnp.eye(size) / jnp.float32(num), (1, num))
+        return own | {
+            "feature_norm": {"scale": jnp.ones(size)},
+            "fuse": {"weight": mean},
+            "merge": {"weight": draw},
+            "token_norm": {"scale": jnp.ones(size)},
+        }
+
+
+def merged(params: Params, target: Params, config: EagleConfig) -> Transformer:
+    """The drafter's layer and last norm, with the target's embeddings and head."""
+    own = {name: params[name] for name in ("layers", "final_norm")}
+    shared = {name: target[name] for name in _SHARED if name in target}
+    return transformer.merge(config.layer, own | shared)
+
+
+def fuse(
+    params: Params, features: Float[Array, "rows features"]
+) -> Float[Array, "rows hidden"]:
+    """Makes one state of what was tapped; a token's state of no token is zeros."""
+    return features @ params["fuse"]["weight"].T
+
+
+def inputs(
+    params: Params,
+    target: Params,
+    tokens: Int[Array, " rows"],
+    states: Float[Array, "rows hidden"],
+    *,
+    config: EagleConfig,
+) -> Float[Array, "hidden rows"]:
+    """What goes into the layer.
+
+    Args:
+      params: of the drafter.
+      target: of the model.
+      tokens: one a row.
+      states: of the token before each, fused features or the drafter's own.
+      config: shape of the drafter.
+
+    Returns:
+      Columns: the states, and what tokens and states together add to them.
+    """
+    norm = functools.partial(_norm, eps=config.target.norm_eps)
+    token = norm(target["embed"]["weight"][tokens], params["token_norm"])
+    feature = norm(states, params["feature_norm"])
+    both = jnp.concatenate([token, feature], axis=1)
+    return (states + both @ params["merge"]["weight"].T).T
+
+
+def _norm(x: Float[Array, "rows hidden"], scale: Params, *, eps: float) -> Array:
+    """RMS norm of rows."""
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    wide = wide * jax.lax.rsqrt((wide * wide).mean(1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * scale["scale"][None]
+
+
+def unroll(
+    params: Params,
+    target: Params,
+    tokens: Int[Array, "batch seq"],
+    features: Float[Array, "batch seq features"],
+    *,
+    config: EagleConfig,
+    num_steps: int,
+) -> Float[Array, "num_steps batch seq vocab"]:
+    """Drafts from every place of whole sequences at once, the drafts being the text.
+
+    Step s stands at each place as if the last s of its tokens were drafts: the state
+    before it is that of step s - 1, and it sees keys of the tokens before them as made
+    from features, and of the drafts as made from states, each of the step that drafted
+    behind it.
+
+    Args:
+      params: of the drafter.
+      target: of the model.
+      tokens: the texts.
+      features: of the same tokens, by the model.
+      config: shape of the drafter.
+      num_steps: at least 1, static.
+
+    Returns:
+      Logits of the token behind each. Those of step s mean nothing at the first s
+      places.
+
+    Source: EAGLE-3, section 3.2, "training-time test".
+    """
+    batch, seq = tokens.shape
+    model = merged(params, target, config)
+    positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
+    states = fuse(params, features.reshape(batch * seq, -1))
+    keys: Any = ()
+    found = []
+    for _ in range(num_steps):
+        before = states.reshape(batch, seq, -1)[:, :-1]
+        before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(batch * seq, -1)
+        x = inputs(params, target, tokens.reshape(-1), before, config=config)
+        attend = functools.partial(_attend, config=config.layer, shape=(batch, seq))
+        run = model.hidden(tokens.reshape(-1), positions, attend, keys, inputs=x)
+        states, keys = run.last.T, run.carry
+        found.append(model.logits(run.last).reshape(batch, seq, -1))
+    return jnp.stack(found)
+
+
+def _attend(
+    _: Any,
+    qkv: Float[Array, "kv_heads group_and_2 head_dim rows"],
+    angles: rotary.Angles | None,
+    keys: tuple[tuple[Array, Array], ...],
+    *,
+    config: ModelConfig,
+    shape: tuple[int, int],
+) -> tuple[Float[Array, "kv_heads group head_dim rows"], Any]:
+    """Attends as one step of `unroll` does; `keys` are K and V of the steps before."""
+    (batch, seq), step = shape, len(keys)
+    q, k, v = (x.reshape(*x.shape[:-1], batch, seq) for x in rotary.parts(qkv, angles))
+    keys = (*keys, (k, v))
+    place = jnp.arange(seq, dtype=jnp.int32)
+    back = place[:, None] - place[None, :]
+    window = seq if config.window is None else config.window
+    seen = (back >= step) & (back < window)
+    scores = jnp.einsum("kgdbq,kdbs->kgbqs", q, keys[0][0])
+    scores = [jnp.where(seen, scores, -jnp.inf)]
+    # Of the drafts each step has one, `age` tokens ago.
+    aged = [(step - own, keys[own]) for own in range(1, step + 1)]
+    aged = [(age, pair) for age, pair in aged if age < window]
+    for age, (key, _) in aged:
+        one = jnp.einsum("kgdbq,kdbq->kgbq", q, jnp.roll(key, age, axis=-1))
+        scores.append(one[..., None])
+    scale = jnp.asarray(config.head_dim**-0.5, q.dtype)
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * scale, axis=-1)
+    out = jnp.einsum("kgbqs,kdbs->kgdbq", weights[..., :seq], keys[0][1])
+    for index, (age, (_, value)) in enumerate(aged):
+        weight = weights[:, :, None, :, :, seq + index]
+        out = out + weight * jnp.roll(value, age, axis=-1)[:, None]
+    return out.reshape(*out.shape[:3], -1), keys

@@ -1,0 +1,154 @@
+"""Folders of trained heads: `config.json` and safetensors, beside the model's own.
+
+`config.json` says what kind they are, the sizes of the model that they draft for, and
+how often their guesses were right, from which trees are made. Nothing is believed
+before it is checked; what is wrong is told in one line.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.typing import DTypeLike
+
+from jaxkv import validation
+from jaxkv.files import aside, blaming, check_replaceable, read_json
+from jaxkv.models import ModelConfig, Params, checkpoints
+from jaxkv.speculation.eagle import EagleConfig
+from jaxkv.speculation.medusa import MedusaConfig
+
+type HeadsConfig = MedusaConfig | EagleConfig
+
+_KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "medusa": (MedusaConfig, ("num_heads", "num_blocks")),
+    "eagle": (EagleConfig, ("taps",)),
+}
+KINDS = tuple(_KINDS)
+"""What `model_type` of such a folder may be."""
+
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+}
+"""Of the target: what the file calls them, and what the configuration does."""
+
+
+class Loaded(NamedTuple):
+    """What a folder holds."""
+
+    config: HeadsConfig
+    """The heads' shape."""
+    params: Params
+    """Their parameters."""
+    acceptance: tuple[tuple[float, ...], ...]
+    """How often each guess is right: by depth, then by rank."""
+
+
+def kind_of(config: HeadsConfig) -> str:
+    """Which of `KINDS` heads are."""
+    return next(name for name, (made, _) in _KINDS.items() if type(config) is made)
+
+
+def load(
+    folder: str | os.PathLike[str], target: ModelConfig, *, dtype: DTypeLike = "float32"
+) -> Loaded:
+    """Reads heads for a model.
+
+    Args:
+      folder: as `save` wrote it.
+      target: the model that is served.
+      dtype: type of the parameters, as `checkpoints.load_model` takes it.
+
+    Returns:
+      The heads.
+
+    Raises:
+      ValueError: names the folder and what is wrong with it: missing, damaged, no
+        heads, or those of another model.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    path = folder / "config.json"
+    raw = read_json(path)
+    with blaming(path, KeyError, TypeError):
+        kind = validation.choice("model_type", raw.get("model_type"), KINDS)
+        for name, ours in _SIZES.items():
+            if (found := raw.get(name)) != getattr(target, ours):
+                raise ValueError(
+                    f"heads of a model with {name}={found!r}, the model served has "
+                    f"{getattr(target, ours)}"
+                )
+        make, names = _KINDS[kind]
+        config = make(
+            target=target, **{name: _whole(name, raw[name]) for name in names}
+        )
+        acceptance = _shares(raw["acceptance"])
+    params = checkpoints.load_tree(folder, config.param_shapes(), dtype=dtype)
+    return Loaded(config, params, acceptance)
+
+
+def _whole(name: str, value: Any) -> int | tuple[int, ...]:
+    """Checks a whole number, or several."""
+    if isinstance(value, list):
+        return tuple(validation.integer(name, x) for x in value)
+    return validation.integer(name, value)
+
+
+def _shares(raw: Any) -> tuple[tuple[float, ...], ...]:
+    """Checks that numbers are shares, of as many ranks at each depth."""
+    shares = tuple(
+        tuple(
+            validation.number("acceptance", x, low=0.0, high=1.0, hint="in [0, 1]")
+            for x in depth
+        )
+        for depth in raw
+    )
+    if not shares or {len(depth) for depth in shares} != {len(shares[0]) or 1}:
+        raise ValueError("acceptance must have as many ranks at each depth")
+    return shares
+
+
+def save(
+    folder: str | os.PathLike[str],
+    config: HeadsConfig,
+    params: Params,
+    *,
+    acceptance: Sequence[Sequence[float]],
+    model_card: str,
+    dtype: DTypeLike = "bfloat16",
+    overwrite: bool = False,
+) -> Path:
+    """Writes a folder that `load` reads, whole or not at all.
+
+    Args:
+      folder: where to.
+      config: the heads' shape.
+      params: their parameters.
+      acceptance: how often each guess is right, by depth and rank.
+      model_card: text of the folder's README.md.
+      dtype: type to store.
+      overwrite: whether to replace heads that are there.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: something else is in the folder's place, or a value is too large.
+    """
+    folder = Path(folder).absolute()
+    check_replaceable(folder, "config.json", "heads", overwrite)
+    kind = kind_of(config)
+    raw: dict[str, Any] = {"model_type": kind}
+    raw |= {name: getattr(config.target, ours) for name, ours in _SIZES.items()}
+    raw |= {name: getattr(config, name) for name in _KINDS[kind][1]}
+    raw["acceptance"] = [[round(float(x), 4) for x in depth] for depth in acceptance]
+    with aside(folder) as new:
+        checkpoints.save_tree(new, params, dtype=dtype)
+        text = json.dumps(raw, indent=2) + "\n"
+        (new / "config.json").write_text(text, encoding="utf-8")
+        (new / "README.md").write_text(model_card, encoding="utf-8")
+    return folder

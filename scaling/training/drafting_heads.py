@@ -1,0 +1,269 @@
+"""Trains heads that draft for a model which stays as it is, and scores their guesses.
+
+They learn what the model itself says of each place, its whole law, since it is the
+model that accepts their guesses. Medusa's heads each guess a token further ahead; an
+EAGLE drafter is unrolled for as many steps as it will draft, and learns from its own
+states.
+
+Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.1; Li et al. 2025,
+arXiv:2503.01840, section 3.2; the law as labels, Hinton et al. 2015, arXiv:1503.02531,
+section 2.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import validation
+from jaxkv.models import Params, transformer
+from jaxkv.progress import QUIET, Progress
+from jaxkv.speculation import eagle, medusa
+from jaxkv.speculation.head_folders import HeadsConfig
+from scaling.corpora import corpora, streams
+from scaling.training import optimizers
+from scaling.training.recipes import Schedule, TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How heads are trained."""
+
+    run: TrainConfig
+    """Text, optimizer and schedule; its model is the one that they draft for."""
+    depth: int = 4
+    """Guesses in a row that they learn to make; of Medusa, its heads."""
+    decay: float = 0.8
+    """Weight of the loss of each guess, of that of the one before it."""
+
+    def __post_init__(self) -> None:
+        """Refuses what teaches nothing."""
+        validation.at_least(self, "depth")
+        validation.within(self, "decay", low=0, high=1, ends="(]")
+
+
+class Read(NamedTuple):
+    """What the model makes of a text."""
+
+    features: Float[Array, "batch seq features"]
+    """What the heads read."""
+    logits: Float[Array, "batch seq vocab"]
+    """Of the token behind each."""
+
+
+class Result(NamedTuple):
+    """What training left.
+
+    Attributes:
+      params: of the heads, float32.
+      curve: one dict per report: `step`, `tokens`, `loss` (nats per guess, weighted
+        mean), `duration_s`.
+      status: `done`, `stopped` or `diverged`.
+    """
+
+    params: Params
+    curve: list[dict[str, Any]]
+    status: str
+
+
+def read(target: Params, tokens: Int[Array, "batch seq"], heads: HeadsConfig) -> Read:
+    """Runs the model over texts, each from its beginning."""
+    model = transformer.merge(heads.target, target)
+    found = transformer.read(model, tokens, taps=heads.taps)
+    features = jnp.concatenate(found.taps).T.reshape(*tokens.shape, -1)
+    logits = model.logits(found.last).reshape(*tokens.shape, -1)
+    return Read(*jax.lax.stop_gradient((features, logits)))
+
+
+def guesses(
+    params: Params,
+    target: Params,
+    tokens: Int[Array, "batch seq"],
+    found: Read,
+    *,
+    heads: HeadsConfig,
+    depth: int,
+) -> Float[Array, "depth batch seq vocab"]:
+    """What the heads say of texts: guess d, from 0 on, of the token behind each place.
+
+    Guess d was made as if the last d + 1 tokens of the place were not yet fed to the
+    model, EAGLE knowing them and Medusa not. So it means nothing at the first d + 1
+    places.
+    """
+    if isinstance(heads, eagle.EagleConfig):
+        how = {"config": heads, "num_steps": depth}
+        return eagle.unroll(params, target, tokens, found.features, **how)
+    batch, seq = tokens.shape
+    rows = found.features.reshape(batch * seq, -1)
+    said = medusa.logits(params, target, rows, config=heads)
+    said = said.reshape(heads.num_heads, batch, seq, -1)[:depth]
+    ahead = range(1, said.shape[0] + 1)
+    rolled = [jnp.roll(x, k, axis=1) for k, x in zip(ahead, said, strict=True)]
+    return jnp.stack(rolled)
+
+
+def mean_loss(
+    params: Params,
+    target: Params,
+    tokens: Int[Array, "batch seq"],
+    *,
+    heads: HeadsConfig,
+    depth: int,
+    decay: float,
+) -> Float[Array, ""]:
+    """Nats of the model's law under the heads', weighted mean over the guesses."""
+    found = read(target, tokens, heads)
+    said = guesses(params, target, tokens, found, heads=heads, depth=depth)
+    law = jax.nn.softmax(found.logits)
+    nats = -jnp.sum(law[None] * jax.nn.log_softmax(said), axis=-1)
+    counts = _known(depth, tokens.shape[1])[:, None]
+    each = jnp.sum(jnp.where(counts, nats, 0), (1, 2)) / jnp.sum(
+        jnp.broadcast_to(counts, nats.shape), (1, 2), dtype=nats.dtype
+    )
+    weights = np.float32(decay) ** np.arange(depth, dtype=np.float32)
+    return jnp.sum(each * (weights / weights.sum()))
+
+
+def _known(depth: int, seq: int) -> Bool[np.ndarray, "depth seq"]:
+    """Where guesses mean something."""
+    return np.arange(seq)[None, :] > np.arange(depth)[:, None]
+
+
+def train(
+    recipe: Recipe,
+    heads: HeadsConfig,
+    target: Params,
+    corpus: streams.Corpus,
+    *,
+    progress: Progress = QUIET,
+) -> Result:
+    """Trains heads on windows of a corpus, leaving nothing on disk.
+
+    Args:
+      recipe: how.
+      heads: their shape.
+      target: parameters of the model.
+      corpus: what `corpora.open` made of the recipe's.
+      progress: who is told, and may stop it.
+
+    Returns:
+      The heads; as they were before the last report if the loss was not finite.
+    """
+    config, schedule = recipe.run, Schedule.of(recipe.run)
+    optimizer = optimizers.make(config.optimizer)
+    loss = functools.partial(
+        mean_loss, heads=heads, depth=recipe.depth, decay=recipe.decay
+    )
+
+    def steps(
+        state: Any, step: Array, num: Array, stream: Array, target: Params
+    ) -> tuple[Any, Array]:
+        def one(index: Array, carry: Any) -> Any:
+            (params, moments), total = carry
+            windows = corpora.draw(
+                *(stream, jnp.int32(config.seed), step + index),
+                batch_size=config.batch_size,
+                seq_len=config.seq_len,
+            )
+            nats, grads = jax.value_and_grad(loss)(params, target, windows[:, :-1])
+            updates, moments = optimizer.update(grads, moments, params)
+            rate = schedule.at(step + index)
+            params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
+            return (params, moments), total + nats
+
+        state, total = jax.lax.fori_loop(0, num, one, (state, jnp.float32(0)))
+        return state, total / num.astype(jnp.float32)
+
+    call, stream = jax.jit(steps), jnp.asarray(corpus.stream)
+    params = heads.init_params(jax.random.key(config.seed))
+    state = params, optimizer.init(params)
+    curve, started, status = [], time.monotonic(), "stopped"
+    stretches = range(0, config.num_steps, config.report_every)
+    for step in progress.track(stretches, "heads", "reports"):
+        if progress.stopped:
+            break
+        num = min(config.report_every, config.num_steps - step)
+        new, nats = call(state, jnp.int32(step), jnp.int32(num), stream, target)
+        if not math.isfinite(nats := float(nats)):
+            status = "diverged"
+            break
+        state = new
+        line = {
+            "step": step + num,
+            "tokens": (step + num) * config.batch_size * config.seq_len,
+            "loss": nats,
+            "duration_s": time.monotonic() - started,
+        }
+        curve.append(line)
+        status = "done" if step + num == config.num_steps else "stopped"
+    return Result(state[0], curve, status)
+
+
+def acceptance(
+    params: Params,
+    target: Params,
+    windows: Int[np.ndarray, "windows window"],
+    *,
+    heads: HeadsConfig,
+    depth: int,
+    num_ranks: int,
+    start: int = 1,
+    batch_size: int = 8,
+) -> Float[np.ndarray, "depth num_ranks"]:
+    """How often each of the heads' best guesses is the token that comes.
+
+    It is asked where a step begins if the best guesses are drafted as a chain: behind
+    the first one that was wrong. On all places they would look better than they are,
+    since the easy ones are skipped by being guessed.
+
+    Args:
+      params: of the heads.
+      target: of the model.
+      windows: texts, each with an answer of the model.
+      heads: shape of the heads.
+      depth: guesses in a row, as in training.
+      num_ranks: best guesses that are looked at.
+      start: place of each window at which its answer begins, at least 1.
+      batch_size: windows read at a time, which their number need not divide.
+
+    Returns:
+      Shares in [0, 1], by depth, 1 the first guess, and rank of the guess there.
+    """
+    look = jax.jit(
+        functools.partial(_is_right, heads=heads, depth=depth, num_ranks=num_ranks)
+    )
+    hits, num_steps = np.zeros((depth, num_ranks)), 0
+    for first in range(0, len(windows), batch_size):
+        batch = windows[first : first + batch_size]
+        fill = ((0, batch_size - len(batch)), (0, 0))
+        found = np.asarray(look(params, target, jnp.asarray(np.pad(batch, fill))))
+        for right in found[: len(batch)]:
+            place = start
+            while place + depth < windows.shape[1]:
+                # Guess d of the step at a place stands d places further.
+                mine = right[place + np.arange(depth), np.arange(depth)]
+                hits, num_steps = hits + mine, num_steps + 1
+                place += 1 + int(np.cumprod(mine[:, 0]).sum())
+    return hits / max(num_steps, 1)
+
+
+def _is_right(
+    params: Params,
+    target: Params,
+    tokens: Int[Array, "batch seq"],
+    *,
+    heads: HeadsConfig,
+    depth: int,
+    num_ranks: int,
+) -> Bool[Array, "batch seq-1 depth num_ranks"]:
+    """Whether each of the best guesses at a place is the token behind it."""
+    found = read(target, tokens, heads)
+    said = guesses(params, target, tokens, found, heads=heads, depth=depth)
+    best = jax.lax.top_k(said[:, :, :-1], num_ranks)[1].astype(jnp.int32)
+    return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)

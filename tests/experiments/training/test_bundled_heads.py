@@ -1,0 +1,110 @@
+"""The bundled heads' training, small, and the heads that ship."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxkv
+from experiments.harness import bundled
+from experiments.training.bundled_heads import experiment
+from jaxkv.models import checkpoints
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import head_folders
+from tests.support import smoke
+from tests.support.impatience import Stopping
+
+KINDS = ("medusa", "eagle")
+TARGET = bundled.FOLDER / "stdlib-bytes"
+PROMPTS = ["import os\n\ndef ", "class A:\n    def __init__(self"]
+
+
+def answers(**how: Any) -> tuple[list[list[int]], float]:
+    """What the bundled model says, and the tokens of a step that decodes."""
+    engine = jaxkv.Engine.load(
+        TARGET, max_length=128, num_pages=16, max_slots=2, keep_trace=True, **how
+    )
+    done = engine.generate(PROMPTS, Sampling.greedy(max_tokens=96, ignore_eos=True))
+    emitted = sum(int(info.num_emitted.sum()) for info in engine.trace)
+    steps = sum(int((info.num_emitted > 0).sum()) for info in engine.trace)
+    return [x.answers[0].tokens for x in done], emitted / steps
+
+
+@pytest.mark.thorough
+def test_smoke_trains_scores_and_exports() -> None:
+    kept = smoke.run("bundled_heads")
+    config, result = kept.config, kept.result
+    assert result.heads.kind.tolist() == list(KINDS)
+    assert result.heads.num_tokens.tolist() == [20 * 2 * 32] * 2
+    target = checkpoints.load_model(TARGET).config
+    for kind in KINDS:
+        folder = Path(f"{config.export}-{kind}")
+        loaded = head_folders.load(folder, target)
+        assert loaded.config == config.shape(kind, target)
+        shares = result.acceptance.where(kind=kind).right_share
+        assert sum(loaded.acceptance, ()) == pytest.approx(shares, abs=1e-4)
+        assert shares[0] > 0.2
+        card = (folder / "README.md").read_text()
+        best = result.acceptance.where(kind=kind, rank=0).right_share
+        assert all(f"| {share:.3f} |" in card for share in best)
+        assert max(map(len, card.splitlines())) <= 88
+
+
+def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        experiment.CONFIGS["smoke"], export=str(tmp_path / "heads")
+    )
+    result = experiment.run(config, Stopping(0))
+    assert result.heads.status.tolist() == ["stopped"]
+    assert len(result.acceptance) == 0
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shipped_heads_fit_their_limits(kind: Any) -> None:
+    config = experiment.CONFIGS["shipped"]
+    folder = bundled.heads_of("stdlib-bytes", kind)
+    assert folder == Path(f"{bundled.FOLDER / Path(config.export).name}-{kind}")
+    assert sum(p.stat().st_size for p in folder.iterdir()) <= 1e6
+    target = checkpoints.read_config(TARGET)
+    loaded = head_folders.load(folder, target)
+    assert loaded.config == config.shape(kind, target)
+    # Of a guess that is as good as none no tree could be made.
+    assert loaded.acceptance[0][0] > 0.7
+    assert folder.name not in bundled.names()
+
+
+def test_heads_of_no_model_are_refused() -> None:
+    for model, kind in (("stdlib-bytes", "hydra"), ("other", "eagle")):
+        with pytest.raises(ValueError, match=f"{model}: no {kind} heads ship with it"):
+            bundled.heads_of(model, kind)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_shipped_heads_draft_what_the_model_says(kind: str) -> None:
+    """The same tokens, in about half the steps."""
+    heads = bundled.heads_of("stdlib-bytes", kind)
+    plain, one = answers()
+    assert one == 1
+    for how in ({"max_drafts": 4}, {"max_drafts": 8}):
+        found, tokens = answers(speculate=kind, heads_folder=heads, **how)
+        assert found == plain
+        assert tokens > 2
+    chained: dict[str, Any] = {"numerics": "reproducible", "max_drafts": 4}
+    exact, _ = answers(numerics="reproducible")
+    found, tokens = answers(speculate=kind, heads_folder=heads, **chained)
+    assert found == exact
+    assert tokens > 2
+
+
+def test_acceptance_is_stored_as_it_was_measured() -> None:
+    for kind in KINDS:
+        folder = bundled.heads_of("stdlib-bytes", kind)
+        raw = json.loads((folder / "config.json").read_text())
+        card = (folder / "README.md").read_text()
+        for depth, shares in enumerate(raw["acceptance"], 1):
+            assert sum(shares) <= 1
+            assert f"| {depth} | {shares[0]:.3f} | " in card

@@ -1,0 +1,165 @@
+"""Features on the pages: written with K and V, carried wherever these go."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import clock
+from jaxkv.engine.state import init
+from jaxkv.memory import features, kv_pages
+from jaxkv.memory.kv_pages import Rows
+from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.models import paged, transformer
+from tests.support import asks as workloads
+from tests.support import engines
+from tests.support.engines import CACHED, MODEL, TIGHT
+
+TAPS = (0, 2, 1)
+SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24)
+
+
+def states_of(tokens: Any, stacked: bool = False) -> np.ndarray:
+    """What is tapped of every token of whole sequences."""
+    params = engines.params()
+    if stacked:
+        params = transformer.stack_layers(MODEL, params)
+    model = transformer.merge(MODEL, params)
+    found = transformer.read(model, jnp.asarray(tokens), taps=TAPS)
+    return np.asarray(jnp.concatenate(found.taps)).T.reshape(*np.shape(tokens), -1)
+
+
+def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 7))
+    found = states_of(tokens).reshape(2, 7, 3, -1)
+    embedded = engines.params()["embed"]["weight"][tokens]
+    np.testing.assert_array_equal(found[:, :, 0], embedded)
+    logits = engines.full_logits(engines.params(), tokens, config=MODEL)
+    head = np.asarray(engines.params()["head"]["weight"])
+    np.testing.assert_allclose(found[:, :, 1] @ head.T, logits, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(found[:, :, 2], found[:, :, 0])
+    np.testing.assert_allclose(
+        states_of(tokens, stacked=True), states_of(tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("config", "asks"),
+    [
+        (TIGHT, workloads.singles),
+        pytest.param(CACHED, workloads.alike, marks=pytest.mark.slow),
+        pytest.param(SWAPPING, workloads.groups, marks=pytest.mark.slow),
+    ],
+    ids=["tight", "cached", "swapping"],
+)
+def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
+    """Through preemption, copies on write, shared prefixes and the staging buffer."""
+    forward = paged.PagedForward(MODEL, taps=TAPS)
+    pages = paged.make_pages(MODEL, config, taps=TAPS)
+    state = init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
+    waiting, checked, num_swapped = asks(), 0, 0
+    for call in range(60):
+        if waiting:
+            batch = engines.batch_of(waiting, config)
+            requests = engines.requests_of(batch, config)
+            state, taken = engines.submit(state, requests, config=config)
+            begun = np.asarray(taken) & (requests.params.sample == 0)
+            waiting = waiting[int(begun.sum()) :]
+        state, info = engines.run_steps(
+            *(engines.params(), state, clock.from_seconds(float(call))),
+            config=config,
+            forward=forward,
+            policy=engines.FCFS,
+        )
+        engines.assert_sound(jax.tree.map(np.asarray, info))
+        num_swapped += int(np.asarray(info.num_swapped_in).sum())
+        state, _ = engines.drain(state)
+        wanted = states_of(state.sequences.tokens)
+        size = config.page_size
+        for slot, row in enumerate(np.asarray(state.slots.sequence)):
+            places = np.arange(int(state.table.length[slot]))
+            page = np.asarray(state.table.page_ids)[slot, places // size]
+            assert state.pages.features is not None
+            got = np.asarray(state.pages.features)[0, page, 0, places % size]
+            np.testing.assert_allclose(got, wanted[row, places], rtol=1e-4, atol=1e-4)
+            checked += len(places)
+        if not waiting and (np.asarray(state.slots.sequence) < 0).all():
+            break
+    assert checked > 400
+    if config.max_swap_pages:
+        assert num_swapped > 0
+
+
+def test_the_token_before_is_the_parent() -> None:
+    """In a tree by who its ancestors are, elsewhere the place before."""
+    place = [[6, 7, 8, 9], [2, 3, 4, -1], [0, 1, 2, 3]]
+    kin = np.zeros((3, 4, 3), bool)
+    # Slot 0: a draft behind the root at place 6, and two behind that draft.
+    kin[0, 1, 0] = kin[0, 2, [0, 1]] = kin[0, 3, [0, 2]] = True
+    rows = Rows(
+        token=jnp.zeros(12, jnp.int32),
+        position=jnp.asarray(place, jnp.int32).reshape(-1),
+        slot=None,
+        page_ids=jnp.zeros((3, 2), jnp.int32),
+        logit_rows=jnp.zeros(0, jnp.int32),
+    )
+    tree = rows._replace(
+        place=rows.position,
+        context=jnp.asarray([7, -1, -1], jnp.int32),
+        ancestors=jnp.asarray(kin.reshape(12, 3)),
+    )
+    found = features.before(tree).reshape(3, 4).tolist()
+    assert found == [[5, 6, 7, 7], [1, 2, 3, -2], [-1, 0, 1, 2]]
+    by_slot = tree._replace(slot=jnp.arange(12, dtype=jnp.int32) // 4)
+    assert features.before(by_slot).reshape(3, 4).tolist() == found
+    np.testing.assert_array_equal(features.before(rows), rows.position - 1)
+
+
+def test_nothing_is_read_or_written_where_nothing_is() -> None:
+    pages = kv_pages.make_pages(
+        num_layers=1,
+        num_pages=3,
+        num_kv_heads=1,
+        page_size=2,
+        head_dim=2,
+        dtype="float32",
+        num_features=5,
+    )
+    rows = Rows(
+        token=jnp.zeros(4, jnp.int32),
+        position=jnp.asarray([3, -1, 2, 4], jnp.int32),
+        slot=jnp.asarray([0, 0, 1, 1], jnp.int32),
+        page_ids=jnp.asarray([[2, 0, NO_PAGE], [1, NO_PAGE, NO_PAGE]], jnp.int32),
+        logit_rows=jnp.zeros(0, jnp.int32),
+    )
+    values = jnp.arange(1.0, 21.0).reshape(4, 5)
+    written = features.write(pages, values, rows)
+    assert written.features is not None
+    there = np.asarray(written.features)
+    np.testing.assert_array_equal(there[0, 0, 0, 1], values[0])
+    assert (there != 0).sum() == 5
+    places = jnp.asarray([3, -1, 2, -2], jnp.int32)
+    got = np.asarray(features.read(written, rows, places))
+    np.testing.assert_array_equal(got[0], values[0])
+    assert not got[1:].any()
+    with pytest.raises(ValueError, match="must be the pages' 5"):
+        features.write(pages, values[:, :4], rows)
+    with pytest.raises(ValueError, match="the pages have no features"):
+        features.read(pages._replace(features=None), rows, places)
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ({"taps": (3,)}, r"self.taps=\(3,\) must be in \[0, "),
+        ({"taps": (-1,)}, r"self.taps=\(-1,\) must be in \[0, "),
+        ({"taps": (1,), "layers": (0,)}, "needs all layers"),
+    ],
+)
+def test_taps_that_there_are_not_are_refused(how: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        paged.PagedForward(MODEL, **how)

@@ -1,0 +1,342 @@
+"""Heads that draft: rows over pages equal whole sequences, and folders of weights."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import clock
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation
+from jaxkv.engine.state import EngineConfig, EngineState, init
+from jaxkv.models import paged, transformer
+from jaxkv.sampling import Sampling, sampler
+from jaxkv.speculation import (
+    Both,
+    Coupled,
+    Eagle,
+    EagleConfig,
+    Followed,
+    Medusa,
+    MedusaConfig,
+    WithHeads,
+    draws,
+    eagle,
+    eagle_drafting,
+    head_folders,
+    medusa,
+    static_tree,
+)
+from tests.support import engines
+from tests.support.engines import MODEL, Ask, greedy
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+HEADS = MedusaConfig(target=MODEL, num_heads=3, num_blocks=2)
+EAGLE = EagleConfig(target=MODEL, taps=(0, 2, 1))
+NUM = 7
+BUSH = static_tree.Topology((0, 0, 1, 1, 2, 3, 0), (0, 2, 0, 1, 1, 0, 4))
+# A page of a sequence maps the places behind its known tokens, also between two steps.
+BOUNDS = EngineConfig(
+    num_pages=4,
+    page_size=64,
+    max_slots=4,
+    max_length=64,
+    max_sequences=4,
+    queue_capacity=4,
+    submit_width=4,
+    token_budget=40,
+    max_drafts=NUM,
+    steps_per_call=3,
+    debug=True,
+)
+
+
+def weights_of(heads: Any) -> Any:
+    rng = np.random.default_rng(5)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype),
+        heads.param_shapes(),
+    )
+
+
+def after_some_steps(drafter: Drafter, asks: list[Ask]) -> tuple[EngineState, Both]:
+    """An engine between two steps, some tokens into its answers."""
+    heads: Any = drafter
+    target = paged.PagedForward(MODEL, taps=heads.config.taps)
+    pages = paged.make_pages(MODEL, BOUNDS, taps=heads.config.taps)
+    forward: Any = WithHeads(target)
+    if isinstance(drafter, Eagle):
+        forward = Followed(target, drafter.config)
+        beside = paged.make_pages(drafter.config.layer, BOUNDS)
+        pages = pages._replace(beside=beside)
+    params = Both(engines.params(), weights_of(heads.config))
+    full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
+    requests = engines.requests_of(asks, BOUNDS)
+    state, _ = engines.submit(init(BOUNDS, full, ()), requests, config=BOUNDS)
+    for _ in range(2):
+        state, info = engines.run_steps(
+            *(params, state, clock.from_seconds(0.0)),
+            config=BOUNDS,
+            forward=forward,
+            policy=engines.FCFS,
+            speculation=Speculation(drafter, Coupled()),
+        )
+        engines.assert_sound(jax.tree.map(np.asarray, info))
+    return state, params
+
+
+def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, Both]:
+    """What is drafted behind known tokens of each slot, and these."""
+    rng = np.random.default_rng(3)
+    asks = [greedy(i, rng.integers(0, 61, 3 + 4 * i).tolist(), 40) for i in range(4)]
+    state, params = after_some_steps(drafter, asks)
+    granted = jnp.full((4,), NUM, jnp.int32)
+    propose = jax.jit(drafter.propose, static_argnames="config")
+    _, _, drafts = propose(params, (), state, granted, config=BOUNDS)
+    s, rows = state.sequences, np.asarray(state.slots.sequence)
+    assert (rows >= 0).all()
+    known = [np.asarray(s.tokens)[row, : int(s.num_tokens[row])] for row in rows]
+    assert all(len(x) > len(ask.prompt) for x, ask in zip(known, asks, strict=True))
+    return [x.tolist() for x in known], drafts, params
+
+
+def features_of(tokens: list[int], taps: tuple[int, ...]) -> np.ndarray:
+    model = transformer.merge(MODEL, engines.params())
+    found = transformer.read(model, jnp.asarray([tokens], jnp.int32), taps=taps)
+    return np.asarray(jnp.concatenate(found.taps)).T
+
+
+@pytest.mark.thorough
+def test_medusa_drafts_the_best_guesses_of_every_head() -> None:
+    known, drafts, params = drafted(Medusa(HEADS, BUSH))
+    assert drafts.parents is not None
+    for slot, tokens in enumerate(known):
+        last = features_of(tokens[:-1], HEADS.taps)[-1:]
+        said = medusa.logits(
+            params.draft, params.target, jnp.asarray(last), config=HEADS
+        )
+        best = np.argsort(-np.asarray(said)[:, 0], axis=1)
+        at = zip(BUSH.depths, BUSH.ranks, strict=True)
+        wanted = [int(best[depth - 1, rank]) for depth, rank in at]
+        assert drafts.tokens[slot].tolist() == wanted
+        assert drafts.parents[slot].tolist() == list(BUSH.parents)
+        assert int(drafts.num[slot]) == NUM
+
+
+def test_medusa_heads_equal_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    states = rng.normal(0, 1, (5, MODEL.hidden_size)).astype("float32")
+    params, target = weights_of(HEADS), engines.params()
+    said = medusa.logits(params, target, jnp.asarray(states), config=HEADS)
+    weight, bias = (np.asarray(params["layers"][x]) for x in ("weight", "bias"))
+    for head in range(3):
+        x = states
+        for block in range(2):
+            grown = x @ weight[head, block].T + bias[head, block]
+            x = x + grown / (1 + np.exp(-grown))
+        wanted = x @ np.asarray(target["head"]["weight"]).T
+        np.testing.assert_allclose(said[head], wanted, rtol=1e-3, atol=1e-3)
+
+
+@functools.cache
+def _unrolled(num_steps: int) -> Any:
+    how: dict[str, Any] = {"config": EAGLE, "num_steps": num_steps}
+    return jax.jit(functools.partial(eagle.unroll, **how))
+
+
+def said_behind(known: list[int], path: list[int], params: Both) -> np.ndarray:
+    """Log-probabilities behind drafts, by the form that training takes."""
+    found = features_of(known[:-1], EAGLE.taps)
+    size, num = 64, len(known) + len(path)
+    # Nobody may look at features of the last known token, nor at those of drafts.
+    feature = np.random.default_rng(len(path)).normal(0, 9, (1, size, found.shape[1]))
+    feature[0, : len(found)] = found
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, :num] = known + path
+    said = _unrolled(len(path) + 1)(
+        *(params.draft, params.target, tokens, feature.astype("float32"))
+    )
+    last = np.asarray(said, np.float64)[-1, 0, num - 1]
+    return last - np.log(np.exp(last - last.max()).sum()) - last.max()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(Eagle(EAGLE, (1,) * (NUM - 1)), id="chain"),
+        pytest.param(Eagle(EAGLE, (2, 3, 2), 3), id="tree"),
+        pytest.param(Eagle(EAGLE, (), 4), id="one deep", marks=pytest.mark.slow),
+    ],
+)
+def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
+    """K and V of rows fed long ago, of features; of drafts, of its own states."""
+    known, drafts, params = drafted(drafter)
+    for slot, tokens in enumerate(known):
+        root = said_behind(tokens, [], params)
+        every: list[tuple[float, list[int]]] = []
+        level = [(root[x], [int(x)]) for x in np.argsort(-root)[: drafter.branching]]
+        every += level
+        for beam in drafter.beams:
+            grown = []
+            for score, path in sorted(level, key=lambda x: -x[0])[:beam]:
+                law = said_behind(tokens, path, params)
+                best = np.argsort(-law)[: drafter.branching]
+                grown += [(score + law[x], [*path, int(x)]) for x in best]
+            level = grown
+            every += grown
+        wanted = [path for _, path in sorted(every, key=lambda x: -x[0])][:NUM]
+        num = int(drafts.num[slot])
+        assert num == len(wanted)
+        ways: list[list[int]] = [[]]
+        for place in range(num):
+            parent = place if drafts.parents is None else drafts.parents[slot, place]
+            ways.append([*ways[int(parent)], int(drafts.tokens[slot, place])])
+        assert ways[1:] == wanted
+
+
+@pytest.mark.thorough
+def test_what_is_granted_is_all_that_is_drafted() -> None:
+    """Fewer places hold fewer guesses to continue; the rest is still a tree."""
+    drafter = Eagle(EAGLE, (2, 3, 2), 3)
+    state, params = after_some_steps(drafter, [greedy(0, [1, 2, 3], 40)])
+    propose = jax.jit(drafter.propose, static_argnames="config")
+    for num in range(NUM + 1):
+        granted = jnp.asarray([num, 0, 0, 0], jnp.int32)
+        _, _, drafts = propose(params, (), state, granted, config=BOUNDS)
+        assert drafts.num.tolist() == [num, 0, 0, 0]
+        parents = np.asarray(drafts.parents)[0, :num]
+        assert (parents <= np.arange(num)).all()
+
+
+def test_the_noise_of_the_target_ranks_guesses() -> None:
+    """Of equal logits the first guess is the token that will be drawn."""
+    rng = np.random.default_rng(2)
+    asks = [
+        Ask(i, [1], Sampling(temperature=t, seed=i))
+        for i, t in enumerate((0.0, 0.5, 1.0, 1.5))
+    ]
+    params = jax.tree.map(jnp.asarray, engines.requests_of(asks, BOUNDS).params)
+    logits = jnp.asarray(rng.normal(0, 2, (4, 61)), jnp.float32)
+    places = jnp.asarray([4, 5, 6, 9], jnp.int32)
+    ranked = draws.coupled(logits, params, places)
+    drawn = sampler.sample(logits, params, places)
+    assert jnp.argmax(ranked, axis=1).tolist() == drawn.token.tolist()
+    np.testing.assert_array_equal(ranked[0], logits[0])
+
+
+def test_a_tree_grows_as_the_best_fixed_one_does() -> None:
+    sure = [[0.9, 0.05], [0.8, 0.1]]
+    assert eagle_drafting.grown(EAGLE, sure, 4) == Eagle(EAGLE, (1, 1, 1), 1)
+    unsure = [[0.5, 0.4, 0.05]]
+    wide = eagle_drafting.grown(EAGLE, unsure, 6)
+    assert wide == Eagle(EAGLE, (2,), 2)
+
+
+ACCEPTANCE = [[0.5, 0.25], [0.5, 0.125]]
+
+
+@pytest.mark.parametrize("heads", [HEADS, EAGLE], ids=["medusa", "eagle"])
+def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), weights_of(heads))
+    kept: dict[str, Any] = {"acceptance": ACCEPTANCE, "model_card": "# Heads\n"}
+    folder = head_folders.save(tmp_path / "heads", heads, params, **kept)
+    assert (folder / "README.md").read_text() == "# Heads\n"
+    found = head_folders.load(folder, MODEL)
+    assert found.config == heads
+    assert [list(x) for x in found.acceptance] == ACCEPTANCE
+    assert jax.tree.structure(found.params) == jax.tree.structure(params)
+    for got, wanted in zip(*map(jax.tree.leaves, (found.params, params)), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, wanted.astype(jnp.float32))
+    with pytest.raises(ValueError, match="is there already"):
+        head_folders.save(folder, heads, params, **kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model_type": "llama"}, "model_type='llama' must be 'medusa' or 'eagle'"),
+        (
+            {"hidden_size": 32},
+            "of a model with hidden_size=32, the model served has 24",
+        ),
+        ({"vocab_size": None}, "with vocab_size=None, the model served has 61"),
+        ({"num_hidden_layers": 4}, "with num_hidden_layers=4, the model served has 2"),
+        ({"taps": [0, 3]}, r"self.taps=\(0, 3\) must be some in \[0, 2\]"),
+        ({"taps": []}, "must be some in"),
+        ({"taps": [0]}, "fuse.weight has shape"),
+        ({"taps": "all"}, "taps='all' must be a whole number"),
+        ({"acceptance": [[2.0]]}, r"acceptance=2.0 must be in \[0, 1\]"),
+        ({"acceptance": [[0.1], []]}, "as many ranks at each depth"),
+        ({"acceptance": 3}, "config.json"),
+    ],
+)
+def test_heads_of_another_model_are_refused(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    params = weights_of(EAGLE)
+    folder = head_folders.save(
+        tmp_path / "heads", EAGLE, params, acceptance=ACCEPTANCE, model_card=""
+    )
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=line) as refused:
+        head_folders.load(folder, MODEL)
+    assert str(folder) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        head_folders.load(tmp_path / "none", MODEL)
+    folder = head_folders.save(
+        tmp_path, HEADS, weights_of(HEADS), acceptance=ACCEPTANCE, model_card=""
+    )
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
+        head_folders.load(folder, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: MedusaConfig(target=MODEL, num_heads=0), "num_heads=0 must be at"),
+        (lambda: Medusa(HEADS, static_tree.chain(4)), "4 deep, there are 3 heads"),
+        (
+            lambda: Medusa(HEADS, static_tree.Topology((0,), (61,))),
+            "rank=61 must be below vocab_size=61",
+        ),
+        (lambda: EagleConfig(target=MODEL, taps=(3,)), r"must be some in \[0, 2\]"),
+        (lambda: Eagle(EAGLE, (1,), 0), "branching=0 must be at least 1"),
+        (lambda: Eagle(EAGLE, (2,), 1), r"self.beams=\(2,\) must be in \[1, 1\]"),
+        (lambda: Eagle(EAGLE, (0,), 2), r"self.beams=\(0,\) must be in \[1, 2\]"),
+    ],
+)
+def test_what_there_is_not_is_refused(make: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+def test_more_continued_guesses_than_drafts_are_refused() -> None:
+    drafter, nothing = Eagle(EAGLE, (4, 4), 4), jnp.zeros(4, jnp.int32)
+    state: Any = init(BOUNDS, paged.make_pages(MODEL, BOUNDS), ())
+    both = Both(engines.params(), weights_of(EAGLE))
+    with pytest.raises(ValueError, match=r"must be at most config.max_drafts=7"):
+        drafter.propose(both, (), state, nothing, BOUNDS)
+
+
+def test_other_models_have_layers_of_their_own() -> None:
+    """The drafter's layer is dense, in whatever model it drafts for."""
+    tied = dataclasses.replace(MODEL, tie_embeddings=True, qkv_bias=True)
+    config = EagleConfig(target=tied, taps=(2,))
+    shapes, drawn = config.param_shapes(), config.init_params(jax.random.key(0))
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(lambda x: x.shape, shapes)
+    assert not {"embed", "head"} & drawn.keys()

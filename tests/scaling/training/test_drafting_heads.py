@@ -1,0 +1,182 @@
+"""Training of heads: what they learn from, how they are scored, against slow loops."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models import transformer
+from jaxkv.speculation import EagleConfig, MedusaConfig, medusa
+from scaling.corpora import corpora
+from scaling.training import TrainConfig, drafting_heads
+from tests.support import engines, texts
+from tests.support.engines import MODEL
+from tests.support.impatience import Stopping
+from tests.support.shapes import SMALL
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+DEPTH = 3
+HEADS: dict[str, Any] = {
+    "medusa": MedusaConfig(target=MODEL, num_heads=DEPTH),
+    "eagle": EagleConfig(target=MODEL, taps=(0, 2)),
+}
+
+
+def weights_of(heads: Any) -> Any:
+    rng = np.random.default_rng(4)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype),
+        heads.param_shapes(),
+    )
+
+
+@functools.cache
+def said_by(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Texts that the heads partly guess, their guesses, and what the model says."""
+    heads, rng = HEADS[kind], np.random.default_rng(6)
+    own, target = weights_of(heads), engines.params()
+
+    @jax.jit
+    def say(tokens: Any) -> Any:
+        found = drafting_heads.read(target, tokens, heads)
+        said = drafting_heads.guesses(
+            own, target, tokens, found, heads=heads, depth=DEPTH
+        )
+        return said, found.logits
+
+    tokens = rng.integers(0, 61, (3, 20)).astype(np.int32)
+    for place in range(4, 20):
+        said, _ = map(np.asarray, say(tokens))
+        best = said[rng.integers(DEPTH), :, place - 1].argmax(-1)
+        tokens[:, place] = np.where(rng.random(3) < 0.7, best, tokens[:, place])
+    return tokens, *map(np.asarray, say(tokens))
+
+
+def test_guesses_of_medusa_are_of_the_token_behind_each_place() -> None:
+    """Guess d of place q is that of head d + 1, d + 1 places earlier."""
+    tokens, said, logits = said_by("medusa")
+    heads = HEADS["medusa"]
+    wanted = engines.full_logits(engines.params(), tokens, config=MODEL)
+    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    model = transformer.merge(MODEL, engines.params())
+    states = transformer.read(model, jnp.asarray(tokens)).last.T
+    every = medusa.logits(
+        weights_of(heads), engines.params(), states, config=heads
+    ).reshape(DEPTH, *tokens.shape, -1)
+    for depth in range(DEPTH):
+        for place in range(depth + 1, tokens.shape[1]):
+            earlier = every[depth, :, place - depth - 1]
+            np.testing.assert_allclose(said[depth, :, place], earlier, atol=1e-5)
+
+
+@pytest.mark.parametrize("start", [1, 6])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
+    tokens, said, _ = said_by(kind)
+    best = np.argsort(-said, axis=-1, kind="stable")[..., :4]
+    hits, num_steps = np.zeros((DEPTH, 4)), 0
+    for row, text in enumerate(tokens.tolist()):
+        known = start + 1
+        while known + DEPTH <= len(text):
+            drafts = [best[d, row, known - 1 + d].tolist() for d in range(DEPTH)]
+            right = [
+                [x == text[known + d] for x in each] for d, each in enumerate(drafts)
+            ]
+            hits += right
+            num_steps += 1
+            known += 1
+            for each in right:
+                if not each[0]:
+                    break
+                known += 1
+    assert num_steps > 20
+    assert hits[:, 0].sum() > 0
+    found = drafting_heads.acceptance(
+        *(weights_of(HEADS[kind]), engines.params(), tokens),
+        heads=HEADS[kind],
+        depth=DEPTH,
+        num_ranks=4,
+        start=start,
+        batch_size=2,
+    )
+    np.testing.assert_allclose(found, hits / num_steps, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_loss_equals_a_loop(kind: str) -> None:
+    tokens, *both = said_by(kind)
+    said, logits = (x.astype(np.float64) for x in both)
+    law = np.exp(logits - logits.max(-1, keepdims=True))
+    law /= law.sum(-1, keepdims=True)
+    log = said - said.max(-1, keepdims=True)
+    log -= np.log(np.exp(log).sum(-1, keepdims=True))
+    wanted = [
+        -(law * log[depth])[:, depth + 1 :].sum(-1).mean() for depth in range(DEPTH)
+    ]
+    loss = drafting_heads.mean_loss(
+        *(weights_of(HEADS[kind]), engines.params(), jnp.asarray(tokens)),
+        heads=HEADS[kind],
+        depth=DEPTH,
+        decay=0.5,
+    )
+    assert float(loss) == pytest.approx(np.dot([4, 2, 1], wanted) / 7, rel=1e-4)
+
+
+LEARNT = dataclasses.replace(SMALL, num_layers=2)
+
+
+def recipe(pattern: str, num_steps: int) -> drafting_heads.Recipe:
+    run = TrainConfig(
+        model=LEARNT,
+        corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
+        batch_size=4,
+        seq_len=24,
+        num_steps=num_steps,
+        warmup_steps=2,
+        cooldown_steps=0,
+        learning_rate=2e-2,
+        report_every=num_steps // 4,
+    )
+    return drafting_heads.Recipe(run=run, depth=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_learn_and_the_model_does_not(kind: str, tmp_path: Path) -> None:
+    heads = dataclasses.replace(HEADS[kind], target=LEARNT)
+    how = recipe(texts.write_functions(tmp_path / "text"), 40)
+    corpus = corpora.open(how.run.corpus)
+    # A model that says something: its last states are those of its embeddings.
+    target = transformer.init_params(LEARNT, jax.random.key(1))
+    target["embed"]["weight"] *= 20
+    before = jax.tree.map(np.array, target)
+    found = drafting_heads.train(how, heads, target, corpus)
+    assert found.status == "done"
+    assert [line["step"] for line in found.curve] == [10, 20, 30, 40]
+    assert found.curve[-1]["tokens"] == 40 * 4 * 24
+    assert found.curve[-1]["loss"] < 0.9 * found.curve[0]["loss"]
+    jax.tree.map(np.testing.assert_array_equal, before, target)
+    again = drafting_heads.train(how, heads, target, corpus)
+    jax.tree.map(np.testing.assert_array_equal, found.params, again.params)
+
+
+def test_a_stopped_run_says_so(tmp_path: Path) -> None:
+    heads = dataclasses.replace(HEADS["medusa"], target=LEARNT)
+    how = recipe(texts.write_functions(tmp_path / "text"), 40)
+    target = transformer.init_params(LEARNT, jax.random.key(1))
+    corpus = corpora.open(how.run.corpus)
+    found = drafting_heads.train(how, heads, target, corpus, progress=Stopping(0))
+    assert (found.status, found.curve) == ("stopped", [])
+
+
+@pytest.mark.parametrize(("depth", "decay"), [(0, 0.8), (1, 0.0), (1, 1.5)])
+def test_recipes_that_teach_nothing_are_refused(depth: int, decay: float) -> None:
+    run = TrainConfig(model=SMALL, seq_len=24)
+    with pytest.raises(ValueError, match="must be"):
+        drafting_heads.Recipe(run=run, depth=depth, decay=decay)
