@@ -58,15 +58,25 @@ class Options:
     chat: bool = False
     """Whether a prompt is a message to a chat model, in its own format."""
     speculate: Annotated[
-        Literal["ngram", "jacobi", "early-exit", "draft-model", "medusa", "eagle"]
+        Literal[
+            "ngram",
+            "jacobi",
+            "lookahead",
+            "early-exit",
+            "draft-model",
+            "medusa",
+            "eagle",
+        ]
         | None,
         parsing.without("one token a step"),
     ] = None
     """Guesses tokens and has the model check several in a step: from the text so far,
-    from its own last guesses, by its first layers, by --draft-model, or by --heads. The
-    answers are the same, mostly sooner."""
+    from its own last guesses or what it wrote looking ahead, by its first layers, by
+    --draft-model, or by --heads. The answers are the same, mostly sooner."""
     drafts: int = 4
     """Tokens guessed in a step, at least 1."""
+    adaptive: bool = False
+    """Whether no more is guessed than pays, which is measured first."""
     draft_model: Annotated[str | None, parsing.without("none")] = None
     """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
     heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
@@ -239,6 +249,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
         max_drafts=0 if options.speculate is None else _at_least_one(options.drafts),
+        num_lengths=methods.NUM_LENGTHS if options.adaptive else 1,
     )
     draft = None
     if options.draft_model is not None:
@@ -255,6 +266,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         method=options.speculate,
         draft=draft,
         heads=heads,
+        adaptive=options.adaptive,
     )
     engine = Engine(
         served.params,
@@ -266,6 +278,8 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         eos_ids=loaded.eos_ids,
         vocab_size=shape.vocab_size,
     )
+    if options.adaptive:
+        engine.tune()
     return engine, prompts
 
 

@@ -264,20 +264,23 @@ class Engine:
             engine.tune()
         return engine
 
-    def tune(self) -> None:
+    def tune(self, context: int | None = None) -> None:
         """Measures what drafts cost here, for `Adaptive` speculation to decide by.
 
-        Takes a second, or as long as two calls to the device for every length and a few
-        batches, if that is more.
+        Takes as long as batches of 1, 2, 4, ... sequences of `context` tokens need to
+        be read, and a few calls to the device for each.
+
+        Args:
+          context: tokens of every sequence; None means half of `max_length`.
 
         Raises:
           ValueError: requests wait or run, the drafter is not `Adaptive`, or answers
-            have no room for two calls.
+            have no room for the calls.
         """
         config, clock = self.config, from_seconds(0.0)
         if self._ledger.records or self._unread:
             raise ValueError("an engine must be idle to be tuned")
-        tuning.check(self._state, config)
+        plan = tuning.plan(self._state, config, context)
 
         def run(state: EngineState) -> EngineState:
             rules = self._rules() | self._static
@@ -292,7 +295,7 @@ class Engine:
         )
         self._compile()
         with self._lock, self._all_or_lost():
-            self._state = tuning.tune(self._state, programs, config)
+            self._state = tuning.tune(self._state, programs, config, plan)
 
     def now(self) -> float:
         """Seconds since the engine was made."""

@@ -11,14 +11,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
+from jaxkv import validation
 from jaxkv.engine import EngineConfig, EngineState
 from jaxkv.sampling import Sampling
 from jaxkv.serving import outputs
 from jaxkv.speculation.adaptive import Costs, Learned, with_costs
 
-_ROUNDS, _ENOUGH_S = 3, 10.0
-"""Each step is measured so often, unless that takes longer."""
+_ROUNDS = 3
+"""Turns of every length, if there is room."""
 
 
 class Programs(NamedTuple):
@@ -32,72 +34,107 @@ class Programs(NamedTuple):
     """`withdraw(state, request_ids)`."""
 
 
-def check(state: EngineState, config: EngineConfig) -> None:
-    """Checks that there are costs to be measured.
+class Plan(NamedTuple):
+    """What is measured."""
+
+    context: int
+    """Tokens of every sequence when it begins."""
+    rounds: int
+    """Turns of every length."""
+
+
+def plan(state: EngineState, config: EngineConfig, context: int | None) -> Plan:
+    """Checks that there are costs to be measured, and that there is room.
+
+    `context` None means half of `config.max_length`.
 
     Raises:
-      ValueError: the drafter is not `Adaptive`, or answers have no room for two calls.
+      ValueError: the drafter is not `Adaptive`, or answers have no room for a call of
+        every length behind so many tokens.
     """
     if not isinstance(state.memory, Learned):
         raise ValueError("only a drafter that is Adaptive has costs to be measured")
-    longest = 2 + 2 * config.steps_per_call * config.emit_width
-    if config.max_length < longest:
+    each = config.steps_per_call * sum(1 + length for length in (0, *config.lengths))
+
+    def room(context: int) -> int:
+        """Tokens left to the calls of all lengths."""
+        return config.max_length - context - _steps_of_reading(context, config) - 1
+
+    fits = [num for num in range(1, config.max_length) if room(num) >= each]
+    if not fits:
         raise ValueError(
-            f"{config.max_length=} must be at least {longest}, two calls of "
-            f"{config.steps_per_call=} with {config.max_drafts=}"
+            f"{config.max_length=} leaves no room for calls of {config.steps_per_call=}"
+            f" with up to {config.max_drafts=}"
         )
+    if context is None:
+        context = min(config.max_length // 2, fits[-1])
+    context = validation.integer("context", context, low=1)
+    if context not in fits:
+        raise ValueError(
+            f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
+        )
+    return Plan(context, min(_ROUNDS, room(context) // each))
 
 
-def tune(state: EngineState, programs: Programs, config: EngineConfig) -> EngineState:
+def _steps_of_reading(context: int, config: EngineConfig) -> int:
+    """Steps, of whole calls, in which all slots read so much and the first decode."""
+    free = max(config.token_budget - config.max_slots, 1)
+    steps = -(-config.max_slots * context // free) + config.max_slots
+    return -(-steps // config.steps_per_call) * config.steps_per_call
+
+
+def tune(
+    state: EngineState, programs: Programs, config: EngineConfig, plan: Plan
+) -> EngineState:
     """Measures steps of every batch and length, and has `Adaptive` decide by them.
 
     Args:
       state: of an idle engine, consumed.
       programs: what the engine runs, compiled.
       config: its bounds.
+      plan: of this state.
 
     Returns:
       The state, idle again.
     """
-    check(state, config)
-    memory = state.memory
-    assert isinstance(memory, Learned)
-    batches = np.asarray(memory.costs.batches)
-    shape = np.asarray(memory.costs.steps).shape
-    found, start = np.full((_ROUNDS, *shape), np.inf), time.perf_counter()
-    for table in found:
-        for row, column in np.ndindex(shape):
-            num = int(batches[row])
-            state, table[row, column] = _measure(state, programs, config, num, column)
-        if time.perf_counter() - start > _ENOUGH_S:
-            break
     assert isinstance(state.memory, Learned)
-    costs = Costs(state.memory.costs.batches, jnp.asarray(found.min(axis=0), "float32"))
-    # What the drafter remembers of these sequences means nothing to others.
+    batches, table = np.asarray(state.memory.costs.batches), []
+    for num in batches:
+        state, found = _measure(state, programs, config, plan, int(num))
+        table.append(found)
+    assert isinstance(state.memory, Learned)
+    costs = Costs(*(jnp.asarray(x, jnp.float32) for x in (batches, table)))
     return state._replace(memory=with_costs(state.memory, costs))
 
 
 def _measure(
-    state: EngineState, programs: Programs, config: EngineConfig, num: int, length: int
-) -> tuple[EngineState, float]:
-    """Seconds of a step in which `num` sequences decode with a length of drafts."""
-    ask = Sampling(
-        temperature=0.0, max_tokens=config.max_length - 1, prefix_cache=False
-    )
+    state: EngineState, programs: Programs, config: EngineConfig, plan: Plan, num: int
+) -> tuple[EngineState, Float[np.ndarray, " lengths"]]:
+    """Seconds of a step in which `num` sequences decode, with each length of drafts."""
+    most = config.max_length - plan.context
+    ask = Sampling(temperature=0.0, max_tokens=most, prefix_cache=False)
     names = np.full(config.max_sequences, -1, np.int32)
     names[:num] = np.arange(num)
     width = max(config.submit_width, config.max_slots)
-    requests = outputs.make_requests(
-        [[0]] * num, [ask] * num, config=config, width=width
-    )
-    memory = state.memory
-    assert isinstance(memory, Learned)
-    forced = jnp.full_like(memory.forced, length)
-    state = state._replace(memory=memory._replace(forced=forced))
-    # The first call reads the prompts.
-    state = programs.run(programs.submit(state, requests))
-    jax.block_until_ready(state.clock)
-    start = time.perf_counter()
-    state = jax.block_until_ready(programs.run(state))
-    seconds = (time.perf_counter() - start) / config.steps_per_call
-    return programs.withdraw(state, names), seconds
+    prompts, asks = [[0] * plan.context] * num, [ask] * num
+    requests = outputs.make_requests(prompts, asks, config=config, width=width)
+    state = programs.submit(_forced(state, 0), requests)
+    calls = _steps_of_reading(plan.context, config) // config.steps_per_call
+    for _ in range(calls):
+        state = programs.run(state)
+        if np.sum(np.asarray(state.table.length) > plan.context) == num:
+            break
+    seconds = np.full((plan.rounds, 1 + len(config.lengths)), np.inf)
+    for turn, column in np.ndindex(seconds.shape):
+        state = jax.block_until_ready(_forced(state, column))
+        start = time.perf_counter()
+        state = jax.block_until_ready(programs.run(state))
+        seconds[turn, column] = time.perf_counter() - start
+    return programs.withdraw(state, names), seconds.min(axis=0) / config.steps_per_call
+
+
+def _forced(state: EngineState, length: int) -> EngineState:
+    """Has the drafter draft as many as of this length, whatever it finds."""
+    assert isinstance(state.memory, Learned)
+    forced = jnp.full_like(state.memory.forced, length)
+    return state._replace(memory=state.memory._replace(forced=forced))

@@ -1,8 +1,8 @@
 """Speculative decoding: who guesses tokens, and who says which of them stand.
 
-Drafters guess (`NGram`, `Jacobi`, `DraftModel`, and `Adaptive` no more than pays),
-verifiers judge (`Coupled`, `Rejection`, `Typical`); the engine feeds, rolls back and
-counts. What the two are asked stands in `engine.drafting`.
+Drafters guess (`NGram`, `Jacobi`, `Lookahead`, `DraftModel`, and `Adaptive` no more
+than pays), verifiers judge (`Coupled`, `Rejection`, `Typical`); the engine feeds, rolls
+back and counts. What the two are asked stands in `engine.drafting`.
 """
 
 from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
@@ -12,6 +12,7 @@ from jaxkv.speculation.draws import draw
 from jaxkv.speculation.eagle import EagleConfig
 from jaxkv.speculation.eagle_drafting import Eagle, Followed
 from jaxkv.speculation.jacobi import Jacobi
+from jaxkv.speculation.lookahead import Lookahead
 from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
@@ -28,6 +29,7 @@ __all__ = [
     "EagleConfig",
     "Followed",
     "Jacobi",
+    "Lookahead",
     "Medusa",
     "MedusaConfig",
     "NGram",
@@ -46,6 +48,7 @@ __all__ = [
     "eagle_drafting",
     "head_folders",
     "jacobi",
+    "lookahead",
     "medusa",
     "methods",
     "ngram",

@@ -4,10 +4,16 @@ import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
 from jaxkv import validation
-from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, transformer
-from jaxkv.speculation import draft_model, eagle_drafting, head_folders, static_tree
+from jaxkv.speculation import (
+    draft_model,
+    eagle_drafting,
+    head_folders,
+    lookahead,
+    static_tree,
+)
 from jaxkv.speculation.adaptive import Adaptive
 from jaxkv.speculation.eagle_drafting import Followed
 from jaxkv.speculation.jacobi import Jacobi
@@ -15,11 +21,13 @@ from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled
 
-type Method = Literal["ngram", "jacobi", "early-exit", "draft-model", "medusa", "eagle"]
+type Method = Literal[
+    "ngram", "jacobi", "lookahead", "early-exit", "draft-model", "medusa", "eagle"
+]
 
 METHODS: tuple[str, ...] = get_args(Method.__value__)
-"""Prompt lookup; Jacobi decoding; the first layers of the model; a smaller model;
-heads that were trained for the model, of two kinds."""
+"""Prompt lookup; Jacobi and lookahead decoding; the first layers of the model; a
+smaller model; heads that were trained for the model, of two kinds."""
 
 MAX_DRAFTS = 4
 """Drafts of a sequence in a step where nobody says how many."""
@@ -123,6 +131,10 @@ def _speculating(
             raise ValueError(f"{num_layers=} must be in [1, {high}]")
         own = paged.PagedForward(model.config, bounds.numerics)
         drafter = draft_model.self_speculative(own, range(num))
+    elif method == "lookahead":
+        if bounds.numerics == "reproducible":
+            raise ValueError(REPRODUCIBLE_TREES)
+        drafter = lookahead.sized(bounds.max_drafts)
     else:
         drafter = NGram() if method == "ngram" else Jacobi()
     return dataclasses.replace(served, speculation=Speculation(drafter, Coupled()))

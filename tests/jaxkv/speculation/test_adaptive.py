@@ -150,8 +150,10 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
 def test_what_cannot_be_tuned_is_refused() -> None:
     with pytest.raises(ValueError, match="only a drafter that is Adaptive has costs"):
         engine_of(NGram()).tune()
-    with pytest.raises(ValueError, match=r"config.max_length=\d+ must be at least 242"):
+    with pytest.raises(ValueError, match=r"config.max_length=\d+ leaves no room"):
         engine_of(Adaptive(NGram()), steps_per_call=40).tune()
+    with pytest.raises(ValueError, match=r"context=90 must be in \[1, \d+\]"):
+        engine_of(Adaptive(NGram()), steps_per_call=2).tune(90)
     engine = engine_of(Adaptive(NGram()), steps_per_call=2)
     engine.submit([1, 2])
     with pytest.raises(ValueError, match="must be idle to be tuned"):

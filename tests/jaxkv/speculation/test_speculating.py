@@ -24,6 +24,7 @@ from jaxkv.speculation import (
     EagleConfig,
     Followed,
     Jacobi,
+    Lookahead,
     Medusa,
     MedusaConfig,
     NGram,
@@ -89,6 +90,7 @@ DRAFTERS: dict[str, Drafter] = {
     "early exit": self_speculative(OF_MODEL, [0]),
     "all layers": self_speculative(OF_MODEL, [0, 1]),
     "draft model": DraftModel(OF_SMALLER, beside=True),
+    "lookahead": Lookahead(columns=2, ngram=3, candidates=2, entries=8),
     "adaptive": Adaptive(self_speculative(OF_MODEL, [0, 1]), patience=4),
     "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
     "medusa": Medusa(HEADS, static_tree.chain(3)),
@@ -148,7 +150,7 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
 
 @functools.cache
 def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
-    if drafter.endswith("tree"):
+    if drafter.endswith(("tree", "lookahead")):
         changes = {"max_drafts": 8, "token_budget": 60, **changes}
     if drafter == "adaptive":
         changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
@@ -186,6 +188,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("eagle tree", "swapping", "groups", speed=pytest.mark.thorough),
         marked("eagle tree", "tight", "singles"),
         marked("adaptive", "swapping", "groups"),
+        marked("lookahead", "tight", "singles"),
         marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
         marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
         marked("draft model", "cached", "alike", speed=pytest.mark.thorough),

@@ -1,0 +1,271 @@
+"""Lookahead decoding: Jacobi iterations on the side collect n-grams that become drafts.
+
+A window of guesses about the next tokens is iterated as in Jacobi decoding, and the
+last few states of each of its columns are remembered. Read one after the other they
+make an n-gram that the model itself wrote; n-grams that begin with the last known token
+are drafted. Both go into one step as branches of a token tree, so no mask of its own is
+needed:
+
+  candidates  each is a chain behind the root; those that begin alike share a beginning
+  window      state 0 is a chain behind the root; a column's next state is a child of
+              the one before
+
+The window's branches are drafts as well, though seldom right ones.
+
+Source: Fu et al. 2024, arXiv:2402.02057, section 3 and figure 5.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import arrays, validation
+from jaxkv.engine.drafting import Drafter, Drafts, Verified
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.memory import Pages
+
+
+class Iterated(NamedTuple):
+    """What is remembered of the sequences."""
+
+    window: Int32[Array, "sequences states columns"]
+    """Late states of the iteration, the oldest first."""
+    pool: Int32[Array, "sequences entries ngram"]
+    """N-grams, written round and round; -1 where there is none."""
+    num_written: Int32[Array, " sequences"]
+    """N-grams written so far."""
+    iterates: Bool[Array, " slots"]
+    """Slots whose whole window is fed in this step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lookahead(Drafter):
+    """Drafts n-grams that the model wrote while it looked ahead.
+
+    Takes (columns + candidates) * (ngram - 1) drafts; whoever is granted fewer feeds
+    candidates first, and does not look ahead.
+    """
+
+    columns: int = 5
+    """Tokens that are guessed side by side, W in the paper; at least 1."""
+    ngram: int = 4
+    """Tokens of an n-gram, N in the paper; at least 2."""
+    candidates: int = 5
+    """N-grams that are drafted, G in the paper; at least 1."""
+    entries: int = 128
+    """N-grams that are remembered of a sequence, at least as many as `columns`."""
+
+    def __post_init__(self) -> None:
+        """Refuses sizes out of range.
+
+        Raises:
+          ValueError: says which.
+        """
+        for name, low in (("columns", 1), ("ngram", 2), ("candidates", 1)):
+            validation.integer(name, getattr(self, name), low=low)
+        validation.integer("entries", self.entries, low=self.columns)
+
+    @property
+    def width(self) -> int:
+        """All candidates and the window begin at the root."""
+        return self.candidates + 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a step that looks ahead."""
+        return (self.columns + self.candidates) * (self.ngram - 1)
+
+    def init(self, config: EngineConfig) -> Iterated:
+        """Knows no n-grams.
+
+        Raises:
+          ValueError: `config.max_drafts` has no room for window and candidates.
+        """
+        if config.max_drafts < self.num_drafts:
+            raise ValueError(
+                f"{config.max_drafts=} must be at least {self.num_drafts}: "
+                f"({self.columns=} + {self.candidates=}) * ({self.ngram=} - 1)"
+            )
+        num = config.max_sequences
+        return Iterated(
+            window=jnp.zeros((num, self.ngram - 1, self.columns), jnp.int32),
+            pool=jnp.full((num, self.entries, self.ngram), -1, jnp.int32),
+            num_written=jnp.zeros((num,), jnp.int32),
+            iterates=jnp.zeros((config.max_slots,), bool),
+        )
+
+    def wishes(
+        self, memory: Iterated, state: EngineState, config: EngineConfig
+    ) -> Int32[Array, " slots"]:
+        """As many as there are branches."""
+        return jnp.full(state.slots.sequence.shape, self.num_drafts, jnp.int32)
+
+    def propose(
+        self,
+        params: Any,
+        memory: Iterated,
+        state: EngineState,
+        granted: Int32[Array, " slots"],
+        config: EngineConfig,
+    ) -> tuple[Iterated, Pages, Drafts]:
+        """Lays candidates and window out as a tree; whoever begins starts a window."""
+        s, sequence = state.sequences, state.slots.sequence
+        row = jnp.maximum(sequence, 0)
+        known, tokens = s.num_tokens[row], s.tokens[row]
+        begins = (granted > 0) & (known == s.prompt_length[row] + 1)
+        memory = self._begun(memory, jnp.where(begins, sequence, -1), tokens, known)
+        last = arrays.take(tokens, (_count(row.shape[0]), known - 1), fill=-2)
+        candidates = find(
+            memory.pool[row], memory.num_written[row], last, num=self.candidates
+        )
+        window = memory.window[row]
+        parents = jnp.concatenate(
+            [_trie(candidates), self._window_parents(row.shape[0])], axis=1
+        )
+        num_slots = row.shape[0]
+        drafted = jnp.concatenate(
+            [candidates.reshape(num_slots, -1), window.reshape(num_slots, -1)], axis=1
+        )
+        rest = ((0, 0), (0, config.max_drafts - self.num_drafts))
+        memory = memory._replace(iterates=granted >= self.num_drafts)
+        drafts = Drafts(
+            num=jnp.minimum(granted, self.num_drafts),
+            tokens=jnp.pad(jnp.maximum(drafted, 0), rest),
+            parents=jnp.pad(parents, rest),
+        )
+        return memory, state.pages, drafts
+
+    def learn(
+        self, memory: Iterated, state: EngineState, verified: Verified
+    ) -> Iterated:
+        """Iterates once more, and keeps the n-grams that the columns have become.
+
+        A column stands for one place of the text, so the window moves on with it.
+        """
+        v, row = verified, jnp.maximum(state.slots.sequence, 0)
+        window, columns = memory.window[row], _count(self.columns)
+        first = 1 + self.num_drafts - self.columns
+        newest = v.follows[:, first : first + self.columns]
+        # Of each column: its states, and what the model says behind the last one.
+        ngrams = jnp.concatenate([window, newest[:, None]], axis=1)
+        index = jnp.minimum(columns[None, :] + v.accepted[:, None], self.columns - 1)
+        moved = jnp.take_along_axis(ngrams[:, 1:], index[:, None, :], axis=2)
+        learns = memory.iterates & v.emits & (v.num_drafts == self.num_drafts)
+        target = jnp.where(learns, state.slots.sequence, arrays.NONE)
+        pool, num = remember(
+            memory.pool[row], memory.num_written[row], ngrams.swapaxes(1, 2)
+        )
+        return memory._replace(
+            window=arrays.put(memory.window, target, moved),
+            pool=arrays.put(memory.pool, target, pool),
+            num_written=arrays.put(memory.num_written, target, num),
+        )
+
+    def _begun(
+        self,
+        memory: Iterated,
+        row: Int32[Array, " slots"],
+        tokens: Int32[Array, "slots max_length"],
+        known: Int32[Array, " slots"],
+    ) -> Iterated:
+        """Starts windows with what stands last in the text, and forgets n-grams."""
+        place = _count(self.ngram - 1)[:, None] + _count(self.columns)[None, :]
+        first = known - self.columns - self.ngram + 2
+        place = first[:, None, None] + place[None]
+        slot = _count(known.shape[0])[:, None, None]
+        at = jnp.broadcast_to(slot, place.shape), jnp.maximum(place, 0)
+        return memory._replace(
+            window=arrays.put(memory.window, row, arrays.take(tokens, at, fill=0)),
+            num_written=arrays.put(memory.num_written, row, 0),
+        )
+
+    def _window_parents(self, num_slots: int) -> Int32[Array, "slots drafts"]:
+        """Places of the parents in the window, which stands behind the candidates."""
+        before = self.candidates * (self.ngram - 1)
+        place = before + 1 + np.arange(self.columns * (self.ngram - 1))
+        parents = place - self.columns
+        parents[: self.columns] = place[: self.columns] - 1
+        parents[0] = 0
+        one = jnp.asarray(parents, jnp.int32)[None, :]
+        return jnp.broadcast_to(one, (num_slots, parents.size))
+
+
+def sized(max_drafts: int) -> Lookahead:
+    """The drafter that takes so many drafts or a few less; half of them look ahead.
+
+    Raises:
+      ValueError: there are fewer than two.
+    """
+    ngram = 4 if max_drafts >= 18 else 3 if max_drafts >= 8 else 2
+    if (half := max_drafts // (2 * (ngram - 1))) < 1:
+        raise ValueError(f"{max_drafts=} must be at least 2 to look ahead")
+    return Lookahead(columns=half, ngram=ngram, candidates=half)
+
+
+def find(
+    pool: Int32[Array, "slots entries ngram"],
+    num_written: Int32[Array, " slots"],
+    last: Int32[Array, " slots"],
+    *,
+    num: int,
+) -> Int32[Array, "slots {num} followers"]:
+    """The latest n-grams that begin with a token, without it; -1 where there is none.
+
+    Args:
+      pool: n-grams of each slot, written round and round.
+      num_written: how many were written.
+      last: the token.
+      num: how many are wanted, static.
+    """
+    entries = pool.shape[1]
+    place, newest = _count(entries)[None, :], num_written[:, None] - 1
+    written = newest - (newest - place) % entries
+    matches = (pool[:, :, 0] == last[:, None]) & (written >= 0)
+    age, entry = lax.top_k(jnp.where(matches, written, -1), min(num, entries))
+    found = jnp.take_along_axis(pool[:, :, 1:], entry[:, :, None], axis=1)
+    found = jnp.where((age >= 0)[:, :, None], found, -1)
+    return jnp.pad(
+        found, ((0, 0), (0, num - found.shape[1]), (0, 0)), constant_values=-1
+    )
+
+
+def remember(
+    pool: Int32[Array, "slots entries ngram"],
+    num_written: Int32[Array, " slots"],
+    ngrams: Int32[Array, "slots columns ngram"],
+) -> tuple[Int32[Array, "slots entries ngram"], Int32[Array, " slots"]]:
+    """Writes n-grams over the oldest ones; those that are known become the latest.
+
+    Returns:
+      The pool, and how many were written.
+    """
+    alike = jnp.all(pool[:, None] == ngrams[:, :, None], axis=3)
+    pool = jnp.where(jnp.any(alike, axis=1)[:, :, None], -1, pool)
+    entries, columns = pool.shape[1], ngrams.shape[1]
+    place = (num_written[:, None] + _count(columns)[None, :]) % entries
+    slot = jnp.broadcast_to(_count(pool.shape[0])[:, None], place.shape)
+    return arrays.put(pool, (slot, place), ngrams), num_written + columns
+
+
+def _trie(candidates: Int32[Array, "slots num followers"]) -> Int32[Array, "slots _"]:
+    """Places of the parents of chains behind the root, which share their beginnings.
+
+    Who begins like one before continues that one; equals beside each other are tried
+    once.
+    """
+    num_slots, num, followers = candidates.shape
+    same = candidates[:, :, None] == candidates[:, None]
+    alike = jnp.cumprod(same.astype(jnp.int32), axis=3) > 0
+    # The first chain that begins with the same tokens, up to each of them.
+    first = jnp.argmax(alike, axis=2).astype(jnp.int32)
+    place = 1 + first * followers + _count(followers)[None, None, :]
+    parents = jnp.pad(place[:, :, :-1], ((0, 0), (0, 0), (1, 0)))
+    return parents.reshape(num_slots, num * followers)
+
+
+def _count(num: int) -> Int32[Array, " {num}"]:
+    return jnp.arange(num, dtype=jnp.int32)
