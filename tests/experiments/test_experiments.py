@@ -256,6 +256,15 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"acceptances": (1.5,)}, "must be in [0, 1]"),
         ({"num_coins": 3}, "self.num_coins=3 must be at least"),
     ],
+    "speculation_zoo": [
+        ({"output_tokens": 272}, "self.output_tokens=272 must be more than 272"),
+        ({"ways": (("plain", 1),)}, "self.ways"),
+        ({"ways": (("n-gram, adaptive", 2),)}, "self.ways"),
+        ({"adaptive": (("n-gram", 2),)}, "self.adaptive"),
+        ({"ways": (("n-gram", 0),)}, "drafts of n-gram"),
+        ({"batches": (2, 1)}, "batches=(2, 1) must be ascending"),
+        ({"adaptive_rounds": 0}, "adaptive_rounds=0 must be at least 1"),
+    ],
 }
 
 

@@ -103,6 +103,7 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "prefix_caching": _recorded,
     "sharing": _served(208),
     "speculation": _served(64),
+    "speculation_zoo": _served(64),
 }
 """What differs from the smoke config: small models, and what lies elsewhere."""
 

@@ -13,7 +13,6 @@ accepted makes the next one likelier.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +20,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments.bench import turns
 from experiments.decoding.speculation import drawing, serving, theory
-from experiments.decoding.speculation.serving import PLAIN, Counts, Server
+from experiments.decoding.speculation.serving import PLAIN, Server
 from experiments.framework import (
     Floats,
     Ints,
@@ -48,6 +46,7 @@ BOOK = beside(__file__)
 FEW_TOKENS, FEW_STEPS = 128, 1000
 """Below, nothing is said of speeds, or of chances."""
 LOOKUP, JACOBI = "n-gram", "Jacobi"
+EXITS = ("early exit, 1 layer", "early exit, 2 layers")
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -63,7 +62,7 @@ class Config:
     """Of each."""
     output_tokens: int = 320
     """Of each answer, which does not end before."""
-    ways: tuple[str, ...] = tuple(serving.WAYS)[1:]
+    ways: tuple[str, ...] = (LOOKUP, JACOBI, *EXITS)
     """Who guesses."""
     num_drafts: int = 4
     """Tokens guessed in a step where ways and batches are compared."""
@@ -99,7 +98,7 @@ class Config:
         validation.ascending(self, "lengths", "coin_drafts", low=1)
         validation.ascending(self, "batches", low=2)
         validation.within(self, "acceptances", low=0, high=1)
-        validation.among(self, "ways", "lengthened", known=[*serving.WAYS][1:])
+        validation.among(self, "ways", "lengthened", known=(LOOKUP, JACOBI, *EXITS))
         most = max(self.num_drafts, *self.lengths)
         # A call that reads the prompt, and one behind it that does not end the answer.
         if self.output_tokens <= (least := 2 * self.steps_per_call * (1 + most)):
@@ -295,42 +294,14 @@ def _decode(
         num = batch * -(-config.num_prompts // batch)
         return config.requests(model.tokenizer, num, temperature, config.output_tokens)
 
-    def begin(setting: tuple[int, float]) -> list[Server]:
-        texts, asks = requests(setting)
-        batch = setting[0]
-        servers = []
+    def servers(setting: tuple[int, float]) -> list[Server]:
+        made = []
         for way, num in [(PLAIN, 0), *config.cases(*setting)]:
-            bounds = (batch, num, config.max_length, config.steps_per_call)
-            servers.append(Server(model, way, serving.bounds(*bounds)))
-            servers[-1].serve(texts[:batch], asks[:batch])  # compiles
-        return servers
+            bounds = (setting[0], num, config.max_length, config.steps_per_call)
+            made.append(Server(model, way, serving.bounds(*bounds)))
+        return made
 
-    def measure(setting: tuple[int, float], server: Server) -> Any:
-        return server.serve(*requests(setting))
-
-    words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
-    for setting, servers, found in turns.in_turns(
-        settings, config.rounds, begin, measure, progress=progress, **words
-    ):
-        plain = found[servers[0].name]
-        for server in servers[1:]:
-            ways = server.way, server.num_drafts
-            yield (*ways, *setting, *_compared(found[server.name], plain))
-
-
-def _compared(found: list[Any], plain: list[Any]) -> Iterator[Any]:
-    """A way's rounds beside those of plain decoding; its counts are of the first."""
-    answers, counts = found[0]
-    yield from counts[:4]
-    for rounds in (found, plain):
-        yield np.array([_step_s(counts) for _, counts in rounds])
-    yield sum(map(len, answers))
-    pairs = [zip(a, b, strict=True) for a, b in zip(answers, plain[0][0], strict=True)]
-    yield sum(a != b for pair in pairs for a, b in pair)
-
-
-def _step_s(counts: Counts) -> float:
-    return counts.call_s / counts.call_steps if counts.call_steps else math.nan
+    return serving.decode(settings, config.rounds, servers, requests, progress)
 
 
 def _toss(

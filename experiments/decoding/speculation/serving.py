@@ -1,6 +1,8 @@
 """The engine with and without drafts: what it drew, and what its steps cost."""
 
 import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -8,21 +10,53 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from experiments.bench import turns
 from experiments.bench.decode.ours import CallTimes, WatchedEngine
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
+from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import Jacobi, Speculation, Synthetic, methods
+from jaxkv.speculation import (
+    Jacobi,
+    Speculation,
+    Synthetic,
+    head_folders,
+    methods,
+)
 
 PLAIN = "plain"
-WAYS: dict[str, tuple[str | None, int | None]] = {
-    PLAIN: (None, None),
-    "n-gram": ("ngram", None),
-    "Jacobi": ("jacobi", None),
-    "early exit, 1 layer": ("early-exit", 1),
-    "early exit, 2 layers": ("early-exit", 2),
+
+
+class Way(NamedTuple):
+    """A way to decode.
+
+    Attributes:
+      method: the engine's, None to decode plainly.
+      num_layers: that draft by early exit.
+      is_chain: whether heads draft a chain, where they could draft a tree.
+      adaptive: whether no more is drafted than pays.
+    """
+
+    method: str | None = None
+    num_layers: int | None = None
+    is_chain: bool = False
+    adaptive: bool = False
+
+
+WAYS = {
+    PLAIN: Way(),
+    "n-gram": Way("ngram"),
+    "Jacobi": Way("jacobi"),
+    "early exit, 1 layer": Way("early-exit", 1),
+    "early exit, 2 layers": Way("early-exit", 2),
+    "lookahead": Way("lookahead"),
+    "Medusa, chain": Way("medusa", is_chain=True),
+    "Medusa, tree": Way("medusa"),
+    "EAGLE, chain": Way("eagle", is_chain=True),
+    "EAGLE, tree": Way("eagle"),
+    "n-gram, adaptive": Way("ngram", adaptive=True),
+    "EAGLE, adaptive": Way("eagle", is_chain=True, adaptive=True),
 }
-"""Ways to decode: the engine's method, and layers that draft."""
 
 
 class Counts(NamedTuple):
@@ -79,7 +113,11 @@ def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
 
 
 def bounds(
-    batch: int, num_drafts: int, max_length: int, steps_per_call: int
+    batch: int,
+    num_drafts: int,
+    max_length: int,
+    steps_per_call: int,
+    num_lengths: int = 1,
 ) -> EngineConfig:
     """An engine's, in which nobody lacks a page, nor rows for his drafts."""
     page_size = 16
@@ -93,6 +131,7 @@ def bounds(
         submit_width=batch,
         token_budget=max(128, batch * (1 + num_drafts)),
         max_drafts=num_drafts,
+        num_lengths=num_lengths,
         steps_per_call=steps_per_call,
     )
 
@@ -105,6 +144,7 @@ class Server:
       way: one of `WAYS`.
       config: the engine's bounds.
       speculation: instead of the way's own.
+      heads: that draft for the model, for ways that have some.
     """
 
     def __init__(
@@ -113,16 +153,22 @@ class Server:
         way: str,
         config: EngineConfig,
         speculation: Speculation | None = None,
+        heads: head_folders.Loaded | None = None,
     ):
         self.way, self.num_drafts = way, config.max_drafts
         self.name = f"{way} {config.max_drafts}"
-        method, layers = WAYS[way]
+        its = WAYS[way]
+        if its.is_chain and heads is not None:
+            first = tuple(depth[:1] for depth in heads.acceptance)
+            heads = heads._replace(acceptance=first)
         served = methods.serve(
             methods.Model(model.config, model.params),
             config,
             dtype="float32",
-            method=method,
-            num_layers=layers,
+            method=its.method,
+            num_layers=its.num_layers,
+            heads=heads,
+            adaptive=its.adaptive,
         )
         self._engine = WatchedEngine(
             *(served.params, served.forward, served.pages, config),
@@ -130,6 +176,8 @@ class Server:
             speculation=speculation or served.speculation,
             keep_trace=True,
         )
+        if its.adaptive:
+            self._engine.tune()
 
     def serve(
         self, prompts: list[list[int]], asks: list[Sampling]
@@ -153,6 +201,64 @@ class Server:
         """What all steps of the batch that was served last did."""
         trace = self._engine.trace
         return jax.tree.map(lambda *parts: np.concatenate(parts), *trace)
+
+
+type Setting = tuple[int, float]
+"""Sequences decoded together, and the temperature."""
+
+
+def decode(
+    settings: Iterable[Setting],
+    rounds: int,
+    servers: Callable[[Setting], list[Server]],
+    requests: Callable[[Setting], tuple[list[list[int]], list[Sampling]]],
+    progress: Progress,
+) -> Iterator[tuple[Any, ...]]:
+    """Serves the same requests in turns, by every way; the first one decodes plainly.
+
+    Args:
+      settings: batches and temperatures.
+      rounds: turns of each way.
+      servers: of a setting.
+      requests: of a setting, whole batches.
+      progress: is told of every turn.
+
+    Yields:
+      A row of `Runs` for each setting and way, apart from the first.
+    """
+
+    def begin(setting: Setting) -> list[Server]:
+        found, (texts, asks) = servers(setting), requests(setting)
+        for server in found:
+            server.serve(texts[: setting[0]], asks[: setting[0]])  # compiles
+        return found
+
+    def measure(setting: Setting, server: Server) -> Any:
+        return server.serve(*requests(setting))
+
+    words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
+    for setting, everyone, found in turns.in_turns(
+        settings, rounds, begin, measure, progress=progress, **words
+    ):
+        plain = found[everyone[0].name]
+        for server in everyone[1:]:
+            ways = server.way, server.num_drafts
+            yield (*ways, *setting, *_compared(found[server.name], plain))
+
+
+def _compared(found: list[Any], plain: list[Any]) -> Iterator[Any]:
+    """A way's rounds beside those of plain decoding; its counts are of the first."""
+    answers, counts = found[0]
+    yield from counts[:4]
+    for rounds in (found, plain):
+        yield np.array([_step_s(counts) for _, counts in rounds])
+    yield sum(map(len, answers))
+    pairs = [zip(a, b, strict=True) for a, b in zip(answers, plain[0][0], strict=True)]
+    yield sum(a != b for pair in pairs for a, b in pair)
+
+
+def _step_s(counts: Counts) -> float:
+    return counts.call_s / counts.call_steps if counts.call_steps else math.nan
 
 
 @dataclasses.dataclass(frozen=True)

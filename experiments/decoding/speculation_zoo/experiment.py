@@ -1,0 +1,300 @@
+"""Which way to speculate, does it always pay, and what do several candidates gain?
+
+Every method continues the same held-out code with the same model, one sequence alone,
+greedily and at temperature 1, in the same rounds as plain decoding; drafts are judged
+by `Coupled`, and every token is compared with plain decoding's. Tokens a step are a
+property of method, model and text. Speeds are this machine's: what a step costs stands
+beside them.
+
+Then the length that adapts: batches of 1 to many sequences, again beside plain
+decoding, in more rounds. Nobody can promise that drafts pay; not to draft where they do
+not can be promised, and what the promise costs is measured.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.decoding.speculation import serving
+from experiments.decoding.speculation.experiment import Runs
+from experiments.decoding.speculation.serving import PLAIN, WAYS, Server, Setting
+from experiments.decoding.speculation_zoo import drawing
+from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
+from experiments.harness import bundled, model_shapes, prompts
+from jaxkv import validation
+from jaxkv.models.checkpoints import Loaded
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import head_folders
+
+BOOK = beside(__file__)
+FEW_TOKENS = 128
+"""Below, nothing is said of speeds."""
+NUM_LENGTHS = 2
+"""Numbers of drafts above 0 that an adaptive way chooses from."""
+PUBLISHED = {
+    "prompt lookup": "n-gram",
+    "lookahead": "lookahead",
+    "Medusa": "Medusa, tree",
+    "EAGLE": "EAGLE, chain",
+    "EAGLE-2": "EAGLE, tree",
+}
+"""Methods as they are published, and which way is nearest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The text, the ways, and how many tokens."""
+
+    model: str = "stdlib-bytes"
+    """A folder, or a bundled model."""
+    num_prompts: int = 8
+    """Texts that are continued one at a time."""
+    prompt_tokens: int = 128
+    """Of each."""
+    output_tokens: int = 320
+    """Of each answer, which does not end before."""
+    ways: tuple[tuple[str, int], ...] = (
+        ("n-gram", 4),
+        ("n-gram", 12),
+        ("Jacobi", 4),
+        ("lookahead", 16),
+        ("early exit, 1 layer", 4),
+        ("Medusa, chain", 4),
+        ("Medusa, tree", 8),
+        ("Medusa, tree", 16),
+        ("EAGLE, chain", 2),
+        ("EAGLE, chain", 4),
+        ("EAGLE, tree", 8),
+        ("EAGLE, tree", 16),
+    )
+    """Ways, with the drafts of a step."""
+    adaptive: tuple[tuple[str, int], ...] = (
+        ("n-gram, adaptive", 4),
+        ("EAGLE, adaptive", 4),
+    )
+    """Ways that adapt, with the most drafts of a step."""
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Sequences decoded together by these."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """0 is greedy."""
+    rounds: int = 3
+    """Turns of each way."""
+    adaptive_rounds: int = 9
+    """Turns of those that adapt."""
+    steps_per_call: int = 8
+    """Steps between two looks of the host."""
+    seed: int = 0
+    """Of prompts and draws."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to measure."""
+        validation.at_least(self, "num_prompts", "prompt_tokens", "rounds")
+        validation.at_least(self, "adaptive_rounds", "steps_per_call")
+        validation.at_least(self, "seed", low=0)
+        validation.ascending(self, "batches", low=1)
+        validation.within(self, "temperatures", low=0, high=2)
+        adapt = {way for way, its in WAYS.items() if its.adaptive}
+        for name, known in (
+            ("ways", {*WAYS} - adapt - {PLAIN}),
+            ("adaptive", adapt),
+        ):
+            for way, num in getattr(self, name):
+                validation.choice(f"self.{name}", way, sorted(known))
+                validation.integer(f"drafts of {way}", num, low=1)
+        most = max([1, *(num for _, num in (*self.ways, *self.adaptive))])
+        # A call that reads the prompt, and one behind it that does not end the answer.
+        if self.output_tokens <= (least := 2 * self.steps_per_call * (1 + most)):
+            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt with its answer."""
+        return self.prompt_tokens + self.output_tokens
+
+    def requests(
+        self, tokenizer: Any, setting: Setting
+    ) -> tuple[list[list[int]], list[Sampling]]:
+        """Cuts prompts of code, whole batches, and says how each is to be continued."""
+        batch, temperature = setting
+        num = batch * -(-self.num_prompts // batch)
+        ask = Sampling(
+            temperature=temperature, max_tokens=self.output_tokens, ignore_eos=True
+        )
+        asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
+        rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
+        found = prompts.held_out(tokenizer, sizes, asks, rng)
+        return [request.tokens for request in found], asks
+
+
+PANELS = (2, 2)
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(
+        num_prompts=2,
+        prompt_tokens=16,
+        output_tokens=40,
+        ways=(("n-gram", 2), ("lookahead", 8)),
+        adaptive=(("n-gram, adaptive", 2),),
+        batches=(2,),
+        temperatures=(0.0,),
+        rounds=2,
+        adaptive_rounds=2,
+        steps_per_call=2,
+    ),
+}
+
+
+class Result(Record):
+    """What was measured."""
+
+    ways: Runs = column("ways to decode, one sequence alone")
+    adaptive: Runs = column("lengths that adapt, by batch")
+    output_tokens: int = column("of each answer", is_told=False)
+    device: str = column("kind of it")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Decodes every way in turns, then those that adapt; ended early, what is done.
+
+    Raises:
+      ValueError: the model cannot be served, has no room for so many tokens, or no
+        heads that a way needs.
+    """
+    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    heads = {
+        kind: head_folders.load(
+            bundled.heads_of(config.model, kind), model.config, dtype="float32"
+        )
+        for kind in head_folders.KINDS
+        if any(WAYS[way].method == kind for way, _ in (*config.ways, *config.adaptive))
+    }
+    alone = [(1, temperature) for temperature in config.temperatures]
+    ways = _decode(config, model, heads, alone, config.ways, config.rounds, progress)
+    ways = Runs.of(ways)
+    batches = [(b, t) for b in config.batches for t in config.temperatures]
+    rounds = config.adaptive_rounds
+    adaptive = Runs.of(
+        _decode(config, model, heads, batches, config.adaptive, rounds, progress)
+    )
+    kind = jax.devices()[0].device_kind
+    return Result(ways, adaptive, config.output_tokens, kind)
+
+
+def _decode(
+    config: Config,
+    model: Loaded,
+    heads: dict[str, head_folders.Loaded],
+    settings: list[Setting],
+    ways: tuple[tuple[str, int], ...],
+    rounds: int,
+    progress: Progress,
+) -> Iterator[tuple[Any, ...]]:
+    """Rows of `Runs`."""
+
+    def servers(setting: Setting) -> list[Server]:
+        made = []
+        for way, num in ((PLAIN, 0), *ways):
+            lengths = NUM_LENGTHS if WAYS[way].adaptive else 1
+            sizes = setting[0], num, config.max_length, config.steps_per_call, lengths
+            its = heads.get(WAYS[way].method or "")
+            made.append(Server(model, way, serving.bounds(*sizes), heads=its))
+        return made
+
+    def requests(setting: Setting) -> tuple[list[list[int]], list[Sampling]]:
+        return config.requests(model.tokenizer, setting)
+
+    return serving.decode(settings, rounds, servers, requests, progress)
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists all runs, a row each."""
+    rows = {"ways": result.ways.rows(), "adaptive": result.adaptive.rows()}
+    return {"device": result.device, **rows}
+
+
+NOTES = (
+    "Which draft, and when? Tokens a step are what method, model and text give; a step "
+    "costs as many plain ones as stand beside it, and times as fast is one over the "
+    "other. First accepted: of all steps; of a tree, that one of the root's children "
+    "was.",
+    "Can a gain be promised? Not by a draft. A length that adapts goes down to none: "
+    "it drafts where that pays by what was accepted of late and by what steps were "
+    "measured to cost, and is near plain decoding where nothing does.",
+)
+
+
+def summary(result: Result) -> list[Part]:
+    """Tables: ways, and lengths that adapt."""
+    said = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
+    same = ("num_tokens", "num_other")
+    sheets: list[Sheet] = [
+        result.ways.where(temperature=temperature).sheet(
+            *(f"one sequence on {result.device}, {words}", "way", "num_drafts"),
+            *(*said, *same),
+            note=note,
+        )
+        for temperature, words, note in (
+            (0.0, "greedy", NOTES[0]),
+            (1.0, "temperature 1", ""),
+        )
+    ]
+    sheets.append(
+        result.adaptive.sheet(
+            *("lengths that adapt", "way", "batch", "temperature"),
+            *("drafts_per_step", "tokens_per_step", "cost", "speed", *same),
+            note=NOTES[1],
+        )
+    )
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds tokens, acceptance and speeds against what was said of them."""
+    ways, adaptive = result.ways, result.adaptive
+    few = result.output_tokens < FEW_TOKENS
+    other, total = (
+        sum(int(getattr(runs, name).sum()) for runs in (ways, adaptive))
+        for name in ("num_other", "num_tokens")
+    )
+    if total:
+        yield ours("lossless", other, num=total)
+    if len(adaptive):
+        speeds = adaptive.speed
+        yield ours("mean", np.exp(np.log(speeds).mean()), differs=few)
+        worst = adaptive.at([int(np.argmin(speeds))])
+        words: dict[str, Any] = {"way": worst.way[0], "batch": int(worst.batch[0])}
+        words["temperature"] = worst.temperature[0]
+        yield ours("worst", worst.speed[0], differs=few, **words)
+    trained = ways.at(np.array([way.startswith("EAGLE") for way in ways.way], bool))
+    sure = trained.at(trained.first_share >= 0.75) if len(trained) else trained
+    if len(sure):
+        best = sure.at([int(np.argmax(sure.speed))])
+        words = {"way": best.way[0], "drafts": int(best.num_drafts[0])}
+        words |= {"temperature": best.temperature[0], "first": best.first_share[0]}
+        yield ours("pair", best.speed[0], differs=few, **words)
+    greedy = ways.where(temperature=0.0)
+    yield from _of_methods(greedy, result.device)
+
+
+def _of_methods(greedy: Runs, device: str) -> Iterator[Ours]:
+    """What is published of methods, and of trees against chains."""
+    for method, way in PUBLISHED.items():
+        here = greedy.where(way=way)
+        if len(here):
+            most = float(here.tokens_per_step.max())
+            yield ours("tokens", most, method=method, device=device)
+    chain, tree = (greedy.where(way=f"Medusa, {x}") for x in ("chain", "tree"))
+    if len(chain) and len(tree):
+        gain = tree.tokens_per_step.max() / chain.tokens_per_step.max()
+        yield ours("trees", gain, device=device)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws tokens and speeds of all ways, costs against drafts, and batches."""
+    drawing.draw(axes, result.ways, result.adaptive)

@@ -1,0 +1,86 @@
+"""All ways on the same axes: what follows from counts, and what is said of it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.decoding.speculation.experiment import Runs
+from experiments.decoding.speculation_zoo import experiment
+from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
+from experiments.framework.study import of_module
+from tests.support import smoke
+
+(STUDY,) = of_module(experiment)
+
+
+def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> Runs:
+    """Ways of 100 steps: drafts, batch, tokens emitted, and what a step costs."""
+    plain = np.full(rounds, 1e-3)
+    return Runs.of(
+        (way, num, batch, 0.0, 100, emitted, 100 * num, 80, cost * plain, plain, 9, 0)
+        for way, num, batch, emitted, cost in ways
+    )
+
+
+def test_what_is_said_of_counts_and_times() -> None:
+    ways = rows(
+        ("n-gram", 4, 1, 300, 2.0),
+        ("Medusa, chain", 4, 1, 200, 2.0),
+        ("Medusa, tree", 8, 1, 250, 5.0),
+        ("EAGLE, chain", 2, 1, 240, 2.0),
+    )
+    adaptive = rows(
+        ("n-gram, adaptive", 4, 1, 200, 1.0), ("n-gram, adaptive", 4, 8, 100, 2.0)
+    )
+    found = Result(ways, adaptive, output_tokens=200, device="cpu")
+    ours = smoke.ours(experiment.claims(found))
+
+    def said(words: str) -> float:
+        [value] = [value for claim, value in ours.items() if words in claim]
+        return value
+
+    assert said("no way changes a token of 54") == 0
+    assert said("geometric mean") == pytest.approx(1.0)
+    assert said("worst case") == pytest.approx(0.5)
+    assert said("more than 75 %") == pytest.approx(1.2)
+    assert said("trees against chains") == pytest.approx(1.25)
+    assert said("prompt lookup") == 3.0
+    assert said("EAGLE: ") == 2.4
+    assert len(experiment.summary(found)) == 2
+    assert smoke.draw(STUDY, found)
+
+
+def test_stopped_early_nothing_is_said() -> None:
+    nothing = Result(Runs.of([]), Runs.of([]), output_tokens=200, device="cpu")
+    assert experiment.summary(nothing) == []
+    assert [*experiment.claims(nothing)] == []
+    assert smoke.draw(STUDY, nothing)
+
+
+def test_batches_are_whole() -> None:
+    class Tokens:
+        def encode(self, text: str) -> list[int]:
+            return [*text.encode()]
+
+        def decode(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+    config = Config()
+    for batch in config.batches:
+        texts, asks = config.requests(Tokens(), (batch, 1.0))
+        assert len(texts) == len(asks) == max(8, batch)
+        assert {len(text) for text in texts} == {config.prompt_tokens}
+        assert len({ask.seed for ask in asks}) == len(asks)
+
+
+@pytest.mark.thorough
+def test_no_token_differs_from_plain_decoding() -> None:
+    result: Any = smoke.run("speculation_zoo").result
+    smallest = CONFIGS["smoke"]
+    assert result.ways.way.tolist() == [way for way, _ in smallest.ways]
+    assert result.adaptive.batch.tolist() == [2]
+    for runs in (result.ways, result.adaptive):
+        assert (runs.num_tokens == 80).all()
+        assert (runs.num_other == 0).all()
+        assert (runs.drafted > 0).all()
