@@ -89,9 +89,10 @@ def serve(
     if num_layers is not None and method != "early-exit":
         raise ValueError(f"{num_layers=} goes with the method 'early-exit' alone")
     kind = None if heads is None else head_folders.kind_of(heads.config)
-    if kind != (method if method in head_folders.KINDS else None):
-        there = "no heads" if kind is None else f"{kind} heads"
-        raise ValueError(f"speculate={method!r} does not go with {there}")
+    if kind is None and method in head_folders.KINDS:
+        raise ValueError(f"speculate={method!r} needs heads that were trained for it")
+    if kind is not None and kind != method:
+        raise ValueError(f"{kind} heads do not go with speculate={method!r}")
     if method is None and adaptive:
         raise ValueError(f"{adaptive=} goes with a method to speculate")
     if heads is not None:

@@ -1,1 +1,3 @@
 """Bundled model."""
+
+__all__ = ["experiment"]

@@ -58,6 +58,28 @@ def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -> None:
+    words = ("stdlib-bytes", *BOTH, "--temperature", "0")
+    plain = completions(jaxkv, *words)
+    found = completions(jaxkv, *words, "--speculate", kind)
+    assert [x["tokens"] for x in found] == [x["tokens"] for x in plain]
+    folder = str(bundled.heads_of("stdlib-bytes", kind))
+    named = completions(jaxkv, *words, "--speculate", kind, "--heads", folder)
+    assert [x["tokens"] for x in named] == [x["tokens"] for x in plain]
+
+
+def test_heads_that_do_not_fit_are_refused(jaxkv: Command, tiny: str) -> None:
+    folder = bundled.heads_of("stdlib-bytes", "eagle")
+    for words, line in (
+        (f"{tiny} --speculate eagle --heads {folder}", "a model with hidden_size=160"),
+        (f"{tiny} --speculate eagle", "no eagle heads ship with it"),
+        (f"stdlib-bytes --heads {folder}", "eagle heads do not go with speculate=None"),
+    ):
+        assert_refused(jaxkv, f"{words} --prompt a", line)
+
+
+@pytest.mark.thorough
 def test_several_prompts_stream_in_their_order(jaxkv: Command) -> None:
     status, out, err = jaxkv("stdlib-bytes", *BOTH)
     assert status == 0

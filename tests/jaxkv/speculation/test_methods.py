@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,11 +18,16 @@ from jaxkv.sampling import Sampling
 from jaxkv.speculation import (
     Coupled,
     DraftModel,
+    EagleConfig,
     Jacobi,
+    Medusa,
+    MedusaConfig,
     NGram,
     Rejection,
+    head_folders,
     methods,
     self_speculative,
+    static_tree,
 )
 from jaxkv.speculation.ngram import lookup
 from tests.support import engine_programs, engines
@@ -68,9 +74,24 @@ def prompts_of(num: int) -> list[list[int]]:
     ]
 
 
+def heads_for(family: str, kind: str, folder: Path) -> Path:
+    """Random heads for a model."""
+    target = checkpoints.read_config(GOLDEN / family)
+    heads: Any = MedusaConfig(target=target, num_heads=2)
+    if kind == "eagle":
+        heads = EagleConfig(target=target, taps=(0, target.num_layers))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: rng.normal(0, 0.1, x.shape).astype("float32"), heads.param_shapes()
+    )
+    return head_folders.save(
+        folder / kind, heads, params, acceptance=SHARES, model_card=""
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_without(family: str) -> None:
+def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
     """200 prompts, greedy and drawn, alone and in batches, bit by bit."""
     prompts = prompts_of(200)
     wanted = answers(family, prompts)
@@ -79,6 +100,10 @@ def test_every_family_answers_as_without(family: str) -> None:
         {"speculate": "jacobi", "max_drafts": 3},
         {"speculate": "early-exit", "draft_layers": 1},
         {"speculate": "draft-model", "draft_folder": GOLDEN / family},
+        *(
+            {"speculate": kind, "heads_folder": heads_for(family, kind, tmp_path)}
+            for kind in head_folders.KINDS
+        ),
     ]
     for way in ways:
         assert answers(family, prompts, **way) == wanted, way
@@ -165,6 +190,9 @@ def loaded(**how: Any) -> jaxkv.Engine:
 
 
 OTHER = dataclasses.replace(MODEL, vocab_size=60)
+SHARES = ((0.5, 0.4), (0.5, 0.1))
+HEADS = head_folders.Loaded(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
+OF_OTHER = HEADS._replace(config=MedusaConfig(target=OTHER))
 
 
 def served(method: str | None, **how: Any) -> methods.Served:
@@ -176,7 +204,20 @@ def served(method: str | None, **how: Any) -> methods.Served:
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: served("eagle"), "speculate='eagle' must be 'ngram', 'jacobi', "),
+        (lambda: served("hydra"), "speculate='hydra' must be 'ngram', 'jacobi', "),
+        (lambda: served("eagle"), "speculate='eagle' needs heads that were trained"),
+        (
+            lambda: served("eagle", heads=HEADS),
+            "medusa heads do not go with speculate='eagle'",
+        ),
+        (
+            lambda: served(None, heads=HEADS),
+            "medusa heads do not go with speculate=None",
+        ),
+        (
+            lambda: served("medusa", heads=OF_OTHER),
+            "the heads must be those of the model served",
+        ),
         (lambda: served("draft-model"), "a draft model goes with the method"),
         (
             lambda: served("draft-model", draft=methods.Model(OTHER, {})),
@@ -209,6 +250,10 @@ def test_bad_input_is_one_line(make: Any, line: str) -> None:
 
 def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
     assert served("jacobi").speculation == Speculation(Jacobi(), Coupled())
+    medusa = served("medusa", heads=HEADS).speculation
+    assert medusa is not None
+    bush = static_tree.Topology((0, 0), (0, 1))
+    assert medusa.drafter == Medusa(MedusaConfig(target=MODEL, num_heads=2), bush)
     exits = served("early-exit").speculation
     assert exits is not None
     assert isinstance(exits.drafter, DraftModel)
