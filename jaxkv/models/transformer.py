@@ -380,11 +380,15 @@ def outputs(
 
 
 def read(
-    model: Transformer, tokens: Int[Array, "batch seq"], *, taps: tuple[int, ...] = ()
+    model: Transformer,
+    tokens: Int[Array, "batch seq"],
+    *,
+    taps: tuple[int, ...] = (),
+    only: tuple[int, ...] | None = None,
 ) -> States:
     """Runs a model over whole sequences, each from its beginning, side by side.
 
-    Nothing is carried; `taps` are as `Transformer.hidden` takes them.
+    Nothing is carried; `taps` and `only` are as `Transformer.hidden` takes them.
     """
     config, (batch, seq) = model.config, tokens.shape
     position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
@@ -399,4 +403,5 @@ def read(
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(config.num_kv_heads, -1, config.head_dim, batch * seq), carry
 
-    return model.hidden(tokens.reshape(-1), position, attend, (), taps=taps)
+    how: Any = {"taps": taps, "only": only}
+    return model.hidden(tokens.reshape(-1), position, attend, (), **how)

@@ -48,6 +48,7 @@ __all__ = [
     "eagle_drafting",
     "head_folders",
     "jacobi",
+    "layer_search",
     "lookahead",
     "medusa",
     "methods",

@@ -1,0 +1,84 @@
+"""Which layers draft best: counted by hand, and against every set."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models import transformer
+from jaxkv.speculation import layer_search
+from tests.support import engines
+from tests.support.engines import MODEL
+
+THREE = dataclasses.replace(MODEL, num_layers=3)
+
+
+def texts() -> Any:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(0, MODEL.vocab_size, (3, 20)), jnp.int32)
+
+
+def test_speeds_by_formula() -> None:
+    # Two drafts at half a step each: (1 + 0.5 + 0.25) / 2.
+    speeds = [sum(0.5**k for k in range(n + 1)) / (n / 2 + 1) for n in (1, 2, 3)]
+    assert layer_search.speed_of(0.5, 0.5, 3) == (max(speeds), 1)
+    assert layer_search.speed_of(1.0, 0.25, 6) == (7 / 2.5, 6)
+    assert layer_search.speed_of(0.0, 0.25, 6)[1] == 1
+
+
+def test_agreement_is_counted_place_by_place() -> None:
+    params, tokens = engines.params(THREE), texts()
+    layers = (0, 2)
+    cut = {**params, "layers": {0: params["layers"][0], 1: params["layers"][2]}}
+    smaller = dataclasses.replace(THREE, num_layers=2)
+    own = np.argmax(transformer.logits(params, tokens, config=THREE), axis=-1)
+    other = np.argmax(transformer.logits(cut, tokens, config=smaller), axis=-1)
+    how: Any = {"config": THREE}
+    found = layer_search.agreement(params, tokens, layers=layers, **how)
+    assert found == pytest.approx(np.mean(own == other))
+    assert layer_search.agreement(params, tokens, layers=(0, 1, 2), **how) == 1.0
+
+
+@pytest.mark.thorough
+def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, tokens = engines.params(THREE), texts()
+    sets = [
+        layers for size in (1, 2) for layers in itertools.combinations(range(3), size)
+    ]
+    shares = {
+        layers: layer_search.agreement(params, tokens, config=THREE, layers=layers)
+        for layers in sets
+    }
+    speeds = {
+        layers: max(
+            sum(share**k for k in range(n + 1)) / (n * len(layers) / 3 + 1)
+            for n in range(1, 5)
+        )
+        for layers, share in shares.items()
+    }
+    found = layer_search.search(params, tokens, config=THREE, max_drafts=4)
+    assert found.speed == pytest.approx(max(speeds.values()))
+    assert speeds[found.layers] == pytest.approx(found.speed)
+    # One by one: the best pair, then the better of its layers.
+    monkeypatch.setattr(layer_search, "MOST_SETS", 5)
+    pair = max(sets[3:], key=lambda layers: shares[layers])
+    tried = [pair, *((layer,) for layer in pair)]
+    best = max(tried, key=lambda layers: shares[layers] if len(layers) == 1 else -1.0)
+    found = layer_search.search(params, tokens, config=THREE, max_drafts=4)
+    assert found.layers in (pair, best)
+    assert found.speed == pytest.approx(max(speeds[pair], speeds[best]))
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    params, tokens = engines.params(THREE), texts()
+    with pytest.raises(ValueError, match="max_drafts=0 must be"):
+        layer_search.search(params, tokens, config=THREE, max_drafts=0)
+    one = dataclasses.replace(THREE, num_layers=1)
+    with pytest.raises(ValueError, match="num_layers=1 must be at least 2"):
+        layer_search.search(params, tokens, config=one)
+    stacked = transformer.stack_layers(THREE, params)
+    with pytest.raises(ValueError, match="layers that are not stacked"):
+        layer_search.search(stacked, tokens, config=THREE)
