@@ -113,7 +113,7 @@ class Verifier(Protocol):
           logits: next-token logits after penalties and other changes.
           children: drafts that may follow, in the order in which they are tried; -1
             where there is none. Siblings are different tokens, unless they were drawn
-            with replacement.
+            with replacement; of equal ones that were chosen only the first counts.
           law: probabilities that they were drawn from; None means they were chosen.
           params: how each row draws; penalties are already applied.
           positions: where the token that follows will stand in its sequence.

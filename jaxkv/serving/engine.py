@@ -181,7 +181,7 @@ class Engine:
         scan_layers: bool = False,
         speculate: str | None = None,
         draft_folder: Any = None,
-        draft_layers: int | None = None,
+        draft_layers: int | tuple[int, ...] | None = None,
         heads_folder: Any = None,
         adaptive: bool = False,
         **fields: Any,
@@ -199,8 +199,8 @@ class Engine:
             guessed in a step; the answers are the same, mostly sooner. None guesses
             nothing.
           draft_folder: of the smaller model that "draft-model" guesses by.
-          draft_layers: how many of the model's layers "early-exit" guesses by; None
-            means half of them.
+          draft_layers: the model's layers that "early-exit" guesses by, such as
+            `layer_search.search` finds, or how many of the first; None means half.
           heads_folder: of the heads that "medusa" and "eagle" guess by, trained for
             this model.
           adaptive: whether no more is guessed than pays, see `speculation.Adaptive`;
@@ -241,7 +241,7 @@ class Engine:
             dtype=dtype,
             method=speculate,
             draft=draft,
-            num_layers=draft_layers,
+            layers=draft_layers,
             heads=heads,
             adaptive=adaptive,
         )

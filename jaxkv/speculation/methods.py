@@ -59,7 +59,7 @@ def serve(
     dtype: str,
     method: str | None = None,
     draft: Model | None = None,
-    num_layers: int | None = None,
+    layers: int | tuple[int, ...] | None = None,
     heads: head_folders.Loaded | None = None,
     adaptive: bool = False,
 ) -> Served:
@@ -73,7 +73,7 @@ def serve(
       dtype: of the pages.
       method: one of `METHODS`; None decodes plainly.
       draft: the model that drafts, for "draft-model" alone.
-      num_layers: layers that "early-exit" runs; None means half of them.
+      layers: those that "early-exit" runs, or how many of the first; None means half.
       heads: what drafts for "medusa" and "eagle" alone.
       adaptive: whether no more is guessed than pays.
 
@@ -86,8 +86,8 @@ def serve(
         raise ValueError(
             "a draft model goes with the method 'draft-model', and only it"
         )
-    if num_layers is not None and method != "early-exit":
-        raise ValueError(f"{num_layers=} goes with the method 'early-exit' alone")
+    if layers is not None and method != "early-exit":
+        raise ValueError(f"{layers=} goes with the method 'early-exit' alone")
     kind = None if heads is None else head_folders.kind_of(heads.config)
     if kind is None and method in head_folders.KINDS:
         raise ValueError(f"speculate={method!r} needs heads that were trained for it")
@@ -103,7 +103,7 @@ def serve(
         served = Served(forward, model.params, pages)
         if method is None:
             return served
-        served = _speculating(served, method, model, draft, bounds, dtype, num_layers)
+        served = _speculating(served, method, model, draft, bounds, dtype, layers)
     speculation = served.speculation
     if adaptive and speculation is not None:
         speculation = speculation._replace(drafter=Adaptive(speculation.drafter))
@@ -117,7 +117,7 @@ def _speculating(
     draft: Model | None,
     bounds: Any,
     dtype: str,
-    num_layers: int | None,
+    layers: int | tuple[int, ...] | None,
 ) -> Served:
     """Has a method guess."""
     if draft is not None:
@@ -125,13 +125,14 @@ def _speculating(
     if method == "early-exit":
         if transformer.is_stacked(model.params):
             raise ValueError("'early-exit' needs layers that are not stacked")
-        half = max(1, model.config.num_layers // 2)
-        num = half if num_layers is None else num_layers
-        high = model.config.num_layers
-        if not 1 <= num <= high:
-            raise ValueError(f"{num_layers=} must be in [1, {high}]")
+        if layers is None:
+            layers = max(1, model.config.num_layers // 2)
+        if isinstance(layers, int):
+            if not 1 <= layers <= (high := model.config.num_layers):
+                raise ValueError(f"{layers=} must be in [1, {high}]")
+            layers = tuple(range(layers))
         own = paged.PagedForward(model.config, bounds.numerics)
-        drafter = draft_model.self_speculative(own, range(num))
+        drafter = draft_model.self_speculative(own, layers)
     elif method == "lookahead":
         if bounds.numerics == "reproducible":
             raise ValueError(REPRODUCIBLE_TREES)

@@ -1,1 +1,3 @@
 """Speculative decoding."""
+
+__all__ = ["experiment", "serving"]

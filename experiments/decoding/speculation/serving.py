@@ -32,13 +32,13 @@ class Way(NamedTuple):
 
     Attributes:
       method: the engine's, None to decode plainly.
-      num_layers: that draft by early exit.
+      layers: that draft by early exit, or how many of the first.
       is_chain: whether heads draft a chain, where they could draft a tree.
       adaptive: whether no more is drafted than pays.
     """
 
     method: str | None = None
-    num_layers: int | None = None
+    layers: int | tuple[int, ...] | None = None
     is_chain: bool = False
     adaptive: bool = False
 
@@ -166,7 +166,7 @@ class Server:
             config,
             dtype="float32",
             method=its.method,
-            num_layers=its.num_layers,
+            layers=its.layers,
             heads=heads,
             adaptive=its.adaptive,
         )

@@ -18,9 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.decoding.speculation import serving
-from experiments.decoding.speculation.experiment import Runs
-from experiments.decoding.speculation.serving import PLAIN, WAYS, Server, Setting
+from experiments.decoding.speculation import experiment, serving
 from experiments.decoding.speculation_zoo import drawing
 from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
 from experiments.harness import bundled, model_shapes, prompts
@@ -97,9 +95,9 @@ class Config:
         validation.at_least(self, "seed", low=0)
         validation.ascending(self, "batches", low=1)
         validation.within(self, "temperatures", low=0, high=2)
-        adapt = {way for way, its in WAYS.items() if its.adaptive}
+        adapt = {way for way, its in serving.WAYS.items() if its.adaptive}
         for name, known in (
-            ("ways", {*WAYS} - adapt - {PLAIN}),
+            ("ways", {*serving.WAYS} - adapt - {serving.PLAIN}),
             ("adaptive", adapt),
         ):
             for way, num in getattr(self, name):
@@ -116,7 +114,7 @@ class Config:
         return self.prompt_tokens + self.output_tokens
 
     def requests(
-        self, tokenizer: Any, setting: Setting
+        self, tokenizer: Any, setting: serving.Setting
     ) -> tuple[list[list[int]], list[Sampling]]:
         """Cuts prompts of code, whole batches, and says how each is to be continued."""
         batch, temperature = setting
@@ -152,8 +150,8 @@ CONFIGS = {
 class Result(Record):
     """What was measured."""
 
-    ways: Runs = column("ways to decode, one sequence alone")
-    adaptive: Runs = column("lengths that adapt, by batch")
+    ways: experiment.Runs = column("ways to decode, one sequence alone")
+    adaptive: experiment.Runs = column("lengths that adapt, by batch")
     output_tokens: int = column("of each answer", is_told=False)
     device: str = column("kind of it")
 
@@ -171,14 +169,17 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             bundled.heads_of(config.model, kind), model.config, dtype="float32"
         )
         for kind in head_folders.KINDS
-        if any(WAYS[way].method == kind for way, _ in (*config.ways, *config.adaptive))
+        if any(
+            serving.WAYS[way].method == kind
+            for way, _ in (*config.ways, *config.adaptive)
+        )
     }
     alone = [(1, temperature) for temperature in config.temperatures]
     ways = _decode(config, model, heads, alone, config.ways, config.rounds, progress)
-    ways = Runs.of(ways)
+    ways = experiment.Runs.of(ways)
     batches = [(b, t) for b in config.batches for t in config.temperatures]
     rounds = config.adaptive_rounds
-    adaptive = Runs.of(
+    adaptive = experiment.Runs.of(
         _decode(config, model, heads, batches, config.adaptive, rounds, progress)
     )
     kind = jax.devices()[0].device_kind
@@ -189,23 +190,23 @@ def _decode(
     config: Config,
     model: Loaded,
     heads: dict[str, head_folders.Loaded],
-    settings: list[Setting],
+    settings: list[serving.Setting],
     ways: tuple[tuple[str, int], ...],
     rounds: int,
     progress: Progress,
 ) -> Iterator[tuple[Any, ...]]:
     """Rows of `Runs`."""
 
-    def servers(setting: Setting) -> list[Server]:
+    def servers(setting: serving.Setting) -> list[serving.Server]:
         made = []
-        for way, num in ((PLAIN, 0), *ways):
-            lengths = NUM_LENGTHS if WAYS[way].adaptive else 1
+        for way, num in ((serving.PLAIN, 0), *ways):
+            lengths = NUM_LENGTHS if serving.WAYS[way].adaptive else 1
             sizes = setting[0], num, config.max_length, config.steps_per_call, lengths
-            its = heads.get(WAYS[way].method or "")
-            made.append(Server(model, way, serving.bounds(*sizes), heads=its))
+            its = heads.get(serving.WAYS[way].method or "")
+            made.append(serving.Server(model, way, serving.bounds(*sizes), heads=its))
         return made
 
-    def requests(setting: Setting) -> tuple[list[list[int]], list[Sampling]]:
+    def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
         return config.requests(model.tokenizer, setting)
 
     return serving.decode(settings, rounds, servers, requests, progress)
@@ -282,7 +283,7 @@ def claims(result: Result) -> Iterator[Ours]:
     yield from _of_methods(greedy, result.device)
 
 
-def _of_methods(greedy: Runs, device: str) -> Iterator[Ours]:
+def _of_methods(greedy: experiment.Runs, device: str) -> Iterator[Ours]:
     """What is published of methods, and of trees against chains."""
     for method, way in PUBLISHED.items():
         here = greedy.where(way=way)

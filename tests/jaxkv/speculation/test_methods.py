@@ -224,10 +224,10 @@ def served(method: str | None, **how: Any) -> methods.Served:
             "draft.config.vocab_size=60 must be the served model's 61",
         ),
         (
-            lambda: served("early-exit", num_layers=3),
-            "num_layers=3 must be in [1, 2]",
+            lambda: served("early-exit", layers=3),
+            "layers=3 must be in [1, 2]",
         ),
-        (lambda: served("ngram", num_layers=1), "num_layers=1 goes with"),
+        (lambda: served("ngram", layers=1), "layers=1 goes with"),
         (lambda: NGram(0), "shortest=0 must be at least 1"),
         (lambda: NGram(3, 2), "longest=2 must be at least 3"),
         (lambda: paged.PagedForward(MODEL, layers=(2,)), "must be in [0, "),

@@ -14,6 +14,7 @@ from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling.fcfs import fcfs
 from jaxkv.speculation import (
     Adaptive,
     Beside,
@@ -156,9 +157,9 @@ def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
         changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
     config = with_drafts(BOUNDS[bounds], **changes)
     speculation = Speculation(DRAFTERS[drafter], Coupled())
-    return engines.serve(
-        ASKS[asks](), config, speculation=speculation, **parts_of(drafter, config)
-    )
+    policy = fcfs(preemption="swap") if bounds == "swapping" else None
+    how: Any = {"policy": policy, "speculation": speculation}
+    return engines.serve(ASKS[asks](), config, **how, **parts_of(drafter, config))
 
 
 def drafted(run: Run) -> tuple[int, int]:
@@ -209,6 +210,7 @@ def test_tokens_equal_those_of_a_plain_loop(
     num_drafts, num_accepted = drafted(run)
     assert num_drafts > 50
     assert num_accepted > 0
+    assert (np.asarray(run.info.num_swapped_out).sum() > 0) == (bounds == "swapping")
     if drafter == "all layers":  # it draws what the target draws, but for an end
         assert num_accepted > 0.9 * num_drafts
     if drafter == "tree":  # its right path has two drafts of eight at least
