@@ -249,6 +249,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prefixes": (1000,)}, "may need 1128 tokens"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],
+    "jacobi": [
+        ({"output_tokens": 144}, "self.output_tokens=144 must be more than 144"),
+        ({"lengths": (8, 4)}, "lengths=(8, 4) must be ascending"),
+        ({"picture_tokens": 0}, "picture_tokens=0 must be at least 1"),
+        ({"temperatures": (3.0,)}, "must be in [0, 2]"),
+    ],
     "speculation": [
         ({"output_tokens": 208}, "self.output_tokens=208 must be more than 208"),
         ({"ways": ("medusa",)}, "must be of"),

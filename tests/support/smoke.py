@@ -99,6 +99,7 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bundled_model": _trained,
     "demo": _served(64),
     "isoflop": _swept,
+    "jacobi": _served(64),
     "preemption": _served(72),
     "prefix_caching": _recorded,
     "sharing": _served(208),

@@ -1,0 +1,116 @@
+"""Blocks of tokens found by Jacobi iteration, all at once instead of one by one.
+
+Token i of a block is what the model says behind the text before the block and the
+block's tokens before i. All of these equations are evaluated at the last guesses; what
+comes out are the next guesses.
+
+Source: Santilli et al. 2023, arXiv:2305.10427, algorithm 1.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Int32
+
+from jaxkv.models import checkpoints, transformer
+from jaxkv.sampling import Params, Sampling, params_of, random_keys, sampler
+
+
+class Block(NamedTuple):
+    """A block, and how it was found.
+
+    Attributes:
+      guesses: of every iteration, the first ones before any; the last two are equal.
+      steps: iterations after which nothing changed any more.
+    """
+
+    guesses: Int[np.ndarray, "iterations tokens"]
+    steps: int
+
+    @property
+    def tokens(self) -> Int[np.ndarray, " tokens"]:
+        """The fixed point."""
+        return self.guesses[-1]
+
+    @property
+    def fixed(self) -> Int[np.ndarray, " iterations"]:
+        """Tokens from the first on that were right, by iteration."""
+        wrong = self.guesses != self.tokens[None, :]
+        ends = np.concatenate([wrong, np.ones((len(wrong), 1), bool)], axis=1)
+        return ends.argmax(axis=1)
+
+
+def params_like_engine(asks: list[Sampling]) -> Params:
+    """Parameters of requests, drawn by the noise that an engine would draw by."""
+    keys = [random_keys.request_key(ask.seed, 0, 0) for ask in asks]
+    return params_of(asks, keys, [0] * len(asks))
+
+
+def find(
+    model: checkpoints.Loaded,
+    texts: list[list[int]],
+    asks: list[Sampling],
+    num_tokens: int,
+) -> list[Block]:
+    """Finds the block behind each text, from guesses of token 0.
+
+    Args:
+      model: who writes.
+      texts: what stands before the blocks.
+      asks: how each block's tokens are drawn.
+      num_tokens: of a block.
+    """
+    lengths = np.array([len(text) for text in texts], np.int32)
+    # One program for all lengths near each other: a causal model sees no padding.
+    width = -(-(int(lengths.max()) + num_tokens) // 64) * 64
+    tokens = np.zeros((len(texts), width), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    params = jax.tree.map(jnp.asarray, params_like_engine(asks))
+    found = [np.zeros((len(texts), num_tokens), np.int32)]
+    # One more iteration than there are tokens shows that nothing changes.
+    for _ in range(num_tokens + 1):
+        guesses = jnp.asarray(found[-1])
+        found.append(
+            np.asarray(
+                _iterate(
+                    *(model.params, jnp.asarray(tokens), jnp.asarray(lengths)),
+                    *(guesses, params),
+                    config=model.config,
+                )
+            )
+        )
+        if (found[-1] == found[-2]).all():
+            break
+    return [_block(np.stack(found)[:, row]) for row in range(len(texts))]
+
+
+def _block(guesses: Int[np.ndarray, "iterations tokens"]) -> Block:
+    """Iterations up to the first that changed nothing."""
+    same = (guesses[1:] == guesses[:-1]).all(axis=1)
+    steps = int(np.argmax(same)) if same.any() else len(guesses) - 1
+    return Block(guesses[: steps + 2], steps)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _iterate(
+    params: transformer.Params,
+    tokens: Int32[Array, "texts width"],
+    lengths: Int32[Array, " texts"],
+    guesses: Int32[Array, "texts tokens"],
+    asks: Params,
+    config: transformer.ModelConfig,
+) -> Int32[Array, "texts tokens"]:
+    """Evaluates the equations of all places at the guesses."""
+    (num, size), place = guesses.shape, jnp.arange(guesses.shape[1], dtype=jnp.int32)
+    row = jnp.arange(num, dtype=jnp.int32)[:, None]
+    at = lengths[:, None] + place[None, :]
+    logits = transformer.logits(params, tokens.at[row, at].set(guesses), config=config)
+    each = jax.tree.map(lambda x: jnp.repeat(x, size, axis=0), asks)
+    nobody: Bool[Array, " rows"] = jnp.zeros((num * size,), bool)
+    said = logits[row, at - 1].reshape(num * size, -1)
+    drawn = sampler.sample(said, each, at.reshape(-1), scored=nobody)
+    return drawn.token.reshape(num, size)

@@ -1,0 +1,90 @@
+"""Blocks found by iteration: counts by hand, the theorem, tokens as decoded plainly."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.decoding.jacobi import blocks, experiment
+from experiments.decoding.jacobi.experiment import CONFIGS, Blocks, Picture, Result
+from experiments.decoding.speculation.experiment import Runs
+from experiments.framework.study import of_module
+from jaxkv.models import checkpoints
+from jaxkv.sampling import Sampling
+from tests.support import engines, smoke
+from tests.support.engines import MODEL, Ask
+
+(STUDY,) = of_module(experiment)
+
+
+def test_what_is_right_is_counted_from_the_first_on() -> None:
+    guesses = np.array([[0, 0, 0], [7, 0, 9], [7, 8, 1], [7, 8, 9], [7, 8, 9]])
+    block = blocks._block(guesses)
+    assert block.steps == 3
+    assert block.tokens.tolist() == [7, 8, 9]
+    assert block.fixed.tolist() == [0, 1, 2, 3, 3]
+    assert blocks._block(guesses[3:]).steps == 0
+
+
+def loaded() -> Any:
+    return checkpoints.Loaded(MODEL, engines.params(), None, ())
+
+
+def asks_of(num: int) -> list[Sampling]:
+    return [
+        Sampling(temperature=float(i % 2), top_k=20, seed=i, max_tokens=12)
+        for i in range(num)
+    ]
+
+
+@pytest.mark.thorough
+def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
+    """Each step gets another token right for good: Santilli et al., proposition 1."""
+    rng, asks = np.random.default_rng(0), asks_of(8)
+    texts = [rng.integers(0, 61, 3 + i).tolist() for i in range(8)]
+    plain = engines.serve(
+        [
+            Ask(i, text, ask)
+            for i, (text, ask) in enumerate(zip(texts, asks, strict=True))
+        ],
+        engines.ROOMY,
+    )
+    found = blocks.find(loaded(), texts, asks, 9)
+    for i, block in enumerate(found):
+        assert block.steps <= 9
+        progress = np.diff(block.fixed[: block.steps + 1])
+        assert (progress >= 1).all()
+        assert block.tokens.tolist() == plain.outcomes[i].tokens[:9]
+    assert max(block.steps for block in found) > 3
+
+
+def measured(late: int, stuck: int) -> Result:
+    found = Blocks.of([(8, 0.0, 10, 6.5, 8, late, stuck, 0)])
+    picture = Picture.of([([0, 0], 0), ([104, 0], 1), ([104, 105], 2)])
+    times = np.array([2e-3, 2e-3]), np.array([1e-3, 1e-3])
+    runs = Runs.of([("Jacobi", 4, 1, 0.0, 100, 150, 400, 50, *times, 150, 2)])
+    return Result(found, picture, runs, output_tokens=200, device="cpu")
+
+
+def test_what_is_said_of_counts() -> None:
+    found = measured(1, 3)
+    said = smoke.ours(experiment.claims(found))
+    assert sorted(said.values()) == [0.75, 1, 2, 3]
+    verdicts = [claim.verdict for claim in experiment.claims(found)]
+    assert verdicts.count("fails") == 3
+    assert found.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)
+    assert len(experiment.summary(found)) == 2
+    assert smoke.draw(STUDY, found)
+
+
+@pytest.mark.thorough
+def test_the_smallest_run_finds_blocks() -> None:
+    result = smoke.run("jacobi").result
+    config = CONFIGS["smoke"]
+    assert result.blocks.length.tolist() == list(config.lengths)
+    # Whole blocks of both answers, and their two texts.
+    assert result.blocks.num_blocks.tolist() == [40, 16]
+    assert (result.blocks.num_late == 0).all()
+    assert (result.blocks.num_stuck == 0).all()
+    assert result.blocks.num_other.sum() == result.runs.num_other.sum() == 0
+    assert result.picture.fixed[-1] == config.picture_tokens
