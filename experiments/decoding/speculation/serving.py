@@ -227,7 +227,13 @@ def decode(
       A row of `Runs` for each setting and way, apart from the first.
     """
 
+    batches = []
+
     def begin(setting: Setting) -> list[Server]:
+        # Many programs at once are more mappings of memory than a process may have.
+        if batches and batches[-1] != setting[0]:
+            jax.clear_caches()
+        batches.append(setting[0])
         found, (texts, asks) = servers(setting), requests(setting)
         for server in found:
             server.serve(texts[: setting[0]], asks[: setting[0]])  # compiles

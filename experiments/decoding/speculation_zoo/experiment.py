@@ -70,10 +70,7 @@ class Config:
         ("EAGLE, tree", 16),
     )
     """Ways, with the drafts of a step."""
-    adaptive: tuple[tuple[str, int], ...] = (
-        ("n-gram, adaptive", 4),
-        ("EAGLE, adaptive", 4),
-    )
+    adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 4),)
     """Ways that adapt, with the most drafts of a step."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     """Sequences decoded together by these."""

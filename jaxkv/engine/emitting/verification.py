@@ -104,7 +104,6 @@ def _judge(
 ) -> Judged:
     """Judges as many places of each slot as there are columns of drafts, and one."""
     num_slots, length = drafts.tokens.shape
-    shape = num_slots, 1 + length
     logits = of_places(result, length, config)
     rows = logit_rows.look_up(state, logits, emits, 1 + length)
     answer = rows.answer if tree is None else by_branch(rows.answer, drafts, tree)
@@ -130,10 +129,27 @@ def _judge(
     judged = answer, logits, rows.params, token, law
     ruling, accepts = logit_rows.of_all(of_rows, judged, config)
     accepted, path = walk(child, accepts.reshape(child.shape), drafts, tree)
-    follows, invalid = (x.reshape(shape) for x in (ruling.token, ruling.invalid))
+    return _along(path, accepted, ruling, known, drafts, emits)
+
+
+def _along(
+    path: Int32[Array, "slots drafts"],
+    accepted: Int32[Array, " slots"],
+    ruling: Ruling,
+    known: Int32[Array, "slots places"],
+    drafts: Drafts,
+    emits: Bool[Array, " slots"],
+) -> Judged:
+    """The drafts along a path, and what the verifier drew behind the last of them.
+
+    `known` are the drafts by place.
+    """
+    slot = jnp.arange(known.shape[0], dtype=jnp.int32)[:, None]
+    follows, invalid = (x.reshape(known.shape) for x in (ruling.token, ruling.invalid))
     # The place that each token follows; behind the last one nothing counts.
     place = jnp.pad(path, ((0, 0), (1, 0)))
-    last = jnp.arange(1 + length, dtype=jnp.int32)[None, :] == accepted[:, None]
+    index = jnp.arange(known.shape[1], dtype=jnp.int32)[None, :]
+    last = index == accepted[:, None]
     tokens = jnp.pad(arrays.take(known, (slot, path), fill=0), ((0, 0), (0, 1)))
     tokens = jnp.maximum(tokens, 0)
     tokens = jnp.where(last, jnp.take_along_axis(follows, place, axis=1), tokens)
