@@ -226,7 +226,6 @@ def decode(
     Yields:
       A row of `Runs` for each setting and way, apart from the first.
     """
-
     batches = []
 
     def begin(setting: Setting) -> list[Server]:
